@@ -1,0 +1,57 @@
+# Two commands need nothing but python3 (3.11 or newer) and make:
+# `make train` trains an agent, `make test` runs the whole test suite.
+
+PYTHON ?= python3
+CONFIG ?= pendulum
+ARGS ?=
+
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
+PINNED := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help train test clean
+
+help:
+	@echo "make train [CONFIG=pendulum|cartpole|cheetah] [ARGS='--seed 1']"
+	@echo "                            set up $(VENV) and train PPO on a Gymnasium task"
+	@echo "make test [ARGS='-k name']  set up $(VENV) and run scripts/check (5 minutes)"
+	@echo "make clean                  remove $(VENV), caches and build files; runs/ stays"
+	@echo "PYTHON=python3.12           the interpreter that $(VENV) is made with"
+
+train: $(VENV)/.installed-train
+	$(VENV)/bin/ppo train $(CONFIG) $(ARGS)
+
+test: $(VENV)/.installed-dev
+	scripts/check $(ARGS)
+
+# The stamps are older than a changed pin, which is what installs again.
+$(VENV)/.installed-train: $(PINNED) | $(VENV)/bin/pip
+	@echo "Installing envserve, TensorFlow (CPU) and MuJoCo into $(VENV); this takes minutes ..."
+	$(PIP) --constraint constraints.txt --editable '.[train-cpu,mujoco]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(PINNED) $(VENV)/.installed-train | $(VENV)/bin/pip
+	@echo "Installing the development tools into $(VENV) ..."
+	$(PIP) --constraint constraints.txt --editable '.[train-cpu,mujoco,dev]'
+	@touch $@
+
+# pip is what venv installs last, so its presence says that the environment is whole.
+$(VENV)/bin/pip:
+	@command -v $(PYTHON) >/dev/null || { echo "make: expected Python 3.11 or" \
+	  "newer as $(PYTHON), found no such command; install it, or name another" \
+	  "one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "make: expected Python 3.11 or newer as $(PYTHON), got" \
+	  "$$($(PYTHON) --version 2>&1); name a newer one: make PYTHON=python3.12" >&2; \
+	  exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { echo "make: expected $(PYTHON) to" \
+	  "have the modules venv and ensurepip, got the error above; on Debian and" \
+	  "Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .coverage .hypothesis .import_linter_cache \
+	  .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,119 @@
+"""Checks actions where they enter: structure, shape, dtype, bounds, finiteness.
+
+Every error names the first env that it concerns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from envserve.errors import ActionError, SpaceError
+from envserve.slab import Rows
+from envserve.spec import EnvSpec, Leaf, flatten
+
+__all__ = ["check_action_rows", "check_actions"]
+
+Array = np.ndarray[Any, Any]
+
+
+def check_actions(
+    spec: EnvSpec, actions: Any, env_indices: Array | None, num_envs: int
+) -> list[Array]:
+    """Returns the actions of some envs as one array per leaf.
+
+    Args:
+      spec: Spec of the envs.
+      actions: Arrays `[num_envs, ...]`, nested as the action space.
+      env_indices: Batch rows that the actions are for; None for rows 0 to num_envs.
+      num_envs: Expected length of each array.
+
+    Raises:
+      ActionError: With the env, the leaf, and what was expected.
+    """
+    try:
+        values = flatten(spec.action_space, actions)
+    except SpaceError as error:
+        raise ActionError(f"actions: {error}") from None
+    arrays = []
+    for leaf, value in zip(spec.action_leaves, values, strict=True):
+        array = _as_array(leaf, value, num_envs)
+        _check_values(leaf, array, env_indices, "")
+        arrays.append(array)
+    return arrays
+
+
+def check_action_rows(
+    spec: EnvSpec, rows: Rows, start: int, stop: int, where: str
+) -> None:
+    """Checks the actions that stand in rows `start` to `stop`.
+
+    Args:
+      spec: Spec of the envs.
+      rows: The rows, whose shapes and dtypes are right by construction.
+      start: First row.
+      stop: Row after the last.
+      where: Server or pool, for the message.
+
+    Raises:
+      ActionError: With the env, the leaf, and what was expected.
+    """
+    for leaf, array in zip(spec.action_leaves, rows.action, strict=True):
+        _check_values(leaf, array[start:stop], np.arange(start, stop), where)
+
+
+def _as_array(leaf: Leaf, value: Any, num_envs: int) -> Array:
+    try:
+        array = np.asarray(value)
+    except ValueError as error:  # ragged nested lists
+        raise ActionError(f"{_label(leaf)}: {error}") from None
+    shape = (num_envs, *leaf.shape)
+    if array.shape != shape:
+        raise ActionError(
+            f"{_label(leaf)}: expected shape {list(shape)}, one row per env; "
+            f"got {list(array.shape)}"
+        )
+    if array.dtype == leaf.dtype:
+        return array
+    if not np.can_cast(array.dtype, leaf.dtype, "same_kind") and not (
+        leaf.dtype.kind in "ui" and array.dtype.kind in "uib"
+    ):
+        raise ActionError(
+            f"{_label(leaf)}: expected {leaf.dtype}; got {array.dtype}; "
+            f"cast it with .astype({str(leaf.dtype)!r}) if that is meant"
+        )
+    if leaf.dtype.kind == "f":
+        # What is finite as float64 need not be as float32: check what will be stored.
+        with np.errstate(over="ignore"):
+            return array.astype(leaf.dtype, copy=False)
+    return array
+
+
+def _check_values(
+    leaf: Leaf, array: Array, env_indices: Array | None, where: str
+) -> None:
+    low, high, has_finite_bounds = leaf.bounds
+    # NaN fails both comparisons; infinity can only pass where a bound is infinite.
+    good = (array >= low).all() and (array <= high).all()
+    if good and (has_finite_bounds or np.isfinite(array).all()):
+        return
+    wrong = ~((array >= low) & (array <= high) & np.isfinite(array))
+    row, *inner = (int(i) for i in np.argwhere(wrong)[0])
+    env_index = row if env_indices is None else int(env_indices[row])
+    position = "".join(f"[{i}]" for i in inner)
+    least = np.broadcast_to(low, leaf.shape)[tuple(inner)]
+    most = np.broadcast_to(high, leaf.shape)[tuple(inner)]
+    raise ActionError(
+        f"Env {env_index}{f' ({where})' if where else ''}: expected {_label(leaf)}"
+        f"{position} in [{least}, {most}]; got {array[(row, *inner)]}; "
+        + (
+            "clip actions to the action space before the step"
+            if leaf.dtype.kind == "f"
+            else "choose an action that the space contains"
+        )
+    )
+
+
+def _label(leaf: Leaf) -> str:
+    return f"action {leaf.path!r}" if leaf.path else "action"

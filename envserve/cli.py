@@ -1,0 +1,191 @@
+"""The `envserve` command: start a server, ask one for its health or its envs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from envserve.errors import EnvserveError
+
+__all__ = ["main"]
+
+app = typer.Typer(
+    help="Environment servers for reinforcement learning.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Runs the command that the arguments name."""
+    # --import finds modules of the working directory too, as `python -m` would; last,
+    # so that a file there hides nothing.
+    sys.path.append(os.getcwd())
+    app()
+
+
+@app.command()
+def start(
+    workers: Annotated[
+        int, typer.Option(help="Most worker processes that one client gets.")
+    ] = os.cpu_count() or 1,
+    envs_per_worker: Annotated[
+        int, typer.Option(help="With --workers, how many envs all clients may have.")
+    ] = 64,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(help="Env to offer; repeatable. By default, all registered."),
+    ] = None,
+    bind: Annotated[
+        list[str] | None,
+        typer.Option(help="tcp://host:port or ipc://path; repeatable; port 0 is any."),
+    ] = None,
+    address_file: Annotated[
+        Path | None, typer.Option(help="Where to write the real addresses.")
+    ] = None,
+    import_module: Annotated[
+        list[str] | None,
+        typer.Option("--import", help="Module that registers envs; repeatable."),
+    ] = None,
+    expose: Annotated[
+        list[str] | None,
+        typer.Option(help="Attribute that clients may get, set and call; repeatable."),
+    ] = None,
+    allow_kwarg: Annotated[
+        list[str] | None,
+        typer.Option(help="Env argument that clients may set; repeatable."),
+    ] = None,
+    lease_seconds: Annotated[
+        float, typer.Option(help="Silence after which a client's envs are given up.")
+    ] = 60.0,
+    step_timeout: Annotated[
+        float, typer.Option(help="Seconds that one env's step may take.")
+    ] = 30.0,
+    reset_timeout: Annotated[
+        float, typer.Option(help="Seconds that one env's reset or start may take.")
+    ] = 120.0,
+    max_message_mib: Annotated[
+        int, typer.Option(help="Longest message accepted from a client.")
+    ] = 1,
+    insecure_no_auth: Annotated[
+        bool, typer.Option(help="Allow addresses that other hosts can reach.")
+    ] = False,
+    log_level: Annotated[
+        str, typer.Option(help="debug, info, warning or error; goes to stderr.")
+    ] = "info",
+) -> None:
+    """Serve envs until SIGINT or SIGTERM."""
+    from envserve.server import ServerConfig, serve
+
+    _set_up_logging(log_level)
+    try:
+        config = ServerConfig(
+            num_workers=workers,
+            envs_per_worker=envs_per_worker,
+            env_names=tuple(env) if env else None,
+            binds=tuple(bind or ("tcp://127.0.0.1:5555",)),
+            import_modules=tuple(import_module or ()),
+            exposed=tuple(expose or ()),
+            allowed_kwargs=tuple(allow_kwarg or ()),
+            lease_seconds=lease_seconds,
+            step_timeout_seconds=step_timeout,
+            reset_timeout_seconds=reset_timeout,
+            max_message_bytes=max_message_mib << 20,
+            allows_public_binds=insecure_no_auth,
+        )
+    except ValueError as error:
+        _fail(error, 2)
+
+    def on_ready(addresses: tuple[str, ...], num_names: int) -> None:
+        if address_file is not None:
+            _write_addresses(address_file, addresses)
+        print(
+            f"envserve: ready on {' '.join(addresses)} with {num_names} env names, "
+            f"up to {workers * envs_per_worker} envs in {workers} workers",
+            flush=True,
+        )
+
+    try:
+        asyncio.run(serve(config, on_ready))
+    except (EnvserveError, OSError) as error:
+        _fail(error, 1)
+
+
+@app.command()
+def health(
+    address: Annotated[str, typer.Argument(help="Address of a server.")],
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for it.")] = 2.0,
+) -> None:
+    """Ask a server whether it serves; the exit code says so too."""
+    from envserve.client.connection import ask_welcome
+
+    try:
+        welcome = ask_welcome(address, timeout)
+    except EnvserveError as error:
+        _fail(error, 1)
+    print(
+        f"{address}: serving {welcome.num_names} env names; "
+        f"{welcome.free_envs} of {welcome.total_envs} envs free"
+    )
+
+
+@app.command()
+def envs(
+    address: Annotated[
+        str | None, typer.Argument(help="Address of a server; by default, here.")
+    ] = None,
+    import_module: Annotated[
+        list[str] | None,
+        typer.Option("--import", help="Module that registers envs; repeatable."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for it.")] = 2.0,
+) -> None:
+    """List the env names that a server offers, or that one here would offer."""
+    from envserve.client.connection import ask_welcome
+    from envserve.registry import Registry
+
+    try:
+        if address is None:
+            names = Registry(None, import_module or ()).names
+        else:
+            names = ask_welcome(address, timeout).env_names
+    except EnvserveError as error:
+        _fail(error, 1)
+    for name in names:
+        print(name)
+
+
+def _set_up_logging(level: str) -> None:
+    names = ("debug", "info", "warning", "error")
+    if level not in names:
+        _fail(ValueError(f"expected --log-level out of {names}; got {level!r}"), 2)
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=level.upper(),
+        format="%(asctime)s %(levelname)s %(message)s",
+    )
+
+
+def _write_addresses(path: Path, addresses: tuple[str, ...]) -> None:
+    """Writes all or nothing: whoever waits for the file never reads half of it."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        file.write("".join(f"{address}\n" for address in addresses))
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+
+
+def _fail(error: Exception, code: int) -> NoReturn:
+    print(f"envserve: {error}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+if __name__ == "__main__":
+    main()

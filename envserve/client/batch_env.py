@@ -1,0 +1,425 @@
+"""Many envs as one: actions in, arrays `[num_envs, ...]` out.
+
+Rows come from any mix of lanes (worker processes here, servers elsewhere) and are
+the same wherever they run. A call that is cut short never leaks its result into the
+next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
+
+import numpy as np
+from gymnasium.spaces import Space
+
+from envserve import codec
+from envserve.actions import check_actions
+from envserve.blocks import (
+    Autoreset,
+    Call,
+    Fault,
+    Infos,
+    Lane,
+    PoolConfig,
+)
+from envserve.client.lane_group import LaneGroup
+from envserve.client.local_lane import LocalLane
+from envserve.client.remote_lane import RemoteLane
+from envserve.client.step_result import StepResult, gather_result, write_result
+from envserve.errors import (
+    CallError,
+    EnvError,
+    LocalProtocolError,
+    SpaceError,
+)
+from envserve.seeding import draw_root_seed
+from envserve.spec import EnvSpec, unflatten
+
+__all__ = ["BatchEnv", "StepResult"]
+
+Array = np.ndarray[Any, Any]
+OnFault = Literal["truncate", "raise"]
+
+
+class BatchEnv:
+    """A batch of equal envs.
+
+    Build it with `BatchEnv.local` or `BatchEnv.connect`; or from lanes of your own.
+    Use it from one thread at a time, and close it, best by `with`.
+
+    Attributes:
+      spec: Name and spaces of the envs.
+      num_envs: Number of rows.
+      lanes: Where the rows come from, in row order.
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        *,
+        autoreset: Autoreset = "same_step",
+        on_fault: OnFault = "truncate",
+    ) -> None:
+        """Puts lanes together.
+
+        Args:
+          lanes: Lanes that are ready. The batch owns them from now on.
+          autoreset: The mode that the lanes were built with.
+          on_fault: "truncate" ends a failed env's episode with an invalid row;
+            "raise" raises EnvError besides. A value that breaks the env's own spaces
+            always raises.
+
+        Raises:
+          SpaceError: A lane's spaces differ from the first one's.
+        """
+        self.lanes = tuple(lanes)
+        self.spec: EnvSpec = self.lanes[0].spec
+        for lane in self.lanes[1:]:
+            different = self.spec.differences(lane.spec)
+            if different:
+                raise SpaceError(
+                    f"{lane.name} has other spaces than {self.lanes[0].name}: "
+                    f"{'; '.join(different)}; give all of them the same env version"
+                )
+        self._group = LaneGroup(self.lanes)
+        self.num_envs = self._group.num_envs
+        self._autoreset = autoreset
+        self._on_fault = on_fault
+        self._has_reset = False
+        self._ended = np.zeros(self.num_envs, np.bool_)
+        self._is_closed = False
+
+    @classmethod
+    def local(
+        cls,
+        env_name: str,
+        num_envs: int,
+        num_workers: int | None = None,
+        *,
+        seed: int | None = None,
+        num_splits: int = 1,
+        env_kwargs: Mapping[str, Any] | None = None,
+        import_modules: Sequence[str] = (),
+        autoreset: Autoreset = "same_step",
+        infos: Infos = "episode_end",
+        on_fault: OnFault = "truncate",
+        step_timeout: float = 30.0,
+        reset_timeout: float = 120.0,
+        start_timeout: float = 300.0,
+    ) -> Self:
+        """Starts envs in worker processes of this host.
+
+        Args:
+          env_name: Registered name, like "HalfCheetah-v5".
+          num_envs: Number of rows.
+          num_workers: Processes to spread them over; by default one per core.
+          seed: Root seed in [0, 2**63), from which every env's seed follows; by
+            default drawn anew.
+          num_splits: Groups of blocks that can be stepped apart.
+          env_kwargs: Arguments of `gymnasium.make`, plain values.
+          import_modules: Modules that register own envs when they are imported.
+          autoreset: When an ended episode's env is reset, as in Gymnasium.
+          infos: Which info dicts to report.
+          on_fault: What a failed env does besides giving an invalid row.
+          step_timeout: Seconds that one env's step may take.
+          reset_timeout: Seconds that one env's reset or construction may take.
+          start_timeout: Seconds until all envs must be built.
+
+        Raises:
+          EnvStartError: The envs cannot be built; has the worker's traceback.
+        """
+        config = PoolConfig(
+            env_name=env_name,
+            num_envs=num_envs,
+            num_workers=(os.cpu_count() or 1) if num_workers is None else num_workers,
+            num_splits=num_splits,
+            seed=draw_root_seed() if seed is None else seed,
+            env_kwargs=dict(env_kwargs or {}),
+            import_modules=tuple(import_modules),
+            autoreset=autoreset,
+            infos=infos,
+            step_timeout_seconds=step_timeout,
+            reset_timeout_seconds=reset_timeout,
+        )
+        lane = LocalLane(config)
+        return cls._start([lane], start_timeout, autoreset, on_fault)
+
+    @classmethod
+    def connect(
+        cls,
+        env_name: str,
+        addresses: Sequence[str],
+        num_envs: int,
+        *,
+        seed: int | None = None,
+        num_splits: int = 1,
+        env_kwargs: Mapping[str, Any] | None = None,
+        autoreset: Autoreset = "same_step",
+        infos: Infos = "episode_end",
+        on_fault: OnFault = "truncate",
+        connect_timeout: float = 10.0,
+        start_timeout: float = 300.0,
+        server_lost_after: float = 60.0,
+    ) -> Self:
+        """Takes envs of servers, spread evenly over them.
+
+        Args:
+          env_name: Name of an env that every server offers.
+          addresses: Servers, like "tcp://sim1:5555" or "ipc:///tmp/envs".
+          num_envs: Number of rows in all.
+          seed: As for `local`; the same seed gives the same rows.
+          num_splits: As for `local`.
+          env_kwargs: As for `local`; servers take only names that they allow.
+          autoreset: As for `local`.
+          infos: As for `local`.
+          on_fault: As for `local`.
+          connect_timeout: Seconds within which a server must answer at all.
+          start_timeout: Seconds until all envs must be built.
+          server_lost_after: Seconds of silence after which a server is given up.
+
+        Raises:
+          ConnectError: No server answers at an address.
+          EnvsBusy: A server has not enough free envs.
+          UnknownEnv: A server does not offer the env.
+        """
+        if isinstance(addresses, str):
+            raise TypeError(f"expected a list of addresses; got {addresses!r}")
+        if not addresses or num_envs < len(addresses):
+            raise ValueError(
+                f"expected at least one server, and an env for each; got "
+                f"{len(addresses)} servers and num_envs={num_envs}"
+            )
+        root_seed = draw_root_seed() if seed is None else seed
+        edges = [i * num_envs // len(addresses) for i in range(len(addresses) + 1)]
+        lanes: list[RemoteLane] = []
+        try:
+            for address, start, stop in zip(addresses, edges, edges[1:], strict=False):
+                config = PoolConfig(
+                    env_name=env_name,
+                    num_envs=stop - start,
+                    num_workers=1,  # the server's to choose
+                    num_splits=num_splits,
+                    seed=root_seed,
+                    first_env_index=start,
+                    env_kwargs=dict(env_kwargs or {}),
+                    autoreset=autoreset,
+                    infos=infos,
+                )
+                lanes.append(
+                    RemoteLane(
+                        address,
+                        config,
+                        connect_timeout_seconds=connect_timeout,
+                        server_lost_after_seconds=server_lost_after,
+                    )
+                )
+        except BaseException:
+            for lane in lanes:
+                lane.close()
+            raise
+        return cls._start(lanes, start_timeout, autoreset, on_fault)
+
+    @classmethod
+    def _start(
+        cls,
+        lanes: Sequence[LocalLane | RemoteLane],
+        start_timeout: float,
+        autoreset: Autoreset,
+        on_fault: OnFault,
+    ) -> Self:
+        """Waits for lanes that start side by side."""
+        deadline = time.monotonic() + start_timeout
+        try:
+            for lane in lanes:
+                lane.finish_start(deadline)
+            return cls(lanes, autoreset=autoreset, on_fault=on_fault)
+        except BaseException:
+            for lane in lanes:
+                lane.close()
+            raise
+
+    @property
+    def observation_space(self) -> Space[Any]:
+        """Space of one env's observation."""
+        return self.spec.observation_space
+
+    @property
+    def action_space(self) -> Space[Any]:
+        """Space of one env's action."""
+        return self.spec.action_space
+
+    def reset(
+        self,
+        env_indices: Sequence[int] | Array | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> Any:
+        """Resets envs and returns their first observations.
+
+        Args:
+          env_indices: Rows to reset; None for all.
+          seeds: A seed per reset row. By default an env's first reset uses the seed
+            that follows from the root seed, and later ones go on with the env's own
+            random numbers.
+
+        Returns:
+          Observations `[len(env_indices), ...]`, in the order of `env_indices`.
+        """
+        indices = self._check_indices(env_indices)
+        if seeds is not None and len(seeds) != len(indices):
+            raise ValueError(f"expected {len(indices)} seeds; got {len(seeds)}")
+        self._check_open()
+        self._group.reset(indices, None if seeds is None else [int(s) for s in seeds])
+        self._has_reset |= env_indices is None
+        self._ended[indices] = False
+        leaves = [
+            np.concatenate(parts)[indices]
+            for parts in zip(
+                *(lane.rows.observation for lane in self.lanes), strict=True
+            )
+        ]
+        return unflatten(self.spec.observation_space, leaves)
+
+    def step(self, actions: Any, out: StepResult | None = None) -> StepResult:
+        """Steps all envs.
+
+        Args:
+          actions: Arrays `[num_envs, ...]`, nested as the action space.
+          out: Arrays to write to instead of new ones; its infos are ignored.
+
+        Raises:
+          ActionError: The actions do not fit the action space; nothing was stepped.
+          EnvError: An env broke its own spaces, or failed while `on_fault="raise"`.
+          ServerError: A server was lost.
+        """
+        self._check_open()
+        if not self._has_reset:
+            raise LocalProtocolError(
+                "expected reset() of all envs before the first step"
+            )
+        arrays = check_actions(self.spec, actions, None, self.num_envs)
+        if self._autoreset == "disabled" and self._ended.any():
+            raise LocalProtocolError(
+                f"the episodes of envs {np.flatnonzero(self._ended).tolist()} have "
+                "ended; reset(env_indices=...) them before the next step"
+            )
+        gathered = self._group.step(arrays)
+        rows = [lane.rows for lane in self.lanes]
+        if out is None:
+            result = gather_result(self.spec, rows)
+        else:
+            write_result(self.spec, rows, out)
+            result = out
+        result = result._replace(infos=gathered.infos)
+        if self._autoreset == "disabled":
+            self._ended = result.terminated | result.truncated
+        self._raise_for(gathered.faults)
+        return result
+
+    def call(self, env_index: int, name: str, *arguments: Any) -> Any:
+        """Calls a method of one env, or reads an attribute that is not callable.
+
+        Args:
+          env_index: Row of the env.
+          name: Name of the attribute; servers allow only those they expose.
+          arguments: Plain values: numbers, strings, bytes, lists, dicts, arrays.
+
+        Raises:
+          CallError: With the traceback from the worker, if the method raised.
+        """
+        return self._call(env_index, "call", name, arguments)
+
+    def get_attr(self, name: str) -> list[Any]:
+        """Returns an attribute of every env, in row order."""
+        return [self._call(row, "get", name, ()) for row in range(self.num_envs)]
+
+    def set_attr(self, name: str, values: Sequence[Any]) -> None:
+        """Sets an attribute of every env to its own value."""
+        if len(values) != self.num_envs:
+            raise ValueError(f"expected {self.num_envs} values; got {len(values)}")
+        for row, value in enumerate(values):
+            self._call(row, "set", name, (value,))
+
+    def render(self, env_index: int) -> Any:
+        """Returns what one env renders; see the env's `render_mode`."""
+        return self.call(env_index, "render")
+
+    def close(self) -> None:
+        """Ends all envs, within 2 seconds even if one hangs; may be called twice."""
+        if self._is_closed:
+            return
+        with contextlib.ExitStack() as stack:
+            for lane in self.lanes:
+                stack.callback(lane.close)
+            for lane in self.lanes:
+                lane.begin_close()
+        self._is_closed = True
+
+    def __enter__(self) -> Self:
+        """Returns itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes the batch."""
+        self.close()
+
+    def __repr__(self) -> str:
+        """Returns the env, and how many rows come from where."""
+        parts = ", ".join(f"{lane.num_envs} {lane.name}" for lane in self.lanes)
+        state = "closed" if self._is_closed else "open"
+        return (
+            f"<BatchEnv {self.spec.env_name}, {self.num_envs} envs: {parts}; {state}>"
+        )
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise LocalProtocolError(f"{self!r} can no longer be used")
+
+    def _raise_for(self, faults: Mapping[int, Fault]) -> None:
+        for env_index, fault in sorted(faults.items()):
+            if fault.is_violation or self._on_fault == "raise":
+                where = self._group.part_of(env_index).lane.name
+                summary, _, rest = fault.text.strip().rpartition("\n")
+                raise EnvError(
+                    f"Env {env_index} ({where}): {rest or summary}",
+                    env_index=env_index,
+                    remote_traceback=fault.text if summary else "",
+                )
+
+    def _check_indices(self, env_indices: Sequence[int] | Array | None) -> Array:
+        if env_indices is None:
+            return np.arange(self.num_envs)
+        indices = np.asarray(env_indices, np.int64).reshape(-1)
+        wrong = indices[(indices < 0) | (indices >= self.num_envs)]
+        if wrong.size:
+            raise IndexError(
+                f"expected env indices in [0, {self.num_envs}); got {wrong.tolist()}"
+            )
+        if np.unique(indices).size != indices.size:
+            raise IndexError(f"expected each env once; got {indices.tolist()}")
+        return indices
+
+    def _call(
+        self,
+        env_index: int,
+        kind: Literal["call", "get", "set"],
+        name: str,
+        arguments: tuple[Any, ...],
+    ) -> Any:
+        self._check_open()
+        self._check_indices([env_index])
+        if name.startswith("_"):
+            raise CallError(f"expected the name of a public attribute; got {name!r}")
+        result = self._group.call(Call(env_index, kind, name, arguments))
+        answer = codec.decode(result, max_bytes=len(result))
+        if "error" in answer:
+            where = self._group.part_of(env_index).lane.name
+            raise CallError(
+                f"Env {env_index} ({where}): {name}: {answer['error']}",
+                env_index=env_index,
+                remote_traceback=answer["traceback"],
+            )
+        return answer["value"]

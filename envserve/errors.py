@@ -1,0 +1,123 @@
+"""Every exception that envserve raises on purpose, in one tree.
+
+Catch `EnvserveError` for all of them. Messages say what was expected, what came,
+where, and what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ActionError",
+    "CallError",
+    "CodecError",
+    "ConnectError",
+    "EnvError",
+    "EnvStartError",
+    "EnvTimeout",
+    "EnvsBusy",
+    "EnvserveError",
+    "LeaseLost",
+    "LocalProtocolError",
+    "ProtocolError",
+    "ProtocolMismatch",
+    "RemoteProtocolError",
+    "ServerError",
+    "ServerLost",
+    "SpaceError",
+    "UnknownEnv",
+    "WorkerError",
+]
+
+
+class EnvserveError(Exception):
+    """Base class of all errors raised by envserve."""
+
+
+class CodecError(EnvserveError, ValueError):
+    """A value that cannot be encoded, or bytes that are not a valid encoding."""
+
+
+class SpaceError(EnvserveError, TypeError):
+    """A space, or a value that should belong to one, has a form we cannot carry."""
+
+
+class ActionError(EnvserveError, ValueError):
+    """Actions with a wrong structure, shape, dtype or value."""
+
+
+class UnknownEnv(EnvserveError, LookupError):
+    """No env of that name is registered, or the server does not offer it."""
+
+
+class EnvError(EnvserveError, RuntimeError):
+    """Code of an env raised, or returned something its spaces do not allow.
+
+    Attributes:
+      message: What went wrong, without the traceback.
+      env_index: Row of the env in its batch, or None when all are concerned.
+      remote_traceback: Traceback text from the worker; empty when there is none.
+    """
+
+    def __init__(
+        self, message: str, *, env_index: int | None = None, remote_traceback: str = ""
+    ) -> None:
+        """Joins the worker's traceback to the message, where a user looks first."""
+        text = message
+        if remote_traceback:
+            text = f"{message}\n\nIn the worker:\n{remote_traceback.rstrip()}"
+        super().__init__(text)
+        self.message = message
+        self.env_index = env_index
+        self.remote_traceback = remote_traceback
+
+
+class EnvStartError(EnvError):
+    """An env could not be built or first reset."""
+
+
+class CallError(EnvError):
+    """`call`, `get_attr` or `set_attr` failed, or names an attribute not exposed."""
+
+
+class WorkerError(EnvserveError, RuntimeError):
+    """A worker process broke its side of the conversation, or cannot be started."""
+
+
+class EnvTimeout(EnvserveError, TimeoutError):
+    """An env, worker or server did not answer before the deadline."""
+
+
+class ServerError(EnvserveError, RuntimeError):
+    """Base class of what can go wrong between a client and a server."""
+
+
+class ConnectError(ServerError, ConnectionError):
+    """No server answered at the address before the deadline."""
+
+
+class ServerLost(ServerError, ConnectionError):
+    """A server that had answered is silent for longer than allowed."""
+
+
+class EnvsBusy(ServerError):
+    """The server has fewer free envs than asked for."""
+
+
+class LeaseLost(ServerError):
+    """The server gave this client's envs up; they must be attached anew."""
+
+
+class ProtocolError(ServerError):
+    """A message breaks the protocol."""
+
+
+class LocalProtocolError(ProtocolError):
+    """This side tried something that the protocol does not allow now."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The other side sent something that the protocol does not allow."""
+
+
+class ProtocolMismatch(ProtocolError):
+    """Client and server share no protocol version."""

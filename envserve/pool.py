@@ -1,0 +1,484 @@
+"""Starts, watches and restarts the workers of one host; owns the slab.
+
+No event loop and no threads: a descriptor to wait for, and `collect`, which goes on
+with whatever is due. A worker's end costs its blocks one transition, never more.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import selectors
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Self
+
+from envserve import codec
+from envserve.blocks import (
+    Block,
+    Call,
+    Fault,
+    Finished,
+    PoolConfig,
+    Reset,
+    make_blocks,
+)
+from envserve.channel import Frame, Kind, pack_frame
+from envserve.errors import (
+    CallError,
+    EnvserveError,
+    EnvStartError,
+    LocalProtocolError,
+    WorkerError,
+)
+from envserve.launcher import Launcher
+from envserve.operations import Operation, call_operation, reset_operation
+from envserve.reports import read_report
+from envserve.slab import Rows, Slab, Status
+from envserve.spec import EnvSpec
+from envserve.supervisor import SupervisedWorker, WorkerState
+
+__all__ = ["Pool"]
+
+_LOGGER: Final = logging.getLogger(__name__)
+
+#: How often heartbeats of busy workers are looked at; bounds how late a hang is seen.
+_WATCH_SECONDS: Final = 0.1
+#: How soon to ask again for the exit status of a process that has just ended.
+_EXIT_STATUS_SECONDS: Final = 0.002
+_CLOSE_GRACE_SECONDS: Final = 1.0
+
+
+class Pool:
+    """Equal envs in worker processes of this host. Satisfies `blocks.Lane`.
+
+    Methods are called from one thread at a time. Starting and restarting go on only
+    inside `collect`.
+    """
+
+    name = "local"
+
+    def __init__(
+        self,
+        config: PoolConfig,
+        *,
+        launcher: Launcher | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Starts all workers and returns at once; see `is_ready`.
+
+        Args:
+          config: What to build.
+          launcher: Shared with other pools; by default the pool has its own.
+          clock: Monotonic seconds.
+
+        Raises:
+          EnvStartError: The `env_kwargs` are not plain values.
+        """
+        try:
+            codec.encode(dict(config.env_kwargs))
+        except codec.CodecError as error:
+            raise EnvStartError(f"env_kwargs: {error}") from None
+        self.config = config
+        self._clock = clock
+        self.blocks = make_blocks(
+            config.num_envs, config.num_workers, config.num_splits
+        )
+        self._owns_launcher = launcher is None
+        self._launcher = launcher or Launcher(config.import_modules, (config.env_name,))
+        self._selector = selectors.DefaultSelector()
+        num_workers = 1 + max(block.worker for block in self.blocks)
+        self._workers = [
+            SupervisedWorker(
+                index,
+                tuple(block for block in self.blocks if block.worker == index),
+                num_workers,
+                config,
+                self._launcher,
+                self._selector,
+                self,
+            )
+            for index in range(num_workers)
+        ]
+        self._incarnations = [0] * config.num_envs
+        self._lost: dict[int, tuple[Status, str]] = {}  # blocks whose episodes died
+        self._operations: dict[int, Operation] = {}
+        self._sequence = 0
+        self._last_fault_text = ""
+        self._finished: list[Finished] = []
+        self._slab: Slab | None = None
+        self._spec: EnvSpec | None = None
+        self._specs: dict[int, EnvSpec] = {}  # of the workers that are ready first
+        self._is_closing = False
+        self._is_released = False
+        self._watch_at = clock()
+        self.error: EnvserveError | None = None
+        try:
+            self._watch(clock())
+        except BaseException:
+            self.close()
+            raise
+
+    # What a lane has.
+
+    @property
+    def spec(self) -> EnvSpec:
+        """Spaces of the envs; raises LocalProtocolError before the pool is ready."""
+        if self._spec is None:
+            raise LocalProtocolError("the pool is still starting; wait for is_ready")
+        return self._spec
+
+    @property
+    def rows(self) -> Rows:
+        """The slab's rows; raises LocalProtocolError before the pool is ready."""
+        if self._slab is None:
+            raise LocalProtocolError("the pool is still starting; wait for is_ready")
+        return self._slab.rows
+
+    @property
+    def num_envs(self) -> int:
+        """Number of rows."""
+        return self.config.num_envs
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all envs are built, so that blocks can be submitted."""
+        return self._slab is not None and not self._is_closing
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether every worker has ended after `begin_close`."""
+        return self._is_closing and all(w.process is None for w in self._workers)
+
+    @property
+    def worker_pids(self) -> tuple[int | None, ...]:
+        """Process ids of the workers; None for one that does not run."""
+        self._launcher.poll()
+        return tuple(
+            worker.process.pid if worker.process else None for worker in self._workers
+        )
+
+    def fileno(self) -> int:
+        """A descriptor (epoll or kqueue) that is readable when `collect` is due."""
+        return self._selector.fileno()
+
+    def next_deadline(self) -> float | None:
+        """When `collect` must be called even if no descriptor is readable."""
+        return None if self._watch_at == math.inf else self._watch_at
+
+    def running_seconds(self, now: float) -> dict[int, float]:
+        """Returns for each busy block how long its operation has been running."""
+        return {i: now - op.started_at for i, op in self._operations.items()}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is in flight, or has ended and was not collected."""
+        return bool(self._operations or self._finished)
+
+    def submit_step(self, blocks: Sequence[int], ticket: int = 0) -> None:
+        """Starts a step of these blocks, with the actions now in `rows.action`."""
+        operations = [Operation(Kind.STEP, self._idle_block(i)) for i in blocks]
+        self._submit(operations, ticket)
+
+    def submit_reset(self, resets: Sequence[Reset], ticket: int = 0) -> None:
+        """Starts resets, each of another block.
+
+        Raises:
+          LocalProtocolError: A row is not of its block, or seeds are too few, too many
+            or out of [0, 2**63).
+        """
+        operations = [reset_operation(self._idle_block(r.block), r) for r in resets]
+        self._submit(operations, ticket)
+
+    def submit_call(self, call: Call, ticket: int = 0) -> None:
+        """Starts attribute access on one env, as an operation of its block.
+
+        Raises:
+          CallError: An argument is not a plain value, or too long.
+        """
+        if not 0 <= call.env_index < self.num_envs:
+            raise LocalProtocolError(
+                f"expected an env_index below {self.num_envs}; got {call.env_index}"
+            )
+        index = next(b.index for b in self.blocks if call.env_index < b.stop)
+        self._submit([call_operation(self._idle_block(index), call)], ticket)
+
+    def collect(self, timeout_seconds: float) -> list[Finished]:
+        """Goes on with all that is due, and returns the operations that have ended.
+
+        Args:
+          timeout_seconds: Longest to wait for the first one; 0 does not wait.
+        """
+        if self._is_released:
+            raise LocalProtocolError(f"{self!r} can no longer be used")
+        if not self._finished:
+            self._wait(timeout_seconds)
+        finished, self._finished = self._finished, []
+        return finished
+
+    def begin_close(self) -> None:
+        """Asks all workers to end; `collect` goes on until `is_closed`."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        now = self._clock()
+        self._watch_at = now
+        for worker in self._workers:
+            worker.begin_close(now, kill_at=now + _CLOSE_GRACE_SECONDS)
+
+    def close(self) -> None:
+        """Ends all workers: politely, then by force, within 2 seconds."""
+        if self._is_released:
+            return
+        self.begin_close()
+        give_up_at = self._clock() + _CLOSE_GRACE_SECONDS + 0.8
+        while not self.is_closed and self._clock() < give_up_at:
+            self._advance(0.05)
+        for worker in self._workers:
+            if worker.process is not None:
+                _LOGGER.error("%r cannot be killed", worker)
+                worker.drop()
+        if self._owns_launcher:
+            self._launcher.close()
+        if self._slab is not None:
+            self._slab.close()
+        self._selector.close()
+        self._is_released = True
+
+    def __enter__(self) -> Self:
+        """Returns itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes the pool."""
+        self.close()
+
+    # Submitting.
+
+    def _submit(self, operations: Sequence[Operation], ticket: int) -> None:
+        """Sends operations: one write per worker, however many of its blocks."""
+        if len({operation.block.index for operation in operations}) < len(operations):
+            raise LocalProtocolError("expected each block once; got one of them twice")
+        now = self._clock()
+        # First: an operation whose submission is interrupted must be watched as well.
+        self._watch_at = min(self._watch_at, now + _WATCH_SECONDS)
+        outbox: dict[int, bytes] = {}
+        for operation in operations:
+            self._sequence = (self._sequence + 1) & 0xFFFFFFFF
+            operation.sequence = self._sequence
+            operation.ticket = ticket
+            operation.started_at = now
+            self._operations[operation.block.index] = operation
+            worker = self._workers[operation.block.worker]
+            if worker.state is WorkerState.SERVING:
+                frame = self._frame_of(operation)
+                outbox[worker.index] = outbox.get(worker.index, b"") + frame
+            elif worker.error is not None:
+                self._finish(operation, error=worker.error)
+        for worker_index, data in outbox.items():
+            self._workers[worker_index].send(data, now)
+
+    def _idle_block(self, index: int) -> Block:
+        if not self.is_ready or not 0 <= index < len(self.blocks):
+            raise LocalProtocolError(
+                f"expected a pool that is ready and a block below {len(self.blocks)}; "
+                f"got block {index} of {self!r}"
+            )
+        if index in self._operations:
+            raise LocalProtocolError(
+                f"block {index} is in flight; collect its result before you submit anew"
+            )
+        return self.blocks[index]
+
+    def _frame_of(self, operation: Operation) -> bytes:
+        """Returns what to send: in a lost block, all envs must be reset first."""
+        index = operation.block.index
+        if index in self._lost and operation.kind is Kind.STEP:
+            part = slice(operation.block.start, operation.block.stop)
+            for final, last in zip(
+                self.rows.final_observation, self.rows.observation, strict=True
+            ):
+                final[part] = last[part]
+            return pack_frame(Kind.RESET, index, operation.sequence)
+        return operation.frame()
+
+    # Going on.
+
+    def _wait(self, timeout_seconds: float) -> None:
+        give_up_at = self._clock() + timeout_seconds
+        was_ready = self.is_ready
+        while True:
+            remaining = give_up_at - self._clock()
+            self._advance(max(0.0, remaining))
+            if self._finished or remaining <= 0 or self.is_ready != was_ready:
+                return
+            if self.error is not None or self.is_closed:
+                return
+
+    def _advance(self, timeout_seconds: float) -> None:
+        """Waits for something to happen, at most so long, and handles it."""
+        until_watch = max(0.0, self._watch_at - self._clock())
+        events = self._selector.select(min(timeout_seconds, until_watch))
+        now = self._clock()
+        for key, _ in events:
+            key.data.read(now)
+            if key.data.is_ending or key.data.process is None:
+                self._watch_at = now
+        if now >= self._watch_at:
+            self._watch(now)
+
+    def _watch(self, now: float) -> None:
+        """Looks after the workers; plans when to do so next."""
+        busy = {operation.block.worker for operation in self._operations.values()}
+        delay = _WATCH_SECONDS if busy or self._is_closing else math.inf
+        for worker in self._workers:
+            worker.watch(worker.index in busy, now)
+            if worker.needs_start(now) and not self._is_closing:
+                worker.start(self._incarnations, now)
+            if worker.is_ending:
+                delay = _EXIT_STATUS_SECONDS
+            elif worker.state in (WorkerState.STARTING, WorkerState.BACKOFF):
+                delay = min(delay, _WATCH_SECONDS)
+        self._watch_at = now + delay
+
+    def on_ready(self, worker: SupervisedWorker, spec: EnvSpec) -> None:
+        """Makes the slab once all workers are ready, or takes one back in."""
+        if self._spec is None:
+            self._specs[worker.index] = spec
+            if len(self._specs) == len(self._workers):
+                self._make_slab()
+            return
+        different = self._spec.differences(spec)
+        if different:
+            worker.fail(f"came back with other spaces: {'; '.join(different)}")
+            return
+        frames = [
+            self._frame_of(operation)
+            for operation in self._operations.values()
+            if operation.block.worker == worker.index
+        ]
+        if frames:
+            worker.send(b"".join(frames), self._clock())
+
+    def _make_slab(self) -> None:
+        spec = self._specs[0]
+        for index, other in self._specs.items():
+            different = spec.differences(other)
+            if different:
+                self._give_up(
+                    EnvStartError(
+                        f"{self._workers[index].label} has other spaces than the "
+                        f"first worker: {'; '.join(different)}"
+                    )
+                )
+                return
+        try:
+            self._slab = Slab.create(spec, self.num_envs, len(self._workers))
+        except OSError as error:
+            self._give_up(WorkerError(f"no shared memory for the rows: {error}"))
+            return
+        self._spec = spec
+        for worker in self._workers:
+            worker.attach(self._slab)
+
+    def _give_up(self, error: EnvserveError) -> None:
+        self.error = error
+        self.begin_close()
+
+    def on_lost(self, worker: SupervisedWorker, status: Status, text: str) -> None:
+        """Marks the worker's blocks lost; what runs on them ends with the next one."""
+        if self._spec is None:
+            if worker.error is not None:
+                self._give_up(worker.error)
+            return
+        self._watch_at = self._clock()
+        for block in worker.blocks:
+            self._lost[block.index] = (status, f"{worker.label} {text}")
+            for row in range(block.start, block.stop):
+                self._incarnations[row] += 1
+            operation = self._operations.get(block.index)
+            if operation is None:
+                continue
+            if worker.error is not None:
+                self._finish(operation, error=worker.error)
+            elif operation.kind is Kind.CALL:
+                error = CallError(f"{worker.label} {text}, during a call")
+                self._finish(operation, error=error)
+
+    def on_done(self, worker: SupervisedWorker, frame: Frame) -> None:
+        """Finishes the operation that was answered."""
+        operation = self._operations.get(frame.block)
+        if operation is None or operation.sequence != frame.sequence:
+            worker.fail(f"answered what was not asked, on block {frame.block}")
+        elif operation.kind is Kind.CALL:
+            self._finish(operation, result=frame.payload)
+        elif frame.block in self._lost and operation.kind is Kind.STEP:
+            # The worker was sent a reset instead, and may have rebuilt envs in it.
+            if frame.payload:
+                try:
+                    report = read_report(frame.payload, operation.block)
+                except ValueError as error:
+                    worker.fail(f"sent a report that cannot be read: {error}")
+                    return
+                for row in report.rebuilt:
+                    self._incarnations[row] += 1
+            self._finish(operation, faults=self._report_lost(operation.block))
+        else:
+            if operation.kind is Kind.STEP:
+                worker.note_step()
+            elif operation.is_whole_reset:
+                self._lost.pop(frame.block, None)
+            self._finish_with_report(worker, operation, frame.payload)
+
+    def _finish_with_report(
+        self, worker: SupervisedWorker, operation: Operation, payload: bytes
+    ) -> None:
+        if not payload:  # the usual case
+            self._finish(operation)
+            return
+        try:
+            report = read_report(payload, operation.block)
+        except ValueError as error:
+            worker.fail(f"sent a report that cannot be read: {error}")
+            return
+        for row in report.rebuilt:
+            self._incarnations[row] += 1
+        for fault in report.faults:
+            self._log_fault(fault)
+        self._finish(operation, faults=report.faults, infos=report.infos)
+
+    def _log_fault(self, fault: Fault) -> None:
+        """Logs a line; below it the traceback, when it is not the same as before."""
+        first, _, last = fault.text.strip().rpartition("\n")
+        detail = "" if fault.text == self._last_fault_text else first
+        self._last_fault_text = fault.text
+        env_index = self.config.first_env_index + fault.env_index
+        text = f"{last}\n{detail}".strip()
+        _LOGGER.warning("Env %d failed and was rebuilt: %s", env_index, text)
+
+    def _report_lost(self, block: Block) -> list[Fault]:
+        """Turns a block's rows into the one made-up transition that a loss costs."""
+        status, text = self._lost.pop(block.index)
+        rows, part = self.rows, slice(block.start, block.stop)
+        rows.reward[part] = 0.0
+        rows.terminated[part] = False
+        rows.truncated[part] = True
+        rows.status[part] = status
+        return [Fault(row, status, text) for row in range(block.start, block.stop)]
+
+    def _finish(self, operation: Operation, **outcome: Any) -> None:
+        del self._operations[operation.block.index]
+        finished = Finished(operation.block.index, operation.ticket, **outcome)
+        self._finished.append(finished)
+
+    def __repr__(self) -> str:
+        """Returns the env, the numbers, and the state."""
+        if self._is_closing:
+            state = "closed" if self.is_closed else "closing"
+        else:
+            state = "ready" if self.is_ready else "starting"
+        return (
+            f"<Pool {self.config.env_name}, {self.num_envs} envs in "
+            f"{len(self._workers)} workers, {state}, "
+            f"{len(self._operations)} in flight>"
+        )

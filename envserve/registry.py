@@ -1,0 +1,86 @@
+"""The env names that can be built, and how.
+
+Only names that are registered when a server or pool starts can be asked for; a name
+is never the path of something to import.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import gymnasium
+
+from envserve.errors import EnvStartError, UnknownEnv
+
+__all__ = ["Registry", "import_env_modules", "make_env", "preload"]
+
+Env = gymnasium.Env[Any, Any]
+
+
+class Registry:
+    """The env names on offer.
+
+    Attributes:
+      names: Sorted names.
+    """
+
+    def __init__(
+        self, names: Sequence[str] | None = None, import_modules: Iterable[str] = ()
+    ) -> None:
+        """Imports the modules, then fixes the offer.
+
+        Args:
+          names: Names to offer; None for every env that is registered.
+          import_modules: Modules that register envs when they are imported.
+
+        Raises:
+          UnknownEnv: One of the names is not registered.
+          EnvStartError: A module cannot be imported.
+        """
+        import_env_modules(import_modules)
+        known = tuple(sorted(gymnasium.registry))
+        for name in names or ():
+            _check(name, known, "is registered")
+        self.names = known if names is None else tuple(sorted(set(names)))
+
+    def check(self, name: str) -> None:
+        """Raises UnknownEnv, with near matches, if the name is not on offer."""
+        _check(name, self.names, "is offered")
+
+
+def import_env_modules(modules: Iterable[str]) -> None:
+    """Imports modules that register envs; raises EnvStartError naming the module."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            raise EnvStartError(
+                f"expected a module of that name that registers envs; importing "
+                f"{module!r} failed with {type(error).__name__}: {error}"
+            ) from error
+
+
+def make_env(name: str, kwargs: Mapping[str, Any]) -> Env:
+    """Builds a registered env; raises UnknownEnv for any other name."""
+    _check(name, tuple(gymnasium.registry), "is registered")
+    return gymnasium.make(name, disable_env_checker=True, **kwargs)
+
+
+def preload(name: str) -> None:
+    """Imports the module of an env's class, so that forks of this process have it."""
+    registered = gymnasium.registry.get(name)
+    if registered is not None and isinstance(registered.entry_point, str):
+        importlib.import_module(registered.entry_point.partition(":")[0])
+
+
+def _check(name: str, known: Sequence[str], verb: str) -> None:
+    if name in known:
+        return
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise UnknownEnv(
+        f"no env named {name!r} {verb}{hint or ' (own envs: see import_modules)'}"
+    )

@@ -1,0 +1,125 @@
+"""Sets a server up, runs it until it is told to stop, and takes it down."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import signal
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import zmq
+
+from envserve.errors import ServerError
+from envserve.launcher import Launcher
+from envserve.registry import Registry
+from envserve.server.config import ServerConfig, is_private
+from envserve.server.front import Front
+from envserve.server.limits import raise_file_limit
+from envserve.session import ServerSession
+from envserve.transport import set_common_options
+
+__all__ = ["serve"]
+
+_LOGGER: Final = logging.getLogger(__name__)
+_SEND_LIMIT: Final = 64  # replies that wait for one slow reader; they may be large
+_RECEIVE_LIMIT: Final = 256  # messages of one client that wait to be read
+_BACKLOG: Final = 128
+_HANDSHAKE_MS: Final = 2000
+#: How long the last replies may take to leave.
+_LINGER_MS: Final = 100
+
+
+async def serve(
+    config: ServerConfig, on_ready: Callable[[tuple[str, ...], int], None]
+) -> None:
+    """Serves until SIGINT or SIGTERM, or until it is cancelled.
+
+    Args:
+      config: Set-up.
+      on_ready: Called with the real addresses and the number of env names, once
+        clients can connect.
+
+    Raises:
+      ServerError: An address cannot be listened on.
+      UnknownEnv: A name to offer is not registered.
+      EnvStartError: A module cannot be imported.
+    """
+    loop = asyncio.get_running_loop()
+    raise_file_limit()
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(_stop_signals(loop))
+        # Early, so that it imports while this process does.
+        launcher = Launcher(config.import_modules, config.env_names or ())
+        stack.callback(launcher.close)
+        registry = Registry(config.env_names, config.import_modules)
+        session = ServerSession(config.policy, registry, boot=secrets.randbits(64) | 1)
+        socket, addresses = stack.enter_context(_bound_socket(config))
+        front = Front(socket, session, launcher, loop)
+        try:
+            _warn_of_public(config)
+            on_ready(addresses, len(registry.names))
+            await stop.wait()
+            _LOGGER.info("stopping")
+        finally:
+            await front.stop()
+
+
+def _warn_of_public(config: ServerConfig) -> None:
+    for address in config.binds:
+        if not is_private(address):
+            _LOGGER.warning(
+                "%s can be reached from other hosts: anybody there can use this "
+                "server, and read and change its traffic",
+                address,
+            )
+
+
+@contextlib.contextmanager
+def _bound_socket(
+    config: ServerConfig,
+) -> Iterator[tuple[zmq.Socket[bytes], tuple[str, ...]]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        socket = context.socket(zmq.ROUTER)
+        set_common_options(socket)
+        # Without it, replies that cannot be sent vanish unnoticed.
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, config.max_message_bytes)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+        socket.setsockopt(zmq.SNDHWM, _SEND_LIMIT)
+        socket.setsockopt(zmq.RCVHWM, _RECEIVE_LIMIT)
+        yield socket, tuple(_bind(socket, address) for address in config.binds)
+    finally:
+        context.destroy(linger=_LINGER_MS)
+
+
+def _bind(socket: zmq.Socket[bytes], address: str) -> str:
+    """Listens on an address; returns it with its real port."""
+    socket.setsockopt(zmq.IPV6, "[" in address)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        raise ServerError(
+            f"cannot listen on {address}: {error.strerror}; is another server "
+            f"running there?"
+        ) from None
+    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+    return bytes(endpoint).rstrip(b"\0").decode()
+
+
+@contextlib.contextmanager
+def _stop_signals(loop: asyncio.AbstractEventLoop) -> Iterator[asyncio.Event]:
+    """Gives an event that SIGINT and SIGTERM set."""
+    stop = asyncio.Event()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield stop
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)

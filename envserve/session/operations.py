@@ -1,0 +1,244 @@
+"""A client's blocks: what may be asked of them, their seqs, and what has come of it.
+
+An answer uses up its operation's seq; an operation that was not executed leaves it to
+the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from envserve import codec
+from envserve.blocks import Block, Call, Finished, Reset
+from envserve.errors import CallError, EnvserveError, LocalProtocolError
+from envserve.session.requests import Pending
+from envserve.session.translation import exception_of
+from envserve.slab import Rows
+from envserve.spec import EnvSpec
+from envserve.wire import (
+    CallBody,
+    ErrorBody,
+    Executed,
+    Flag,
+    Message,
+    MessageType,
+    Report,
+    ResetBody,
+    RowCodec,
+    merge_ranges,
+)
+from envserve.wire.constants import MAX_BODY_BYTES
+
+__all__ = ["Draft", "Operations"]
+
+_LOGGER: Final = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """An operation that is about to be sent."""
+
+    type: MessageType
+    entries: tuple[tuple[int, int], ...]
+    ranges: Sequence[tuple[int, int]] = ()
+    body: bytes = b""
+    payload: bytes = b""
+    ticket: int = 0
+
+
+class Operations:
+    """The operations on a lease's blocks, at most one on each at a time.
+
+    Attributes:
+      spec: Spaces of every env.
+      blocks: The blocks.
+      rows: Where actions are read from and results are written to.
+      busy: Blocks in flight, each with the ticket of its operation.
+    """
+
+    def __init__(self, address: str, spec: EnvSpec, blocks: tuple[Block, ...]) -> None:
+        """Starts with all blocks idle; `address` is for messages."""
+        self.spec = spec
+        self.blocks = blocks
+        self.rows = Rows.allocate(spec, blocks[-1].stop)
+        self.busy: dict[int, int] = {}
+        self._finished: list[Finished] = []
+        self._address = address
+        self._codec = RowCodec(self.rows)
+        self._seq = [0] * len(blocks)
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether `take_finished` has something."""
+        return bool(self._finished)
+
+    def take_finished(self) -> list[Finished]:
+        """Returns the operations that have ended since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    # What is asked.
+
+    def step(self, blocks: Sequence[int], ticket: int = 0) -> Draft:
+        """Drafts a step with the actions now in `rows.action`."""
+        entries = self._begin(blocks, ticket)
+        ranges = self._ranges(blocks)
+        return Draft(
+            type=MessageType.STEP,
+            entries=entries,
+            ranges=ranges,
+            payload=self._codec.pack_actions(ranges),
+            ticket=ticket,
+        )
+
+    def reset(self, resets: Sequence[Reset], ticket: int = 0) -> Draft:
+        """Drafts resets, each of another block."""
+        blocks = [reset.block for reset in resets]
+        resets_body = ResetBody(resets=tuple((r.env_indices, r.seeds) for r in resets))
+        body = resets_body.encode()
+        return Draft(
+            type=MessageType.RESET,
+            entries=self._begin(blocks, ticket),
+            ranges=self._ranges(blocks),
+            body=body,
+            ticket=ticket,
+        )
+
+    def call(self, call: Call, ticket: int = 0) -> Draft:
+        """Drafts attribute access; raises CallError for arguments of no plain form."""
+        num_envs = self.blocks[-1].stop
+        if not 0 <= call.env_index < num_envs:
+            raise LocalProtocolError(
+                f"{self._address}: expected an env_index below {num_envs}; "
+                f"got {call.env_index}"
+            )
+        body = self._encode_call(call)
+        block = next(b.index for b in self.blocks if call.env_index < b.stop)
+        entries = self._begin([block], ticket)
+        return Draft(type=MessageType.CALL, entries=entries, body=body, ticket=ticket)
+
+    def _encode_call(self, call: Call) -> bytes:
+        body = CallBody(
+            env_index=call.env_index,
+            kind=call.kind,
+            name=call.name,
+            arguments=call.arguments,
+        )
+        try:
+            encoded = body.encode()
+            if len(encoded) > MAX_BODY_BYTES:
+                raise codec.CodecError(
+                    f"expected arguments of at most {MAX_BODY_BYTES} bytes; "
+                    f"got {len(encoded)}"
+                )
+        except codec.CodecError as error:
+            raise CallError(
+                f"{self._address}: Env {call.env_index}: {call.name}: {error}",
+                env_index=call.env_index,
+            ) from None
+        return encoded
+
+    def _begin(self, blocks: Sequence[int], ticket: int) -> tuple[tuple[int, int], ...]:
+        """Marks blocks busy; returns the entries of their next operation."""
+        if len(set(blocks)) < len(blocks):
+            raise LocalProtocolError(
+                f"{self._address}: expected each block once; got {list(blocks)}"
+            )
+        for block in blocks:
+            if not 0 <= block < len(self.blocks):
+                raise LocalProtocolError(
+                    f"{self._address}: expected a block below {len(self.blocks)}; "
+                    f"got {block}"
+                )
+            if block in self.busy:
+                raise LocalProtocolError(
+                    f"{self._address}: block {block} is in flight; collect its "
+                    f"result before you submit anew"
+                )
+        self.busy.update(dict.fromkeys(blocks, ticket))
+        return tuple((block, self._seq[block] + 1) for block in blocks)
+
+    def _ranges(self, blocks: Sequence[int]) -> list[tuple[int, int]]:
+        return merge_ranges(
+            (self.blocks[index].start, self.blocks[index].stop) for index in blocks
+        )
+
+    # What comes of it.
+
+    def finish(self, pending: Pending, message: Message) -> None:
+        """Takes a RESULT or CALL_RESULT.
+
+        Raises:
+          RemoteProtocolError: It is not what the operation can have for a result.
+        """
+        if any(self.busy.get(block) != pending.ticket for block, _ in pending.entries):
+            return  # an interrupt came between its end and its removal
+        if pending.type is MessageType.CALL:
+            result = bytes(message.payload)
+            self._end(pending)
+            block = pending.entries[0][0]
+            self._finished.append(Finished(block, pending.ticket, result=result))
+            return
+        self._codec.unpack_results(pending.ranges, message.payload)
+        report = Report.decode(message.report)
+        if message.flags & Flag.INFOS_DROPPED:
+            _LOGGER.warning(
+                "%s: infos were too long for a message, and are dropped", self._address
+            )
+        self._end(pending)
+        if message.report:
+            self._finished += [
+                self._outcome(self.blocks[index], pending.ticket, report)
+                for index, _ in pending.entries
+            ]
+        else:  # the usual case
+            self._finished += [
+                Finished(index, pending.ticket) for index, _ in pending.entries
+            ]
+
+    def _outcome(self, block: Block, ticket: int, report: Report) -> Finished:
+        """Picks what concerns a block."""
+        rows = range(block.start, block.stop)
+        error = report.errors.get(block.index)
+        return Finished(
+            block.index,
+            ticket,
+            infos={row: info for row, info in report.infos.items() if row in rows},
+            faults=[fault for fault in report.faults if fault.env_index in rows],
+            error=None if error is None else exception_of(error, self._address),
+        )
+
+    def fail(self, pending: Pending, body: ErrorBody) -> None:
+        """Takes an ERROR: the operation has failed on all its blocks."""
+        self._end(pending, uses_seq=body.executed is not Executed.NO)
+        error = exception_of(body, self._address)
+        self._finished += [
+            Finished(block, pending.ticket, error=error) for block, _ in pending.entries
+        ]
+
+    def lose(self, error: EnvserveError) -> None:
+        """Ends everything that is in flight, since the lease is lost."""
+        self._finished += [
+            Finished(block, ticket, error=error)
+            for block, ticket in sorted(self.busy.items())
+        ]
+        self.busy.clear()
+
+    def settle(self, pending: Iterable[Pending]) -> None:
+        """Forgets blocks whose submission was interrupted before it was a request."""
+        asked = {block for request in pending for block, _ in request.entries}
+        self.busy = {b: ticket for b, ticket in self.busy.items() if b in asked}
+
+    def abandon(self) -> None:
+        """Forgets everything, since the lease is given back."""
+        self._finished.clear()
+        self.busy.clear()
+
+    def _end(self, pending: Pending, *, uses_seq: bool = True) -> None:
+        for block, seq in pending.entries:
+            self.busy.pop(block, None)
+            if uses_seq:
+                self._seq[block] = seq

@@ -1,0 +1,170 @@
+"""Rows: an array per leaf, a row per env; and the shared memory they live in.
+
+A slab is an unnamed file (a memfd on Linux) that pool and workers map. It is passed
+on by descriptor, so nothing is left behind, however its processes end.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from envserve.spec import EnvSpec
+
+__all__ = ["Rows", "Slab", "Status", "rows_nbytes"]
+
+Array = np.ndarray[Any, Any]
+
+_ALIGNMENT: Final = 64  # a cache line: no two arrays, and no two heartbeats, share one
+
+
+class Status(enum.IntEnum):
+    """What became of a row's last step. A transition is valid when it is OK."""
+
+    OK = 0
+    ENV_ERROR = 1  # the env raised, or returned what its spaces do not allow
+    WORKER_DIED = 2
+    TIMEOUT = 3  # the env hung and its worker was killed
+    SERVER_LOST = 4
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Arrays `[num_envs, ...]` of everything that a batch step moves.
+
+    Attributes:
+      observation: One array per observation leaf; after an episode's end, the first
+        of the next episode.
+      action: One array per action leaf.
+      reward: float64 `[num_envs]`.
+      terminated: bool `[num_envs]`.
+      truncated: bool `[num_envs]`.
+      status: uint8 `[num_envs]`, see `Status`.
+      final_observation: Like observation; an ended episode's last one. Rows whose
+        episode goes on hold no meaning.
+    """
+
+    observation: tuple[Array, ...]
+    action: tuple[Array, ...]
+    reward: Array
+    terminated: Array
+    truncated: Array
+    status: Array
+    final_observation: tuple[Array, ...]
+
+    @classmethod
+    def allocate(cls, spec: EnvSpec, num_envs: int) -> Rows:
+        """Returns rows in private memory, all zero."""
+        return cls.map(spec, num_envs, bytearray(rows_nbytes(spec, num_envs)))
+
+    @classmethod
+    def map(cls, spec: EnvSpec, num_envs: int, buffer: Any) -> Rows:
+        """Returns rows that live in a buffer of at least `rows_nbytes` bytes."""
+        arrays = []
+        offset = 0
+        for shape, dtype in _fields(spec):
+            array: Array = np.ndarray((num_envs, *shape), dtype, buffer, offset)
+            arrays.append(array)
+            offset += _aligned(array.nbytes)
+        num_observations = len(spec.observation_leaves)
+        num_actions = len(spec.action_leaves)
+        head = num_observations + num_actions
+        reward, terminated, truncated, status = arrays[head : head + 4]
+        return cls(
+            observation=tuple(arrays[:num_observations]),
+            action=tuple(arrays[num_observations:head]),
+            reward=reward,
+            terminated=terminated,
+            truncated=truncated,
+            status=status,
+            final_observation=tuple(arrays[head + 4 :]),
+        )
+
+
+def rows_nbytes(spec: EnvSpec, num_envs: int) -> int:
+    """Returns how many bytes `Rows.map` needs."""
+    return sum(
+        _aligned(num_envs * math.prod(shape) * dtype.itemsize)
+        for shape, dtype in _fields(spec)
+    )
+
+
+def _fields(spec: EnvSpec) -> Iterator[tuple[tuple[int, ...], np.dtype[Any]]]:
+    """Yields shape and dtype of every array, in the order of the slab."""
+    for leaf in (*spec.observation_leaves, *spec.action_leaves):
+        yield leaf.shape, leaf.dtype
+    yield (), np.dtype(np.float64)  # reward
+    yield (), np.dtype(np.bool_)  # terminated
+    yield (), np.dtype(np.bool_)  # truncated
+    yield (), np.dtype(np.uint8)  # status
+    for leaf in spec.observation_leaves:
+        yield leaf.shape, leaf.dtype
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class Slab:
+    """Shared memory with the rows of one pool, and a heartbeat per worker.
+
+    Attributes:
+      fd: Descriptor of the memory, to be sent to workers.
+      rows: The rows, as views into the memory.
+      heartbeats: int64 `[num_workers, 8]`; column 0 counts a worker's env calls, and
+        column 1 is 1 while it is inside a reset. A row is a cache line.
+    """
+
+    def __init__(self, fd: int, spec: EnvSpec, num_envs: int, num_workers: int) -> None:
+        """Maps memory that `create` has sized; takes ownership of the descriptor."""
+        self.fd = fd
+        nbytes = _slab_nbytes(spec, num_envs, num_workers)
+        self._memory = mmap.mmap(fd, nbytes)
+        self.rows = Rows.map(spec, num_envs, self._memory)
+        self.heartbeats: Array = np.ndarray(
+            (num_workers, 8),
+            np.int64,
+            self._memory,
+            _aligned(rows_nbytes(spec, num_envs)),
+        )
+
+    @classmethod
+    def create(cls, spec: EnvSpec, num_envs: int, num_workers: int) -> Slab:
+        """Returns a slab in new memory, all zero."""
+        fd = _anonymous_file()
+        try:
+            os.ftruncate(fd, _slab_nbytes(spec, num_envs, num_workers))
+            return cls(fd, spec, num_envs, num_workers)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def close(self) -> None:
+        """Closes the descriptor; the memory goes with the last array that uses it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __repr__(self) -> str:
+        """Returns the size, and whether it is closed."""
+        state = "closed" if self.fd < 0 else f"fd {self.fd}"
+        return f"<Slab {len(self._memory)} bytes, {state}>"
+
+
+def _slab_nbytes(spec: EnvSpec, num_envs: int, num_workers: int) -> int:
+    return _aligned(rows_nbytes(spec, num_envs)) + num_workers * _ALIGNMENT
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("envserve-slab")
+    with tempfile.TemporaryFile(prefix="envserve-slab-") as file:
+        return os.dup(file.fileno())

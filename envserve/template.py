@@ -1,0 +1,195 @@
+"""The process that workers are forked from.
+
+It is single-threaded, so that forking it is safe, and does four things: import what
+it is told to at the start, fork workers, kill workers, and report how each ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+from typing import Any, Final
+
+from envserve import codec
+
+__all__ = ["kill_group", "main", "pack_message", "take_messages"]
+
+_LENGTH: Final = struct.Struct("<I")
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def pack_message(message: dict[str, Any]) -> bytes:
+    """Returns a message between launcher and template as bytes."""
+    body = codec.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def take_messages(buffer: bytearray) -> list[dict[str, Any]]:
+    """Removes the messages that are complete from a buffer, and returns them."""
+    messages = []
+    while len(buffer) >= _LENGTH.size:
+        (length,) = _LENGTH.unpack_from(buffer)
+        end = _LENGTH.size + length
+        if len(buffer) < end:
+            break
+        messages.append(codec.decode(bytes(buffer[_LENGTH.size : end])))
+        del buffer[:end]
+    return messages
+
+
+def main(fd: int) -> None:
+    """Runs the template process over its socket to the owner."""
+    os.set_inheritable(fd, False)  # else a process that an env starts keeps us alive
+    owner = socket.socket(fileno=fd)
+    os.dup2(2, 1)  # what envs print must not mix with the owner's output
+    # Imported here: the owner of a launcher needs neither gymnasium nor a worker.
+    from envserve import registry, worker  # noqa: F401
+
+    _Template(owner).run()
+
+
+class _Template:
+    def __init__(self, owner: socket.socket) -> None:
+        self._owner = owner
+        self._wakeup, wakeup_writer = socket.socketpair()
+        self._wakeup.setblocking(False)
+        wakeup_writer.setblocking(False)
+        self._wakeup_writer = wakeup_writer
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wakeup_writer.fileno(), warn_on_full_buffer=False)
+        self._buffer = bytearray()
+        self._fds: list[int] = []
+        self._import_error = ""
+        self._workers: dict[int, int] = {}  # process id by request
+        self._libc = ctypes.CDLL(None, use_errno=True)
+
+    def run(self) -> None:
+        """Serves until the owner closes its end, or dies."""
+        poller = select.poll()
+        poller.register(self._owner, select.POLLIN)
+        poller.register(self._wakeup, select.POLLIN)
+        while True:
+            for fd, _ in poller.poll():
+                if fd == self._wakeup.fileno():
+                    self._reap()
+                elif not self._serve():
+                    # On macOS the kernel does not do it for us.
+                    for pid in self._workers.values():
+                        kill_group(pid)
+                    return
+
+    def _serve(self) -> bool:
+        try:
+            data, fds, _, _ = socket.recv_fds(self._owner, 1 << 16, 64)
+        except ConnectionError:
+            return False
+        self._buffer += data
+        self._fds += fds
+        for message in take_messages(self._buffer):
+            if "import" in message:
+                self._import(message["import"], message["preload"])
+            elif "kill" in message:
+                if message["kill"] in self._workers:
+                    kill_group(self._workers[message["kill"]])
+            else:
+                self._fork(message["fork"], self._fds.pop(0))
+        return bool(data)
+
+    def _import(self, modules: list[str], env_names: list[str]) -> None:
+        from envserve import registry
+
+        try:
+            registry.import_env_modules(modules)
+        except Exception as error:
+            self._import_error = str(error)
+        for env_name in env_names:
+            # The worker meets the same error again, and reports it with its traceback.
+            with contextlib.suppress(Exception):
+                registry.preload(env_name)
+        gc.collect()
+        gc.freeze()  # forks then share these pages for good
+
+    def _fork(self, request: int, fd: int) -> None:
+        # Nothing is imported here: other pools wait for their kills and forks.
+        parent = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:  # no memory, or too many processes
+            os.close(fd)
+            self._report({"fork": request, "error": str(error)})
+            return
+        if pid == 0:
+            self._become_worker(parent, fd)
+        os.close(fd)
+        self._workers[request] = pid
+        self._report({"fork": request, "pid": pid})
+
+    def _become_worker(self, parent: int, fd: int) -> None:
+        from envserve import worker
+
+        code = 1
+        try:
+            if sys.platform == "linux":
+                # Else a worker that is woken takes the core from the process that has
+                # the other workers' steps still to send. Not everybody may do this.
+                with contextlib.suppress(OSError):
+                    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            os.setsid()  # its own group, which is killed as a whole
+            if sys.platform == "linux":
+                self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                if os.getppid() != parent:
+                    os._exit(1)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for other in (self._owner, self._wakeup, self._wakeup_writer):
+                other.close()
+            for other_fd in self._fds:
+                os.close(other_fd)
+            os.set_inheritable(fd, False)
+            worker.run(socket.socket(fileno=fd), self._import_error)
+            code = 0
+        except BaseException:
+            # Nothing above this frame may run in the child: it is the template's.
+            sys.excepthook(*sys.exc_info())
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wakeup.recv(4096):
+                pass
+        while self._workers:
+            # Seen, but not yet reaped: until then its group cannot be another's.
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
+                return
+            is_worker = ended.si_pid in self._workers.values()
+            if is_worker:
+                kill_group(ended.si_pid)
+            pid, status = os.waitpid(ended.si_pid, 0)
+            if not is_worker:  # a module that was imported has started it
+                continue
+            self._workers = {k: v for k, v in self._workers.items() if v != pid}
+            self._report({"pid": pid, "exit": os.waitstatus_to_exitcode(status)})
+
+    def _report(self, message: dict[str, Any]) -> None:
+        # A closed owner is noticed by the next read.
+        with contextlib.suppress(OSError):
+            self._owner.sendall(pack_message(message))
+
+
+def kill_group(pid: int) -> None:
+    """Kills a worker and whatever processes its envs have started."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)

@@ -1,0 +1,54 @@
+"""The wire: messages, their bodies, rows and reports, as bytes. No I/O, no clock.
+
+All that comes from a peer is checked against limits before it is decoded; whatever is
+wrong with it raises RemoteProtocolError, and nothing else.
+"""
+
+from envserve.wire.bodies import (
+    Attach,
+    Building,
+    CallBody,
+    Hello,
+    Pong,
+    ResetBody,
+    Welcome,
+)
+from envserve.wire.constants import (
+    MIN_VERSION,
+    VERSION,
+    ErrorCode,
+    Executed,
+    Flag,
+    MessageType,
+)
+from envserve.wire.granted import Granted
+from envserve.wire.message import Buffer, Message, decode, encode, peek, set_attempt
+from envserve.wire.report import ErrorBody, Report
+from envserve.wire.rows import RowCodec, merge_ranges
+
+__all__ = [
+    "MIN_VERSION",
+    "VERSION",
+    "Attach",
+    "Buffer",
+    "Building",
+    "CallBody",
+    "ErrorBody",
+    "ErrorCode",
+    "Executed",
+    "Flag",
+    "Granted",
+    "Hello",
+    "Message",
+    "MessageType",
+    "Pong",
+    "Report",
+    "ResetBody",
+    "RowCodec",
+    "Welcome",
+    "decode",
+    "encode",
+    "merge_ranges",
+    "peek",
+    "set_attempt",
+]

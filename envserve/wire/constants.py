@@ -1,0 +1,136 @@
+"""Numbers of the protocol: message types, error codes, flags and limits.
+
+Every limit stands here, and is checked before the bytes it bounds are decoded.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+__all__ = [
+    "MAGIC",
+    "MAX_ATTACH_BYTES",
+    "MAX_BODY_BYTES",
+    "MAX_ENTRIES",
+    "MAX_FRAMES",
+    "MAX_NAMES",
+    "MAX_NAME_LENGTH",
+    "MAX_REPORT_BYTES",
+    "MAX_RESULT_BYTES",
+    "MAX_SHORT_BODY_BYTES",
+    "MAX_TEXT_BYTES",
+    "MAX_TRACEBACK_BYTES",
+    "MIN_VERSION",
+    "VERSION",
+    "ErrorCode",
+    "Executed",
+    "Flag",
+    "MessageType",
+    "body_limit",
+]
+
+MAGIC: Final = b"ENVS"
+#: Highest and lowest protocol version that this code speaks.
+VERSION: Final = 1
+MIN_VERSION: Final = 1
+
+#: Prefix with body, rows, report.
+MAX_FRAMES: Final = 3
+#: Blocks that one message may list.
+MAX_ENTRIES: Final = 4096
+#: With prefix and entries, below the 1 MiB that servers accept by default.
+MAX_BODY_BYTES: Final = (1 << 20) - (64 << 10)
+MAX_ATTACH_BYTES: Final = 16 << 10
+MAX_SHORT_BODY_BYTES: Final = 4 << 10
+#: Infos, faults and errors of one result.
+MAX_REPORT_BYTES: Final = 64 << 10
+#: Rows of one result: the longest frame that clients accept.
+MAX_RESULT_BYTES: Final = 1 << 30
+MAX_TEXT_BYTES: Final = 4 << 10
+MAX_TRACEBACK_BYTES: Final = 16 << 10
+MAX_NAMES: Final = 1000
+MAX_NAME_LENGTH: Final = 200
+
+
+class MessageType(enum.IntEnum):
+    """What a message is; from 128 on, it comes from a server."""
+
+    HELLO = 1
+    ATTACH = 2
+    STEP = 3
+    RESET = 4
+    CALL = 5
+    PING = 6
+    DETACH = 7
+    WELCOME = 129
+    GRANTED = 130
+    BUILDING = 131
+    RESULT = 132
+    CALL_RESULT = 133
+    PONG = 134
+    DETACHED = 135
+    DRAIN = 136
+    ERROR = 143
+
+    @property
+    def is_from_server(self) -> bool:
+        """Whether only servers send it."""
+        return self >= MessageType.WELCOME
+
+
+class ErrorCode(enum.IntEnum):
+    """Why a request failed. The set is closed: a new code needs a new version."""
+
+    BAD_MESSAGE = 1
+    UNSUPPORTED = 2
+    VERSION_MISMATCH = 3
+    UNKNOWN_ENV = 4
+    ENVS_BUSY = 5
+    REFUSED = 6  # the server's operator has not allowed what was asked for
+    ENV_START_FAILED = 7
+    LEASE_LOST = 8
+    FENCED = 9  # the epoch or boot id is not the server's
+    GAP = 10
+    INVALID_ACTION = 11
+    CALL_FAILED = 12
+    ENV_FAILED = 13
+    INTERNAL = 14
+
+
+class Executed(enum.IntEnum):
+    """Whether envs have seen the request that an ERROR answers."""
+
+    NO = 0
+    YES = 1
+    UNKNOWN = 2
+
+
+class Flag(enum.IntFlag):
+    """Bits of a message's flags; unknown bits are ignored."""
+
+    INFOS_DROPPED = 1
+
+
+_SHORT: Final = frozenset(
+    {
+        MessageType.HELLO,
+        MessageType.PING,
+        MessageType.DETACH,
+        MessageType.BUILDING,
+        MessageType.DETACHED,
+        MessageType.DRAIN,
+    }
+)
+_WITHOUT_BODY: Final = frozenset(
+    {MessageType.STEP, MessageType.RESULT, MessageType.CALL_RESULT}
+)
+
+
+def body_limit(message_type: MessageType) -> int:
+    """Returns how long the body of such a message may be, in bytes."""
+    if message_type in _WITHOUT_BODY:
+        return 0
+    if message_type in _SHORT:
+        return MAX_SHORT_BODY_BYTES
+    return MAX_ATTACH_BYTES if message_type is MessageType.ATTACH else MAX_BODY_BYTES

@@ -1,0 +1,346 @@
+"""The child process: builds envs, steps blocks, writes rows.
+
+It answers every operation on a block exactly once, with the block's rows written to
+the slab before. It loads neither zmq nor asyncio.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import math
+import os
+import random
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+from gymnasium.spaces import Box
+
+from envserve import codec
+from envserve.channel import MAX_CALL_BYTES, Frame, FrameReader, Kind, pack_frame
+from envserve.env_row import EnvRow, SpaceViolation
+from envserve.errors import EnvStartError, UnknownEnv, WorkerError
+from envserve.reports import (
+    describe_error,
+    encode_report,
+    error_message,
+    printable,
+)
+from envserve.slab import Slab, Status
+from envserve.spec import describe, unflatten
+
+__all__ = ["run"]
+
+#: To wake a core that sleeps takes longer than a light env's step. Only where no other
+#: worker waits for that core.
+_SPIN_SECONDS: Final = 100e-6
+
+
+def run(channel: socket.socket, import_error: str = "") -> None:
+    """Serves a pool until it says CLOSE or goes away.
+
+    Args:
+      channel: This side of the socket pair.
+      import_error: Why the user's env modules could not be imported; else empty.
+    """
+    with channel:
+        try:
+            inbox = _Inbox(channel)
+            frames = inbox.frames()
+            build = next(frames, None)
+            if build is None or build.kind is not Kind.BUILD:
+                return
+            if import_error:
+                raise EnvStartError(import_error)
+            config = codec.decode(build.payload, max_bytes=1 << 26)
+            if config["num_workers"] <= _num_cores():
+                inbox.spin_seconds = _SPIN_SECONDS
+            worker = _Worker(channel, config)
+            for frame in frames:
+                if frame.kind is Kind.SLAB:
+                    worker.attach(inbox.fds.pop())
+                elif frame.kind is Kind.CLOSE:
+                    break
+                else:
+                    worker.handle(frame)
+            worker.close()
+        except UnknownEnv as error:
+            with contextlib.suppress(OSError):
+                channel.sendall(
+                    pack_frame(Kind.UNKNOWN_ENV, payload=str(error).encode())
+                )
+        except Exception:
+            text = printable(traceback.format_exc())
+            failed = pack_frame(Kind.FAILED, payload=text.encode())
+            # A pool that is gone needs no report.
+            with contextlib.suppress(OSError):
+                channel.sendall(failed)
+
+
+class _Inbox:
+    """What the pool sends.
+
+    Attributes:
+      fds: Descriptors that have come.
+      spin_seconds: How long to look for a frame, giving way to others, before sleeping.
+    """
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.fds: list[int] = []
+        self.spin_seconds = 0.0
+        self._channel = channel
+
+    def frames(self) -> Iterator[Frame]:
+        """Yields frames until the pool closes its end."""
+        reader = FrameReader()
+        has_slab = False
+        while True:
+            if has_slab:
+                data = self._receive()
+            else:
+                data, fds, _, _ = socket.recv_fds(self._channel, 1 << 16, 1)
+                self.fds += fds
+                has_slab = bool(fds)
+            if not data:
+                return
+            yield from reader.feed(data)
+
+    def _receive(self) -> bytes:
+        give_up_at = time.perf_counter() + self.spin_seconds
+        while time.perf_counter() < give_up_at:
+            try:
+                return self._channel.recv(1 << 16, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                os.sched_yield()
+        return self._channel.recv(1 << 16)
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class _Worker:
+    def __init__(self, channel: socket.socket, build: dict[str, Any]) -> None:
+        self._send: Callable[[bytes], None] = channel.sendall
+        self._build = build
+        self._infos_of_all = build["infos"] == "all"
+        self._infos_of_ends = build["infos"] == "episode_end"
+        self._envs = {
+            row: EnvRow(
+                row=row,
+                env_index=build["first_env_index"] + row,
+                incarnation=incarnation,
+                name=build["env_name"],
+                kwargs=build["env_kwargs"],
+                root_seed=build["seed"],
+            )
+            for row, incarnation in build["incarnations"]
+        }
+        first, *others = self._envs.values()
+        # Env code that uses the global generators must not do the same everywhere.
+        random.seed(first.seed)
+        np.random.seed(first.seed)
+        self._spec = first.build()
+        self._send(pack_frame(Kind.BUILT))
+        for env in others:
+            different = self._spec.differences(env.build())
+            if different:
+                raise EnvStartError(
+                    f"Env {env.env_index}: its spaces differ from those of env "
+                    f"{first.env_index}; {'; '.join(different)}"
+                )
+            self._send(pack_frame(Kind.BUILT))
+        self._blocks = {
+            index: [self._envs[row] for row in range(start, stop)]
+            for index, start, stop in build["blocks"]
+        }
+        gc.collect()
+        gc.freeze()
+        spaces = {
+            "observation": describe(self._spec.observation_space),
+            "action": describe(self._spec.action_space),
+        }
+        self._send(pack_frame(Kind.READY, payload=codec.encode(spaces)))
+
+    def attach(self, fd: int) -> None:
+        """Maps the slab."""
+        build = self._build
+        self._slab = Slab(fd, self._spec, build["num_envs"], build["num_workers"])
+        self._slab.close()  # mapped; a process that an env starts must not have it
+        self._rows = self._slab.rows
+        heartbeat = memoryview(self._slab.heartbeats[build["worker"]])
+        self._heartbeat = heartbeat
+        for env in self._envs.values():
+            env.attach(self._rows, heartbeat, build["autoreset"])
+        self._float_observations = [
+            array for array in self._rows.observation if array.dtype.kind == "f"
+        ]
+
+    def handle(self, frame: Frame) -> None:
+        """Carries out one operation on a block, and answers it."""
+        envs = self._blocks[frame.block]
+        if frame.kind is Kind.STEP:
+            payload = self._step(envs)
+        elif frame.kind is Kind.RESET:
+            payload = self._reset(envs, frame.payload)
+        elif frame.kind is Kind.CALL:
+            payload = self._call(frame.payload)
+        else:
+            raise WorkerError(f"expected an operation on a block; got {frame.kind!r}")
+        self._send(pack_frame(Kind.DONE, frame.block, frame.sequence, payload))
+
+    def close(self) -> None:
+        """Closes the envs; one that fails to does not keep the others open."""
+        for env in self._envs.values():
+            env.close()
+
+    def _actions(self, start: int, stop: int) -> Iterable[Any]:
+        """Returns an own copy of each row's action: envs may keep what they get."""
+        per_leaf = []
+        for leaf, array in zip(
+            self._spec.action_leaves, self._rows.action, strict=True
+        ):
+            values = list(array[start:stop].copy())
+            if not leaf.shape and isinstance(leaf.space, Box):
+                values = [np.asarray(value) for value in values]
+            per_leaf.append(values)
+        space = self._spec.action_space
+        if self._spec.action_leaves[0].space is space:
+            return per_leaf[0]
+        return [unflatten(space, values) for values in zip(*per_leaf, strict=True)]
+
+    def _step(self, envs: list[EnvRow]) -> bytes:
+        rows, start, stop = self._rows, envs[0].row, envs[-1].row + 1
+        rewards, terminations, truncations = [], [], []
+        faults: list[dict[str, Any]] = []
+        infos: dict[int, Mapping[str, Any]] = {}
+        infos_of_all, infos_of_ends = self._infos_of_all, self._infos_of_ends
+        for env, action in zip(envs, self._actions(start, stop), strict=True):
+            try:
+                reward, terminated, truncated, info = env.step(action)
+            except Exception as error:
+                reward, terminated, truncated, info = 0.0, False, True, {}
+                faults.append(self._recover(env, error))
+            rewards.append(reward)
+            terminations.append(terminated)
+            truncations.append(truncated)
+            if info and (infos_of_all or (infos_of_ends and (terminated or truncated))):
+                infos[env.row] = info
+        rows.reward[start:stop] = rewards
+        rows.terminated[start:stop] = terminations
+        rows.truncated[start:stop] = truncations
+        rows.status[start:stop] = Status.OK
+        if not self._is_finite(rewards, start, stop):
+            faults += self._recover_non_finite(envs)
+        for fault in faults:
+            self._mark_lost(fault["row"])
+            infos.pop(fault["row"], None)
+        return encode_report(faults, infos)
+
+    def _is_finite(self, rewards: list[float], start: int, stop: int) -> bool:
+        """Looks at a whole block at once; which row it is matters only if not."""
+        return math.isfinite(sum(rewards)) and all(
+            np.isfinite(array[start:stop]).all() for array in self._float_observations
+        )
+
+    def _recover_non_finite(self, envs: list[EnvRow]) -> list[dict[str, Any]]:
+        faults = []
+        for env in envs:
+            try:
+                reward = self._rows.reward[env.row]
+                if not math.isfinite(reward):
+                    raise SpaceViolation(f"expected a finite reward; got {reward}")
+                env.check_finite_observation()
+            except SpaceViolation as error:
+                faults.append(self._recover(env, error))
+        return faults
+
+    def _recover(self, env: EnvRow, error: Exception) -> dict[str, Any]:
+        """Rebuilds an env that failed; that this may fail too ends the worker."""
+        is_violation = isinstance(error, SpaceViolation)
+        text = printable(str(error)) if is_violation else describe_error(error)
+        for final, last in zip(
+            self._rows.final_observation, self._rows.observation, strict=True
+        ):
+            final[env.row] = 0 if is_violation else last[env.row]
+        self._heartbeat[1] = 1
+        env.rebuild()
+        env.reset(None)
+        return {
+            "row": env.row,
+            "status": int(Status.ENV_ERROR),
+            "text": text,
+            "violation": is_violation,
+        }
+
+    def _mark_lost(self, row: int) -> None:
+        rows = self._rows
+        rows.reward[row] = 0.0
+        rows.terminated[row] = False
+        rows.truncated[row] = True
+        rows.status[row] = Status.ENV_ERROR
+
+    def _reset(self, envs: list[EnvRow], payload: bytes) -> bytes:
+        request = codec.decode(payload) if payload else {}
+        chosen = request.get("rows")
+        seeds = request.get("seeds")
+        if chosen is None:
+            chosen = [env.row for env in envs]
+        infos, rebuilt = {}, []
+        for position, row in enumerate(chosen):
+            env = self._envs[row]
+            seed = None if seeds is None else seeds[position]
+            incarnation = env.incarnation
+            info = self._reset_or_rebuild(env, seed)
+            if env.incarnation != incarnation:
+                rebuilt.append(row)
+            if info and self._infos_of_all:
+                infos[row] = info
+            rows = self._rows
+            rows.reward[row] = 0.0
+            rows.terminated[row] = rows.truncated[row] = False
+            rows.status[row] = Status.OK
+        return encode_report([], infos, rebuilt)
+
+    def _reset_or_rebuild(self, env: EnvRow, seed: int | None) -> Mapping[str, Any]:
+        """Gives an env whose reset fails one new incarnation, unless it is new."""
+        was_fresh = env.is_fresh
+        try:
+            return env.reset(seed)
+        except Exception:
+            if was_fresh:
+                raise
+            logging.getLogger(__name__).warning(
+                "Env %d: its reset failed; building it anew",
+                env.env_index,
+                exc_info=True,
+            )
+            env.rebuild()
+            return env.reset(seed)
+
+    def _call(self, payload: bytes) -> bytes:
+        request = codec.decode(payload, max_bytes=MAX_CALL_BYTES)
+        self._heartbeat[0] += 1
+        self._heartbeat[1] = 1
+        try:
+            value = self._envs[request["row"]].call(
+                request["kind"], request["name"], request["arguments"]
+            )
+            result = codec.encode({"value": value})
+            if len(result) > MAX_CALL_BYTES:
+                raise ValueError(
+                    f"expected a result below {MAX_CALL_BYTES} bytes; got {len(result)}"
+                )
+        except Exception as error:
+            result = codec.encode(
+                {"error": error_message(error), "traceback": describe_error(error)}
+            )
+        self._heartbeat[1] = 0
+        return result

@@ -1,0 +1,176 @@
+"""Checkpoints: everything that an interrupted run needs to go on bit for bit.
+
+Each is a folder named after its iteration. It is written under another name, flushed
+to disk and then renamed, so a folder with a proper name is always complete.
+"""
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from ppo.agent import Agent
+from ppo.errors import CheckpointError
+from ppo.normalize import ReturnScale
+from ppo.update import Updater
+
+__all__ = [
+    "Counters",
+    "latest_checkpoint",
+    "load_agent",
+    "read_counters",
+    "restore",
+    "save",
+]
+
+
+class Counters(NamedTuple):
+    """How far a run has come. All randomness derives from these and the seed."""
+
+    iteration: int = 0
+    steps: int = 0
+
+
+def save(
+    folder: Path,
+    counters: Counters,
+    agent: Agent,
+    updater: Updater,
+    return_scale: ReturnScale,
+    *,
+    keep: int,
+) -> Path:
+    """Write a checkpoint, then remove all but the newest `keep`.
+
+    Args:
+        folder: where checkpoints go; made if missing.
+        counters: become the checkpoint's name and are saved with it.
+        agent: networks and observation statistics.
+        updater: whose optimizer state is saved.
+        return_scale: reward statistics.
+        keep: how many checkpoints stay.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        OSError: it cannot be written; earlier checkpoints are untouched.
+    """
+    final = folder / f"{counters.iteration:08d}"
+    partial = folder / f"{final.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        _checkpoint(agent, updater, return_scale).write(str(partial / "state"))
+    except tf.errors.OpError as error:
+        is_full = isinstance(error, tf.errors.ResourceExhaustedError)
+        number = errno.ENOSPC if is_full else errno.EIO
+        raise OSError(number, error.message, str(partial)) from error
+    (partial / "counters.json").write_text(json.dumps(counters._asdict()) + "\n")
+    for file in partial.iterdir():
+        _flush_to_disk(file)
+    if final.exists():
+        shutil.rmtree(final)
+    partial.rename(final)
+    _flush_to_disk(folder)
+    for old in _complete(folder)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def restore(
+    folder: Path, agent: Agent, updater: Updater, return_scale: ReturnScale
+) -> Counters:
+    """Load the newest checkpoint of a folder into the objects of a run.
+
+    Raises:
+        CheckpointError: there is none, or it belongs to other networks.
+    """
+    path = latest_checkpoint(folder)
+    _read(path, _checkpoint(agent, updater, return_scale), is_complete=True)
+    return read_counters(folder)
+
+
+def load_agent(folder: Path, agent: Agent) -> Counters:
+    """Load only the agent from the newest checkpoint, to evaluate it.
+
+    Raises:
+        CheckpointError: there is none, or it belongs to other networks.
+    """
+    path = latest_checkpoint(folder)
+    checkpoint = tf.train.Checkpoint(agent=tf.train.Checkpoint(**agent.trackables))
+    _read(path, checkpoint, is_complete=False)
+    return read_counters(folder)
+
+
+def read_counters(folder: Path) -> Counters:
+    """Return how far the newest checkpoint of a folder had come.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    path = latest_checkpoint(folder) / "counters.json"
+    try:
+        return Counters(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: expected the counters of a checkpoint; {error}. Remove this "
+            "checkpoint to go on from the one before."
+        ) from error
+
+
+def latest_checkpoint(folder: Path) -> Path:
+    """Return the newest checkpoint of a folder.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    complete = _complete(folder)
+    if not complete:
+        raise CheckpointError(
+            f"{folder}: expected a checkpoint, found none; the run ended before its "
+            "first one, start it anew."
+        )
+    return complete[-1]
+
+
+def _checkpoint(agent: Agent, updater: Updater, return_scale: ReturnScale) -> Any:
+    return tf.train.Checkpoint(
+        agent=tf.train.Checkpoint(**agent.trackables),
+        optimizer=updater.optimizer,
+        return_scale=tf.train.Checkpoint(**return_scale.trackables),
+    )
+
+
+def _read(path: Path, checkpoint: Any, *, is_complete: bool) -> None:
+    try:
+        status = checkpoint.read(str(path / "state"))
+        status.assert_existing_objects_matched()
+        if is_complete:
+            status.assert_consumed()
+        status.expect_partial()  # or TensorFlow complains of what was not asked for
+    except (AssertionError, ValueError, tf.errors.OpError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(
+            f"{path}: expected a checkpoint of the networks that the config "
+            f"describes; {reason}"
+        ) from error
+
+
+def _complete(folder: Path) -> list[Path]:
+    """List the complete checkpoints, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.name.isdigit())
+
+
+def _flush_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

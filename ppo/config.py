@@ -1,0 +1,209 @@
+"""The settings of a training run: one frozen value, checked when it is made.
+
+The defaults suit continuous control; `ppo.configs` holds what other tasks change.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ppo.errors import ConfigError
+
+__all__ = ["ACTIVATIONS", "Config"]
+
+ACTIVATIONS = ("elu", "gelu", "relu", "silu", "tanh")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that decides what a run learns from and how."""
+
+    env_name: str
+    """Registered Gymnasium name, such as "HalfCheetah-v5"."""
+
+    env_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments for the env's constructor."""
+
+    total_steps: int = 1_000_000
+    """Env steps to train for. Whole iterations that fit are run, never more."""
+
+    seed: int = 0
+    """Root of all randomness: networks, actions, shuffling, envs."""
+
+    num_envs: int = 16
+    """Rows of the batch of envs."""
+
+    horizon: int = 128
+    """Batch steps per iteration; an iteration collects num_envs * horizon steps."""
+
+    epochs: int = 10
+    """Passes over the collected steps per iteration."""
+
+    minibatch_size: int = 64
+    """Steps per gradient step; must divide num_envs * horizon."""
+
+    learning_rate: float = 3e-4
+    """Step size of Adam in the first iteration."""
+
+    decay_learning_rate: bool = True
+    """Whether the learning rate falls linearly to 0 over the run."""
+
+    adam_epsilon: float = 1e-5
+    """Added to the root of Adam's second moment."""
+
+    max_gradient_norm: float = 0.5
+    """Gradients of both networks together are scaled down to this norm."""
+
+    discount: float = 0.99
+    """Gamma: weight of the next step's reward against this one's."""
+
+    gae_lambda: float = 0.95
+    """Lambda of generalised advantage estimation."""
+
+    clip_range: float = 0.2
+    """Probability ratios earn nothing beyond 1 - clip_range and 1 + clip_range."""
+
+    decay_clip_range: bool = False
+    """Whether the clip range falls linearly to 0 over the run."""
+
+    value_coefficient: float = 0.5
+    """Weight of the value loss."""
+
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy bonus."""
+
+    normalize_advantages: bool = False
+    """Whether each minibatch's advantages get mean 0 and standard deviation 1. With
+    scaled rewards they are of order 1 anyway, and shrink when little is to be gained.
+    """
+
+    recompute_advantages: bool = True
+    """Whether advantages are computed anew for each epoch, or once per iteration."""
+
+    normalize_observations: bool = True
+    """Whether Box observations are normalised by running statistics."""
+
+    observation_clip: float = 10.0
+    """Normalised observations are clipped to +- this."""
+
+    scale_rewards: bool = True
+    """Whether rewards are divided by the running std of the discounted return."""
+
+    reward_clip: float = 10.0
+    """Scaled rewards are clipped to +- this. Only used with scale_rewards."""
+
+    policy_layers: tuple[int, ...] = (64, 64)
+    """Hidden layers of the policy network."""
+
+    value_layers: tuple[int, ...] = (64, 64)
+    """Hidden layers of the value network."""
+
+    activation: str = "tanh"
+    """Activation of the hidden layers: elu, gelu, relu, silu or tanh."""
+
+    initial_log_std: float = -0.5
+    """Log standard deviation of a Gaussian policy at the start."""
+
+    jit_compile: bool = True
+    """Whether updates are compiled with XLA: slow to start, several times faster."""
+
+    evaluation_episodes: int = 100
+    """Complete episodes of the evaluation that ends a run."""
+
+    checkpoint_interval: int = 100
+    """Iterations between checkpoints; there is one at the first and last besides."""
+
+    checkpoint_seconds: float = 60.0
+    """Seconds after which an iteration ends with a checkpoint in any case."""
+
+    checkpoints_to_keep: int = 3
+    """How many of the newest checkpoints stay on disk."""
+
+    step_timeout_seconds: float = 30.0
+    """Seconds that a step of an env may take; servers have a limit of their own."""
+
+    reset_timeout_seconds: float = 120.0
+    """Seconds that a reset of an env may take; servers have a limit of their own."""
+
+    server_lost_after_seconds: float = 60.0
+    """Seconds of silence after which an env server is given up."""
+
+    def __post_init__(self) -> None:
+        """Check every value; raises `ConfigError` that names the first bad one."""
+        for name, (low, high) in _BOUNDS.items():
+            value = getattr(self, name)
+            if not (math.isfinite(value) and low <= value <= high):
+                raise ConfigError(
+                    f"{name}: expected a number from {low:g} to {high:g}, got {value}."
+                )
+        for name in ("policy_layers", "value_layers"):
+            layers = getattr(self, name)
+            if not all(size >= 1 for size in layers):
+                raise ConfigError(
+                    f"{name}: expected sizes of at least 1, got {layers}."
+                )
+        if not self.env_name:
+            raise ConfigError("env_name: expected the name of an env, got ''.")
+        if self.activation not in ACTIVATIONS:
+            raise ConfigError(
+                f"activation: expected one of {', '.join(ACTIVATIONS)}, "
+                f"got {self.activation!r}."
+            )
+        if self.steps_per_iteration % self.minibatch_size:
+            raise ConfigError(
+                "minibatch_size: expected a divisor of num_envs * horizon = "
+                f"{self.steps_per_iteration}, got {self.minibatch_size}."
+            )
+        if self.total_steps < self.steps_per_iteration:
+            raise ConfigError(
+                "total_steps: expected at least one iteration, num_envs * horizon = "
+                f"{self.steps_per_iteration}, got {self.total_steps}."
+            )
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """Env steps that one iteration collects."""
+        return self.num_envs * self.horizon
+
+    @property
+    def num_iterations(self) -> int:
+        """Whole iterations that fit into `total_steps`."""
+        return self.total_steps // self.steps_per_iteration
+
+    def replace(self, **changes: Any) -> "Config":
+        """Return a copy with some values changed, checked like any other."""
+        return dataclasses.replace(self, **changes)
+
+
+_COUNT = (1, 2**53)
+_FRACTION = (0.0, 1.0)
+_POSITIVE = (1e-12, 1e9)
+_SECONDS = (0.001, 1e6)
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "total_steps": _COUNT,
+    "seed": (0, 2**31 - 1),
+    "num_envs": (1, 65_536),
+    "horizon": (1, 1_000_000),
+    "epochs": (1, 10_000),
+    "minibatch_size": _COUNT,
+    "learning_rate": (0.0, 1.0),
+    "adam_epsilon": (1e-12, 1.0),
+    "max_gradient_norm": _POSITIVE,
+    "discount": _FRACTION,
+    "gae_lambda": _FRACTION,
+    "clip_range": (1e-6, 1.0),
+    "value_coefficient": (0.0, 1e6),
+    "entropy_coefficient": (0.0, 1e6),
+    "observation_clip": _POSITIVE,
+    "reward_clip": _POSITIVE,
+    "initial_log_std": (-20.0, 2.0),
+    "evaluation_episodes": _COUNT,
+    "checkpoint_interval": _COUNT,
+    "checkpoint_seconds": (0.0, 1e9),
+    "checkpoints_to_keep": _COUNT,
+    "step_timeout_seconds": _SECONDS,
+    "reset_timeout_seconds": _SECONDS,
+    "server_lost_after_seconds": _SECONDS,
+}

@@ -1,0 +1,122 @@
+"""The two action distributions: diagonal Gaussian and categorical.
+
+Each is a value made of tensors, `[N, ...]`, that can sample, tell its mode, and give
+log-probability, entropy and Kullback-Leibler divergence per row, in float32.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import tensorflow as tf
+
+__all__ = ["Categorical", "DiagonalGaussian", "Distribution"]
+
+_LOG_TWO_PI = math.log(2.0 * math.pi)
+
+
+class Distribution(Protocol):
+    """What a policy head hands to the rollout and to the losses."""
+
+    def sample(self, seed: tf.Tensor) -> tf.Tensor:
+        """Draw one action per row; `seed` is an int32 pair."""
+
+    def mode(self) -> tf.Tensor:
+        """Return the most likely action per row."""
+
+    def log_prob(self, action: tf.Tensor) -> tf.Tensor:
+        """Return the log-density of one action per row, `[N]`."""
+
+    def entropy(self) -> tf.Tensor:
+        """Return the entropy in nats per row, `[N]`."""
+
+    def kl(self, other: Self) -> tf.Tensor:
+        """Return the divergence KL(self || other) in nats per row, `[N]`."""
+
+
+@dataclass(frozen=True)
+class DiagonalGaussian:
+    """Independent normal distributions over the last axis.
+
+    Attributes:
+        mean: float32 `[N, A]`.
+        log_std: float32, `[A]` (shared by all rows) or `[N, A]`.
+    """
+
+    mean: tf.Tensor
+    log_std: tf.Tensor
+
+    def sample(self, seed: tf.Tensor) -> tf.Tensor:
+        """Draw one action per row, float32 `[N, A]`; `seed` is an int32 pair."""
+        noise = tf.random.stateless_normal(tf.shape(self.mean), seed)
+        return self.mean + tf.exp(self.log_std) * noise
+
+    def mode(self) -> tf.Tensor:
+        """Return the mean, `[N, A]`."""
+        return self.mean
+
+    def log_prob(self, action: tf.Tensor) -> tf.Tensor:
+        """Return the log-density of `action` `[N, A]` per row, `[N]`."""
+        deviation = (action - self.mean) * tf.exp(-self.log_std)
+        per_dimension = -0.5 * (tf.square(deviation) + _LOG_TWO_PI) - self.log_std
+        return tf.reduce_sum(per_dimension, axis=-1)
+
+    def entropy(self) -> tf.Tensor:
+        """Return the entropy in nats per row, `[N]`."""
+        per_dimension = self.log_std + 0.5 * (1.0 + _LOG_TWO_PI)
+        return tf.reduce_sum(per_dimension + tf.zeros_like(self.mean), axis=-1)
+
+    def kl(self, other: Self) -> tf.Tensor:
+        """Return KL(self || other) in nats per row, `[N]`."""
+        log_ratio = self.log_std - other.log_std
+        shift = (self.mean - other.mean) * tf.exp(-other.log_std)
+        squares = tf.exp(2.0 * log_ratio) + tf.square(shift)
+        return tf.reduce_sum(0.5 * (squares - 1.0) - log_ratio, axis=-1)
+
+
+@dataclass(frozen=True)
+class Categorical:
+    """A choice of one of K actions, numbered from 0.
+
+    Attributes:
+        logits: float32 `[N, K]`, unnormalised log-probabilities.
+    """
+
+    logits: tf.Tensor
+
+    @property
+    def log_probs(self) -> tf.Tensor:
+        """Normalised log-probabilities, `[N, K]`."""
+        return tf.nn.log_softmax(self.logits, axis=-1)
+
+    def sample(self, seed: tf.Tensor) -> tf.Tensor:
+        """Draw one action per row, int64 `[N]`; `seed` is an int32 pair.
+
+        Gumbel-max: adding Gumbel noise to the logits makes their argmax a sample.
+        """
+        uniform = tf.random.stateless_uniform(
+            tf.shape(self.logits), seed, minval=1e-20, maxval=1.0
+        )
+        gumbel = -tf.math.log(-tf.math.log(uniform))
+        return tf.argmax(self.logits + gumbel, axis=-1, output_type=tf.int64)
+
+    def mode(self) -> tf.Tensor:
+        """Return the most likely action, int64 `[N]`."""
+        return tf.argmax(self.logits, axis=-1, output_type=tf.int64)
+
+    def log_prob(self, action: tf.Tensor) -> tf.Tensor:
+        """Return the log-probability of `action` (integer `[N]`) per row, `[N]`."""
+        # A product with a one-hot row: the gradient of a gather is a slow scatter.
+        chosen = tf.one_hot(action, self.logits.shape[-1], dtype=self.logits.dtype)
+        return tf.reduce_sum(chosen * self.log_probs, axis=-1)
+
+    def entropy(self) -> tf.Tensor:
+        """Return the entropy in nats per row, `[N]`."""
+        log_probs = self.log_probs
+        return -tf.reduce_sum(tf.exp(log_probs) * log_probs, axis=-1)
+
+    def kl(self, other: Self) -> tf.Tensor:
+        """Return KL(self || other) in nats per row, `[N]`."""
+        log_probs = self.log_probs
+        difference = log_probs - other.log_probs
+        return tf.reduce_sum(tf.exp(log_probs) * difference, axis=-1)

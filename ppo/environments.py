@@ -1,0 +1,64 @@
+"""Where a run's envs come from: workers of this host, or env servers."""
+
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+from envserve.client import BatchEnv
+from ppo.config import Config
+
+__all__ = ["MakeEnv", "env_maker"]
+
+
+class MakeEnv(Protocol):
+    """Gives a new batch of envs of one task."""
+
+    def __call__(self, *, num_envs: int, seed: int) -> BatchEnv:
+        """Start or connect to `num_envs` envs, seeded from `seed`."""
+
+
+def env_maker(
+    config: Config,
+    *,
+    addresses: Sequence[str] = (),
+    num_workers: int | None = None,
+    import_modules: Sequence[str] = (),
+) -> MakeEnv:
+    """Return a function that starts or reaches the envs of a config.
+
+    Args:
+        config: names the env, its keyword arguments and time limits.
+        addresses: env servers to connect to; with none, envs run in worker processes
+            of this host.
+        num_workers: local worker processes; by default one per core.
+        import_modules: modules that register envs of one's own, for local workers.
+    """
+
+    def make_env(*, num_envs: int, seed: int) -> BatchEnv:
+        if addresses:
+            return BatchEnv.connect(
+                config.env_name,
+                list(addresses),
+                num_envs=num_envs,
+                seed=seed,
+                env_kwargs=dict(config.env_kwargs),
+                server_lost_after=config.server_lost_after_seconds,
+            )
+        return BatchEnv.local(
+            config.env_name,
+            num_envs=num_envs,
+            num_workers=min(num_workers or _num_cores(), num_envs),
+            seed=seed,
+            env_kwargs=dict(config.env_kwargs),
+            import_modules=tuple(import_modules),
+            step_timeout=config.step_timeout_seconds,
+            reset_timeout=config.reset_timeout_seconds,
+        )
+
+    return make_env
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,58 @@
+"""The exceptions of the trainer, in one tree.
+
+A `BadInputError` can be put right by whoever typed the command or wrote the config.
+Any other `PpoError` happened while a run was under way.
+"""
+
+__all__ = [
+    "BadInputError",
+    "CheckpointError",
+    "ConfigError",
+    "DivergedError",
+    "EnvDataError",
+    "EnvsLostError",
+    "PpoError",
+    "RunFolderError",
+    "RunWriteError",
+    "UnsupportedSpaceError",
+]
+
+
+class PpoError(Exception):
+    """Base of everything that the trainer raises on purpose."""
+
+
+class BadInputError(PpoError):
+    """What was asked for cannot be done; asking differently helps."""
+
+
+class ConfigError(BadInputError):
+    """A config has an unknown key or a value that is out of range."""
+
+
+class RunFolderError(BadInputError):
+    """A run folder is missing, not empty, or not a run folder."""
+
+
+class CheckpointError(BadInputError):
+    """A checkpoint is missing, or does not fit the networks of the config."""
+
+
+class UnsupportedSpaceError(BadInputError):
+    """No network is known for an observation or action space."""
+
+
+class RunWriteError(PpoError):
+    """Metrics or a checkpoint could not be written, for instance to a full disk."""
+
+
+class EnvDataError(PpoError):
+    """An env delivered an observation or a reward that is not finite."""
+
+
+class EnvsLostError(PpoError):
+    """Envs fail so often that nothing can be learned or measured with them."""
+
+
+class DivergedError(PpoError):
+    """The networks' outputs are no longer finite."""

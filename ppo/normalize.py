@@ -1,0 +1,146 @@
+"""Running statistics of observations and returns, in float64.
+
+Statistics never change while a rollout is collected and learned from; they are merged
+in between, from valid rows only. What a masked row holds has no influence.
+"""
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+__all__ = ["ReturnScale", "RunningMoments", "masked_moments", "merge_moments"]
+
+Moments = tuple[Any, Any, Any]
+
+
+def masked_moments(values: tf.Tensor, mask: tf.Tensor) -> Moments:
+    """Count rows and take their mean and sum of squared deviations.
+
+    Args:
+        values: `[N, ...]`, any numeric dtype.
+        mask: bool `[N]`; only rows where it is true count.
+
+    Returns:
+        count `[]`, mean `[...]` and sum of squared deviations `[...]`, float64.
+    """
+    rank = len(values.shape)
+    mask = tf.reshape(mask, [-1] + [1] * (rank - 1))
+    values = tf.cast(values, tf.float64)
+    zero = tf.zeros_like(values)
+    count = tf.reduce_sum(tf.cast(mask, tf.float64))
+    divisor = tf.maximum(count, 1.0)
+    mean = tf.reduce_sum(tf.where(mask, values, zero), axis=0) / divisor
+    deviation = tf.where(mask, values - mean, zero)
+    return count, mean, tf.reduce_sum(tf.square(deviation), axis=0)
+
+
+def merge_moments(first: Moments, second: Moments) -> Moments:
+    """Join the moments of two sets of rows (Chan, Golub and LeVeque 1979).
+
+    Args:
+        first: count, mean, sum of squared deviations.
+        second: the same of the other set.
+
+    Returns:
+        The same of the union.
+    """
+    count_a, mean_a, squares_a = first
+    count_b, mean_b, squares_b = second
+    count = count_a + count_b
+    share = count_b / tf.maximum(count, 1.0)
+    shift = mean_b - mean_a
+    mean = mean_a + shift * share
+    return count, mean, squares_a + squares_b + tf.square(shift) * count_a * share
+
+
+class RunningMoments:
+    """Mean and variance of all rows seen so far, kept in TensorFlow variables."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._count = tf.Variable(tf.zeros([], tf.float64), trainable=False)
+        self._mean = tf.Variable(tf.zeros(shape, tf.float64), trainable=False)
+        self._squares = tf.Variable(tf.zeros(shape, tf.float64), trainable=False)
+
+    @property
+    def count(self) -> tf.Tensor:
+        """Number of rows seen, float64."""
+        return self._count.read_value()
+
+    @property
+    def mean(self) -> tf.Tensor:
+        """Mean per element, float64; 0 before the first row."""
+        return self._mean.read_value()
+
+    @property
+    def variance(self) -> tf.Tensor:
+        """Population variance per element, float64; 1 before the first row."""
+        variance = self._squares / tf.maximum(self._count, 1.0)
+        return tf.where(self._count > 0, variance, tf.ones_like(variance))
+
+    @property
+    def trackables(self) -> dict[str, Any]:
+        """What a checkpoint must hold, by name."""
+        return {"count": self._count, "mean": self._mean, "squares": self._squares}
+
+    def update(self, values: tf.Tensor, mask: tf.Tensor) -> None:
+        """Take in rows `[N, ...]` where `mask` `[N]` is true."""
+        merged = merge_moments(
+            (self._count, self._mean, self._squares), masked_moments(values, mask)
+        )
+        for variable, value in zip(
+            (self._count, self._mean, self._squares), merged, strict=True
+        ):
+            variable.assign(value)
+
+    def normalize(self, values: tf.Tensor, clip: float) -> tf.Tensor:
+        """Shift and scale to mean 0 and variance 1, then clip to +-`clip`.
+
+        The subtraction happens in float64: positions far from the origin would lose
+        their digits in float32.
+
+        Returns:
+            float32, the shape of `values`.
+        """
+        centred = tf.cast(values, tf.float64) - self.mean
+        scaled = centred * tf.math.rsqrt(self.variance + 1e-8)
+        return tf.cast(tf.clip_by_value(scaled, -clip, clip), tf.float32)
+
+
+class ReturnScale:
+    """Divides rewards by the standard deviation of the discounted return.
+
+    The return is summed forward per env, `R = discount * R + r`, and starts at 0 with
+    each episode (Engstrom et al. 2020). No mean is subtracted.
+    """
+
+    def __init__(self, num_envs: int, discount: float) -> None:
+        self._discount = discount
+        self._running_return = np.zeros(num_envs)
+        self._moments = RunningMoments(())
+
+    @property
+    def factor(self) -> tf.Tensor:
+        """What to multiply rewards by, float32; 1 before the first row."""
+        return tf.cast(tf.math.rsqrt(self._moments.variance + 1e-8), tf.float32)
+
+    @property
+    def trackables(self) -> dict[str, Any]:
+        """What a checkpoint must hold, by name.
+
+        Running returns are left out: whoever restores a checkpoint has new episodes.
+        """
+        return self._moments.trackables
+
+    def update(self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray) -> None:
+        """Take in a rollout: float `[T, B]`, bool `[T, B]`, bool `[T, B]`."""
+        returns = np.zeros(reward.shape)
+        running_return = self._running_return
+        for step in range(len(reward)):
+            running_return = self._discount * running_return + np.where(
+                valid[step], reward[step], 0.0
+            )
+            returns[step] = running_return
+            running_return = np.where(done[step] | ~valid[step], 0.0, running_return)
+        self._running_return = running_return
+        self._moments.update(tf.reshape(returns, [-1]), tf.reshape(valid, [-1]))

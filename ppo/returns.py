@@ -1,0 +1,91 @@
+"""Advantages and value targets over whole rollouts `[T, B]`.
+
+Three ends of an episode are kept apart: after `terminated` nothing is bootstrapped,
+after `truncated` the value of the final observation is, and a row that is not `valid`
+has weight 0 and lets nothing pass through it.
+"""
+
+import tensorflow as tf
+
+__all__ = ["advantages_and_targets", "next_values"]
+
+
+def next_values(value: tf.Tensor, final_value: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
+    """Return the value of the observation that each transition led to.
+
+    Envs restart within the step that ends an episode, so where an episode ended, the
+    following row belongs to the next one, and the final observation takes its place.
+
+    Args:
+        value: float32 `[T + 1, B]`, values of the observations acted on, and of the
+            one after the last step.
+        final_value: float32 `[T, B]`, values of the final observations; only read
+            where `done`.
+        done: bool `[T, B]`, terminated or truncated.
+
+    Returns:
+        float32 `[T, B]`.
+    """
+    return tf.where(done, final_value, value[1:])
+
+
+def advantages_and_targets(
+    *,
+    reward: tf.Tensor,
+    value: tf.Tensor,
+    next_value: tf.Tensor,
+    terminated: tf.Tensor,
+    truncated: tf.Tensor,
+    valid: tf.Tensor,
+    discount: float,
+    gae_lambda: float,
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Generalised advantage estimation (Schulman et al. 2016, equation 16).
+
+    With `delta_t = r_t + discount * V(next_t) * (1 - terminated_t) - V(o_t)`,
+
+        A_t = delta_t + discount * lambda * (1 - done_t) * A_{t+1},
+
+    and `A_t = 0` where row t is not valid. The observation that an invalid row was
+    acted on is still a real one: the row before it bootstraps from its value, and the
+    sum over lambda ends there.
+
+    Args:
+        reward: float32 `[T, B]`.
+        value: float32 `[T, B]`, V(o_t).
+        next_value: float32 `[T, B]`, as `next_values` gives it.
+        terminated: bool `[T, B]`.
+        truncated: bool `[T, B]`.
+        valid: bool `[T, B]`.
+        discount: gamma, in [0, 1].
+        gae_lambda: lambda, in [0, 1].
+
+    Returns:
+        Advantages and value targets (advantage + value), float32 `[T, B]`, zero
+        where a row is not valid.
+    """
+    zero = tf.zeros_like(reward)
+    bootstrap = tf.where(terminated, zero, next_value)
+    delta = tf.where(valid, reward + discount * bootstrap - value, zero)
+    continues = valid & ~(terminated | truncated)
+    decay = tf.where(continues, zero + discount * gae_lambda, zero)
+    advantage = _reverse_linear_scan(delta, decay)
+    return advantage, tf.where(valid, advantage + value, zero)
+
+
+def _reverse_linear_scan(addend: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
+    """Solve `y[t] = addend[t] + factor[t] * y[t + 1]`, `y[T] = 0`, along axis 0.
+
+    Recursive doubling: after k rounds, `addend` sums the next 2**k rows. A loop over
+    time costs more under XLA than these log2(T) rounds over the whole array.
+    """
+    horizon = addend.shape[0]
+    distance = 1
+    while distance < horizon:
+        padding = tf.zeros_like(addend[:distance])
+        later_addend = tf.concat([addend[distance:], padding], axis=0)
+        later_factor = tf.concat([factor[distance:], padding], axis=0)
+        addend = addend + factor * later_addend
+        factor = factor * later_factor
+        distance *= 2
+    return addend

@@ -1,0 +1,155 @@
+"""The folder of one run: config, metrics, checkpoints, evaluation.
+
+config.json        the settings, complete
+metrics.jsonl      one line per iteration
+tensorboard/       the same numbers for TensorBoard
+checkpoints/       see `ppo.checkpoint`
+evaluation.json    the evaluation at the end
+"""
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ppo.config import Config
+from ppo.config_text import config_to_json, read_config
+from ppo.errors import ConfigError, RunFolderError, RunWriteError
+
+__all__ = ["RunFolder"]
+
+
+class RunFolder:
+    """Paths of a run, and the checks before anything is written there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __repr__(self) -> str:
+        """Tell where the run is."""
+        return f"<RunFolder {self.path}>"
+
+    @property
+    def config_path(self) -> Path:
+        """Where the settings are."""
+        return self.path / "config.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    def has_checkpoint(self) -> bool:
+        """Whether there is a checkpoint to go on from."""
+        return any(path.name.isdigit() for path in self.checkpoints.glob("*"))
+
+    @classmethod
+    def create(cls, path: Path, config: Config) -> "RunFolder":
+        """Make a new folder and save the config in it.
+
+        A folder with nothing but the config of a run that never began counts as new.
+
+        Raises:
+            RunFolderError: the path is taken, or the folder cannot be written.
+        """
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            is_free = all(file.name == "config.json" for file in path.iterdir())
+        except OSError as error:
+            raise RunFolderError(
+                f"{path}: expected a folder that can be created; {_reason(error)}."
+            ) from error
+        has_config = _is_config(path / "config.json")
+        is_foreign = not has_config and (path / "config.json").exists()
+        if not is_free or is_foreign:
+            hint = f"continue that run with --resume {path}, or " if has_config else ""
+            raise RunFolderError(
+                f"{path}: expected a new or empty folder, got one with files in it; "
+                f"{hint}choose another --run-dir."
+            )
+        run = cls(path)
+        try:
+            _write_atomically(run.config_path, config_to_json(config))
+        except OSError as error:
+            raise RunFolderError(
+                f"{path}: cannot be written; {_reason(error)}."
+            ) from error
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> tuple["RunFolder", Config]:
+        """Open the folder of an earlier run, and read its config.
+
+        Raises:
+            RunFolderError: there is no such folder, or it is not that of a run.
+            ConfigError: its config cannot be read.
+        """
+        run = cls(path)
+        if not path.is_dir():
+            raise RunFolderError(f"{path}: expected the folder of a run, found none.")
+        if not run.config_path.is_file():
+            raise RunFolderError(
+                f"{path}: expected the folder of a run, found no config.json in it."
+            )
+        return run, read_config(run.config_path)
+
+    def remove_if_unused(self) -> bool:
+        """Remove the folder of a run that never began; returns whether it did.
+
+        Such a folder has nothing but its config in it.
+        """
+        if not self.path.is_dir():
+            return True
+        if any(file.name != "config.json" for file in self.path.iterdir()):
+            return False
+        self.config_path.unlink(missing_ok=True)
+        self.path.rmdir()
+        return True
+
+    def save_config(self, config: Config) -> None:
+        """Replace the saved config, for a run that goes on with changed settings."""
+        with self.writing():
+            _write_atomically(self.config_path, config_to_json(config))
+
+    def save_evaluation(self, values: Mapping[str, Any]) -> None:
+        """Write `evaluation.json`."""
+        with self.writing():
+            text = json.dumps(dict(values), indent=2) + "\n"
+            _write_atomically(self.path / "evaluation.json", text)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Turn an `OSError` within into a `RunWriteError` that names the folder."""
+        try:
+            yield
+        except OSError as error:
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            remedy = "free some space" if is_full else "make it writable"
+            raise RunWriteError(
+                f"{self.path}: cannot be written, {_reason(error)}; {remedy}."
+            ) from error
+
+
+def _reason(error: OSError) -> str:
+    """Say what went wrong, without the number and the path of an `OSError`."""
+    return error.strerror or str(error)
+
+
+def _is_config(path: Path) -> bool:
+    try:
+        read_config(path)
+    except ConfigError:
+        return False
+    return True
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".partial")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

@@ -1,0 +1,247 @@
+"""The training loop: collect, learn, report, checkpoint.
+
+A library function without a command line. Same config, same envs, same machine: same
+result. All random seeds derive from the config's seed and the iteration.
+"""
+
+import collections
+import math
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from envserve.client import BatchEnv
+from envserve.errors import EnvserveError
+from ppo import checkpoint
+from ppo.agent import Agent
+from ppo.checkpoint import Counters
+from ppo.config import Config
+from ppo.environments import MakeEnv
+from ppo.episodes import Episode, EpisodeTracker, LostSteps
+from ppo.errors import EnvDataError, EnvsLostError
+from ppo.in_graph_batch_env import InGraphBatchEnv
+from ppo.metrics import MetricsWriter
+from ppo.normalize import ReturnScale
+from ppo.run_folder import RunFolder
+from ppo.simulate import Rollout, Simulation
+from ppo.update import Updater
+
+__all__ = ["Progress", "TrainResult", "train"]
+
+_RECENT_EPISODES = 100
+
+
+class Progress(NamedTuple):
+    """State of a run after an iteration."""
+
+    steps: int
+    total_steps: int
+    steps_per_second: float
+    mean_return: float
+    """Mean of the last 100 training episodes; NaN before the first has ended."""
+    lost_steps: int
+    """Steps that failed envs have cost since `train` was called."""
+
+
+class TrainResult(NamedTuple):
+    """How a call of `train` ended."""
+
+    agent: Agent
+    steps: int
+    is_finished: bool
+    """False when `should_stop` ended it early."""
+    lost_steps: int
+    """Steps that failed envs have cost since `train` was called."""
+
+
+class _Run:
+    """What one iteration works with."""
+
+    def __init__(
+        self, config: Config, env: BatchEnv, on_step: Callable[[], None]
+    ) -> None:
+        self.config = config
+        graph_env = InGraphBatchEnv(env)
+        self.agent = Agent(env.observation_space, env.action_space, config)
+        self.updater = Updater(self.agent, config)
+        self.return_scale = ReturnScale(config.num_envs, config.discount)
+        self.simulation = Simulation(graph_env, self.agent.act, config.horizon, on_step)
+        self.tracker = EpisodeTracker(config.num_envs)
+        self.recent: collections.deque[Episode] = collections.deque(
+            maxlen=_RECENT_EPISODES
+        )
+        self.lost_steps = LostSteps()
+
+    def iterate(self, counters: Counters) -> tuple[Counters, dict[str, float]]:
+        """Collect one rollout and learn from it."""
+        config = self.config
+        started = time.perf_counter()
+        seeds = np.random.SeedSequence(config.seed, spawn_key=(counters.iteration,))
+        act_0, act_1, shuffle_0, shuffle_1 = map(int, seeds.generate_state(4) >> 1)
+        rollout = self.simulation.run((act_0, act_1))
+        collected = time.perf_counter()
+        self.recent.extend(self.tracker.add(rollout))
+        # Before the update: nothing stored in the rollout depends on this scale.
+        self.return_scale.update(rollout.reward, rollout.done, rollout.valid)
+        learned: dict[str, float] = {}
+        num_valid = int(rollout.valid.sum())
+        if num_valid > 0:
+            learned = self.updater.update(
+                rollout,
+                reward_scale=self.return_scale.factor,
+                progress=counters.iteration / config.num_iterations,
+                seed=(shuffle_0, shuffle_1),
+            )
+        # After the update: log-probabilities were taken with the old statistics.
+        self._update_observation_statistics(rollout)
+        counters = Counters(counters.iteration + 1, counters.steps + num_valid)
+        finished = time.perf_counter()
+        return counters, {
+            "iteration": counters.iteration,
+            "mean_return": self.mean_return,
+            "mean_length": _mean([episode.length for episode in self.recent]),
+            "invalid_steps": float(rollout.valid.size - num_valid),
+            "collect_seconds": collected - started,
+            "update_seconds": finished - collected,
+            **learned,
+        }
+
+    @property
+    def mean_return(self) -> float:
+        return _mean([episode.total_reward for episode in self.recent])
+
+    def _update_observation_statistics(self, rollout: Rollout) -> None:
+        acted_on = tf.nest.map_structure(
+            lambda leaf: leaf[:-1].reshape(-1, *leaf.shape[2:]), rollout.observation
+        )  # [T + 1, B, ...] -> [T * B, ...]
+        self.agent.preprocess.update(acted_on, rollout.valid.reshape(-1))
+
+
+def train(
+    config: Config,
+    run_folder: RunFolder,
+    make_env: MakeEnv,
+    *,
+    resume: bool = False,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+    should_stop: Callable[[], bool] = lambda: False,
+    on_step: Callable[[], None] = lambda: None,
+) -> TrainResult:
+    """Train until the config's steps are used up.
+
+    Args:
+        config: what to train and how.
+        run_folder: where metrics and checkpoints go. When the envs fail, what has
+            been learned until then is saved before the error is raised.
+        make_env: makes the envs, which are closed at the end.
+        resume: whether to go on from the newest checkpoint of the folder.
+        on_progress: called after every iteration.
+        should_stop: asked after every iteration; when true, training ends there.
+        on_step: called after every batch step; what it raises ends training at once,
+            without a checkpoint.
+
+    Returns:
+        The agent and how far it came. A checkpoint has been written in any case.
+
+    Raises:
+        BadInputError: the config does not fit the envs or the checkpoint.
+        RunWriteError: the run folder cannot be written.
+        EnvDataError: an env gave numbers that are not finite.
+        EnvsLostError: hardly any step of the envs is valid.
+        DivergedError: the policy's outputs are not finite.
+        envserve.errors.EnvserveError: the envs failed for good.
+    """
+    first = Counters()
+    if resume:
+        first = checkpoint.read_counters(run_folder.checkpoints)
+    env_seed = _env_seed(config.seed, first.iteration)
+    with make_env(num_envs=config.num_envs, seed=env_seed) as env:
+        run = _Run(config, env, on_step)
+        if resume:
+            checkpoint.restore(
+                run_folder.checkpoints, run.agent, run.updater, run.return_scale
+            )
+            run_folder.save_config(config)
+        with run_folder.writing():
+            writer = MetricsWriter(run_folder.path)
+        with writer:
+            counters = _loop(run, first, run_folder, writer, on_progress, should_stop)
+    is_finished = counters.iteration >= config.num_iterations
+    return TrainResult(run.agent, counters.steps, is_finished, run.lost_steps.total)
+
+
+def _loop(
+    run: _Run,
+    counters: Counters,
+    run_folder: RunFolder,
+    writer: MetricsWriter,
+    on_progress: Callable[[Progress], None],
+    should_stop: Callable[[], bool],
+) -> Counters:
+    config = run.config
+    last_saved = -math.inf  # the first iteration is saved, however soon it is over
+    while counters.iteration < config.num_iterations:
+        started = time.perf_counter()
+        steps_before = counters.steps
+        try:
+            counters, metrics = run.iterate(counters)
+        except (EnvserveError, EnvDataError):
+            # Envs fail while a rollout is collected: nothing is half learned.
+            _save(run, counters, run_folder)
+            raise
+        seconds = time.perf_counter() - started
+        metrics["steps_per_second"] = (counters.steps - steps_before) / seconds
+        with run_folder.writing():
+            writer.write(counters.steps, metrics)
+        try:
+            run.lost_steps.add(
+                int(metrics["invalid_steps"]), config.steps_per_iteration
+            )
+        except EnvsLostError:
+            _save(run, counters, run_folder)
+            raise
+        is_last = should_stop() or counters.iteration == config.num_iterations
+        is_due = counters.iteration % config.checkpoint_interval == 0
+        is_old = time.monotonic() - last_saved >= config.checkpoint_seconds
+        if is_due or is_old or is_last:
+            _save(run, counters, run_folder)
+            last_saved = time.monotonic()
+        on_progress(
+            Progress(
+                counters.steps,
+                config.num_iterations * config.steps_per_iteration,
+                metrics["steps_per_second"],
+                run.mean_return,
+                run.lost_steps.total,
+            )
+        )
+        if is_last:
+            break
+    return counters
+
+
+def _save(run: _Run, counters: Counters, run_folder: RunFolder) -> None:
+    with run_folder.writing():
+        checkpoint.save(
+            run_folder.checkpoints,
+            counters,
+            run.agent,
+            run.updater,
+            run.return_scale,
+            keep=run.config.checkpoints_to_keep,
+        )
+
+
+def _env_seed(seed: int, iteration: int) -> int:
+    """Return the seed of the envs; a resumed run must not replay its first episodes."""
+    if iteration == 0:
+        return seed
+    sequence = np.random.SeedSequence(seed, spawn_key=(iteration, 1))
+    return int(sequence.generate_state(1)[0] >> 1)
+
+
+def _mean(values: list[float]) -> float:
+    return float(np.mean(values)) if values else float("nan")

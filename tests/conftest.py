@@ -1,0 +1,77 @@
+"""What holds for every test: a seed that a failure prints, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import zlib
+from collections.abc import Generator
+
+import hypothesis
+import numpy as np
+import pytest
+
+from tests.left_behind import MARK_NAME, MARK_VALUE, nothing_left_behind
+
+__all__ = [
+    "nothing_left_behind",
+    "pytest_addoption",
+    "pytest_configure",
+    "pytest_report_header",
+    "pytest_runtest_makereport",
+    "random_generator",
+    "random_seed",
+    "seeded_global_randomness",
+]
+
+# The examples of a slow, shared machine are as valid as those of a fast one.
+hypothesis.settings.register_profile("envserve", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("envserve")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--random-seed",
+        type=int,
+        default=secrets.randbelow(2**32),
+        help="seed of every test's random numbers; a failure prints the one it had",
+    )
+
+
+def pytest_configure() -> None:
+    os.environ[MARK_NAME] = MARK_VALUE
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"random seed: {config.getoption('random_seed')}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        seed = item.config.getoption("random_seed")
+        report.sections.append(("random seed", f"--random-seed {seed}"))
+    return report
+
+
+@pytest.fixture
+def random_seed(request: pytest.FixtureRequest) -> int:
+    """The seed of this test: another for each test, the same however it is selected."""
+    session_seed = request.config.getoption("random_seed")
+    return zlib.crc32(f"{session_seed} {request.node.name}".encode())
+
+
+@pytest.fixture
+def random_generator(random_seed: int) -> np.random.Generator:
+    return np.random.default_rng(random_seed)
+
+
+@pytest.fixture(autouse=True)
+def seeded_global_randomness(random_seed: int) -> None:
+    """Covers envs and libraries that draw from the global generators."""
+    random.seed(random_seed)
+    np.random.seed(random_seed)

@@ -1,0 +1,167 @@
+"""Drives pools of real worker processes, and hosts envs that do what a test says."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envserve import codec
+from envserve.blocks import Call, Finished, PoolConfig, Reset
+from envserve.launcher import Launcher
+from envserve.pool import Pool
+
+SEED = 11
+LEDGER = "envserve/Ledger-v0"
+FAULTY = "envserve/Faulty-v0"
+SCRIPT = "odd_envs/Script-v0"
+
+ODD_ENVS = '''
+import os, signal, subprocess, sys, time
+import gymnasium, numpy as np
+
+class ScriptEnv(gymnasium.Env):
+    """Runs a line of Python in each of its methods; observes its seed."""
+
+    def __init__(self, init="", reset="", step="", info="{}"):
+        self.observation_space = gymnasium.spaces.Box(0, 2**32, (1,), np.int64)
+        self.action_space = gymnasium.spaces.Discrete(2)
+        self.scripts = {"reset": reset, "step": step}
+        self.info = info
+        self.value = None
+        self.last_seed = -1
+        exec(init, globals(), {"self": self})
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        exec(self.scripts["reset"], globals(), {"self": self, "seed": seed})
+        if seed is not None:
+            self.last_seed = seed
+        return np.array([self.last_seed]), {}
+
+    def step(self, action):
+        exec(self.scripts["step"], globals(), {"self": self, "action": action})
+        info = eval(self.info)
+        return np.array([self.last_seed]), float(action), False, True, info
+
+    def run(self, script):
+        exec(script, globals(), {"self": self})
+
+def inheritable_fds():
+    """What a process that is started here, with exec, would hold open."""
+    fds = []
+    for name in os.listdir("/dev/fd"):
+        try:
+            if os.get_inheritable(int(name)):
+                fds.append(int(name))
+        except OSError:
+            pass  # the one that has listed them
+    return fds
+
+gymnasium.register("odd_envs/Script-v0", "odd_envs:ScriptEnv")
+'''
+
+
+@contextlib.contextmanager
+def odd_launcher(folder: Path) -> Iterator[Launcher]:
+    """A launcher whose workers know the envs of `odd_envs` and `envserve.testing`."""
+    (folder / "odd_envs.py").write_text(ODD_ENVS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        launcher = Launcher(["envserve.testing", "odd_envs"])
+        try:
+            yield launcher
+        finally:
+            launcher.close()
+
+
+class PoolMaker:
+    """Starts pools, waits until they are ready or have failed, and closes them."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.launcher = launcher
+        self._pools: list[Pool] = []
+
+    def __call__(
+        self,
+        env_name: str,
+        num_envs: int,
+        num_workers: int,
+        launcher: Launcher | None = None,
+        **options: Any,
+    ) -> Pool:
+        config = self.config(env_name, num_envs, num_workers, **options)
+        pool = Pool(config, launcher=launcher or self.launcher)
+        self._pools.append(pool)
+        wait_for(pool, lambda: pool.is_ready or pool.error is not None)
+        return pool
+
+    @staticmethod
+    def config(
+        env_name: str, num_envs: int, num_workers: int, **options: Any
+    ) -> PoolConfig:
+        return PoolConfig(
+            env_name=env_name,
+            num_envs=num_envs,
+            num_workers=num_workers,
+            seed=SEED,
+            **options,
+        )
+
+    def close(self) -> None:
+        for pool in self._pools:
+            pool.close()
+
+
+def wait_for(pool: Pool, condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    give_up_at = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up_at, f"waited {seconds} s for {pool!r}"
+        assert pool.collect(0.05) == []
+
+
+def gather(pool: Pool, blocks: Iterable[int], seconds: float = 20.0) -> list[Finished]:
+    """Collects until each of these blocks has finished, and nothing else has."""
+    awaited = set(blocks)
+    finished: dict[int, Finished] = {}
+    give_up_at = time.monotonic() + seconds
+    while awaited - set(finished):
+        assert time.monotonic() < give_up_at, f"waited {seconds} s for {pool!r}"
+        for outcome in pool.collect(0.2):
+            assert outcome.block not in finished
+            finished[outcome.block] = outcome
+    assert set(finished) == awaited
+    return [finished[block] for block in sorted(finished)]
+
+
+def reset(pool: Pool, *resets: Reset) -> list[Finished]:
+    wanted = resets or [Reset(block.index) for block in pool.blocks]
+    pool.submit_reset(wanted)
+    return gather(pool, [each.block for each in wanted])
+
+
+def step(pool: Pool, actions: Any, blocks: Sequence[int] = ()) -> list[Finished]:
+    chosen = blocks or [block.index for block in pool.blocks]
+    pool.rows.action[0][:] = actions
+    pool.submit_step(chosen)
+    return gather(pool, chosen)
+
+
+def call(pool: Pool, env_index: int, name: str, *arguments: Any) -> Any:
+    pool.submit_call(Call(env_index, "call", name, arguments))
+    block = next(b for b in pool.blocks if env_index < b.stop)
+    (outcome,) = gather(pool, [block.index])
+    if outcome.error is not None:
+        raise outcome.error
+    return codec.decode(outcome.result, max_bytes=1 << 26)
+
+
+def kill(pid: int | None) -> None:
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,230 @@
+"""Actions are checked where they enter, and every complaint names its env."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector.utils import batch_space
+
+from envserve.actions import check_action_rows, check_actions
+from envserve.errors import ActionError
+from envserve.slab import Rows
+from envserve.spec import EnvSpec, flatten
+from envserve.testing import SPACES
+
+inf, nan = np.inf, np.nan
+NESTED = spaces.Dict(
+    [
+        ("push", spaces.Box(-1.0, 1.0, (2,), np.float32)),
+        ("press", spaces.Tuple([spaces.Discrete(3, start=1), spaces.MultiBinary(2)])),
+    ]
+)
+
+
+def spec_of(space: Any) -> EnvSpec:
+    return EnvSpec("A-v0", spaces.Discrete(2), space)
+
+
+def check(space: Any, actions: Any, num_envs: int = 3) -> list[np.ndarray[Any, Any]]:
+    return check_actions(spec_of(space), actions, None, num_envs)
+
+
+def complaint(space: Any, actions: Any, num_envs: int = 3) -> str:
+    with pytest.raises(ActionError) as caught:
+        check(space, actions, num_envs)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_good_actions_of_every_space_pass_as_they_are(name: str) -> None:
+    batched = batch_space(SPACES[name], 3)
+    batched.seed(0)
+    sample = batched.sample()
+    given = flatten(SPACES[name], sample)
+    checked = check(SPACES[name], sample)
+    assert len(checked) == len(given)
+    for ours, theirs in zip(checked, given, strict=True):
+        assert ours is theirs
+
+
+def test_bounds_themselves_are_good() -> None:
+    box = spaces.Box(-0.1, 0.1, (2,), np.float32)
+    check(box, np.stack([box.low, box.high, box.low]))
+    check(spaces.Discrete(5, start=-2), np.array([-2, 0, 2]))
+    check(spaces.Box(0, 2**64 - 1, (1,), np.uint64), np.full((3, 1), 2**64 - 1, "u8"))
+
+
+@pytest.mark.parametrize(
+    ("space", "actions"),
+    [
+        (spaces.Discrete(2), [0, 1, 1]),
+        (spaces.Discrete(2), np.array([True, False, True])),
+        (spaces.Discrete(2), np.array([0, 1, 1], np.uint8)),
+        (spaces.MultiBinary(1), np.array([[True], [False], [True]])),
+        (spaces.Box(-1, 1, (1,), np.float32), np.array([[0.5], [1], [-1]], np.float64)),
+        (spaces.Box(-1, 1, (1,), np.float32), [[1], [0], [-1]]),
+        (spaces.Box(0, 9, (1,), np.uint8), np.array([[0], [9], [5]], np.int64)),
+    ],
+)
+def test_equal_values_of_a_kindred_dtype_are_good(space: Any, actions: Any) -> None:
+    (checked,) = check(space, actions)
+    np.testing.assert_array_equal(checked, actions)
+
+
+@pytest.mark.parametrize(
+    ("space", "good", "bad", "interval"),
+    [
+        (spaces.Discrete(3), 2, 3, "[0, 2]"),
+        (spaces.Discrete(3), 2, -1, "[0, 2]"),
+        (spaces.Discrete(3, start=-1), -1, -2, "[-1, 1]"),
+        (spaces.Discrete(3, start=-1), 1, 2, "[-1, 1]"),
+        (spaces.Box(-1, 1, (), np.float32), 1.0, 1.0001, "[-1.0, 1.0]"),
+        (spaces.Box(-1, 1, (), np.float64), -1.0, -1.0001, "[-1.0, 1.0]"),
+        (spaces.Box(-1, 1, (), np.float16), 0.0, nan, "[-1.0, 1.0]"),
+        (spaces.Box(-1, 1, (), np.float32), 0.0, -inf, "[-1.0, 1.0]"),
+        (spaces.Box(-inf, inf, (), np.float32), 1e30, nan, "[-inf, inf]"),
+        (spaces.Box(-inf, inf, (), np.float32), -1e30, -inf, "[-inf, inf]"),
+        (spaces.Box(0, inf, (), np.float64), 1e300, inf, "[0.0, inf]"),
+        (spaces.Box(0, inf, (), np.float64), 0.0, -0.5, "[0.0, inf]"),
+        (spaces.Box(0, 9, (), np.uint8), 9, 10, "[0, 9]"),
+        (spaces.Box(0, 255, (), np.uint8), 255, 256, "[0, 255]"),
+        (spaces.Box(0, 255, (), np.uint8), 0, -1, "[0, 255]"),
+        (spaces.Box(-5, 5, (), np.int64), -5, 2**62, "[-5, 5]"),
+    ],
+)
+def test_value_out_of_range_names_env_interval_and_value(
+    space: Any, good: Any, bad: Any, interval: str
+) -> None:
+    check(space, np.array([good, good, good]))
+    text = complaint(space, np.array([good, bad, bad]))
+    assert text.startswith(f"Env 1: expected action in {interval}; got ")
+    shown = text.split("; got ")[1].split(";")[0]
+    np.testing.assert_allclose(float(shown), float(bad), rtol=1e-3)
+    assert text.endswith(
+        "choose an action that the space contains"
+        if space.dtype.kind in "iu"
+        else "clip actions to the action space before the step"
+    )
+
+
+def test_finite_float64_that_would_be_stored_as_infinity_is_refused() -> None:
+    space = spaces.Box(-inf, inf, (1,), np.float32)
+    text = complaint(space, np.array([[0.0], [1e300], [0.0]]))
+    assert text.startswith("Env 1: expected action[0] in [-inf, inf]; got inf;")
+
+
+def test_position_within_a_row_is_named() -> None:
+    actions = np.zeros((3, 2, 3), np.float32)
+    actions[2, 1, 0] = 10
+    text = complaint(SPACES["box_float32"], actions)
+    assert text.startswith("Env 2: expected action[1][0] in [0.0, 9.0]; got 10.0;")
+
+
+def test_bound_of_the_wrong_element_is_the_one_that_is_shown() -> None:
+    space = spaces.MultiDiscrete([3, 4], start=[0, 10])
+    text = complaint(space, np.array([[0, 10], [2, 13], [2, 14]]))
+    assert text.startswith("Env 2: expected action[1] in [10, 13]; got 14;")
+
+
+def test_leaf_of_a_nested_action_is_named() -> None:
+    actions = {
+        "push": np.zeros((3, 2), np.float32),
+        "press": (np.array([1, 3, 4]), np.zeros((3, 2), np.int8)),
+    }
+    text = complaint(NESTED, actions)
+    assert text.startswith("Env 2: expected action 'press/0' in [1, 3]; got 4;")
+
+
+def test_env_is_named_by_its_row_of_the_whole_batch() -> None:
+    spec = spec_of(spaces.Discrete(2))
+    with pytest.raises(ActionError, match=r"^Env 40: "):
+        check_actions(spec, np.array([0, 2]), np.array([17, 40]), 2)
+
+
+@pytest.mark.parametrize(
+    ("space", "actions", "expected", "got"),
+    [
+        (spaces.Discrete(2), np.array([0, 1]), "[3]", "[2]"),
+        (spaces.Discrete(2), np.zeros((3, 1), int), "[3]", "[3, 1]"),
+        (spaces.Discrete(2), 1, "[3]", "[]"),
+        (spaces.Box(0, 1, (2,)), np.zeros((2, 3), np.float32), "[3, 2]", "[2, 3]"),
+        (spaces.MultiBinary((2, 2)), np.zeros((3, 4), np.int8), "[3, 2, 2]", "[3, 4]"),
+    ],
+)
+def test_wrong_shape_says_which_was_expected_and_which_came(
+    space: Any, actions: Any, expected: str, got: str
+) -> None:
+    text = complaint(space, actions)
+    assert f"expected shape {expected}, one row per env; got {got}" in text
+
+
+def test_ragged_rows_are_refused() -> None:
+    assert "inhomogeneous" in complaint(spaces.Box(0, 1, (2,)), [[0, 1], [0], [1]])
+
+
+@pytest.mark.parametrize(
+    ("space", "dtype"),
+    [
+        (spaces.Discrete(2), "float64"),
+        (spaces.MultiDiscrete([2]), "float32"),
+        (spaces.MultiBinary(1), "float16"),
+        (spaces.Box(0, 1, (1,), np.float32), "complex128"),
+        (spaces.Box(0, 1, (1,), np.float32), "object"),
+        (spaces.Box(0, 1, (1,), np.float32), "U1"),
+        (spaces.Box(0, 9, (1,), np.uint8), "float32"),
+    ],
+)
+def test_wrong_dtype_says_how_to_cast(space: Any, dtype: str) -> None:
+    actions = np.zeros((3, *space.shape)).astype(dtype)
+    text = complaint(space, actions)
+    assert f"expected {space.dtype}; got {actions.dtype}" in text
+    assert f".astype('{space.dtype}')" in text
+
+
+@pytest.mark.parametrize(
+    ("actions", "expected"),
+    [
+        (np.zeros(3), "expected a dict with ['push', 'press']; got ndarray"),
+        ({"push": 0}, "expected a dict with ['push', 'press']; got ['push']"),
+        ({"push": 0, "press": [1]}, "expected a tuple of 2 values; got list of 1"),
+        ({"push": 0, 1: 2}, "got ['push', 1]"),
+    ],
+)
+def test_wrong_structure_says_what_was_expected(actions: Any, expected: str) -> None:
+    assert expected in complaint(NESTED, actions)
+
+
+# Rows that another host has written.
+
+
+def rows_with(action: Any) -> tuple[EnvSpec, Rows]:
+    spec = spec_of(NESTED)
+    rows = Rows.allocate(spec, 4)
+    for array, value in zip(rows.action, flatten(NESTED, action), strict=True):
+        array[:] = value
+    return spec, rows
+
+
+def test_good_rows_pass() -> None:
+    check_action_rows(*rows_with({"push": 1.0, "press": (3, 1)}), 0, 4, "tcp://a:1")
+
+
+@pytest.mark.parametrize(
+    ("row", "leaf", "value", "text"),
+    [
+        (2, 0, nan, r"Env 2 \(tcp://a:1\): expected action 'push'\[0\] in"),
+        (3, 1, 0, r"Env 3 \(tcp://a:1\): expected action 'press/0' in \[1, 3\]; got 0"),
+        (2, 2, 2, r"Env 2 \(tcp://a:1\): expected action 'press/1'\[0\] in \[0, 1\]"),
+    ],
+)
+def test_bad_row_is_named_by_its_place_in_the_slab(
+    row: int, leaf: int, value: Any, text: str
+) -> None:
+    spec, rows = rows_with({"push": 0.0, "press": (1, 0)})
+    rows.action[leaf][row] = value
+    with pytest.raises(ActionError, match=text):
+        check_action_rows(spec, rows, 2, 4, "tcp://a:1")
+    check_action_rows(spec, rows, 0, 2, "tcp://a:1")

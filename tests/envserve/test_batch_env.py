@@ -1,0 +1,160 @@
+"""What a batch does with several lanes, beyond what each lane promises."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from envserve.blocks import Lane, PoolConfig
+from envserve.client import BatchEnv
+from envserve.client.connection import ask_welcome
+from envserve.client.local_lane import LocalLane
+from envserve.client.remote_lane import RemoteLane
+from envserve.errors import ConnectError, SpaceError
+
+from .conftest import StartServer
+
+ECHO = "envserve/Echo-v0"
+
+
+def lanes_of(configs: Sequence[tuple[str, PoolConfig]]) -> list[Lane]:
+    """Starts a lane per address; an empty one is local."""
+    lanes = [
+        RemoteLane(address, config) if address else LocalLane(config)
+        for address, config in configs
+    ]
+    for lane in lanes:
+        lane.finish_start(time.monotonic() + 60)
+    return list(lanes)
+
+
+def test_local_and_remote_lanes_make_one_batch(start_server: StartServer) -> None:
+    def config(first: int, num_envs: int) -> PoolConfig:
+        return PoolConfig(
+            env_name="CartPole-v1",
+            num_envs=num_envs,
+            num_workers=2,
+            seed=4,
+            first_env_index=first,
+        )
+
+    parts = [("", config(0, 3)), (start_server(), config(3, 2)), ("", config(5, 1))]
+    actions = np.array([0, 1, 0, 1, 1, 0])
+    with (
+        BatchEnv(lanes_of(parts)) as mixed,
+        BatchEnv.local("CartPole-v1", 6, 1, seed=4) as local,
+    ):
+        np.testing.assert_array_equal(mixed.reset(), local.reset())
+        for _ in range(200):
+            ours, theirs = mixed.step(actions), local.step(actions)
+            for left, right in zip(ours[:-1], theirs[:-1], strict=True):
+                np.testing.assert_array_equal(left, right)
+            assert ours.infos.keys() == theirs.infos.keys()
+        assert mixed.get_attr("render_mode") == [None] * 6
+        np.testing.assert_array_equal(mixed.reset([5, 3]), local.reset([5, 3]))
+
+
+def test_unequal_spaces_are_an_error_that_names_the_server(
+    start_server: StartServer,
+) -> None:
+    addresses = [start_server(), start_server()]
+    configs = [
+        PoolConfig(
+            env_name=ECHO,
+            num_envs=1,
+            num_workers=1,
+            seed=0,
+            env_kwargs={"space": space},
+        )
+        for space in ("discrete", "image")
+    ]
+    lanes = lanes_of(list(zip(addresses, configs, strict=True)))
+    with pytest.raises(SpaceError) as caught:
+        BatchEnv(lanes)
+    for lane in lanes:
+        lane.close()
+    assert f"{addresses[1]} has other spaces than {addresses[0]}" in str(caught.value)
+    assert "observation space: expected Discrete(5), got Box(0, 255" in str(
+        caught.value
+    )
+
+
+def test_a_server_that_is_not_there_is_an_error_at_the_deadline() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
+        start = time.monotonic()
+        with pytest.raises(ConnectError, match=address):
+            BatchEnv.connect("CartPole-v1", [address], 2, connect_timeout=0.3)
+        assert time.monotonic() - start < 3.0
+
+
+def test_one_server_that_is_not_there_gives_the_others_envs_back(
+    start_server: StartServer,
+) -> None:
+    address = start_server("tcp://127.0.0.1:0", "--envs-per-worker", "1")
+    for _ in range(2):
+        with pytest.raises(ConnectError):
+            BatchEnv.connect(
+                "CartPole-v1", [address, "tcp://127.0.0.1:1"], 4, connect_timeout=0.3
+            )
+    with BatchEnv.connect("CartPole-v1", [address], 2) as batch:
+        assert batch.reset().shape == (2, 4)
+
+
+def test_a_batch_that_nobody_has_any_more_gives_its_envs_back(
+    start_server: StartServer, wait_until: Callable[[Callable[[], bool]], None]
+) -> None:
+    address = start_server("tcp://127.0.0.1:0", "--envs-per-worker", "1")
+    batch = BatchEnv.connect("CartPole-v1", [address], 2)
+    batch.reset()
+    assert ask_welcome(address, 5.0).free_envs == 0
+    del batch
+    gc.collect()
+    wait_until(lambda: ask_welcome(address, 5.0).free_envs == 2)
+
+
+def test_one_address_is_no_list_of_addresses() -> None:
+    with pytest.raises(TypeError, match="expected a list of addresses"):
+        BatchEnv.connect("CartPole-v1", "tcp://127.0.0.1:1", 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_envs": "3"}, "num_envs: expected an int; got '3'"),
+        ({"num_envs": 2, "seed": "x"}, "seed: expected an int; got 'x'"),
+        ({"num_envs": 2, "num_workers": 0}, "num_workers: expected at least 1; got 0"),
+    ],
+)
+def test_arguments_of_the_wrong_type_or_size_are_named(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        BatchEnv.local("CartPole-v1", **arguments)
+
+
+@pytest.mark.parametrize("addresses", [[], ["tcp://127.0.0.1:1"] * 3])
+def test_every_server_must_get_an_env(addresses: list[str]) -> None:
+    with pytest.raises(ValueError, match="an env for each"):
+        BatchEnv.connect("CartPole-v1", addresses, 2)
+
+
+def test_rows_are_spread_evenly_over_servers(start_server: StartServer) -> None:
+    addresses = [start_server(), start_server()]
+    with BatchEnv.connect("CartPole-v1", addresses, 5, seed=0) as batch:
+        assert [lane.num_envs for lane in batch.lanes] == [2, 3]
+        assert [lane.name for lane in batch.lanes] == addresses
+
+
+def test_closing_twice_and_using_a_closed_batch() -> None:
+    batch = BatchEnv.local("CartPole-v1", 2, 1)
+    batch.close()
+    batch.close()
+    assert repr(batch) == "<BatchEnv CartPole-v1, 2 envs: 2 local; closed>"

@@ -1,0 +1,71 @@
+"""Frames between pool and worker, however the bytes are cut."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from envserve.channel import Frame, FrameReader, Kind, pack_frame
+from envserve.errors import WorkerError
+
+frames = st.builds(
+    Frame,
+    st.sampled_from(Kind),
+    st.integers(0, 2**16 - 1),
+    st.integers(0, 2**32 - 1),
+    st.binary(max_size=50),
+)
+
+
+@given(st.lists(frames, max_size=8), st.data())
+def test_frames_come_out_as_they_went_in_wherever_the_stream_is_cut(
+    sent: list[Frame], data: st.DataObject
+) -> None:
+    stream = b"".join(pack_frame(*frame) for frame in sent)
+    cuts = data.draw(st.lists(st.integers(0, len(stream)), max_size=10).map(sorted))
+    reader = FrameReader()
+    read: list[Frame] = []
+    for start, stop in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        read += reader.feed(stream[start:stop])
+    assert read == sent
+
+
+def test_byte_by_byte_gives_each_frame_with_its_last_byte() -> None:
+    stream = pack_frame(Kind.DONE, 3, 9, b"ab") + pack_frame(Kind.READY)
+    reader = FrameReader()
+    ends = [
+        position
+        for position in range(len(stream))
+        if list(reader.feed(stream[position : position + 1]))
+    ]
+    assert ends == [len(pack_frame(Kind.DONE, 3, 9, b"ab")) - 1, len(stream) - 1]
+
+
+def test_frame_without_payload_is_as_short_as_its_header() -> None:
+    assert len(pack_frame(Kind.STEP, 1, 2)) == 12
+
+
+@pytest.mark.parametrize("kind", [0, max(Kind) + 1, 255])
+def test_unknown_kind_is_refused(kind: int) -> None:
+    with pytest.raises(WorkerError, match=f"got kind {kind}"):
+        list(FrameReader().feed(pack_frame(kind)))
+
+
+def test_frame_that_claims_too_much_is_refused_by_its_header() -> None:
+    header = bytearray(pack_frame(Kind.DONE))
+    header[-4:] = (2**32 - 1).to_bytes(4, "little")
+    with pytest.raises(WorkerError, match="4294967295 bytes"):
+        list(FrameReader().feed(bytes(header)))
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_give_frames_or_a_worker_error(data: bytes) -> None:
+    reader = FrameReader()
+    try:
+        read = list(reader.feed(data))
+    except WorkerError:
+        return
+    again = b"".join(pack_frame(*frame) for frame in read)
+    assert len(again) <= len(data)
+    assert all(isinstance(frame.kind, Kind) for frame in read)

@@ -1,0 +1,145 @@
+"""The `envserve` command: exit codes, the ready line, short errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from envserve.server import ServerConfig
+from envserve.server.config import is_private
+from tests.envserve.server_process import ServerProcess
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "envserve.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+def test_one_ready_line_and_the_address_file(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, "--env", "CartPole-v1") as server:
+        assert server.ready_line == (
+            f"envserve: ready on {server.address} with 1 env names, "
+            f"up to 128 envs in 2 workers\n"
+        )
+        assert not server.address.endswith(":0")
+
+
+def test_health_of_a_server_that_serves(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path) as server:
+        result = run("health", server.address)
+        assert result.returncode == 0
+        assert "128 of 128 envs free" in result.stdout
+        assert result.stdout.count("\n") == 1
+
+
+def test_health_of_no_server_fails_with_one_line() -> None:
+    result = run("health", "ipc:///nowhere/envs", "--timeout", "0.2")
+    assert result.returncode == 1
+    assert result.stderr == (
+        "envserve: ipc:///nowhere/envs: no server answered within 0.2 s\n"
+    )
+
+
+def test_envs_lists_the_names_of_a_server_or_of_this_host(tmp_path: Path) -> None:
+    with ServerProcess(
+        tmp_path, "--env", "CartPole-v1", "--env", "envserve/Ledger-v0"
+    ) as server:
+        result = run("envs", server.address)
+        assert result.stdout.split() == ["CartPole-v1", "envserve/Ledger-v0"]
+    result = run("envs", "--import", "envserve.testing")
+    assert {"CartPole-v1", "envserve/Ledger-v0"} <= set(result.stdout.split())
+
+
+def test_modules_of_the_working_directory_can_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "my_envs.py").write_text(
+        "import gymnasium\n"
+        "gymnasium.register('My-v0', 'gymnasium.envs.classic_control:CartPoleEnv')\n"
+    )
+    script = Path(sys.executable).parent / "envserve"
+    result = subprocess.run(
+        [script, "envs", "--import", "my_envs"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=30,
+        check=False,
+    )
+    assert result.stderr == ""
+    assert "My-v0" in result.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "text"),
+    [
+        (["--bind", "tcp://*:0"], 2, "--insecure-no-auth"),
+        (["--bind", "tcp://0.0.0.0:0"], 2, "--insecure-no-auth"),
+        (["--bind", "tcp://[::]:0"], 2, "--insecure-no-auth"),
+        (["--bind", "udp://127.0.0.1:1"], 2, "expected an address like"),
+        (["--bind", "tcp://127.0.0.1"], 2, "expected an address like"),
+        (["--workers", "0"], 2, "num_workers"),
+        (["--lease-seconds", "nan"], 2, "lease_seconds"),
+        (["--log-level", "loud"], 2, "--log-level"),
+        (["--no-such-option"], 2, "--no-such-option"),
+        (["--env", "CartPole-v9"], 1, "did you mean CartPole-v"),
+        (["--import", "no_such_module"], 1, "no_such_module"),
+        (["--bind", "ipc:///nowhere/envs"], 1, "cannot listen on ipc:///nowhere"),
+    ],
+)
+def test_bad_options_end_with_a_short_error(
+    options: list[str], code: int, text: str
+) -> None:
+    result = run("start", *options)
+    assert result.returncode == code
+    assert text in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not result.stdout
+
+
+def test_an_address_that_is_taken_is_an_error(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path) as server:
+        result = run("start", "--bind", server.address)
+        assert result.returncode == 1
+        assert f"cannot listen on {server.address}" in result.stderr
+
+
+def test_a_public_address_needs_consent_and_gives_a_warning(tmp_path: Path) -> None:
+    with ServerProcess(
+        tmp_path, "--insecure-no-auth", bind=("tcp://0.0.0.0:0",)
+    ) as server:
+        server.process.terminate()
+        assert "can be reached from other hosts" in server.end()
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("tcp://127.0.0.1:5555", True),
+        ("tcp://127.8.9.1:0", True),
+        ("tcp://localhost:0", True),
+        ("tcp://[::1]:5555", True),
+        ("ipc:///tmp/envs", True),
+        ("tcp://*:5555", False),
+        ("tcp://eth0:5555", False),
+        ("tcp://10.0.0.1:5555", False),
+        ("tcp://[::]:5555", False),
+        ("tcp://localhost.example.org:1", False),
+    ],
+)
+def test_only_loopback_and_ipc_are_private(address: str, expected: bool) -> None:
+    assert is_private(address) is expected
+
+
+@pytest.mark.parametrize(
+    "address", ["", "tcp://", "tcp://host", "tcp://host:x", "ipc://", "inproc://a"]
+)
+def test_other_addresses_are_errors(address: str) -> None:
+    with pytest.raises(ValueError, match="expected an address like"):
+        ServerConfig(num_workers=1, binds=(address,))

@@ -1,0 +1,62 @@
+"""The exception tree: one root, and messages that carry what a user needs."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from envserve import errors
+from envserve.errors import CallError, EnvError, EnvserveError, EnvStartError
+
+
+def test_every_public_error_has_the_one_root() -> None:
+    for name in errors.__all__:
+        assert issubclass(getattr(errors, name), EnvserveError), name
+
+
+def test_every_error_of_the_file_is_public() -> None:
+    defined = {
+        name
+        for name, value in vars(errors).items()
+        if inspect.isclass(value) and value.__module__ == errors.__name__
+    }
+    assert defined == set(errors.__all__)
+
+
+@pytest.mark.parametrize(
+    ("ours", "builtin"),
+    [
+        (errors.SpaceError, TypeError),
+        (errors.ActionError, ValueError),
+        (errors.UnknownEnv, LookupError),
+        (errors.EnvTimeout, TimeoutError),
+        (errors.ConnectError, ConnectionError),
+        (errors.ServerLost, ConnectionError),
+    ],
+)
+def test_errors_are_also_the_builtin_that_callers_expect(
+    ours: type[Exception], builtin: type[Exception]
+) -> None:
+    assert issubclass(ours, builtin)
+
+
+def test_local_and_remote_protocol_errors_can_be_told_apart() -> None:
+    assert not issubclass(errors.LocalProtocolError, errors.RemoteProtocolError)
+    assert not issubclass(errors.RemoteProtocolError, errors.LocalProtocolError)
+    assert issubclass(errors.LocalProtocolError, errors.ProtocolError)
+
+
+def test_env_error_shows_the_workers_traceback_after_the_message() -> None:
+    error = EnvError("Env 3: raised", env_index=3, remote_traceback="Traceback: x\n\n")
+    assert str(error) == "Env 3: raised\n\nIn the worker:\nTraceback: x"
+    assert error.env_index == 3
+    assert error.remote_traceback == "Traceback: x\n\n"
+
+
+@pytest.mark.parametrize("kind", [EnvError, EnvStartError, CallError])
+def test_env_error_without_a_traceback_is_its_message(kind: type[EnvError]) -> None:
+    error = kind("Env 3: raised")
+    assert str(error) == "Env 3: raised"
+    assert error.env_index is None
+    assert error.remote_traceback == ""

@@ -1,0 +1,300 @@
+"""A running server under garbage: it goes on serving, and its memory stays flat."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from envserve import codec
+from envserve.blocks import Reset
+from envserve.client.remote_lane import RemoteLane
+from envserve.testing import ledger_hash
+from envserve.transport import can_receive
+from envserve.wire import (
+    Attach,
+    Buffer,
+    CallBody,
+    Hello,
+    Message,
+    MessageType,
+    ResetBody,
+    decode,
+    encode,
+)
+from tests.envserve.server_process import ServerProcess, make_config
+
+NUM_RANDOM = 10_000
+NUM_MUTATED = 100_000
+NUM_ODD = 10_000
+#: The attacker's own; few changed bytes do not make it out of another.
+LEASED_SESSION = 0x2345_6789_ABCD_EF01
+MAX_GROWTH_KIB = 32 << 10
+
+
+class Client:
+    """An honest client that steps now and then, and checks every result."""
+
+    def __init__(self, address: str) -> None:
+        self.lane = RemoteLane(address, make_config(env_kwargs={"length": 10**6}))
+        self.lane.finish_start(time.monotonic() + 20)
+        self.lane.submit_reset([Reset(block.index) for block in self.lane.blocks])
+        self._collect()
+        self._hash = 0
+
+    def step(self, action: int) -> None:
+        self.lane.rows.action[0][:] = action
+        self.lane.submit_step(range(len(self.lane.blocks)))
+        self._collect()
+        self._hash = ledger_hash(self._hash, action)
+        observed = self.lane.rows.observation[0][:, 3]
+        np.testing.assert_array_equal(observed, [self._hash] * self.lane.num_envs)
+
+    def close(self) -> None:
+        self.lane.close()
+
+    def _collect(self) -> None:
+        left = len(self.lane.blocks)
+        while left:
+            for finished in self.lane.collect(20):
+                assert finished.error is None
+                assert not finished.faults
+                left -= 1
+
+
+class Attacker:
+    """Sends as fast as the server takes it; reads and throws away what comes back."""
+
+    def __init__(self, address: str) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDTIMEO, 20_000)
+        self._socket.setsockopt(zmq.RCVTIMEO, 20_000)
+        self._socket.connect(address)
+        self.num_answers = 0
+
+    def send(self, frames: Sequence[Buffer]) -> None:
+        self._socket.send_multipart(frames)
+        self.read()
+
+    def read(self) -> None:
+        while can_receive(self._socket):
+            self._socket.recv_multipart()
+            self.num_answers += 1
+
+    def attach(self, boot: int) -> int:
+        """Leases an env; returns the epoch."""
+        message = Message(
+            type=MessageType.ATTACH,
+            session=LEASED_SESSION,
+            boot=boot,
+            body=Attach(env_name="CartPole-v1", num_envs=1, seed=1).encode(),
+        )
+        self._socket.send_multipart(encode(message))
+        while True:
+            answer = decode(self._socket.recv_multipart())
+            if answer.type is MessageType.GRANTED:
+                return answer.epoch
+
+    def wait_for_answer(self, request: int) -> None:
+        """Says HELLO, and reads until its answer: then all before it is handled."""
+        hello = Hello().encode()
+        message = Message(type=MessageType.HELLO, request=request, body=hello)
+        for _ in range(20):  # an answer is dropped if too many wait to be read
+            self._socket.send_multipart(encode(message))
+            while self._socket.poll(1000):
+                frames = self._socket.recv_multipart()
+                self.num_answers += 1
+                if frames[0][28:36] == request.to_bytes(8, "little"):
+                    return
+        raise AssertionError("no answer to 20 HELLOs")
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def boot_of(address: str) -> int:
+    """The server's boot id, which fuzzed messages need to get past the first check."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(address)
+    socket.send_multipart(
+        encode(Message(type=MessageType.HELLO, body=Hello().encode()))
+    )
+    (frame,) = socket.recv_multipart()
+    context.destroy(linger=0)
+    return int.from_bytes(frame[16:24], "little")
+
+
+def resident_kib(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1])
+    raise AssertionError("no VmRSS line")
+
+
+def random_messages(random: np.random.Generator) -> Iterator[list[bytes]]:
+    while True:
+        count = int(
+            random.choice([0, 1, 2, 3, 5, 60], p=[0.05, 0.4, 0.25, 0.15, 0.1, 0.05])
+        )
+        yield [random.bytes(int(random.integers(0, 200))) for _ in range(count + 1)]
+
+
+def valid_messages(boot: int) -> list[list[Buffer]]:
+    """A message of every type, all of them for sessions of the attacker's own."""
+    attach = Attach(env_name="CartPole-v1", num_envs=10**4, seed=1).encode()
+    common: dict[str, Any] = {"session": 1 << 60, "boot": boot, "epoch": 1}
+    entries = ((0, 1), (1, 1))
+    reset = ResetBody(resets=((None, None), ((1,), (5,)))).encode()
+    call = CallBody(env_index=0, kind="call", name="render", arguments=()).encode()
+    hello = Hello().encode()
+    messages = [
+        Message(type=MessageType.HELLO, body=hello),
+        Message(type=MessageType.ATTACH, body=attach, **common),
+        Message(type=MessageType.STEP, entries=entries, payload=bytes(64), **common),
+        Message(type=MessageType.RESET, entries=entries, body=reset, **common),
+        Message(type=MessageType.CALL, entries=entries[:1], body=call, **common),
+        Message(type=MessageType.PING, **common),
+        Message(type=MessageType.DETACH, **common),
+        Message(type=MessageType.RESULT, payload=bytes(64), report=b"\x80", **common),
+        Message(type=MessageType.ERROR, body=hello, **common),
+    ]
+    return [encode(message) for message in messages]
+
+
+def messages_of_odd_values(
+    boot: int, epoch: int, random: np.random.Generator
+) -> Iterator[list[Buffer]]:
+    """Well-formed control messages in which one field is an array, or odd else.
+
+    Changed bytes alone hardly ever make an extension type. All of them are refused:
+    ATTACH, from ever new sessions, for too many envs; CALL for its name.
+    """
+    values: list[Any] = [
+        *(np.zeros(shape, dtype) for shape in ((), (0,), (3,)) for dtype in "?Bld"),
+        *(None, -1, 2**63, float("nan"), "x", b"x", [], {}, [[]]),
+        *({"render_mode": np.zeros(3)}, {"length": np.ones(2)}, [np.zeros(2)] * 2),
+    ]
+    attach = Attach(env_name="CartPole-v1", num_envs=10**4, seed=1)
+    call = CallBody(env_index=0, kind="get", name="x", arguments=())
+    bodies = [
+        (MessageType.HELLO, Hello().encode()),
+        (MessageType.ATTACH, attach.encode()),
+        (MessageType.RESET, ResetBody(resets=((None, None),)).encode()),
+        (MessageType.CALL, call.encode()),
+    ]
+    for number in itertools.count():
+        kind, body = bodies[random.integers(len(bodies))]
+        fields = codec.decode(body)
+        name = list(fields)[random.integers(len(fields))]
+        fields[name] = values[random.integers(len(values))]
+        has_lease = kind in (MessageType.RESET, MessageType.CALL)
+        yield encode(
+            Message(
+                type=kind,
+                session=LEASED_SESSION if has_lease else LEASED_SESSION + 1 + number,
+                boot=boot,
+                epoch=epoch,
+                entries=((0, 1),),
+                body=codec.encode(fields),
+            )
+        )
+
+
+def mutated_messages(
+    valid: list[list[Buffer]], random: np.random.Generator
+) -> Iterator[list[Buffer]]:
+    """Copies with some bytes changed, cut, or added; or frames dropped or doubled."""
+    # Drawn in bulk: a draw per number would take longer than the server does.
+    numbers = iter(
+        itertools.chain.from_iterable(
+            random.integers(0, 1 << 31, 100_000).tolist() for _ in itertools.count()
+        )
+    )
+    while True:
+        frames = list(valid[next(numbers) % len(valid)])
+        kind = next(numbers) % 8
+        at = next(numbers) % len(frames)
+        frame = bytearray(frames[at])
+        if kind < 5:
+            for _ in range(1 + next(numbers) % 4):
+                if frame:
+                    frame[next(numbers) % len(frame)] = next(numbers) % 256
+            frames[at] = bytes(frame)
+        elif kind == 5:
+            frames[at] = bytes(frame[: next(numbers) % (len(frame) + 1)])
+        elif kind == 6:
+            frames[at] = bytes(frame) + bytes(next(numbers) % 40)
+        else:
+            frames = frames[:at] + frames[at + 1 :] or [b""]
+            frames += frames * (next(numbers) % 3)
+        yield frames
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.timeout(120)
+def test_garbage_neither_stops_nor_grows_the_server(
+    tmp_path: Path, random_generator: np.random.Generator
+) -> None:
+    options = ("--allow-kwarg", "length", "--log-level", "error")
+    with (
+        ServerProcess(tmp_path, *options) as server,
+        closing(Client(server.address)) as client,
+        closing(Attacker(server.address)) as attacker,
+    ):
+        boot = boot_of(server.address)
+        valid = valid_messages(boot)
+        garbage: Iterator[Sequence[Buffer]] = itertools.chain(
+            itertools.islice(random_messages(random_generator), NUM_RANDOM),
+            itertools.islice(mutated_messages(valid, random_generator), NUM_MUTATED),
+            itertools.islice(
+                messages_of_odd_values(boot, attacker.attach(boot), random_generator),
+                NUM_ODD,
+            ),
+        )
+        client.step(1)
+        before = 0
+        for number, frames in enumerate(garbage):
+            attacker.send(frames)
+            if number % 1000 == 0:
+                client.step(number // 1000)
+            if number == NUM_RANDOM:
+                attacker.wait_for_answer(1 << 50)
+                before = resident_kib(server.process.pid)
+        attacker.wait_for_answer(1 << 51)
+        client.step(2)
+        growth = resident_kib(server.process.pid) - before
+        assert growth < MAX_GROWTH_KIB, f"grew by {growth} KiB"
+        assert attacker.num_answers > NUM_MUTATED // 20
+        with closing(Client(server.address)) as newcomer:
+            newcomer.step(3)
+        client.close()
+        server.process.terminate()
+        log = server.end()
+        assert server.process.returncode == 0
+        assert "Traceback" not in log
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_endless_frames_neither_stop_nor_grow_the_server(tmp_path: Path) -> None:
+    with (
+        ServerProcess(tmp_path, "--allow-kwarg", "length") as server,
+        closing(Client(server.address)) as client,
+        closing(Attacker(server.address)) as attacker,
+    ):
+        before = resident_kib(server.process.pid)
+        for number in range(20):
+            attacker.send([b""] * 10_000)
+            client.step(number)
+        attacker.wait_for_answer(1 << 50)
+        assert resident_kib(server.process.pid) - before < MAX_GROWTH_KIB

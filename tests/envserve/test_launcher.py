@@ -1,0 +1,318 @@
+"""Workers are forked by a template process, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from envserve.errors import WorkerError
+from envserve.launcher import Exit, Launcher
+
+from .pool_driver import kill
+
+
+class Started:
+    """A worker that a launcher was asked for, and what was heard of it."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.pids: list[int] = []
+        self.exits: list[Exit] = []
+        self._launcher = launcher
+        self.handle, self.socket = launcher.launch(self.pids.append, self.exits.append)
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        give_up_at = time.monotonic() + 20.0
+        self._launcher.poll()
+        while not condition():
+            left = give_up_at - time.monotonic()
+            assert select.select([self._launcher._socket], [], [], max(0.0, left))[0]
+            self._launcher.poll()
+
+
+@pytest.fixture
+def launcher() -> Iterator[Launcher]:
+    launcher = Launcher()
+    yield launcher
+    launcher.close()
+
+
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        (Exit(1, 0), "exited with code 0"),
+        (Exit(1, 3), "exited with code 3"),
+        (Exit(1, -9), "was killed by SIGKILL"),
+        (Exit(1, -11), "was killed by SIGSEGV"),
+        (Exit(1, -250), "was killed by signal 250"),
+        (Exit(0, 1, "out of memory"), "could not be started: out of memory"),
+    ],
+)
+def test_end_is_said_in_words(end: Exit, text: str) -> None:
+    assert str(end) == text
+
+
+def test_start_and_end_of_each_worker_are_reported_once(launcher: Launcher) -> None:
+    workers = [Started(launcher) for _ in range(3)]
+    for worker in workers:
+        worker.wait_for(lambda: worker.pids)  # noqa: B023
+        assert worker.exits == []
+    assert len({worker.pids[0] for worker in workers}) == 3
+    launcher.kill(workers[1].handle)
+    workers[1].wait_for(lambda: workers[1].exits)
+    workers[0].socket.close()  # a worker whose pool is gone ends by itself
+    workers[0].wait_for(lambda: workers[0].exits)
+    assert workers[0].exits == [Exit(workers[0].pids[0], 0)]
+    assert workers[1].exits == [Exit(workers[1].pids[0], -9)]
+    assert workers[1].socket.recv(1) == b""
+    assert workers[2].exits == []
+    launcher.kill(workers[1].handle)  # that one is no more: nobody is hit
+    assert repr(launcher).endswith("1 workers>")
+    for worker in workers:
+        worker.socket.close()
+
+
+def test_template_outlives_a_child_that_an_imported_module_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "starts_a_child.py").write_text(
+        "import subprocess; child = subprocess.Popen(['true'])"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    launcher = Launcher(["starts_a_child"])
+    try:
+        for _ in range(3):
+            worker = Started(launcher)
+            launcher.kill(worker.handle)
+            worker.wait_for(lambda: worker.exits)  # noqa: B023
+            worker.socket.close()
+    finally:
+        launcher.close()
+
+
+def test_end_of_the_template_ends_its_workers_and_is_reported_for_each(
+    launcher: Launcher,
+) -> None:
+    workers = [Started(launcher) for _ in range(2)]
+    for worker in workers:
+        worker.wait_for(lambda: worker.pids)  # noqa: B023
+    kill(launcher._process.pid)
+    for worker in workers:
+        worker.wait_for(lambda: worker.exits)  # noqa: B023
+        assert worker.exits == [Exit(worker.pids[0], -9)]
+        worker.socket.settimeout(2.0)
+        assert worker.socket.recv(1) == b""
+        worker.socket.close()
+    assert "was killed by SIGKILL" in repr(launcher)
+    launcher.kill(workers[0].handle)
+    again = Started(launcher)
+    again.wait_for(lambda: again.pids)
+    again.socket.close()
+
+
+def test_template_that_cannot_run_is_reported_as_a_failed_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    launcher = Launcher()
+    worker = Started(launcher)
+    worker.wait_for(lambda: worker.exits)
+    (end,) = worker.exits
+    text = "could not be started: the template process exited with code 1"
+    assert str(end) == text
+    worker.socket.close()
+    launcher.close()
+
+
+def test_lack_of_descriptors_is_an_error_of_ours(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(socket, "socketpair", refuse)
+    with pytest.raises(WorkerError, match="Too many open files"):
+        Started(launcher)
+
+
+def test_nobody_waits_for_a_template_that_does_not_read(launcher: Launcher) -> None:
+    started = Started(launcher)
+    started.wait_for(lambda: started.pids)
+    template = launcher._process.pid
+    launcher._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    os.kill(template, signal.SIGSTOP)
+    try:
+        workers = [Started(launcher) for _ in range(20)]
+        launcher.kill(workers[-1].handle)
+        assert 0 < len(launcher._outbox) < 21
+        unsent = len(launcher._outbox)
+        launcher.kill(workers[-1].handle)
+        assert len(launcher._outbox) == unsent
+    finally:
+        os.kill(template, signal.SIGCONT)
+    workers[-1].wait_for(lambda: workers[-1].exits)
+    assert all(len(worker.pids) == 1 for worker in workers)
+    assert [len(worker.exits) for worker in workers] == [0] * 19 + [1]
+    for worker in [started, *workers]:
+        worker.socket.close()
+
+
+@pytest.mark.parametrize("end", ["close", "death"])
+def test_forks_that_wait_for_the_template_are_bounded_and_end_with_it(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr("envserve.launcher._MAX_UNSENT", 2)
+    launcher._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    template = launcher._process.pid
+    os.kill(template, signal.SIGSTOP)
+    workers = []
+
+    def start_too_many() -> None:
+        for _ in range(20):
+            workers.append(Started(launcher))
+
+    try:
+        with pytest.raises(WorkerError, match="less than 2 messages that wait"):
+            start_too_many()
+    finally:
+        os.kill(template, signal.SIGCONT)
+    launcher.close() if end == "close" else kill(template)
+    for worker in workers:
+        worker.wait_for(lambda: worker.exits)  # noqa: B023
+        worker.socket.settimeout(2.0)
+        assert worker.socket.recv(1) == b""  # also of those that were never sent
+        worker.socket.close()
+
+
+def test_template_that_does_not_fork_in_time_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = tmp_path / "has run"
+    (tmp_path / "sleeps_once.py").write_text(
+        f"import os, time; mark = {str(mark)!r}\n"
+        "if not os.path.exists(mark): open(mark, 'w').close(); time.sleep(60)"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    seconds_gone = 0.0
+    launcher = Launcher(["sleeps_once"], clock=lambda: time.monotonic() + seconds_gone)
+    try:
+        worker = Started(launcher)
+        while not mark.exists():
+            launcher.poll()
+        seconds_gone = 110.0
+        launcher.poll()
+        assert worker.exits == []
+        seconds_gone = 121.0
+        launcher.poll()
+        (end,) = worker.exits
+        assert "longer than 120 s to fork a worker" in str(end)
+        assert "sleeps_once" in str(end)
+        assert str(end).endswith("was killed by SIGKILL")
+        again = Started(launcher)
+        again.wait_for(lambda: again.pids)
+        for started in (worker, again):
+            started.socket.close()
+    finally:
+        launcher.close()
+
+
+def test_template_whose_socket_an_import_has_closed_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "closes_all.py").write_text(
+        "import os, time; os.closerange(3, 4096); time.sleep(60)"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    launcher = Launcher(["closes_all"])
+    worker = Started(launcher)
+    worker.wait_for(lambda: worker.exits)
+    assert str(worker.exits[0]).endswith("the template process was killed by SIGKILL")
+    worker.socket.close()
+    launcher.close()
+
+
+def test_reports_that_nobody_has_read_for_long_are_no_sign_of_a_stuck_template(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    os.kill(launcher._process.pid, signal.SIGSTOP)
+    workers = [Started(launcher) for _ in range(20)]
+    os.kill(launcher._process.pid, signal.SIGCONT)
+    assert select.select([launcher._socket], [], [], 20.0)[0]
+    monkeypatch.setattr(launcher, "_clock", lambda: time.monotonic() + 1000.0)
+    for worker in workers:  # most of which have not even been sent
+        worker.wait_for(lambda: worker.pids or worker.exits)  # noqa: B023
+        assert worker.exits == []
+        worker.socket.close()
+
+
+def test_modules_of_named_envs_are_imported_once_and_before_the_first_fork(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    (tmp_path / "named_envs.py").write_text(
+        f"import os; open({str(log)!r}, 'a').write(f'{{os.getpid()}} ')"
+    )
+    (tmp_path / "offers_named_envs.py").write_text(
+        "import gymnasium; gymnasium.register('Named-v0', 'named_envs:Env')"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    launcher = Launcher(["offers_named_envs"], ["NoSuchEnv-v0", "Named-v0"])
+    try:
+        worker = Started(launcher)
+        worker.wait_for(lambda: worker.pids)
+        assert log.read_text() == f"{launcher._process.pid} "
+        worker.socket.close()
+    finally:
+        launcher.close()
+
+
+def test_worker_runs_where_its_scheduling_must_not_be_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "refuses.py").write_text(
+        "import os\n"
+        "def refuse(*_): raise PermissionError(1, 'Operation not permitted')\n"
+        "os.sched_setscheduler = refuse"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    launcher = Launcher(["refuses"])
+    try:
+        worker = Started(launcher)
+        worker.wait_for(lambda: worker.pids)
+        worker.socket.close()
+        worker.wait_for(lambda: worker.exits)
+        assert str(worker.exits[0]) == "exited with code 0"
+    finally:
+        launcher.close()
+
+
+def test_closing_is_final_and_may_be_repeated(launcher: Launcher) -> None:
+    worker = Started(launcher)
+    worker.wait_for(lambda: worker.pids)
+    launcher.close()
+    launcher.close()
+    assert len(worker.exits) == 1
+    launcher.poll()
+    launcher.kill(worker.handle)
+    with pytest.raises(WorkerError, match="expected a launcher that is open"):
+        Started(launcher)
+    worker.socket.close()
+
+
+def test_closing_does_not_wait_for_an_import_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sleeps.py").write_text("import time; time.sleep(60)")
+    monkeypatch.syspath_prepend(tmp_path)
+    launcher = Launcher(["sleeps"])
+    began = time.monotonic()
+    launcher.close()
+    assert time.monotonic() - began < 2.0
+    assert launcher._process.returncode == -signal.SIGKILL

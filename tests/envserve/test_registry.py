@@ -1,0 +1,108 @@
+"""Only what is registered at the start can be asked for."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import gymnasium
+import pytest
+
+from envserve import registry
+from envserve.errors import EnvStartError, UnknownEnv
+from envserve.registry import Registry, import_env_modules, make_env
+
+LEDGER = "envserve/Ledger-v0"
+
+
+def test_without_names_every_registered_env_is_on_offer() -> None:
+    offer = Registry(import_modules=["envserve.testing"])
+    assert {"CartPole-v1", LEDGER} <= set(offer.names)
+    assert list(offer.names) == sorted(offer.names)
+    offer.check(LEDGER)
+
+
+def test_with_names_only_they_are_on_offer() -> None:
+    offer = Registry(["Pendulum-v1", "CartPole-v1", "CartPole-v1"])
+    assert offer.names == ("CartPole-v1", "Pendulum-v1")
+    offer.check("CartPole-v1")
+    with pytest.raises(UnknownEnv, match="Acrobot-v1"):
+        offer.check("Acrobot-v1")
+
+
+def test_offer_is_fixed_at_the_start() -> None:
+    offer = Registry()
+    gymnasium.register("RegisteredLater-v0", "envserve.testing:LedgerEnv")
+    try:
+        with pytest.raises(UnknownEnv):
+            offer.check("RegisteredLater-v0")
+    finally:
+        del gymnasium.registry["RegisteredLater-v0"]
+
+
+def test_name_that_is_not_registered_cannot_be_offered() -> None:
+    with pytest.raises(UnknownEnv, match=r"CartPool-v1.*did you mean.*CartPole-v1"):
+        Registry(["CartPool-v1"])
+
+
+def test_unknown_name_lists_near_matches() -> None:
+    with pytest.raises(UnknownEnv, match="did you mean Pendulum-v1"):
+        Registry(["CartPole-v1", "Pendulum-v1"]).check("Pendulum-v0")
+
+
+def test_unlike_name_points_to_import_modules() -> None:
+    with pytest.raises(UnknownEnv, match="import_modules"):
+        Registry(["CartPole-v1"]).check("zzzzzz")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["this:Env-v0", "os:system", "this", "../CartPole-v1", ""],
+)
+def test_name_is_never_something_to_import(name: str) -> None:
+    sys.modules.pop("this", None)
+    with pytest.raises(UnknownEnv):
+        make_env(name, {})
+    assert "this" not in sys.modules
+
+
+def test_env_is_built_with_its_arguments() -> None:
+    import_env_modules(["envserve.testing"])
+    env = make_env(LEDGER, {"length": 1})
+    env.reset(seed=0)
+    assert env.step(5)[2] is True
+    env.close()
+
+
+def test_module_that_does_not_exist_is_named() -> None:
+    with pytest.raises(EnvStartError, match=r"'no_such_envs'.*ModuleNotFoundError"):
+        import_env_modules(["no_such_envs"])
+
+
+def test_module_that_raises_is_named_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_envs.py").write_text("raise RuntimeError('no licence')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(EnvStartError, match=r"'broken_envs'.*RuntimeError: no licence"):
+        Registry(import_modules=["broken_envs"])
+
+
+def test_preload_imports_the_module_of_an_env(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "preloaded_envs.py").write_text("class Env: pass")
+    monkeypatch.syspath_prepend(tmp_path)
+    gymnasium.register("Preloaded-v0", "preloaded_envs:Env")
+    try:
+        registry.preload("Preloaded-v0")
+        assert "preloaded_envs" in sys.modules
+    finally:
+        del gymnasium.registry["Preloaded-v0"]
+        sys.modules.pop("preloaded_envs", None)
+
+
+def test_preload_of_an_unknown_env_leaves_the_error_to_the_worker() -> None:
+    before = set(sys.modules)
+    registry.preload("this:NoSuchEnv-v0")
+    assert set(sys.modules) == before

@@ -1,0 +1,236 @@
+"""What a remote lane does besides the lane contract: keeping, waking, reconnecting."""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import pytest
+
+from envserve.blocks import Reset
+from envserve.client.remote_lane import RemoteLane
+from envserve.errors import ConnectError, EnvStartError, LocalProtocolError
+from envserve.testing import ledger_hash
+from tests.envserve.server_process import ServerProcess, make_config
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(
+        tmp_path, "--lease-seconds", "3", "--allow-kwarg", "reset_seconds"
+    ) as process:
+        yield process
+
+
+def attach(address: str, **changes: object) -> RemoteLane:
+    lane = RemoteLane(address, make_config(**changes))  # type: ignore[arg-type]
+    lane.finish_start(time.monotonic() + 20)
+    lane.submit_reset([Reset(block.index) for block in lane.blocks])
+    collect_all(lane)
+    return lane
+
+
+def collect_all(lane: RemoteLane) -> None:
+    left = set(range(len(lane.blocks)))
+    while left:
+        for finished in lane.collect(20):
+            assert finished.error is None
+            left.remove(finished.block)
+
+
+def step(lane: RemoteLane, action: int) -> None:
+    lane.rows.action[0][:] = action
+    lane.submit_step(range(len(lane.blocks)))
+    collect_all(lane)
+
+
+def test_an_idle_lane_keeps_its_lease(server: ServerProcess) -> None:
+    lane = attach(server.address)
+    threading.Event().wait(4.5)  # the learner is busy
+    step(lane, 1)
+    lane.close()
+
+
+def test_what_the_keeper_received_makes_the_descriptor_readable(
+    server: ServerProcess,
+) -> None:
+    lane = attach(server.address)
+    for action in range(3):
+        lane.rows.action[0][:] = action
+        lane.submit_step([0, 1])
+        threading.Event().wait(0.7)  # long enough for the keeper to come by
+        assert select.select([lane.fileno()], [], [], 0)[0]
+        assert len(lane.collect(0)) == 2
+        assert lane.collect(0) == []
+        assert not select.select([lane.fileno()], [], [], 0)[0]
+    lane.close()
+
+
+def test_the_descriptor_shows_every_result(server: ServerProcess) -> None:
+    lane = attach(server.address)
+    for action in range(300):
+        lane.rows.action[0][:] = action
+        lane.submit_step([0, 1])
+        left = 2
+        while left:
+            assert select.select([lane.fileno()], [], [], 10)[0]
+            left -= len(lane.collect(0))
+    lane.close()
+
+
+def test_collect_returns_nothing_after_its_timeout(server: ServerProcess) -> None:
+    lane = attach(server.address)
+    started = time.monotonic()
+    assert lane.collect(0.2) == []
+    assert 0.2 <= time.monotonic() - started < 2
+    lane.close()
+
+
+def test_a_lane_can_be_closed_twice_and_not_be_used_then(
+    server: ServerProcess,
+) -> None:
+    lane = attach(server.address)
+    assert repr(lane) == f"<RemoteLane {server.address} READY, 0 in flight>"
+    lane.close()
+    lane.close()
+    assert "CLOSED" in repr(lane)
+    with pytest.raises(LocalProtocolError):
+        lane.collect(0)
+    with pytest.raises(LocalProtocolError):
+        lane.submit_step([0])
+
+
+def test_closing_takes_no_longer_than_two_seconds_if_the_server_hangs(
+    server: ServerProcess,
+) -> None:
+    lane = attach(server.address)
+    lane.submit_step([0, 1])
+    server.signal(signal.SIGSTOP)
+    started = time.monotonic()
+    lane.close()
+    assert time.monotonic() - started < 2.2
+    server.signal(signal.SIGCONT)
+
+
+def test_a_server_that_stops_for_a_while_costs_only_time(
+    server: ServerProcess,
+) -> None:
+    lane = attach(server.address)
+    step(lane, 5)
+    server.signal(signal.SIGSTOP)
+    lane.rows.action[0][:] = 6
+    lane.submit_step([0, 1])
+    assert lane.collect(1.5) == []  # by now it has been sent again
+    server.signal(signal.SIGCONT)
+    collect_all(lane)
+    np.testing.assert_array_equal(lane.rows.observation[0][:, 2], [2, 2, 2, 2])
+    expected = ledger_hash(ledger_hash(0, 5), 6)
+    np.testing.assert_array_equal(lane.rows.observation[0][:, 3], [expected] * 4)
+    step(lane, 7)
+    np.testing.assert_array_equal(lane.rows.reward, [7, 7, 7, 7])
+    lane.close()
+
+
+def test_lanes_build_side_by_side(server: ServerProcess, tmp_path: Path) -> None:
+    changes = {"num_envs": 2, "env_kwargs": {"reset_seconds": 0.0}}
+    lanes = [RemoteLane(server.address, make_config(**changes)) for _ in range(3)]  # type: ignore[arg-type]
+    for lane in reversed(lanes):
+        lane.finish_start(time.monotonic() + 20)
+    assert server.welcome().free_envs == 128 - 6
+    for lane in lanes:
+        lane.close()
+
+
+def test_an_address_of_no_known_form_is_an_error() -> None:
+    with pytest.raises(ConnectError, match="expected an address like tcp://"):
+        RemoteLane("sim1:5555", make_config())
+
+
+def test_arguments_that_cannot_be_sent_are_an_error() -> None:
+    with pytest.raises(EnvStartError, match="env_kwargs"):
+        RemoteLane("ipc:///tmp/none", make_config(env_kwargs={"factory": print}))
+
+
+class CuttingProxy:
+    """Passes bytes on to a server, and cuts each connection after some of them."""
+
+    def __init__(self, target: str, cut_after: list[int]) -> None:
+        self.num_cuts = 0
+        self._port = int(target.rpartition(":")[2])
+        self._cut_after = cut_after
+        self._loop = asyncio.new_event_loop()
+        self._is_listening = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        assert self._is_listening.wait(5)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._stop = asyncio.Event()
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._pass, "127.0.0.1", 0)
+        self.address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        self._is_listening.set()
+        async with server:
+            await self._stop.wait()
+
+    async def _pass(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        budget = [self._cut_after.pop(0) if self._cut_after else 1 << 60]
+        there = await asyncio.open_connection("127.0.0.1", self._port)
+        pumps = [
+            asyncio.ensure_future(self._pump(source, sink, budget))
+            for source, sink in ((reader, there[1]), (there[0], writer))
+        ]
+        await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        for pump in pumps:
+            pump.cancel()
+        self.num_cuts += 1
+        for sink in (writer, there[1]):
+            sink.transport.abort()
+
+    async def _pump(
+        self,
+        source: asyncio.StreamReader,
+        sink: asyncio.StreamWriter,
+        budget: list[int],
+    ) -> None:
+        while data := await source.read(64):
+            budget[0] -= len(data)
+            if budget[0] < 0:
+                return
+            sink.write(data)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+
+def test_cut_connections_neither_repeat_nor_lose_a_step(
+    server: ServerProcess, random_generator: np.random.Generator
+) -> None:
+    cuts = [int(n) for n in random_generator.integers(1500, 8000, 4)]
+    hashes = 0
+    with CuttingProxy(server.address, cuts) as proxy:
+        lane = attach(proxy.address)
+        for action in range(60):
+            step(lane, action)
+            hashes = ledger_hash(hashes, action)
+            np.testing.assert_array_equal(lane.rows.observation[0][:, 3], [hashes] * 4)
+            np.testing.assert_array_equal(lane.rows.reward, [action] * 4)
+        assert proxy.num_cuts >= 2
+        lane.close()

@@ -1,0 +1,176 @@
+"""The server's shell when something of its own fails: it logs, answers, and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import resource
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from envserve.launcher import Launcher
+from envserve.registry import Registry
+from envserve.server import front as front_module
+from envserve.server.front import Front
+from envserve.server.leased_pool import LeasedPool
+from envserve.server.limits import raise_file_limit
+from envserve.session import Decision, Policy, ServerSession
+from envserve.wire import (
+    Attach,
+    Buffer,
+    ErrorBody,
+    ErrorCode,
+    Executed,
+    Hello,
+    Message,
+    MessageType,
+    Welcome,
+    decode,
+    encode,
+)
+
+BOOT = 77
+ATTACH = Attach(env_name="CartPole-v1", num_envs=4, seed=1).encode()
+
+
+class Peer:
+    """A DEALER that speaks without rules."""
+
+    def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.connect(address)
+
+    async def send(self, kind: MessageType, request: int, body: bytes = b"") -> None:
+        message = Message(
+            type=kind, session=5, boot=BOOT, epoch=1, request=request, body=body
+        )
+        await self._socket.send_multipart(encode(message))
+
+    async def receive(self, kind: MessageType) -> Message:
+        while True:
+            async with asyncio.timeout(20):
+                message = decode(await self._socket.recv_multipart())
+            if message.type is kind:
+                return message
+
+    async def ask(
+        self, kind: MessageType, answer: MessageType, body: bytes = b""
+    ) -> Message:
+        await self.send(kind, 1, body)
+        return await self.receive(answer)
+
+    async def free_envs(self) -> int:
+        body = Hello().encode()
+        answer = await self.ask(MessageType.HELLO, MessageType.WELCOME, body)
+        return Welcome.decode(answer.body).free_envs
+
+
+@asynccontextmanager
+async def running(
+    folder: Path, kind: type[ServerSession] = ServerSession
+) -> AsyncIterator[tuple[Front, Peer]]:
+    """A front in this process; it must not stay deaf, whatever happens."""
+    session = kind(Policy(num_workers=2), Registry(("CartPole-v1",), ()), BOOT)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    peers = zmq.asyncio.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    address = f"ipc://{folder}/front"
+    socket.bind(address)
+    launcher = Launcher()
+    front = Front(socket, session, launcher, asyncio.get_running_loop())
+    try:
+        yield front, Peer(peers, address)
+    finally:
+        await front.stop(0.0)
+        launcher.close()
+        peers.destroy(linger=0)
+        context.destroy(linger=0)
+
+
+class FailingSession(ServerSession):
+    def receive(
+        self, route: bytes, frames: Sequence[Buffer], now: float
+    ) -> list[Decision]:
+        if decode(frames).type is MessageType.PING:
+            raise ValueError("truth value of an array")
+        return super().receive(route, frames, now)
+
+
+async def test_a_message_at_which_the_server_fails_is_answered_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tmp_path, FailingSession) as (front, peer):
+        for _ in range(100):  # more than are read in one go
+            await peer.send(MessageType.PING, 9)
+        for _ in range(100):
+            answer = await peer.receive(MessageType.ERROR)
+            body = ErrorBody.decode(answer.body)
+            assert answer.request == 9
+            assert (body.code, body.executed) == (ErrorCode.INTERNAL, Executed.UNKNOWN)
+        assert await peer.free_envs() == 128
+        assert front.failures == 100
+    assert "ValueError: truth value of an array" in caplog.text
+
+
+async def test_too_many_open_files_fail_one_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(front_module, "Pool", fail)
+    async with running(tmp_path) as (_, peer):
+        answer = await peer.ask(MessageType.ATTACH, MessageType.ERROR, ATTACH)
+        body = ErrorBody.decode(answer.body)
+        assert body.code is ErrorCode.ENV_START_FAILED
+        assert "Too many open files" in body.text
+        assert "ulimit -n" in body.text
+        assert await peer.free_envs() == 128
+
+
+async def test_a_pool_at_which_the_server_fails_costs_its_session_only(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(_: LeasedPool) -> None:
+        raise RuntimeError("the pool broke")
+
+    async with running(tmp_path) as (front, peer):
+        monkeypatch.setattr(LeasedPool, "collect", fail)
+        answer = await peer.ask(MessageType.ATTACH, MessageType.ERROR, ATTACH)
+        body = ErrorBody.decode(answer.body)
+        assert body.code is ErrorCode.INTERNAL
+        assert "the pool broke" in body.text
+        assert await peer.free_envs() == 128
+        assert front.failures == 1
+    assert "RuntimeError: the pool broke" in caplog.text
+
+
+async def test_what_was_dropped_is_logged_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "envserve.server.front"):
+        async with running(tmp_path) as (_, peer):
+            await peer.send(MessageType.RESULT, 1)
+            assert await peer.free_envs() == 128
+    assert "0 replies could not be sent; 1 messages were none of ours" in caplog.text
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = [(256, 4096)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.append(new))
+    for _ in range(2):
+        raise_file_limit()
+    assert limits == [(256, 4096), (4096, 4096)]

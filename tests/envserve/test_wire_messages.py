@@ -1,0 +1,411 @@
+"""Frames and bodies: round trips, limits, and input that nobody should send."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from hypothesis import given
+from hypothesis import strategies as st
+
+from envserve import codec
+from envserve.blocks import Fault, make_blocks
+from envserve.errors import RemoteProtocolError
+from envserve.slab import Status
+from envserve.spec import EnvSpec
+from envserve.testing import SPACES
+from envserve.wire import (
+    Attach,
+    Building,
+    CallBody,
+    ErrorBody,
+    ErrorCode,
+    Executed,
+    Granted,
+    Hello,
+    Message,
+    MessageType,
+    Pong,
+    Report,
+    ResetBody,
+    Welcome,
+    decode,
+    encode,
+    peek,
+    set_attempt,
+)
+from envserve.wire.constants import (
+    MAX_ATTACH_BYTES,
+    MAX_ENTRIES,
+    MAX_REPORT_BYTES,
+    MAX_TEXT_BYTES,
+    body_limit,
+)
+
+U16, U32, U64 = 2**16 - 1, 2**32 - 1, 2**64 - 1
+
+WELCOME = Welcome(
+    max_message_bytes=1 << 20,
+    lease_seconds=60.0,
+    env_names=("A-v0", "B-v0"),
+    num_names=2,
+    total_envs=128,
+    free_envs=100,
+)
+ATTACH = Attach(
+    env_name="A-v0",
+    num_envs=16,
+    num_splits=2,
+    seed=2**63 - 1,
+    first_env_index=48,
+    env_kwargs={"gravity": 9.8, "sizes": [1, 2]},
+    autoreset="next_step",
+    infos="all",
+)
+BODIES: list[Any] = [
+    Hello(client="host:1"),
+    WELCOME,
+    ATTACH,
+    Building(elapsed_ms=5),
+    Pong(running={0: 12, 3: 4000}),
+    ResetBody(resets=((None, None), ((1, 2), None), ((3,), (2**63 - 1,)))),
+    CallBody(env_index=3, kind="set", name="gravity", arguments=(1.5,)),
+    ErrorBody(
+        code=ErrorCode.CALL_FAILED,
+        executed=Executed.YES,
+        text="no",
+        traceback="Traceback",
+        env_index=3,
+    ),
+]
+
+
+@given(
+    type_=st.sampled_from(list(MessageType)),
+    flags=st.integers(0, U16),
+    session=st.integers(0, U64),
+    boot=st.integers(0, U64),
+    epoch=st.integers(0, U32),
+    request=st.integers(0, U64),
+    attempt=st.integers(0, U16),
+    entries=st.lists(st.tuples(st.integers(0, U32), st.integers(0, U64)), max_size=5),
+    payload=st.binary(max_size=20),
+    report=st.binary(max_size=20),
+)
+def test_messages_make_the_round_trip(
+    type_: MessageType, entries: list[tuple[int, int]], **fields: Any
+) -> None:
+    body = b"x" * min(3, body_limit(type_))
+    message = Message(type=type_, entries=tuple(entries), body=body, **fields)
+    assert decode(encode(message)) == message
+
+
+def test_only_the_attempt_of_a_resent_request_changes() -> None:
+    message = Message(type=MessageType.STEP, request=5, entries=((0, 1),))
+    (frame,) = encode(message)
+    assert decode([set_attempt(frame, 3)]) == dataclasses.replace(message, attempt=3)
+    assert decode([set_attempt(frame, 10**6)]).attempt == U16
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
+def test_bodies_make_the_round_trip(body: Any) -> None:
+    assert type(body).decode(body.encode()) == body
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
+def test_unknown_fields_of_bodies_are_ignored(body: Any) -> None:
+    fields = codec.decode(body.encode())
+    fields["from_the_future"] = {"deep": [1, 2, 3]}
+    assert type(body).decode(codec.encode(fields)) == body
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
+@given(
+    value=st.sampled_from(
+        [None, -1, 2**64 - 1, 1.5, float("nan"), "x", b"x", [], {}, [[]]]
+        + [np.zeros(shape, dtype) for shape in ((), (0,), (3,)) for dtype in "?ld"]
+    )
+)
+def test_fields_of_a_wrong_kind_are_protocol_errors(body: Any, value: Any) -> None:
+    """Whatever one field is replaced by: it decodes, or the one error comes out."""
+    fields = codec.decode(body.encode())
+    for name in fields:
+        wrong = codec.encode({**fields, name: value})
+        try:
+            type(body).decode(wrong)
+        except RemoteProtocolError as error:
+            assert name in str(error) or "expected" in str(error)  # noqa: PT017
+    with pytest.raises(RemoteProtocolError):
+        type(body).decode(codec.encode([value]))
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_granted_carries_every_kind_of_space(name: str) -> None:
+    spec = EnvSpec("A-v0", SPACES[name], SPACES[name])
+    granted = Granted(
+        epoch=1, lease_seconds=60.0, spec=spec, blocks=make_blocks(16, 4, 2)
+    )
+    again = Granted.decode(granted.encode(), 16)
+    assert not spec.differences(again.spec)
+    assert again.blocks == granted.blocks
+    assert len(granted.encode()) < 2000
+
+
+def test_granted_must_partition_the_rows_that_were_asked_for() -> None:
+    spec = EnvSpec("A-v0", spaces.Discrete(2), spaces.Discrete(2))
+    body = Granted(
+        epoch=1, lease_seconds=1.0, spec=spec, blocks=make_blocks(6, 2, 1)
+    ).encode()
+    with pytest.raises(RemoteProtocolError, match="blocks"):
+        Granted.decode(body, 7)
+    fields = codec.decode(body)
+    for blocks in ([[0, 3, 0, 0], [2, 6, 1, 0]], [[0, 0, 0, 0], [0, 6, 0, 0]], [3], []):
+        with pytest.raises(RemoteProtocolError, match="blocks"):
+            Granted.decode(codec.encode({**fields, "blocks": blocks}), 6)
+
+
+def test_spaces_too_large_to_describe_are_an_error_for_the_sender() -> None:
+    values = range(200_000)
+    space = spaces.MultiDiscrete([value + 1 for value in values])
+    spec = EnvSpec("A-v0", space, space)
+    granted = Granted(epoch=1, lease_seconds=1.0, spec=spec, blocks=())
+    with pytest.raises(codec.CodecError, match="one low and one high"):
+        granted.encode()
+
+
+# Frames that nobody should send.
+
+STEP = encode(
+    Message(type=MessageType.STEP, session=1, entries=((0, 1),), payload=b"12345678")
+)
+
+
+def patched(offset: int, form: str, value: object) -> list[Any]:
+    frame = bytearray(STEP[0])
+    struct.pack_into(form, frame, offset, value)
+    return [bytes(frame), *STEP[1:]]
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [],
+        [b""],
+        [STEP[0][:43]],
+        [STEP[0][:-1], STEP[1]],
+        [bytes(STEP[0]) + b"x", STEP[1]],
+        [*STEP, b"", b""],
+        [*STEP, bytes(MAX_REPORT_BYTES + 1)],
+        patched(0, "<4s", b"HTTP"),
+        patched(38, "<H", 2),
+        encode(Message(type=MessageType.STEP, entries=((0, 1),) * (MAX_ENTRIES + 1))),
+        patched(40, "<I", 1),
+        patched(40, "<I", U32),
+    ],
+    ids=[
+        "no frames",
+        "empty frame",
+        "short prefix",
+        "frame cut",
+        "frame too long",
+        "four frames",
+        "report too long",
+        "magic",
+        "more entries than bytes",
+        "too many entries",
+        "body where none may be",
+        "endless body",
+    ],
+)
+def test_malformed_frames_are_protocol_errors(frames: list[Any]) -> None:
+    with pytest.raises(RemoteProtocolError, match="expected"):
+        decode(frames)
+
+
+def test_unknown_types_and_versions_come_back_without_contents() -> None:
+    for frames in (patched(5, "<B", 200), patched(4, "<B", 7)):
+        message = decode(frames)
+        assert (message.session, message.entries, message.body) == (1, (), b"")
+
+
+def test_a_prefix_can_be_read_where_the_rest_is_bad() -> None:
+    assert peek([b"short"]) is None
+    assert peek([]) is None
+    assert peek([b"x" * 44]) is None
+    message = peek(patched(40, "<I", U32))
+    assert message is not None
+    assert (message.type, message.session) == (MessageType.STEP, 1)
+
+
+@given(st.lists(st.binary(max_size=120), max_size=4))
+def test_random_frames_raise_nothing_but_protocol_errors(frames: list[bytes]) -> None:
+    try:
+        decode(frames)
+    except RemoteProtocolError:
+        assert peek(frames) is None or frames[0].startswith(b"ENVS")
+
+
+@given(st.binary(max_size=200))
+def test_random_bodies_raise_nothing_but_protocol_errors(data: bytes) -> None:
+    readers: list[Any] = [type(body).decode for body in BODIES]
+    readers += [Report.decode, lambda body: Granted.decode(body, 4)]
+    for reader in readers:
+        try:
+            reader(data)
+        except RemoteProtocolError as error:
+            assert str(error)  # noqa: PT017
+
+
+@given(st.data())
+def test_mutated_bodies_raise_nothing_but_protocol_errors(data: st.DataObject) -> None:
+    body = data.draw(st.sampled_from(BODIES))
+    encoded = bytearray(body.encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        position = data.draw(st.integers(0, len(encoded) - 1))
+        encoded[position] = data.draw(st.integers(0, 255))
+    try:
+        type(body).decode(bytes(encoded))
+    except RemoteProtocolError as error:
+        assert str(error)  # noqa: PT017
+
+
+def test_deep_nesting_is_a_protocol_error() -> None:
+    body = b"\x81\xa9arguments" + b"\x91" * 3000 + b"\x90"
+    with pytest.raises(RemoteProtocolError):
+        CallBody.decode(body)
+
+
+def test_env_kwargs_have_a_limit() -> None:
+    attach = dataclasses.replace(ATTACH, env_kwargs={"map": bytes(MAX_ATTACH_BYTES)})
+    with pytest.raises(codec.CodecError, match="env_kwargs"):
+        attach.encode()
+
+
+# Reports.
+
+
+def test_reports_make_the_round_trip() -> None:
+    report = Report(
+        infos={0: {"x": 1.5}, 7: {}},
+        faults=(
+            Fault(1, Status.TIMEOUT, "hung"),
+            Fault(2, Status.TIMEOUT, "hung"),
+            Fault(5, Status.ENV_ERROR, "nan", is_violation=True),
+        ),
+        errors={3: ErrorBody(code=ErrorCode.ENV_FAILED, text="gave up")},
+    )
+    frame, infos_dropped = report.encode()
+    assert not infos_dropped
+    assert Report.decode(frame) == report
+    assert frame.count(b"hung") == 1
+
+
+def test_an_empty_report_needs_no_frame() -> None:
+    assert Report().encode() == (b"", False)
+    assert Report.decode(b"") == Report()
+
+
+def test_a_report_that_is_too_long_loses_its_infos_only() -> None:
+    faults = (Fault(1, Status.TIMEOUT, "hung"),)
+    report = Report(infos={0: {"x": bytes(MAX_REPORT_BYTES)}}, faults=faults)
+    frame, infos_dropped = report.encode()
+    assert infos_dropped
+    assert Report.decode(frame) == Report(faults=faults)
+
+
+def test_many_long_texts_are_cut_until_they_fit() -> None:
+    faults = [
+        Fault(row, Status.ENV_ERROR, f"{row} " + "é" * 9000) for row in range(500)
+    ]
+    frame, infos_dropped = Report(faults=faults).encode()
+    again = Report.decode(frame)
+    assert not infos_dropped
+    assert len(frame) <= MAX_REPORT_BYTES
+    assert [fault.env_index for fault in again.faults] == list(range(500))
+    assert again.faults[499].text.startswith("499 ")
+
+
+@pytest.mark.parametrize("num_rows", [1, 300, 5000, 1 << 16])
+def test_a_report_keeps_its_limit_whatever_it_says(num_rows: int) -> None:
+    """Rows and blocks are all named, even if few of their texts are."""
+    kinds = [(status, flag) for status in Status for flag in (False, True)]
+    faults = [
+        Fault(row, kinds[row % 7][0], f"{row} " + "é" * 300, kinds[row % 7][1])
+        for row in range(num_rows)
+    ]
+    errors = {
+        block: ErrorBody(
+            code=ErrorCode.ENV_FAILED,
+            text=f"{block} gave up",
+            traceback="x" * 400,
+            env_index=block,
+        )
+        for block in range(min(num_rows, 4096))
+    }
+    infos = {row: {"x": bytes(10)} for row in range(num_rows)}
+    frame, infos_dropped = Report(infos=infos, faults=faults, errors=errors).encode()
+    assert len(frame) <= MAX_REPORT_BYTES
+    again = Report.decode(frame)
+    assert infos_dropped == (num_rows > 1) == (not again.infos)
+    assert {(f.env_index, f.status) for f in again.faults} == {
+        (f.env_index, f.status) for f in faults
+    }
+    assert again.errors.keys() == errors.keys()
+    assert "gave up" in again.errors[0].text
+
+
+def test_one_error_of_many_blocks_is_sent_once() -> None:
+    error = ErrorBody(code=ErrorCode.ENV_FAILED, text="gave up", traceback="t" * 9000)
+    errors = dict.fromkeys(range(4096), error)
+    frame, _ = Report(errors=errors).encode()
+    assert len(frame) < 6000
+    texts = {again.text for again in Report.decode(frame).errors.values()}
+    assert texts == {"gave up"}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [-1, None, "x", [1 << 16], [-1], [True], [1.0], bytes((1 << 13) + 1)],
+    ids=repr,
+)
+def test_rows_that_cannot_be_are_protocol_errors(rows: object) -> None:
+    fault = [1, False, "text", rows]
+    frame = codec.encode({"infos": {}, "faults": [fault], "errors": []})
+    with pytest.raises(RemoteProtocolError, match="faults"):
+        Report.decode(frame)
+
+
+def test_error_texts_are_cut_and_tracebacks_keep_their_end() -> None:
+    body = ErrorBody(
+        code=ErrorCode.CALL_FAILED,
+        text="t" * 9000,
+        traceback="first" + "." * 40_000 + "ValueError: last",
+    )
+    again = ErrorBody.decode(body.encode())
+    assert again.text == "t" * MAX_TEXT_BYTES
+    assert again.traceback.endswith("ValueError: last")
+    assert "first" not in again.traceback
+
+
+@given(st.data())
+def test_mutated_reports_raise_nothing_but_protocol_errors(
+    data: st.DataObject,
+) -> None:
+    frame = bytearray(
+        Report(
+            infos={0: {"x": 1}},
+            faults=[Fault(1, Status.TIMEOUT, "hung")],
+            errors={3: ErrorBody(code=ErrorCode.ENV_FAILED, text="gave up")},
+        ).encode()[0]
+    )
+    for _ in range(data.draw(st.integers(1, 4))):
+        position = data.draw(st.integers(0, len(frame) - 1))
+        frame[position] = data.draw(st.integers(0, 255))
+    try:
+        Report.decode(bytes(frame))
+    except RemoteProtocolError as error:
+        assert str(error)  # noqa: PT017

@@ -1,0 +1,390 @@
+"""A worker over its socket: built, stepped, reset, called, and never silent."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from envserve import codec, worker
+from envserve.channel import Frame, FrameReader, Kind, pack_frame
+from envserve.seeding import env_seed
+from envserve.slab import Slab, Status
+from envserve.spec import EnvSpec, flatten, restore
+from envserve.testing import SPACES, ledger_hash
+
+LEDGER = "envserve/Ledger-v0"
+FAULTY = "envserve/Faulty-v0"
+SEED = 5
+
+
+class Hosted:
+    """A worker that runs in a thread of this process; the test plays the pool."""
+
+    def __init__(self, env_name: str, rows: int = 2, **build: Any) -> None:
+        self.import_error = build.pop("import_error", "")
+        self.num_rows = rows
+        self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(10.0)
+        self._reader = FrameReader()
+        self._frames: list[Frame] = []
+        self._sequence = 0
+        self._thread = threading.Thread(
+            target=worker.run, args=(theirs, self.import_error), daemon=True
+        )
+        self._thread.start()
+        message = {
+            "env_name": env_name,
+            "env_kwargs": {},
+            "num_envs": rows,
+            "num_workers": 1,
+            "worker": 0,
+            "seed": SEED,
+            "first_env_index": 0,
+            "autoreset": "same_step",
+            "infos": "none",
+            "blocks": [[0, 0, rows]],
+            "incarnations": [[row, 0] for row in range(rows)],
+        }
+        self.send(Kind.BUILD, codec.encode(message | build))
+
+    def send(self, kind: Kind, payload: bytes = b"", block: int = 0) -> None:
+        self._sequence += 1
+        self._socket.sendall(pack_frame(kind, block, self._sequence, payload))
+
+    def receive(self) -> Frame:
+        while not self._frames:
+            data = self._socket.recv(1 << 16)
+            assert data, "the worker has closed its socket"
+            self._frames += self._reader.feed(data)
+        return self._frames.pop(0)
+
+    def start(self) -> Hosted:
+        frames = [self.receive() for _ in range(self.num_rows + 1)]
+        kinds = [Kind.BUILT] * self.num_rows + [Kind.READY]
+        assert [frame.kind for frame in frames] == kinds
+        described = codec.decode(frames[-1].payload, max_bytes=1 << 24)
+        self.spec = EnvSpec(
+            "A-v0", restore(described["observation"]), restore(described["action"])
+        )
+        self.slab = Slab.create(self.spec, self.num_rows, 1)
+        self.rows = self.slab.rows
+        socket.send_fds(self._socket, [pack_frame(Kind.SLAB)], [self.slab.fd])
+        return self
+
+    def ask(self, kind: Kind, request: dict[str, Any] | None = None) -> Any:
+        self.send(kind, codec.encode(request) if request else b"")
+        frame = self.receive()
+        assert (frame.kind, frame.block) == (Kind.DONE, 0)
+        assert frame.sequence == self._sequence
+        return codec.decode(frame.payload, max_bytes=1 << 26) if frame.payload else None
+
+    def step(self, *actions: Any) -> Any:
+        self.rows.action[0][:] = actions
+        return self.ask(Kind.STEP)
+
+    def call(self, kind: str, name: str, *arguments: Any) -> Any:
+        request = {"row": 1, "kind": kind, "name": name, "arguments": arguments}
+        return self.ask(Kind.CALL, request)
+
+    def end(self) -> None:
+        """Hangs up, and waits until the worker has gone."""
+        self._socket.close()
+        self._thread.join(10.0)
+        assert not self._thread.is_alive()
+        if hasattr(self, "slab"):
+            self.slab.close()
+
+
+Host = Callable[..., Hosted]
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    hosted: list[Hosted] = []
+
+    def start(*arguments: Any, **build: Any) -> Hosted:
+        hosted.append(Hosted(*arguments, **build))
+        return hosted[-1]
+
+    yield start
+    for each in hosted:
+        each.end()
+    gc.unfreeze()
+
+
+def test_worker_reports_each_env_built_and_then_its_spaces(host: Host) -> None:
+    hosted = host(LEDGER, 3).start()
+    assert hosted.spec.action_space == spaces.Discrete(1000)
+
+
+def test_step_writes_rows_and_answers_with_an_empty_frame(host: Host) -> None:
+    hosted = host(LEDGER).start()
+    assert hosted.ask(Kind.RESET) is None
+    assert hosted.step(3, 4) is None
+    assert hosted.rows.reward.tolist() == [3.0, 4.0]
+    assert hosted.rows.observation[0].tolist() == [
+        [env_seed(SEED, row, 0), 0, 1, ledger_hash(0, action)]
+        for row, action in enumerate([3, 4])
+    ]
+
+
+def test_incarnations_of_the_build_order_choose_the_seeds(host: Host) -> None:
+    hosted = host(LEDGER, incarnations=[[0, 3], [1, 0]], first_env_index=10).start()
+    hosted.ask(Kind.RESET)
+    seeds = hosted.rows.observation[0][:, 0].tolist()
+    assert seeds == [env_seed(SEED, 10, 3), env_seed(SEED, 11, 0)]
+
+
+def test_every_env_call_beats_and_only_slow_ones_raise_the_flag(host: Host) -> None:
+    hosted = host(LEDGER).start()
+    beats = [hosted.slab.heartbeats[0, :2].tolist()]
+    hosted.ask(Kind.RESET)
+    beats.append(hosted.slab.heartbeats[0, :2].tolist())
+    hosted.step(0, 0)
+    beats.append(hosted.slab.heartbeats[0, :2].tolist())
+    assert beats == [[0, 0], [2, 0], [4, 0]]
+
+
+# The end of an episode.
+
+
+def test_same_step_reset_keeps_the_last_observation_apart(host: Host) -> None:
+    hosted = host(LEDGER, env_kwargs={"length": 2}).start()
+    hosted.ask(Kind.RESET)
+    hosted.step(1, 1)
+    hosted.step(2, 2)
+    assert hosted.rows.terminated.tolist() == [True, True]
+    assert hosted.rows.observation[0][:, 1:3].tolist() == [[1, 0], [1, 0]]
+    assert hosted.rows.final_observation[0][:, 1:3].tolist() == [[0, 2], [0, 2]]
+    hosted.step(3, 3)
+    hosted.step(4, 4)
+    assert hosted.rows.terminated.tolist() == [False, False]
+    assert hosted.rows.truncated.tolist() == [True, True]
+
+
+def test_next_step_reset_takes_the_step_after_the_end(host: Host) -> None:
+    hosted = host(LEDGER, env_kwargs={"length": 1}, autoreset="next_step").start()
+    hosted.ask(Kind.RESET)
+    hosted.step(7, 7)
+    assert hosted.rows.terminated.all()
+    assert hosted.rows.observation[0][:, 1:3].tolist() == [[0, 1], [0, 1]]
+    hosted.step(8, 8)
+    assert not hosted.rows.terminated.any()
+    assert hosted.rows.reward.tolist() == [0.0, 0.0]
+    assert hosted.rows.observation[0][:, 1:3].tolist() == [[1, 0], [1, 0]]
+
+
+def test_without_autoreset_an_ended_episode_waits_for_its_reset(host: Host) -> None:
+    hosted = host(LEDGER, env_kwargs={"length": 1}, autoreset="disabled").start()
+    hosted.ask(Kind.RESET)
+    hosted.step(7, 7)
+    assert hosted.rows.terminated.all()
+    assert hosted.rows.observation[0][:, 1:3].tolist() == [[0, 1], [0, 1]]
+    hosted.ask(Kind.RESET, {"rows": [1], "seeds": None})
+    assert hosted.rows.terminated.tolist() == [True, False]
+    assert hosted.rows.observation[0][:, 1:3].tolist() == [[0, 1], [1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("all", [[{0, 1}], [{0, 1}], [{0, 1}]]),
+        ("episode_end", [[], [], [{0, 1}]]),
+        ("none", [[], [], []]),
+    ],
+)
+def test_infos_are_reported_as_far_as_asked_for(
+    host: Host, mode: str, expected: Any
+) -> None:
+    hosted = host(LEDGER, env_kwargs={"length": 2}, infos=mode).start()
+    reports = [hosted.ask(Kind.RESET), hosted.step(0, 0), hosted.step(0, 0)]
+    assert [[set(r["infos"])] if r else [] for r in reports] == expected
+    if mode != "none":
+        info = reports[-1]["infos"][1]
+        assert info["step"] == 2
+        assert info["weights"].tolist() == [2.0, 2.0]
+        assert info["reset_info"] == {"reset_of_episode": 1}
+
+
+# Violations.
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("nan", "expected observation to be finite; got nan"),
+        ("inf_reward", "expected a finite reward; got inf"),
+        ("wrong_shape", "expected observation float32[3]; got float32[2]"),
+        ("wrong_dtype", "expected observation float32[3]; got float64[3]"),
+    ],
+)
+def test_violation_of_the_spaces_costs_its_row_and_says_what_came(
+    host: Host, fault: str, text: str
+) -> None:
+    hosted = host(FAULTY, env_kwargs={"fault": fault}).start()
+    hosted.ask(Kind.RESET)
+    hosted.step(0, 0)
+    (reported,) = hosted.step(0, 1)["faults"]
+    assert reported["row"] == 1
+    assert reported["violation"] is True
+    assert text in reported["text"]
+    rows = hosted.rows
+    assert list(rows.status) == [Status.OK, Status.ENV_ERROR]
+    assert rows.truncated.tolist() == [False, True]
+    assert rows.reward.tolist() == [1.0, 0.0]
+    assert rows.observation[0].tolist() == [[2, 2, 2], [0, 0, 0]]
+    assert np.isfinite(rows.final_observation[0]).all()
+    assert hosted.step(0, 0) is None
+    assert rows.observation[0].tolist() == [[3, 3, 3], [1, 1, 1]]
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_envs_of_every_space_take_and_give_their_own_values(
+    host: Host, name: str
+) -> None:
+    hosted = host("envserve/Echo-v0", env_kwargs={"space": name}).start()
+    hosted.ask(Kind.RESET)
+    SPACES[name].seed(1)
+    samples = [flatten(SPACES[name], SPACES[name].sample()) for _ in range(2)]
+    for row, sample in enumerate(samples):
+        for array, value in zip(hosted.rows.action, sample, strict=True):
+            array[row] = value
+    assert hosted.ask(Kind.STEP) is None  # else it says what the env found wrong
+    for sent, seen in zip(hosted.rows.action, hosted.rows.observation, strict=True):
+        np.testing.assert_array_equal(sent, seen)
+
+
+class KeepingEnv(gymnasium.Env[Any, Any]):
+    """Keeps every action that it is given, and observes the first."""
+
+    def __init__(self) -> None:
+        self.observation_space = self.action_space = spaces.Box(0, 9, (2,), np.int64)
+        self.kept: list[Any] = []
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.zeros(2, np.int64), {}
+
+    def step(self, action: Any) -> Any:
+        self.kept.append(action)
+        return self.kept[0], 0.0, False, False, {}
+
+
+@pytest.fixture
+def keeping_env() -> Iterator[str]:
+    gymnasium.register("Keeping-v0", lambda **_: KeepingEnv())
+    yield "Keeping-v0"
+    del gymnasium.registry["Keeping-v0"]
+
+
+def test_action_that_an_env_keeps_never_changes(host: Host, keeping_env: str) -> None:
+    hosted = host(keeping_env).start()
+    hosted.ask(Kind.RESET)
+    hosted.step([1, 2], [3, 4])
+    hosted.step([5, 6], [7, 8])
+    assert hosted.rows.observation[0].tolist() == [[1, 2], [3, 4]]
+
+
+# Calls.
+
+
+def test_attributes_are_called_got_and_set(host: Host) -> None:
+    hosted = host(LEDGER).start()
+    assert hosted.call("call", "echo", 1, "two", [3.0]) == {"value": [1, "two", [3.0]]}
+    assert hosted.call("set", "difficulty", 7) == {"value": None}
+    assert hosted.call("get", "difficulty") == {"value": 7}
+    assert hosted.call("call", "difficulty") == {"value": 7}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "text"),
+    [
+        ("complain", ["too loud"], "ValueError: too loud"),
+        ("no_such_thing", [], "AttributeError"),
+        ("_observation", [1], "TypeError"),
+        ("action_space", [], "no plain form for a value of type Discrete"),
+    ],
+)
+def test_call_that_fails_gives_the_traceback_and_costs_nothing(
+    host: Host, name: str, arguments: list[Any], text: str
+) -> None:
+    hosted = host(LEDGER).start()
+    hosted.ask(Kind.RESET)
+    answer = hosted.call("call", name, *arguments)
+    assert text in answer["traceback"]
+    assert answer["error"] in answer["traceback"]
+    assert hosted.step(1, 1) is None
+
+
+# The end of the worker.
+
+
+def test_env_that_cannot_be_built_is_reported_with_its_traceback(host: Host) -> None:
+    hosted = host(FAULTY, env_kwargs={"fault": "raise_in_init"})
+    failed = hosted.receive()
+    assert failed.kind is Kind.FAILED
+    assert "RuntimeError: no simulator licence" in failed.payload.decode()
+
+
+def test_import_error_is_reported_when_envs_are_to_be_built(host: Host) -> None:
+    failed = host(LEDGER, import_error="importing 'my_envs' failed").receive()
+    assert failed.kind is Kind.FAILED
+    assert "importing 'my_envs' failed" in failed.payload.decode()
+
+
+def test_unknown_env_is_reported_with_near_names(host: Host) -> None:
+    failed = host("CartPool-v1").receive()
+    assert failed.kind is Kind.UNKNOWN_ENV
+    assert "did you mean CartPole-v1" in failed.payload.decode()
+
+
+def test_reset_that_fails_twice_ends_the_worker(host: Host) -> None:
+    hosted = host(FAULTY, env_kwargs={"fault": "raise_in_reset"}).start()
+    hosted.send(Kind.RESET)
+    failed = hosted.receive()
+    assert failed.kind is Kind.FAILED
+    assert "RuntimeError: no level to load" in failed.payload.decode()
+
+
+@pytest.mark.parametrize("kind", [Kind.DONE, Kind.BUILD])
+def test_frame_that_is_no_operation_ends_the_worker(host: Host, kind: Kind) -> None:
+    hosted = host(LEDGER).start()
+    hosted.send(kind)
+    failed = hosted.receive()
+    assert failed.kind is Kind.FAILED
+    assert "expected an operation on a block" in failed.payload.decode()
+
+
+class ClosingEnv(gymnasium.Env[Any, Any]):
+    """Counts how often it was closed; the first one fails to."""
+
+    observation_space = action_space = spaces.Discrete(2)
+    closed = 0
+
+    def close(self) -> None:
+        ClosingEnv.closed += 1
+        if ClosingEnv.closed == 1:
+            raise RuntimeError("the window is gone")
+
+
+@pytest.mark.parametrize("is_told", [True, False], ids=["CLOSE", "end of file"])
+def test_all_envs_are_closed_when_the_pool_says_so_or_goes(
+    host: Host, is_told: bool
+) -> None:
+    gymnasium.register("Closing-v0", lambda **_: ClosingEnv())
+    ClosingEnv.closed = 0
+    try:
+        hosted = host("Closing-v0", 3).start()
+        if is_told:
+            hosted.send(Kind.CLOSE)
+        hosted.end()
+    finally:
+        del gymnasium.registry["Closing-v0"]
+    assert ClosingEnv.closed == 3

@@ -1,0 +1,381 @@
+"""What a pool makes of workers that say the wrong thing: the test plays the worker."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import pytest
+from gymnasium import spaces
+
+from envserve import codec
+from envserve.blocks import Finished, PoolConfig
+from envserve.channel import Frame, FrameReader, Kind, pack_frame
+from envserve.errors import EnvStartError, WorkerError
+from envserve.launcher import Exit, Launcher
+from envserve.pool import Pool
+from envserve.slab import Status
+from envserve.spec import describe
+
+from .pool_driver import gather, wait_for
+
+DISCRETE = describe(spaces.Discrete(3))
+
+
+class FakeWorker:
+    """The far end of a worker's socket, with no process behind it."""
+
+    def __init__(self, pid: int, on_exit: Callable[[Exit], None]) -> None:
+        self.pid = pid
+        self.was_killed = False
+        self.ours, self.theirs = socket.socketpair()
+        self.theirs.settimeout(5.0)
+        self._on_exit = on_exit
+        self._reader = FrameReader()
+        self._frames: list[Frame] = []
+
+    def receive(self) -> Frame:
+        while not self._frames:
+            self._frames += self._reader.feed(self.theirs.recv(1 << 16))
+        return self._frames.pop(0)
+
+    def send(self, *frame: Any) -> None:
+        self.theirs.sendall(pack_frame(*frame))
+
+    def answer(self, payload: bytes = b"") -> None:
+        frame = self.receive()
+        self.send(Kind.DONE, frame.block, frame.sequence, payload)
+
+    def become_ready(self, action: dict[str, Any] = DISCRETE) -> None:
+        assert self.receive().kind is Kind.BUILD
+        both = {"observation": DISCRETE, "action": action}
+        self.send(Kind.READY, 0, 0, codec.encode(both))
+
+    def close(self) -> None:
+        self.theirs.close()
+
+    def exit(self, code: int) -> None:
+        self._on_exit(Exit(self.pid, code))
+
+    def die(self, code: int) -> None:
+        self.close()
+        self.exit(code)
+
+
+class FakeLauncher:
+    """Starts fake workers; what it kills is dead at once."""
+
+    def __init__(self) -> None:
+        self.workers: list[FakeWorker] = []
+        self.can_kill = True
+
+    def launch(
+        self,
+        on_start: Callable[[int], None],
+        on_exit: Callable[[Exit], None],
+    ) -> tuple[int, socket.socket]:
+        worker = FakeWorker(1000 + len(self.workers), on_exit)
+        self.workers.append(worker)
+        on_start(worker.pid)
+        return len(self.workers) - 1, worker.ours
+
+    def kill(self, handle: int) -> None:
+        self.workers[handle].was_killed = True
+        if self.can_kill:
+            self.workers[handle].die(-9)
+
+    def poll(self) -> None:
+        """Exits are reported by the test itself."""
+
+
+class Scene:
+    """A pool of two envs over fake workers, reset and in the middle of a step."""
+
+    def __init__(self, num_workers: int = 1, num_splits: int = 2) -> None:
+        self.launcher = FakeLauncher()
+        self.seconds_gone = 0.0
+        config = PoolConfig(
+            env_name="Fake-v0",
+            num_envs=2,
+            num_workers=num_workers,
+            num_splits=num_splits,
+            seed=0,
+            max_restarts=2,
+        )
+        self.pool = Pool(
+            config,
+            launcher=cast(Launcher, self.launcher),
+            clock=lambda: time.monotonic() + self.seconds_gone,
+        )
+
+    @property
+    def worker(self) -> FakeWorker:
+        return self.launcher.workers[-1]
+
+    def start_step(self) -> Frame:
+        self.worker.become_ready()
+        wait_for(self.pool, lambda: self.pool.is_ready)
+        assert self.worker.receive().kind is Kind.SLAB
+        self.pool.submit_step([0])
+        frame = self.worker.receive()
+        assert frame.kind is Kind.STEP
+        return frame
+
+    def replace(self, culprit: FakeWorker) -> FakeWorker:
+        """Waits for the next worker, and has it take over."""
+        wait_for(self.pool, lambda: self.worker is not culprit)
+        self.worker.become_ready()
+        return self.worker
+
+    def lose(self, culprit: FakeWorker) -> Finished:
+        """What the step has come to, once the next worker has taken over."""
+        successor = self.replace(culprit)
+        wait_for(self.pool, lambda: self.pool._workers[0].state.name == "SERVING")
+        assert successor.receive().kind is Kind.SLAB
+        reset = successor.receive()
+        assert reset.kind is Kind.RESET
+        successor.send(Kind.DONE, reset.block, reset.sequence)
+        (outcome,) = gather(self.pool, [0])
+        assert self.pool.rows.status[0] == Status.WORKER_DIED
+        assert self.pool.rows.truncated[0]
+        return outcome
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    made = Scene()
+    yield made
+    for worker in made.launcher.workers:
+        with contextlib.suppress(OSError):
+            worker.die(0)
+    made.pool.close()
+
+
+def report(**changes: Any) -> bytes:
+    plain: dict[str, Any] = {"faults": [], "infos": {}, "rebuilt": []}
+    return codec.encode(plain | changes)
+
+
+def fault(**changes: Any) -> dict[str, Any]:
+    return {"row": 0, "status": 1, "text": "", "violation": False} | changes
+
+
+def test_answer_with_the_right_number_finishes_the_step(scene: Scene) -> None:
+    frame = scene.start_step()
+    scene.worker.send(Kind.DONE, 0, frame.sequence)
+    assert gather(scene.pool, [0]) == [Finished(0)]
+
+
+def test_every_submission_has_another_number(scene: Scene) -> None:
+    numbers = {scene.start_step().sequence}
+    scene.worker.send(Kind.DONE, 0, max(numbers))
+    gather(scene.pool, [0])
+    scene.pool.submit_step([1, 0])
+    numbers |= {scene.worker.receive().sequence, scene.worker.receive().sequence}
+    assert len(numbers) == 3
+
+
+WRONG: dict[str, Callable[[Frame], bytes]] = {
+    "no frame": lambda frame: b"\xff" * 64,
+    "endless frame": lambda frame: b"\x09" + b"\xff" * 11,
+    "text": lambda frame: b"Traceback (most recent call last):\n",
+    "another number": lambda frame: pack_frame(Kind.DONE, 0, frame.sequence + 1),
+    "an old number": lambda frame: pack_frame(Kind.DONE, 0, frame.sequence - 1),
+    "idle block": lambda frame: pack_frame(Kind.DONE, 1, frame.sequence),
+    "no block": lambda frame: pack_frame(Kind.DONE, 9, frame.sequence),
+    "ready again": lambda frame: pack_frame(Kind.READY),
+    "a command": lambda frame: pack_frame(Kind.STEP, 0, frame.sequence),
+    **{
+        f"report {name}": lambda frame, payload=payload: pack_frame(  # type: ignore[misc]
+            Kind.DONE, 0, frame.sequence, payload
+        )
+        for name, payload in {
+            "of garbage": b"\xff\xff",
+            "that is a list": codec.encode([1]),
+            "without infos": codec.encode({"faults": [], "rebuilt": []}),
+            "of a far row": report(faults=[fault(row=10**9)]),
+            "of another block": report(faults=[fault(row=1)]),
+            "of a negative row": report(rebuilt=[-1]),
+            "of a named row": report(infos={"x": {}}),
+            "of a list as row": report(rebuilt=[[0]]),
+            "of no status": report(faults=[fault(status=77)]),
+            "of half a fault": report(faults=[{"row": 0}]),
+            "of no list": report(faults=3),
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_worker_that_says_the_wrong_thing_is_killed_and_replaced(
+    scene: Scene, name: str
+) -> None:
+    frame = scene.start_step()
+    culprit = scene.worker
+    culprit.theirs.sendall(WRONG[name](frame))
+    outcome = scene.lose(culprit)
+    assert culprit.was_killed
+    (lost,) = outcome.faults
+    assert "sent " in lost.text or "answered what was not asked" in lost.text
+    assert lost.text.endswith("it was killed by SIGKILL")
+
+
+def test_report_on_the_reset_of_a_lost_block_is_checked_too(scene: Scene) -> None:
+    scene.start_step()
+    first = scene.worker
+    first.die(1)
+    second = scene.replace(first)
+    wait_for(scene.pool, lambda: scene.pool._workers[0].state.name == "SERVING")
+    assert second.receive().kind is Kind.SLAB
+    second.answer(report(rebuilt=[1]))  # a row of another block
+    scene.lose(second)
+    assert second.was_killed
+
+
+def test_second_answer_to_the_same_step_is_a_wrong_one(scene: Scene) -> None:
+    frame = scene.start_step()
+    culprit = scene.worker
+    for _ in range(2):
+        culprit.send(Kind.DONE, 0, frame.sequence)
+    assert gather(scene.pool, [0]) == [Finished(0)]
+    scene.replace(culprit)
+    assert culprit.was_killed
+
+
+def test_answer_written_before_the_end_still_counts(scene: Scene) -> None:
+    frame = scene.start_step()
+    scene.worker.send(Kind.DONE, 0, frame.sequence)
+    scene.worker.die(1)
+    assert gather(scene.pool, [0]) == [Finished(0)]
+    assert scene.pool.rows.status[0] == Status.OK
+
+
+def test_traceback_is_not_missed_when_the_pool_writes_first(scene: Scene) -> None:
+    scene.start_step()
+    culprit = scene.worker
+    culprit.send(Kind.FAILED, 0, 0, b"Traceback: no licence")
+    culprit.die(0)
+    scene.pool.submit_step([1])
+    successor = scene.replace(culprit)
+    wait_for(scene.pool, lambda: scene.pool._workers[0].state.name == "SERVING")
+    assert successor.receive().kind is Kind.SLAB
+    for _ in range(2):
+        successor.answer()
+    for outcome in gather(scene.pool, [0, 1]):
+        assert "Traceback: no licence" in outcome.faults[0].text
+
+
+@pytest.mark.parametrize("comes_first", ["end of file", "exit status"])
+def test_death_is_told_once_both_of_its_signs_are_there(
+    scene: Scene, comes_first: str
+) -> None:
+    scene.start_step()
+    culprit = scene.worker
+    culprit.close() if comes_first == "end of file" else culprit.exit(-11)
+    assert scene.pool.collect(0.0) == []
+    assert scene.worker is culprit
+    culprit.exit(-11) if comes_first == "end of file" else culprit.close()
+    (lost,) = scene.lose(culprit).faults
+    assert lost.text == "worker 0 (of envs 0 to 0, 1 to 1) was killed by SIGSEGV"
+
+
+def test_end_of_file_without_an_end_is_made_one(scene: Scene) -> None:
+    scene.start_step()
+    culprit = scene.worker
+    began = time.monotonic()
+    culprit.close()
+    (lost,) = scene.lose(culprit).faults
+    assert time.monotonic() - began < 2.0
+    assert culprit.was_killed
+    text = "closed its socket without ending; it was killed by SIGKILL"
+    assert lost.text.endswith(text)
+
+
+@pytest.mark.parametrize("sign", ["end of file", "wrong answer"])
+def test_worker_that_cannot_be_killed_is_given_up_and_never_replaced(
+    scene: Scene, sign: str
+) -> None:
+    frame = scene.start_step()
+    culprit = scene.worker
+    scene.launcher.can_kill = False
+    if sign == "end of file":
+        culprit.close()
+    else:
+        culprit.send(Kind.DONE, 0, frame.sequence + 1)
+    wait_for(scene.pool, lambda: culprit.was_killed)
+    scene.seconds_gone = 4.0
+    assert scene.pool.collect(0.3) == []
+    scene.seconds_gone = 5.0
+    (outcome,) = gather(scene.pool, [0], seconds=2.0)
+    assert isinstance(outcome.error, WorkerError)
+    assert "its process 1000 was killed, but has not ended" in str(outcome.error)
+    scene.pool.submit_step([1])
+    (outcome,) = gather(scene.pool, [1])
+    assert isinstance(outcome.error, WorkerError)
+    assert scene.worker is culprit
+
+
+def test_closing_does_not_wait_for_a_worker_that_cannot_be_killed(
+    scene: Scene,
+) -> None:
+    scene.start_step()
+    scene.launcher.can_kill = False
+    began = time.monotonic()
+    scene.pool.close()
+    assert time.monotonic() - began < 2.5
+    assert scene.pool.is_closed
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xff",
+        codec.encode([1]),
+        codec.encode({"observation": DISCRETE}),
+        codec.encode({"observation": DISCRETE, "action": {"kind": "text"}}),
+    ],
+    ids=["empty", "garbage", "list", "no action", "unknown"],
+)
+def test_worker_whose_spaces_cannot_be_read_is_an_error_after_some_tries(
+    scene: Scene, payload: bytes
+) -> None:
+    workers = scene.launcher.workers
+    for tries in range(1, 4):
+        wait_for(scene.pool, lambda: len(workers) == tries)  # noqa: B023
+        assert workers[-1].receive().kind is Kind.BUILD
+        workers[-1].send(Kind.READY, 0, 0, payload)
+    wait_for(scene.pool, lambda: scene.pool.error is not None)
+    assert "failed 3 times in a row" in str(scene.pool.error)
+    assert "sent spaces that cannot be read" in str(scene.pool.error)
+    assert all(worker.was_killed for worker in workers)
+
+
+def test_worker_that_comes_back_with_other_spaces_is_killed(scene: Scene) -> None:
+    scene.start_step()
+    first = scene.worker
+    first.die(1)
+    wait_for(scene.pool, lambda: scene.worker is not first)
+    second = scene.worker
+    second.become_ready(describe(spaces.Discrete(4)))
+    assert len(scene.lose(second).faults) == 1
+    assert second.was_killed
+
+
+def test_workers_of_different_spaces_are_an_error_that_names_them() -> None:
+    scene = Scene(num_workers=2, num_splits=1)
+    first, second = scene.launcher.workers
+    first.become_ready()
+    second.become_ready(describe(spaces.Discrete(4)))
+    wait_for(scene.pool, lambda: scene.pool.error is not None)
+    assert isinstance(scene.pool.error, EnvStartError)
+    text = "worker 1 (of envs 1 to 1) has other spaces than the first worker: "
+    assert text + "action space: expected Discrete(3), got Discrete(4)" in str(
+        scene.pool.error
+    )
+    first.die(0)
+    second.die(0)
+    scene.pool.close()

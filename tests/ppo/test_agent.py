@@ -1,0 +1,112 @@
+"""Agents: what they see of each kind of observation, and how they act."""
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ppo.agent import Agent
+from ppo.config import Config
+from ppo.errors import UnsupportedSpaceError
+from ppo.observations import ObservationPreprocessor
+
+SPACES = gymnasium.spaces
+SEED = tf.constant([1, 2])
+CONFIG = Config(env_name="fake", policy_layers=(8,), value_layers=(8,))
+
+
+def preprocessed(space: gymnasium.Space[Any], rows: Any) -> Any:
+    preprocess = ObservationPreprocessor(space, normalize=True, clip=10.0)
+    features = preprocess(tf.nest.map_structure(tf.constant, rows))
+    sizes = [int(np.prod(leaf.shape[1:])) for leaf in tf.nest.flatten(features)]
+    assert preprocess.size == sum(sizes)
+    assert all(leaf.dtype == tf.float32 for leaf in tf.nest.flatten(features))
+    return features
+
+
+def test_images_are_scaled_and_keep_their_shape() -> None:
+    space = SPACES.Box(0, 255, (2, 2, 1), np.uint8)
+    rows = np.full((3, 2, 2, 1), 51, np.uint8)
+    features = preprocessed(space, rows)
+    assert features.shape == (3, 2, 2, 1)
+    np.testing.assert_allclose(features.numpy(), 0.2)
+
+
+def test_discrete_observations_are_one_hot_encoded() -> None:
+    features = preprocessed(SPACES.Discrete(3, start=-1), np.array([-1, 1]))
+    assert features.numpy().tolist() == [[1, 0, 0], [0, 0, 1]]
+
+
+def test_each_component_of_a_multi_discrete_is_one_hot_encoded() -> None:
+    space = SPACES.MultiDiscrete([2, 3], start=[0, 5])
+    features = preprocessed(space, np.array([[1, 5], [0, 7]]))
+    assert features.numpy().tolist() == [[0, 1, 1, 0, 0], [1, 0, 0, 0, 1]]
+
+
+def test_bits_are_numbers() -> None:
+    features = preprocessed(SPACES.MultiBinary(2), np.array([[0, 1]], np.int8))
+    assert features.numpy().tolist() == [[0.0, 1.0]]
+
+
+def test_a_row_of_bytes_is_not_an_image() -> None:
+    features = preprocessed(
+        SPACES.Box(0, 255, (2,), np.uint8), np.array([[3, 4]], np.uint8)
+    )
+    assert features.numpy().tolist() == [[3.0, 4.0]]
+
+
+def test_only_box_leaves_have_statistics() -> None:
+    space = SPACES.Dict(
+        n=SPACES.Discrete(2), image=SPACES.Box(0, 255, (2, 2), np.uint8),
+        x=SPACES.Box(-1.0, 1.0, (2,)),
+    )  # fmt: skip
+    preprocess = ObservationPreprocessor(space, normalize=True, clip=10.0)
+    rows = {
+        "n": np.array([0, 1]),
+        "image": np.zeros((2, 2, 2), np.uint8),
+        "x": np.array([[1.0, 2.0], [3.0, 2.0]], np.float32),
+    }
+    preprocess.update(rows, tf.constant([True, True]))
+    features = preprocess(tf.nest.map_structure(tf.constant, rows))
+    np.testing.assert_allclose(features["x"].numpy(), [[-1, 0], [1, 0]], atol=1e-4)
+    assert features["n"].numpy().tolist() == [[1, 0], [0, 1]]
+    assert len(preprocess.trackables) == 1
+
+
+def test_without_normalisation_numbers_stay_as_they_are() -> None:
+    preprocess = ObservationPreprocessor(
+        SPACES.Box(-1.0, 1.0, (1,)), normalize=False, clip=10.0
+    )
+    assert preprocess(tf.constant([[99.0]])).numpy().tolist() == [[99.0]]
+    assert preprocess.trackables == {}
+
+
+def test_acting_gives_actions_with_their_log_probabilities() -> None:
+    agent = Agent(SPACES.Box(-1.0, 1.0, (3,)), SPACES.Box(-1.0, 1.0, (2, 2)), CONFIG)
+    observation = tf.ones([5, 3])
+    action, log_prob = agent.act(observation, SEED)
+    assert action.shape == (5, 4)
+    distribution = agent.distribution(agent.preprocess(observation))
+    np.testing.assert_allclose(log_prob, distribution.log_prob(action), atol=1e-6)
+    mode, mode_log_prob = agent.mode(observation, SEED)
+    np.testing.assert_array_equal(mode, distribution.mode())
+    assert (mode_log_prob.numpy() >= log_prob.numpy()).all()
+
+
+@pytest.mark.parametrize("key", ["seed", "other"])
+def test_networks_follow_the_seed_of_the_config(key: str) -> None:
+    def numbers(seed: int) -> np.ndarray:
+        agent = Agent(
+            SPACES.Box(-1.0, 1.0, (3,)), SPACES.Discrete(2), CONFIG.replace(seed=seed)
+        )
+        return np.concatenate([v.numpy().ravel() for v in agent.trainable_variables])
+
+    same = (numbers(2**31 - 1) == numbers(2**31 - 1 if key == "seed" else 3)).all()
+    assert same == (key == "seed")
+
+
+def test_an_unknown_action_space_is_named() -> None:
+    with pytest.raises(UnsupportedSpaceError, match="got MultiBinary"):
+        Agent(SPACES.Box(-1.0, 1.0, (3,)), SPACES.MultiBinary(2), CONFIG)

@@ -1,0 +1,224 @@
+"""Checkpoints: bit-equal continuation, atomicity, retention, clear errors."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ppo import checkpoint
+from ppo.agent import Agent
+from ppo.checkpoint import Counters
+from ppo.config import Config
+from ppo.errors import CheckpointError
+from ppo.normalize import ReturnScale
+from ppo.simulate import Rollout
+from ppo.update import Updater
+from tests.ppo.fakes import ACTIONS, BOX
+
+CONFIG = Config(
+    env_name="fake",
+    num_envs=2,
+    horizon=8,
+    total_steps=160,
+    epochs=2,
+    minibatch_size=4,
+    policy_layers=(8,),
+    value_layers=(8,),
+)
+
+
+class Learner:
+    def __init__(self, config: Config = CONFIG) -> None:
+        self.agent = Agent(BOX, ACTIONS, config)
+        self.updater = Updater(self.agent, config)
+        self.return_scale = ReturnScale(config.num_envs, config.discount)
+
+    def save(self, folder: Path, iteration: int, keep: int = 3) -> Path:
+        return checkpoint.save(
+            folder,
+            Counters(iteration, 100 * iteration),
+            self.agent,
+            self.updater,
+            self.return_scale,
+            keep=keep,
+        )
+
+    def restore(self, folder: Path) -> Counters:
+        return checkpoint.restore(folder, self.agent, self.updater, self.return_scale)
+
+    def learn(self, rollout: Rollout, seed: int) -> None:
+        self.return_scale.update(rollout.reward, rollout.done, rollout.valid)
+        self.updater.update(
+            rollout, reward_scale=self.return_scale.factor, seed=(seed, 0)
+        )
+        self.agent.preprocess.update(
+            rollout.observation[:-1].reshape(-1, 2), tf.reshape(rollout.valid, [-1])
+        )
+
+    def numbers(self) -> np.ndarray:
+        variables = [*self.agent.trainable_variables, *self.updater.optimizer.variables]
+        parts = [np.ravel(variable.numpy()) for variable in variables]
+        probe = self.agent.preprocess(tf.constant([[1.0, 2.0]], tf.float64))
+        return np.concatenate([*parts, probe.numpy()[0], [self.return_scale.factor]])
+
+
+def saved_batch(path: Path) -> Rollout:
+    """Write a rollout of random numbers, or read the one that is there."""
+    if not path.exists():
+        generator = np.random.default_rng(5)
+        done = generator.random((8, 2)) < 0.2
+        # A resumed run has new episodes, so let the ones of the batch come to an end.
+        done[-1] = True
+        np.savez(
+            path,
+            observation=generator.normal(size=(9, 2, 2)),
+            action=generator.normal(size=(8, 2, 1)).astype(np.float32),
+            log_prob=generator.normal(-1, 0.1, (8, 2)).astype(np.float32),
+            reward=generator.normal(size=(8, 2)),
+            terminated=done,
+            truncated=np.zeros((8, 2), np.bool_),
+            valid=np.ones((8, 2), np.bool_),
+            final_observation=generator.normal(size=(8, 2, 2)),
+        )
+    with np.load(path) as arrays:
+        return Rollout(**{name: arrays[name] for name in Rollout._fields})
+
+
+def continue_from(folder: Path) -> None:
+    """What the new process does: restore, update on the saved batch, write numbers."""
+    learner = Learner()
+    assert learner.restore(folder / "checkpoints") == Counters(7, 700)
+    learner.learn(saved_batch(folder / "batch.npz"), seed=2)
+    np.save(folder / "continued.npy", learner.numbers())
+
+
+def test_a_new_process_continues_with_bit_equal_updates(tmp_path: Path) -> None:
+    batch = saved_batch(tmp_path / "batch.npz")
+    learner = Learner()
+    learner.learn(batch, seed=1)
+    learner.save(tmp_path / "checkpoints", 7)
+    learner.learn(batch, seed=2)
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys, pathlib; from tests.ppo.test_checkpoint import continue_from;"
+            "continue_from(pathlib.Path(sys.argv[1]))",
+            str(tmp_path),
+        ],
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=100,
+    )
+    continued = np.load(tmp_path / "continued.npy")
+    assert len(np.unique(continued)) > 50
+    np.testing.assert_array_equal(continued, learner.numbers())
+
+
+def test_only_the_newest_are_kept_and_the_newest_is_restored(tmp_path: Path) -> None:
+    learner = Learner()
+    for iteration in (1, 2, 10, 11):
+        learner.save(tmp_path, iteration, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000010", "00000011"]
+    assert checkpoint.read_counters(tmp_path) == Counters(11, 1100)
+
+
+def test_an_unfinished_checkpoint_is_ignored_and_replaced(tmp_path: Path) -> None:
+    learner = Learner()
+    learner.save(tmp_path, 1)
+    (tmp_path / "00000002.partial").mkdir()
+    (tmp_path / "00000002.partial" / "state.index").write_text("half")
+    assert learner.restore(tmp_path) == Counters(1, 100)
+    learner.save(tmp_path, 2)
+    assert learner.restore(tmp_path) == Counters(2, 200)
+    assert not (tmp_path / "00000002.partial").exists()
+
+
+def test_saving_the_same_iteration_again_replaces_it(tmp_path: Path) -> None:
+    learner = Learner()
+    learner.save(tmp_path, 1)
+    learner.agent.trainable_variables[0].assign_add(
+        tf.ones_like(learner.agent.trainable_variables[0])
+    )
+    expected = learner.numbers()
+    learner.save(tmp_path, 1)
+    restored = Learner()
+    restored.restore(tmp_path)
+    np.testing.assert_array_equal(restored.numbers(), expected)
+
+
+def test_an_agent_alone_is_loaded_for_evaluation(tmp_path: Path) -> None:
+    learner = Learner()
+    learner.agent.preprocess.update(np.ones((2, 2)), tf.constant([True, True]))
+    learner.save(tmp_path, 3)
+    agent = Agent(BOX, ACTIONS, CONFIG.replace(seed=9))
+    assert checkpoint.load_agent(tmp_path, agent) == Counters(3, 300)
+    observation = tf.constant([[0.5, -1.0]], tf.float64)
+    seed = tf.constant([0, 0])
+    assert (
+        agent.mode(observation, seed)[0] == learner.agent.mode(observation, seed)[0]
+    ).numpy()
+
+
+def test_there_being_none_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(CheckpointError, match=f"{folder}: expected a checkpoint"):
+            checkpoint.read_counters(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"policy_layers": (9,)},
+        {"value_layers": (8, 8)},
+        {"normalize_observations": False},
+    ],
+)
+def test_other_networks_are_refused(tmp_path: Path, changes: dict[str, object]) -> None:
+    Learner().save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="networks that the config describes"):
+        Learner(CONFIG.replace(**changes)).restore(tmp_path)
+
+
+def test_damaged_counters_are_named(tmp_path: Path) -> None:
+    path = Learner().save(tmp_path, 1)
+    (path / "counters.json").write_text(json.dumps({"iteration": 1}))
+    assert checkpoint.read_counters(tmp_path) == Counters(1, 0)
+    (path / "counters.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"counters\.json"):
+        checkpoint.read_counters(tmp_path)
+
+
+def fill_the_disk(folder: Path) -> None:
+    """Save under a limit on file sizes that is too small for a checkpoint."""
+    import resource
+
+    learner = Learner()
+    learner.save(folder, 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
+    with pytest.raises(OSError, match="00000002"):
+        learner.save(folder, 2)
+    assert checkpoint.read_counters(folder) == Counters(1, 100)
+
+
+def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_last_one(
+    tmp_path: Path,
+) -> None:
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys, pathlib; from tests.ppo.test_checkpoint import fill_the_disk;"
+            "fill_the_disk(pathlib.Path(sys.argv[1]))",
+            str(tmp_path),
+        ],
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=100,
+    )
+    assert checkpoint.read_counters(tmp_path) == Counters(1, 100)

@@ -1,0 +1,99 @@
+"""The whole command with real workers: stopped by a signal, resumed, evaluated."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SMALL = (
+    "--num-workers=1",
+    *("--set", "num_envs=4", "--set", "horizon=32", "--set", "minibatch_size=32"),
+    *("--set", "epochs=1", "--set", "jit_compile=false"),
+    *("--set", "evaluation_episodes=5"),
+)
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", "from ppo.cli import main; main()", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+def interrupt(process: subprocess.Popen[str], number: signal.Signals) -> str:
+    """Send a signal once training is under way; returns the rest of the output."""
+    with process:
+        assert process.stdout is not None
+        assert "steps/s" in process.stdout.readline()
+        process.send_signal(number)
+        output, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (0, "")
+    assert "Stopping after this iteration" in output
+    assert f"Stopped by {number.name} after" in output
+    return output
+
+
+def test_signals_save_and_a_resumed_run_ends_with_an_evaluation(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    new = start("train", "cartpole", *SMALL, "--run-dir", str(folder))
+    output = interrupt(new, signal.SIGINT)
+    assert f"ppo train --resume {folder}" in output
+    interrupt(start("train", "--resume", str(folder)), signal.SIGTERM)
+    newest = max((folder / "checkpoints").iterdir())
+    stopped_at = json.loads((newest / "counters.json").read_text())["steps"]
+    more = f"total_steps={stopped_at + 256}"
+    with start("train", "--resume", str(folder), "--set", more) as process:
+        output, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (0, "")
+    assert "over 5 episodes" in output
+    assert f"Run folder: {folder}" in output
+    steps = [
+        json.loads(line)["steps"]
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert steps == list(range(128, stopped_at + 257, 128))
+    assert json.loads((folder / "evaluation.json").read_text())["episodes"] == 5
+    with start("train", "cartpole", "--resume", str(folder)) as process:
+        output, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (0, "")
+    assert f"already at {stopped_at + 256:,} steps; --set total_steps=" in output
+
+
+def test_a_second_signal_stops_at_once_and_names_the_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    settings = (*SMALL, "--set", "horizon=4096")  # seconds per iteration
+    with start("train", "cartpole", *settings, "--run-dir", str(folder)) as process:
+        assert process.stdout is not None
+        assert "steps/s" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert "Stopping after this iteration" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        output, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"newest checkpoint is {folder / 'checkpoints' / '00000001'}." in error
+    assert f"ppo train --resume {folder}" in error
+    assert "Stopped by" not in output
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [("env_name=CartPol-v1", "CartPole-v1"), ('env_kwargs={"colour": 1}', "colour")],
+)
+def test_envs_that_cannot_be_made_are_one_line_of_error(
+    tmp_path: Path, setting: str, message: str
+) -> None:
+    arguments = ["train", "cartpole", *SMALL, "--set", setting]
+    with start(*arguments, "--run-dir", str(tmp_path / "run")) as process:
+        output, error = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert error.splitlines()[-1].startswith("Error: ")
+    assert message in error.splitlines()[-1]
+    assert output == ""
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,172 @@
+"""Configs: checked values, text in and out, named ones."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from ppo.config import Config
+from ppo.config_text import (
+    apply_settings,
+    config_from_mapping,
+    config_to_json,
+    describe_keys,
+    read_config,
+)
+from ppo.configs import CONFIGS, load_config
+from ppo.errors import ConfigError
+
+BASE = Config(env_name="CartPole-v1")
+
+
+def test_an_unknown_key_suggests_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'learnin_rate'.*learning_rate"):
+        apply_settings(BASE, ["learnin_rate=1e-4"])
+    with pytest.raises(ConfigError, match=r"unknown key 'num_env'.*num_envs\?"):
+        config_from_mapping({"env_name": "CartPole-v1", "num_env": 3})
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [("env", "env_name"), ("rate", "learning_rate"), ("steps", "total_steps")],
+)
+def test_keys_that_contain_the_word_are_suggested_first(key: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=rf"Did you mean {nearest}\?"):
+        apply_settings(BASE, [f"{key}=1"])
+
+
+def test_every_key_has_a_meaning() -> None:
+    meanings = describe_keys()
+    assert list(meanings) == [field.name for field in dataclasses.fields(Config)]
+    assert meanings["num_envs"] == "Rows of the batch of envs"
+
+
+def test_a_key_like_nothing_known_suggests_nothing() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'zzz'\. `ppo configs"):
+        apply_settings(BASE, ["zzz=1"])
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_saved_configs_read_back_equal(tmp_path: Path, name: str) -> None:
+    changed = CONFIGS[name].replace(env_kwargs={"g": 9.8}, policy_layers=(32, 16))
+    path = tmp_path / "config.json"
+    path.write_text(config_to_json(changed))
+    assert read_config(path) == changed
+
+
+def test_toml_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'env_name = "Pendulum-v1"\nlearning_rate = 1\npolicy_layers = [8]\n'
+        "scale_rewards = false\n[env_kwargs]\ng = 9.8\n"
+    )
+    config = load_config(str(path))
+    assert config == Config(
+        env_name="Pendulum-v1",
+        learning_rate=1.0,
+        policy_layers=(8,),
+        scale_rewards=False,
+        env_kwargs={"g": 9.8},
+    )
+    assert isinstance(config.learning_rate, float)
+
+
+@pytest.mark.parametrize(
+    ("setting", "key", "value"),
+    [
+        ("learning_rate=1e-4", "learning_rate", 1e-4),
+        ("learning_rate=0", "learning_rate", 0.0),
+        ("total_steps=300_000", "total_steps", 300_000),
+        ("total_steps=1e6", "total_steps", 1_000_000),
+        ("scale_rewards=false", "scale_rewards", False),
+        ("decay_clip_range=True", "decay_clip_range", True),
+        ("policy_layers=256,128", "policy_layers", (256, 128)),
+        ("policy_layers=[32]", "policy_layers", (32,)),
+        ("policy_layers=", "policy_layers", ()),
+        ("env_name=Pendulum-v1", "env_name", "Pendulum-v1"),
+        ('env_kwargs={"g": 9.8}', "env_kwargs", {"g": 9.8}),
+    ],
+)
+def test_settings_have_the_type_of_their_key(
+    setting: str, key: str, value: object
+) -> None:
+    result = getattr(apply_settings(BASE, [setting]), key)
+    assert result == value
+    assert type(result) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("learning_rate", r"expected key=value, got 'learning_rate'"),
+        ("learning_rate=fast", r"learning_rate: expected a number, got 'fast'"),
+        ("learning_rate=nan", r"learning_rate: expected a number from 0 to 1, got nan"),
+        ("total_steps=1.5", r"total_steps: expected a whole number, got '1.5'"),
+        ("scale_rewards=maybe", r"scale_rewards: expected true or false, got 'maybe'"),
+        ("policy_layers=a,b", r"policy_layers: expected whole numbers"),
+        ("policy_layers=0", r"policy_layers: expected sizes of at least 1"),
+        ("env_kwargs=3", r"env_kwargs: expected a mapping"),
+        ("discount=1.01", r"discount: expected a number from 0 to 1, got 1.01"),
+        ("num_envs=0", r"num_envs: expected a number from 1"),
+        ("activation=sigmoidal", r"activation: expected one of elu"),
+        ("minibatch_size=60", r"minibatch_size: expected a divisor of .* 2048"),
+        ("total_steps=2000", r"total_steps: expected at least one iteration"),
+        ("env_name=", r"env_name: expected the name of an env"),
+    ],
+)
+def test_bad_settings_say_what_was_expected(setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        apply_settings(BASE, [setting])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "expected TOML or JSON"),
+        ("[1]", "expected keys and values"),
+        ("{}", "expected a key env_name"),
+        ('{"env_name": "X", "num_envs": true}', "num_envs: expected a whole number"),
+        ('{"env_name": "X", "num_envs": 2.0}', "num_envs: expected a whole number"),
+        ('{"env_name": "X", "policy_layers": [1.5]}', "policy_layers: expected whole"),
+        ('{"env_name": "X", "discount": 2}', "discount: expected a number from 0"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_config(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml"):
+        load_config(str(tmp_path / "none.toml"))
+
+
+def test_a_misspelt_name_suggests_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="Did you mean cartpole"):
+        load_config("cartpol")
+
+
+def test_iterations_never_exceed_the_steps() -> None:
+    config = BASE.replace(total_steps=5000)
+    assert config.steps_per_iteration == 2048
+    assert config.num_iterations == 2
+
+
+def test_every_number_of_the_config_has_bounds() -> None:
+    from ppo.config import _BOUNDS
+
+    numbers = {
+        field.name
+        for field in dataclasses.fields(Config)
+        if field.name != "env_name" and type(getattr(BASE, field.name)) in (int, float)
+    }
+    assert numbers == set(_BOUNDS)
+
+
+def test_the_saved_config_holds_every_key() -> None:
+    saved = json.loads(config_to_json(BASE))
+    assert set(saved) == {field.name for field in dataclasses.fields(Config)}

@@ -1,0 +1,111 @@
+"""Distributions against hand-written formulas and numerical integration."""
+
+import math
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ppo.distributions import Categorical, DiagonalGaussian
+
+SEED = tf.constant([3, 4], tf.int32)
+
+
+def gaussian(mean: list[list[float]], log_std: list[float]) -> DiagonalGaussian:
+    return DiagonalGaussian(tf.constant(mean), tf.constant(log_std))
+
+
+def test_gaussian_log_prob_is_the_log_of_the_density() -> None:
+    log_prob = gaussian([[1.0, -1.0]], [0.0, math.log(2.0)]).log_prob(
+        tf.constant([[2.0, 3.0]])
+    )
+    first = math.exp(-0.5) / math.sqrt(2 * math.pi)
+    second = math.exp(-0.5 * 4) / (2 * math.sqrt(2 * math.pi))
+    assert log_prob.numpy().tolist() == pytest.approx([math.log(first * second)])
+
+
+def test_gaussian_density_integrates_to_one_and_gives_the_entropy() -> None:
+    distribution = gaussian([[0.3]], [-0.7])
+    grid = np.linspace(-6, 6, 20_001, dtype=np.float32)
+    wide = DiagonalGaussian(
+        tf.repeat(distribution.mean, len(grid), axis=0), distribution.log_std
+    )
+    log_density = wide.log_prob(tf.constant(grid[:, None])).numpy().astype(np.float64)
+    density = np.exp(log_density)
+    width = 12 / 20_000
+    assert density.sum() * width == pytest.approx(1.0, abs=1e-5)
+    entropy = -(density * log_density).sum() * width
+    assert distribution.entropy().numpy()[0] == pytest.approx(entropy, abs=1e-5)
+
+
+def test_gaussian_kl_is_the_integral_of_the_log_ratio() -> None:
+    first, second = gaussian([[0.3]], [-0.7]), gaussian([[-0.4]], [0.2])
+    grid = tf.constant(np.linspace(-6, 6, 20_001, dtype=np.float32)[:, None])
+    log_p = DiagonalGaussian(0 * grid + first.mean, first.log_std).log_prob(grid)
+    log_q = DiagonalGaussian(0 * grid + second.mean, second.log_std).log_prob(grid)
+    integral = float(tf.reduce_sum(tf.exp(log_p) * (log_p - log_q))) * 12 / 20_000
+    assert float(first.kl(second)[0]) == pytest.approx(integral, abs=1e-4)
+    assert float(first.kl(first)[0]) == 0.0
+
+
+def test_gaussian_samples_have_its_mean_and_deviation() -> None:
+    rows = 100_000
+    distribution = DiagonalGaussian(
+        tf.tile([[1.0, -2.0]], [rows, 1]), tf.constant([0.0, math.log(3.0)])
+    )
+    samples = distribution.sample(SEED).numpy()
+    np.testing.assert_allclose(samples.mean(axis=0), [1.0, -2.0], atol=0.05)
+    np.testing.assert_allclose(samples.std(axis=0), [1.0, 3.0], rtol=0.02)
+    assert distribution.mode() is distribution.mean
+
+
+def test_a_standard_deviation_per_row_counts_per_row() -> None:
+    distribution = DiagonalGaussian(tf.zeros([2, 1]), tf.constant([[0.0], [1.0]]))
+    entropy = 0.5 * math.log(2 * math.pi * math.e)
+    assert distribution.entropy().numpy() == pytest.approx([entropy, entropy + 1])
+
+
+PROBABILITIES = np.array([[0.2, 0.5, 0.3], [0.7, 0.1, 0.2]], np.float32)
+
+
+def categorical() -> Categorical:
+    # Logits are only defined up to a constant per row.
+    return Categorical(tf.constant(np.log(PROBABILITIES) + [[5.0], [-3.0]], tf.float32))
+
+
+def test_categorical_log_prob_and_mode() -> None:
+    log_prob = categorical().log_prob(tf.constant([1, 2], tf.int64))
+    assert log_prob.numpy() == pytest.approx(np.log([0.5, 0.2]), abs=1e-6)
+    assert categorical().mode().numpy().tolist() == [1, 0]
+
+
+def test_categorical_entropy_and_kl_are_sums_over_actions() -> None:
+    entropy = -(PROBABILITIES * np.log(PROBABILITIES)).sum(axis=1)
+    assert categorical().entropy().numpy() == pytest.approx(entropy, abs=1e-6)
+    uniform = Categorical(tf.zeros([2, 3]))
+    kl = (PROBABILITIES * np.log(3 * PROBABILITIES)).sum(axis=1)
+    assert categorical().kl(uniform).numpy() == pytest.approx(kl, abs=1e-6)
+
+
+def test_categorical_samples_have_its_frequencies() -> None:
+    rows = 100_000
+    logits = tf.tile(categorical().logits[:1], [rows, 1])
+    samples = Categorical(logits).sample(SEED).numpy()
+    frequencies = np.bincount(samples, minlength=3) / rows
+    assert samples.dtype == np.int64
+    np.testing.assert_allclose(frequencies, PROBABILITIES[0], atol=0.01)
+
+
+@pytest.mark.parametrize(
+    "distribution", [gaussian([[0.5, 1.0]], [0.1, 0.2]), categorical()]
+)
+def test_eager_and_compiled_agree(distribution: DiagonalGaussian | Categorical) -> None:
+    action = distribution.sample(SEED)
+
+    def numbers() -> tuple[tf.Tensor, tf.Tensor]:
+        return distribution.log_prob(action), distribution.entropy()
+
+    for left, right in zip(
+        numbers(), tf.function(numbers, jit_compile=True)(), strict=True
+    ):
+        np.testing.assert_allclose(left.numpy(), right.numpy(), rtol=1e-6)

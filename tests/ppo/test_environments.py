@@ -1,0 +1,63 @@
+"""Where envs come from."""
+
+from typing import Any
+
+import pytest
+
+from envserve.client import BatchEnv
+from ppo.config import Config
+from ppo.environments import env_maker
+
+CONFIG = Config(
+    env_name="CartPole-v1",
+    env_kwargs={"sutton_barto_reward": True},
+    step_timeout_seconds=7.0,
+    server_lost_after_seconds=9.0,
+)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What BatchEnv was asked for: the way, positional and named arguments."""
+    calls: list[tuple[Any, ...]] = []
+    for way in ("local", "connect"):
+        monkeypatch.setattr(
+            BatchEnv,
+            way,
+            lambda *arguments, way=way, **named: calls.append((way, arguments, named)),
+        )
+    return calls
+
+
+def test_envs_are_local_by_default(asked: list[tuple[Any, ...]]) -> None:
+    env_maker(CONFIG, num_workers=3, import_modules=["mine"])(num_envs=8, seed=5)
+    ((way, arguments, named),) = asked
+    assert (way, arguments) == ("local", ("CartPole-v1",))
+    assert named == {
+        "num_envs": 8,
+        "num_workers": 3,
+        "seed": 5,
+        "env_kwargs": {"sutton_barto_reward": True},
+        "import_modules": ("mine",),
+        "step_timeout": 7.0,
+        "reset_timeout": 120.0,
+    }
+
+
+def test_there_are_never_more_workers_than_envs(asked: list[tuple[Any, ...]]) -> None:
+    env_maker(CONFIG, num_workers=64)(num_envs=2, seed=0)
+    env_maker(CONFIG)(num_envs=1, seed=0)
+    assert [named["num_workers"] for _, _, named in asked] == [2, 1]
+
+
+def test_addresses_lead_to_servers(asked: list[tuple[Any, ...]]) -> None:
+    env_maker(CONFIG, addresses=["tcp://a:1", "tcp://b:1"])(num_envs=8, seed=5)
+    ((way, arguments, named),) = asked
+    assert way == "connect"
+    assert arguments == ("CartPole-v1", ["tcp://a:1", "tcp://b:1"])
+    assert named == {
+        "num_envs": 8,
+        "seed": 5,
+        "server_lost_after": 9.0,
+        "env_kwargs": {"sutton_barto_reward": True},
+    }

@@ -1,0 +1,90 @@
+"""The objective against numbers computed by hand."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ppo import losses
+
+ALL = tf.ones([2])
+
+
+def test_the_objective_is_clipped_only_where_it_would_gain() -> None:
+    log_ratio = tf.math.log([1.5, 1.5, 0.5, 0.5])
+    advantage = tf.constant([1.0, -1.0, 1.0, -1.0])
+    # min(r A, clip(r) A): 1.2, -1.5, 0.5, -0.8.
+    loss = losses.policy_loss(log_ratio, advantage, tf.ones([4]), 0.2)
+    assert float(loss) == pytest.approx(-(1.2 - 1.5 + 0.5 - 0.8) / 4)
+
+
+def test_nothing_is_learned_from_a_row_beyond_the_clip_range() -> None:
+    log_ratio = tf.Variable([math.log(1.5), 0.0])
+    with tf.GradientTape() as tape:
+        loss = losses.policy_loss(log_ratio, tf.ones([2]), ALL, 0.2)
+    assert tape.gradient(loss, log_ratio).numpy().tolist() == [0.0, -0.5]
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_ratio_that_overflows_leaves_finite_gradients(advantage: float) -> None:
+    log_ratio = tf.Variable([1000.0, -1000.0])
+    with tf.GradientTape() as tape:
+        loss = losses.policy_loss(log_ratio, tf.fill([2], advantage), ALL, 0.2)
+    assert np.isfinite(tape.gradient(loss, log_ratio).numpy()).all()
+    assert np.isfinite(float(loss))
+
+
+def test_value_loss_is_half_the_mean_squared_error() -> None:
+    loss = losses.value_loss(tf.constant([1.0, 5.0]), tf.constant([3.0, 4.0]), ALL)
+    assert float(loss) == pytest.approx(0.5 * (4 + 1) / 2)
+
+
+def test_advantages_get_mean_zero_and_deviation_one() -> None:
+    weight = tf.constant([1.0, 1.0, 1.0, 0.0])
+    advantage = tf.constant([1.0, 2.0, 6.0, 1000.0])
+    normalized = losses.normalized_advantages(advantage, weight).numpy()[:3]
+    assert normalized.mean() == pytest.approx(0.0, abs=1e-6)
+    assert normalized.std() == pytest.approx(1.0, rel=1e-6)
+
+
+def test_diagnostics_by_hand() -> None:
+    log_ratio = tf.math.log([1.5, 1.1])
+    kl = ((0.5 - math.log(1.5)) + (0.1 - math.log(1.1))) / 2
+    assert float(losses.approximate_kl(log_ratio, ALL)) == pytest.approx(kl, abs=1e-6)
+    assert float(losses.clip_fraction(log_ratio, ALL, 0.2)) == 0.5
+
+
+def test_explained_variance_of_a_perfect_and_of_a_constant_guess() -> None:
+    target = tf.constant([1.0, 3.0])
+    assert float(losses.explained_variance(target, target, ALL)) == 1.0
+    guess = tf.constant([7.0, 7.0])
+    explained = float(losses.explained_variance(guess, target, ALL))
+    assert explained == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda rows, weight: losses.masked_mean(rows, weight),
+        lambda rows, weight: losses.policy_loss(rows, rows, weight, 0.2),
+        lambda rows, weight: losses.value_loss(rows, rows + 1.0, weight),
+        lambda rows, weight: losses.approximate_kl(rows, weight),
+        lambda rows, weight: losses.clip_fraction(rows, weight, 0.2),
+        lambda rows, weight: losses.explained_variance(rows, rows**2, weight),
+    ],
+)
+def test_a_mean_over_valid_rows_is_the_mean_without_the_others(
+    function: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
+) -> None:
+    rows = tf.constant([0.1, -0.3, 0.5, 0.7])
+    weight = tf.constant([1.0, 0.0, 1.0, 1.0])
+    kept = tf.gather(rows, [0, 2, 3])
+    np.testing.assert_allclose(
+        function(rows, weight).numpy(), function(kept, tf.ones([3])).numpy(), rtol=1e-5
+    )
+
+
+def test_the_mean_over_no_rows_is_zero() -> None:
+    assert float(losses.masked_mean(ALL, tf.zeros([2]))) == 0.0

@@ -1,0 +1,190 @@
+"""Advantages and targets against numbers computed by hand."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ppo.returns import advantages_and_targets, next_values
+
+
+def run(
+    reward: list[float],
+    value: list[float],
+    next_value: list[float],
+    *,
+    terminated: tuple[int, ...] = (),
+    truncated: tuple[int, ...] = (),
+    invalid: tuple[int, ...] = (),
+    discount: float = 0.5,
+    gae_lambda: float = 0.5,
+) -> tuple[list[float], list[float]]:
+    """Run one env's sequence; flags are given by the steps that have them."""
+
+    def flags(steps: tuple[int, ...]) -> tf.Tensor:
+        return tf.constant([[step in steps] for step in range(len(reward))])
+
+    def column(numbers: list[float]) -> tf.Tensor:
+        return tf.constant(numbers, tf.float32)[:, None]
+
+    advantage, target = advantages_and_targets(
+        reward=column(reward),
+        value=column(value),
+        next_value=column(next_value),
+        terminated=flags(terminated),
+        truncated=flags(truncated),
+        valid=~flags(invalid),
+        discount=discount,
+        gae_lambda=gae_lambda,
+    )
+    return advantage[:, 0].numpy().tolist(), target[:, 0].numpy().tolist()
+
+
+# delta = r + 0.5 * next - v = [1+2-2, 2+3-4, 3+4-6] = [1, 1, 1]; decay = 0.25.
+REWARD = [1.0, 2.0, 3.0]
+VALUE = [2.0, 4.0, 6.0]
+NEXT = [4.0, 6.0, 8.0]
+
+
+def test_an_uninterrupted_sequence() -> None:
+    advantage, target = run(REWARD, VALUE, NEXT)
+    assert advantage == [1 + 0.25 * 1.25, 1 + 0.25 * 1, 1.0]
+    assert target == [3.3125, 5.25, 7.0]
+
+
+def test_nothing_is_bootstrapped_after_termination() -> None:
+    # delta_1 = 2 + 0 - 4 = -2, and nothing flows back over the end.
+    advantage, target = run(REWARD, VALUE, NEXT, terminated=(1,))
+    assert advantage == [1 + 0.25 * -2, -2.0, 1.0]
+    assert target == [2.5, 2.0, 7.0]
+
+
+def test_the_final_observation_is_bootstrapped_after_truncation() -> None:
+    # V(final) = 10 stands in next_value: delta_1 = 2 + 5 - 4 = 3.
+    advantage, target = run(REWARD, VALUE, [4.0, 10.0, 8.0], truncated=(1,))
+    assert advantage == [1 + 0.25 * 3, 3.0, 1.0]
+    assert target == [3.75, 7.0, 7.0]
+
+
+def test_termination_outweighs_truncation_in_the_same_step() -> None:
+    both, _ = run(REWARD, VALUE, NEXT, terminated=(1,), truncated=(1,))
+    terminated, _ = run(REWARD, VALUE, NEXT, terminated=(1,))
+    assert both == terminated
+
+
+def test_an_invalid_row_has_no_weight_and_lets_nothing_through() -> None:
+    # Row 0 bootstraps from V(o_1) = 4, which is real; row 2 starts a new episode.
+    advantage, target = run(REWARD, VALUE, NEXT, invalid=(1,), truncated=(1,))
+    assert advantage == [1.0, 0.0, 1.0]
+    assert target == [3.0, 0.0, 7.0]
+
+
+def test_all_kinds_of_end_in_one_sequence() -> None:
+    advantage, _ = run(
+        [1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+        [0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
+        [2.0, 2.0, 2.0, 2.0, 2.0, 2.0],
+        terminated=(0,),
+        truncated=(2, 3),
+        invalid=(3,),
+    )
+    # delta is 2 everywhere but 1 at the termination.
+    assert advantage == [1.0, 2 + 0.25 * 2, 2.0, 0.0, 2 + 0.25 * 2, 2.0]
+
+
+@pytest.mark.parametrize("garbage", [1e9, -1e9, np.nan, np.inf])
+def test_what_an_invalid_row_holds_changes_nothing(garbage: float) -> None:
+    clean = run(REWARD, VALUE, NEXT, invalid=(1,), truncated=(1,))
+    dirty = run(
+        [1.0, garbage, 3.0], VALUE, [4.0, garbage, 8.0], invalid=(1,), truncated=(1,)
+    )
+    assert clean == dirty
+
+
+def test_lambda_zero_gives_one_step_errors() -> None:
+    advantage, _ = run(REWARD, VALUE, NEXT, gae_lambda=0.0)
+    assert advantage == [1.0, 1.0, 1.0]
+
+
+def test_lambda_one_gives_discounted_sums() -> None:
+    _, target = run(REWARD, VALUE, NEXT, gae_lambda=1.0)
+    # r_0 + r_1 / 2 + r_2 / 4 + V(o_3) / 8, and so on.
+    assert target == [1 + 1 + 0.75 + 1, 2 + 1.5 + 2, 3.0 + 4]
+
+
+def test_discount_zero_gives_rewards() -> None:
+    _, target = run(REWARD, VALUE, NEXT, discount=0.0)
+    assert target == REWARD
+
+
+def _random_sequences(
+    generator: np.random.Generator, horizon: int, num_envs: int
+) -> dict[str, Any]:
+    shape = (horizon, num_envs)
+    floats = {
+        name: generator.normal(size=shape).astype(np.float32)
+        for name in ("reward", "value", "next_value")
+    }
+    flags = {
+        "terminated": generator.random(shape) < 0.1,
+        "truncated": generator.random(shape) < 0.1,
+        "valid": generator.random(shape) > 0.1,
+    }
+    return {**floats, **flags}
+
+
+def _by_recursion(
+    sequences: dict[str, np.ndarray], discount: float, gae_lambda: float
+) -> np.ndarray:
+    advantage = np.zeros_like(sequences["reward"])
+    following = np.zeros(advantage.shape[1])
+    for step in reversed(range(len(advantage))):
+        row = {name: values[step] for name, values in sequences.items()}
+        bootstrap = np.where(row["terminated"], 0, row["next_value"])
+        delta = row["reward"] + discount * bootstrap - row["value"]
+        done = row["terminated"] | row["truncated"]
+        following = np.where(done, 0, following)
+        following = np.where(row["valid"], delta + discount * gae_lambda * following, 0)
+        advantage[step] = following
+    return advantage
+
+
+@pytest.mark.parametrize("horizon", [1, 2, 7, 128, 200])
+def test_doubling_agrees_with_the_recursion(
+    random_generator: np.random.Generator, horizon: int
+) -> None:
+    sequences = _random_sequences(random_generator, horizon, 5)
+    advantage, _ = advantages_and_targets(
+        **{name: tf.constant(values) for name, values in sequences.items()},
+        discount=0.99,
+        gae_lambda=0.95,
+    )
+    np.testing.assert_allclose(
+        advantage.numpy(), _by_recursion(sequences, 0.99, 0.95), atol=2e-5
+    )
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_eager_and_graph_agree(
+    random_generator: np.random.Generator, jit_compile: bool
+) -> None:
+    sequences = {
+        name: tf.constant(values)
+        for name, values in _random_sequences(random_generator, 16, 3).items()
+    }
+    settings = {"discount": 0.9, "gae_lambda": 0.8}
+    eager = advantages_and_targets(**sequences, **settings)
+    compiled = tf.function(
+        lambda: advantages_and_targets(**sequences, **settings),
+        jit_compile=jit_compile,
+    )
+    for left, right in zip(eager, compiled(), strict=True):
+        np.testing.assert_allclose(left.numpy(), right.numpy(), atol=1e-6)
+
+
+def test_next_values_take_the_final_observation_where_an_episode_ended() -> None:
+    value = tf.constant([[1.0], [2.0], [3.0]])
+    final_value = tf.constant([[10.0], [20.0]])
+    done = tf.constant([[False], [True]])
+    assert next_values(value, final_value, done).numpy().tolist() == [[2.0], [20.0]]

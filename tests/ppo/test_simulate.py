@@ -1,0 +1,151 @@
+"""Rollouts: contents, counts of calls and traces, continuity."""
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ppo.errors import DivergedError, EnvDataError
+from ppo.in_graph_batch_env import InGraphBatchEnv
+from ppo.simulate import Rollout, Simulation, simulate
+from tests.ppo.fakes import CountingBatchEnv, as_batch_env
+from tests.ppo.test_in_graph_batch_env import NESTED, observe_nested
+
+
+def echo(observation: tf.Tensor, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Act with ten times the step count that is observed, beyond the bounds."""
+    del seed
+    count = tf.cast(observation[:, 1], tf.float32)
+    return 10.0 * count[:, None], -count
+
+
+def noise(observation: tf.Tensor, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    action = tf.random.stateless_normal([observation.shape[0], 1], seed)
+    return action, action[:, 0]
+
+
+def copy(rollout: Rollout) -> Rollout:
+    return Rollout(*tf.nest.map_structure(np.copy, rollout))
+
+
+def test_rows_hold_what_was_seen_done_and_answered() -> None:
+    fake = CountingBatchEnv([2, 3], terminates=[True, False])
+    rollout = simulate(InGraphBatchEnv(as_batch_env(fake)), echo, horizon=4)
+    counts = [[0, 0], [1, 1], [0, 2], [1, 0], [0, 1]]
+    assert rollout.observation[:, :, 1].tolist() == counts
+    assert rollout.observation[:, :, 0].tolist() == [[0, 1]] * 5
+    # Stored unclipped, as the log-probabilities mean them; the env gets them clipped.
+    assert rollout.action[:, :, 0].tolist() == [[0, 0], [10, 10], [0, 20], [10, 0]]
+    assert [a.ravel().tolist() for a in fake.actions] == [
+        [0, 0],
+        [1, 1],
+        [0, 1],
+        [1, 0],
+    ]
+    assert rollout.log_prob.tolist() == [[0, 0], [-1, -1], [0, -2], [-1, 0]]
+    assert rollout.reward.tolist() == [[1, 1]] * 4
+    assert rollout.terminated[:, 0].tolist() == [False, True, False, True]
+    assert rollout.truncated[:, 1].tolist() == [False, False, True, False]
+    assert rollout.final_observation[1, 0].tolist() == [0, 2]
+    assert rollout.final_observation[2, 1].tolist() == [1, 3]
+    assert rollout.valid.all()
+
+
+def test_rollouts_go_on_where_the_last_one_ended() -> None:
+    simulation = Simulation(
+        InGraphBatchEnv(as_batch_env(CountingBatchEnv([5]))), echo, horizon=3
+    )
+    simulation.run((0, 0))
+    rollout = simulation.run((0, 1))
+    assert rollout.observation[:, 0, 1].tolist() == [3, 4, 0, 1]
+
+
+def test_lost_steps_are_marked() -> None:
+    fake = CountingBatchEnv([9, 9], lost=frozenset({(1, 0)}))
+    rollout = simulate(InGraphBatchEnv(as_batch_env(fake)), echo, horizon=3)
+    assert rollout.valid.tolist() == [[True, True], [False, True], [True, True]]
+    assert rollout.observation[:, 0, 1].tolist() == [0, 1, 0, 1]
+
+
+def test_python_is_entered_once_per_batch_step_and_the_loop_traced_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+    entered = tf.numpy_function
+
+    def counting(function: Any, *arguments: Any, **named: Any) -> Any:
+        def counted(*arrays: np.ndarray) -> Any:
+            calls.append(function.__name__)
+            return function(*arrays)
+
+        return entered(counted, *arguments, **named)
+
+    monkeypatch.setattr(tf, "numpy_function", counting)
+    fake = CountingBatchEnv([5, 5])
+    simulation = Simulation(InGraphBatchEnv(as_batch_env(fake)), echo, horizon=7)
+    simulation.run((0, 0))
+    calls.clear()
+    simulation.run((0, 1))
+    simulation.run((0, 2))
+    assert len(calls) == 2 * 7
+    assert len(fake.actions) == 3 * 7
+    assert simulation.num_traces == 1
+
+
+def test_noise_depends_on_seed_and_step_only() -> None:
+    def actions(seed: tuple[int, int]) -> np.ndarray:
+        env = InGraphBatchEnv(as_batch_env(CountingBatchEnv([9, 9])))
+        return simulate(env, noise, 4, seed).action
+
+    np.testing.assert_array_equal(actions((1, 2)), actions((1, 2)))
+    assert len(np.unique(actions((1, 2)))) == 8
+    assert not np.isin(actions((1, 2)), actions((1, 3))).any()
+
+
+def test_nested_observations_keep_structure_and_dtype() -> None:
+    fake = CountingBatchEnv([3, 5], observation_space=NESTED, observe=observe_nested)
+
+    def policy(observation: Any, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return observe_count(observation), tf.zeros([2])
+
+    def observe_count(observation: Any) -> tf.Tensor:
+        return tf.cast(observation["parts"][1], tf.float32)
+
+    rollout = simulate(InGraphBatchEnv(as_batch_env(fake)), policy, horizon=4)
+    assert rollout.observation["image"].dtype == np.uint8
+    assert rollout.observation["image"].shape == (5, 2, 2, 2)
+    assert rollout.observation["parts"][0][:, 0].tolist() == [0, 1, 2, 0, 1]
+    assert rollout.final_observation["parts"][0][2].tolist() == [3, 0]
+    assert rollout.action[:, 1, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_discrete_actions_arrive_as_integers() -> None:
+    fake = CountingBatchEnv([9], action_space=gymnasium.spaces.Discrete(3, start=5))
+
+    def policy(observation: Any, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return tf.constant([2], tf.int64), tf.zeros([1])
+
+    rollout = simulate(InGraphBatchEnv(as_batch_env(fake)), policy, horizon=1)
+    assert rollout.action.tolist() == [[2]]
+    assert fake.actions[0].tolist() == [7]
+
+
+def test_an_env_that_gives_nan_ends_the_rollout_by_its_name() -> None:
+    def observe(rows: np.ndarray) -> np.ndarray:
+        return np.where(rows[:, 1:] == 2.0, np.nan, rows)
+
+    env = InGraphBatchEnv(as_batch_env(CountingBatchEnv([9], observe=observe)))
+    with pytest.raises(EnvDataError, match=r"Env 0 .* finite observation"):
+        simulate(env, echo, horizon=5)
+
+
+def test_a_policy_that_diverges_is_told_apart_from_a_bad_env() -> None:
+    def diverged(observation: Any, seed: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        return tf.zeros([2, 1]), tf.constant([0.0, np.nan])
+
+    fake = CountingBatchEnv([9, 9])
+    with pytest.raises(DivergedError, match=r"Env 1 .* lower learning_rate"):
+        simulate(InGraphBatchEnv(as_batch_env(fake)), diverged, horizon=5)
+    assert fake.actions == []

@@ -1,0 +1,255 @@
+"""The learning step: ratio, masks, compiled and plain, static shapes."""
+
+import functools
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ppo.agent import Agent
+from ppo.config import Config
+from ppo.in_graph_batch_env import InGraphBatchEnv
+from ppo.normalize import ReturnScale
+from ppo.simulate import Rollout, simulate
+from ppo.update import Updater
+from tests.ppo.fakes import ACTIONS, BOX, CountingBatchEnv, as_batch_env
+
+LOST = frozenset({(2, 0), (5, 1), (6, 1)})
+CONFIG = Config(
+    env_name="fake",
+    num_envs=2,
+    horizon=8,
+    total_steps=160,
+    epochs=3,
+    minibatch_size=4,
+    normalize_advantages=True,
+    policy_layers=(8,),
+    value_layers=(8,),
+)
+
+
+def make(config: Config, action_space: gymnasium.Space[Any] = ACTIONS) -> Agent:
+    return Agent(BOX, action_space, config)
+
+
+def collect(
+    agent: Agent,
+    action_space: gymnasium.Space[Any] = ACTIONS,
+    lost: frozenset[tuple[int, int]] = LOST,
+) -> Rollout:
+    fake = CountingBatchEnv(
+        [3, 4], terminates=[True, False], lost=lost, action_space=action_space
+    )
+    env = InGraphBatchEnv(as_batch_env(fake))
+    return simulate(env, agent.act, CONFIG.horizon, (1, 2))
+
+
+def parameters(agent: Agent) -> np.ndarray:
+    return np.concatenate([v.numpy().ravel() for v in agent.trainable_variables])
+
+
+class Learner:
+    """An agent and its compiled update, which can go back to how they began.
+
+    Compiling takes seconds, so tests share learners.
+    """
+
+    def __init__(self, config: Config, action_space: gymnasium.Space[Any]) -> None:
+        self.config = config
+        self.agent = make(config, action_space)
+        self.updater = Updater(self.agent, config)
+        self.rollout = collect(self.agent, action_space)
+        variables = [*self.agent.trainable_variables, *self.updater.optimizer.variables]
+        self._start = [(variable, variable.numpy()) for variable in variables]
+
+    def rewind(self) -> None:
+        for variable, value in self._start:
+            variable.assign(value)
+
+    def update(self, rollout: Rollout | None = None, **named: Any) -> dict[str, float]:
+        """Go back to the start, then update once."""
+        self.rewind()
+        rollout = self.rollout if rollout is None else rollout
+        return self.updater.update(rollout, **{"seed": (3, 4), **named})
+
+
+@functools.cache
+def learner(kind: str) -> Learner:
+    return {
+        "gaussian": lambda: Learner(CONFIG, ACTIONS),
+        "categorical": lambda: Learner(CONFIG, gymnasium.spaces.Discrete(3)),
+        "once": lambda: Learner(
+            CONFIG.replace(recompute_advantages=False, normalize_advantages=False),
+            ACTIONS,
+        ),
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "categorical", "once"])
+def test_the_ratio_is_one_before_the_first_gradient_step(kind: str) -> None:
+    first = learner(kind).update()
+    assert first["ratio_deviation"] < 1e-5
+    assert first["approximate_kl"] > 0
+    # The same rollout once more: now the policy is another one.
+    again = learner(kind).updater.update(learner(kind).rollout, seed=(3, 5))
+    assert again["ratio_deviation"] > 1e-3
+
+
+def test_the_ratio_is_one_with_statistics_and_not_if_they_move_too_early() -> None:
+    agent = make(CONFIG.replace(policy_layers=(64,)))
+    updater = Updater(agent, CONFIG.replace(learning_rate=0.0, jit_compile=False))
+    agent.preprocess.update(5.0 + np.arange(8.0).reshape(4, 2), tf.ones([4], tf.bool))
+    rollout = collect(agent)
+    assert updater.update(rollout, seed=(3, 4))["ratio_deviation"] < 1e-5
+    agent.preprocess.update(50.0 + np.arange(8.0).reshape(4, 2), tf.ones([4], tf.bool))
+    assert updater.update(rollout, seed=(3, 4))["ratio_deviation"] > 1e-3
+
+
+def fill_masked(rollout: Rollout, garbage: float) -> Rollout:
+    """Replace all that is made up or meaningless."""
+    valid, done = rollout.valid, rollout.done
+    filled = Rollout(*(np.copy(rows) for rows in rollout))
+    for rows in (filled.action, filled.log_prob, filled.reward):
+        rows[~valid] = garbage
+    filled.final_observation[~(done & valid)] = garbage
+    filled.terminated[~valid] = True
+    # An observation on which an invalid row acted is real if a valid step led there
+    # within an episode; then the row before bootstraps from it.
+    led_to = np.zeros_like(valid)
+    led_to[1:] = (valid & ~done)[:-1]
+    filled.observation[:-1][~valid & ~led_to] = garbage
+    return filled
+
+
+@pytest.mark.parametrize("garbage", [1e9, -1e9, np.nan, np.inf])
+@pytest.mark.parametrize("kind", ["gaussian", "once"])
+def test_what_masked_rows_hold_changes_nothing(garbage: float, kind: str) -> None:
+    subject = learner(kind)
+    assert (~subject.rollout.valid).sum() == len(LOST)
+    outcomes = []
+    for rollout in (subject.rollout, fill_masked(subject.rollout, garbage)):
+        scale = ReturnScale(CONFIG.num_envs, CONFIG.discount)
+        scale.update(rollout.reward, rollout.done, rollout.valid)
+        metrics = subject.update(rollout, reward_scale=scale.factor)
+        observations = make(CONFIG)
+        observations.preprocess.update(
+            rollout.observation[:-1].reshape(-1, 2), tf.reshape(rollout.valid, [-1])
+        )
+        probe = observations.preprocess(tf.constant([[1.0, 2.0]], tf.float64))
+        numbers = [*metrics.values(), float(scale.factor), *probe.numpy().ravel()]
+        outcomes.append((parameters(subject.agent), numbers))
+    (clean, clean_numbers), (dirty, dirty_numbers) = outcomes
+    assert np.isfinite(clean_numbers).all()
+    assert clean_numbers == dirty_numbers
+    np.testing.assert_array_equal(clean, dirty)
+
+
+def test_masked_discrete_actions_change_nothing() -> None:
+    subject = learner("categorical")
+    subject.update()
+    clean = parameters(subject.agent)
+    subject.update(fill_masked(subject.rollout, 10**9))
+    np.testing.assert_array_equal(clean, parameters(subject.agent))
+
+
+def test_the_plain_graph_agrees_with_the_compiled_one() -> None:
+    # One minibatch with all rows: the two ways shuffle by different random numbers.
+    config = CONFIG.replace(epochs=2, minibatch_size=16, learning_rate=1e-2)
+    outcomes = []
+    for jit_compile in (True, False):
+        config = config.replace(jit_compile=jit_compile)
+        agent = make(config)
+        before = parameters(agent)
+        metrics = Updater(agent, config).update(collect(agent), seed=(3, 4))
+        assert (parameters(agent) != before).any()
+        outcomes.append((parameters(agent), list(metrics.values())))
+    np.testing.assert_allclose(outcomes[0][0], outcomes[1][0], atol=2e-5)
+    np.testing.assert_allclose(outcomes[0][1], outcomes[1][1], rtol=1e-3, atol=1e-5)
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_does_not() -> None:
+    outcomes = []
+    for seed in ((3, 4), (3, 4), (3, 5)):
+        learner("gaussian").update(seed=seed)
+        outcomes.append(parameters(learner("gaussian").agent))
+    np.testing.assert_array_equal(outcomes[0], outcomes[1])
+    assert (outcomes[0] != outcomes[2]).any()
+
+
+def test_every_row_counts_once_per_epoch() -> None:
+    # At learning rate 0 the mean over minibatches of one row is that over all rows.
+    losses = []
+    for minibatch_size in (1, 16):
+        config = CONFIG.replace(
+            epochs=1,
+            minibatch_size=minibatch_size,
+            normalize_advantages=False,
+            learning_rate=0.0,
+            jit_compile=False,
+        )
+        agent = make(config)
+        rollout = collect(agent, lost=frozenset())
+        metrics = Updater(agent, config).update(rollout, seed=(3, 4))
+        losses.append((metrics["policy_loss"], metrics["value_loss"]))
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+
+
+def test_the_learning_rate_falls_to_zero() -> None:
+    subject = learner("gaussian")
+    subject.rewind()
+    before = parameters(subject.agent)
+    subject.update(progress=0.0)
+    after = parameters(subject.agent)
+    assert (before != after).any()
+    subject.updater.update(subject.rollout, progress=1.0, seed=(3, 4))
+    np.testing.assert_array_equal(parameters(subject.agent), after)
+
+
+def test_scaled_rewards_are_clipped() -> None:
+    outcomes = []
+    for reward_scale in (1.0, 1e6, 1e7):
+        learner("gaussian").update(reward_scale=reward_scale)
+        outcomes.append(parameters(learner("gaussian").agent))
+    assert (outcomes[0] != outcomes[1]).any()
+    np.testing.assert_array_equal(outcomes[1], outcomes[2])
+
+
+def test_the_compiled_update_is_traced_once_and_has_static_shapes() -> None:
+    updater = learner("gaussian").updater
+    learner("gaussian").update()
+    learner("gaussian").update(progress=0.5, seed=(3, 6))
+    assert updater.num_traces == 1
+    graph = updater._compiled.get_concrete_function(
+        tf.nest.map_structure(tf.convert_to_tensor, learner("gaussian").rollout),
+        tf.constant(1.0),
+        tf.constant(1.0),
+        tf.constant(1.0),
+        tf.constant([3, 4]),
+    ).graph
+    unknown = [
+        tensor.name
+        for operation in graph.get_operations()
+        for tensor in operation.outputs
+        if tensor.dtype != tf.resource and not tensor.shape.is_fully_defined()
+    ]
+    assert unknown == []
+
+
+def test_what_is_rewarded_grows() -> None:
+    """Reward for large actions makes actions larger."""
+    config = CONFIG.replace(epochs=10, learning_rate=3e-3, jit_compile=False)
+    agent = make(config)
+    updater = Updater(agent, config)
+    probe = tf.constant([[0.0, 1.0]], tf.float64)
+
+    def mode() -> float:
+        action, _ = agent.mode(probe, tf.constant([0, 0]))
+        return float(action[0, 0])
+
+    before = mode()
+    rollout = collect(agent, lost=frozenset())
+    rollout.reward[:] = rollout.action[..., 0]
+    updater.update(rollout, seed=(0, 0))
+    assert mode() > before + 0.01

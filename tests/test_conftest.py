@@ -1,0 +1,128 @@
+"""The suite's own guards: each one is made to strike."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+on_linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="orphans are found through /proc, on Linux only"
+)
+
+
+def run_suite(folder: Path, tests: str, *options: str) -> str:
+    """The output of pytest, with the suite's conftest, over one file of `tests`."""
+    (folder / "conftest.py").write_text("from tests.conftest import *\n")
+    (folder / "test_sample.py").write_text(tests)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
+    finished = subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return finished.stdout + finished.stderr
+
+
+def test_clean_test_passes_and_sees_its_seed(tmp_path: Path) -> None:
+    output = run_suite(
+        tmp_path,
+        "import subprocess, sys, threading\n"
+        "def test_clean():\n"
+        "    subprocess.run([sys.executable, '-c', ''], check=True)\n"
+        "    thread = threading.Thread(target=int)\n"
+        "    thread.start()\n",
+        "--random-seed=7",
+    )
+    assert "1 passed" in output
+    assert "random seed: 7" in output
+
+
+def test_failure_prints_a_seed_that_repeats_it(tmp_path: Path) -> None:
+    tests = "def test_draw(random_generator):\n    assert random_generator.random() < 0"
+    first = run_suite(tmp_path, tests, "--random-seed=7")
+    again = run_suite(tmp_path, tests, "--random-seed=7")
+    other = run_suite(tmp_path, tests, "--random-seed=8")
+    assert "--random-seed 7" in first
+
+    def drawn(output: str) -> str:
+        return next(line for line in output.splitlines() if line.startswith("E "))
+
+    assert drawn(first) == drawn(again) != drawn(other)
+
+
+@on_linux
+def test_child_left_running_fails_its_test_and_is_killed(tmp_path: Path) -> None:
+    output = run_suite(
+        tmp_path,
+        "import subprocess, sys\n"
+        "children = []\n"
+        "def test_leaves_a_child():\n"
+        "    children.append(subprocess.Popen([sys.executable, '-c', 'input()'],\n"
+        "                                     stdin=subprocess.PIPE))\n"
+        "def test_after():\n"
+        "    assert children[0].wait(timeout=10) == -9\n"
+        "    children[0].stdin.close()\n",
+    )
+    assert "2 passed, 1 error" in output
+    assert "left behind\n  process " in output
+    assert "-c input()" in output
+
+
+@on_linux
+def test_orphan_left_running_fails_its_test(tmp_path: Path) -> None:
+    output = run_suite(
+        tmp_path,
+        "import subprocess, sys\n"
+        "def test_leaves_an_orphan():\n"
+        "    start = '''import subprocess, sys; subprocess.Popen(\n"
+        "        [sys.executable, '-c', 'import signal; signal.pause()'])'''\n"
+        "    subprocess.run([sys.executable, '-c', start], check=True)\n",
+    )
+    assert "1 passed, 1 error" in output
+    assert "signal.pause()" in output
+
+
+@on_linux
+def test_longer_lived_fixture_may_replace_its_process(tmp_path: Path) -> None:
+    output = run_suite(
+        tmp_path,
+        "import pytest, subprocess, sys\n"
+        "CHILD = 'import sys; sys.stdin.read()'\n"
+        "OWNER = f'''import subprocess, sys\n"
+        "sys.stdin.readline()\n"
+        "child = subprocess.Popen([sys.executable, '-c', {CHILD!r}])\n"
+        "print('started', flush=True)\n"
+        "child.wait()'''\n"
+        "@pytest.fixture(scope='module')\n"
+        "def owner():\n"
+        "    with subprocess.Popen([sys.executable, '-c', OWNER], text=True,\n"
+        "            stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:\n"
+        "        yield process\n"
+        "def test_replaces(owner):\n"
+        "    print(file=owner.stdin, flush=True)\n"
+        "    assert owner.stdout.readline() == 'started\\n'\n",
+    )
+    assert "1 passed" in output
+    assert "error" not in output
+
+
+def test_thread_left_running_fails_its_test(tmp_path: Path) -> None:
+    output = run_suite(
+        tmp_path,
+        "import threading\n"
+        "release = threading.Event()\n"
+        "def test_leaves_a_thread():\n"
+        "    threading.Thread(target=release.wait, name='straggler').start()\n"
+        "def test_after():\n"
+        "    release.set()\n",
+    )
+    assert "2 passed, 1 error" in output
+    assert "thread straggler" in output

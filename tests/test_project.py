@@ -1,0 +1,200 @@
+"""The project as a whole: import rules, light imports, pins, and portable files."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parent.parent
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = SETTINGS["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+DECLARED = [*PROJECT["dependencies"], *(line for e in EXTRAS.values() for line in e)]
+PINNED_LINES = [
+    line
+    for line in (ROOT / "constraints.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+]
+NOT_OURS = {".venv", "runs", "build", "dist", "__pycache__", "envserve.egg-info"}
+NOT_OURS |= {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
+PINS = dict(line.split("==") for line in PINNED_LINES)
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The top-level names of all modules that a fresh interpreter has afterwards."""
+    code = f"{statement}\nimport sys\nprint(*{{n.split('.')[0] for n in sys.modules}})"
+    finished = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return set(finished.stdout.split())
+
+
+def project_files() -> list[Path]:
+    """Every file that belongs to the project, committed or about to be."""
+    if not (ROOT / ".git").exists():  # an unpacked archive
+        paths = [path for path in ROOT.rglob("*") if path.is_file()]
+        return [
+            path for path in paths if not NOT_OURS & {*path.relative_to(ROOT).parts}
+        ]
+    # CI may own the checkout under another user, which git would refuse.
+    git = ["git", "-c", "safe.directory=*"]
+    listed = subprocess.run(
+        [*git, "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    return [file for file in files if file.is_file()]
+
+
+def installed_closure(requirement_lines: list[str]) -> set[str]:
+    """The canonical names of all that these requirements bring on this machine."""
+    found: set[str] = set()
+    pending = [(Requirement(line), "") for line in requirement_lines]
+    visited: set[tuple[str, frozenset[str]]] = set()
+    while pending:
+        requirement, extra = pending.pop()
+        name = canonicalize_name(requirement.name)
+        marker = requirement.marker
+        if marker is not None and not marker.evaluate({"extra": extra}):
+            continue
+        key = (name, frozenset(requirement.extras))
+        if key in visited:
+            continue
+        visited.add(key)
+        found.add(name)
+        for line in requires(name) or []:
+            pending += [(Requirement(line), e) for e in ("", *requirement.extras)]
+    return found
+
+
+def test_import_rules_hold() -> None:
+    finished = subprocess.run(
+        [Path(sys.executable).with_name("lint-imports"), "--no-cache", "--no-logo"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "0 broken" in finished.stdout
+
+
+@pytest.mark.parametrize("package", ["envserve", "ppo"])
+def test_every_folder_is_a_package_that_the_import_rules_see(package: str) -> None:
+    folders = {file.parent for file in (ROOT / package).rglob("*.py")}
+    assert ROOT / package in folders
+    assert [f for f in folders if not (f / "__init__.py").is_file()] == []
+
+
+def test_wire_and_session_are_held_to_do_no_io() -> None:
+    contracts = SETTINGS["tool"]["importlinter"]["contracts"]
+    held = next(c for c in contracts if c["name"].startswith("Rules and formats"))
+    modules = {
+        f"envserve.{path.stem}"
+        for pattern in ("wire*", "session*")
+        for path in (ROOT / "envserve").glob(pattern)
+        if path.suffix == ".py" or any(path.glob("*.py"))
+    }
+    assert {"asyncio", "time", "zmq"} <= set(held["forbidden_modules"])
+    missing = modules - set(held["source_modules"])
+    assert not missing, f"add them to the contract {held['name']!r} in pyproject.toml"
+
+
+def test_importing_envserve_loads_almost_nothing() -> None:
+    added = loaded_by("import envserve") - loaded_by("")
+    assert added == {"envserve"}
+
+
+@pytest.mark.parametrize("module", ["envserve.worker", "envserve.launcher"])
+def test_worker_side_loads_neither_zmq_nor_asyncio(module: str) -> None:
+    loaded = loaded_by(f"import {module}")
+    assert loaded & {"zmq", "asyncio", "tensorflow", "keras"} == set()
+
+
+@pytest.mark.parametrize("module", ["client", "server", "testing", "cli"])
+def test_envserve_loads_no_tensorflow(module: str) -> None:
+    loaded = loaded_by(f"import envserve.{module}")
+    assert "envserve" in loaded
+    assert loaded & {"tensorflow", "keras", "tensorboard", "ppo"} == set()
+
+
+def test_importing_ppo_loads_no_tensorflow() -> None:
+    assert loaded_by("import ppo") & {"tensorflow", "keras", "zmq"} == set()
+
+
+@pytest.mark.parametrize("package", ["envserve", "ppo"])
+def test_package_is_marked_as_typed(package: str) -> None:
+    assert (ROOT / package / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("line", sorted(set(DECLARED)))
+def test_dependency_is_bounded_and_pinned_within_its_bounds(line: str) -> None:
+    requirement = Requirement(line)
+    operators = {specifier.operator for specifier in requirement.specifier}
+    assert ">=" in operators
+    assert "<" in operators
+    assert Version(PINS[canonicalize_name(requirement.name)]) in requirement.specifier
+
+
+def test_constraints_hold_names_and_versions_only() -> None:
+    wrong = [n for n in PINNED_LINES if not re.fullmatch(r"[a-z0-9-]+==[0-9.]+", n)]
+    assert not wrong
+    assert len(PINS) == len(PINNED_LINES)
+    assert list(PINS) == sorted(PINS)
+
+
+def test_constraints_pin_everything_that_make_installs() -> None:
+    # Both builds of TensorFlow are pinned, but only one can be installed.
+    made = [line for name, e in EXTRAS.items() if name != "train" for line in e]
+    unpinned = installed_closure([*PROJECT["dependencies"], *made]) - PINS.keys()
+    assert not unpinned, "add them to constraints.txt with the version installed"
+
+
+def test_no_file_names_a_folder_of_one_machine() -> None:
+    folders = {str(p) for p in (ROOT, Path.home(), Path(sys.prefix)) if p.parts[1:]}
+    personal = re.compile(
+        "|".join([r"/(?:home|Users)/\w", *(rf"{re.escape(f)}\b" for f in folders)])
+    )
+    assert lines_that_match(personal) == []
+
+
+def test_no_file_names_a_package_registry() -> None:
+    registry = re.compile(
+        r"index[-_]url|find[-_]links|trusted[-_]host"
+        r"|https?://\S*(?:pypi|pythonhosted|registry|/simple\b)"
+    )
+    assert lines_that_match(registry) == []
+
+
+def lines_that_match(pattern: re.Pattern[str]) -> list[str]:
+    files = project_files()
+    assert ROOT / "pyproject.toml" in files
+    return [
+        f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
+        for file in files
+        for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1)
+        if pattern.search(line)
+    ]
+
+
+def test_gate_scripts_are_executable() -> None:
+    for script in ("scripts/check", ".ci/run"):
+        assert os.access(ROOT / script, os.X_OK), script
