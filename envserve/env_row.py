@@ -70,14 +70,16 @@ class EnvRow:
     def build(self) -> EnvSpec:
         """Makes the env; its first reset will use the incarnation's seed."""
         self._env = make_env(self._name, self._kwargs)
+        self._step_env = self._env.step
         self._is_built = True
         self._fresh_seed = self.seed
         spec = EnvSpec(self._name, self._env.observation_space, self._env.action_space)
         self._space = spec.observation_space
         self._leaves = spec.observation_leaves
-        self._only_leaf = (
-            self._leaves[0] if self._leaves[0].space is self._space else None
-        )
+        first = self._leaves[0]
+        self._only_leaf = first if first.space is self._space else None
+        self._only_dtype = None if self._only_leaf is None else first.dtype
+        self._only_shape = first.shape
         return spec
 
     def rebuild(self) -> None:
@@ -98,6 +100,7 @@ class EnvRow:
         """
         self._observation = rows.observation
         self._final_observation = rows.final_observation
+        self._only_row = rows.observation[0][self.row, ...]
         self._heartbeat = heartbeat
         self._is_same_step = autoreset == "same_step"
         self._is_next_step = autoreset == "next_step"
@@ -105,31 +108,55 @@ class EnvRow:
     def step(self, action: Any) -> tuple[float, bool, bool, Mapping[str, Any]]:
         """Steps the env and writes its observation.
 
+        Whether that is finite is not looked at: `check_finite` is much cheaper for many
+        rows at once.
+
         Returns:
           Reward, terminated, truncated, and the info of this step.
         """
         self._heartbeat[0] += 1
         if self._needs_reset and self._is_next_step:
-            return 0.0, False, False, self.reset(None)
-        observation, reward, terminated, truncated, info = self._env.step(action)
+            return 0.0, False, False, self._begin_episode(None)
+        observation, reward, terminated, truncated, info = self._step_env(action)
         if type(info) is not dict and not isinstance(info, Mapping):
             raise SpaceViolation(
                 f"expected info to be a dict; got {type(info).__name__}; mend the env"
             )
+        if type(reward) is not float:
+            reward = float(reward)
         if terminated or truncated:
-            self._write(self._final_observation, observation)
-            self._check_finite(self._final_observation)
-            if self._is_same_step:
-                reset_info = self.reset(None)
-                if reset_info:
-                    info = {**info, "reset_info": reset_info}
-                return float(reward), bool(terminated), bool(truncated), info
+            info = self._end_episode(observation, info)
+            return reward, bool(terminated), bool(truncated), info
+        # The usual case of `_write`, without a call.
+        if (
+            type(observation) is np.ndarray
+            and observation.dtype is self._only_dtype
+            and observation.shape == self._only_shape
+        ):
+            self._only_row[...] = observation
+        else:
+            self._write(self._observation, observation)
+        return reward, False, False, info
+
+    def _end_episode(
+        self, observation: Any, info: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Writes the last observation, and the next episode's first; returns the info."""
+        self._write(self._final_observation, observation)
+        if not self._is_same_step:
             self._needs_reset = True
-        self._write(self._observation, observation)
-        return float(reward), bool(terminated), bool(truncated), info
+            self._write(self._observation, observation)
+            return info
+        reset_info = self._begin_episode(None)
+        return {**info, "reset_info": reset_info} if reset_info else info
 
     def reset(self, seed: int | None) -> Mapping[str, Any]:
         """Resets the env, writes its first observation, and returns the info."""
+        info = self._begin_episode(seed)
+        self.check_finite()
+        return info
+
+    def _begin_episode(self, seed: int | None) -> Mapping[str, Any]:
         if seed is None:
             seed = self._fresh_seed
         self._fresh_seed = None
@@ -138,7 +165,6 @@ class EnvRow:
         self._heartbeat[1] = 1
         observation, info = self._env.reset(seed=seed)
         self._write(self._observation, observation)
-        self._check_finite(self._observation)
         self._heartbeat[1] = 0
         return info
 
@@ -159,18 +185,21 @@ class EnvRow:
             with contextlib.suppress(Exception):
                 self._env.close()
 
-    def check_finite_observation(self) -> None:
-        """Raises SpaceViolation for NaN or infinity in the row's observation."""
-        self._check_finite(self._observation)
+    def check_finite(self, *, final: bool = False) -> None:
+        """Raises SpaceViolation for NaN or infinity in the row's observation.
 
-    def _check_finite(self, target: tuple[Array, ...]) -> None:
-        found = self._find_non_finite(target)
-        if found is not None:
-            leaf, value = found
-            raise SpaceViolation(
-                f"expected {_label(leaf)} to be finite; got {value}; "
-                "mend the env, or end the episode before it diverges"
-            )
+        Args:
+          final: Look at the final observation as well.
+        """
+        targets = [self._observation, self._final_observation][: 1 + final]
+        for target in targets:
+            found = self._find_non_finite(target)
+            if found is not None:
+                leaf, value = found
+                raise SpaceViolation(
+                    f"expected {_label(leaf)} to be finite; got {value}; "
+                    "mend the env, or end the episode before it diverges"
+                )
 
     def _find_non_finite(self, target: tuple[Array, ...]) -> tuple[Leaf, Any] | None:
         for leaf, array in zip(self._leaves, target, strict=True):

@@ -182,6 +182,9 @@ class _Worker:
         self._float_observations = [
             array for array in self._rows.observation if array.dtype.kind == "f"
         ]
+        self._float_finals = [
+            array for array in self._rows.final_observation if array.dtype.kind == "f"
+        ]
 
     def handle(self, frame: Frame) -> None:
         """Carries out one operation on a block, and answers it."""
@@ -218,7 +221,8 @@ class _Worker:
 
     def _step(self, envs: list[EnvRow]) -> bytes:
         rows, start, stop = self._rows, envs[0].row, envs[-1].row + 1
-        rewards, terminations, truncations = [], [], []
+        rewards: list[float] = []
+        ended: list[tuple[int, bool, bool]] = []
         faults: list[dict[str, Any]] = []
         infos: dict[int, Mapping[str, Any]] = {}
         infos_of_all, infos_of_ends = self._infos_of_all, self._infos_of_ends
@@ -229,35 +233,59 @@ class _Worker:
                 reward, terminated, truncated, info = 0.0, False, True, {}
                 faults.append(self._recover(env, error))
             rewards.append(reward)
-            terminations.append(terminated)
-            truncations.append(truncated)
-            if info and (infos_of_all or (infos_of_ends and (terminated or truncated))):
+            if terminated or truncated:
+                ended.append((env.row, terminated, truncated))
+                if infos_of_ends and info:
+                    infos[env.row] = info
+            if infos_of_all and info:
                 infos[env.row] = info
         rows.reward[start:stop] = rewards
-        rows.terminated[start:stop] = terminations
-        rows.truncated[start:stop] = truncations
+        rows.terminated[start:stop] = False
+        rows.truncated[start:stop] = False
         rows.status[start:stop] = Status.OK
-        if not self._is_finite(rewards, start, stop):
-            faults += self._recover_non_finite(envs)
+        for row, terminated, truncated in ended:
+            rows.terminated[row] = terminated
+            rows.truncated[row] = truncated
+        ended_rows = [row for row, _, _ in ended]
+        if not self._is_finite(rewards, start, stop, ended_rows):
+            faults += self._recover_non_finite(envs, ended_rows)
         for fault in faults:
             self._mark_lost(fault["row"])
             infos.pop(fault["row"], None)
         return encode_report(faults, infos)
 
-    def _is_finite(self, rewards: list[float], start: int, stop: int) -> bool:
-        """Looks at a whole block at once; which row it is matters only if not."""
-        return math.isfinite(sum(rewards)) and all(
-            np.isfinite(array[start:stop]).all() for array in self._float_observations
-        )
+    def _is_finite(
+        self, rewards: list[float], start: int, stop: int, ended_rows: list[int]
+    ) -> bool:
+        """Looks at a whole block at once; which row it is matters only if not.
 
-    def _recover_non_finite(self, envs: list[EnvRow]) -> list[dict[str, Any]]:
+        A sum that is finite has finite terms only. One that overflows need not mean
+        anything: then the rows are looked at one by one.
+        """
+        if not math.isfinite(sum(rewards)):
+            return False
+        with np.errstate(all="ignore"):
+            return all(
+                math.isfinite(array[start:stop].sum())
+                for array in self._float_observations
+            ) and (
+                not ended_rows
+                or all(
+                    math.isfinite(array[ended_rows].sum())
+                    for array in self._float_finals
+                )
+            )
+
+    def _recover_non_finite(
+        self, envs: list[EnvRow], ended_rows: list[int]
+    ) -> list[dict[str, Any]]:
         faults = []
         for env in envs:
             try:
                 reward = self._rows.reward[env.row]
                 if not math.isfinite(reward):
                     raise SpaceViolation(f"expected a finite reward; got {reward}")
-                env.check_finite_observation()
+                env.check_finite(final=env.row in ended_rows)
             except SpaceViolation as error:
                 faults.append(self._recover(env, error))
         return faults
