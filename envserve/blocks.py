@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Protocol, get_args
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 
@@ -181,8 +182,7 @@ class Fault:
     is_violation: bool = False
 
 
-@dataclass(frozen=True)
-class Finished:
+class Finished(NamedTuple):
     """A block's operation has ended, and its rows are as it left them.
 
     Attributes:
@@ -196,7 +196,7 @@ class Finished:
 
     block: int
     ticket: int = 0
-    infos: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    infos: Mapping[int, Mapping[str, Any]] = MappingProxyType({})
     faults: Sequence[Fault] = ()
     result: bytes = b""
     error: EnvserveError | None = None
@@ -243,8 +243,11 @@ class Lane(Protocol):
     def submit_call(self, call: Call, ticket: int = 0) -> None:
         """Starts attribute access on one env, as an operation of its block."""
 
-    def collect(self, timeout_seconds: float) -> list[Finished]:
-        """Waits until some operation has ended; returns [] after the timeout."""
+    def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Finished]:
+        """Waits until so many operations have ended, and returns them.
+
+        Fewer come back after the timeout, or when no more are in flight.
+        """
 
     def fileno(self) -> int:
         """A descriptor that is readable when `collect(0)` may have something."""

@@ -72,6 +72,10 @@ class FrameReader:
           WorkerError: The bytes are not frames.
         """
         buffer = self._buffer
+        if not buffer and len(data) == _HEADER.size:
+            code, block, sequence, length = _HEADER.unpack(data)
+            if length == 0 and code in _KINDS:  # the usual case
+                return [Frame(_KINDS[code], block, sequence, b"")]
         buffer += data
         frames = []
         offset = 0

@@ -125,8 +125,8 @@ class EnvRow:
         if type(reward) is not float:
             reward = float(reward)
         if terminated or truncated:
-            info = self._end_episode(observation, info)
-            return reward, bool(terminated), bool(truncated), info
+            episode_info = self._end_episode(observation, info)
+            return reward, bool(terminated), bool(truncated), episode_info
         # The usual case of `_write`, without a call.
         if (
             type(observation) is np.ndarray
@@ -141,7 +141,7 @@ class EnvRow:
     def _end_episode(
         self, observation: Any, info: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        """Writes the last observation, and the next episode's first; returns the info."""
+        """Writes the last observation and the next first one; returns the info."""
         self._write(self._final_observation, observation)
         if not self._is_same_step:
             self._needs_reset = True

@@ -106,6 +106,7 @@ class Pool:
         self._sequence = 0
         self._last_fault_text = ""
         self._finished: list[Finished] = []
+        self._last_done: SupervisedWorker | None = None
         self._slab: Slab | None = None
         self._spec: EnvSpec | None = None
         self._specs: dict[int, EnvSpec] = {}  # of the workers that are ready first
@@ -203,16 +204,18 @@ class Pool:
         index = next(b.index for b in self.blocks if call.env_index < b.stop)
         self._submit([call_operation(self._idle_block(index), call)], ticket)
 
-    def collect(self, timeout_seconds: float) -> list[Finished]:
+    def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Finished]:
         """Goes on with all that is due, and returns the operations that have ended.
 
         Args:
-          timeout_seconds: Longest to wait for the first one; 0 does not wait.
+          timeout_seconds: Longest to wait; 0 does not wait.
+          min_finished: How many to wait for. Fewer come back after the timeout, or when
+            no more are in flight.
         """
         if self._is_released:
             raise LocalProtocolError(f"{self!r} can no longer be used")
-        if not self._finished:
-            self._wait(timeout_seconds)
+        if len(self._finished) < min_finished:
+            self._wait(timeout_seconds, min_finished)
         finished, self._finished = self._finished, []
         return finished
 
@@ -304,25 +307,53 @@ class Pool:
 
     # Going on.
 
-    def _wait(self, timeout_seconds: float) -> None:
-        give_up_at = self._clock() + timeout_seconds
+    def _wait(self, timeout_seconds: float, min_finished: int) -> None:
+        now = self._clock()
+        give_up_at = now + timeout_seconds
         was_ready = self.is_ready
         while True:
-            remaining = give_up_at - self._clock()
-            self._advance(max(0.0, remaining))
-            if self._finished or remaining <= 0 or self.is_ready != was_ready:
+            missing = min_finished - len(self._finished)
+            if 1 < missing >= len(self._operations):
+                self._wait_for_last(give_up_at - now, now)
+                self._advance(0.0)
+            else:
+                self._advance(max(0.0, give_up_at - now))
+            if len(self._finished) >= min_finished:
+                return
+            now = self._clock()
+            if now >= give_up_at or self.is_ready != was_ready:
+                return
+            if self._finished and not self._operations:
                 return
             if self.error is not None or self.is_closed:
                 return
 
+    def _wait_for_last(self, timeout_seconds: float, now: float) -> None:
+        """Waits for the worker that is likely to end last, as it did before.
+
+        Who waits for all of them need not be woken by each: the core that it wakes on
+        is one that another worker still needs.
+        """
+        last = self._last_done
+        if (
+            last is not None
+            and not last.is_ending
+            and not any(worker.has_unsent for worker in self._workers)
+            and any(o.block.worker == last.index for o in self._operations.values())
+        ):
+            last.wait(max(0.0, min(timeout_seconds, self._watch_at - now)))
+
     def _advance(self, timeout_seconds: float) -> None:
         """Waits for something to happen, at most so long, and handles it."""
-        until_watch = max(0.0, self._watch_at - self._clock())
-        events = self._selector.select(min(timeout_seconds, until_watch))
+        if timeout_seconds > 0.0:
+            until_watch = max(0.0, self._watch_at - self._clock())
+            timeout_seconds = min(timeout_seconds, until_watch)
+        events = self._selector.select(timeout_seconds)
         now = self._clock()
         for key, _ in events:
-            key.data.read(now)
-            if key.data.is_ending or key.data.process is None:
+            worker = key.data
+            worker.read(now)
+            if worker.is_ending or worker.process is None:
                 self._watch_at = now
         if now >= self._watch_at:
             self._watch(now)
@@ -424,6 +455,7 @@ class Pool:
                     self._incarnations[row] += 1
             self._finish(operation, faults=self._report_lost(operation.block))
         else:
+            self._last_done = worker
             if operation.kind is Kind.STEP:
                 worker.note_step()
             elif operation.is_whole_reset:

@@ -153,6 +153,16 @@ class SupervisedWorker:
         self._beat_at = now
 
     @property
+    def has_unsent(self) -> bool:
+        """Whether something waits until the process has read more."""
+        return self.process is not None and self.process.has_unsent
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Waits until `read` has something to handle."""
+        if self.process is not None:
+            self.process.wait(timeout_seconds)
+
+    @property
     def is_ending(self) -> bool:
         """Whether its process has ended, but its exit status is not known yet."""
         return self.process is not None and self.process.is_at_end

@@ -1,11 +1,13 @@
 """The pool's side of one worker process: start it, talk to it, learn of its end.
 
-Never waits. A process has ended when its socket is at end of file; its exit status
-follows from the launcher.
+Nothing but `wait` waits. A process has ended when its socket is at end of file; its
+exit status follows from the launcher.
 """
 
 from __future__ import annotations
 
+import math
+import select
 import socket
 from collections import deque
 from collections.abc import Sequence
@@ -39,6 +41,8 @@ class WorkerHandle:
         self._outbox: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._handle, self._socket = launcher.launch(self._on_start, self._on_exit)
         self._socket.setblocking(False)
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
 
     def _on_start(self, pid: int) -> None:
         self.pid = pid
@@ -89,6 +93,14 @@ class WorkerHandle:
 
     def send(self, data: bytes, *fds: int) -> None:
         """Sends frames, and descriptors with them, without waiting."""
+        if not self._outbox and not fds:
+            try:
+                sent = self._socket.send(data)
+            except OSError:  # full, or at its end: `flush` tells which
+                sent = 0
+            if sent == len(data):
+                return
+            data = data[sent:]
         self._outbox.append((data, fds))
         self.flush()
 
@@ -129,6 +141,10 @@ class WorkerHandle:
             self._launcher.poll()
             return []
         return self._reader.feed(data)
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Waits until `read` has something."""
+        self._poll.poll(math.ceil(1000 * timeout_seconds))
 
     def poll_exit(self) -> Exit | None:
         """Returns how the process ended, if that is known by now."""

@@ -153,7 +153,7 @@ def _collect_from(lane: Lane, ticket: int, blocks: set[int]) -> list[Finished]:
     collected: list[Finished] = []
     waiting = set(blocks)
     while waiting:
-        finished = lane.collect(_COLLECT_SECONDS)
+        finished = lane.collect(_COLLECT_SECONDS, len(waiting))
         if not finished and not lane.is_busy:
             raise LocalProtocolError(
                 f"{lane.name}: expected results of blocks {sorted(waiting)}; they are "

@@ -88,9 +88,9 @@ class LocalLane:
         """Starts attribute access on one env, as an operation of its block."""
         self._pool.submit_call(call, ticket)
 
-    def collect(self, timeout_seconds: float) -> list[Finished]:
-        """Waits until some operation has ended; returns [] after the timeout."""
-        return self._pool.collect(timeout_seconds)
+    def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Finished]:
+        """Waits until so many operations have ended; see `blocks.Lane`."""
+        return self._pool.collect(timeout_seconds, min_finished)
 
     def fileno(self) -> int:
         """A descriptor that is readable when `collect(0)` may have something."""

@@ -175,8 +175,12 @@ class RemoteLane:
             self._pump()
             self._wake()
 
-    def collect(self, timeout_seconds: float) -> list[Finished]:
-        """Waits until some operation has ended; returns [] after the timeout."""
+    def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Finished]:
+        """Waits until some operation has ended; returns [] after the timeout.
+
+        A server answers all blocks of a submission at once, so that `min_finished` has
+        nothing to save: fewer may come back than asked for.
+        """
         deadline = time.monotonic() + timeout_seconds
         with self._lock:
             while True:

@@ -131,9 +131,9 @@ def gather(pool: Pool, blocks: Iterable[int], seconds: float = 20.0) -> list[Fin
     awaited = set(blocks)
     finished: dict[int, Finished] = {}
     give_up_at = time.monotonic() + seconds
-    while awaited - set(finished):
+    while missing := awaited - set(finished):
         assert time.monotonic() < give_up_at, f"waited {seconds} s for {pool!r}"
-        for outcome in pool.collect(0.2):
+        for outcome in pool.collect(0.2, len(missing)):
             assert outcome.block not in finished
             finished[outcome.block] = outcome
     assert set(finished) == awaited

@@ -424,7 +424,7 @@ def test_a_call_that_was_cut_short_does_not_leak_into_the_next(
     lane = batch.lanes[0]
     with monkeypatch.context() as patch:
 
-        def interrupt(timeout_seconds: float) -> list[Any]:
+        def interrupt(*_: Any) -> list[Any]:
             raise KeyboardInterrupt
 
         patch.setattr(lane, "collect", interrupt)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from envserve.blocks import Call, PoolConfig, Reset
+from envserve.blocks import Call, Finished, PoolConfig, Reset
 from envserve.errors import CallError, EnvserveError, LocalProtocolError
 from envserve.launcher import Launcher
 from envserve.pool import Pool
@@ -73,6 +73,34 @@ def test_only_submitted_blocks_are_stepped(make_pool: PoolMaker) -> None:
     step(pool, 3, blocks=[1, 2])
     assert pool.rows.observation[0][:, 2].tolist() == [0, 1, 1, 0]
     assert pool.rows.reward.tolist() == [0.0, 3.0, 3.0, 0.0]
+
+
+def test_collect_waits_for_as_many_as_asked_or_all_there_are(
+    make_pool: PoolMaker,
+) -> None:
+    pool = make_pool(LEDGER, 3, 3)
+    reset(pool)
+    pool.submit_step([0, 1, 2])
+    assert sorted(outcome.block for outcome in pool.collect(20.0, 3)) == [0, 1, 2]
+    pool.submit_step([2])
+    assert [outcome.block for outcome in pool.collect(20.0, 5)] == [2]
+    assert pool.collect(0.0, 5) == []
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_collect_of_all_returns_what_has_ended_at_the_timeout(
+    make_pool: PoolMaker, slow: int
+) -> None:
+    hang = "time.sleep(600) if action else None"
+    pool = make_pool(SCRIPT, 2, 2, env_kwargs={"step": hang})
+    reset(pool)
+    step(pool, 0)
+    pool.rows.action[0][slow] = 1
+    pool.submit_step([0, 1])
+    finished: list[Finished] = []
+    while not finished:  # each look is short, the first may come too early
+        finished = pool.collect(0.2, 2)
+    assert [outcome.block for outcome in finished] == [1 - slow]
 
 
 def test_some_rows_of_a_block_are_reset_with_their_seeds(make_pool: PoolMaker) -> None:
