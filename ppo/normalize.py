@@ -61,6 +61,14 @@ class RunningMoments:
         self._count = tf.Variable(tf.zeros([], tf.float64), trainable=False)
         self._mean = tf.Variable(tf.zeros(shape, tf.float64), trainable=False)
         self._squares = tf.Variable(tf.zeros(shape, tf.float64), trainable=False)
+        # One graph call; rows may come in any number without a new trace.
+        self._merge = tf.function(
+            self._take_in,
+            input_signature=[
+                tf.TensorSpec([None, *shape], tf.float64),
+                tf.TensorSpec([None], tf.bool),
+            ],
+        )
 
     @property
     def count(self) -> tf.Tensor:
@@ -84,7 +92,10 @@ class RunningMoments:
         return {"count": self._count, "mean": self._mean, "squares": self._squares}
 
     def update(self, values: tf.Tensor, mask: tf.Tensor) -> None:
-        """Take in rows `[N, ...]` where `mask` `[N]` is true."""
+        """Take in rows `[N, ...]`, any numeric dtype, where `mask` `[N]` is true."""
+        self._merge(tf.cast(values, tf.float64), mask)
+
+    def _take_in(self, values: tf.Tensor, mask: tf.Tensor) -> None:
         merged = merge_moments(
             (self._count, self._mean, self._squares), masked_moments(values, mask)
         )
@@ -116,7 +127,7 @@ class ReturnScale:
 
     def __init__(self, num_envs: int, discount: float) -> None:
         self._discount = discount
-        self._running_return = np.zeros(num_envs)
+        self._carried = np.zeros(num_envs)  # discounted, and 0 after an episode's end
         self._moments = RunningMoments(())
 
     @property
@@ -134,13 +145,11 @@ class ReturnScale:
 
     def update(self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray) -> None:
         """Take in a rollout: float `[T, B]`, bool `[T, B]`, bool `[T, B]`."""
-        returns = np.zeros(reward.shape)
-        running_return = self._running_return
-        for step in range(len(reward)):
-            running_return = self._discount * running_return + np.where(
-                valid[step], reward[step], 0.0
-            )
-            returns[step] = running_return
-            running_return = np.where(done[step] | ~valid[step], 0.0, running_return)
-        self._running_return = running_return
+        returns = np.where(valid, reward, 0.0)
+        kept = np.where(done | ~valid, 0.0, self._discount)
+        carried = self._carried
+        for total, share in zip(returns, kept, strict=True):
+            total += carried
+            carried = share * total
+        self._carried = carried
         self._moments.update(tf.reshape(returns, [-1]), tf.reshape(valid, [-1]))
