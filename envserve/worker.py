@@ -36,9 +36,9 @@ from envserve.spec import describe, unflatten
 
 __all__ = ["run"]
 
-#: To wake a core that sleeps takes longer than a light env's step. Only where no other
-#: worker waits for that core.
-_SPIN_SECONDS: Final = 100e-6
+#: To wake a core that sleeps takes longer than a light env's step; a policy thinks for
+#: about as long as this. Only where no other worker waits for that core.
+_SPIN_SECONDS: Final = 400e-6
 
 
 def run(channel: socket.socket, import_error: str = "") -> None:
