@@ -99,6 +99,8 @@ class PoolConfig:
     import_modules: tuple[str, ...] = ()
     autoreset: Autoreset = "same_step"
     infos: Infos = "episode_end"
+    #: Whether each row has a second env that is reset while the first is stepped.
+    spare_envs: bool = False
     #: Longest that one env's step may take; then its worker is killed.
     step_timeout_seconds: float = 30.0
     #: Longest that one env's reset or construction may take.
@@ -113,6 +115,8 @@ class PoolConfig:
             value = getattr(self, name)
             if not isinstance(value, (int, np.integer)):
                 raise TypeError(f"{name}: expected an int; got {value!r}")
+        if not isinstance(self.spare_envs, bool):
+            raise TypeError(f"spare_envs: expected a bool; got {self.spare_envs!r}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"expected a seed in [0, 2**63); got {self.seed}")
         for name in ("num_envs", "num_workers", "num_splits"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["draw_root_seed", "env_seed"]
+__all__ = ["draw_root_seed", "env_seed", "spare_seed"]
 
 MAX_ROOT_SEED = 2**63 - 1
 
@@ -30,4 +30,17 @@ def env_seed(root_seed: int, env_index: int, incarnation: int) -> int:
       An int in [0, 2**32), fit for `gymnasium.Env.reset(seed=...)`.
     """
     sequence = np.random.SeedSequence(root_seed, spawn_key=(env_index, incarnation))
+    return int(sequence.generate_state(1, np.uint32)[0])
+
+
+def spare_seed(seed: int) -> int:
+    """Returns the seed of a row's spare env, whose other env is seeded with `seed`.
+
+    Args:
+      seed: An `env_seed`, or a seed that was given to a reset; not negative.
+
+    Returns:
+      An int in [0, 2**32), fit for `gymnasium.Env.reset(seed=...)`.
+    """
+    sequence = np.random.SeedSequence(seed, spawn_key=(1,))
     return int(sequence.generate_state(1, np.uint32)[0])

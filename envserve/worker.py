@@ -16,6 +16,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -31,10 +32,14 @@ from envserve.reports import (
     error_message,
     printable,
 )
+from envserve.reset_threads import ResetThreads
 from envserve.slab import Slab, Status
-from envserve.spec import describe, unflatten
+from envserve.spare_row import SpareRow
+from envserve.spec import EnvSpec, describe, unflatten
 
 __all__ = ["run"]
+
+_Row = EnvRow | SpareRow
 
 #: To wake a core that sleeps takes longer than a light env's step; a policy thinks for
 #: about as long as this. Only where no other worker waits for that core.
@@ -132,15 +137,11 @@ class _Worker:
         self._build = build
         self._infos_of_all = build["infos"] == "all"
         self._infos_of_ends = build["infos"] == "episode_end"
+        self._threads = (
+            ResetThreads(len(build["incarnations"])) if build["spare_envs"] else None
+        )
         self._envs = {
-            row: EnvRow(
-                row=row,
-                env_index=build["first_env_index"] + row,
-                incarnation=incarnation,
-                name=build["env_name"],
-                kwargs=build["env_kwargs"],
-                root_seed=build["seed"],
-            )
+            row: self._make_row(row, incarnation)
             for row, incarnation in build["incarnations"]
         }
         first, *others = self._envs.values()
@@ -150,13 +151,10 @@ class _Worker:
         self._spec = first.build()
         self._send(pack_frame(Kind.BUILT))
         for env in others:
-            different = self._spec.differences(env.build())
-            if different:
-                raise EnvStartError(
-                    f"Env {env.env_index}: its spaces differ from those of env "
-                    f"{first.env_index}; {'; '.join(different)}"
-                )
-            self._send(pack_frame(Kind.BUILT))
+            self._check_built(env, env.build())
+        for env in self._envs.values():
+            if isinstance(env, SpareRow):
+                self._check_built(env, env.build_spare())
         self._blocks = {
             index: [self._envs[row] for row in range(start, stop)]
             for index, start, stop in build["blocks"]
@@ -168,6 +166,29 @@ class _Worker:
             "action": describe(self._spec.action_space),
         }
         self._send(pack_frame(Kind.READY, payload=codec.encode(spaces)))
+
+    def _make_row(self, row: int, incarnation: int) -> _Row:
+        build = self._build
+        make = partial(
+            EnvRow,
+            row=row,
+            env_index=build["first_env_index"] + row,
+            incarnation=incarnation,
+            name=build["env_name"],
+            kwargs=build["env_kwargs"],
+            root_seed=build["seed"],
+        )
+        return make() if self._threads is None else SpareRow(make, self._threads)
+
+    def _check_built(self, env: _Row, spec: EnvSpec) -> None:
+        different = self._spec.differences(spec)
+        if different:
+            first = next(iter(self._envs.values()))
+            raise EnvStartError(
+                f"Env {env.env_index}: its spaces differ from those of env "
+                f"{first.env_index}; {'; '.join(different)}"
+            )
+        self._send(pack_frame(Kind.BUILT))
 
     def attach(self, fd: int) -> None:
         """Maps the slab."""
@@ -201,6 +222,8 @@ class _Worker:
 
     def close(self) -> None:
         """Closes the envs; one that fails to does not keep the others open."""
+        if self._threads is not None:
+            self._threads.close()
         for env in self._envs.values():
             env.close()
 
@@ -219,7 +242,7 @@ class _Worker:
             return per_leaf[0]
         return [unflatten(space, values) for values in zip(*per_leaf, strict=True)]
 
-    def _step(self, envs: list[EnvRow]) -> bytes:
+    def _step(self, envs: list[_Row]) -> bytes:
         rows, start, stop = self._rows, envs[0].row, envs[-1].row + 1
         rewards: list[float] = []
         ended: list[tuple[int, bool, bool]] = []
@@ -277,7 +300,7 @@ class _Worker:
             )
 
     def _recover_non_finite(
-        self, envs: list[EnvRow], ended_rows: list[int]
+        self, envs: list[_Row], ended_rows: list[int]
     ) -> list[dict[str, Any]]:
         faults = []
         for env in envs:
@@ -290,7 +313,7 @@ class _Worker:
                 faults.append(self._recover(env, error))
         return faults
 
-    def _recover(self, env: EnvRow, error: Exception) -> dict[str, Any]:
+    def _recover(self, env: _Row, error: Exception) -> dict[str, Any]:
         """Rebuilds an env that failed; that this may fail too ends the worker."""
         is_violation = isinstance(error, SpaceViolation)
         text = printable(str(error)) if is_violation else describe_error(error)
@@ -315,7 +338,7 @@ class _Worker:
         rows.truncated[row] = True
         rows.status[row] = Status.ENV_ERROR
 
-    def _reset(self, envs: list[EnvRow], payload: bytes) -> bytes:
+    def _reset(self, envs: list[_Row], payload: bytes) -> bytes:
         request = codec.decode(payload) if payload else {}
         chosen = request.get("rows")
         seeds = request.get("seeds")
@@ -337,7 +360,7 @@ class _Worker:
             rows.status[row] = Status.OK
         return encode_report([], infos, rebuilt)
 
-    def _reset_or_rebuild(self, env: EnvRow, seed: int | None) -> Mapping[str, Any]:
+    def _reset_or_rebuild(self, env: _Row, seed: int | None) -> Mapping[str, Any]:
         """Gives an env whose reset fails one new incarnation, unless it is new."""
         was_fresh = env.is_fresh
         try:

@@ -73,6 +73,7 @@ class WorkerHandle:
             "first_env_index": config.first_env_index,
             "autoreset": config.autoreset,
             "infos": config.infos,
+            "spare_envs": config.spare_envs,
             "blocks": [[block.index, block.start, block.stop] for block in blocks],
             "incarnations": [
                 [row, incarnations[row]]

@@ -26,6 +26,10 @@ class Config:
     env_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments for the env's constructor."""
 
+    spare_envs: bool = False
+    """Whether each row has a second env that is reset while the first is stepped: for
+    envs whose resets are slow. Twice the memory."""
+
     total_steps: int = 1_000_000
     """Env steps to train for. Whole iterations that fit are run, never more."""
 

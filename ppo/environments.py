@@ -42,6 +42,7 @@ def env_maker(
                 num_envs=num_envs,
                 seed=seed,
                 env_kwargs=dict(config.env_kwargs),
+                spare_envs=config.spare_envs,
                 server_lost_after=config.server_lost_after_seconds,
             )
         return BatchEnv.local(
@@ -50,6 +51,7 @@ def env_maker(
             num_workers=min(num_workers or _num_cores(), num_envs),
             seed=seed,
             env_kwargs=dict(config.env_kwargs),
+            spare_envs=config.spare_envs,
             import_modules=tuple(import_modules),
             step_timeout=config.step_timeout_seconds,
             reset_timeout=config.reset_timeout_seconds,

@@ -106,6 +106,7 @@ class BatchEnv:
         import_modules: Sequence[str] = (),
         autoreset: Autoreset = "same_step",
         infos: Infos = "episode_end",
+        spare_envs: bool = False,
         on_fault: OnFault = "truncate",
         step_timeout: float = 30.0,
         reset_timeout: float = 120.0,
@@ -124,6 +125,8 @@ class BatchEnv:
           import_modules: Modules that register own envs when they are imported.
           autoreset: When an ended episode's env is reset, as in Gymnasium.
           infos: Which info dicts to report.
+          spare_envs: Gives each row a second env, which is reset in a thread while the
+            first is stepped, so that no step waits for a slow reset.
           on_fault: What a failed env does besides giving an invalid row.
           step_timeout: Seconds that one env's step may take.
           reset_timeout: Seconds that one env's reset or construction may take.
@@ -142,6 +145,7 @@ class BatchEnv:
             import_modules=tuple(import_modules),
             autoreset=autoreset,
             infos=infos,
+            spare_envs=spare_envs,
             step_timeout_seconds=step_timeout,
             reset_timeout_seconds=reset_timeout,
         )
@@ -160,6 +164,7 @@ class BatchEnv:
         env_kwargs: Mapping[str, Any] | None = None,
         autoreset: Autoreset = "same_step",
         infos: Infos = "episode_end",
+        spare_envs: bool = False,
         on_fault: OnFault = "truncate",
         connect_timeout: float = 10.0,
         start_timeout: float = 300.0,
@@ -176,6 +181,7 @@ class BatchEnv:
           env_kwargs: As for `local`; servers take only names that they allow.
           autoreset: As for `local`.
           infos: As for `local`.
+          spare_envs: As for `local`; they count as envs of the server.
           on_fault: As for `local`.
           connect_timeout: Seconds within which a server must answer at all.
           start_timeout: Seconds until all envs must be built.
@@ -208,6 +214,7 @@ class BatchEnv:
                     env_kwargs=dict(env_kwargs or {}),
                     autoreset=autoreset,
                     infos=infos,
+                    spare_envs=spare_envs,
                 )
                 lanes.append(
                     RemoteLane(

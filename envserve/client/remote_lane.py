@@ -342,6 +342,7 @@ def _attach_of(config: PoolConfig, address: str) -> Attach:
         env_kwargs=config.env_kwargs,
         autoreset=config.autoreset,
         infos=config.infos,
+        spare_envs=config.spare_envs,
     )
     try:
         attach.encode()

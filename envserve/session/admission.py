@@ -108,19 +108,20 @@ def check_claim(
     except UnknownEnv as error:
         raise Refusal(ErrorCode.UNKNOWN_ENV, str(error)) from None
     policy.check_kwargs(attach.env_kwargs)
-    free = policy.total_envs - sum(claim.attach.num_envs for claim in others)
-    if attach.num_envs <= free:
+    free = policy.total_envs - sum(claim.attach.num_hosted for claim in others)
+    if attach.num_hosted <= free:
         return
+    spares = ", half of them spares" if attach.spare_envs else ""
     leases = "; ".join(
-        f"{claim.attach.num_envs} of {claim.attach.env_name} for "
+        f"{claim.attach.num_hosted} of {claim.attach.env_name} for "
         f"{now - claim.since:.0f} s"
         for claim in list(others)[:8]
     )
     raise Refusal(
         ErrorCode.ENVS_BUSY,
-        f"{attach.num_envs} envs asked for, {free} of {policy.total_envs} free "
-        f"(leased: {leases or 'none'}); ask for fewer, or start the server with more "
-        f"--workers or --envs-per-worker",
+        f"{attach.num_hosted} envs asked for{spares}, {free} of {policy.total_envs} "
+        f"free (leased: {leases or 'none'}); ask for fewer, or start the server with "
+        f"more --workers or --envs-per-worker",
     )
 
 
@@ -137,6 +138,7 @@ def pool_config(attach: Attach, policy: Policy) -> PoolConfig:
         import_modules=policy.import_modules,
         autoreset=attach.autoreset,
         infos=attach.infos,
+        spare_envs=attach.spare_envs,
         step_timeout_seconds=policy.step_timeout_seconds,
         reset_timeout_seconds=policy.reset_timeout_seconds,
     )

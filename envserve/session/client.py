@@ -361,6 +361,11 @@ class ClientSession:
             return
         granted = Granted.decode(message.body, self._attach.num_envs)
         self._check_message_size(granted.spec)
+        if self._attach.spare_envs and not granted.spare_envs:
+            raise RemoteProtocolError(
+                "expected envs with spares; got envs without from a server that does "
+                "not know them; update the server, or leave out spare_envs"
+            )
         self._requests.clear()
         self._epoch = granted.epoch
         self._operations = Operations(self._address, granted.spec, granted.blocks)

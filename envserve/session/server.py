@@ -94,7 +94,7 @@ class ServerSession:
     @property
     def free_envs(self) -> int:
         """How many envs can be leased now."""
-        leased = sum(claim.attach.num_envs for claim in self._claims.values())
+        leased = sum(claim.attach.num_hosted for claim in self._claims.values())
         return self._policy.total_envs - leased
 
     @property
@@ -155,6 +155,7 @@ class ServerSession:
             lease_seconds=self._policy.lease_seconds,
             spec=spec,
             blocks=tuple(blocks),
+            spare_envs=claim.attach.spare_envs,
         )
         try:
             claim.granted = granted.encode()

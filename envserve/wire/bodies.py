@@ -123,10 +123,19 @@ class Attach:
     env_kwargs: Mapping[str, Any] = field(default_factory=dict)
     autoreset: Autoreset = "same_step"
     infos: Infos = "episode_end"
+    spare_envs: bool = False
+
+    @property
+    def num_hosted(self) -> int:
+        """How many envs the server has to host."""
+        return 2 * self.num_envs if self.spare_envs else self.num_envs
 
     def encode(self) -> bytes:
         """Returns the body; raises CodecError if env_kwargs cannot be sent."""
-        body = codec.encode({**vars(self), "env_kwargs": dict(self.env_kwargs)})
+        fields = {**vars(self), "env_kwargs": dict(self.env_kwargs)}
+        if not self.spare_envs:  # as from a client that has not heard of them
+            del fields["spare_envs"]
+        body = codec.encode(fields)
         if len(body) > MAX_ATTACH_BYTES:
             raise codec.CodecError(
                 f"expected env_kwargs that encode to less than {MAX_ATTACH_BYTES} "
@@ -147,6 +156,7 @@ class Attach:
             env_kwargs=fields.mapping("env_kwargs"),
             autoreset=fields.choice("autoreset", get_args(Autoreset)),
             infos=fields.choice("infos", get_args(Infos)),
+            spare_envs=fields.boolean("spare_envs", default=False),
         )
 
 

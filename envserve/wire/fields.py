@@ -52,6 +52,13 @@ class Fields:
             self._fail(name, "a number that is not negative", value)
         return float(value)
 
+    def boolean(self, name: str, default: bool) -> bool:
+        """Returns a bool."""
+        value = self._values.get(name, default)
+        if not isinstance(value, bool):
+            self._fail(name, "a bool", value)
+        return value
+
     def text(self, name: str, max_length: int, default: str | None = None) -> str:
         """Returns a str of at most so many characters."""
         value = self._values.get(name, default)

@@ -26,12 +26,14 @@ class Granted:
       lease_seconds: Silence after which the server gives the envs up.
       spec: Spaces of every env.
       blocks: The blocks, which partition the rows.
+      spare_envs: Whether every row has a spare env.
     """
 
     epoch: int
     lease_seconds: float
     spec: EnvSpec
     blocks: tuple[Block, ...]
+    spare_envs: bool = False
 
     def encode(self) -> bytes:
         """Returns the body; raises CodecError if the spaces are too large to send."""
@@ -43,6 +45,7 @@ class Granted:
                 "observation_space": describe(self.spec.observation_space),
                 "action_space": describe(self.spec.action_space),
                 "blocks": [[b.start, b.stop, b.worker, b.split] for b in self.blocks],
+                **({"spare_envs": True} if self.spare_envs else {}),
             }
         )
         if len(body) > MAX_BODY_BYTES:
@@ -69,6 +72,7 @@ class Granted:
             lease_seconds=fields.number("lease_seconds"),
             spec=spec,
             blocks=_read_blocks(fields, num_envs),
+            spare_envs=fields.boolean("spare_envs", default=False),
         )
 
 

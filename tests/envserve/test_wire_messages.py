@@ -65,6 +65,7 @@ ATTACH = Attach(
     env_kwargs={"gravity": 9.8, "sizes": [1, 2]},
     autoreset="next_step",
     infos="all",
+    spare_envs=True,
 )
 BODIES: list[Any] = [
     Hello(client="host:1"),

@@ -50,6 +50,7 @@ class Hosted:
             "first_env_index": 0,
             "autoreset": "same_step",
             "infos": "none",
+            "spare_envs": False,
             "blocks": [[0, 0, rows]],
             "incarnations": [[row, 0] for row in range(rows)],
         }

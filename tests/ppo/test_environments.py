@@ -38,6 +38,7 @@ def test_envs_are_local_by_default(asked: list[tuple[Any, ...]]) -> None:
         "num_workers": 3,
         "seed": 5,
         "env_kwargs": {"sutton_barto_reward": True},
+        "spare_envs": False,
         "import_modules": ("mine",),
         "step_timeout": 7.0,
         "reset_timeout": 120.0,
@@ -51,7 +52,8 @@ def test_there_are_never_more_workers_than_envs(asked: list[tuple[Any, ...]]) ->
 
 
 def test_addresses_lead_to_servers(asked: list[tuple[Any, ...]]) -> None:
-    env_maker(CONFIG, addresses=["tcp://a:1", "tcp://b:1"])(num_envs=8, seed=5)
+    config = CONFIG.replace(spare_envs=True)
+    env_maker(config, addresses=["tcp://a:1", "tcp://b:1"])(num_envs=8, seed=5)
     ((way, arguments, named),) = asked
     assert way == "connect"
     assert arguments == ("CartPole-v1", ["tcp://a:1", "tcp://b:1"])
@@ -60,4 +62,5 @@ def test_addresses_lead_to_servers(asked: list[tuple[Any, ...]]) -> None:
         "seed": 5,
         "server_lost_after": 9.0,
         "env_kwargs": {"sutton_barto_reward": True},
+        "spare_envs": True,
     }

@@ -1,0 +1,211 @@
+"""A row with two envs: while one is stepped, the other is made ready for its turn.
+
+Every reset passes the row on to the other env, which a thread has reset before, and
+has the env that is relieved reset in turn. Which env plays which episode, and on which
+random numbers, follows from what the caller does and never from how long things take.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+
+from envserve.env_row import EnvRow, SpaceViolation
+from envserve.reset_threads import ResetThreads
+from envserve.seeding import spare_seed
+from envserve.slab import Rows
+from envserve.spec import EnvSpec
+
+__all__ = ["SpareRow"]
+
+Array = np.ndarray[Any, Any]
+
+#: The two envs never reset themselves: their row does it.
+_OWN_AUTORESET: Final = "disabled"
+
+
+class SpareRow:
+    """Two envs that take turns in one row. It is used like an `EnvRow`.
+
+    The active env is touched by the caller's thread only. The spare is handed to a
+    thread for its reset, which writes to rows of its own, and taken back by waiting for
+    that: what the reset has raised is raised then, from the env that is active by then.
+
+    Attributes:
+      row: Row of the pool.
+      env_index: Row of the whole batch, from which the seeds follow.
+      incarnation: How often one of the envs, or both with their process, was rebuilt.
+    """
+
+    def __init__(self, make: Callable[[], EnvRow], threads: ResetThreads) -> None:
+        """Only stores; `build` and `build_spare` make the envs.
+
+        Args:
+          make: Returns one of two equal envs, not built yet.
+          threads: Where resets are done.
+        """
+        self._active, self._spare = make(), make()
+        self._threads = threads
+        self.row = self._active.row
+        self.env_index = self._active.env_index
+        self.incarnation = self._active.incarnation
+        self._warming: Future[Mapping[str, Any]] | None = None
+        self._spare_seed: int | None = spare_seed(self.seed)
+        self._is_over = False
+        self._attributes: dict[str, Any] = {}  # those that have been set
+        self._missed_attributes: dict[str, Any] = {}  # while the spare was away
+
+    @property
+    def seed(self) -> int:
+        """Seed of this incarnation."""
+        return self._active.seed
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the active env is new, and has not been reset yet."""
+        return self._active.is_fresh
+
+    def build(self) -> EnvSpec:
+        """Makes the first env."""
+        self._spec = self._active.build()
+        return self._spec
+
+    def build_spare(self) -> EnvSpec:
+        """Makes the second env."""
+        return self._spare.build()
+
+    def rebuild(self) -> None:
+        """Replaces the active env, which has failed; the spare stays as it is."""
+        self._active.incarnation = self.incarnation
+        self._active.rebuild()
+        self.incarnation = self._active.incarnation
+        self._set_attributes(self._active, self._attributes)
+
+    def attach(
+        self, rows: Rows, heartbeat: memoryview, autoreset: str = "same_step"
+    ) -> None:
+        """Sets where to write; see `EnvRow.attach`."""
+        self._rows = rows
+        self._heartbeat = heartbeat
+        self._is_same_step = autoreset == "same_step"
+        self._is_next_step = autoreset == "next_step"
+        self._warm_rows = Rows.allocate(self._spec, 1)
+        heartbeat_of_none: Array = np.zeros(2, np.int64)
+        self._warm_heartbeat = memoryview(heartbeat_of_none)
+        self._active.attach(rows, heartbeat, _OWN_AUTORESET)
+
+    def step(self, action: Any) -> tuple[float, bool, bool, Mapping[str, Any]]:
+        """Steps the active env; see `EnvRow.step`."""
+        if self._is_over and self._is_next_step:
+            return 0.0, False, False, self.reset(None)
+        reward, terminated, truncated, info = self._active.step(action)
+        if not (terminated or truncated):
+            return reward, terminated, truncated, info
+        self._is_over = True
+        if self._is_same_step:
+            # Looked at now, while it is known whose it is.
+            if not math.isfinite(reward):
+                raise SpaceViolation(f"expected a finite reward; got {reward}")
+            self._active.check_finite(final=True)
+            reset_info = self.reset(None)
+            if reset_info:
+                info = {**info, "reset_info": reset_info}
+        return reward, terminated, truncated, info
+
+    def reset(self, seed: int | None) -> Mapping[str, Any]:
+        """Begins an episode, writes its first observation, and returns the info.
+
+        Args:
+          seed: Seeds both envs anew; what has been made ready is dropped. By default
+            the spare's turn comes, unless the active env is fresh.
+        """
+        self._is_over = False
+        if seed is None and not self.is_fresh:
+            info = self._take_turns()
+        else:
+            if seed is not None:
+                if self._warming is not None:
+                    self._take_spare(self._warming)
+                self._spare_seed = spare_seed(seed)
+            info = self._active.reset(seed)
+        if self._warming is None:
+            self._warm_spare()
+        return info
+
+    def call(self, kind: str, name: str, arguments: list[Any]) -> Any:
+        """Calls, gets or sets an attribute of the active env; sets it on both.
+
+        What the spare has been made ready with is then out of date: it will be reset
+        once more when its turn comes.
+        """
+        if kind != "set":
+            return self._active.call(kind, name, arguments)
+        value = copy.deepcopy(arguments[0])
+        self._active.call("set", name, arguments)
+        self._attributes[name] = value
+        if self._warming is None:
+            self._set_attributes(self._spare, {name: value})
+        else:
+            self._missed_attributes[name] = value
+
+    def close(self) -> None:
+        """Closes both envs, except one that a thread has not given back."""
+        self._active.close()
+        if self._warming is None or self._warming.done():
+            self._spare.close()
+
+    def check_finite(self, *, final: bool = False) -> None:
+        """Raises SpaceViolation for NaN or infinity; see `EnvRow.check_finite`."""
+        self._active.check_finite(final=final)
+
+    def _take_turns(self) -> Mapping[str, Any]:
+        """Begins the episode that the spare has been made ready for."""
+        assert self._warming is not None, "it begins with the first reset of the row"
+        is_stale = bool(self._missed_attributes)
+        info = self._take_spare(self._warming)
+        if is_stale:
+            return self._active.reset(None)
+        for target, warm in zip(
+            self._rows.observation, self._warm_rows.observation, strict=True
+        ):
+            target[self.row] = warm[0]
+        return info
+
+    def _take_spare(self, warming: Future[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Makes the spare the active env, once its reset is done; returns the info.
+
+        Raises:
+          Exception: Whatever that reset has raised. The env is active nevertheless, and
+            is to be rebuilt.
+        """
+        self._warming = None
+        self._active, self._spare = self._spare, self._active
+        missed, self._missed_attributes = self._missed_attributes, {}
+        self._heartbeat[0] += 1
+        if not warming.done():
+            self._heartbeat[1] = 1
+        try:
+            info = warming.result()
+        finally:
+            self._active.row = self.row
+            self._active.attach(self._rows, self._heartbeat, _OWN_AUTORESET)
+        self._heartbeat[1] = 0
+        self._set_attributes(self._active, missed)
+        return info
+
+    def _warm_spare(self) -> None:
+        """Hands the spare to a thread, which resets it."""
+        self._spare.row = 0
+        self._spare.attach(self._warm_rows, self._warm_heartbeat, _OWN_AUTORESET)
+        seed, self._spare_seed = self._spare_seed, None
+        self._warming = self._threads.start(partial(self._spare.reset, seed))
+
+    def _set_attributes(self, env: EnvRow, attributes: Mapping[str, Any]) -> None:
+        for name, value in attributes.items():
+            env.call("set", name, [copy.deepcopy(value)])
