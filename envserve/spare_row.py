@@ -14,8 +14,6 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final
 
-import numpy as np
-
 from envserve.env_row import EnvRow, SpaceViolation
 from envserve.reset_threads import ResetThreads
 from envserve.seeding import spare_seed
@@ -23,8 +21,6 @@ from envserve.slab import Rows
 from envserve.spec import EnvSpec
 
 __all__ = ["SpareRow"]
-
-Array = np.ndarray[Any, Any]
 
 #: The two envs never reset themselves: their row does it.
 _OWN_AUTORESET: Final = "disabled"
@@ -96,8 +92,7 @@ class SpareRow:
         self._is_same_step = autoreset == "same_step"
         self._is_next_step = autoreset == "next_step"
         self._warm_rows = Rows.allocate(self._spec, 1)
-        heartbeat_of_none: Array = np.zeros(2, np.int64)
-        self._warm_heartbeat = memoryview(heartbeat_of_none)
+        self._warm_heartbeat = memoryview(bytearray(16)).cast("q")  # nobody's
         self._active.attach(rows, heartbeat, _OWN_AUTORESET)
 
     def step(self, action: Any) -> tuple[float, bool, bool, Mapping[str, Any]]:

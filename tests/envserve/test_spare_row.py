@@ -1,0 +1,450 @@
+"""Two envs that take turns: whose turn it is, with which seed, and after a fault."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gymnasium
+import pytest
+
+from envserve.env_row import EnvRow, SpaceViolation
+from envserve.reset_threads import ResetThreads
+from envserve.seeding import env_seed, spare_seed
+from envserve.slab import Rows
+from envserve.spare_row import SpareRow
+from envserve.testing import LedgerEnv
+
+SEED = env_seed(0, 3, 0)
+WAIT = 10.0
+
+WaitUntil = Callable[[Callable[[], bool]], None]
+
+
+class ProbeEnv(LedgerEnv):
+    """A ledger whose resets wait at a gate, and that notices two threads at once.
+
+    `gates` has one per reset, counted over this env's life; there is none by default.
+    """
+
+    made: list[ProbeEnv]
+
+    def __init__(self, length: int = 2) -> None:
+        super().__init__(length)
+        self.index = len(ProbeEnv.made)
+        ProbeEnv.made.append(self)
+        self.gates: dict[int, threading.Event] = {}
+        self.entered = threading.Event()
+        self.reset_by: list[int] = []
+        self.difficulties: list[Any] = []
+        self.faults: dict[int, BaseException | str] = {}
+        self.closed = 0
+        self._busy = threading.Lock()
+
+    def reset(self, **options: Any) -> Any:
+        with self._alone():
+            count = len(self.reset_by)
+            self.reset_by.append(threading.get_ident())
+            self.entered.set()
+            if count in self.gates:
+                assert self.gates[count].wait(WAIT)
+            self.difficulties.append(self.difficulty)
+            fault = self.faults.get(count)
+            if isinstance(fault, BaseException):
+                raise fault
+            observation, info = super().reset(**options)
+            if fault == "wrong_shape":
+                observation = observation[:2]
+            return observation, {**info, "env": self.index}
+
+    def step(self, action: Any) -> Any:
+        with self._alone():
+            observation, reward, terminated, truncated, info = super().step(action)
+            if "step" in self.faults.values() and action == 666:
+                raise RuntimeError("the simulator lost its balance")
+            if action == 667:
+                reward = float("inf")
+            return observation, reward, terminated, truncated, info
+
+    def close(self) -> None:
+        self.closed += 1
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise AssertionError("two threads in one env")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+
+class Bench:
+    """A row of three before it, its threads, and where it writes."""
+
+    def __init__(self, autoreset: str = "same_step", length: int = 2) -> None:
+        self.threads = ResetThreads(4)
+
+        def make() -> EnvRow:
+            return EnvRow(
+                row=3,
+                env_index=3,
+                incarnation=0,
+                name="Probe-v0",
+                kwargs={"length": length},
+                root_seed=0,
+            )
+
+        self.row = SpareRow(make, self.threads)
+        spec = self.row.build()
+        self.row.build_spare()
+        self.envs = ProbeEnv.made
+        self.rows = Rows.allocate(spec, 4)
+        self.beats = memoryview(bytearray(16)).cast("q")
+        self.row.attach(self.rows, self.beats, autoreset)
+
+    def reset(self, seed: int | None = None) -> list[int]:
+        self.row.reset(seed)
+        return self.observed()
+
+    def observed(self) -> list[int]:
+        """Seed, episode and step that the row shows."""
+        seen: list[int] = self.rows.observation[0][3, :3].tolist()
+        return seen
+
+    def play(self, action: int = 1) -> list[int]:
+        """Plays an episode of two steps; returns what the next one begins with."""
+        assert self.row.step(action)[1:3] == (False, False)
+        _, terminated, truncated, _ = self.row.step(action)
+        assert terminated is not truncated
+        return self.observed()
+
+
+@pytest.fixture(autouse=True)
+def probe_env() -> Iterator[None]:
+    ProbeEnv.made = []
+    gymnasium.register("Probe-v0", lambda **kwargs: ProbeEnv(**kwargs))
+    yield
+    del gymnasium.registry["Probe-v0"]
+
+
+@pytest.fixture
+def bench() -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def make(**options: Any) -> Bench:
+        made.append(Bench(**options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for env in each.envs:
+            for gate in env.gates.values():
+                gate.set()
+        each.threads.close()
+
+
+Make = Callable[..., Bench]
+
+
+# Turns and seeds.
+
+
+def test_the_two_envs_take_turns_each_with_its_own_seed(bench: Make) -> None:
+    table = bench()
+    seen = [table.reset(), *(table.play() for _ in range(4))]
+    spare = spare_seed(SEED)
+    assert seen == [
+        [SEED, 0, 0],
+        [spare, 0, 0],
+        [SEED, 1, 0],
+        [spare, 1, 0],
+        [SEED, 2, 0],
+    ]
+
+
+def test_only_the_very_first_reset_is_done_by_the_caller(bench: Make) -> None:
+    table = bench()
+    table.reset()
+    for _ in range(6):
+        table.play()
+    table.threads.close()
+    here = threading.get_ident()
+    first, second = (env.reset_by for env in table.envs)
+    assert first[0] == here
+    assert here not in [*first[1:], *second]
+
+
+def test_final_observation_and_infos_are_those_of_the_episode_that_ended(
+    bench: Make,
+) -> None:
+    table = bench()
+    table.reset()
+    table.row.step(5)
+    reward, terminated, truncated, info = table.row.step(6)
+    assert (reward, terminated, truncated) == (6.0, True, False)
+    assert table.rows.final_observation[0][3, :3].tolist() == [SEED, 0, 2]
+    assert info["step"] == 2
+    assert info["reset_info"] == {"reset_of_episode": 0, "env": 1}
+
+
+def test_a_step_does_not_wait_for_the_env_that_is_relieved(
+    bench: Make, wait_until: WaitUntil
+) -> None:
+    table = bench()
+    first = table.envs[0]
+    first.gates[1] = threading.Event()
+    table.reset()
+    assert table.play() == [spare_seed(SEED), 0, 0]
+    wait_until(lambda: len(first.reset_by) == 2)
+    table.row.step(1)
+    assert first.difficulties == [1], "its second reset has not ended"
+
+
+def test_a_step_that_needs_the_spare_waits_and_says_that_it_may_take_long(
+    bench: Make, wait_until: WaitUntil
+) -> None:
+    table = bench()
+    gate = table.envs[1].gates[0] = threading.Event()
+    table.reset()
+    table.row.step(1)
+    assert table.beats[1] == 0
+    beats = table.beats[0]
+    seen: list[Any] = []
+    stepping = threading.Thread(target=lambda: seen.append(table.row.step(1)))
+    stepping.start()
+    wait_until(lambda: table.beats[1] == 1)
+    assert not seen
+    assert table.beats[0] == beats + 2, "the step, and the reset that it waits for"
+    gate.set()
+    stepping.join(WAIT)
+    assert seen[0][1] is True
+    assert table.beats[1] == 0
+    assert table.observed() == [spare_seed(SEED), 0, 0]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_being_ready_early_or_late_decides_nothing(
+    bench: Make, wait_until: WaitUntil, is_late: bool
+) -> None:
+    table = bench()
+    for env in table.envs:
+        env.gates = {index: threading.Event() for index in range(4)}
+    table.envs[0].gates[0].set()
+
+    def open_gate(gate: threading.Event) -> None:
+        wait_until(lambda: not is_late or bool(table.beats[1]))
+        gate.set()
+
+    seen = [table.reset()]
+    for turn in range(1, 8):
+        env, count = table.envs[turn % 2], turn // 2
+        helper = threading.Thread(target=open_gate, args=(env.gates[count],))
+        helper.start()
+        if not is_late:
+            wait_until(lambda env=env, count=count: len(env.difficulties) > count)  # type: ignore[misc]
+        seen.append(table.play(turn))
+        helper.join(WAIT)
+    spare = spare_seed(SEED)
+    assert seen == [[(SEED, spare)[turn % 2], turn // 2, 0] for turn in range(8)]
+
+
+def test_a_reset_without_a_seed_takes_what_is_ready(bench: Make) -> None:
+    table = bench()
+    table.reset()
+    table.row.step(1)
+    assert table.reset() == [spare_seed(SEED), 0, 0]
+    assert table.reset() == [SEED, 1, 0]
+    assert table.reset() == [spare_seed(SEED), 1, 0]
+
+
+def test_a_given_seed_seeds_both_and_drops_what_was_ready(bench: Make) -> None:
+    table = bench()
+    table.reset()
+    table.play()
+    for _ in range(2):
+        seen = [table.reset(42), table.play(), table.play(), table.play()]
+        spare = spare_seed(42)
+        assert seen == [[42, 0, 0], [spare, 0, 0], [42, 1, 0], [spare, 1, 0]]
+
+
+def test_a_given_seed_of_the_first_reset_replaces_the_rows_own(bench: Make) -> None:
+    table = bench()
+    assert [table.reset(7), table.play()] == [[7, 0, 0], [spare_seed(7), 0, 0]]
+
+
+def test_next_step_autoreset_takes_turns_in_the_step_after_the_last(
+    bench: Make,
+) -> None:
+    table = bench(autoreset="next_step")
+    table.reset()
+    assert table.play() == [SEED, 0, 2]
+    reward, terminated, truncated, info = table.row.step(9)
+    assert (reward, terminated, truncated) == (0.0, False, False)
+    assert info == {"reset_of_episode": 0, "env": 1}
+    assert table.observed() == [spare_seed(SEED), 0, 0]
+    table.row.step(9)
+    assert table.observed() == [spare_seed(SEED), 0, 1]
+
+
+def test_without_autoreset_the_spare_waits_for_the_reset(bench: Make) -> None:
+    table = bench(autoreset="disabled")
+    table.reset()
+    assert table.play() == [SEED, 0, 2]
+    assert table.reset() == [spare_seed(SEED), 0, 0]
+
+
+def test_no_env_is_ever_in_two_threads(bench: Make) -> None:
+    table = bench(length=1)
+    table.reset()
+    for turn in range(500):
+        if turn % 50 == 7:
+            table.row.reset(turn)
+        if turn % 20 == 3:
+            table.row.call("set", "difficulty", [turn])
+        table.row.step(1)  # the envs raise if it happens
+    assert table.row.incarnation == 0
+
+
+# Attributes.
+
+
+def test_an_attribute_is_set_on_both_envs_and_got_from_the_active_one(
+    bench: Make,
+) -> None:
+    table = bench()
+    table.row.call("set", "difficulty", [[4]])
+    table.reset()
+    assert table.row.call("get", "difficulty", []) == [4]
+    table.play()
+    assert table.row.call("get", "difficulty", []) == [4]
+    assert table.row.call("call", "echo", [1]) == [1]
+    first, second = (env.unwrapped.difficulty for env in table.envs)  # type: ignore[attr-defined]
+    assert first is not second, "a value that one changes must not change the other's"
+
+
+def test_an_episode_never_begins_from_a_reset_before_the_last_set(
+    bench: Make, wait_until: WaitUntil
+) -> None:
+    table = bench()
+    table.reset()
+    for difficulty in (5, 6):
+        table.row.call("set", "difficulty", [difficulty - 3])
+        table.row.call("set", "difficulty", [difficulty])
+        table.play()
+        active = table.envs[1 if difficulty == 5 else 0]
+        assert active.difficulties[-1] == difficulty
+        assert table.row.call("get", "difficulty", []) == difficulty
+    # Each has been reset once in vain, before the set that followed.
+    wait_until(lambda: table.envs[1].difficulties == [1, 5, 6])
+    assert table.envs[0].difficulties == [1, 5, 6]
+
+
+def test_setting_does_not_wait_for_the_spare(bench: Make) -> None:
+    table = bench()
+    table.envs[1].gates[0] = threading.Event()
+    table.reset()
+    table.row.call("set", "difficulty", [8])
+    assert table.envs[1].difficulties == []
+    table.envs[1].gates[0].set()
+    table.play()
+    assert table.envs[1].difficulties == [1, 8]
+
+
+def test_an_attribute_survives_the_rebuilding_of_its_env(bench: Make) -> None:
+    table = bench()
+    table.reset()
+    table.row.call("set", "difficulty", [3])
+    table.row.rebuild()
+    table.reset()
+    assert table.envs[2].difficulties == [3]
+
+
+def test_a_set_that_fails_reaches_neither(bench: Make) -> None:
+    table = bench()
+    with pytest.raises(AttributeError):
+        table.row.call("set", "np_random_seed", [3])
+    table.row.rebuild()  # sets all that has been set
+
+
+# Faults.
+
+
+def test_what_a_reset_raises_shows_when_the_row_needs_it_and_not_before(
+    bench: Make,
+) -> None:
+    table = bench()
+    table.envs[1].faults[0] = RuntimeError("no level to load")
+    table.reset()
+    table.row.step(1)
+    with pytest.raises(RuntimeError, match="no level to load"):
+        table.row.step(1)
+    table.row.rebuild()
+    assert table.row.incarnation == 1
+    assert table.envs[1].closed == 1
+    assert table.reset() == [env_seed(0, 3, 1), 0, 0]
+    assert table.play() == [SEED, 1, 0], "the other env has lost nothing"
+    assert table.play() == [env_seed(0, 3, 1), 1, 0]
+
+
+def test_a_violation_in_the_reset_of_a_spare_is_one_of_the_row(bench: Make) -> None:
+    table = bench()
+    table.envs[1].faults[0] = "wrong_shape"
+    table.reset()
+    table.row.step(1)
+    with pytest.raises(SpaceViolation, match=r"expected observation int64\[4\]"):
+        table.row.step(1)
+
+
+def test_what_was_dropped_for_a_seed_does_not_hide_its_fault(bench: Make) -> None:
+    table = bench()
+    table.envs[1].faults[0] = RuntimeError("no level to load")
+    table.reset()
+    with pytest.raises(RuntimeError, match="no level to load"):
+        table.reset(5)
+    table.row.rebuild()
+    assert table.envs[1].closed == 1
+    assert [table.reset(5), table.play()] == [[5, 0, 0], [spare_seed(5), 0, 0]]
+
+
+def test_a_step_that_fails_costs_the_active_env_alone(bench: Make) -> None:
+    table = bench()
+    table.envs[0].faults[9] = "step"
+    table.reset()
+    with pytest.raises(RuntimeError, match="lost its balance"):
+        table.row.step(666)
+    table.row.rebuild()
+    assert [env.closed for env in table.envs] == [1, 0, 0]
+    assert table.reset() == [env_seed(0, 3, 1), 0, 0]
+    assert table.play() == [spare_seed(SEED), 0, 0]
+
+
+def test_a_bad_reward_at_the_end_is_laid_to_the_env_that_gave_it(bench: Make) -> None:
+    table = bench()
+    table.reset()
+    table.row.step(1)
+    with pytest.raises(SpaceViolation, match="expected a finite reward; got inf"):
+        table.row.step(667)
+    table.row.rebuild()
+    assert [env.closed for env in table.envs] == [1, 0, 0]
+
+
+# The end.
+
+
+def test_both_envs_are_closed_but_not_one_that_is_away(bench: Make) -> None:
+    idle = bench()
+    idle.reset()
+    idle.threads.close()
+    idle.row.close()
+    assert [env.closed for env in idle.envs] == [1, 1]
+
+    ProbeEnv.made = []
+    away = bench()
+    away.envs[1].gates[0] = threading.Event()
+    away.reset()
+    assert away.envs[1].entered.wait(WAIT)
+    away.row.close()
+    assert [env.closed for env in away.envs] == [1, 0]
