@@ -62,6 +62,26 @@ def test_one_seed_gives_the_same_rows_wherever_the_envs_run(
     assert digests["1 worker"][1] >= NUM_ENVS, "no run crossed the end of an episode"
 
 
+def test_one_seed_gives_the_same_rows_with_spare_envs_wherever_they_run(
+    start_server: StartServer,
+) -> None:
+    env_name, options = "CartPole-v1", {"seed": 5, "spare_envs": True}
+    batches: dict[str, Callable[[], BatchEnv]] = {
+        "1 worker": lambda: BatchEnv.local(env_name, NUM_ENVS, 1, **options),
+        "16 workers": lambda: BatchEnv.local(env_name, NUM_ENVS, 16, **options),
+        "2 splits": lambda: BatchEnv.local(
+            env_name, NUM_ENVS, 2, num_splits=2, **options
+        ),
+        "two servers of 8": lambda: BatchEnv.connect(
+            env_name, [start_server(), start_server()], NUM_ENVS, **options
+        ),
+    }
+    digests = {where: digest_of_a_run(make()) for where, make in batches.items()}
+    assert len(set(digests.values())) == 1, digests
+    without = digest_of_a_run(BatchEnv.local(env_name, NUM_ENVS, 1, seed=5))
+    assert digests["1 worker"] != without
+
+
 def test_another_seed_gives_other_rows() -> None:
     observations = []
     for seed in (0, 1):

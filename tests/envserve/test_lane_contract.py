@@ -17,7 +17,7 @@ from envserve.errors import (
     LocalProtocolError,
     UnknownEnv,
 )
-from envserve.seeding import env_seed
+from envserve.seeding import env_seed, spare_seed
 from envserve.spec import flatten, spaces_equal
 from envserve.testing import SPACES, ledger_hash
 
@@ -26,6 +26,9 @@ from .conftest import MakeBatch
 LEDGER = "envserve/Ledger-v0"
 ECHO = "envserve/Echo-v0"
 FAULTY = "envserve/Faulty-v0"
+
+#: What holds whether or not each row has a spare env.
+either = pytest.mark.parametrize("spare_envs", [False, True], ids=["", "spares"])
 
 
 def zeros(batch: BatchEnv) -> np.ndarray[Any, Any]:
@@ -237,11 +240,80 @@ def test_step_before_the_first_reset_is_refused(make_batch: MakeBatch) -> None:
         batch.step(zeros(batch))
 
 
+# Spare envs.
+
+
+@pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
+def test_the_two_envs_of_a_row_play_in_turns(
+    make_batch: MakeBatch, random_generator: np.random.Generator, autoreset: str
+) -> None:
+    batch = make_batch(
+        LEDGER,
+        5,
+        2,
+        seed=3,
+        env_kwargs={"length": 3},
+        autoreset=autoreset,
+        spare_envs=True,
+    )
+    own = [env_seed(3, row, 0) for row in range(5)]
+    seeds = np.array([own, [spare_seed(seed) for seed in own]])
+    hashes = np.zeros((2, 5), object)
+    assert batch.reset()[:, 0].tolist() == own
+    for episode in range(6):
+        env = episode % 2
+        for _ in range(3):
+            actions = random_generator.integers(0, 1000, 5)
+            result = batch.step(actions)
+            np.testing.assert_array_equal(result.reward, actions)
+            for row, action in enumerate(actions):
+                hashes[env, row] = ledger_hash(hashes[env, row], int(action))
+            ended = (result.terminated | result.truncated)[:, None]
+            last = np.where(ended, result.final_observation, result.observation)
+            assert last[:, 3].tolist() == list(hashes[env])
+            assert last[:, 0].tolist() == seeds[env].tolist()
+            assert (last[:, 1] == episode // 2).all()
+        assert ended.all()
+        first = result.observation
+        if autoreset == "next_step":
+            first = batch.step(np.full(5, 9)).observation
+        assert first[:, 0].tolist() == seeds[1 - env].tolist()
+        assert (first[:, 2] == 0).all()
+
+
+def test_seeds_that_are_given_seed_the_spares_as_well(make_batch: MakeBatch) -> None:
+    batch = make_batch(LEDGER, 3, 2, env_kwargs={"length": 1}, spare_envs=True)
+    batch.reset()
+    batch.step(zeros(batch))
+    assert batch.reset([2, 0], seeds=[8, 9])[:, 0].tolist() == [8, 9]
+    for expected in ([spare_seed(9), spare_seed(8)], [9, 8]):
+        result = batch.step(zeros(batch))
+        assert result.observation[[0, 2], 0].tolist() == expected
+
+
+def test_what_is_set_holds_for_the_episodes_that_begin_after_it(
+    make_batch: MakeBatch,
+) -> None:
+    batch = make_batch(LEDGER, 2, 1, env_kwargs={"length": 1}, spare_envs=True)
+    batch.reset()
+    for _ in range(2):
+        batch.set_attr("difficulty", [4, 5])
+        batch.step(zeros(batch))
+        assert batch.get_attr("difficulty") == [4, 5]
+        batch.step(zeros(batch))
+        assert batch.get_attr("difficulty") == [4, 5]
+
+
 # Attributes.
 
 
-def test_attributes_are_called_read_and_set(make_batch: MakeBatch) -> None:
-    batch = make_batch(LEDGER, 3, 2, env_kwargs={"render_mode": "rgb_array"})
+@either
+def test_attributes_are_called_read_and_set(
+    make_batch: MakeBatch, spare_envs: bool
+) -> None:
+    batch = make_batch(
+        LEDGER, 3, 2, env_kwargs={"render_mode": "rgb_array"}, spare_envs=spare_envs
+    )
     batch.reset()
     assert batch.get_attr("render_mode") == ["rgb_array"] * 3
     assert batch.get_attr("difficulty") == [1, 1, 1]
@@ -288,10 +360,11 @@ def test_an_env_index_out_of_range_is_an_error(make_batch: MakeBatch) -> None:
 
 
 @pytest.mark.parametrize("fault", ["exit", "segfault", "kill"])
+@either
 def test_a_worker_that_dies_costs_its_rows_one_invalid_transition(
-    make_batch: MakeBatch, fault: str
+    make_batch: MakeBatch, spare_envs: bool, fault: str
 ) -> None:
-    batch = make_batch(FAULTY, 4, 2, env_kwargs={"fault": fault})
+    batch = make_batch(FAULTY, 4, 2, env_kwargs={"fault": fault}, spare_envs=spare_envs)
     batch.reset()
     batch.step(zeros(batch))
     lost = batch.step(failing(batch, 1))
@@ -305,8 +378,13 @@ def test_a_worker_that_dies_costs_its_rows_one_invalid_transition(
     assert again.observation[:, 0].tolist() == [1, 1, 3, 3]
 
 
-def test_an_env_that_raises_costs_its_row_alone(make_batch: MakeBatch) -> None:
-    batch = make_batch(FAULTY, 4, 2, env_kwargs={"fault": "raise"})
+@either
+def test_an_env_that_raises_costs_its_row_alone(
+    make_batch: MakeBatch, spare_envs: bool
+) -> None:
+    batch = make_batch(
+        FAULTY, 4, 2, env_kwargs={"fault": "raise"}, spare_envs=spare_envs
+    )
     batch.reset()
     lost = batch.step(failing(batch, 1))
     assert lost.valid.tolist() == [True, False, True, True]
@@ -319,8 +397,18 @@ def test_an_env_that_raises_costs_its_row_alone(make_batch: MakeBatch) -> None:
     assert again.observation[:, 0].tolist() == [2, 1, 2, 2]
 
 
-def test_an_env_that_raises_can_raise_here(make_batch: MakeBatch) -> None:
-    batch = make_batch(FAULTY, 2, 1, env_kwargs={"fault": "raise"}, on_fault="raise")
+@either
+def test_an_env_that_raises_can_raise_here(
+    make_batch: MakeBatch, spare_envs: bool
+) -> None:
+    batch = make_batch(
+        FAULTY,
+        2,
+        1,
+        env_kwargs={"fault": "raise"},
+        on_fault="raise",
+        spare_envs=spare_envs,
+    )
     batch.reset()
     with pytest.raises(EnvError, match="the simulator lost its balance") as caught:
         batch.step(failing(batch, 1))
@@ -341,10 +429,11 @@ def test_an_env_that_raises_can_raise_here(make_batch: MakeBatch) -> None:
         ("wrong_dtype", r"Env 1 \(.+\): expected .* float32\[3\]; got float64\[3\]"),
     ],
 )
+@either
 def test_an_env_that_breaks_its_spaces_is_an_error_and_the_batch_goes_on(
-    make_batch: MakeBatch, fault: str, message: str
+    make_batch: MakeBatch, spare_envs: bool, fault: str, message: str
 ) -> None:
-    batch = make_batch(FAULTY, 3, 2, env_kwargs={"fault": fault})
+    batch = make_batch(FAULTY, 3, 2, env_kwargs={"fault": fault}, spare_envs=spare_envs)
     batch.reset()
     with pytest.raises(EnvError, match=message):
         batch.step(failing(batch, 1))
@@ -416,10 +505,11 @@ def test_an_unknown_env_is_an_error_with_near_matches(make_batch: MakeBatch) -> 
         make_batch("CartPol-v1", 2)
 
 
+@either
 def test_a_call_that_was_cut_short_does_not_leak_into_the_next(
-    make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+    make_batch: MakeBatch, spare_envs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = make_batch(LEDGER, 3, 2)
+    batch = make_batch(LEDGER, 3, 2, spare_envs=spare_envs)
     batch.reset()
     lane = batch.lanes[0]
     with monkeypatch.context() as patch:

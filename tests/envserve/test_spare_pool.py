@@ -1,0 +1,189 @@
+"""Pools whose rows have spare envs: faults and hangs where nobody is looking."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from envserve.launcher import Launcher
+from envserve.pool import Pool
+from envserve.seeding import env_seed, spare_seed
+from envserve.slab import Status
+
+from .pool_driver import (
+    LEDGER,
+    SCRIPT,
+    SEED,
+    PoolMaker,
+    call,
+    kill,
+    odd_launcher,
+    reset,
+    step,
+)
+
+IN_BACKGROUND = "import threading\nif threading.current_thread().name != 'MainThread'"
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    with odd_launcher(tmp_path_factory.mktemp("modules")) as launcher:
+        yield launcher
+
+
+@pytest.fixture
+def make_pool(launcher: Launcher) -> Iterator[PoolMaker]:
+    maker = PoolMaker(launcher)
+    yield maker
+    maker.close()
+
+
+def once_in_background(folder: Path, script: str) -> dict[str, str]:
+    """Has the first reset that a thread does in row 0 do something else as well."""
+    mark = str(folder / "mark")
+    own = env_seed(SEED, 0, 0)
+    return {
+        "reset": f"{IN_BACKGROUND} and seed == {spare_seed(own)} "
+        f"and not os.path.exists({mark!r}):\n open({mark!r}, 'w').close(); {script}"
+    }
+
+
+def seeds(pool: Pool) -> list[int]:
+    observed: list[int] = pool.rows.observation[0][:, 0].tolist()
+    return observed
+
+
+def test_a_reset_that_failed_in_the_background_costs_its_own_row_one_transition(
+    make_pool: PoolMaker, tmp_path: Path
+) -> None:
+    raises = once_in_background(tmp_path, "raise RuntimeError('no level to load')")
+    pool = make_pool(SCRIPT, 2, 1, env_kwargs=raises, spare_envs=True)
+    assert not reset(pool)[0].faults
+    (outcome,) = step(pool, 0)
+    (fault,) = outcome.faults
+    assert (fault.env_index, fault.status) == (0, Status.ENV_ERROR)
+    assert "Traceback" in fault.text
+    assert fault.text.endswith("RuntimeError: no level to load\n")
+    own = [env_seed(SEED, row, 0) for row in range(2)]
+    assert seeds(pool) == [env_seed(SEED, 0, 1), spare_seed(own[1])]
+    for expected in (own, [env_seed(SEED, 0, 1), spare_seed(own[1])]):
+        assert not step(pool, 0)[0].faults
+        assert seeds(pool) == expected
+
+
+def test_a_reset_that_hangs_in_the_background_is_killed_when_its_row_has_waited(
+    make_pool: PoolMaker, tmp_path: Path
+) -> None:
+    hangs = once_in_background(tmp_path, "time.sleep(60)")
+    pool = make_pool(
+        SCRIPT,
+        2,
+        2,
+        env_kwargs=hangs,
+        spare_envs=True,
+        step_timeout_seconds=0.1,
+        reset_timeout_seconds=0.4,
+    )
+    assert not any(outcome.faults for outcome in reset(pool))
+    began = time.monotonic()
+    mine, others = step(pool, 0)
+    assert 0.4 <= time.monotonic() - began < 2.5
+    (fault,) = mine.faults
+    assert fault.status is Status.TIMEOUT
+    assert "a reset or call timed out after 0.4 s; raise reset_timeout" in fault.text
+    assert not others.faults
+    assert not any(outcome.faults for outcome in step(pool, 0))
+
+
+def test_a_spare_that_is_late_is_not_taken_for_a_hang(make_pool: PoolMaker) -> None:
+    pool = make_pool(
+        LEDGER,
+        1,
+        1,
+        env_kwargs={"reset_seconds": 0.4, "length": 1},
+        spare_envs=True,
+        step_timeout_seconds=0.2,
+    )
+    reset(pool)
+    for _ in range(2):
+        assert not step(pool, 1)[0].faults
+    assert pool.rows.observation[0][:, 1].tolist() == [1]
+
+
+def test_a_process_that_ends_in_a_background_reset_is_replaced_with_both_envs(
+    make_pool: PoolMaker, tmp_path: Path
+) -> None:
+    exits = once_in_background(tmp_path, "os._exit(5)")
+    pool = make_pool(SCRIPT, 1, 1, env_kwargs=exits, spare_envs=True)
+    reset(pool)
+    (outcome,) = step(pool, 0)
+    (fault,) = outcome.faults
+    assert fault.status is Status.WORKER_DIED
+    assert "exited with code 5" in fault.text
+    own = env_seed(SEED, 0, 1)
+    assert seeds(pool) == [own]
+    step(pool, 0)
+    assert seeds(pool) == [spare_seed(own)]
+
+
+def test_the_death_of_a_worker_gives_both_envs_new_seeds(make_pool: PoolMaker) -> None:
+    pool = make_pool(SCRIPT, 1, 1, spare_envs=True)
+    reset(pool)
+    kill(pool.worker_pids[0])
+    own = env_seed(SEED, 0, 1)
+    for expected in (own, spare_seed(own), own):
+        step(pool, 0)
+        assert seeds(pool) == [expected]
+
+
+def test_envs_that_begin_episodes_together_are_reset_together(
+    make_pool: PoolMaker, tmp_path: Path
+) -> None:
+    """Each background reset waits until that of every other row has begun."""
+    meet = (
+        f"{IN_BACKGROUND}:\n folder = {str(tmp_path)!r}\n"
+        " open(f'{folder}/{id(self)}', 'w').close()\n"
+        " while len(os.listdir(folder)) < 6: time.sleep(0.001)"
+    )
+    pool = make_pool(SCRIPT, 6, 1, env_kwargs={"reset": meet}, spare_envs=True)
+    reset(pool)
+    assert not step(pool, 0)[0].faults
+
+
+def test_a_spare_with_other_spaces_is_an_error_at_the_start(
+    make_pool: PoolMaker,
+) -> None:
+    grows = (
+        "import odd_envs\n"
+        "odd_envs.built = getattr(odd_envs, 'built', 0) + 1\n"
+        "size = 1 + odd_envs.built // 3\n"
+        "self.observation_space = gymnasium.spaces.Box(0, 9, (size,), np.int64)"
+    )
+    pool = make_pool(SCRIPT, 2, 1, env_kwargs={"init": grows}, spare_envs=True)
+    assert "Env 0: its spaces differ from those of env 0" in str(pool.error)
+
+
+def test_both_envs_are_closed_with_the_pool(
+    make_pool: PoolMaker, tmp_path: Path
+) -> None:
+    closes = f"self.close = lambda me=id(self): open(f'{tmp_path}/{{me}}', 'w').close()"
+    pool = make_pool(SCRIPT, 3, 1, env_kwargs={"init": closes}, spare_envs=True)
+    reset(pool)
+    pool.close()
+    assert len(list(tmp_path.iterdir())) == 6
+
+
+def test_closing_does_not_wait_for_a_background_reset_that_hangs(
+    make_pool: PoolMaker, tmp_path: Path
+) -> None:
+    hangs = once_in_background(tmp_path, "time.sleep(60)")
+    pool = make_pool(SCRIPT, 2, 1, env_kwargs=hangs, spare_envs=True)
+    reset(pool)
+    assert call(pool, 1, "value") == {"value": None}  # nobody waits for row 0
+    began = time.monotonic()
+    pool.close()
+    assert time.monotonic() - began < 2.0
+    assert pool.worker_pids == (None,)
