@@ -125,8 +125,9 @@ class BatchEnv:
           import_modules: Modules that register own envs when they are imported.
           autoreset: When an ended episode's env is reset, as in Gymnasium.
           infos: Which info dicts to report.
-          spare_envs: Gives each row a second env, which is reset in a thread while the
-            first is stepped, so that no step waits for a slow reset.
+          spare_envs: Gives each row a second env, which a thread resets while the first
+            is stepped, so that no step waits for a slow reset. Twice the memory, and
+            other episodes than without; see docs/spare-envs.md.
           on_fault: What a failed env does besides giving an invalid row.
           step_timeout: Seconds that one env's step may take.
           reset_timeout: Seconds that one env's reset or construction may take.

@@ -78,5 +78,10 @@ def test_bad_setting_is_refused_by_name_and_value(name: str, value: Any) -> None
     assert str(value) in str(caught.value)
 
 
+def test_spare_envs_are_asked_for_by_a_bool() -> None:
+    with pytest.raises(TypeError, match="spare_envs: expected a bool; got 2"):
+        config(spare_envs=2)
+
+
 def test_least_and_greatest_settings_are_accepted() -> None:
     config(num_envs=1, num_workers=1, seed=2**63 - 1, max_restarts=0)

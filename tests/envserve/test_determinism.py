@@ -65,7 +65,8 @@ def test_one_seed_gives_the_same_rows_wherever_the_envs_run(
 def test_one_seed_gives_the_same_rows_with_spare_envs_wherever_they_run(
     start_server: StartServer,
 ) -> None:
-    env_name, options = "CartPole-v1", {"seed": 5, "spare_envs": True}
+    env_name = "CartPole-v1"
+    options: dict[str, Any] = {"seed": 5, "spare_envs": True}
     batches: dict[str, Callable[[], BatchEnv]] = {
         "1 worker": lambda: BatchEnv.local(env_name, NUM_ENVS, 1, **options),
         "16 workers": lambda: BatchEnv.local(env_name, NUM_ENVS, 16, **options),

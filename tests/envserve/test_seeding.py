@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from envserve.seeding import MAX_ROOT_SEED, draw_root_seed, env_seed
+from envserve.seeding import MAX_ROOT_SEED, draw_root_seed, env_seed, spare_seed
 
 #: Written down once: whoever changes one of these changes everybody's experiments.
 RECORDED = {
@@ -25,6 +25,21 @@ RECORDED = {
 
 def test_seeds_are_the_recorded_ones() -> None:
     assert {key: env_seed(*key) for key in RECORDED} == RECORDED
+
+
+def test_seeds_of_spares_are_the_recorded_ones() -> None:
+    recorded = {
+        0: 673228719,
+        1: 1454127163,
+        2**32 - 1: 908003510,
+        2**63 - 1: 634897576,
+    }
+    assert {seed: spare_seed(seed) for seed in recorded} == recorded
+
+
+def test_seeds_of_spares_differ_from_each_other_and_from_all_envs() -> None:
+    seeds = [env_seed(7, index, 0) for index in range(1000)]
+    assert len({*seeds, *map(spare_seed, seeds)}) == 2000
 
 
 def test_seed_is_that_of_numpys_spawned_sequence() -> None:

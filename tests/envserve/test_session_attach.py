@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import numpy as np
@@ -15,6 +16,7 @@ from envserve.errors import (
     EnvStartError,
     LeaseLost,
     ProtocolMismatch,
+    RemoteProtocolError,
     ServerError,
     ServerLost,
     UnknownEnv,
@@ -157,6 +159,48 @@ def test_busy_says_how_many_are_free_and_who_has_the_others() -> None:
     error = failed_client(server, num_envs=3)
     assert isinstance(error, EnvsBusy)
     assert "3 envs asked for, 2 of 8 free (leased: 6 of Fake-v0" in str(error)
+
+
+def test_spares_are_asked_for_and_count_as_envs() -> None:
+    server = FakeServer(policy=Policy(num_workers=2, envs_per_worker=4))
+    client = attach(server, num_envs=3, spare_envs=True)
+    assert server.pools[11].config.spare_envs is True
+    assert client.rows.reward.shape == (3,)
+    assert server.session.free_envs == 2
+    error = failed_client(server, num_envs=2, spare_envs=True)
+    assert isinstance(error, EnvsBusy)
+    assert (
+        "4 envs asked for, half of them spares, 2 of 8 free (leased: 6 of Fake-v0"
+    ) in str(error)
+
+
+def test_without_spares_the_pool_is_as_before() -> None:
+    server = FakeServer()
+    attach(server)
+    assert server.pools[11].config.spare_envs is False
+
+
+def test_a_server_that_does_not_know_spares_is_an_error() -> None:
+    """It ignores what it does not know, and its rows would be other ones."""
+    server = FakeServer()
+    client = make_client(spare_envs=True)
+    client.connected(0.0)
+    while client.state is not ClientState.LOST:
+        for frames in take_outgoing(client):
+            message = decode(frames)
+            if message.type is MessageType.ATTACH:
+                fields = codec.decode(message.body)
+                assert fields.pop("spare_envs") is True
+                body = codec.encode(fields)
+                frames = encode(dataclasses.replace(message, body=body))
+            server.receive(b"r", frames, 0.0)
+        replies = server.take_replies()
+        assert replies
+        for frames in replies:
+            client.receive(frames, 0.0)
+    assert isinstance(client.error, RemoteProtocolError)
+    assert "tcp://fake:1: expected envs with spares" in str(client.error)
+    assert "update the server, or leave out spare_envs" in str(client.error)
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from envserve.launcher import Launcher
 from envserve.pool import Pool
 from envserve.seeding import env_seed, spare_seed
 from envserve.slab import Status
+from envserve.testing import ledger_hash
 
 from .pool_driver import (
     LEDGER,
@@ -19,6 +22,7 @@ from .pool_driver import (
     SEED,
     PoolMaker,
     call,
+    gather,
     kill,
     odd_launcher,
     reset,
@@ -187,3 +191,73 @@ def test_closing_does_not_wait_for_a_background_reset_that_hangs(
     pool.close()
     assert time.monotonic() - began < 2.0
     assert pool.worker_pids == (None,)
+
+
+class TurnBooks:
+    """A second set of books beside the two ledgers of every row."""
+
+    def __init__(self, pool: Pool) -> None:
+        reset(pool)
+        self.pool = pool
+        self.ledgers: list[list[list[int]]] = []
+        for row in range(pool.num_envs):
+            self.ledgers.append(self.new_ledgers(env_seed(SEED, row, 0)))
+        self.incarnations = [0] * pool.num_envs
+        self.losses = self.valid = 0
+
+    @staticmethod
+    def new_ledgers(own: int) -> list[list[int]]:
+        """What the active env and its spare will observe at the start of their turn."""
+        return [[own, 0, 0, 0], [spare_seed(own), 0, 0, 0]]
+
+    def step(self, actions: Any) -> None:
+        rows = self.pool.rows
+        rows.action[0][:] = actions
+        blocks = [block.index for block in self.pool.blocks]
+        self.pool.submit_step(blocks)
+        gather(self.pool, blocks)
+        for row, action in enumerate(actions.tolist()):
+            if rows.status[row] == Status.OK:
+                self.check_valid(row, action)
+            else:
+                self.check_lost(row)
+
+    def check_valid(self, row: int, action: int) -> None:
+        rows, ledgers = self.pool.rows, self.ledgers[row]
+        self.valid += 1
+        active = ledgers[0]
+        active[2:] = [active[2] + 1, ledger_hash(active[3], action)]
+        assert rows.reward[row] == action
+        is_over = active[2] == 5
+        assert (rows.terminated[row] or rows.truncated[row]) == is_over
+        if is_over:
+            assert rows.final_observation[0][row].tolist() == active
+            assert rows.terminated[row] == (active[1] % 2 == 0)
+            active[1:3] = [active[1] + 1, 0]
+            ledgers.reverse()
+        assert rows.observation[0][row].tolist() == ledgers[0]
+
+    def check_lost(self, row: int) -> None:
+        self.losses += 1
+        seed = self.pool.rows.observation[0][row, 0]
+        later = range(self.incarnations[row] + 1, self.incarnations[row] + 6)
+        (self.incarnations[row],) = [k for k in later if env_seed(SEED, row, k) == seed]
+        self.ledgers[row] = self.new_ledgers(int(seed))
+        assert self.pool.rows.observation[0][row].tolist() == self.ledgers[row][0]
+
+
+def test_books_of_both_envs_balance_while_random_workers_are_killed(
+    make_pool: PoolMaker, random_generator: np.random.Generator
+) -> None:
+    pool = make_pool(
+        LEDGER, 6, 3, num_splits=2, env_kwargs={"length": 5}, spare_envs=True
+    )
+    books = TurnBooks(pool)
+    for _ in range(700):
+        books.step(random_generator.integers(0, 1000, 6))
+        if random_generator.random() < 0.03:
+            victim = pool.worker_pids[random_generator.integers(3)]
+            if victim is not None:
+                kill(victim)
+    assert books.losses >= 5
+    assert books.valid >= 3500

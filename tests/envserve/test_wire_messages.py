@@ -156,6 +156,23 @@ def test_granted_carries_every_kind_of_space(name: str) -> None:
     assert len(granted.encode()) < 2000
 
 
+def test_spare_envs_are_not_mentioned_where_there_are_none() -> None:
+    """So that peers that have not heard of them see what they always saw."""
+    granted = Granted(
+        epoch=1,
+        lease_seconds=1.0,
+        spec=EnvSpec("A-v0", spaces.Discrete(2), spaces.Discrete(2)),
+        blocks=make_blocks(6, 2, 1),
+    )
+    for has_spares in (False, True):
+        ours = dataclasses.replace(granted, spare_envs=has_spares)
+        attach = dataclasses.replace(ATTACH, spare_envs=has_spares)
+        assert ("spare_envs" in codec.decode(ours.encode())) is has_spares
+        assert ("spare_envs" in codec.decode(attach.encode())) is has_spares
+        assert Granted.decode(ours.encode(), 6).spare_envs is has_spares
+        assert Attach.decode(attach.encode()).spare_envs is has_spares
+
+
 def test_granted_must_partition_the_rows_that_were_asked_for() -> None:
     spec = EnvSpec("A-v0", spaces.Discrete(2), spaces.Discrete(2))
     body = Granted(
