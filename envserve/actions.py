@@ -5,7 +5,8 @@ Every error names the first env that it concerns.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 import numpy as np
 
@@ -17,9 +18,15 @@ __all__ = ["check_action_rows", "check_actions"]
 
 Array = np.ndarray[Any, Any]
 
+_smallest: Final = np.minimum.reduce
+_greatest: Final = np.maximum.reduce
+
 
 def check_actions(
-    spec: EnvSpec, actions: Any, env_indices: Array | None, num_envs: int
+    spec: EnvSpec,
+    actions: Any,
+    env_indices: Sequence[int] | Array | None,
+    num_envs: int,
 ) -> list[Array]:
     """Returns the actions of some envs as one array per leaf.
 
@@ -32,6 +39,8 @@ def check_actions(
     Raises:
       ActionError: With the env, the leaf, and what was expected.
     """
+    if _are_good_at_first_sight(spec, actions, num_envs):
+        return [actions]
     try:
         values = flatten(spec.action_space, actions)
     except SpaceError as error:
@@ -91,7 +100,7 @@ def _as_array(leaf: Leaf, value: Any, num_envs: int) -> Array:
 
 
 def _check_values(
-    leaf: Leaf, array: Array, env_indices: Array | None, where: str
+    leaf: Leaf, array: Array, env_indices: Sequence[int] | Array | None, where: str
 ) -> None:
     low, high, has_finite_bounds = leaf.bounds
     # NaN fails both comparisons; infinity can only pass where a bound is infinite.
@@ -100,7 +109,7 @@ def _check_values(
         return
     wrong = ~((array >= low) & (array <= high) & np.isfinite(array))
     row, *inner = (int(i) for i in np.argwhere(wrong)[0])
-    env_index = row if env_indices is None else int(env_indices[row])
+    env_index = row if env_indices is None else int(np.ravel(env_indices)[row])
     position = "".join(f"[{i}]" for i in inner)
     least = np.broadcast_to(low, leaf.shape)[tuple(inner)]
     most = np.broadcast_to(high, leaf.shape)[tuple(inner)]
@@ -113,6 +122,23 @@ def _check_values(
             else "choose an action that the space contains"
         )
     )
+
+
+def _are_good_at_first_sight(spec: EnvSpec, actions: Any, num_envs: int) -> bool:
+    """Tells good actions of the usual kind; False asks for a closer look.
+
+    Done at every step, with cold caches: a third of the time that the rest takes.
+    """
+    leaf = spec.action_leaves[0] if spec.action_leaves else None
+    if leaf is None or leaf.space is not spec.action_space or not leaf.finite_range:
+        return False
+    if type(actions) is not np.ndarray or actions.dtype != leaf.dtype:
+        return False
+    if actions.shape != (num_envs, *leaf.shape):
+        return False
+    least, most = leaf.finite_range
+    # NaN comes through both.
+    return bool(_smallest(actions, None) >= least and _greatest(actions, None) <= most)
 
 
 def _label(leaf: Leaf) -> str:

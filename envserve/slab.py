@@ -60,6 +60,18 @@ class Rows:
     status: Array
     final_observation: tuple[Array, ...]
 
+    def at(self, index: Any) -> Rows:
+        """Returns some rows: views for a slice, copies for an array of indices."""
+        return Rows(
+            observation=tuple(leaf[index] for leaf in self.observation),
+            action=tuple(leaf[index] for leaf in self.action),
+            reward=self.reward[index],
+            terminated=self.terminated[index],
+            truncated=self.truncated[index],
+            status=self.status[index],
+            final_observation=tuple(leaf[index] for leaf in self.final_observation),
+        )
+
     @classmethod
     def allocate(cls, spec: EnvSpec, num_envs: int) -> Rows:
         """Returns rows in private memory, all zero."""

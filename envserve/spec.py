@@ -72,6 +72,16 @@ class Leaf:
             low, high = np.asarray(0), np.asarray(1)
         return low, high, bool(np.isfinite(low).all() and np.isfinite(high).all())
 
+    @cached_property
+    def finite_range(self) -> tuple[Any, Any] | None:
+        """Least and greatest value, if all elements share them and they are finite."""
+        low, high, is_finite = self.bounds
+        if not is_finite or low.size == 0:
+            return None
+        if (low != low.flat[0]).any() or (high != high.flat[0]).any():
+            return None
+        return low.flat[0].item(), high.flat[0].item()
+
     def __str__(self) -> str:
         """Returns a form for messages, like `float32[3]`."""
         sizes = ", ".join(str(size) for size in self.shape)
@@ -157,6 +167,8 @@ def flatten(space: Space[Any], value: Any) -> list[Any]:
     Raises:
       SpaceError: The value's nesting is not that of the space.
     """
+    if type(space) in _KINDS:
+        return [value]
     if isinstance(space, spaces.Dict):
         if not isinstance(value, dict) or set(value) != set(space.spaces):
             got = list(value) if isinstance(value, dict) else type(value).__name__

@@ -8,9 +8,10 @@ next one.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -26,13 +27,15 @@ from envserve.blocks import (
     Lane,
     PoolConfig,
 )
-from envserve.client.lane_group import LaneGroup
+from envserve.client.lane_group import Gathered, LaneGroup
 from envserve.client.local_lane import LocalLane
 from envserve.client.remote_lane import RemoteLane
+from envserve.client.row_set import RowSet, RowSets, check_rows
 from envserve.client.step_result import StepResult, gather_result, write_result
 from envserve.errors import (
     CallError,
     EnvError,
+    EnvTimeout,
     LocalProtocolError,
     SpaceError,
 )
@@ -55,6 +58,9 @@ class BatchEnv:
       spec: Name and spaces of the envs.
       num_envs: Number of rows.
       lanes: Where the rows come from, in row order.
+      blocks: For each block its rows, int64 `[n]`. A block's envs are stepped
+        together, by one worker; it is the least that can be sent and received.
+      splits: For each of the `num_splits` groups of blocks its rows, int64 `[n]`.
     """
 
     def __init__(
@@ -89,6 +95,14 @@ class BatchEnv:
         self.num_envs = self._group.num_envs
         self._autoreset = autoreset
         self._on_fault = on_fault
+        self.blocks: tuple[Array, ...] = tuple(
+            RowSet([block]).env_indices for block in self._group.blocks
+        )
+        self.splits: tuple[Array, ...] = tuple(
+            RowSet([b for b in self._group.blocks if b.split == split]).env_indices
+            for split in range(1 + max(b.split for b in self._group.blocks))
+        )
+        self._row_sets = RowSets(self._group.blocks)
         self._has_reset = False
         self._ended = np.zeros(self.num_envs, np.bool_)
         self._is_closed = False
@@ -276,7 +290,7 @@ class BatchEnv:
         Returns:
           Observations `[len(env_indices), ...]`, in the order of `env_indices`.
         """
-        indices = self._check_indices(env_indices)
+        indices = check_rows(env_indices, self.num_envs)
         if seeds is not None and len(seeds) != len(indices):
             raise ValueError(f"expected {len(indices)} seeds; got {len(seeds)}")
         self._check_open()
@@ -303,29 +317,104 @@ class BatchEnv:
           EnvError: An env broke its own spaces, or failed while `on_fault="raise"`.
           ServerError: A server was lost.
         """
-        self._check_open()
-        if not self._has_reset:
+        self._check_can_step()
+        if self._group.out:
             raise LocalProtocolError(
-                "expected reset() of all envs before the first step"
+                f"expected all rows to be in; {self.num_out} of them are out, see "
+                "send(); recv() them first"
             )
+        everything = self._group.everything
         arrays = check_actions(self.spec, actions, None, self.num_envs)
-        if self._autoreset == "disabled" and self._ended.any():
-            raise LocalProtocolError(
-                f"the episodes of envs {np.flatnonzero(self._ended).tolist()} have "
-                "ended; reset(env_indices=...) them before the next step"
-            )
+        self._check_not_ended(everything)
         gathered = self._group.step(arrays)
-        rows = [lane.rows for lane in self.lanes]
-        if out is None:
-            result = gather_result(self.spec, rows)
-        else:
-            write_result(self.spec, rows, out)
-            result = out
-        result = result._replace(infos=gathered.infos)
-        if self._autoreset == "disabled":
-            self._ended = result.terminated | result.truncated
-        self._raise_for(gathered.faults)
+        result = self._result(everything, gathered, out)
+        error = self._error_of(gathered.faults)
+        if error is not None:
+            raise error
         return result
+
+    def send(
+        self, actions: Any, env_indices: Sequence[int] | Array | None = None
+    ) -> None:
+        """Starts a step of some envs, and does not wait for it.
+
+        A call that is interrupted counts as sent: `recv` gives the results, or says
+        that they are lost.
+
+        Args:
+          actions: Arrays `[n, ...]`, nested as the action space.
+          env_indices: The rows that the actions are for, in any order; whole blocks
+            (see `blocks`, `splits`). None for all.
+
+        Raises:
+          ActionError: The actions do not fit the action space; nothing was sent.
+          IndexError: The rows are not whole blocks.
+          LocalProtocolError: Some of the rows are out already.
+          ServerError: A server was lost.
+        """
+        self._check_can_step()
+        row_set, order = self._row_sets.of_rows(env_indices)
+        arrays = check_actions(self.spec, actions, env_indices, len(row_set))
+        self._check_not_ended(row_set)
+        if order is not None:
+            arrays = [array[order] for array in arrays]
+        self._group.send(row_set, arrays)
+
+    def recv(
+        self,
+        min_envs: int | None = None,
+        timeout: float | None = None,
+        *,
+        env_indices: Sequence[int] | Array | None = None,
+        out: StepResult | None = None,
+    ) -> tuple[Array, StepResult]:
+        """Waits for envs that were sent, and returns those that have finished.
+
+        Args:
+          min_envs: Rows to wait for; by default whatever block is first, or, with
+            `env_indices`, all of these.
+          timeout: Seconds to wait; by default as long as it takes. Workers and servers
+            have limits of their own.
+          env_indices: Wait for these rows only, whole blocks that are out.
+          out: Arrays of exactly as many rows to write to instead of new ones; only
+            with `env_indices` and without `min_envs`.
+
+        Returns:
+          Rows (int64 `[n]`, ascending), and their step. They can be sent again.
+
+        Raises:
+          EnvTimeout: Fewer have finished; the next call gets them.
+          EnvError: As for `step`; the rows of that env's block are received, all
+            others are not.
+          LocalProtocolError: Fewer rows are out; or an interrupted call has cost the
+            results of rows, which are out no more.
+          ServerError: A server was lost, and with it the rows that it had.
+        """
+        self._check_open()
+        positions, num_rows = self._expected(min_envs, env_indices)
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        ready = self._group.wait(positions, num_rows, deadline)
+        row_set = self._row_sets.of_blocks(ready)
+        if len(row_set) < num_rows:
+            raise EnvTimeout(
+                f"expected {num_rows} rows within {timeout} s; {len(row_set)} have "
+                "finished; nothing is lost, the next recv() gets them"
+            )
+        finished = self._group.finished(ready)
+        gathered = Gathered()
+        for block, item in zip(row_set.blocks, finished, strict=True):
+            gathered.add(item, block.offset)
+            error = item.error or self._error_of(gathered.faults)
+            if error is not None:
+                self._group.release([block.position])
+                raise error
+        try:
+            result = self._result(row_set, gathered, out)
+            self._group.release(ready)
+            return row_set.env_indices, result
+        except BaseException:  # Ctrl-C, or a wrong `out`: the rows stay out
+            self._group.take_back(ready, finished)
+            raise
 
     def call(self, env_index: int, name: str, *arguments: Any) -> Any:
         """Calls a method of one env, or reads an attribute that is not callable.
@@ -364,6 +453,7 @@ class BatchEnv:
                 stack.callback(lane.close)
             for lane in self.lanes:
                 lane.begin_close()
+            self._group.close()
         self._is_closed = True
 
     def __enter__(self) -> Self:
@@ -382,33 +472,76 @@ class BatchEnv:
             f"<BatchEnv {self.spec.env_name}, {self.num_envs} envs: {parts}; {state}>"
         )
 
+    @property
+    def num_out(self) -> int:
+        """How many rows have been sent and not received."""
+        return self._group.num_rows(self._group.out)
+
     def _check_open(self) -> None:
         if self._is_closed:
             raise LocalProtocolError(f"{self!r} can no longer be used")
 
-    def _raise_for(self, faults: Mapping[int, Fault]) -> None:
+    def _check_can_step(self) -> None:
+        self._check_open()
+        if not self._has_reset:
+            raise LocalProtocolError(
+                "expected reset() of all envs before the first step"
+            )
+
+    def _check_not_ended(self, row_set: RowSet) -> None:
+        if self._autoreset == "disabled" and self._ended[row_set.env_indices].any():
+            ended = row_set.env_indices[self._ended[row_set.env_indices]]
+            raise LocalProtocolError(
+                f"the episodes of envs {ended.tolist()} have ended; "
+                "reset(env_indices=...) them before the next step"
+            )
+
+    def _expected(
+        self, min_envs: int | None, env_indices: Sequence[int] | Array | None
+    ) -> tuple[Collection[int], int]:
+        """Returns what `recv` looks at: blocks, and how many of their rows."""
+        out = self._group.out
+        positions: Collection[int] = out
+        num_out = self.num_out
+        if env_indices is not None:
+            row_set, _ = self._row_sets.of_rows(env_indices)
+            num_out = len(row_set) if out >= set(row_set.positions) else 0
+            positions = row_set.positions
+            min_envs = num_out if min_envs is None else min_envs
+        num_rows = 1 if min_envs is None else min_envs
+        if not 1 <= num_rows <= num_out:
+            raise LocalProtocolError(
+                f"expected to receive at least 1 row and at most those {num_out} that "
+                f"are out; got {num_rows}; send() them first"
+            )
+        return positions, num_rows
+
+    def _result(
+        self, row_set: RowSet, gathered: Gathered, out: StepResult | None
+    ) -> StepResult:
+        """Copies what is in the lanes' rows."""
+        if out is None:
+            out = gather_result(self.spec, row_set, gathered.infos)
+        else:
+            write_result(self.spec, row_set, out)
+            if out.infos or gathered.infos:
+                out = out._replace(infos=gathered.infos)
+        if self._autoreset == "disabled":
+            self._ended[row_set.env_indices] = out.terminated | out.truncated
+        return out
+
+    def _error_of(self, faults: Mapping[int, Fault]) -> EnvError | None:
+        """Returns the error to raise for the first fault that asks for one."""
         for env_index, fault in sorted(faults.items()):
             if fault.is_violation or self._on_fault == "raise":
-                where = self._group.part_of(env_index).lane.name
+                where = self._group.block_of(env_index).lane.name
                 summary, _, rest = fault.text.strip().rpartition("\n")
-                raise EnvError(
+                return EnvError(
                     f"Env {env_index} ({where}): {rest or summary}",
                     env_index=env_index,
                     remote_traceback=fault.text if summary else "",
                 )
-
-    def _check_indices(self, env_indices: Sequence[int] | Array | None) -> Array:
-        if env_indices is None:
-            return np.arange(self.num_envs)
-        indices = np.asarray(env_indices, np.int64).reshape(-1)
-        wrong = indices[(indices < 0) | (indices >= self.num_envs)]
-        if wrong.size:
-            raise IndexError(
-                f"expected env indices in [0, {self.num_envs}); got {wrong.tolist()}"
-            )
-        if np.unique(indices).size != indices.size:
-            raise IndexError(f"expected each env once; got {indices.tolist()}")
-        return indices
+        return None
 
     def _call(
         self,
@@ -418,13 +551,13 @@ class BatchEnv:
         arguments: tuple[Any, ...],
     ) -> Any:
         self._check_open()
-        self._check_indices([env_index])
+        check_rows([env_index], self.num_envs)
         if name.startswith("_"):
             raise CallError(f"expected the name of a public attribute; got {name!r}")
         result = self._group.call(Call(env_index, kind, name, arguments))
         answer = codec.decode(result, max_bytes=len(result))
         if "error" in answer:
-            where = self._group.part_of(env_index).lane.name
+            where = self._group.block_of(env_index).lane.name
             raise CallError(
                 f"Env {env_index} ({where}): {name}: {answer['error']}",
                 env_index=env_index,

@@ -1,38 +1,37 @@
-"""Submits to several lanes, and waits for all of them.
+"""Submits to several lanes, and waits for all of them or for the first.
 
-Every call has a ticket of its own, and waits until what an interrupted one has left
-under way has ended: no result ever answers another call.
+Every submission has a ticket, by which its results are told from older ones. A call
+that was cut short leaves the group unsettled; the next one first waits until nothing
+is under way, drops what belongs to nobody, and keeps what was sent to be received.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import selectors
+import time
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
 from envserve.blocks import Call, Fault, Finished, Lane, Reset
+from envserve.client.row_set import BatchBlock, RowSet
 from envserve.errors import EnvserveError, LocalProtocolError
 
-__all__ = ["Gathered", "LaneGroup", "Part"]
+__all__ = ["Gathered", "LaneGroup"]
 
 Array = np.ndarray[Any, Any]
 
 _LOGGER: Final = logging.getLogger(__name__)
 #: Lanes end every operation by deadlines of their own; this is how often we look.
 _COLLECT_SECONDS: Final = 60.0
+#: The same where more than one lane, or what has become of one, is to be seen.
+_SLICE_SECONDS: Final = 0.1
 
 
-class Part(NamedTuple):
-    """A lane, and the rows of the batch that are its."""
-
-    lane: Lane
-    rows: slice
-
-
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Gathered:
     """What came besides rows, by env index of the whole batch."""
 
@@ -52,115 +51,307 @@ class Gathered:
 class LaneGroup:
     """Lanes whose rows follow each other.
 
+    A block is *out* from `send` until `release`. Only blocks that are not can be
+    reset and called, and only if none is, all can be stepped.
+
     Attributes:
-      parts: The lanes with their rows.
+      blocks: The blocks of all lanes, in row order.
       num_envs: Rows of all lanes.
+      everything: All rows.
     """
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         """Gives each lane its rows."""
-        edges = np.cumsum([0, *(lane.num_envs for lane in lanes)]).tolist()
-        self.parts = tuple(
-            Part(lane, slice(start, stop))
-            for lane, start, stop in zip(lanes, edges, edges[1:], strict=False)
-        )
-        self.num_envs = edges[-1]
+        blocks: list[BatchBlock] = []
+        offset = 0
+        for lane in lanes:
+            for block in lane.blocks:
+                start, stop = block.start + offset, block.stop + offset
+                position = len(blocks)
+                blocks.append(
+                    BatchBlock(
+                        position, lane, block.index, start, stop, offset, block.split
+                    )
+                )
+            offset += lane.num_envs
+        self.blocks = tuple(blocks)
+        self.num_envs = offset
+        self.everything = RowSet(self.blocks)
+        self._lanes = tuple(lanes)
+        self._first_block = {lane: _first_block(lane, blocks) for lane in lanes}
+        self._selector: selectors.BaseSelector | None = None
         self._ticket = 0
+        self._is_settled = True
+        self._tickets: dict[int, int] = {}  # of blocks that are out, by position
+        self._inbox: dict[int, Finished] = {}  # of those, the ones that have ended
+        self._lost: set[int] = set()  # of those, the ones whose end was lost
 
-    def part_of(self, env_index: int) -> Part:
-        """Returns the part that a row belongs to."""
-        return next(part for part in self.parts if env_index < part.rows.stop)
+    @property
+    def out(self) -> Set[int]:
+        """Positions of the blocks that are out."""
+        return self._tickets.keys()
+
+    def num_rows(self, positions: Collection[int]) -> int:
+        """Returns how many rows some blocks have."""
+        blocks = self.blocks
+        return sum([blocks[at].stop - blocks[at].start for at in positions])
+
+    def block_of(self, env_index: int) -> BatchBlock:
+        """Returns the block that a row belongs to."""
+        return next(block for block in self.blocks if env_index < block.stop)
+
+    # All at once.
 
     def step(self, actions: Sequence[Array]) -> Gathered:
         """Steps all envs with one array of actions `[num_envs, ...]` per leaf."""
         ticket = self._begin()
-        waiting = []
-        for lane, rows in self.parts:
-            for target, array in zip(lane.rows.action, actions, strict=True):
-                target[...] = array[rows]
-            blocks = range(len(lane.blocks))
-            lane.submit_step(blocks, ticket)
-            waiting.append(set(blocks))
-        return self._collect(ticket, waiting)
+        self.everything.write_actions(actions)
+        pieces = self.everything.pieces
+        for piece in pieces:
+            piece.lane.submit_step(piece.blocks, ticket)
+        gathered = Gathered()
+        errors: list[EnvserveError] = []
+        for piece in pieces:
+            self._collect_all(piece.lane, ticket, piece.blocks, gathered, errors)
+        self._end(errors)
+        return gathered
 
     def reset(self, env_indices: Array, seeds: Sequence[int] | None) -> None:
         """Resets some rows, each with its seed if there are seeds."""
-        ticket = self._begin()
-        waiting = []
         position_of = {int(index): at for at, index in enumerate(env_indices)}
-        for lane, rows in self.parts:
-            resets = []
-            for block in lane.blocks:
-                chosen = tuple(
-                    row
-                    for row in range(block.start, block.stop)
-                    if row + rows.start in position_of
-                )
-                if not chosen:
-                    continue
-                is_whole = len(chosen) == block.stop - block.start
-                reset = Reset(block.index, None if is_whole else chosen)
-                if seeds is not None:
-                    values = tuple(seeds[position_of[r + rows.start]] for r in chosen)
-                    reset = Reset(block.index, chosen, values)
-                resets.append(reset)
-            if resets:
-                lane.submit_reset(resets, ticket)
-            waiting.append({reset.block for reset in resets})
-        self._collect(ticket, waiting)
+        chosen_of = {
+            block: [row for row in range(block.start, block.stop) if row in position_of]
+            for block in self.blocks
+        }
+        self._check_not_out(
+            [block.position for block in self.blocks if chosen_of[block]]
+        )
+        resets: dict[Lane, list[Reset]] = {lane: [] for lane in self._lanes}
+        for block, chosen in chosen_of.items():
+            if not chosen:
+                continue
+            rows = tuple(row - block.offset for row in chosen)
+            is_whole = len(chosen) == block.stop - block.start
+            reset = Reset(block.lane_block, None if is_whole else rows)
+            if seeds is not None:
+                values = tuple(seeds[position_of[row]] for row in chosen)
+                reset = Reset(block.lane_block, rows, values)
+            resets[block.lane].append(reset)
+        ticket = self._begin()
+        for lane, of_lane in resets.items():
+            if of_lane:
+                lane.submit_reset(of_lane, ticket)
+        errors: list[EnvserveError] = []
+        gathered = Gathered()
+        for lane, of_lane in resets.items():
+            blocks = [reset.block for reset in of_lane]
+            self._collect_all(lane, ticket, blocks, gathered, errors)
+        self._end(errors)
 
     def call(self, call: Call) -> bytes:
         """Carries out attribute access; returns the encoded result."""
+        block = self.block_of(call.env_index)
+        self._check_not_out([block.position])
         ticket = self._begin()
-        part = self.part_of(call.env_index)
-        row = call.env_index - part.rows.start
-        part.lane.submit_call(replace(call, env_index=row), ticket)
-        block = next(b.index for b in part.lane.blocks if row < b.stop)
-        (finished,) = _collect_from(part.lane, ticket, {block})
-        if finished.error is not None:
-            raise finished.error
+        row = call.env_index - block.offset
+        block.lane.submit_call(replace(call, env_index=row), ticket)
+        errors: list[EnvserveError] = []
+        (finished,) = self._collect_all(
+            block.lane, ticket, [block.lane_block], Gathered(), errors
+        )
+        self._end(errors)
         return finished.result
 
-    def _begin(self) -> int:
-        """Returns a new ticket, once nothing is under way any more.
+    # One after the other.
 
-        What an interrupted call has left is waited for, and dropped.
+    def send(self, row_set: RowSet, actions: Sequence[Array]) -> None:
+        """Starts a step of these rows, with an array `[len(row_set), ...]` per leaf."""
+        self._check_not_out(row_set.positions)
+        ticket = self._begin()
+        row_set.write_actions(actions)
+        for position in row_set.positions:
+            self._tickets[position] = ticket
+        for piece in row_set.pieces:
+            piece.lane.submit_step(piece.blocks, ticket)
+        self._is_settled = True
+
+    def wait(
+        self, positions: Collection[int], num_rows: int, deadline: float
+    ) -> list[int]:
+        """Waits until so many rows of blocks that are out have finished.
+
+        Args:
+          positions: The blocks to look at.
+          num_rows: Rows to wait for.
+          deadline: Instant of `time.monotonic` to give up at.
+
+        Returns:
+          Positions of those blocks that have finished, in order; they stay out until
+          `release`.
+
+        Raises:
+          LocalProtocolError: Results were lost by an interrupted call.
         """
-        for lane, _ in self.parts:
-            while lane.is_busy:
-                for finished in lane.collect(_COLLECT_SECONDS):
-                    if finished.error is not None:
-                        _LOGGER.warning("of an interrupted call: %s", finished.error)
+        if not self._is_settled:
+            self._settle()
+        self._is_settled = False
+        is_late = False
+        while not self._lost:
+            ready = [position for position in positions if position in self._inbox]
+            count = self.num_rows(ready)
+            if count >= num_rows or is_late:
+                self._is_settled = True
+                return sorted(ready)
+            remaining = deadline - time.monotonic()
+            is_late = remaining <= 0
+            wants_all = num_rows == self.num_rows(positions)
+            missing = len(positions) - len(ready) if wants_all else 1
+            self._collect_some(max(0.0, remaining), missing)
+        error = self._give_up_lost()
+        self._is_settled = True
+        raise error
+
+    def finished(self, positions: Sequence[int]) -> list[Finished]:
+        """Returns what came with blocks that `wait` has returned."""
+        return [self._inbox[position] for position in positions]
+
+    def release(self, positions: Sequence[int]) -> None:
+        """Takes blocks that have finished for received: they are out no more."""
+        for position in positions:
+            del self._inbox[position]
+            del self._tickets[position]
+
+    def take_back(self, positions: Sequence[int], finished: Sequence[Finished]) -> None:
+        """Undoes a `release`, even one that was cut short."""
+        for position, item in zip(positions, finished, strict=True):
+            self._tickets[position] = item.ticket
+            self._inbox[position] = item
+
+    def close(self) -> None:
+        """Lets go of what the group has besides the lanes."""
+        if self._selector is not None:
+            self._selector.close()
+            self._selector = None
+
+    # Tickets.
+
+    def _begin(self) -> int:
+        """Returns a new ticket; the group is unsettled until the call has ended."""
+        if not self._is_settled:
+            self._settle()
+        self._is_settled = False
         self._ticket += 1
         return self._ticket
 
-    def _collect(self, ticket: int, waiting: Sequence[set[int]]) -> Gathered:
-        """Waits for blocks of each lane; raises the first error after the last."""
-        gathered = Gathered()
-        errors: list[EnvserveError] = []
-        for (lane, rows), blocks in zip(self.parts, waiting, strict=True):
-            for finished in _collect_from(lane, ticket, blocks):
-                gathered.add(finished, rows.start)
-                if finished.error is not None:
-                    errors.append(finished.error)
+    def _end(self, errors: Sequence[EnvserveError]) -> None:
+        """Notes that all has ended, or raises the first of the errors."""
+        self._is_settled = True
         if errors:
             raise errors[0]
-        return gathered
 
+    def _settle(self) -> None:
+        """Waits until nothing is under way that an interrupted call has left."""
+        for lane in self._lanes:
+            # By and by: a lane may find out that nothing more will come.
+            while lane.is_busy:
+                for item in lane.collect(_SLICE_SECONDS):
+                    if not self._keep(lane, item) and item.error is not None:
+                        _LOGGER.warning("of an interrupted call: %s", item.error)
+        self._lost = {at for at in self._tickets if at not in self._inbox}
+        self._is_settled = True
 
-def _collect_from(lane: Lane, ticket: int, blocks: set[int]) -> list[Finished]:
-    """Waits for blocks of a lane; an answer to any other ticket is dropped."""
-    collected: list[Finished] = []
-    waiting = set(blocks)
-    while waiting:
-        finished = lane.collect(_COLLECT_SECONDS, len(waiting))
-        if not finished and not lane.is_busy:
+    def _keep(self, lane: Lane, item: Finished) -> bool:
+        """Puts the end of what was sent into the inbox; False for anything else."""
+        position = self._first_block[lane].position + item.block
+        if self._tickets.get(position) != item.ticket:
+            return False
+        self._inbox[position] = item
+        return True
+
+    def _check_not_out(self, positions: Sequence[int]) -> None:
+        wrong = [at for at in positions if at in self._tickets]
+        if wrong:
             raise LocalProtocolError(
-                f"{lane.name}: expected results of blocks {sorted(waiting)}; they are "
-                "in flight no more; reset the batch"
+                f"the rows {self._rows_of(wrong)} are out; recv() them first"
             )
-        for item in finished:
-            if item.ticket == ticket:
+
+    def _rows_of(self, positions: Collection[int]) -> list[int]:
+        chosen = [self.blocks[at] for at in sorted(positions)]
+        return [row for block in chosen for row in range(block.start, block.stop)]
+
+    def _give_up_lost(self) -> LocalProtocolError:
+        """Gives up blocks of which nothing more will come, and says so."""
+        rows = self._rows_of(self._lost)
+        for position in self._lost:
+            self._tickets.pop(position, None)
+        self._lost = set()
+        return LocalProtocolError(
+            f"an interrupted call has cost the results of the rows {rows}, which are "
+            "out no more; send to them anew, or reset them"
+        )
+
+    # Waiting.
+
+    def _collect_all(
+        self,
+        lane: Lane,
+        ticket: int,
+        blocks: Sequence[int],
+        gathered: Gathered,
+        errors: list[EnvserveError],
+    ) -> list[Finished]:
+        """Waits for blocks of a lane; what has another ticket is dropped."""
+        collected: list[Finished] = []
+        offset = self._first_block[lane].offset
+        waiting = set(blocks)
+        while waiting:
+            items = lane.collect(_COLLECT_SECONDS, len(waiting))
+            if not items and not lane.is_busy:
+                raise LocalProtocolError(
+                    f"{lane.name}: expected results of blocks {sorted(waiting)}; they "
+                    "are in flight no more; reset the batch"
+                )
+            for item in items:
+                if item.ticket != ticket:
+                    self._keep(lane, item)
+                    continue
                 waiting.discard(item.block)
                 collected.append(item)
-    return collected
+                if item.infos or item.faults:
+                    gathered.add(item, offset)
+                if item.error is not None:
+                    errors.append(item.error)
+        return collected
+
+    def _collect_some(self, timeout_seconds: float, min_finished: int) -> None:
+        """Waits for blocks, at least for some of them, and keeps what has come."""
+        # With several lanes none may wait for itself alone.
+        timeout = min(timeout_seconds, _COLLECT_SECONDS)
+        is_alone = len(self._lanes) == 1
+        is_any = False
+        for lane in self._lanes:
+            items = (
+                lane.collect(timeout, min_finished) if is_alone else lane.collect(0.0)
+            )
+            for item in items:
+                self._keep(lane, item)
+                is_any = True
+        if is_any:
+            return
+        if not any(lane.is_busy for lane in self._lanes):
+            self._settle()  # finds out what will never come
+        elif not is_alone:
+            self._all_lanes().select(min(timeout, _SLICE_SECONDS))
+
+    def _all_lanes(self) -> selectors.BaseSelector:
+        """Returns what is readable when one of the lanes may have something."""
+        if self._selector is None:
+            selector = selectors.DefaultSelector()
+            for lane in self._lanes:
+                selector.register(lane, selectors.EVENT_READ)
+            self._selector = selector
+        return self._selector
+
+
+def _first_block(lane: Lane, blocks: Sequence[BatchBlock]) -> BatchBlock:
+    return next(block for block in blocks if block.lane is lane)

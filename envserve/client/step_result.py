@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from envserve.client.row_set import RowSet
 from envserve.slab import Rows, Status
 from envserve.spec import EnvSpec, flatten, unflatten
 
@@ -14,20 +15,22 @@ __all__ = ["StepResult", "gather_result", "write_result"]
 
 Array = np.ndarray[Any, Any]
 
+_OK: Final = int(Status.OK)  # NumPy takes long to see a number in an enum
+
 
 class StepResult(NamedTuple):
-    """What a step of all envs gave. Observations are nested as their space.
+    """What a step of n envs gave. Observations are nested as their space.
 
     Attributes:
-      observation: `[num_envs, ...]`, in the dtypes of the observation space. Where an
+      observation: `[n, ...]`, in the dtypes of the observation space. Where an
         episode ended, the first observation of the next one.
-      reward: float64 `[num_envs]`.
-      terminated: bool `[num_envs]`; the episode reached an end of its own.
-      truncated: bool `[num_envs]`; the episode was cut off.
-      valid: bool `[num_envs]`; False for a transition that was made up because the
-        env, its worker or its server failed. Such a row is also `truncated`.
-      final_observation: `[num_envs, ...]`; the last observation of an episode that
-        ended in this step, zero (with `out`: untouched) in all other rows.
+      reward: float64 `[n]`.
+      terminated: bool `[n]`; the episode reached an end of its own.
+      truncated: bool `[n]`; the episode was cut off.
+      valid: bool `[n]`; False for a transition that was made up because the env, its
+        worker or its server failed. Such a row is also `truncated`.
+      final_observation: `[n, ...]`; the last observation of an episode that ended in
+        this step, zero (with `out`: untouched) in all other rows.
       infos: Info dict by env index, as far as there are any: by default those of
         steps that end an episode. Faults stand under the key "fault".
     """
@@ -41,53 +44,95 @@ class StepResult(NamedTuple):
     infos: Mapping[int, Mapping[str, Any]]
 
 
-def gather_result(spec: EnvSpec, lanes: Sequence[Rows]) -> StepResult:
-    """Returns the rows of all lanes in new arrays, which are the caller's to keep."""
+def gather_result(
+    spec: EnvSpec, row_set: RowSet, infos: Mapping[int, Mapping[str, Any]]
+) -> StepResult:
+    """Returns what is in lanes' rows in new arrays, which are the caller's to keep."""
+    if len(row_set.pieces) > 1:
+        out = _allocate(spec, len(row_set), infos)
+        write_result(spec, row_set, out)
+        return out
+    # Copying is the quickest way to get an array, and this is done at every step.
+    rows = row_set.pieces[0].read()
+    final = [np.zeros(leaf.shape, leaf.dtype) for leaf in rows.observation]
+    if _has_ended(rows):
+        _write_final(rows, final)
     space = spec.observation_space
-    terminated = np.concatenate([rows.terminated for rows in lanes])
-    truncated = np.concatenate([rows.truncated for rows in lanes])
-    observation = [
-        np.concatenate(leaves)
-        for leaves in zip(*(rows.observation for rows in lanes), strict=True)
-    ]
-    final_observation = [np.zeros_like(leaf) for leaf in observation]
-    if (terminated | truncated).any():
-        start = 0
-        for rows in lanes:
-            _copy_final(rows, start, final_observation)
-            start += len(rows.reward)
     return StepResult(
-        observation=unflatten(space, observation),
-        reward=np.concatenate([rows.reward for rows in lanes]),
-        terminated=terminated,
-        truncated=truncated,
-        valid=np.concatenate([rows.status for rows in lanes]) == Status.OK,
-        final_observation=unflatten(space, final_observation),
-        infos={},
+        unflatten(space, [leaf.copy() for leaf in rows.observation]),
+        rows.reward.copy(),
+        rows.terminated.copy(),
+        rows.truncated.copy(),
+        rows.status == _OK,
+        unflatten(space, final),
+        infos,
     )
 
 
-def write_result(spec: EnvSpec, lanes: Sequence[Rows], out: StepResult) -> None:
-    """Copies the rows of all lanes into arrays that there are."""
+def write_result(spec: EnvSpec, row_set: RowSet, out: StepResult) -> None:
+    """Copies what is in lanes' rows into arrays `[len(row_set), ...]`."""
     space = spec.observation_space
     observation = flatten(space, out.observation)
-    final_observation = flatten(space, out.final_observation)
-    start = 0
-    for rows in lanes:
-        part = slice(start, start + len(rows.reward))
-        for target, source in zip(observation, rows.observation, strict=True):
-            target[part] = source
-        out.reward[part] = rows.reward
-        out.terminated[part] = rows.terminated
-        out.truncated[part] = rows.truncated
-        np.equal(rows.status, Status.OK, out=out.valid[part])
-        _copy_final(rows, start, final_observation)
-        start = part.stop
+    if len(row_set.pieces) == 1:
+        rows = row_set.pieces[0].read()
+        _write(rows, observation, out.reward, out.terminated, out.truncated, out.valid)
+        if _has_ended(rows):
+            _write_final(rows, flatten(space, out.final_observation))
+        return
+    final = flatten(space, out.final_observation)
+    for piece in row_set.pieces:
+        rows, part = piece.read(), piece.set_rows
+        _write(
+            rows,
+            [leaf[part] for leaf in observation],
+            out.reward[part],
+            out.terminated[part],
+            out.truncated[part],
+            out.valid[part],
+        )
+        _write_final(rows, [leaf[part] for leaf in final])
 
 
-def _copy_final(rows: Rows, start: int, targets: Sequence[Array]) -> None:
+def _write(
+    rows: Rows,
+    observation: Sequence[Array],
+    reward: Array,
+    terminated: Array,
+    truncated: Array,
+    valid: Array,
+) -> None:
+    """Copies all but the final observations."""
+    for target, source in zip(observation, rows.observation, strict=True):
+        target[...] = source
+    reward[...] = rows.reward
+    terminated[...] = rows.terminated
+    truncated[...] = rows.truncated
+    np.equal(rows.status, _OK, out=valid)
+
+
+def _has_ended(rows: Rows) -> bool:
+    """Tells whether any episode has ended: by counting, which is what costs least."""
+    return bool(np.count_nonzero(rows.terminated) or np.count_nonzero(rows.truncated))
+
+
+def _write_final(rows: Rows, targets: Sequence[Array]) -> None:
     """Copies the final observations of rows whose episode has ended."""
     (ended,) = (rows.terminated | rows.truncated).nonzero()
-    if ended.size:
-        for target, source in zip(targets, rows.final_observation, strict=True):
-            target[start + ended] = source[ended]
+    for target, source in zip(targets, rows.final_observation, strict=True):
+        target[ended] = source[ended]
+
+
+def _allocate(
+    spec: EnvSpec, num_rows: int, infos: Mapping[int, Mapping[str, Any]]
+) -> StepResult:
+    space, leaves = spec.observation_space, spec.observation_leaves
+    observation = [np.empty((num_rows, *leaf.shape), leaf.dtype) for leaf in leaves]
+    return StepResult(
+        unflatten(space, observation),
+        np.empty(num_rows, np.float64),
+        np.empty(num_rows, np.bool_),
+        np.empty(num_rows, np.bool_),
+        np.empty(num_rows, np.bool_),
+        unflatten(space, [np.zeros_like(leaf) for leaf in observation]),
+        infos,
+    )

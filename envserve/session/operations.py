@@ -68,7 +68,7 @@ class Operations:
         self._finished: list[Finished] = []
         self._address = address
         self._codec = RowCodec(self.rows)
-        self._seq = [0] * len(blocks)
+        self._seq = {block.index: 0 for block in blocks}  # of its last operation
 
     @property
     def has_finished(self) -> bool:
@@ -238,7 +238,9 @@ class Operations:
         self.busy.clear()
 
     def _end(self, pending: Pending, *, uses_seq: bool = True) -> None:
-        for block, seq in pending.entries:
+        # First, and in one go: if an interrupt cuts this short, the blocks' next
+        # operations must not be taken for copies of this one.
+        if uses_seq:
+            self._seq.update(pending.entries)
+        for block, _ in pending.entries:
             self.busy.pop(block, None)
-            if uses_seq:
-                self._seq[block] = seq

@@ -1,19 +1,22 @@
-"""Ctrl-C at any line of a step: the next ones never see an older one's result."""
+"""Ctrl-C at any line of a call: the next ones never see an older one's result."""
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import numpy as np
+import pytest
 
-from envserve.client import BatchEnv
+from envserve.client import BatchEnv, StepResult
+from envserve.errors import LocalProtocolError
 
 from .conftest import MakeBatch
 
-NUM_POINTS = 16
+NUM_POINTS = 12
 Trace = Callable[[FrameType, str, Any], Any]
 
 
@@ -24,7 +27,7 @@ def interrupt_at(line: int) -> tuple[Trace, list[int]]:
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         if "/envserve/" not in frame.f_code.co_filename.replace("/tests/envserve/", ""):
             return None
-        if event == "line":
+        if event == "line" and not is_with(frame):
             count[0] += 1
             if count[0] == line:
                 sys.settrace(None)
@@ -34,18 +37,35 @@ def interrupt_at(line: int) -> tuple[Trace, list[int]]:
     return trace, count
 
 
-def step_traced(batch: BatchEnv, action: int, line: int) -> int:
-    """Steps, interrupted at a line; returns how many lines ran."""
+def is_with(frame: FrameType) -> bool:
+    """Tells the lines before an `__exit__`, where Python handles no signals."""
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return line.lstrip().startswith("with ")
+
+
+def run_traced(call: Callable[[], Any], line: int) -> int:
+    """Calls, interrupted at a line; returns how many lines ran."""
     trace, count = interrupt_at(line)
     previous = sys.gettrace()
     sys.settrace(trace)
     try:
-        batch.step(np.full(batch.num_envs, action))
+        call()
     except KeyboardInterrupt:
         assert count[0] == line
     finally:
         sys.settrace(previous)
     return count[0]
+
+
+def points(num_lines: int) -> list[int]:
+    """Returns where to interrupt: evenly, and the last lines."""
+    assert num_lines > NUM_POINTS
+    spread = np.linspace(1, num_lines - 2, NUM_POINTS - 2, dtype=int).tolist()
+    return [*spread, num_lines - 1, num_lines]
+
+
+def step_traced(batch: BatchEnv, action: int, line: int) -> int:
+    return run_traced(lambda: batch.step(np.full(batch.num_envs, action)), line)
 
 
 def test_an_interrupted_step_never_answers_a_later_one(
@@ -56,8 +76,7 @@ def test_an_interrupted_step_never_answers_a_later_one(
     with make_batch("envserve/Ledger-v0", 4, 2, env_kwargs={"length": 1000}) as probe:
         probe.reset()
         num_lines = step_traced(probe, 1, -1)
-    assert num_lines > NUM_POINTS
-    for line in np.linspace(1, num_lines, NUM_POINTS, dtype=int).tolist():
+    for line in points(num_lines):
         with make_batch(
             "envserve/Ledger-v0", 4, 2, env_kwargs={"length": 1000}, **options
         ) as batch:
@@ -68,3 +87,83 @@ def test_an_interrupted_step_never_answers_a_later_one(
                 expected = np.where(result.valid, action, 0)
                 np.testing.assert_array_equal(result.reward, expected)
             assert result.valid.all()
+
+
+def receive_all(batch: BatchEnv, action: int) -> int:
+    """Receives until no row is out; returns how many results were lost.
+
+    Every result that comes must be that of `action`, or of a step that was lost.
+    """
+    num_lost = 0
+    while num_out := batch.num_out:
+        try:
+            rows, result = batch.recv()
+        except LocalProtocolError:  # "an interrupted call has cost the results of"
+            assert batch.num_out < num_out
+            num_lost += num_out - batch.num_out
+        else:
+            assert batch.num_out == num_out - len(rows)
+            expected = np.where(result.valid, action, 0)
+            np.testing.assert_array_equal(result.reward, expected)
+    return num_lost
+
+
+@pytest.mark.parametrize("interrupted", ["send", "recv"])
+def test_an_interrupted_send_or_recv_neither_mixes_up_nor_loses_rows(
+    make_batch: MakeBatch, lane_kind: str, interrupted: str
+) -> None:
+    options = {"step_timeout": 0.5} if lane_kind == "local" else {}
+
+    def run(line: int) -> int:
+        with make_batch(
+            "envserve/Ledger-v0",
+            4,
+            2,
+            num_splits=2,
+            env_kwargs={"length": 1000},
+            **options,
+        ) as batch:
+            batch.reset()
+            batch.step(np.full(4, 9))
+            if interrupted == "send":
+                num_lines = run_traced(lambda: batch.send(np.full(4, 50)), line)
+            else:
+                batch.send(np.full(4, 50))
+                num_lines = run_traced(lambda: batch.recv(4), line)
+            receive_all(batch, 50)
+            for action in (101, 102):
+                batch.send(np.full(4, action))
+                assert receive_all(batch, action) == 0
+            result = batch.step(np.full(4, 103))
+            assert result.valid.all()
+            np.testing.assert_array_equal(result.reward, 103)
+            return num_lines
+
+    for line in points(run(-1)):
+        run(line)
+
+
+def has_come(batch: BatchEnv) -> None:
+    """Waits for all rows and leaves them out, so that the next `recv` never waits."""
+    nothing = np.zeros(0)
+    wrong = StepResult(nothing, nothing, nothing, nothing, nothing, nothing, {})
+    with pytest.raises(ValueError, match="broadcast"):
+        batch.recv(batch.num_out, out=wrong)
+
+
+def test_an_interrupt_as_recv_returns_leaves_the_rows_to_be_received(
+    make_batch: MakeBatch,
+) -> None:
+    with make_batch("envserve/Ledger-v0", 4, 2, num_splits=2) as batch:
+        batch.reset()
+        batch.send(np.arange(4))
+        has_come(batch)
+        num_lines = run_traced(lambda: batch.recv(4), -1)
+        assert batch.num_out == 0
+        batch.send(np.arange(4))
+        has_come(batch)
+        for line in range(1, num_lines + 1):
+            run_traced(lambda: batch.recv(4), line)
+            assert batch.num_out == 4
+        rows, result = batch.recv(4)
+        assert rows.tolist() == result.reward.tolist() == [0, 1, 2, 3]

@@ -1,0 +1,190 @@
+"""Rows of a batch in whole blocks: which lanes they are of, and how to get at them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from envserve.blocks import Lane
+from envserve.slab import Rows
+
+__all__ = ["BatchBlock", "Piece", "RowSet", "RowSets", "check_rows"]
+
+Array = np.ndarray[Any, Any]
+
+_MAX_REMEMBERED: Final = 64
+
+
+class BatchBlock(NamedTuple):
+    """A block of a lane as part of the whole batch.
+
+    Attributes:
+      position: Its place among all blocks of the batch.
+      lane: The lane.
+      lane_block: The lane's own number for it.
+      start: First row of the batch.
+      stop: Row of the batch after the last.
+      offset: Row of the batch that is the lane's first.
+      split: Which group it belongs to.
+    """
+
+    position: int
+    lane: Lane
+    lane_block: int
+    start: int
+    stop: int
+    offset: int
+    split: int
+
+
+class Piece:
+    """The rows of a set that are one lane's.
+
+    Attributes:
+      lane: The lane.
+      blocks: The lane's blocks.
+      set_rows: Which of the set's rows.
+    """
+
+    def __init__(self, blocks: Sequence[BatchBlock], start: int) -> None:
+        """Takes blocks of one lane; their rows begin at row `start` of the set."""
+        self.lane = blocks[0].lane
+        self.blocks = tuple(block.lane_block for block in blocks)
+        rows = np.concatenate([np.arange(b.start, b.stop) for b in blocks])
+        self.set_rows = slice(start, start + len(rows))
+        rows -= blocks[0].offset
+        self._lane_rows: slice | Array = rows
+        self._view: Rows | None = None
+        self._actions = self.lane.rows.action
+        if rows[-1] - rows[0] + 1 == len(rows):
+            self._lane_rows = slice(int(rows[0]), int(rows[-1]) + 1)
+            self._view = self.lane.rows.at(self._lane_rows)
+
+    def read(self) -> Rows:
+        """Returns the rows: views where they follow each other, else copies."""
+        return self._view or self.lane.rows.at(self._lane_rows)
+
+    def write_actions(self, actions: Sequence[Array]) -> None:
+        """Writes the actions of the piece, out of arrays for the whole set."""
+        for target, array in zip(self._actions, actions, strict=True):
+            target[self._lane_rows] = array[self.set_rows]
+
+
+class RowSet:
+    """The rows of some blocks, in the order of the batch.
+
+    Attributes:
+      blocks: The blocks, in order.
+      positions: Places of the blocks among all of the batch.
+      env_indices: int64 `[len(self)]`, ascending.
+      pieces: The rows by lane, in order.
+    """
+
+    def __init__(self, blocks: Sequence[BatchBlock]) -> None:
+        """Prepares to copy; `blocks` are in order."""
+        self.blocks = tuple(blocks)
+        self.positions = tuple(block.position for block in blocks)
+        self.env_indices: Array = np.concatenate(
+            [np.arange(block.start, block.stop) for block in blocks] or [np.arange(0)]
+        )
+        self.env_indices.flags.writeable = False  # it is given away
+        pieces: list[Piece] = []
+        first = 0
+        while first < len(blocks):
+            last = first
+            while last < len(blocks) and blocks[last].lane is blocks[first].lane:
+                last += 1
+            start = pieces[-1].set_rows.stop if pieces else 0
+            pieces.append(Piece(blocks[first:last], start))
+            first = last
+        self.pieces = tuple(pieces)
+
+    def __len__(self) -> int:
+        return len(self.env_indices)
+
+    def write_actions(self, actions: Sequence[Array]) -> None:
+        """Writes actions, an array `[len(self), ...]` per leaf, to the lanes' rows."""
+        for piece in self.pieces:
+            piece.write_actions(actions)
+
+
+class RowSets:
+    """The sets of a batch's rows, by row or by block; the last ones are remembered."""
+
+    def __init__(self, blocks: Sequence[BatchBlock]) -> None:
+        """Takes all blocks of the batch."""
+        self._blocks = tuple(blocks)
+        self._everything = RowSet(blocks)
+        sizes = [block.stop - block.start for block in blocks]
+        self._position_of_row = np.repeat(np.arange(len(blocks)), sizes)
+        self._by_rows: dict[bytes, tuple[RowSet, Array | None]] = {}
+        self._by_blocks: dict[tuple[int, ...], RowSet] = {}
+
+    def of_rows(
+        self, env_indices: Sequence[int] | Array | None
+    ) -> tuple[RowSet, Array | None]:
+        """Returns the set of some rows, None for all.
+
+        Returns:
+          The set, and, unless the indices ascend, how to sort arrays that are in
+          their order: `array[order]`.
+
+        Raises:
+          IndexError: The rows are not there, or are not whole blocks.
+        """
+        if env_indices is None:
+            return self._everything, None
+        indices = np.asarray(env_indices, np.int64)
+        key = indices.tobytes()
+        found = self._by_rows.get(key)
+        if found is None:
+            found = self._find(check_rows(indices, len(self._position_of_row)))
+            if len(self._by_rows) >= _MAX_REMEMBERED:
+                self._by_rows.clear()
+            self._by_rows[key] = found
+        return found
+
+    def of_blocks(self, positions: Sequence[int]) -> RowSet:
+        """Returns the set of some blocks, given in order."""
+        key = tuple(positions)
+        row_set = self._by_blocks.get(key)
+        if row_set is None:
+            row_set = RowSet([self._blocks[position] for position in key])
+            if len(self._by_blocks) >= _MAX_REMEMBERED:
+                self._by_blocks.clear()
+            self._by_blocks[key] = row_set
+        return row_set
+
+    def _find(self, indices: Array) -> tuple[RowSet, Array | None]:
+        if not indices.size:
+            raise IndexError("expected at least one row; got none")
+        positions = np.unique(self._position_of_row[indices]).tolist()
+        row_set = self.of_blocks(positions)
+        order = np.argsort(indices)
+        if len(row_set) != len(indices):
+            missing = np.setdiff1d(row_set.env_indices, indices)[0]
+            block = self._blocks[self._position_of_row[missing]]
+            raise IndexError(
+                f"expected whole blocks; got row(s) of the block of rows {block.start} "
+                f"to {block.stop - 1} without row {missing}; one worker steps them "
+                "together, see BatchEnv.blocks"
+            )
+        is_sorted = bool((order[1:] > order[:-1]).all())
+        return row_set, None if is_sorted else order
+
+
+def check_rows(env_indices: Sequence[int] | Array | None, num_envs: int) -> Array:
+    """Returns rows as int64 `[n]`; raises IndexError for one too many or twice."""
+    if env_indices is None:
+        return np.arange(num_envs)
+    indices = np.asarray(env_indices, np.int64).reshape(-1)
+    wrong = indices[(indices < 0) | (indices >= num_envs)]
+    if wrong.size:
+        raise IndexError(
+            f"expected env indices in [0, {num_envs}); got {wrong.tolist()}"
+        )
+    if np.unique(indices).size != indices.size:
+        raise IndexError(f"expected each env once; got {indices.tolist()}")
+    return indices

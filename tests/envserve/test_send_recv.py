@@ -1,0 +1,311 @@
+"""Stepping some envs while others are still at it, over every kind of lane."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from envserve.blocks import Lane, PoolConfig
+from envserve.client import BatchEnv, StepResult
+from envserve.client.local_lane import LocalLane
+from envserve.client.remote_lane import RemoteLane
+from envserve.errors import ActionError, EnvError, EnvTimeout, LocalProtocolError
+from envserve.testing import ledger_hash
+
+from .conftest import MakeBatch, StartServer
+
+LEDGER = "envserve/Ledger-v0"
+FAULTY = "envserve/Faulty-v0"
+
+Array = np.ndarray[Any, Any]
+
+
+class Books:
+    """Keeps a ledger per row beside the envs', and compares."""
+
+    def __init__(self, batch: BatchEnv) -> None:
+        self._batch = batch
+        self.hashes = [0] * batch.num_envs
+        self._actions = np.full(batch.num_envs, -1)
+        self.received = np.zeros(batch.num_envs, int)
+
+    def send(self, actions: Array, env_indices: Array) -> None:
+        self._batch.send(actions, env_indices)
+        assert (self._actions[env_indices] == -1).all()
+        self._actions[env_indices] = actions
+        for row, action in zip(env_indices, actions, strict=True):
+            self.hashes[row] = ledger_hash(self.hashes[row], int(action))
+
+    def recv(self, *arguments: Any, **options: Any) -> Array:
+        rows, result = self._batch.recv(*arguments, **options)
+        assert rows.dtype == np.int64
+        assert (np.diff(rows) > 0).all()
+        assert result.valid.all()
+        np.testing.assert_array_equal(result.reward, self._actions[rows])
+        ended = (result.terminated | result.truncated)[:, None]
+        last = np.where(ended, result.final_observation, result.observation)
+        assert last[:, 3].tolist() == [self.hashes[row] for row in rows]
+        self._actions[rows] = -1
+        self.received[rows] += 1
+        return rows
+
+
+def test_every_result_answers_its_own_request(
+    make_batch: MakeBatch, random_generator: np.random.Generator
+) -> None:
+    batch = make_batch(LEDGER, 8, 4, num_splits=2, env_kwargs={"length": 7})
+    batch.reset()
+    books = Books(batch)
+    idle = list(batch.blocks)
+    for _ in range(200):
+        chosen = [block for block in idle if random_generator.random() < 0.7]
+        idle = [block for block in idle if all(block is not c for c in chosen)]
+        for block in chosen:
+            books.send(random_generator.integers(0, 1000, len(block)), block)
+        assert batch.num_out == 8 - sum(map(len, idle))
+        if batch.num_out:
+            rows = books.recv(int(random_generator.integers(1, batch.num_out + 1)))
+            idle += [block for block in batch.blocks if np.isin(block, rows).all()]
+    while batch.num_out:
+        books.recv()
+    assert books.received.min() > 20
+
+
+def test_a_straggler_holds_up_nobody_else(start_server: StartServer) -> None:
+    slow = {"length": 1, "reset_seconds": 0.05}
+    with BatchEnv(
+        [
+            local_lane(31, 0, {"length": 1000}, num_workers=31),
+            local_lane(1, 31, slow, num_workers=1),
+        ]
+    ) as batch:
+        batch.reset()
+        books = Books(batch)
+        books.send(np.arange(32), np.arange(32))
+        step = 0
+        while books.received[:31].min() < 40 or books.received[31] < 2:
+            step += 1
+            rows = books.recv()
+            books.send((rows + step) % 1000, rows)
+        assert books.received[31] < books.received[:31].min()
+        books.recv(32)
+
+
+def local_lane(
+    num_envs: int, first: int, env_kwargs: dict[str, Any], *, num_workers: int = 2
+) -> LocalLane:
+    lane = LocalLane(config(num_envs, first, env_kwargs, num_workers))
+    lane.finish_start(time.monotonic() + 60)
+    return lane
+
+
+def config(
+    num_envs: int, first: int, env_kwargs: dict[str, Any], num_workers: int = 2
+) -> PoolConfig:
+    return PoolConfig(
+        env_name=LEDGER,
+        num_envs=num_envs,
+        num_workers=num_workers,
+        num_splits=2,
+        seed=0,
+        first_env_index=first,
+        env_kwargs=env_kwargs,
+        import_modules=("envserve.testing",),
+    )
+
+
+def test_local_and_remote_rows_are_waited_for_together(
+    start_server: StartServer, random_generator: np.random.Generator
+) -> None:
+    remote = RemoteLane(start_server(), config(4, 3, {"length": 5}))
+    remote.finish_start(time.monotonic() + 60)
+    lanes: list[Lane] = [local_lane(3, 0, {"length": 5}), remote]
+    lanes.append(local_lane(2, 7, {"length": 5}))
+    with BatchEnv(lanes) as batch:
+        assert [split.tolist() for split in batch.splits] == [
+            [0, 3, 4, 7],
+            [1, 2, 5, 6, 8],
+        ]
+        batch.reset()
+        books = Books(batch)
+        for split in batch.splits:
+            books.send(random_generator.integers(0, 1000, len(split)), split)
+        for step in range(150):
+            rows = books.recv(1 + step % 3)
+            books.send(random_generator.integers(0, 1000, len(rows)), rows)
+        for split in batch.splits[::-1]:
+            assert books.recv(env_indices=split).tolist() == split.tolist()
+        assert (books.received > 0).all()
+        assert batch.step(np.arange(9)).reward.tolist() == list(range(9))
+
+
+def half_of(result: StepResult, rows: Array) -> StepResult:
+    return StepResult(
+        result.observation[rows],
+        result.reward[rows],
+        result.terminated[rows],
+        result.truncated[rows],
+        result.valid[rows],
+        result.final_observation[rows],
+        {},
+    )
+
+
+def test_rows_of_one_split_are_received_while_the_other_is_out(
+    make_batch: MakeBatch,
+) -> None:
+    batch = make_batch(LEDGER, 8, 2, num_splits=2)
+    assert [split.tolist() for split in batch.splits] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    observation = batch.reset()
+    first, second = batch.splits
+    whole = batch.step(np.zeros(8, np.int64))
+    halves = [half_of(whole, rows) for rows in batch.splits]
+    batch.send(np.arange(4), first)
+    for step in range(5):
+        batch.send(np.arange(4, 8) + step, second)
+        rows, result = batch.recv(env_indices=first, out=halves[0])
+        assert result.reward is halves[0].reward
+        assert rows.tolist() == first.tolist()
+        assert result.reward.tolist() == [step, 1 + step, 2 + step, 3 + step]
+        batch.send(np.arange(4) + step + 1, first)
+        rows, result = batch.recv(env_indices=second, out=halves[1])
+        assert result.reward.tolist() == [4 + step, 5 + step, 6 + step, 7 + step]
+        assert result.observation[:, 0].tolist() == observation[4:, 0].tolist()
+
+
+def test_actions_follow_the_order_of_their_rows(make_batch: MakeBatch) -> None:
+    batch = make_batch(LEDGER, 4, 2)
+    batch.reset()
+    batch.send(np.array([30, 10, 0, 20]), [3, 1, 0, 2])
+    rows, result = batch.recv(4)
+    assert rows.tolist() == [0, 1, 2, 3]
+    assert result.reward.tolist() == [0, 10, 20, 30]
+    with pytest.raises(ActionError, match=r"Env 1: .* got 1000"):
+        batch.send(np.array([30, 1000, 0, 20]), [3, 1, 0, 2])
+    assert batch.num_out == 0
+
+
+def test_a_block_is_sent_as_a_whole(make_batch: MakeBatch) -> None:
+    batch = make_batch(LEDGER, 8, 2, num_splits=2)
+    batch.reset()
+    with pytest.raises(IndexError, match=r"block of rows 2 to 3 without row 3"):
+        batch.send(np.zeros(3, np.int64), [0, 1, 2])
+    with pytest.raises(IndexError, match="each env once"):
+        batch.send(np.zeros(3, np.int64), [0, 1, 1])
+    with pytest.raises(IndexError, match=r"\[0, 8\); got \[8\]"):
+        batch.send(np.zeros(1, np.int64), [8])
+    with pytest.raises(IndexError, match="at least one row"):
+        batch.send(np.zeros(0, np.int64), [])
+    with pytest.raises(ActionError, match=r"expected shape \[2\]"):
+        batch.send(np.zeros(4, np.int64), [0, 1])
+    assert batch.num_out == 0
+
+
+def test_rows_that_are_out_are_to_be_received_first(make_batch: MakeBatch) -> None:
+    batch = make_batch(LEDGER, 4, 2, num_splits=2)
+    with pytest.raises(LocalProtocolError, match=r"reset\(\)"):
+        batch.send(np.zeros(4, np.int64))
+    batch.reset()
+    with pytest.raises(LocalProtocolError, match="those 0 that are out"):
+        batch.recv()
+    batch.send(np.array([1, 2]), [0, 1])
+    for act in (
+        lambda: batch.step(np.zeros(4, np.int64)),
+        lambda: batch.send(np.zeros(4, np.int64)),
+        lambda: batch.reset(),
+        lambda: batch.reset([1, 3]),
+        lambda: batch.call(0, "echo"),
+    ):
+        with pytest.raises(LocalProtocolError, match=r"recv\(\) them first"):
+            act()
+    for few in (3, 0):
+        with pytest.raises(LocalProtocolError, match="at most those 2"):
+            batch.recv(few)
+    with pytest.raises(LocalProtocolError, match="those 0 that are out"):
+        batch.recv(env_indices=[2, 3])
+    assert batch.reset([3])[:, 1].tolist() == [1]
+    assert batch.call(2, "echo", 5) == [5]
+    rows, result = batch.recv(2)
+    assert rows.tolist() == [0, 1]
+    assert result.reward.tolist() == [1.0, 2.0]
+    assert batch.step(np.arange(4)).reward.tolist() == [0, 1, 2, 3]
+
+
+def test_a_timeout_loses_nothing(make_batch: MakeBatch) -> None:
+    batch = make_batch(
+        LEDGER, 2, 1, num_splits=2, env_kwargs={"length": 2, "reset_seconds": 0.3}
+    )
+    batch.reset()
+    batch.send(np.array([1]), [0])
+    batch.recv()
+    batch.send(np.array([5, 6]))
+    with pytest.raises(EnvTimeout, match=r"expected 2 rows within 0\.0 s; 0 have"):
+        batch.recv(2, timeout=0.0)
+    rows, result = batch.recv(2)
+    assert rows.tolist() == [0, 1]
+    assert result.reward.tolist() == [5.0, 6.0]
+    assert result.terminated.tolist() == [True, False]
+
+
+def test_ended_envs_can_be_reset_while_others_are_out(make_batch: MakeBatch) -> None:
+    batch = make_batch(
+        LEDGER, 2, 1, num_splits=2, env_kwargs={"length": 2}, autoreset="disabled"
+    )
+    batch.reset()
+    batch.step(np.zeros(2, np.int64))
+    batch.send(np.array([1, 2]))
+    _, result = batch.recv(env_indices=[0])
+    assert result.terminated.tolist() == [True]
+    with pytest.raises(LocalProtocolError, match=r"\[0\] have ended"):
+        batch.send(np.array([3]), [0])
+    assert batch.reset([0])[:, 1:3].tolist() == [[1, 0]]
+    batch.send(np.array([3]), [0])
+    _, result = batch.recv(2)
+    assert result.reward.tolist() == [3.0, 2.0]
+    assert result.terminated.tolist() == [False, True]
+    with pytest.raises(LocalProtocolError, match=r"\[1\] have ended"):
+        batch.step(np.zeros(2, np.int64))
+
+
+def test_a_failed_env_comes_back_invalid(make_batch: MakeBatch) -> None:
+    batch = make_batch(FAULTY, 2, 1, num_splits=2, env_kwargs={"fault": "kill"})
+    batch.reset()
+    batch.send(np.array([1]), [1])
+    rows, result = batch.recv()
+    assert rows.tolist() == [1]
+    assert result.valid.tolist() == [False]
+    assert result.truncated.tolist() == [True]
+    assert result.infos[1]["fault"]["status"] == "WORKER_DIED"
+    batch.send(np.zeros(2, np.int64))
+    assert batch.recv(2)[1].valid.tolist() == [False, True]  # both were the worker's
+    assert batch.step(np.zeros(2, np.int64)).valid.all()
+
+
+def test_an_error_names_its_env_and_leaves_the_others_to_be_received(
+    make_batch: MakeBatch,
+) -> None:
+    batch = make_batch(FAULTY, 8, 2, num_splits=2, env_kwargs={"fault": "nan"})
+    batch.reset()
+    batch.send(np.array([0, 0, 0, 1, 0, 0, 0, 0]))
+    with pytest.raises(EnvError, match=r"Env 3 .* to be finite; got nan"):
+        batch.recv(8)
+    assert batch.num_out == 6
+    rows, result = batch.recv(6)
+    assert rows.tolist() == [0, 1, 4, 5, 6, 7]
+    assert result.valid.all()
+    batch.send(np.zeros(2, np.int64), [2, 3])
+    assert batch.recv()[1].valid.all()
+
+
+def test_a_wrong_out_leaves_the_rows_to_be_received(make_batch: MakeBatch) -> None:
+    batch = make_batch(LEDGER, 4, 2)
+    batch.reset()
+    out = batch.step(np.zeros(4, np.int64))
+    wrong = out._replace(reward=np.zeros(3))
+    batch.send(np.arange(4))
+    with pytest.raises(ValueError, match="broadcast"):
+        batch.recv(4, out=wrong)
+    assert batch.recv(4)[1].reward.tolist() == [0, 1, 2, 3]
