@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from envserve.cores import num_cores
 from envserve.errors import EnvserveError
 
 __all__ = ["main"]
@@ -36,7 +37,7 @@ def main() -> None:
 def start(
     workers: Annotated[
         int, typer.Option(help="Most worker processes that one client gets.")
-    ] = os.cpu_count() or 1,
+    ] = num_cores(),
     envs_per_worker: Annotated[
         int, typer.Option(help="With --workers, how many envs all clients may have.")
     ] = 64,

@@ -24,6 +24,7 @@ from envserve.blocks import (
     make_blocks,
 )
 from envserve.channel import Frame, Kind, pack_frame
+from envserve.cores import num_cores
 from envserve.errors import (
     CallError,
     EnvserveError,
@@ -107,6 +108,7 @@ class Pool:
         self._last_fault_text = ""
         self._finished: list[Finished] = []
         self._last_done: SupervisedWorker | None = None
+        self._has_cores_for_all = num_workers <= num_cores()
         self._slab: Slab | None = None
         self._spec: EnvSpec | None = None
         self._specs: dict[int, EnvSpec] = {}  # of the workers that are ready first
@@ -313,7 +315,8 @@ class Pool:
         was_ready = self.is_ready
         while True:
             missing = min_finished - len(self._finished)
-            if 1 < missing >= len(self._operations):
+            is_for_all = 1 < missing >= len(self._operations)
+            if is_for_all and self._has_cores_for_all:
                 self._wait_for_last(give_up_at - now, now)
                 self._advance(0.0)
             else:
@@ -332,7 +335,8 @@ class Pool:
         """Waits for the worker that is likely to end last, as it did before.
 
         Who waits for all of them need not be woken by each: the core that it wakes on
-        is one that another worker still needs.
+        is one that another worker still needs. With many workers to each core it is
+        better to read what they have sent while others still run.
         """
         last = self._last_done
         if (

@@ -24,6 +24,7 @@ from gymnasium.spaces import Box
 
 from envserve import codec
 from envserve.channel import MAX_CALL_BYTES, Frame, FrameReader, Kind, pack_frame
+from envserve.cores import num_cores
 from envserve.env_row import EnvRow, SpaceViolation
 from envserve.errors import EnvStartError, UnknownEnv, WorkerError
 from envserve.reports import (
@@ -63,7 +64,7 @@ def run(channel: socket.socket, import_error: str = "") -> None:
             if import_error:
                 raise EnvStartError(import_error)
             config = codec.decode(build.payload, max_bytes=1 << 26)
-            if config["num_workers"] <= _num_cores():
+            if config["num_workers"] <= num_cores():
                 inbox.spin_seconds = _SPIN_SECONDS
             worker = _Worker(channel, config)
             for frame in frames:
@@ -123,12 +124,6 @@ class _Inbox:
             except BlockingIOError:
                 os.sched_yield()
         return self._channel.recv(1 << 16)
-
-
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 class _Worker:

@@ -1,6 +1,5 @@
 """Where a run's envs come from: workers of this host, or env servers."""
 
-import os
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -48,7 +47,7 @@ def env_maker(
         return BatchEnv.local(
             config.env_name,
             num_envs=num_envs,
-            num_workers=min(num_workers or _num_cores(), num_envs),
+            num_workers=num_workers,
             seed=seed,
             env_kwargs=dict(config.env_kwargs),
             spare_envs=config.spare_envs,
@@ -58,9 +57,3 @@ def env_maker(
         )
 
     return make_env
-
-
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

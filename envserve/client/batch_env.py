@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, Self
@@ -32,6 +31,7 @@ from envserve.client.local_lane import LocalLane
 from envserve.client.remote_lane import RemoteLane
 from envserve.client.row_set import RowSet, RowSets, check_rows
 from envserve.client.step_result import StepResult, gather_result, write_result
+from envserve.cores import num_cores
 from envserve.errors import (
     CallError,
     EnvError,
@@ -153,7 +153,7 @@ class BatchEnv:
         config = PoolConfig(
             env_name=env_name,
             num_envs=num_envs,
-            num_workers=(os.cpu_count() or 1) if num_workers is None else num_workers,
+            num_workers=num_cores() if num_workers is None else num_workers,
             num_splits=num_splits,
             seed=draw_root_seed() if seed is None else seed,
             env_kwargs=dict(env_kwargs or {}),

@@ -45,12 +45,6 @@ def test_envs_are_local_by_default(asked: list[tuple[Any, ...]]) -> None:
     }
 
 
-def test_there_are_never_more_workers_than_envs(asked: list[tuple[Any, ...]]) -> None:
-    env_maker(CONFIG, num_workers=64)(num_envs=2, seed=0)
-    env_maker(CONFIG)(num_envs=1, seed=0)
-    assert [named["num_workers"] for _, _, named in asked] == [2, 1]
-
-
 def test_addresses_lead_to_servers(asked: list[tuple[Any, ...]]) -> None:
     config = CONFIG.replace(spare_envs=True)
     env_maker(config, addresses=["tcp://a:1", "tcp://b:1"])(num_envs=8, seed=5)
