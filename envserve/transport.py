@@ -7,12 +7,21 @@ from typing import Final
 import zmq
 
 __all__ = [
+    "NOBLOCK",
     "FrameReceiver",
+    "Frames",
     "can_receive",
     "can_send",
     "descriptor_of",
     "set_common_options",
 ]
+
+#: Plain numbers: ZeroMQ's own flags are slow to combine.
+NOBLOCK: Final = int(zmq.NOBLOCK)
+_POLLIN: Final = int(zmq.POLLIN)
+_POLLOUT: Final = int(zmq.POLLOUT)
+
+Frames = list[bytes | memoryview]
 
 #: Frames of an oversized message that are thrown away at once.
 _DISCARD_AT_ONCE: Final = 1000
@@ -40,28 +49,38 @@ def descriptor_of(socket: zmq.Socket[bytes]) -> int:
 
 def can_receive(socket: zmq.Socket[bytes]) -> bool:
     """Tells whether a frame is there to be received."""
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
 
 def can_send(socket: zmq.Socket[bytes]) -> bool:
     """Tells whether a message can be handed over."""
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLOUT)
 
 
 class FrameReceiver:
-    """Receives messages of at most so many frames, without waiting.
+    """Receives messages of at most so many frames.
 
     ZeroMQ bounds the size of a frame, but not how many a message has. A message comes
     here when its last frame has come: until then libzmq stores what there is of it.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], max_frames: int) -> None:
-        """Reads from the socket, which nothing else may do from now on."""
+    def __init__(
+        self, socket: zmq.Socket[bytes], max_frames: int, num_short: int
+    ) -> None:
+        """Reads from the socket, which nothing else may do from now on.
+
+        Args:
+          socket: What to read from.
+          max_frames: Most frames of a message that are kept.
+          num_short: How many frames come first that are short; the memory of later
+            ones is ZeroMQ's own.
+        """
         self._socket = socket
         self._max_frames = max_frames
+        self._num_short = num_short
         self._is_discarding = False
 
-    def receive(self) -> list[bytes] | None:
+    def receive(self) -> Frames | None:
         """Returns the next message; None when there is none yet.
 
         A message of too many frames comes back cut off after the allowed number. Its
@@ -69,17 +88,32 @@ class FrameReceiver:
         """
         if self._is_discarding and not self._discard():
             return None
-        socket = self._socket
+        if not can_receive(self._socket):  # quicker than to be told by an exception
+            return None
+        return self._go_on([self._socket.recv(NOBLOCK)])
+
+    def wait(self) -> Frames | None:
+        """Returns the next message; None after the socket's RCVTIMEO."""
+        if self._is_discarding and not self._discard():
+            return None
         try:
-            frames = [socket.recv(zmq.NOBLOCK)]
+            frames: Frames = [self._socket.recv()]
         except zmq.Again:
             return None
+        return self._go_on(frames)
+
+    def _go_on(self, frames: Frames) -> Frames:
+        """Receives what belongs to the first frame."""
+        socket = self._socket
         while socket.getsockopt(zmq.RCVMORE):
             if len(frames) == self._max_frames:
                 self._is_discarding = True
                 self._discard()
                 break
-            frames.append(socket.recv(zmq.NOBLOCK))
+            if len(frames) < self._num_short:
+                frames.append(socket.recv(NOBLOCK))
+            else:
+                frames.append(socket.recv(NOBLOCK, copy=False).buffer)
         return frames
 
     def _discard(self) -> bool:
@@ -87,5 +121,5 @@ class FrameReceiver:
             if not self._socket.getsockopt(zmq.RCVMORE):
                 self._is_discarding = False
                 return True
-            self._socket.recv(zmq.NOBLOCK)
+            self._socket.recv(NOBLOCK)
         return False

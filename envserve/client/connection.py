@@ -10,7 +10,10 @@ import zmq
 
 from envserve.errors import ConnectError
 from envserve.transport import (
+    NOBLOCK,
     FrameReceiver,
+    Frames,
+    can_receive,
     can_send,
     descriptor_of,
     set_common_options,
@@ -26,7 +29,10 @@ from envserve.wire import (
 )
 from envserve.wire.constants import MAX_FRAMES
 
-__all__ = ["Connection", "ask_welcome"]
+__all__ = ["SLICE_SECONDS", "Connection", "ask_welcome"]
+
+#: Longest that `receive_soon` waits.
+SLICE_SECONDS: Final = 0.1
 
 #: A result may be large, but not endless.
 _MAX_FRAME_BYTES: Final = 1 << 30
@@ -44,10 +50,11 @@ class Connection:
         self.address = address
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._receiver = FrameReceiver(self._socket, MAX_FRAMES + 1)
+        self._receiver = FrameReceiver(self._socket, MAX_FRAMES + 1, 1)
         set_common_options(self._socket)
         # Else requests are queued for a server that is gone, and reach the next one.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.RCVTIMEO, int(1000 * SLICE_SECONDS))
         self._socket.setsockopt(zmq.RCVHWM, 0)  # in-flight operations are the bound
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -70,14 +77,25 @@ class Connection:
     def send(self, frames: list[Buffer]) -> bool:
         """Hands a message over; False if the server cannot be reached now."""
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            if len(frames) == 1:
+                self._socket.send(frames[0], NOBLOCK)
+            else:
+                self._socket.send_multipart(frames, NOBLOCK)
         except zmq.Again:
             return False
         return True
 
-    def receive(self) -> list[bytes] | None:
+    def receive(self) -> Frames | None:
         """Returns the next message, or None."""
         return self._receiver.receive()
+
+    def receive_soon(self) -> Frames | None:
+        """Waits for the next message; returns None after `SLICE_SECONDS`."""
+        return self._receiver.wait()
+
+    def is_readable(self) -> bool:
+        """Tells whether `receive` has something."""
+        return can_receive(self._socket)
 
     def is_writable(self) -> bool:
         """Tells whether the server can be reached now."""

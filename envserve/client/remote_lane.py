@@ -20,7 +20,7 @@ from typing import Final
 
 from envserve import codec
 from envserve.blocks import Block, Call, Finished, PoolConfig, Reset
-from envserve.client.connection import Connection
+from envserve.client.connection import SLICE_SECONDS, Connection
 from envserve.errors import EnvStartError, LocalProtocolError
 from envserve.session import ClientSession, ClientState
 from envserve.slab import Rows
@@ -30,8 +30,6 @@ from envserve.wire import Attach
 __all__ = ["RemoteLane"]
 
 _KEEPER_SECONDS: Final = 0.5
-#: How soon a waiting thread sees that the lane was closed by another.
-_SLICE_SECONDS: Final = 0.1
 _CLOSE_SECONDS: Final = 1.5
 #: How long a last message may take to leave.
 _LINGER_SECONDS: Final = 0.1
@@ -158,6 +156,7 @@ class RemoteLane:
         """Asks for a step of these blocks, with the actions now in `rows.action`."""
         with self._lock:
             self._session.submit_step(blocks, time.monotonic(), ticket)
+            self._flush()  # at once: the server has no other work
             self._pump()
             self._wake()
 
@@ -182,16 +181,20 @@ class RemoteLane:
         nothing to save: fewer may come back than asked for.
         """
         deadline = time.monotonic() + timeout_seconds
+        session = self._session
         with self._lock:
-            while True:
+            self._check_open()
+            while not session.has_finished:
+                if not self._receive_next(deadline):
+                    self._pump()
+                    if session.has_finished:
+                        break
+                    if time.monotonic() >= deadline:
+                        return []
+                    self._wait(deadline)
                 self._check_open()
-                self._pump()
-                if self._session.has_finished:
-                    self._sleep()
-                    return self._session.take_finished()
-                if time.monotonic() >= deadline:
-                    return []
-                self._wait(deadline)
+            self._sleep()
+            return session.take_finished()
 
     def fileno(self) -> int:
         """A descriptor that is readable when `collect(0)` may have something."""
@@ -234,7 +237,7 @@ class RemoteLane:
         with self._lock:
             self._pump()
             if self._session.state in _STARTING:
-                self._wait(time.monotonic() + _SLICE_SECONDS)
+                self._wait(time.monotonic() + SLICE_SECONDS)
                 return True
         self._has_started.set()
         return False
@@ -247,6 +250,24 @@ class RemoteLane:
                 self._wake()
             finally:
                 self._lock.release()
+
+    def _receive_next(self, deadline: float) -> bool:
+        """Waits for a message and takes it, with nothing around it.
+
+        Returns:
+          False if nothing came for a moment, or there is more to do than to wait.
+        """
+        session = self._session
+        until = min(deadline, session.next_deadline())
+        if until < time.monotonic() + SLICE_SECONDS or len(session.outbox):
+            return False
+        frames = self._connection.receive_soon()
+        if frames is None:
+            return False
+        session.receive(frames, time.monotonic())
+        if self._connection.is_readable():
+            self._pump()
+        return True
 
     def _pump(self) -> None:
         """Receives and sends until neither goes on.
@@ -276,7 +297,7 @@ class RemoteLane:
     def _wait(self, deadline: float) -> None:
         """Waits for the server, the session's next deadline, or a little while."""
         now = time.monotonic()
-        until = min(deadline, self._session.next_deadline(), now + _SLICE_SECONDS)
+        until = min(deadline, self._session.next_deadline(), now + SLICE_SECONDS)
         wants_to_send = (
             len(self._session.outbox) > 0
             or self._session.state is ClientState.CONNECTING

@@ -30,12 +30,22 @@ from envserve.session import (
     ServerSession,
     StartPool,
 )
-from envserve.transport import FrameReceiver, can_receive, descriptor_of
+from envserve.transport import (
+    NOBLOCK,
+    FrameReceiver,
+    Frames,
+    can_receive,
+    descriptor_of,
+)
 from envserve.wire.constants import MAX_FRAMES
 
 __all__ = ["Front"]
 
 _LOGGER: Final = logging.getLogger(__name__)
+_MORE: Final = NOBLOCK | int(zmq.SNDMORE)
+#: Rows so long are sent from where they are. They may change before a copy of an answer
+#: has left, but only once the client has had another one: it drops this copy.
+_ZERO_COPY_BYTES: Final = 256 << 10
 #: Messages handled before the loop turns to pools and timers.
 _MESSAGES_AT_ONCE: Final = 64
 
@@ -66,7 +76,7 @@ class Front:
         self.dropped_replies = 0
         self.failures = 0
         self._socket = socket
-        self._receiver = FrameReceiver(socket, MAX_FRAMES + 2)
+        self._receiver = FrameReceiver(socket, MAX_FRAMES + 2, 2)
         self._session = session
         self._launcher = launcher
         self._loop = loop
@@ -119,12 +129,12 @@ class Front:
                 frames = self._receiver.receive()
                 if frames is None:
                     break
-                self._handle(frames[0], frames[1:])
+                self._handle(bytes(frames[0]), frames[1:])
             self._check_end()
         finally:
             self._plan_read()
 
-    def _handle(self, route: bytes, message: list[bytes]) -> None:
+    def _handle(self, route: bytes, message: Frames) -> None:
         try:
             decisions = self._session.receive(route, message, self._loop.time())
         except Exception:
@@ -207,8 +217,12 @@ class Front:
             self._carry_out(self._session.pool_broken(session, ServerError(text)))
 
     def _send(self, reply: Reply) -> None:
+        *others, last = reply.frames
         try:
-            self._socket.send_multipart([reply.route, *reply.frames], zmq.NOBLOCK)
+            self._socket.send(reply.route, _MORE)
+            for frame in others:
+                self._socket.send(frame, _MORE)
+            self._socket.send(last, NOBLOCK, copy=len(last) < _ZERO_COPY_BYTES)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise

@@ -303,7 +303,7 @@ class ClientSession:
             body=draft.body,
             payload=draft.payload,
         )
-        self._requests.add(message, now, draft.ranges, draft.ticket)
+        self._requests.add(message, now, draft.part, draft.ticket)
         self._expect_answer(now)
         return request
 

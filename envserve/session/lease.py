@@ -8,12 +8,13 @@ ignored; a later seq is a gap, an ERROR. A request that is refused uses up no se
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from envserve.actions import check_action_rows
 from envserve.blocks import Block, Call, Finished, Reset
 from envserve.errors import ActionError, RemoteProtocolError
+from envserve.session.bounds import ActionBounds
 from envserve.session.decisions import (
     Decision,
     Reply,
@@ -21,11 +22,13 @@ from envserve.session.decisions import (
     RunReset,
     RunStep,
 )
+from envserve.session.parts import BlockParts
 from envserve.session.policy import Policy, Refusal
 from envserve.session.translation import body_of
 from envserve.slab import Rows
 from envserve.spec import EnvSpec
 from envserve.wire import (
+    Buffer,
     CallBody,
     ErrorBody,
     ErrorCode,
@@ -38,34 +41,33 @@ from envserve.wire import (
     ResetBody,
     RowCodec,
     encode,
-    merge_ranges,
+    split_rows,
 )
 
-__all__ = ["BlockState", "Lease"]
+__all__ = ["Lease"]
 
 
-class BlockState(enum.Enum):
-    """Where a block is with its last seq."""
+class _Verdict(enum.IntEnum):
+    """What to do with a request; of several, the greatest holds."""
 
-    IDLE = enum.auto()  # nothing was asked yet
-    RUNNING = enum.auto()
-    DONE = enum.auto()  # its rows are the answer, and stay so until the next seq
-
-
-class _Verdict(enum.Enum):
-    RUN = enum.auto()
-    KNOWN = enum.auto()
-    LATE = enum.auto()
-    GAP = enum.auto()
+    RUN = 0
+    KNOWN = 1
+    GAP = 2
+    LATE = 3
 
 
 @dataclass(slots=True)
 class _Request:
-    """A request that runs or has run, and where its answer goes."""
+    """A request that runs or has run, and where its answer goes.
+
+    A block of it is RUNNING while it is in `waiting`, and then DONE: its rows are the
+    answer, and stay so until the next seq. A block that has no request is IDLE.
+    """
 
     id: int
     type: MessageType | int
     entries: tuple[tuple[int, int], ...]
+    blocks: tuple[int, ...]
     attempt: int
     route: bytes
     started_at: float
@@ -104,6 +106,8 @@ class Lease:
         self._blocks = tuple(blocks)
         self._rows = rows
         self._codec = RowCodec(rows)
+        self._parts = BlockParts(self._codec, self._blocks)
+        self._bounds = ActionBounds(spec, rows)
         self._policy = policy
         self._last_seq = [0] * len(self._blocks)
         self._requests: list[_Request | None] = [None] * len(self._blocks)
@@ -113,13 +117,6 @@ class Lease:
         """Bytes of the longest result that can come."""
         return self._codec.max_result_bytes
 
-    def block_state(self, index: int) -> BlockState:
-        """Returns where a block is."""
-        request = self._requests[index]
-        if request is None:
-            return BlockState.IDLE
-        return BlockState.RUNNING if index in request.waiting else BlockState.DONE
-
     def handle(self, message: Message, route: bytes, now: float) -> list[Decision]:
         """Takes a STEP, RESET or CALL.
 
@@ -127,25 +124,28 @@ class Lease:
           Refusal: Nothing was changed; the request must be answered with its body.
           RemoteProtocolError: The same, for a request that is malformed.
         """
-        verdicts = {self._judge(block, seq) for block, seq in message.entries}
-        if not verdicts or len({b for b, _ in message.entries}) < len(message.entries):
+        blocks = tuple([block for block, _ in message.entries])
+        waiting = set(blocks)
+        if not blocks or len(waiting) < len(blocks):
             raise RemoteProtocolError("expected at least one block, and each once")
-        if _Verdict.LATE in verdicts:
+        verdict = self._judge(message.entries)
+        if verdict is _Verdict.LATE:
             self.late_messages += 1
             return []
-        if _Verdict.GAP in verdicts:
+        if verdict is _Verdict.GAP:
             raise self._gap(message)
-        if _Verdict.KNOWN in verdicts:
+        if verdict is _Verdict.KNOWN:
             return self._repeat(message, route)
-        decision = self._prepare(message)
+        decision = self._prepare(message, blocks)
         request = _Request(
             message.request,
             message.type,
             message.entries,
+            blocks,
             message.attempt,
             route,
             now,
-            {block for block, _ in message.entries},
+            waiting,
         )
         for block, seq in message.entries:
             self._last_seq[block] = seq
@@ -175,17 +175,29 @@ class Lease:
             }
         )
 
-    def _judge(self, block: int, seq: int) -> _Verdict:
-        if block >= len(self._blocks):
-            raise RemoteProtocolError(
-                f"expected a block below {len(self._blocks)}; got {block}"
-            )
-        last = self._last_seq[block]
-        if seq == last + 1 and self.block_state(block) is not BlockState.RUNNING:
-            return _Verdict.RUN
-        if seq > last:
-            return _Verdict.GAP
-        return _Verdict.KNOWN if seq == last and seq else _Verdict.LATE
+    def _judge(self, entries: Iterable[tuple[int, int]]) -> _Verdict:
+        """Judges a request as a whole: of its blocks, the one that fits least counts.
+
+        Raises:
+          RemoteProtocolError: There is no such block.
+        """
+        verdict = _Verdict.RUN
+        for block, seq in entries:
+            if block >= len(self._blocks):
+                raise RemoteProtocolError(
+                    f"expected a block below {len(self._blocks)}; got {block}"
+                )
+            last = self._last_seq[block]
+            request = self._requests[block]
+            if seq == last + 1 and (request is None or block not in request.waiting):
+                continue
+            if seq > last:
+                verdict = max(verdict, _Verdict.GAP)
+            elif seq == last and seq:
+                verdict = max(verdict, _Verdict.KNOWN)
+            else:
+                verdict = _Verdict.LATE
+        return verdict
 
     def _gap(self, message: Message) -> Refusal:
         where = ", ".join(
@@ -215,24 +227,25 @@ class Lease:
         request.attempt = message.attempt
         return [] if request.waiting else [self._answer(request)]
 
-    def _ranges(self, entries: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        blocks = [self._blocks[index] for index, _ in entries]
-        return merge_ranges((block.start, block.stop) for block in blocks)
-
-    def _prepare(self, message: Message) -> Decision:
+    def _prepare(self, message: Message, blocks: tuple[int, ...]) -> Decision:
         """Checks a new request, and puts actions where the pool finds them."""
         if message.type is MessageType.STEP:
-            ranges = self._ranges(message.entries)
-            self._codec.unpack_actions(ranges, message.payload)
-            try:
-                for start, stop in ranges:
-                    check_action_rows(self._spec, self._rows, start, stop, "")
-            except ActionError as error:
-                raise Refusal(ErrorCode.INVALID_ACTION, str(error)) from None
-            return RunStep(self._session, [block for block, _ in message.entries])
+            part = self._parts[blocks]
+            part.unpack_actions(message.body, message.payload)
+            for start, stop in part.ranges:
+                if not self._bounds.hold(start, stop):
+                    self._refuse_actions(start, stop)
+            return RunStep(self._session, blocks)
         if message.type is MessageType.RESET:
             return RunReset(self._session, self._read_resets(message))
         return RunCall(self._session, self._read_call(message))
+
+    def _refuse_actions(self, start: int, stop: int) -> None:
+        """Looks closely at actions that seem to be out of bounds."""
+        try:
+            check_action_rows(self._spec, self._rows, start, stop, "")
+        except ActionError as error:
+            raise Refusal(ErrorCode.INVALID_ACTION, str(error)) from None
 
     def _read_resets(self, message: Message) -> list[Reset]:
         body = ResetBody.decode(message.body)
@@ -275,21 +288,27 @@ class Lease:
         if request.type is MessageType.CALL:
             (finished,) = request.finished.values()
             if finished.error is not None:
-                body = body_of(finished.error, Executed.YES)
-                return self._reply(request, MessageType.ERROR, body=body.encode())
+                error = body_of(finished.error, Executed.YES)
+                return self._reply(request, MessageType.ERROR, body=error.encode())
             result = finished.result
             return self._reply(request, MessageType.CALL_RESULT, payload=result)
-        report, infos_dropped = self._report(request)
+        report, infos_dropped = self._report(request.finished.values())
+        body, payload = split_rows(self._parts[request.blocks].result_buffers())
         return self._reply(
             request,
             MessageType.RESULT,
             flags=int(Flag.INFOS_DROPPED) if infos_dropped else 0,
-            payload=self._codec.pack_results(self._ranges(request.entries)),
+            body=body,
+            payload=payload,
             report=report,
         )
 
-    def _report(self, request: _Request) -> tuple[bytes, bool]:
-        outcomes = request.finished.values()
+    def _report(self, outcomes: Collection[Finished]) -> tuple[bytes, bool]:
+        for outcome in outcomes:
+            if outcome.infos or outcome.faults or outcome.error is not None:
+                break
+        else:
+            return b"", False  # the usual case
         errors: dict[int, ErrorBody] = {
             outcome.block: body_of(outcome.error, Executed.UNKNOWN)
             for outcome in outcomes
@@ -306,7 +325,7 @@ class Lease:
         *,
         flags: int = 0,
         body: bytes = b"",
-        payload: bytes = b"",
+        payload: Buffer = b"",
         report: bytes = b"",
     ) -> Reply:
         answer = Message(

@@ -14,11 +14,13 @@ from typing import Final
 from envserve import codec
 from envserve.blocks import Block, Call, Finished, Reset
 from envserve.errors import CallError, EnvserveError, LocalProtocolError
+from envserve.session.parts import BlockParts
 from envserve.session.requests import Pending
 from envserve.session.translation import exception_of
 from envserve.slab import Rows
 from envserve.spec import EnvSpec
 from envserve.wire import (
+    Buffer,
     CallBody,
     ErrorBody,
     Executed,
@@ -28,24 +30,26 @@ from envserve.wire import (
     Report,
     ResetBody,
     RowCodec,
-    merge_ranges,
+    RowPart,
+    split_rows,
 )
 from envserve.wire.constants import MAX_BODY_BYTES
 
 __all__ = ["Draft", "Operations"]
 
 _LOGGER: Final = logging.getLogger(__name__)
+_INFOS_DROPPED: Final = int(Flag.INFOS_DROPPED)  # flags are slow to combine
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Draft:
     """An operation that is about to be sent."""
 
     type: MessageType
     entries: tuple[tuple[int, int], ...]
-    ranges: Sequence[tuple[int, int]] = ()
+    part: RowPart | None = None
     body: bytes = b""
-    payload: bytes = b""
+    payload: Buffer = b""
     ticket: int = 0
 
 
@@ -67,7 +71,7 @@ class Operations:
         self.busy: dict[int, int] = {}
         self._finished: list[Finished] = []
         self._address = address
-        self._codec = RowCodec(self.rows)
+        self._parts = BlockParts(RowCodec(self.rows), blocks)
         self._seq = {block.index: 0 for block in blocks}  # of its last operation
 
     @property
@@ -85,12 +89,14 @@ class Operations:
     def step(self, blocks: Sequence[int], ticket: int = 0) -> Draft:
         """Drafts a step with the actions now in `rows.action`."""
         entries = self._begin(blocks, ticket)
-        ranges = self._ranges(blocks)
+        part = self._parts[tuple(blocks)]
+        body, payload = split_rows(part.action_buffers())
         return Draft(
             type=MessageType.STEP,
             entries=entries,
-            ranges=ranges,
-            payload=self._codec.pack_actions(ranges),
+            part=part,
+            body=body,
+            payload=payload,
             ticket=ticket,
         )
 
@@ -102,7 +108,7 @@ class Operations:
         return Draft(
             type=MessageType.RESET,
             entries=self._begin(blocks, ticket),
-            ranges=self._ranges(blocks),
+            part=self._parts[tuple(blocks)],
             body=body,
             ticket=ticket,
         )
@@ -159,12 +165,7 @@ class Operations:
                     f"result before you submit anew"
                 )
         self.busy.update(dict.fromkeys(blocks, ticket))
-        return tuple((block, self._seq[block] + 1) for block in blocks)
-
-    def _ranges(self, blocks: Sequence[int]) -> list[tuple[int, int]]:
-        return merge_ranges(
-            (self.blocks[index].start, self.blocks[index].stop) for index in blocks
-        )
+        return tuple([(block, self._seq[block] + 1) for block in blocks])
 
     # What comes of it.
 
@@ -174,30 +175,30 @@ class Operations:
         Raises:
           RemoteProtocolError: It is not what the operation can have for a result.
         """
-        if any(self.busy.get(block) != pending.ticket for block, _ in pending.entries):
-            return  # an interrupt came between its end and its removal
-        if pending.type is MessageType.CALL:
+        for block, _ in pending.entries:
+            if self.busy.get(block) != pending.ticket:
+                return  # an interrupt came between its end and its removal
+        if pending.part is None:  # a call
             result = bytes(message.payload)
             self._end(pending)
             block = pending.entries[0][0]
             self._finished.append(Finished(block, pending.ticket, result=result))
             return
-        self._codec.unpack_results(pending.ranges, message.payload)
-        report = Report.decode(message.report)
-        if message.flags & Flag.INFOS_DROPPED:
+        pending.part.unpack_results(message.body, message.payload)
+        if not message.report:  # the usual case
+            finished = [Finished(block, pending.ticket) for block, _ in pending.entries]
+        else:
+            report = Report.decode(message.report)
+            finished = [
+                self._outcome(self.blocks[index], pending.ticket, report)
+                for index, _ in pending.entries
+            ]
+        if message.flags & _INFOS_DROPPED:
             _LOGGER.warning(
                 "%s: infos were too long for a message, and are dropped", self._address
             )
         self._end(pending)
-        if message.report:
-            self._finished += [
-                self._outcome(self.blocks[index], pending.ticket, report)
-                for index, _ in pending.entries
-            ]
-        else:  # the usual case
-            self._finished += [
-                Finished(index, pending.ticket) for index, _ in pending.entries
-            ]
+        self._finished += finished
 
     def _outcome(self, block: Block, ticket: int, report: Report) -> Finished:
         """Picks what concerns a block."""

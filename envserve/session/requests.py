@@ -7,11 +7,18 @@ every 4 s. At most one copy of it waits to be sent, so the outbox is bounded.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from envserve.wire import Buffer, Message, MessageType, encode, set_attempt
+from envserve.wire import (
+    Buffer,
+    Message,
+    MessageType,
+    RowPart,
+    encode,
+    set_attempt,
+)
 
 __all__ = ["Outbox", "Pending", "Requests"]
 
@@ -57,7 +64,7 @@ class Pending:
     id: int
     type: MessageType | int
     entries: tuple[tuple[int, int], ...]
-    ranges: Sequence[tuple[int, int]]
+    part: RowPart | None
     ticket: int
     frames: list[Buffer]
     resend_at: float
@@ -77,7 +84,7 @@ class Requests:
         self,
         message: Message,
         now: float,
-        ranges: Sequence[tuple[int, int]] = (),
+        part: RowPart | None = None,
         ticket: int = 0,
     ) -> None:
         """Sends a request for the first time."""
@@ -86,7 +93,7 @@ class Requests:
             message.request,
             message.type,
             message.entries,
-            ranges,
+            part,
             ticket,
             frames,
             now + _FIRST_RESEND_SECONDS,

@@ -24,7 +24,7 @@ from envserve.wire.constants import (
 from envserve.wire.granted import Granted
 from envserve.wire.message import Buffer, Message, decode, encode, peek, set_attempt
 from envserve.wire.report import ErrorBody, Report
-from envserve.wire.rows import RowCodec, merge_ranges
+from envserve.wire.rows import RowCodec, RowPart, merge_ranges, split_rows
 
 __all__ = [
     "MIN_VERSION",
@@ -45,10 +45,12 @@ __all__ = [
     "Report",
     "ResetBody",
     "RowCodec",
+    "RowPart",
     "Welcome",
     "decode",
     "encode",
     "merge_ranges",
     "peek",
     "set_attempt",
+    "split_rows",
 ]

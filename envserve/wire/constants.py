@@ -14,6 +14,7 @@ __all__ = [
     "MAX_BODY_BYTES",
     "MAX_ENTRIES",
     "MAX_FRAMES",
+    "MAX_INLINE_BYTES",
     "MAX_NAMES",
     "MAX_NAME_LENGTH",
     "MAX_REPORT_BYTES",
@@ -43,6 +44,8 @@ MAX_ENTRIES: Final = 4096
 MAX_BODY_BYTES: Final = (1 << 20) - (64 << 10)
 MAX_ATTACH_BYTES: Final = 16 << 10
 MAX_SHORT_BODY_BYTES: Final = 4 << 10
+#: Rows that may stand in a body; longer ones have a frame of their own.
+MAX_INLINE_BYTES: Final = 64 << 10
 #: Infos, faults and errors of one result.
 MAX_REPORT_BYTES: Final = 64 << 10
 #: Rows of one result: the longest frame that clients accept.
@@ -122,15 +125,15 @@ _SHORT: Final = frozenset(
         MessageType.DRAIN,
     }
 )
-_WITHOUT_BODY: Final = frozenset(
-    {MessageType.STEP, MessageType.RESULT, MessageType.CALL_RESULT}
-)
+_OF_ROWS: Final = frozenset({MessageType.STEP, MessageType.RESULT})
 
 
 def body_limit(message_type: MessageType) -> int:
     """Returns how long the body of such a message may be, in bytes."""
-    if message_type in _WITHOUT_BODY:
+    if message_type is MessageType.CALL_RESULT:
         return 0
+    if message_type in _OF_ROWS:
+        return MAX_INLINE_BYTES
     if message_type in _SHORT:
         return MAX_SHORT_BODY_BYTES
     return MAX_ATTACH_BYTES if message_type is MessageType.ATTACH else MAX_BODY_BYTES

@@ -7,6 +7,7 @@ and final_observation leaves of only those rows that are terminated or truncated
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
@@ -15,9 +16,10 @@ import numpy as np
 
 from envserve.errors import LocalProtocolError, RemoteProtocolError
 from envserve.slab import Rows, Status
+from envserve.wire.constants import MAX_INLINE_BYTES
 from envserve.wire.message import Buffer
 
-__all__ = ["RowCodec", "merge_ranges"]
+__all__ = ["RowCodec", "RowPart", "merge_ranges", "split_rows"]
 
 Array = np.ndarray[Any, Any]
 #: First row, and row after the last.
@@ -25,8 +27,10 @@ Range = tuple[int, int]
 
 #: SERVER_LOST is what a client says of rows that no server sent.
 _LAST_STATUS: Final = Status.TIMEOUT
-#: Bytes per row of reward, terminated, truncated and status.
+_STATUSES: Final = bytes(range(_LAST_STATUS + 1))
+#: Bytes per row of reward; with terminated and truncated; with status.
 _FLAGS_OFFSET: Final = 8
+_STATUS_OFFSET: Final = 10
 _HEAD_BYTES: Final = 11
 
 
@@ -41,6 +45,22 @@ def merge_ranges(ranges: Iterable[Range]) -> list[Range]:
     return merged
 
 
+def split_rows(buffers: Sequence[Buffer]) -> tuple[bytes, Buffer]:
+    """Returns what goes into a message's body, and what into a frame of its own.
+
+    Short rows go into the body. Of long ones only the first fields do, so that the
+    last, if it alone is long, is sent from where it is.
+    """
+    if sum(map(len, buffers)) <= MAX_INLINE_BYTES:
+        return b"".join(buffers), b""
+    room, count = MAX_INLINE_BYTES, 0
+    while len(buffers[count]) <= room:
+        room -= len(buffers[count])
+        count += 1
+    first, rest = buffers[:count], buffers[count:]
+    return b"".join(first), rest[0] if len(rest) == 1 else b"".join(rest)
+
+
 class RowCodec:
     """Reads from and writes into the rows it was made for; both ends have one."""
 
@@ -50,92 +70,126 @@ class RowCodec:
             raise LocalProtocolError(
                 "expected a little-endian machine: rows travel as they are in memory"
             )
-        self._terminated = rows.terminated
-        self._truncated = rows.truncated
-        self._actions = [_byte_rows(array) for array in rows.action]
-        self._results = [
-            _byte_rows(array)
-            for array in (
-                rows.reward,
-                rows.terminated,
-                rows.truncated,
-                rows.status,
-                *rows.observation,
-            )
+        self.num_envs = len(rows.reward)
+        self.flags = [_byte_rows(rows.terminated), _byte_rows(rows.truncated)]
+        self.actions = [_byte_rows(array) for array in rows.action]
+        self.results = [
+            _byte_rows(rows.reward),
+            *self.flags,
+            _byte_rows(rows.status),
+            *(_byte_rows(array) for array in rows.observation),
         ]
-        self._finals = [_byte_rows(array) for array in rows.final_observation]
-        self._action_bytes: int = sum(array.shape[1] for array in self._actions)
-        self._result_bytes: int = sum(array.shape[1] for array in self._results)
-        self._final_bytes: int = sum(array.shape[1] for array in self._finals)
+        self.finals = [_byte_rows(array) for array in rows.final_observation]
 
     @property
     def max_result_bytes(self) -> int:
         """Bytes of a result of all rows, every one of which ends its episode."""
-        return len(self._terminated) * (self._result_bytes + self._final_bytes)
+        per_row: int = sum(a.shape[1] for a in (*self.results, *self.finals))
+        return self.num_envs * per_row
 
-    def pack_actions(self, ranges: Sequence[Range]) -> bytes:
-        """Returns the actions of some rows."""
-        return _join(_slices(self._actions, ranges))
+    def part(self, ranges: Sequence[Range]) -> RowPart:
+        """Prepares some rows, in this order."""
+        return RowPart(self, ranges)
 
-    def unpack_actions(self, ranges: Sequence[Range], payload: Buffer) -> None:
-        """Writes actions into some rows; raises RemoteProtocolError on their size."""
-        expected = _count(ranges) * self._action_bytes
-        if len(payload) != expected:
+
+class RowPart:
+    """Some rows of a codec: where their bytes are, found out once.
+
+    What arrives is bytes that may come in two pieces, `first` and `rest`.
+
+    Attributes:
+      ranges: First row, and row after the last, of each piece of them.
+    """
+
+    def __init__(self, codec: RowCodec, ranges: Sequence[Range]) -> None:
+        """Takes a view of each field and range."""
+        self.ranges = ranges
+        self._count = sum(stop - start for start, stop in ranges)
+        self._flag_arrays = codec.flags
+        self._finals = codec.finals
+        self._actions = _views(codec.actions, ranges)
+        self._results = _views(codec.results, ranges)
+        self._flags = _views(codec.flags, ranges)
+        self._action_ends = list(itertools.accumulate(map(len, self._actions)))
+        self._result_ends = list(itertools.accumulate(map(len, self._results)))
+        self._action_bytes = sum(map(len, self._actions))
+        self._result_bytes = sum(map(len, self._results))
+        self._final_bytes = sum(array.shape[1] for array in codec.finals)
+
+    def action_buffers(self) -> Sequence[Buffer]:
+        """Returns the actions, piece by piece: the rows themselves."""
+        return self._actions
+
+    def unpack_actions(self, first: Buffer, rest: Buffer = b"") -> None:
+        """Writes actions; raises RemoteProtocolError on their size."""
+        size = len(first) + len(rest)
+        if size != self._action_bytes:
             raise RemoteProtocolError(
-                f"expected {expected} bytes of actions; got {len(payload)}"
+                f"expected {self._action_bytes} bytes of actions; got {size}"
             )
-        _write(_slices(self._actions, ranges), np.frombuffer(payload, np.uint8))
+        first, rest = _cut_at_fields(first, rest, self._action_ends, 0)
+        _write(self._actions, self._action_ends, first, rest)
 
-    def pack_results(self, ranges: Sequence[Range]) -> bytes:
-        """Returns what envs wrote into some rows."""
-        pieces = _slices(self._results, ranges)
-        rows = [self._ended_rows(*part) for part in ranges]
-        if any(map(len, rows)):
-            ended = np.concatenate(rows)
-            pieces += [final[ended] for final in self._finals]
-        return _join(pieces)
+    def result_buffers(self) -> Sequence[Buffer]:
+        """Returns what envs wrote, piece by piece; mostly the rows themselves."""
+        if not any(b"\1" in bytes(view) for view in self._flags):
+            return self._results
+        ended = np.concatenate([self._ended_rows(*part) for part in self.ranges])
+        finals = (final[ended].reshape(-1).data for final in self._finals)
+        return [*self._results, *finals]
 
     def _ended_rows(self, start: int, stop: int) -> Array:
-        flags = self._terminated[start:stop] | self._truncated[start:stop]
+        terminated, truncated = self._flag_arrays
+        flags = terminated[start:stop, 0] | truncated[start:stop, 0]
         return start + np.flatnonzero(flags)
 
-    def unpack_results(self, ranges: Sequence[Range], payload: Buffer) -> None:
-        """Writes results into some rows.
+    def unpack_results(self, first: Buffer, rest: Buffer = b"") -> None:
+        """Writes results.
 
         Raises:
           RemoteProtocolError: The bytes are not exactly what such rows need; then
             nothing is written.
         """
-        count = _count(ranges)
-        fixed = count * self._result_bytes
-        if len(payload) < fixed:
+        count, fixed = self._count, self._result_bytes
+        size = len(first) + len(rest)
+        if size < fixed:
             raise RemoteProtocolError(
-                f"expected at least {fixed} bytes of results; got {len(payload)}"
+                f"expected at least {fixed} bytes of results; got {size}"
             )
-        data = np.frombuffer(payload, np.uint8)
-        flags = data[_FLAGS_OFFSET * count : _HEAD_BYTES * count]
-        if (
-            count == 0
-            or flags[: 2 * count].max() > 1
-            or flags[2 * count :].max() > _LAST_STATUS
-        ):
+        first, rest = _cut_at_fields(
+            first, rest, self._result_ends, _HEAD_BYTES * count
+        )
+        flags = bytes(first[_FLAGS_OFFSET * count : _STATUS_OFFSET * count])
+        status = bytes(first[_STATUS_OFFSET * count : _HEAD_BYTES * count])
+        # What is left of them without the values that they may have.
+        if count == 0 or flags.strip(b"\0\1") or status.strip(_STATUSES):
             raise RemoteProtocolError(
                 f"expected flags of 0 or 1 and a status up to {_LAST_STATUS:d}"
             )
-        ended = flags[:count] | flags[count : 2 * count]
-        expected = fixed + int(ended.sum()) * self._final_bytes
-        if len(payload) != expected:
+        if b"\1" not in flags:
+            self._check_size(size, 0)
+            _write(self._results, self._result_ends, first, rest)
+            return
+        ended = np.frombuffer(flags[:count], np.bool_) | np.frombuffer(
+            flags[count:], np.bool_
+        )
+        self._check_size(size, int(ended.sum()))
+        _write(self._results, self._result_ends, first, rest)
+        rows = np.concatenate([np.arange(*part) for part in self.ranges])[ended]
+        is_in_first = len(first) > fixed
+        offset = fixed if is_in_first else fixed - len(first)
+        self._write_finals(rows, first if is_in_first else rest, offset)
+
+    def _check_size(self, size: int, num_ended: int) -> None:
+        expected = self._result_bytes + num_ended * self._final_bytes
+        if size != expected:
             raise RemoteProtocolError(
                 f"expected {expected} bytes of results, with final observations of "
-                f"{int(ended.sum())} rows; got {len(payload)}"
+                f"{num_ended} rows; got {size}"
             )
-        offset = _write(_slices(self._results, ranges), data)
-        if offset < expected:
-            rows = np.concatenate([np.arange(*part) for part in ranges])
-            self._write_finals(rows[ended.view(np.bool_)], data[offset:])
 
-    def _write_finals(self, rows: Array, data: Array) -> None:
-        offset = 0
+    def _write_finals(self, rows: Array, source: Buffer, offset: int) -> None:
+        data = np.frombuffer(source, np.uint8) if len(source) else np.empty(0, np.uint8)
         for final in self._finals:
             shape = (len(rows), final.shape[1])
             end = offset + shape[0] * shape[1]
@@ -150,23 +204,33 @@ def _byte_rows(array: Array) -> Array:
     return flat.reshape(num_envs, flat.size // num_envs)
 
 
-def _count(ranges: Sequence[Range]) -> int:
-    return sum(stop - start for start, stop in ranges)
+def _views(arrays: Sequence[Array], ranges: Sequence[Range]) -> list[memoryview]:
+    return [
+        array[start:stop].reshape(-1).data for array in arrays for start, stop in ranges
+    ]
 
 
-def _slices(arrays: Sequence[Array], ranges: Sequence[Range]) -> list[Array]:
-    return [array[start:stop] for array in arrays for start, stop in ranges]
+def _cut_at_fields(
+    first: Buffer, rest: Buffer, ends: Sequence[int], least: int
+) -> tuple[memoryview, memoryview]:
+    """Makes one piece of two, unless the cut is between fields and after `least`."""
+    if not len(first):
+        first, rest = rest, b""
+    elif len(rest) and not (len(first) >= least and len(first) in ends):
+        first, rest = b"".join((first, rest)), b""
+    return memoryview(first), memoryview(rest)
 
 
-def _join(arrays: Sequence[Array]) -> bytes:
-    return b"".join([array.data for array in arrays])
-
-
-def _write(targets: Sequence[Array], data: Array) -> int:
-    """Fills contiguous arrays one after the other; returns where it stopped."""
-    offset = 0
-    for target in targets:
-        end = offset + target.size
-        target[...] = data[offset:end].reshape(target.shape)
+def _write(
+    targets: Sequence[memoryview],
+    ends: Sequence[int],
+    first: memoryview,
+    rest: memoryview,
+) -> None:
+    """Fills targets one after the other, from two pieces that are cut at an end."""
+    source, base, offset = first, 0, 0
+    for target, end in zip(targets, ends, strict=True):
+        if offset == len(first):
+            source, base = rest, offset
+        target[:] = source[offset - base : end - base]
         offset = end
-    return offset

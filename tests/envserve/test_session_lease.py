@@ -281,7 +281,7 @@ def test_a_copy_of_a_refused_request_cannot_take_the_seq_of_the_next() -> None:
 def test_actions_of_a_wrong_size_are_a_bad_message(size: int) -> None:
     server = FakeServer()
     client = attach(server)
-    server.receive(b"r", changed(step_frames(client, 1), payload=bytes(size)), 0.0)
+    server.receive(b"r", changed(step_frames(client, 1), body=bytes(size)), 0.0)
 
     (error,) = reply_errors(server)
     assert error.code is ErrorCode.BAD_MESSAGE
@@ -295,7 +295,7 @@ def test_a_bad_copy_of_a_request_does_not_deny_that_another_was_executed(
     server = FakeServer()
     client = attach(server)
     good = step_frames(client, 1)
-    bad_payload = changed(good, payload=b"", attempt=attempt)
+    bad_payload = changed(good, body=b"", attempt=attempt)
     undecodable = [bytes(changed(good, attempt=attempt)[0]) + b"x"]
     for frames in (bad_payload, undecodable):
         server.receive(b"r", frames, 0.0)

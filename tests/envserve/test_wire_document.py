@@ -40,7 +40,6 @@ def example() -> dict[str, list[Buffer]]:
     rows.observation[0][:] = [[0.25, 0.5], [0.0, 0.125]]
     rows.terminated[1] = True
     rows.final_observation[0][1] = [1.0, -1.0]
-    ranges = [(0, 2)]
     entries = ((0, 1), (1, 1))
     welcome = Welcome(
         max_message_bytes=1 << 20,
@@ -52,7 +51,7 @@ def example() -> dict[str, list[Buffer]]:
     )
     attach = Attach(env_name="Tiny-v0", num_envs=2, seed=7)
     granted = Granted(epoch=1, lease_seconds=60.0, spec=SPEC, blocks=blocks)
-    codec = RowCodec(rows)
+    part = RowCodec(rows).part([(0, 2)])
     messages = {
         "HELLO": Message(
             type=MessageType.HELLO,
@@ -89,7 +88,7 @@ def example() -> dict[str, list[Buffer]]:
             epoch=1,
             request=3,
             entries=entries,
-            payload=codec.pack_actions(ranges),
+            body=b"".join(part.action_buffers()),
         ),
         "RESULT": Message(
             type=MessageType.RESULT,
@@ -98,7 +97,7 @@ def example() -> dict[str, list[Buffer]]:
             epoch=1,
             request=3,
             entries=entries,
-            payload=codec.pack_results(ranges),
+            body=b"".join(part.result_buffers()),
         ),
     }
     return {name: encode(message) for name, message in messages.items()}

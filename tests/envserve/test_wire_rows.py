@@ -14,7 +14,8 @@ from envserve.errors import RemoteProtocolError
 from envserve.slab import Rows
 from envserve.spec import EnvSpec, flatten
 from envserve.testing import SPACES
-from envserve.wire import RowCodec, merge_ranges
+from envserve.wire import RowCodec, RowPart, merge_ranges, split_rows
+from envserve.wire.constants import MAX_INLINE_BYTES
 
 NUM_ENVS = 6
 RANGES = [(0, 2), (4, 5)]
@@ -41,6 +42,18 @@ def make_rows(name: str, seed: int | None = None) -> tuple[EnvSpec, Rows]:
     return spec, rows
 
 
+def part_of(rows: Rows, ranges: list[tuple[int, int]] = RANGES) -> RowPart:
+    return RowCodec(rows).part(ranges)
+
+
+def results(rows: Rows) -> bytes:
+    return b"".join(part_of(rows).result_buffers())
+
+
+def actions(rows: Rows) -> bytes:
+    return b"".join(part_of(rows).action_buffers())
+
+
 def all_arrays(rows: Rows) -> list[Any]:
     return [
         *(rows.reward, rows.terminated, rows.truncated, rows.status),
@@ -53,8 +66,7 @@ def test_results_make_the_round_trip(name: str, random_seed: int) -> None:
     for seed in range(random_seed, random_seed + 5):
         _, rows = make_rows(name, seed)
         _, target = make_rows(name)
-        payload = RowCodec(rows).pack_results(RANGES)
-        RowCodec(target).unpack_results(RANGES, payload)
+        part_of(target).unpack_results(results(rows))
         for sent, received in zip(all_arrays(rows), all_arrays(target), strict=True):
             for start, stop in RANGES:
                 np.testing.assert_array_equal(sent[start:stop], received[start:stop])
@@ -74,7 +86,7 @@ def test_results_make_the_round_trip(name: str, random_seed: int) -> None:
 def test_actions_make_the_round_trip(name: str, random_seed: int) -> None:
     _, rows = make_rows(name, random_seed)
     _, target = make_rows(name)
-    RowCodec(target).unpack_actions(RANGES, RowCodec(rows).pack_actions(RANGES))
+    part_of(target).unpack_actions(actions(rows))
     for sent, received in zip(rows.action, target.action, strict=True):
         for start, stop in RANGES:
             np.testing.assert_array_equal(sent[start:stop], received[start:stop])
@@ -95,21 +107,23 @@ def test_the_layout_is_field_by_field() -> None:
         + np.array([0, 1, 4], "<i8").tobytes()  # observation
         + np.array([9], "<i8").tobytes()  # final observation of row 4
     )
-    assert RowCodec(rows).pack_results(RANGES) == expected
+    assert results(rows) == expected
 
 
 @pytest.mark.parametrize("change", [-1, 1, -8, 8, 100])
 def test_a_wrong_length_is_a_protocol_error_and_writes_nothing(change: int) -> None:
     _, rows = make_rows("dict", 3)
     _, target = make_rows("dict")
-    payload = RowCodec(rows).pack_results(RANGES)
+    payload = results(rows)
     wrong = payload[:change] if change < 0 else payload + bytes(change)
     with pytest.raises(RemoteProtocolError, match="bytes of results"):
-        RowCodec(target).unpack_results(RANGES, wrong)
-    actions = RowCodec(rows).pack_actions(RANGES)
-    wrong = actions[:change] if change < 0 else actions + bytes(change)
+        part_of(target).unpack_results(wrong)
+    with pytest.raises(RemoteProtocolError, match="bytes of results"):
+        part_of(target).unpack_results(wrong[:50], wrong[50:])
+    payload = actions(rows)
+    wrong = payload[:change] if change < 0 else payload + bytes(change)
     with pytest.raises(RemoteProtocolError, match="bytes of actions"):
-        RowCodec(target).unpack_actions(RANGES, wrong)
+        part_of(target).unpack_actions(wrong)
     assert not any(array.any() for array in (*all_arrays(target), *target.action))
 
 
@@ -118,31 +132,71 @@ def test_flags_and_status_out_of_range_are_protocol_errors(
     offset: int, value: int
 ) -> None:
     _, rows = make_rows("discrete")
-    payload = bytearray(RowCodec(rows).pack_results(RANGES))
+    payload = bytearray(results(rows))
     payload[offset] = value
     with pytest.raises(RemoteProtocolError, match="status"):
-        RowCodec(rows).unpack_results(RANGES, bytes(payload))
+        part_of(rows).unpack_results(bytes(payload))
 
 
 @given(st.binary(max_size=120))
 def test_random_payloads_raise_nothing_but_protocol_errors(payload: bytes) -> None:
     _, rows = make_rows("discrete")
-    codec = RowCodec(rows)
     try:
-        codec.unpack_results(RANGES, payload)
+        part_of(rows).unpack_results(payload)
     except RemoteProtocolError as error:
         assert "expected" in str(error)  # noqa: PT017
     else:
-        assert codec.pack_results(RANGES) == payload
+        assert results(rows) == payload
 
 
 def test_a_space_of_no_bytes_is_carried() -> None:
     space = spaces.Box(0, 1, (0,), np.float32)
     rows = Rows.allocate(EnvSpec("A-v0", space, space), 2)
     rows.terminated[:] = True
-    codec = RowCodec(rows)
-    codec.unpack_actions([(0, 2)], codec.pack_actions([(0, 2)]))
-    codec.unpack_results([(0, 2)], codec.pack_results([(0, 2)]))
+    part = part_of(rows, [(0, 2)])
+    part.unpack_actions(b"".join(part.action_buffers()))
+    part.unpack_results(b"".join(part.result_buffers()))
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_rows_may_be_cut_in_two_anywhere(name: str, random_seed: int) -> None:
+    _, rows = make_rows(name, random_seed)
+    payload = results(rows)
+    for cut in range(len(payload) + 1):
+        _, target = make_rows(name)
+        part_of(target).unpack_results(payload[:cut], payload[cut:])
+        assert results(target) == payload
+    payload = actions(rows)
+    for cut in range(len(payload) + 1):
+        _, target = make_rows(name)
+        part_of(target).unpack_actions(payload[:cut], payload[cut:])
+        assert actions(target) == payload
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([3, 4], (7, 0)),
+        ([MAX_INLINE_BYTES - 1, 1], (MAX_INLINE_BYTES, 0)),
+        ([3, MAX_INLINE_BYTES], (3, MAX_INLINE_BYTES)),
+        ([MAX_INLINE_BYTES + 1], (0, MAX_INLINE_BYTES + 1)),
+        ([MAX_INLINE_BYTES + 1, 5], (0, MAX_INLINE_BYTES + 6)),
+        ([3, 1 << 20, 5], (3, (1 << 20) + 5)),
+    ],
+)
+def test_short_rows_and_first_fields_go_into_the_body(
+    sizes: list[int], expected: tuple[int, int]
+) -> None:
+    buffers = [bytes([index]) * size for index, size in enumerate(sizes)]
+    body, payload = split_rows(buffers)
+    assert (len(body), len(payload)) == expected
+    assert body + bytes(payload) == b"".join(buffers)
+
+
+def test_a_last_field_that_is_long_is_not_copied() -> None:
+    field = memoryview(bytearray(MAX_INLINE_BYTES + 1))
+    assert split_rows([b"123", field]) == (b"123", field)
+    assert split_rows([b"123", field])[1] is field
 
 
 def test_ranges_that_follow_each_other_are_joined() -> None:
