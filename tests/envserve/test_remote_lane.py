@@ -85,6 +85,27 @@ def test_the_descriptor_shows_every_result(server: ServerProcess) -> None:
     lane.close()
 
 
+@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+def test_long_rows_come_whole_step_after_step(
+    transport: str, tmp_path: Path, random_generator: np.random.Generator
+) -> None:
+    """So long that both ends use ZeroMQ's memory, or it theirs, without a copy."""
+    bind = "tcp://127.0.0.1:0" if transport == "tcp" else f"ipc://{tmp_path}/long"
+    with ServerProcess(
+        tmp_path, "--allow-kwarg", "space", "--max-message-mib", "4", bind=(bind,)
+    ) as server:
+        changes = {"env_kwargs": {"space": "image"}, "num_envs": 24}
+        lane = attach(server.address, env_name="envserve/Echo-v0", **changes)
+        shape = lane.rows.action[0].shape
+        for _ in range(40):
+            actions = random_generator.integers(0, 256, shape, np.uint8)
+            lane.rows.action[0][:] = actions
+            lane.submit_step([0, 1])
+            collect_all(lane)
+            np.testing.assert_array_equal(lane.rows.observation[0], actions)
+        lane.close()
+
+
 def test_collect_returns_nothing_after_its_timeout(server: ServerProcess) -> None:
     lane = attach(server.address)
     started = time.monotonic()

@@ -1,0 +1,82 @@
+"""What is prepared once per set of blocks decides as the careful way does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from envserve.actions import check_action_rows
+from envserve.blocks import make_blocks
+from envserve.errors import ActionError
+from envserve.session.bounds import ActionBounds
+from envserve.session.parts import BlockParts
+from envserve.slab import Rows
+from envserve.spec import EnvSpec
+from envserve.testing import SPACES
+from envserve.wire import RowCodec
+
+NUM_ENVS = 4
+SPECIAL: dict[str, list[float]] = {"f": [np.nan, np.inf, -np.inf, 1e30], "i": [-(2**62), 2**62]}
+
+
+def are_good(spec: EnvSpec, rows: Rows, start: int, stop: int) -> bool:
+    try:
+        check_action_rows(spec, rows, start, stop, "")
+    except ActionError:
+        return False
+    return True
+
+
+def spoil(array: np.ndarray[Any, Any], random: np.random.Generator) -> None:
+    """Puts a value into one place that may be out of bounds."""
+    if not array.size or array.dtype.kind == "b":
+        return
+    kind = array.dtype.kind
+    values = [-1, 0, 3, 6, 9, 10, 200, *SPECIAL.get(kind, [])]
+    value = np.array(values[random.integers(len(values))])
+    with np.errstate(all="ignore"):
+        array.flat[random.integers(array.size)] = value.astype(array.dtype)
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_actions_hold_exactly_when_a_closer_look_finds_nothing(
+    name: str, random_seed: int
+) -> None:
+    random = np.random.default_rng(random_seed)
+    spec = EnvSpec("A-v0", SPACES[name], SPACES[name])
+    rows = Rows.allocate(spec, NUM_ENVS)
+    bounds = ActionBounds(spec, rows)
+    verdicts = set()
+    for _ in range(200):
+        for array, leaf in zip(rows.action, spec.action_leaves, strict=True):
+            array[:] = [leaf.space.sample() for _ in range(NUM_ENVS)]
+            if random.random() < 0.7:
+                spoil(array, random)
+        for start, stop in ((0, NUM_ENVS), (1, 3)):
+            verdict = bounds.hold(start, stop)
+            assert verdict == are_good(spec, rows, start, stop)
+            verdicts.add(verdict)
+    assert True in verdicts
+
+
+def test_an_action_without_elements_is_good() -> None:
+    space = spaces.Box(0, 1, (0,), np.float32)
+    spec = EnvSpec("A-v0", space, space)
+    assert ActionBounds(spec, Rows.allocate(spec, 2)).hold(0, 2)
+
+
+def test_parts_are_prepared_once_and_not_without_end() -> None:
+    spec = EnvSpec("A-v0", spaces.Discrete(2), spaces.Discrete(2))
+    blocks = make_blocks(9, 9, 1)
+    parts = BlockParts(RowCodec(Rows.allocate(spec, 9)), blocks)
+    part = parts[0, 1, 3]
+    assert part.ranges == [(0, 2), (3, 4)]
+    assert parts[0, 1, 3] is part
+    for first in range(9):
+        for second in range(9):
+            assert parts[first, second].ranges[0][0] == first
+            assert len(parts) <= 64
+    assert parts[0, 1, 3].ranges == [(0, 2), (3, 4)]
