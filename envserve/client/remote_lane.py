@@ -265,7 +265,7 @@ class RemoteLane:
         if frames is None:
             return False
         session.receive(frames, time.monotonic())
-        if self._connection.is_readable():
+        if len(session.outbox) or self._connection.is_readable():
             self._pump()
         return True
 

@@ -96,7 +96,7 @@ class Operations:
             entries=entries,
             part=part,
             body=body,
-            payload=payload,
+            payload=bytes(payload),  # what is sent again must be the same
             ticket=ticket,
         )
 

@@ -12,6 +12,7 @@ from envserve.actions import check_action_rows
 from envserve.blocks import make_blocks
 from envserve.errors import ActionError
 from envserve.session.bounds import ActionBounds
+from envserve.session.operations import Operations
 from envserve.session.parts import BlockParts
 from envserve.slab import Rows
 from envserve.spec import EnvSpec
@@ -19,7 +20,10 @@ from envserve.testing import SPACES
 from envserve.wire import RowCodec
 
 NUM_ENVS = 4
-SPECIAL: dict[str, list[float]] = {"f": [np.nan, np.inf, -np.inf, 1e30], "i": [-(2**62), 2**62]}
+SPECIAL: dict[str, list[float]] = {
+    "f": [np.nan, np.inf, -np.inf, 1e30],
+    "i": [-(2**62), 2**62],
+}
 
 
 def are_good(spec: EnvSpec, rows: Rows, start: int, stop: int) -> bool:
@@ -80,3 +84,15 @@ def test_parts_are_prepared_once_and_not_without_end() -> None:
             assert parts[first, second].ranges[0][0] == first
             assert len(parts) <= 64
     assert parts[0, 1, 3].ranges == [(0, 2), (3, 4)]
+
+
+@pytest.mark.parametrize("name", ["image", "discrete"])
+def test_a_draft_keeps_its_actions_whatever_becomes_of_the_rows(name: str) -> None:
+    spec = EnvSpec("A-v0", SPACES[name], SPACES[name])
+    operations = Operations("tcp://fake:1", spec, make_blocks(8, 2, 1))
+    rows = operations.rows.action[0]
+    rows[:] = 3
+    sent = rows.tobytes()
+    draft = operations.step([0, 1])
+    rows[:] = 4
+    assert draft.body + bytes(draft.payload) == sent
