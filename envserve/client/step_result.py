@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -15,6 +17,7 @@ __all__ = ["StepResult", "gather_result", "write_result"]
 
 Array = np.ndarray[Any, Any]
 
+_LARGE_BYTES: Final = 1 << 16
 _OK: Final = int(Status.OK)  # NumPy takes long to see a number in an enum
 
 
@@ -54,7 +57,7 @@ def gather_result(
         return out
     # Copying is the quickest way to get an array, and this is done at every step.
     rows = row_set.pieces[0].read()
-    final = [np.zeros(leaf.shape, leaf.dtype) for leaf in rows.observation]
+    final = [_zeros(leaf.shape, leaf.dtype) for leaf in rows.observation]
     if _has_ended(rows):
         _write_final(rows, final)
     space = spec.observation_space
@@ -122,6 +125,18 @@ def _write_final(rows: Rows, targets: Sequence[Array]) -> None:
         target[ended] = source[ended]
 
 
+def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Returns zeros that, where they are many, cost next to nothing until written to.
+
+    Most steps end no episode. Pages of their own also leave the allocator what it can
+    give to the next step's observations, with no page faults.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < _LARGE_BYTES:
+        return np.zeros(shape, dtype)
+    return np.ndarray(shape, dtype, mmap.mmap(-1, nbytes))
+
+
 def _allocate(
     spec: EnvSpec, num_rows: int, infos: Mapping[int, Mapping[str, Any]]
 ) -> StepResult:
@@ -133,6 +148,6 @@ def _allocate(
         np.empty(num_rows, np.bool_),
         np.empty(num_rows, np.bool_),
         np.empty(num_rows, np.bool_),
-        unflatten(space, [np.zeros_like(leaf) for leaf in observation]),
+        unflatten(space, [_zeros(leaf.shape, leaf.dtype) for leaf in observation]),
         infos,
     )

@@ -1,0 +1,51 @@
+"""Results of a batch step, out of rows that a test has filled."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from gymnasium.spaces import Box, Discrete
+
+from envserve.blocks import Lane
+from envserve.client.row_set import BatchBlock, RowSet
+from envserve.client.step_result import gather_result
+from envserve.slab import Rows
+from envserve.spec import EnvSpec
+
+
+def two_rows(spec: EnvSpec, num_lanes: int) -> RowSet:
+    """Two rows of one lane, or one row of each of two."""
+    size = 2 // num_lanes
+    lanes: list[Any] = [
+        SimpleNamespace(rows=Rows.allocate(spec, size)) for _ in range(num_lanes)
+    ]
+    return RowSet(
+        [
+            BatchBlock(at, cast(Lane, lane), 0, at * size, (at + 1) * size, at, 0)
+            for at, lane in enumerate(lanes)
+        ]
+    )
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2])
+@pytest.mark.parametrize("shape", [(3,), (84, 84, 4)], ids=["small", "large"])
+def test_final_observation_is_zero_where_no_episode_has_ended(
+    shape: tuple[int, ...], num_lanes: int
+) -> None:
+    spec = EnvSpec("Any-v0", Box(0, 255, shape, np.uint8), Discrete(2))
+    row_set = two_rows(spec, num_lanes)
+    for piece in row_set.pieces:
+        piece.read().final_observation[0][:] = 7
+    kept = gather_result(spec, row_set, {}).final_observation
+    assert kept.shape == (2, *shape)
+    assert not kept.any()
+    kept[:] = 9  # it is the caller's
+
+    row_set.pieces[-1].read().terminated[-1] = True
+    final = gather_result(spec, row_set, {}).final_observation
+    assert not final[0].any()
+    assert (final[1] == 7).all()
+    assert (kept == 9).all()
