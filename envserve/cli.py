@@ -1,4 +1,4 @@
-"""The `envserve` command: start a server, ask one for its health or its envs."""
+"""The `envserve` command: start a server, ask one for its health or envs, benchmark."""
 
 from __future__ import annotations
 
@@ -162,6 +162,18 @@ def envs(
         _fail(error, 1)
     for name in names:
         print(name)
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def bench(context: typer.Context) -> None:
+    """Measure speed, with peers beside us in the same run."""
+    # A command of its own: only who benchmarks waits for what it imports.
+    from envserve.bench.cli import main
+
+    main(context.args)
 
 
 def _set_up_logging(level: str) -> None:

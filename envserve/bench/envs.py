@@ -1,0 +1,170 @@
+"""Envs that cost a known amount: they sleep, work, carry images, or echo requests.
+
+Import this module where the envs are built; importing it registers them.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+__all__ = ["MODULE", "BusyEnv", "ImageEnv", "RequestEnv", "SleepEnv", "TimedEnv"]
+
+Array = np.ndarray[Any, Any]
+Transition = tuple[Array, float, bool, bool, dict[str, Any]]
+
+MODULE: Final = __name__
+
+
+class _ConstantEnv(gymnasium.Env[Array, np.int64]):
+    """Observes the same array at every step; an episode lasts `episode_length`."""
+
+    def __init__(self, observation_space: spaces.Box, episode_length: int) -> None:
+        self.observation_space = observation_space
+        self.action_space = spaces.Discrete(2)
+        self._observation = np.zeros(
+            observation_space.shape, np.dtype(observation_space.dtype)
+        )
+        self._episode_length = episode_length
+        self._step = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Array, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._step = 0
+        return self._observation, {}
+
+    def step(self, action: np.int64) -> Transition:
+        self._step += 1
+        is_over = self._step == self._episode_length  # with 0: never
+        return self._observation, 0.0, False, is_over, {}
+
+
+class SleepEnv(_ConstantEnv):
+    """Waits in step and in reset, as for a simulator in another process."""
+
+    def __init__(
+        self,
+        step_seconds: float = 0.001,
+        reset_seconds: float = 0.0,
+        episode_length: int = 0,
+    ) -> None:
+        """Sets how long both take; with `episode_length` 0 episodes never end."""
+        super().__init__(spaces.Box(-1.0, 1.0, (4,), np.float32), episode_length)
+        self._step_seconds = step_seconds
+        self._reset_seconds = reset_seconds
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Array, dict[str, Any]]:
+        """Waits, and starts an episode."""
+        if self._reset_seconds:
+            time.sleep(self._reset_seconds)
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: np.int64) -> Transition:
+        """Waits, and counts the step."""
+        time.sleep(self._step_seconds)
+        return super().step(action)
+
+
+class BusyEnv(_ConstantEnv):
+    """Computes in step, for so much time of the processor."""
+
+    def __init__(self, step_seconds: float = 0.001) -> None:
+        """Sets how long a step computes."""
+        super().__init__(spaces.Box(-1.0, 1.0, (4,), np.float32), 0)
+        self._step_seconds = step_seconds
+
+    def step(self, action: np.int64) -> Transition:
+        """Computes, and counts the step."""
+        # Time of this thread, not of the clock: the work is the same on a full core.
+        end = time.thread_time() + self._step_seconds
+        while time.thread_time() < end:
+            pass
+        return super().step(action)
+
+
+class ImageEnv(_ConstantEnv):
+    """Observes an image, uint8 `[84, 84, 4]`, and does nothing else."""
+
+    def __init__(self) -> None:
+        """Makes the image."""
+        super().__init__(spaces.Box(0, 255, (84, 84, 4), np.uint8), 0)
+
+
+class RequestEnv(gymnasium.Env[Array, Array]):
+    """Observes which request it has carried out last, and as its how-manieth step.
+
+    The action is int64 `[2]`: the number of the request, and the microseconds that
+    it takes. The observation is int64 `[2]`: that number, and the count of steps.
+    """
+
+    def __init__(self) -> None:
+        """Has carried out nothing."""
+        self.observation_space = spaces.Box(-1, 2**62, (2,), np.int64)
+        self.action_space = spaces.Box(0, 2**62, (2,), np.int64)
+        self._steps = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Array, dict[str, Any]]:
+        """Forgets all requests."""
+        super().reset(seed=seed)
+        self._steps = 0
+        return np.array([-1, 0], np.int64), {}
+
+    def step(self, action: Array) -> Transition:
+        """Carries a request out."""
+        request, microseconds = action.tolist()
+        time.sleep(microseconds / 1e6)
+        self._steps += 1
+        return np.array([request, self._steps], np.int64), 0.0, False, False, {}
+
+
+class TimedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Another env, with the time that it takes.
+
+    Attributes:
+      seconds: Time spent in `step` and `reset` since it was built.
+    """
+
+    def __init__(self, env_name: str) -> None:
+        """Builds the env of that name."""
+        super().__init__(gymnasium.make(env_name, disable_env_checker=True))
+        self.seconds = 0.0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Resets the env."""
+        began = time.perf_counter()
+        result = self.env.reset(seed=seed, options=options)
+        self.seconds += time.perf_counter() - began
+        return result
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Steps the env."""
+        began = time.perf_counter()
+        result = self.env.step(action)
+        self.seconds += time.perf_counter() - began
+        return result
+
+
+for _name, _class in (
+    ("Sleep", SleepEnv),
+    ("Busy", BusyEnv),
+    ("Image", ImageEnv),
+    ("Request", RequestEnv),
+    ("Timed", TimedEnv),
+):
+    gymnasium.register(
+        f"envserve/{_name}-v0",
+        f"{MODULE}:{_class.__qualname__}",
+        order_enforce=_name != "Timed",  # the env within has its own order enforced
+    )
