@@ -13,9 +13,12 @@ from typing import Any
 import numpy as np
 
 from envserve.bench.case_process import Measure
-from envserve.bench.load import Load, make_env, summary
+from envserve.bench.load import Load, summary
+from envserve.registry import import_env_modules, make_env
 
 __all__ = ["bare_loops"]
+
+_Call = tuple[Any, Any, Any]
 
 
 @contextlib.contextmanager
@@ -57,12 +60,18 @@ def _measure(connections: list[Connection]) -> Mapping[str, float]:
 
 
 def _step_alone(load: Load, start: int, stop: int, connection: Connection) -> None:
-    envs = [make_env(load, disable_env_checker=True) for _ in range(start, stop)]
+    import_env_modules(load.import_modules)
+    # As lean as in our workers, or it would be no limit.
+    envs = [make_env(load.env_name, load.env_kwargs) for _ in range(start, stop)]
     for index, env in enumerate(envs):
         env.reset(seed=start + index)
-    # Rows are cut out beforehand, Discrete actions are NumPy integers as elsewhere.
+    # Cut out beforehand: rows of actions, and what is looked up in an env.
+    calls: list[tuple[Any, Any]] = [(env.step, env.reset) for env in envs]
     rounds = itertools.cycle(
-        [list(zip(envs, batch[start:stop], strict=True)) for batch in load.actions()]
+        [
+            [(*call, row) for call, row in zip(calls, batch[start:stop], strict=True)]
+            for batch in load.actions()
+        ]
     )
     connection.send("ready")
     with contextlib.suppress(EOFError):
@@ -70,17 +79,15 @@ def _step_alone(load: Load, start: int, stop: int, connection: Connection) -> No
             connection.send(summary(_run(rounds, load.seconds), stop - start))
 
 
-def _run(
-    rounds: Iterator[list[tuple[Any, Any]]], seconds: float
-) -> np.ndarray[Any, Any]:
+def _run(rounds: Iterator[list[_Call]], seconds: float) -> np.ndarray[Any, Any]:
     clock = time.perf_counter
     instants = [clock()]
     deadline = instants[0] + seconds
-    for pairs in rounds:
-        for env, action in pairs:
-            _, _, terminated, truncated, _ = env.step(action)
+    for calls in rounds:
+        for step, reset, action in calls:
+            _, _, terminated, truncated, _ = step(action)
             if terminated or truncated:
-                env.reset()
+                reset()
         instants.append(clock())
         if instants[-1] >= deadline:
             break

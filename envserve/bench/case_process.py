@@ -6,6 +6,7 @@ lock, and one that is not having its turn waits for a byte.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -128,18 +129,24 @@ def _run(case: Case, connection: Connection) -> None:
     multiprocessing.set_start_method(None, force=True)
     try:
         with case.open(**case.arguments) as measure:
-            connection.send(("ready", None))
+            _tell(connection, "ready", None)
             while _is_told_to_measure(connection):
-                connection.send(("measured", measure()))
+                _tell(connection, "measured", measure())
     except Skip as reason:
-        connection.send(("skipped", str(reason)))
+        _tell(connection, "skipped", str(reason))
     except Exception:
-        connection.send(("failed", traceback.format_exc()))
+        _tell(connection, "failed", traceback.format_exc())
+
+
+def _tell(connection: Connection, kind: str, value: Any) -> None:
+    # The other end is closed where another case has failed: nobody wants to know.
+    with contextlib.suppress(BrokenPipeError):
+        connection.send((kind, value))
 
 
 def _is_told_to_measure(connection: Connection) -> bool:
     try:
         connection.recv()
-    except EOFError:
+    except (EOFError, ConnectionResetError):
         return False
     return True

@@ -12,14 +12,19 @@ from importlib.metadata import entry_points
 import typer
 
 from envserve.bench.case_process import BenchmarkError
+from envserve.bench.images import images
+from envserve.bench.scale import scale
+from envserve.bench.slow_reset import slow_reset
+from envserve.bench.start import start
 from envserve.bench.step import step
+from envserve.bench.straggler import straggler
 from envserve.errors import EnvserveError
 
 __all__ = ["main"]
 
 Command = Callable[..., None]
 
-_OURS: tuple[Command, ...] = (step,)
+_OURS: tuple[Command, ...] = (step, straggler, slow_reset, images, scale, start)
 
 
 def main(

@@ -12,6 +12,8 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from envserve.registry import make_env
+
 __all__ = ["MODULE", "BusyEnv", "ImageEnv", "RequestEnv", "SleepEnv", "TimedEnv"]
 
 Array = np.ndarray[Any, Any]
@@ -53,9 +55,15 @@ class SleepEnv(_ConstantEnv):
         step_seconds: float = 0.001,
         reset_seconds: float = 0.0,
         episode_length: int = 0,
+        is_staggered: bool = False,
     ) -> None:
-        """Sets how long both take; with `episode_length` 0 episodes never end."""
+        """Sets how long both take; with `episode_length` 0 episodes never end.
+
+        With `is_staggered`, the first episode is shorter in each env by another
+        number of steps, which follows from its seed.
+        """
         super().__init__(spaces.Box(-1.0, 1.0, (4,), np.float32), episode_length)
+        self._is_staggered = is_staggered
         self._step_seconds = step_seconds
         self._reset_seconds = reset_seconds
 
@@ -65,7 +73,10 @@ class SleepEnv(_ConstantEnv):
         """Waits, and starts an episode."""
         if self._reset_seconds:
             time.sleep(self._reset_seconds)
-        return super().reset(seed=seed, options=options)
+        result = super().reset(seed=seed, options=options)
+        if self._is_staggered and seed is not None:
+            self._step = seed % self._episode_length
+        return result
 
     def step(self, action: np.int64) -> Transition:
         """Waits, and counts the step."""
@@ -136,7 +147,7 @@ class TimedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, env_name: str) -> None:
         """Builds the env of that name."""
-        super().__init__(gymnasium.make(env_name, disable_env_checker=True))
+        super().__init__(make_env(env_name, {}))
         self.seconds = 0.0
 
     def reset(
@@ -166,5 +177,4 @@ for _name, _class in (
     gymnasium.register(
         f"envserve/{_name}-v0",
         f"{MODULE}:{_class.__qualname__}",
-        order_enforce=_name != "Timed",  # the env within has its own order enforced
     )

@@ -66,7 +66,7 @@ def take_turns(
       say: Told what is going on.
 
     Raises:
-      BenchmarkError: A case failed.
+      BenchmarkError: A case failed, or all must be skipped.
     """
     outcome = Outcome()
     with contextlib.ExitStack() as stack:
@@ -80,6 +80,9 @@ def take_turns(
                 outcome.measured[process.name] = []
             else:
                 outcome.skipped[process.name] = reason
+        if not ready:
+            reasons = "; ".join(f"{n}: {why}" for n, why in outcome.skipped.items())
+            raise BenchmarkError(f"nothing can be measured: {reasons}")
         for repetition in range(repetitions):
             # To and fro: no case always comes right after the same other one.
             for process in ready if repetition % 2 == 0 else reversed(ready):

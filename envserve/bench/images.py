@@ -1,0 +1,95 @@
+"""`bench images`: bytes of observations per second, where envs cost next to nothing."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from envserve.bench import envs
+from envserve.bench.harness import Outcome, chosen, take_turns
+from envserve.bench.load import Load
+from envserve.bench.options import (
+    CORES,
+    JsonFile,
+    Markdown,
+    NumEnvs,
+    Only,
+    OutDir,
+    Repetitions,
+    Seconds,
+    Workers,
+    announcer,
+    as_range,
+    as_ratio,
+)
+from envserve.bench.ours import IN_PROCESS, IPC, TCP, our_cases
+from envserve.bench.peers import ASYNC, SB3, TIANSHOU, peer_cases
+from envserve.bench.plot import Plot
+from envserve.bench.report import Output, Report, publish
+
+__all__ = ["images"]
+
+_CASES: Final = (IN_PROCESS, IPC, TCP, ASYNC, SB3, TIANSHOU)
+_SPEED: Final = "steps_per_second"
+_IMAGE_BYTES: Final = 84 * 84 * 4
+
+
+def images(
+    num_envs: NumEnvs = 32,
+    workers: Workers = CORES,
+    seconds: Seconds = 1.0,
+    repetitions: Repetitions = 3,
+    only: Only = None,
+    outdir: OutDir = None,
+    json_file: JsonFile = None,
+    markdown: Markdown = False,
+) -> None:
+    """Measure GB/s of images, uint8 84x84x4, from envs that do nothing else."""
+    load = Load(
+        "envserve/Image-v0", num_envs, workers, seconds, import_modules=(envs.MODULE,)
+    )
+    cases = [*our_cases(load), *peer_cases(load)]
+    cases = chosen([case for case in cases if case.name in _CASES], only or [])
+    outcome = take_turns(cases, repetitions, announcer())
+    report = Report(
+        name="images",
+        title=f"{num_envs} envs with images of {_IMAGE_BYTES:,} bytes, {workers} "
+        "workers: GB/s of observations",
+        options={
+            **{"num_envs": num_envs, "workers": workers, "seconds": seconds},
+            **{"repetitions": repetitions, "only": only},
+        },
+        outcome=outcome,
+        columns=["case", "GB/s", "lowest - highest", "steps/s", "p50 us", "p99 us"]
+        + ["/ Async"],
+        rows=[_row(outcome, case) for case in outcome.measured],
+        notes=[
+            "A GB is 1e9 bytes of images that the caller has got in arrays of its own."
+        ],
+        plot=Plot(
+            "GB/s of observations",
+            {case: _gigabytes(outcome, case) for case in outcome.measured},
+        ),
+        results={
+            "gigabytes_per_second": {
+                case: _gigabytes(outcome, case) for case in outcome.measured
+            }
+        },
+    )
+    publish(report, Output(outdir, json_file, markdown))
+
+
+def _gigabytes(outcome: Outcome, case: str) -> list[float]:
+    return [speed * _IMAGE_BYTES / 1e9 for speed in outcome.values(case, _SPEED)]
+
+
+def _row(outcome: Outcome, case: str) -> list[str]:
+    speed = outcome.median(case, _SPEED)
+    return [
+        case,
+        f"{speed * _IMAGE_BYTES / 1e9:.2f}",
+        as_range(_gigabytes(outcome, case), ".2f"),
+        f"{speed:,.0f}",
+        f"{outcome.median(case, 'p50_us'):,.0f}",
+        f"{outcome.median(case, 'p99_us'):,.0f}",
+        as_ratio(outcome.ratio(case, ASYNC, _SPEED)),
+    ]

@@ -1,0 +1,134 @@
+"""`bench slow-reset`: what slow resets cost with warm spare envs, and without."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Final
+
+import numpy as np
+import typer
+
+from envserve.bench import envs
+from envserve.bench.case_process import Case, Measure
+from envserve.bench.harness import Outcome, chosen, take_turns
+from envserve.bench.load import Load, summary
+from envserve.bench.options import (
+    JsonFile,
+    Markdown,
+    NumEnvs,
+    Only,
+    OutDir,
+    Repetitions,
+    announcer,
+    as_range,
+    as_ratio,
+)
+from envserve.bench.ours import our_batch
+from envserve.bench.plot import Plot
+from envserve.bench.report import Output, Report, publish
+
+__all__ = ["slow_reset"]
+
+_SPEED: Final = "steps_per_second"
+_FAST: Final = "quick resets"
+
+
+def slow_reset(
+    num_envs: NumEnvs = 32,
+    step_milliseconds: Annotated[
+        float, typer.Option(min=0.001, help="What a step sleeps.")
+    ] = 1.0,
+    reset_milliseconds: Annotated[
+        float, typer.Option(min=0.001, help="What a reset sleeps.")
+    ] = 200.0,
+    episode_length: Annotated[int, typer.Option(min=1, help="Steps.")] = 200,
+    episodes: Annotated[
+        int, typer.Option(min=1, help="Episodes of a measurement.")
+    ] = 3,
+    staggered: Annotated[
+        bool, typer.Option(help="Let episodes end at different times in each env.")
+    ] = False,
+    repetitions: Repetitions = 3,
+    only: Only = None,
+    outdir: OutDir = None,
+    json_file: JsonFile = None,
+    markdown: Markdown = False,
+) -> None:
+    """Measure stepping with slow resets, with and without spare envs."""
+
+    def case(name: str, reset_seconds: float, **options: Any) -> Case:
+        kwargs = {
+            "step_seconds": step_milliseconds / 1e3,
+            "reset_seconds": reset_seconds,
+            "episode_length": episode_length,
+            "is_staggered": staggered,
+        }
+        load = Load("envserve/Sleep-v0", num_envs, num_envs, 0, kwargs, (envs.MODULE,))
+        arguments = {"load": load, "num_steps": episodes * episode_length}
+        return Case(name, episodes_of, {**arguments, "options": options})
+
+    slow = reset_milliseconds / 1e3
+    cases = [
+        case(_FAST, 0.0),
+        case("slow resets, spare envs", slow, spare_envs=True),
+        case("slow resets", slow),
+    ]
+    outcome = take_turns(chosen(cases, only or []), repetitions, announcer())
+    report = Report(
+        name="slow-reset",
+        title=f"{num_envs} envs, a step sleeps {step_milliseconds:g} ms, every "
+        f"{episode_length} steps a reset sleeps {reset_milliseconds:g} ms"
+        f"{', at different times in each env' if staggered else ''}: "
+        "env steps per second",
+        options={
+            **{"num_envs": num_envs, "step_milliseconds": step_milliseconds},
+            **{"reset_milliseconds": reset_milliseconds, "episodes": episodes},
+            **{"episode_length": episode_length, "staggered": staggered},
+            **{"repetitions": repetitions, "only": only},
+        },
+        outcome=outcome,
+        columns=["case", "steps/s", "lowest - highest", "p50 us", "p99 us"]
+        + [f"/ {_FAST}"],
+        rows=[_row(outcome, case) for case in outcome.measured],
+        notes=[
+            f"A worker per env, in-process; a measurement is {episodes} whole "
+            "episodes of each env."
+        ],
+        plot=Plot(
+            "env steps per second",
+            {case: outcome.values(case, _SPEED) for case in outcome.measured},
+        ),
+    )
+    publish(report, Output(outdir, json_file, markdown))
+
+
+@contextlib.contextmanager
+def episodes_of(
+    load: Load, num_steps: int, options: Mapping[str, Any]
+) -> Iterator[Measure]:
+    """Makes so many batch steps per measurement."""
+    actions = np.zeros(load.num_envs, np.int64)
+    with our_batch(load, (), **options) as batch:
+
+        def measure() -> Mapping[str, float]:
+            clock = time.perf_counter
+            instants = [clock()]
+            for _ in range(num_steps):
+                batch.step(actions)
+                instants.append(clock())
+            return summary(np.diff(instants), load.num_envs)
+
+        yield measure
+
+
+def _row(outcome: Outcome, case: str) -> list[str]:
+    return [
+        case,
+        f"{outcome.median(case, _SPEED):,.0f}",
+        as_range(outcome.values(case, _SPEED)),
+        f"{outcome.median(case, 'p50_us'):,.0f}",
+        f"{outcome.median(case, 'p99_us'):,.0f}",
+        as_ratio(outcome.ratio(case, _FAST, _SPEED)),
+    ]
