@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from envserve.bench.case_process import Measure
-from envserve.bench.load import Load, summary
+from envserve.bench.load import SPEED, Load, summary
 from envserve.registry import import_env_modules, make_env
 
 __all__ = ["bare_loops"]
@@ -54,7 +54,7 @@ def _measure(connections: list[Connection]) -> Mapping[str, float]:
     results: list[dict[str, float]] = [connection.recv() for connection in connections]
     names = ("p50_us", "p99_us")
     return {
-        "steps_per_second": sum(result["steps_per_second"] for result in results),
+        SPEED: sum(result[SPEED] for result in results),
         **{name: float(np.mean([r[name] for r in results])) for name in names},
     }
 

@@ -31,6 +31,10 @@ class Outcome:
         """Returns a number of a case in each repetition."""
         return [repetition[number] for repetition in self.measured[case]]
 
+    def all_values(self, number: str) -> dict[str, list[float]]:
+        """Returns a number of all cases in each repetition."""
+        return {case: self.values(case, number) for case in self.measured}
+
     def median(self, case: str, number: str) -> float:
         """Returns the median over the repetitions."""
         return statistics.median(self.values(case, number))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
+import typer
+
 from envserve.bench import envs
 from envserve.bench.harness import Outcome, chosen, take_turns
-from envserve.bench.load import Load
+from envserve.bench.load import SPEED, Load
 from envserve.bench.options import (
     CORES,
     JsonFile,
@@ -20,6 +22,7 @@ from envserve.bench.options import (
     announcer,
     as_range,
     as_ratio,
+    options_of,
 )
 from envserve.bench.ours import IN_PROCESS, IPC, TCP, our_cases
 from envserve.bench.peers import ASYNC, SB3, TIANSHOU, peer_cases
@@ -29,11 +32,11 @@ from envserve.bench.report import Output, Report, publish
 __all__ = ["images"]
 
 _CASES: Final = (IN_PROCESS, IPC, TCP, ASYNC, SB3, TIANSHOU)
-_SPEED: Final = "steps_per_second"
 _IMAGE_BYTES: Final = 84 * 84 * 4
 
 
 def images(
+    context: typer.Context,
     num_envs: NumEnvs = 32,
     workers: Workers = CORES,
     seconds: Seconds = 1.0,
@@ -54,10 +57,7 @@ def images(
         name="images",
         title=f"{num_envs} envs with images of {_IMAGE_BYTES:,} bytes, {workers} "
         "workers: GB/s of observations",
-        options={
-            **{"num_envs": num_envs, "workers": workers, "seconds": seconds},
-            **{"repetitions": repetitions, "only": only},
-        },
+        options=options_of(context),
         outcome=outcome,
         columns=["case", "GB/s", "lowest - highest", "steps/s", "p50 us", "p99 us"]
         + ["/ Async"],
@@ -79,11 +79,11 @@ def images(
 
 
 def _gigabytes(outcome: Outcome, case: str) -> list[float]:
-    return [speed * _IMAGE_BYTES / 1e9 for speed in outcome.values(case, _SPEED)]
+    return [speed * _IMAGE_BYTES / 1e9 for speed in outcome.values(case, SPEED)]
 
 
 def _row(outcome: Outcome, case: str) -> list[str]:
-    speed = outcome.median(case, _SPEED)
+    speed = outcome.median(case, SPEED)
     return [
         case,
         f"{speed * _IMAGE_BYTES / 1e9:.2f}",
@@ -91,5 +91,5 @@ def _row(outcome: Outcome, case: str) -> list[str]:
         f"{speed:,.0f}",
         f"{outcome.median(case, 'p50_us'):,.0f}",
         f"{outcome.median(case, 'p99_us'):,.0f}",
-        as_ratio(outcome.ratio(case, ASYNC, _SPEED)),
+        as_ratio(outcome.ratio(case, ASYNC, SPEED)),
     ]

@@ -15,10 +15,12 @@ import numpy as np
 
 from envserve.bench.case_process import Measure
 
-__all__ = ["Load", "action_space", "make_env", "stepping", "summary"]
+__all__ = ["SPEED", "Load", "action_space", "make_env", "stepping", "summary"]
 
 Array = np.ndarray[Any, Any]
 
+#: Name of the number that most cases are compared by.
+SPEED: Final = "steps_per_second"
 #: Different actions, one after the other, and then again from the first.
 _NUM_BATCHES: Final = 64
 _WARM_UP_SECONDS: Final = 0.1
@@ -101,7 +103,7 @@ def stepping(
 def summary(durations: Array, num_envs: int) -> dict[str, float]:
     """Returns env steps per second, and quantiles of a batch step's microseconds."""
     return {
-        "steps_per_second": num_envs * len(durations) / float(durations.sum()),
+        SPEED: num_envs * len(durations) / float(durations.sum()),
         "p50_us": float(np.percentile(durations, 50)) * 1e6,
         "p99_us": float(np.percentile(durations, 99)) * 1e6,
     }

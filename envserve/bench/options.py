@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -24,6 +24,7 @@ __all__ = [
     "announcer",
     "as_range",
     "as_ratio",
+    "options_of",
 ]
 
 CORES: Final = available_cores()
@@ -60,3 +61,9 @@ def as_ratio(value: float | None) -> str:
 def as_range(values: list[float], form: str = ",.0f") -> str:
     """Returns the lowest and the highest for a cell."""
     return f"{min(values):{form}} - {max(values):{form}}"
+
+
+def options_of(context: typer.Context) -> dict[str, Any]:
+    """Returns what a sub-command was asked for, but not where its result goes."""
+    elsewhere = ("outdir", "json_file", "markdown")
+    return {k: v for k, v in context.params.items() if k not in elsewhere}

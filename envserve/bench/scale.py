@@ -13,7 +13,7 @@ import typer
 
 from envserve.bench.case_process import Case, Measure
 from envserve.bench.harness import Outcome, take_turns
-from envserve.bench.load import Load, stepping
+from envserve.bench.load import SPEED, Load, stepping
 from envserve.bench.memory import proportional_set_bytes, with_descendants
 from envserve.bench.options import (
     CORES,
@@ -25,6 +25,7 @@ from envserve.bench.options import (
     Workers,
     announcer,
     as_range,
+    options_of,
 )
 from envserve.bench.ours import our_batch, our_stepping
 from envserve.bench.plot import Plot
@@ -32,12 +33,12 @@ from envserve.bench.report import Output, Report, publish
 
 __all__ = ["scale"]
 
-_SPEED: Final = "steps_per_second"
 _MEMORY: Final = "proportional_set_bytes"
 _SIZES: Final = [4, 16, 64, 256, 1024]
 
 
 def scale(
+    context: typer.Context,
     env: Annotated[str, typer.Option(help="Registered name.")] = "CartPole-v1",
     size: Annotated[
         list[int] | None, typer.Option(min=1, help="Number of envs; repeatable.")
@@ -66,10 +67,7 @@ def scale(
     report = Report(
         name="scale",
         title=f"{env}, {workers} workers: time per env step, and memory",
-        options={
-            **{"env": env, "sizes": sizes, "workers": workers},
-            **{"seconds": seconds, "repetitions": repetitions},
-        },
+        options=options_of(context),
         outcome=outcome,
         columns=["case", "us per env step", "lowest - highest", "steps/s", "p50 us"]
         + ["p99 us", f"MB beyond {base}"],
@@ -118,7 +116,7 @@ def _memory_alone(name: str, load: Load) -> float | None:
 
 
 def _microseconds(outcome: Outcome, case: str) -> list[float]:
-    return [1e6 / speed for speed in outcome.values(case, _SPEED)]
+    return [1e6 / speed for speed in outcome.values(case, SPEED)]
 
 
 def _megabytes(number: float | None) -> str:
@@ -132,9 +130,9 @@ def _row(
     beyond = None if taken is None or without is None else taken - without
     return [
         case,
-        f"{1e6 / outcome.median(case, _SPEED):.2f}",
+        f"{1e6 / outcome.median(case, SPEED):.2f}",
         as_range(_microseconds(outcome, case), ".2f"),
-        f"{outcome.median(case, _SPEED):,.0f}",
+        f"{outcome.median(case, SPEED):,.0f}",
         f"{outcome.median(case, 'p50_us'):,.0f}",
         f"{outcome.median(case, 'p99_us'):,.0f}",
         _megabytes(beyond),

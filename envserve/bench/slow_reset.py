@@ -13,7 +13,7 @@ import typer
 from envserve.bench import envs
 from envserve.bench.case_process import Case, Measure
 from envserve.bench.harness import Outcome, chosen, take_turns
-from envserve.bench.load import Load, summary
+from envserve.bench.load import SPEED, Load, summary
 from envserve.bench.options import (
     JsonFile,
     Markdown,
@@ -24,6 +24,7 @@ from envserve.bench.options import (
     announcer,
     as_range,
     as_ratio,
+    options_of,
 )
 from envserve.bench.ours import our_batch
 from envserve.bench.plot import Plot
@@ -31,11 +32,11 @@ from envserve.bench.report import Output, Report, publish
 
 __all__ = ["slow_reset"]
 
-_SPEED: Final = "steps_per_second"
 _FAST: Final = "quick resets"
 
 
 def slow_reset(
+    context: typer.Context,
     num_envs: NumEnvs = 32,
     step_milliseconds: Annotated[
         float, typer.Option(min=0.001, help="What a step sleeps.")
@@ -82,12 +83,7 @@ def slow_reset(
         f"{episode_length} steps a reset sleeps {reset_milliseconds:g} ms"
         f"{', at different times in each env' if staggered else ''}: "
         "env steps per second",
-        options={
-            **{"num_envs": num_envs, "step_milliseconds": step_milliseconds},
-            **{"reset_milliseconds": reset_milliseconds, "episodes": episodes},
-            **{"episode_length": episode_length, "staggered": staggered},
-            **{"repetitions": repetitions, "only": only},
-        },
+        options=options_of(context),
         outcome=outcome,
         columns=["case", "steps/s", "lowest - highest", "p50 us", "p99 us"]
         + [f"/ {_FAST}"],
@@ -98,7 +94,7 @@ def slow_reset(
         ],
         plot=Plot(
             "env steps per second",
-            {case: outcome.values(case, _SPEED) for case in outcome.measured},
+            outcome.all_values(SPEED),
         ),
     )
     publish(report, Output(outdir, json_file, markdown))
@@ -126,9 +122,9 @@ def episodes_of(
 def _row(outcome: Outcome, case: str) -> list[str]:
     return [
         case,
-        f"{outcome.median(case, _SPEED):,.0f}",
-        as_range(outcome.values(case, _SPEED)),
+        f"{outcome.median(case, SPEED):,.0f}",
+        as_range(outcome.values(case, SPEED)),
         f"{outcome.median(case, 'p50_us'):,.0f}",
         f"{outcome.median(case, 'p99_us'):,.0f}",
-        as_ratio(outcome.ratio(case, _FAST, _SPEED)),
+        as_ratio(outcome.ratio(case, _FAST, SPEED)),
     ]

@@ -23,6 +23,7 @@ from envserve.bench.options import (
     Workers,
     announcer,
     as_range,
+    options_of,
 )
 from envserve.bench.plot import Plot
 from envserve.bench.report import Output, Report, publish
@@ -50,6 +51,7 @@ envs.reset(seed=0)
 
 
 def start(
+    context: typer.Context,
     env: Annotated[str, typer.Option(help="Registered name.")] = "HalfCheetah-v5",
     num_envs: NumEnvs = 64,
     workers: Workers = 16,
@@ -77,7 +79,7 @@ def start(
         name="start",
         title=f"Seconds to start; first observations of {num_envs} {env}, ours in "
         f"{workers} workers",
-        options={**fill, "repetitions": repetitions, "only": only},
+        options=options_of(context),
         outcome=outcome,
         columns=["case", "seconds", "lowest - highest"],
         rows=[_row(outcome, case) for case in outcome.measured],
@@ -87,7 +89,7 @@ def start(
         ],
         plot=Plot(
             "seconds",
-            {case: outcome.values(case, _SECONDS) for case in outcome.measured},
+            outcome.all_values(_SECONDS),
         ),
     )
     publish(report, Output(outdir, json_file, markdown))

@@ -9,7 +9,7 @@ import typer
 from envserve.bench.bare_loops import bare_loops
 from envserve.bench.case_process import Case
 from envserve.bench.harness import Outcome, chosen, take_turns
-from envserve.bench.load import Load
+from envserve.bench.load import SPEED, Load
 from envserve.bench.options import (
     CORES,
     JsonFile,
@@ -23,6 +23,7 @@ from envserve.bench.options import (
     announcer,
     as_range,
     as_ratio,
+    options_of,
 )
 from envserve.bench.ours import our_cases
 from envserve.bench.peers import PEERS, peer_cases
@@ -32,10 +33,10 @@ from envserve.bench.report import Output, Report, publish
 __all__ = ["LIMIT", "step"]
 
 LIMIT = "limit: bare loops"
-_SPEED = "steps_per_second"
 
 
 def step(
+    context: typer.Context,
     env: Annotated[str, typer.Option(help="Registered name.")] = "HalfCheetah-v5",
     num_envs: NumEnvs = 16,
     workers: Workers = CORES,
@@ -60,10 +61,7 @@ def step(
     report = Report(
         name="step",
         title=f"{env}, {num_envs} envs, {workers} workers: env steps per second",
-        options={
-            **{"env": env, "num_envs": num_envs, "workers": workers},
-            **{"seconds": seconds, "repetitions": repetitions, "only": only},
-        },
+        options=options_of(context),
         outcome=outcome,
         columns=["case", "steps/s", "lowest - highest", "p50 us", "p99 us", "/ limit"]
         + [f"/ {short}" for name, short in PEERS.items() if name in outcome.measured],
@@ -75,11 +73,11 @@ def step(
         ],
         plot=Plot(
             "env steps per second",
-            {case: outcome.values(case, _SPEED) for case in outcome.measured},
+            outcome.all_values(SPEED),
         ),
         results={
             "ratio_to_limit": {
-                case: outcome.ratio(case, LIMIT, _SPEED) for case in outcome.measured
+                case: outcome.ratio(case, LIMIT, SPEED) for case in outcome.measured
             }
         },
     )
@@ -89,13 +87,13 @@ def step(
 def _row(outcome: Outcome, case: str) -> list[str]:
     return [
         case,
-        f"{outcome.median(case, _SPEED):,.0f}",
-        as_range(outcome.values(case, _SPEED)),
+        f"{outcome.median(case, SPEED):,.0f}",
+        as_range(outcome.values(case, SPEED)),
         f"{outcome.median(case, 'p50_us'):,.0f}",
         f"{outcome.median(case, 'p99_us'):,.0f}",
-        as_ratio(outcome.ratio(case, LIMIT, _SPEED)),
+        as_ratio(outcome.ratio(case, LIMIT, SPEED)),
         *(
-            as_ratio(outcome.ratio(case, peer, _SPEED))
+            as_ratio(outcome.ratio(case, peer, SPEED))
             for peer in PEERS
             if peer in outcome.measured
         ),

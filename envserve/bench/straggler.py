@@ -16,7 +16,7 @@ import typer
 from envserve.bench import envs
 from envserve.bench.case_process import BenchmarkError, Case, Measure
 from envserve.bench.harness import Outcome, chosen, take_turns
-from envserve.bench.load import Load
+from envserve.bench.load import SPEED, Load
 from envserve.bench.options import (
     JsonFile,
     Markdown,
@@ -28,6 +28,7 @@ from envserve.bench.options import (
     announcer,
     as_range,
     as_ratio,
+    options_of,
 )
 from envserve.bench.ours import our_batch
 from envserve.bench.plot import Plot
@@ -38,13 +39,13 @@ __all__ = ["straggler"]
 
 Array = np.ndarray[Any, Any]
 
-_SPEED: Final = "steps_per_second"
 _TCP: Final = ("tcp://127.0.0.1:0",)
 _NONE_SLOW, _ONE_SLOW, _STEP = "none slow", "one slow", "one slow, step()"
 _WAYS: Final[dict[str, tuple[str, ...]]] = {"in-process": (), "tcp": _TCP}
 
 
 def straggler(
+    context: typer.Context,
     num_envs: NumEnvs = 32,
     milliseconds: Annotated[
         float, typer.Option(min=0.001, help="What a step takes.")
@@ -86,11 +87,7 @@ def straggler(
         name="straggler",
         title=f"{num_envs} envs, a step sleeps {milliseconds:g} ms, in one of them "
         f"{milliseconds * factor:g} ms: env steps per second",
-        options={
-            **{"num_envs": num_envs, "milliseconds": milliseconds, "factor": factor},
-            **{"min_envs": normal["min_envs"], "seconds": seconds},
-            **{"repetitions": repetitions, "only": only},
-        },
+        options=options_of(context),
         outcome=outcome,
         columns=["case", "steps/s", "lowest - highest", "/ none slow"],
         rows=[_row(outcome, case) for case in outcome.measured],
@@ -101,7 +98,7 @@ def straggler(
         ],
         plot=Plot(
             "env steps per second",
-            {case: outcome.values(case, _SPEED) for case in outcome.measured},
+            outcome.all_values(SPEED),
         ),
     )
     publish(report, Output(outdir, json_file, markdown))
@@ -131,7 +128,7 @@ def sending(
             elapsed = time.perf_counter() - began
             rows, result = batch.recv(load.num_envs)  # leave nothing under way
             ledger.check(rows, result.observation, result.valid)
-            return {_SPEED: steps / elapsed, "replies": ledger.take_count()}
+            return {SPEED: steps / elapsed, "replies": ledger.take_count()}
 
         yield measure
 
@@ -159,7 +156,7 @@ def _step_all(batch: BatchEnv, ledger: _Ledger, seconds: float) -> Mapping[str, 
         ledger.check(everyone, result.observation, result.valid)
         steps += batch.num_envs
     elapsed = time.perf_counter() - began
-    return {_SPEED: steps / elapsed, "replies": ledger.take_count()}
+    return {SPEED: steps / elapsed, "replies": ledger.take_count()}
 
 
 class _Ledger:
@@ -206,7 +203,7 @@ def _row(outcome: Outcome, case: str) -> list[str]:
     base = f"{case.partition(':')[0]}: {_NONE_SLOW}"
     return [
         case,
-        f"{outcome.median(case, _SPEED):,.0f}",
-        as_range(outcome.values(case, _SPEED)),
-        as_ratio(outcome.ratio(case, base, _SPEED)),
+        f"{outcome.median(case, SPEED):,.0f}",
+        as_range(outcome.values(case, SPEED)),
+        as_ratio(outcome.ratio(case, base, SPEED)),
     ]

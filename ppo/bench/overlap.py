@@ -25,6 +25,7 @@ from envserve.bench.options import (
     announcer,
     as_range,
     as_ratio,
+    options_of,
 )
 from envserve.bench.ours import our_batch
 from envserve.bench.plot import Plot
@@ -75,6 +76,7 @@ class Pieces(NamedTuple):
 
 
 def overlap(
+    context: typer.Context,
     num_envs: NumEnvs = 16,
     workers: Workers = CORES,
     env_milliseconds: Annotated[
@@ -123,12 +125,7 @@ def overlap(
         name="overlap",
         title=f"{num_envs} envs of {env_milliseconds:g} ms of work, {workers} workers, "
         f"a policy of {policy_milliseconds:g} ms per split: ms per batch step",
-        options={
-            **{"num_envs": num_envs, "workers": workers, "horizon": horizon},
-            **{"env_milliseconds": env_milliseconds, "seconds": seconds},
-            **{"policy_milliseconds": policy_milliseconds},
-            **{"repetitions": repetitions},
-        },
+        options=options_of(context),
         outcome=outcome,
         columns=[
             "case",

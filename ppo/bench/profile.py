@@ -26,6 +26,7 @@ from envserve.bench.options import (
     Workers,
     announcer,
     as_range,
+    options_of,
 )
 from envserve.bench.ours import our_batch
 from envserve.bench.plot import Plot
@@ -66,6 +67,7 @@ _REMEDIES = {
 
 
 def profile(
+    context: typer.Context,
     env: Annotated[str, typer.Option(help="Registered name.")] = "HalfCheetah-v5",
     num_envs: NumEnvs = 16,
     workers: Workers = CORES,
@@ -101,11 +103,7 @@ def profile(
         name="profile",
         title=f"{env}, {num_envs} envs, {workers} workers, {transport}: where the "
         f"{total:,.0f} us of a batch step go",
-        options={
-            **{"env": env, "num_envs": num_envs, "workers": workers},
-            **{"transport": transport, "horizon": horizon, "seconds": seconds},
-            **{"repetitions": repetitions},
-        },
+        options=options_of(context),
         outcome=outcome,
         columns=["part", "us per batch step", "lowest - highest", "share"],
         rows=[

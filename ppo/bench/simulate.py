@@ -21,6 +21,7 @@ from envserve.bench.options import (
     announcer,
     as_range,
     as_ratio,
+    options_of,
 )
 from envserve.bench.plot import Plot
 from envserve.bench.report import Output, Report, publish
@@ -43,6 +44,7 @@ _XLA_LOOP = "Python loop, policy compiled by XLA"
 
 
 def simulate(
+    context: typer.Context,
     env: Annotated[str, typer.Option(help="Registered name.")] = "CartPole-v1",
     num_envs: NumEnvs = 16,
     workers: Workers = CORES,
@@ -67,11 +69,7 @@ def simulate(
     report = Report(
         name="simulate",
         title=f"{env}, {num_envs} envs, {workers} workers: us per batch step",
-        options={
-            **{"env": env, "num_envs": num_envs, "workers": workers},
-            **{"horizon": horizon, "seconds": seconds},
-            **{"repetitions": repetitions, "only": only},
-        },
+        options=options_of(context),
         outcome=outcome,
         columns=["case", "us per batch step", "lowest - highest", "beyond the lane"]
         + ["simulate() is faster by"],
@@ -82,7 +80,7 @@ def simulate(
         ],
         plot=Plot(
             "us per batch step",
-            {case: outcome.values(case, MICROSECONDS) for case in outcome.measured},
+            outcome.all_values(MICROSECONDS),
         ),
         results={
             "beyond_the_lane_us": {c: _beyond(outcome, c) for c in outcome.measured}

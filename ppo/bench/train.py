@@ -18,6 +18,7 @@ from envserve.bench.options import (
     announcer,
     as_range,
     as_ratio,
+    options_of,
 )
 from envserve.bench.plot import Plot
 from envserve.bench.report import Output, Report, publish
@@ -31,6 +32,7 @@ _SUBPROCESS, _DUMMY = "SB3, SubprocVecEnv", "SB3, DummyVecEnv"
 
 
 def train(
+    context: typer.Context,
     env: Annotated[str, typer.Option(help="Registered name.")] = "HalfCheetah-v5",
     num_envs: NumEnvs = 16,
     workers: Workers = CORES,
@@ -66,12 +68,7 @@ def train(
         name="train",
         title=f"PPO on {env}, {num_envs} envs, {steps:,} steps an iteration, {epochs} "
         f"epochs, minibatches of {minibatch_size}, networks of 64x64: ms per iteration",
-        options={
-            **{"env": env, "num_envs": num_envs, "workers": workers},
-            **{"horizon": horizon, "epochs": epochs, "iterations": iterations},
-            **{"minibatch_size": minibatch_size},
-            **{"repetitions": repetitions, "only": only},
-        },
+        options=options_of(context),
         outcome=outcome,
         columns=["case", "steps/s", "lowest - highest", "rollout ms", "update ms"]
         + ["total ms", "rollout x", "update x", "total x"],
