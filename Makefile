@@ -1,5 +1,5 @@
-# Two commands need nothing but python3 (3.11 or newer) and make:
-# `make train` trains an agent, `make test` runs the whole test suite.
+# The commands need nothing but python3 (3.11 or newer) and make: `make train` trains
+# an agent, `make test` runs the whole test suite, `make bench` measures.
 
 PYTHON ?= python3
 CONFIG ?= pendulum
@@ -11,12 +11,15 @@ PINNED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test clean
+.PHONY: help train test bench clean
 
 help:
 	@echo "make train [CONFIG=pendulum|cartpole|cheetah] [ARGS='--seed 1']"
 	@echo "                            set up $(VENV) and train PPO on a Gymnasium task"
 	@echo "make test [ARGS='-k name']  set up $(VENV) and run scripts/check (5 minutes)"
+	@echo "make bench [ARGS='step --num-envs 64']"
+	@echo "                            set up $(VENV) with other projects' vectorised envs and"
+	@echo "                            measure ours beside them (the whole suite: 10 minutes)"
 	@echo "make clean                  remove $(VENV), caches and build files; runs/ stays"
 	@echo "PYTHON=python3.12           the interpreter that $(VENV) is made with"
 
@@ -25,6 +28,9 @@ train: $(VENV)/.installed-train
 
 test: $(VENV)/.installed-dev
 	scripts/check $(ARGS)
+
+bench: $(VENV)/.installed-bench
+	$(VENV)/bin/envserve bench $(or $(ARGS),suite)
 
 # The stamps are older than a changed pin, which is what installs again.
 $(VENV)/.installed-train: $(PINNED) | $(VENV)/bin/pip
@@ -35,6 +41,11 @@ $(VENV)/.installed-train: $(PINNED) | $(VENV)/bin/pip
 $(VENV)/.installed-dev: $(PINNED) $(VENV)/.installed-train | $(VENV)/bin/pip
 	@echo "Installing the development tools into $(VENV) ..."
 	$(PIP) --constraint constraints.txt --editable '.[train-cpu,mujoco,dev]'
+	@touch $@
+
+$(VENV)/.installed-bench: $(PINNED) $(VENV)/.installed-train | $(VENV)/bin/pip
+	@echo "Installing the peers, torch among them, into $(VENV); this takes minutes ..."
+	$(PIP) --constraint constraints.txt --editable '.[train-cpu,mujoco,bench]'
 	@touch $@
 
 # pip is what venv installs last, so its presence says that the environment is whole.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
+from typing import Any
 
 import typer
 
@@ -18,13 +19,22 @@ from envserve.bench.slow_reset import slow_reset
 from envserve.bench.start import start
 from envserve.bench.step import step
 from envserve.bench.straggler import straggler
+from envserve.bench.suite import make_suite
 from envserve.errors import EnvserveError
 
 __all__ = ["main"]
 
 Command = Callable[..., None]
 
-_OURS: tuple[Command, ...] = (step, straggler, slow_reset, images, scale, start)
+_NAME = "envserve bench"
+_OURS: dict[str, Command] = {
+    "step": step,
+    "straggler": straggler,
+    "slow-reset": slow_reset,
+    "images": images,
+    "scale": scale,
+    "start": start,
+}
 
 
 def main(
@@ -37,28 +47,29 @@ def main(
       arguments: The words of the command line; by default this process's.
       more: Further sub-commands by name, besides those of installed packages.
     """
+    installed = {
+        point.name: point.load() for point in entry_points(group="envserve.benchmarks")
+    }
+    app = _make_app({**_OURS, **installed, **(more or {})})
+    try:
+        app(arguments if arguments is None else list(arguments), prog_name=_NAME)
+    except (BenchmarkError, EnvserveError) as error:
+        print(f"{_NAME}: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _make_app(commands: Mapping[str, Command]) -> typer.Typer:
     app = typer.Typer(
         help="Benchmarks, with peers beside us in the same run.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    app.callback()(_describe)
-    for command in _OURS:
-        app.command()(command)
-    found = {p.name: p for p in entry_points(group="envserve.benchmarks")}
-    installed = {name: point.load() for name, point in found.items()}
-    for name, command in {**installed, **(more or {})}.items():
+    for name, command in commands.items():
         app.command(name)(command)
-    try:
-        app(
-            arguments if arguments is None else list(arguments),
-            prog_name="envserve bench",
-        )
-    except (BenchmarkError, EnvserveError) as error:
-        print(f"envserve bench: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
 
+    def run(words: Sequence[str]) -> Any:
+        return app(list(words), prog_name=_NAME, standalone_mode=False)
 
-def _describe() -> None:
-    """Benchmarks, with peers beside us in the same run."""
+    app.command("suite")(make_suite(run, commands))
+    return app

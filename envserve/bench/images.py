@@ -70,9 +70,10 @@ def images(
             {case: _gigabytes(outcome, case) for case in outcome.measured},
         ),
         results={
+            "image_bytes": _IMAGE_BYTES,
             "gigabytes_per_second": {
                 case: _gigabytes(outcome, case) for case in outcome.measured
-            }
+            },
         },
     )
     publish(report, Output(outdir, json_file, markdown))

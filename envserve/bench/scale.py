@@ -88,6 +88,7 @@ def scale(
                 c: _microseconds(outcome, c) for c in loads if c in outcome.measured
             },
             "proportional_set_bytes": memory,
+            "base": base,
         },
     )
     publish(report, Output(outdir, json_file, markdown))

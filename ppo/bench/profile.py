@@ -40,7 +40,7 @@ from ppo.bench.rollouts import (
     stepping_lane,
 )
 
-__all__ = ["judge", "profile"]
+__all__ = ["judge", "longest_worker", "profile"]
 
 Transport = Literal["in-process", "ipc", "tcp"]
 
@@ -154,16 +154,22 @@ def timing_envs(work: RolloutLoad) -> Iterator[Measure]:
             before, first = np.array(batch.get_attr("seconds")), batch_steps
             repeat()
             spent = np.array(batch.get_attr("seconds")) - before
-            longest = _longest(spent, load.workers)
+            longest = longest_worker(spent, load.workers, available_cores())
             return {MICROSECONDS: 1e6 * longest / (batch_steps - first)}
 
         yield measure
 
 
-def _longest(spent: np.ndarray, workers: int) -> float:
-    """Return what the slowest worker takes; more where workers outnumber cores."""
+def longest_worker(spent: np.ndarray, workers: int, cores: int) -> float:
+    """Return what the slowest worker takes; more where workers outnumber cores.
+
+    Args:
+        spent: time of each env, by row.
+        workers: processes that the rows are spread over.
+        cores: how many of them can run at a time.
+    """
     per_worker = [part.sum() for part in np.array_split(spent, workers)]
-    return float(max(*per_worker, spent.sum() / available_cores()))
+    return float(max(*per_worker, spent.sum() / cores))
 
 
 def _shares(outcome: Outcome, at: int) -> dict[str, float]:

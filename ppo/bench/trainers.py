@@ -23,7 +23,7 @@ from ppo.bench.rollouts import load_tensorflow
 from ppo.config import Config
 from ppo.run_folder import RunFolder
 
-__all__ = ["ROLLOUT", "TOTAL", "UPDATE", "training_ours", "training_sb3"]
+__all__ = ["ROLLOUT", "TOTAL", "UPDATE", "Gate", "training_ours", "training_sb3"]
 
 ROLLOUT, UPDATE, TOTAL = "rollout_seconds", "update_seconds", "total_seconds"
 """Seconds per iteration."""
@@ -45,7 +45,7 @@ def training_ours(config: Config, iterations: int, workers: int) -> Iterator[Mea
         checkpoint_interval=_ENDLESS,
         checkpoint_seconds=float(_ENDLESS),
     )
-    gate = _Gate()
+    gate = Gate()
     with tempfile.TemporaryDirectory() as folder:
         run_folder = RunFolder.create(Path(folder, "run"), config)
         run = functools.partial(
@@ -72,7 +72,7 @@ def training_ours(config: Config, iterations: int, workers: int) -> Iterator[Mea
             yield measure
 
 
-class _Gate:
+class Gate:
     """Lets a training in another thread make so many iterations, and then wait."""
 
     def __init__(self) -> None:

@@ -1,0 +1,111 @@
+"""`bench suite`: every benchmark in turn, and one file with all tables.
+
+The folder can be filled piece by piece: the file holds what is there.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console
+
+from envserve.bench.case_process import BenchmarkError
+from envserve.bench.goals import goals_table
+
+__all__ = ["PARTS", "make_suite", "write_tables"]
+
+_CARTPOLE: Final = ("--env", "CartPole-v1", "--num-envs")
+#: A process per env is no way to run 256 of them.
+_NOT_A_PROCESS_EACH: Final = tuple(
+    part
+    for word in ("limit", "envserve", "SyncVectorEnv", "EnvPool")
+    for part in ("--only", word)
+)
+
+#: Command lines by name, which is also the folder of the result.
+PARTS: Final[dict[str, tuple[str, ...]]] = {
+    "step-cheetah-16": ("step", "--num-envs", "16"),
+    "step-cheetah-64": ("step", "--num-envs", "64"),
+    "step-cartpole-64": ("step", *_CARTPOLE, "64"),
+    "step-cartpole-256": ("step", *_CARTPOLE, "256", *_NOT_A_PROCESS_EACH),
+    "train": ("train",),
+    "simulate-cartpole-16": ("simulate", *_CARTPOLE, "16"),
+    "simulate-cheetah-16": ("simulate", "--env", "HalfCheetah-v5"),
+    "overlap": ("overlap",),
+    "straggler": ("straggler",),
+    "slow-reset": ("slow-reset",),
+    "slow-reset-staggered": ("slow-reset", "--staggered"),
+    "images": ("images",),
+    "scale": ("scale",),
+    "start": ("start",),
+    "profile-cheetah-16": ("profile",),
+    "profile-cheetah-64-tcp": ("profile", "--num-envs", "64", "--transport", "tcp"),
+}
+
+
+def make_suite(
+    run: Callable[[Sequence[str]], Any], commands: Collection[str]
+) -> Callable[..., None]:
+    """Returns the sub-command.
+
+    Args:
+      run: Carries out a command line.
+      commands: The sub-commands that there are; parts of others are skipped.
+    """
+
+    def suite(
+        part: Annotated[
+            list[str] | None, typer.Option(help="Run just this part; repeatable.")
+        ] = None,
+        outdir: Annotated[
+            Path | None,
+            typer.Option(help="Folder of all results. Default: runs/bench-suite-TIME."),
+        ] = None,
+    ) -> None:
+        """Run all benchmarks, in about ten minutes, and gather their tables."""
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        folder = outdir or Path("runs", f"bench-suite-{stamp}")
+        console = Console(stderr=True)
+        for name in part or PARTS:
+            if name not in PARTS:
+                raise BenchmarkError(
+                    f"--part: expected one of {', '.join(PARTS)}; got {name!r}"
+                )
+            command = PARTS[name]
+            if command[0] not in commands:
+                console.print(f"{name}: skipped, {command[0]} comes with ppo")
+                continue
+            console.rule(f"envserve bench {' '.join(command)}")
+            run([*command, "--outdir", str(folder / name)])
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tables(folder)
+        console.print(f"All tables are in {folder / 'tables.md'}", soft_wrap=True)
+
+    return suite
+
+
+def write_tables(folder: Path) -> None:
+    """Writes tables.md: the goals and all tables of the parts in a folder."""
+    results = {
+        name: json.loads((folder / name / "result.json").read_text())
+        for name in PARTS
+        if (folder / name / "result.json").exists()
+    }
+    sections = []
+    if results:
+        machine = next(iter(results.values()))["machine"]
+        versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items())
+        sections = [
+            f"{machine['cores']} cores of {machine['processor']}, "
+            f"{machine['system']}, Python {machine['python']}; {versions}.\n",
+            goals_table(results),
+        ]
+    for name in results:
+        table = (folder / name / "table.md").read_text()
+        sections.append(f"`envserve bench {' '.join(PARTS[name])}`\n\n{table}")
+    folder.joinpath("tables.md").write_text("\n".join(sections))

@@ -1,0 +1,93 @@
+"""The benchmark's harness: turns, medians, ratios, cases that cannot run or fail."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from envserve.bench.case_process import BenchmarkError, Case
+from envserve.bench.harness import Outcome, chosen, take_turns
+from tests.envserve import bench_cases
+
+
+def counting(name: str, log: Path) -> Case:
+    return Case(name, bench_cases.counting, {"name": name, "log": log})
+
+
+def test_cases_take_turns_to_and_fro_and_are_closed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    said: list[str] = []
+    cases = [counting(name, log) for name in ("a", "b", "c")]
+    outcome = take_turns(cases, 3, said.append)
+    lines = log.read_text().split("\n")[:-1]
+    assert lines[:9] == ["a", "b", "c", "c", "b", "a", "a", "b", "c"]
+    assert sorted(lines[9:]) == ["end of a", "end of b", "end of c"]
+    assert outcome.all_values("value") == {name: [1.0, 2.0, 3.0] for name in "abc"}
+    assert said[3:6] == ["1 of 3: a", "1 of 3: b", "1 of 3: c"]
+
+
+def test_each_case_has_a_process_of_its_own() -> None:
+    cases = [Case(name, bench_cases.telling_its_pid) for name in ("a", "b")]
+    outcome = take_turns(cases, 2)
+    first, second = outcome.values("a", "pid"), outcome.values("b", "pid")
+    assert len({*first, *second, float(os.getpid())}) == 3
+    assert first[0] == first[1]
+
+
+def test_a_case_that_cannot_run_is_skipped_with_a_word(tmp_path: Path) -> None:
+    cases = [Case("absent", bench_cases.skipping), counting("a", tmp_path / "log")]
+    outcome = take_turns(cases, 1)
+    assert outcome.skipped == {"absent": "there is no simulator here"}
+    assert list(outcome.measured) == ["a"]
+
+
+def test_nothing_left_to_measure_is_an_error() -> None:
+    with pytest.raises(BenchmarkError, match="absent: there is no simulator here"):
+        take_turns([Case("absent", bench_cases.skipping)], 1)
+
+
+@pytest.mark.parametrize(
+    ("opener", "text"),
+    [
+        (bench_cases.failing_to_open, "RuntimeError: no simulator licence"),
+        (bench_cases.failing_to_measure, "ZeroDivisionError"),
+        (bench_cases.dying, "ended with exit code 7"),
+    ],
+)
+def test_a_case_that_fails_ends_the_benchmark(
+    opener: object, text: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    bad = Case("bad", opener)  # type: ignore[arg-type]
+    with pytest.raises(BenchmarkError, match=text) as caught:
+        take_turns([counting("a", log), bad], 1)
+    assert str(caught.value).startswith("bad: ")
+    assert log.read_text().endswith("end of a\n")  # the others are closed all the same
+
+
+def test_medians_and_ratios_are_taken_over_the_repetitions() -> None:
+    def repetitions(*values: float) -> list[dict[str, float]]:
+        return [{"speed": value} for value in values]
+
+    outcome = Outcome({"us": repetitions(3, 10, 8), "them": repetitions(1, 5, 2)})
+    assert outcome.median("us", "speed") == 8
+    assert outcome.medians() == {"us": {"speed": 8}, "them": {"speed": 2}}
+    # Of 3, 2 and 4, each within one repetition; not 8 / 2.
+    assert outcome.ratio("us", "them", "speed") == 3
+    assert outcome.ratio("us", "nobody", "speed") is None
+
+
+def test_only_chooses_by_part_of_the_name() -> None:
+    names = ["limit", "envserve tcp", "envserve ipc"]
+    cases = [Case(name, bench_cases.skipping) for name in names]
+
+    def only(*words: str) -> list[str]:
+        return [case.name for case in chosen(cases, words)]
+
+    assert only() == names
+    assert only("ENV") == ["envserve tcp", "envserve ipc"]
+    assert only("ipc", "limit") == ["limit", "envserve ipc"]
+    with pytest.raises(BenchmarkError, match="one of limit, envserve tcp"):
+        only("limit", "udp")
