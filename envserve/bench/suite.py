@@ -39,7 +39,7 @@ PARTS: Final[dict[str, tuple[str, ...]]] = {
     "overlap": ("overlap",),
     "straggler": ("straggler",),
     "slow-reset": ("slow-reset",),
-    "slow-reset-staggered": ("slow-reset", "--staggered"),
+    "slow-reset-staggered": ("slow-reset", "--staggered", "--episodes", "1"),
     "images": ("images",),
     "scale": ("scale",),
     "start": ("start",),
