@@ -95,8 +95,8 @@ def slow_reset(
         + [f"/ {_FAST}"],
         rows=[_row(outcome, case) for case in outcome.measured],
         notes=[
-            f"A worker per env, in-process; a measurement is {episodes} whole "
-            "episodes of each env."
+            "A worker per env, in-process. Whole episodes of each env per "
+            f"measurement: {episodes}."
         ],
         plot=Plot(
             "env steps per second",
