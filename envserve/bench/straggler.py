@@ -52,7 +52,7 @@ def straggler(
     ] = 2.0,
     factor: Annotated[float, typer.Option(help="How much slower one env is.")] = 100.0,
     min_envs: Annotated[
-        int | None, typer.Option(min=1, help="Rows per recv. Default: half of them.")
+        int | None, typer.Option(min=1, help="Rows per recv. Default: what is ready.")
     ] = None,
     seconds: Seconds = 2.0,
     repetitions: Repetitions = 3,
@@ -72,7 +72,7 @@ def straggler(
     normal = {
         "load": load,
         "microseconds": milliseconds * 1e3,
-        "min_envs": min_envs or max(1, num_envs // 2),
+        "min_envs": min_envs,
     }
     slow = {**normal, "factor": factor}
     cases = []
@@ -92,8 +92,8 @@ def straggler(
         columns=["case", "steps/s", "lowest - highest", "/ none slow"],
         rows=[_row(outcome, case) for case in outcome.measured],
         notes=[
-            "A worker per env; recv takes at least half of the rows unless told "
-            "otherwise. Every reply was compared with its request, none was wrong: "
+            f"A worker per env; recv waits for {min_envs or 1} of them. "
+            "Every reply was compared with its request, none was wrong: "
             f"{_total(outcome, 'replies'):,.0f} replies."
         ],
         plot=Plot(
@@ -109,7 +109,7 @@ def sending(
     load: Load,
     binds: tuple[str, ...],
     microseconds: float,
-    min_envs: int,
+    min_envs: int | None,
     factor: float = 1.0,
 ) -> Iterator[Measure]:
     """Sends each row its next request as soon as a recv has given its last reply."""
@@ -138,7 +138,7 @@ def stepping_all(
     load: Load,
     binds: tuple[str, ...],
     microseconds: float,
-    min_envs: int,
+    min_envs: int | None,
     factor: float = 1.0,
 ) -> Iterator[Measure]:
     """Steps all rows together: what the slow env costs without send and recv."""
