@@ -137,15 +137,24 @@ def test_worker_side_loads_neither_zmq_nor_asyncio(module: str) -> None:
     assert loaded & {"zmq", "asyncio", "tensorflow", "keras"} == set()
 
 
-@pytest.mark.parametrize("module", ["client", "server", "testing", "cli"])
+@pytest.mark.parametrize("module", ["client", "server", "testing", "cli", "bench.cli"])
 def test_envserve_loads_no_tensorflow(module: str) -> None:
     loaded = loaded_by(f"import envserve.{module}")
     assert "envserve" in loaded
     assert loaded & {"tensorflow", "keras", "tensorboard", "ppo"} == set()
 
 
-def test_importing_ppo_loads_no_tensorflow() -> None:
-    assert loaded_by("import ppo") & {"tensorflow", "keras", "zmq"} == set()
+@pytest.mark.parametrize("name", ["", ".bench.train", ".bench.profile"])
+def test_importing_ppo_loads_no_tensorflow(name: str) -> None:
+    assert loaded_by(f"import ppo{name}") & {"tensorflow", "keras"} == set()
+
+
+def test_importing_ppo_loads_almost_nothing() -> None:
+    assert loaded_by("import ppo") - loaded_by("") == {"ppo"}
+
+
+def test_the_command_loads_what_a_sub_command_needs_only_for_it() -> None:
+    assert loaded_by("import envserve.cli") & {"numpy", "gymnasium", "zmq"} == set()
 
 
 @pytest.mark.parametrize("package", ["envserve", "ppo"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Annotated, Any, Final
 
 import numpy as np
@@ -58,29 +60,24 @@ def slow_reset(
     markdown: Markdown = False,
 ) -> None:
     """Measure stepping with slow resets, with and without spare envs."""
-
-    def case(name: str, reset_seconds: float, **options: Any) -> Case:
-        kwargs = {
-            "step_seconds": step_milliseconds / 1e3,
-            "reset_seconds": reset_seconds,
-            "episode_length": episode_length,
-            "is_staggered": staggered,
-        }
-        load = Load("envserve/Sleep-v0", num_envs, num_envs, 0, kwargs, (envs.MODULE,))
-        arguments = {
-            "load": load,
-            "num_steps": episodes * episode_length,
-            # The first episodes of a row are short ones, that of its spare env too.
-            "first_steps": 2 * episode_length if staggered else 0,
-            "options": options,
-        }
-        return Case(name, episodes_of, arguments)
-
-    slow = reset_milliseconds / 1e3
+    env = {
+        "step_seconds": step_milliseconds / 1e3,
+        "reset_seconds": reset_milliseconds / 1e3,
+        "episode_length": episode_length,
+        "is_staggered": staggered,
+    }
+    slow = Load("envserve/Sleep-v0", num_envs, num_envs, 0, env, (envs.MODULE,))
+    quick = replace(slow, env_kwargs={**env, "reset_seconds": 0.0})
+    steps = {
+        "num_steps": episodes * episode_length,
+        # The first episodes of a row are short ones, that of its spare env too.
+        "first_steps": 2 * episode_length if staggered else 0,
+    }
+    spare = {"options": {"spare_envs": True}}
     cases = [
-        case(_FAST, 0.0),
-        case("slow resets, spare envs", slow, spare_envs=True),
-        case("slow resets", slow),
+        Case(_FAST, episodes_of, {"load": quick, **steps}),
+        Case("slow resets, spare envs", episodes_of, {"load": slow, **steps, **spare}),
+        Case("slow resets", episodes_of, {"load": slow, **steps}),
     ]
     outcome = take_turns(chosen(cases, only or []), repetitions, announcer())
     report = Report(
@@ -108,7 +105,10 @@ def slow_reset(
 
 @contextlib.contextmanager
 def episodes_of(
-    load: Load, num_steps: int, first_steps: int, options: Mapping[str, Any]
+    load: Load,
+    num_steps: int,
+    first_steps: int,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Measure]:
     """Makes so many batch steps per measurement, and some when it is opened."""
     actions = np.zeros(load.num_envs, np.int64)

@@ -40,7 +40,7 @@ def step(
     env: Annotated[str, typer.Option(help="Registered name.")] = "HalfCheetah-v5",
     num_envs: NumEnvs = 16,
     workers: Workers = CORES,
-    seconds: Seconds = 1.0,
+    seconds: Seconds = 0.6,
     repetitions: Repetitions = 5,
     only: Only = None,
     import_module: Annotated[

@@ -43,6 +43,13 @@ _ONE, _TWO = "1 split", "2 splits"
 _CALIBRATION_LAYERS = (32, 96)
 
 
+_NOTE = (
+    "Best with 2 splits: the longest of all work by the cores, a worker's envs, both "
+    "splits' policy, and one split's policy and then its envs in a worker. Best with 1 "
+    "split: the policy, and then the envs. Both from the pieces measured alone."
+)
+
+
 class Pieces(NamedTuple):
     """What a batch step is made of; times in microseconds, each measured alone."""
 
@@ -52,6 +59,18 @@ class Pieces(NamedTuple):
     num_envs: int
     workers: int
     cores: int
+
+    @classmethod
+    def of(cls, outcome: Outcome, load: Load) -> "Pieces":
+        """Take what was measured."""
+        return cls(
+            env=outcome.median(_ENV, MICROSECONDS),
+            policy_per_split=outcome.median(_POLICY, MICROSECONDS),
+            policy_all_rows=outcome.median(_POLICY_ALL, MICROSECONDS),
+            num_envs=load.num_envs,
+            workers=load.workers,
+            cores=available_cores(),
+        )
 
     @property
     def envs_per_worker(self) -> int:
@@ -99,27 +118,15 @@ def overlap(
     half = {"rows": num_envs // 2, "seconds": seconds / 4}
     layers = _layers_for(policy_milliseconds * 1e3, half, say)
     rolling = {"load": load, "layers": layers, "horizon": horizon}
-    outcome = take_turns(
-        [
-            Case(_ENV, env_alone, {"load": load}),
-            Case(_POLICY, policy_alone, {**half, "layers": layers}),
-            Case(
-                _POLICY_ALL, policy_alone, {**half, "rows": num_envs, "layers": layers}
-            ),
-            Case(_ONE, rolling_out, {**rolling, "num_splits": 1}),
-            Case(_TWO, rolling_out, {**rolling, "num_splits": 2}),
-        ],
-        repetitions,
-        say,
-    )
-    pieces = Pieces(
-        env=outcome.median(_ENV, MICROSECONDS),
-        policy_per_split=outcome.median(_POLICY, MICROSECONDS),
-        policy_all_rows=outcome.median(_POLICY_ALL, MICROSECONDS),
-        num_envs=num_envs,
-        workers=workers,
-        cores=available_cores(),
-    )
+    cases = [
+        Case(_ENV, env_alone, {"load": load}),
+        Case(_POLICY, policy_alone, {**half, "layers": layers}),
+        Case(_POLICY_ALL, policy_alone, {**half, "rows": num_envs, "layers": layers}),
+        Case(_ONE, rolling_out, {**rolling, "num_splits": 1}),
+        Case(_TWO, rolling_out, {**rolling, "num_splits": 2}),
+    ]
+    outcome = take_turns(cases, repetitions, say)
+    pieces = Pieces.of(outcome, load)
     best = {_ONE: pieces.best_with_one_split(), _TWO: pieces.best_with_two_splits()}
     report = Report(
         name="overlap",
@@ -127,20 +134,9 @@ def overlap(
         f"a policy of {policy_milliseconds:g} ms per split: ms per batch step",
         options=options_of(context),
         outcome=outcome,
-        columns=[
-            "case",
-            "ms",
-            "lowest - highest",
-            "best possible, ms",
-            "best / measured",
-        ],
+        columns=["case", "ms", "lowest - highest", "best, ms", "best / measured"],
         rows=[_row(outcome, case, best) for case in outcome.measured],
-        notes=[
-            f"Best with 2 splits: the longest of all work divided by the "
-            f"{pieces.cores} cores, a worker's envs, both splits' policy, and one "
-            "split's policy and then its envs in a worker. Best with 1 split: the "
-            "policy, and then the envs. Both from the pieces as measured alone."
-        ],
+        notes=[_NOTE],
         plot=Plot(
             "ms per batch step",
             {case: _milliseconds(outcome, case) for case in outcome.measured},

@@ -11,7 +11,7 @@ import numpy as np
 import typer
 
 from envserve.bench import envs
-from envserve.bench.case_process import Case, Measure
+from envserve.bench.case_process import BenchmarkError, Case, Measure
 from envserve.bench.harness import Outcome, take_turns
 from envserve.bench.load import Load
 from envserve.bench.machine import available_cores
@@ -55,6 +55,12 @@ _LANE = "lane alone"
 _LOCAL_LANE = "lane alone, in-process"
 _ENV = "envs"
 
+_NOTE = (
+    "envs: in the worker that takes longest. client: what the stepping thread computes "
+    "in BatchEnv.step with envs in-process. workers and wake-ups: the rest of that "
+    "step. server and transport: what one over a server takes longer. graph: what a "
+    "rollout takes beyond policy and BatchEnv.step."
+)
 _REMEDIES = {
     "policy": "make the networks smaller, or use two splits, so that envs step "
     "meanwhile",
@@ -94,8 +100,10 @@ def profile(
     if work.binds:
         cases.append(Case(_LOCAL_LANE, stepping_lane, {"work": local}))
     outcome = take_turns(cases, repetitions, announcer())
-    count = len(outcome.measured[_WHOLE])
-    shares = [_shares(outcome, at) for at in range(count)]
+    if outcome.skipped:
+        reasons = "; ".join(outcome.skipped.values())
+        raise BenchmarkError(f"profile needs all of its cases: {reasons}")
+    shares = [_shares(outcome, at) for at in range(repetitions)]
     parts = {name: [repetition[name] for repetition in shares] for name in shares[0]}
     total = statistics.median(outcome.values(_WHOLE, MICROSECONDS))
     verdict = judge({name: statistics.median(v) for name, v in parts.items()}, total)
@@ -106,22 +114,8 @@ def profile(
         options=options_of(context),
         outcome=outcome,
         columns=["part", "us per batch step", "lowest - highest", "share"],
-        rows=[
-            [
-                name,
-                f"{statistics.median(values):,.0f}",
-                as_range(values),
-                f"{statistics.median(values) / total:.0%}",
-            ]
-            for name, values in parts.items()
-        ],
-        notes=[
-            "envs: in the worker that takes longest. client: what the stepping thread "
-            "computes in BatchEnv.step with envs in-process. workers and wake-ups: the "
-            "rest of that step. server and transport: what one over a server takes "
-            "longer. graph: what a rollout takes beyond policy and BatchEnv.step.",
-            verdict,
-        ],
+        rows=[_row(name, values, total) for name, values in parts.items()],
+        notes=[_NOTE, verdict],
         plot=Plot("us per batch step", parts),
         results={"verdict": verdict},
     )
@@ -187,6 +181,11 @@ def _shares(outcome: Outcome, at: int) -> dict[str, float]:
     if _LOCAL_LANE in value:
         parts["server and transport"] = value[_LANE] - local
     return parts
+
+
+def _row(name: str, values: list[float], total: float) -> list[str]:
+    median = statistics.median(values)
+    return [name, f"{median:,.0f}", as_range(values), f"{median / total:.0%}"]
 
 
 def judge(parts: Mapping[str, float], total: float) -> str:
