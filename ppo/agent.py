@@ -38,6 +38,11 @@ class Agent:
         self._policy, self._distribution_type = _make_policy(
             action_space, self.preprocess.size, config, policy_seed
         )
+        self._noise_size = (
+            int(action_space.n)
+            if isinstance(action_space, gymnasium.spaces.Discrete)
+            else math.prod(action_space.shape or ())
+        )
         self._value = ValueNetwork(
             self.preprocess.size,
             hidden_sizes=config.value_layers,
@@ -55,9 +60,25 @@ class Agent:
         Returns:
             Actions (float32 `[N, A]` or int64 `[N]`) and log-probabilities `[N]`.
         """
+        num_rows = tf.nest.flatten(observation)[0].shape[0]
+        return self.act_on_noise(observation, self.draw_noise(num_rows, seed))
+
+    def act_on_noise(
+        self, observation: Any, noise: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Sample an action per row, as `act` does, with noise that was drawn before.
+
+        Args:
+            observation: raw observation, rows `[N, ...]`.
+            noise: N rows of what `draw_noise` gave.
+        """
         distribution = self.distribution(self.preprocess(observation))
-        action = distribution.sample(seed)
+        action = distribution.sample(noise)
         return action, distribution.log_prob(action)
+
+    def draw_noise(self, num_rows: int, seed: tf.Tensor) -> tf.Tensor:
+        """Draw what so many actions need, `[num_rows, ...]`, from an int32 pair."""
+        return self._distribution_type.draw_noise(num_rows, self._noise_size, seed)
 
     def mode(self, observation: Any, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the most likely action per row; takes and returns what `act` does."""

@@ -39,6 +39,13 @@ class Config:
     num_envs: int = 16
     """Rows of the batch of envs."""
 
+    num_splits: int = 1
+    """Parts of the batch that step in turn: with 2, the policy thinks about one part's
+    rows while the other part's envs step. Worth it where a step takes the envs longer
+    than the policy, or where cores are to spare. A run's data do not depend on it but
+    for the rounding of the policy's numbers.
+    """
+
     horizon: int = 128
     """Batch steps per iteration; an iteration collects num_envs * horizon steps."""
 
@@ -189,6 +196,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "total_steps": _COUNT,
     "seed": (0, 2**31 - 1),
     "num_envs": (1, 65_536),
+    "num_splits": (1, 64),
     "horizon": (1, 1_000_000),
     "epochs": (1, 10_000),
     "minibatch_size": _COUNT,

@@ -18,8 +18,12 @@ _LOG_TWO_PI = math.log(2.0 * math.pi)
 class Distribution(Protocol):
     """What a policy head hands to the rollout and to the losses."""
 
-    def sample(self, seed: tf.Tensor) -> tf.Tensor:
-        """Draw one action per row; `seed` is an int32 pair."""
+    @staticmethod
+    def draw_noise(num_rows: int, size: int, seed: tf.Tensor) -> tf.Tensor:
+        """Draw what `sample` needs, `[num_rows, size]`; `seed` is an int32 pair."""
+
+    def sample(self, noise: tf.Tensor) -> tf.Tensor:
+        """Turn a row of noise into an action, for each row."""
 
     def mode(self) -> tf.Tensor:
         """Return the most likely action per row."""
@@ -46,9 +50,13 @@ class DiagonalGaussian:
     mean: tf.Tensor
     log_std: tf.Tensor
 
-    def sample(self, seed: tf.Tensor) -> tf.Tensor:
-        """Draw one action per row, float32 `[N, A]`; `seed` is an int32 pair."""
-        noise = tf.random.stateless_normal(tf.shape(self.mean), seed)
+    @staticmethod
+    def draw_noise(num_rows: int, size: int, seed: tf.Tensor) -> tf.Tensor:
+        """Draw standard normal numbers `[num_rows, size]`; `seed` is an int32 pair."""
+        return tf.random.stateless_normal([num_rows, size], seed)
+
+    def sample(self, noise: tf.Tensor) -> tf.Tensor:
+        """Turn a row of noise into an action, for each row: float32 `[N, A]`."""
         return self.mean + tf.exp(self.log_std) * noise
 
     def mode(self) -> tf.Tensor:
@@ -89,16 +97,20 @@ class Categorical:
         """Normalised log-probabilities, `[N, K]`."""
         return tf.nn.log_softmax(self.logits, axis=-1)
 
-    def sample(self, seed: tf.Tensor) -> tf.Tensor:
-        """Draw one action per row, int64 `[N]`; `seed` is an int32 pair.
-
-        Gumbel-max: adding Gumbel noise to the logits makes their argmax a sample.
-        """
+    @staticmethod
+    def draw_noise(num_rows: int, size: int, seed: tf.Tensor) -> tf.Tensor:
+        """Draw Gumbel noise `[num_rows, size]`; `seed` is an int32 pair."""
         uniform = tf.random.stateless_uniform(
-            tf.shape(self.logits), seed, minval=1e-20, maxval=1.0
+            [num_rows, size], seed, minval=1e-20, maxval=1.0
         )
-        gumbel = -tf.math.log(-tf.math.log(uniform))
-        return tf.argmax(self.logits + gumbel, axis=-1, output_type=tf.int64)
+        return -tf.math.log(-tf.math.log(uniform))
+
+    def sample(self, noise: tf.Tensor) -> tf.Tensor:
+        """Turn a row of noise into an action, for each row: int64 `[N]`.
+
+        Adding Gumbel noise to the logits makes their argmax a sample.
+        """
+        return tf.argmax(self.logits + noise, axis=-1, output_type=tf.int64)
 
     def mode(self) -> tf.Tensor:
         """Return the most likely action, int64 `[N]`."""

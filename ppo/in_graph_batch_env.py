@@ -81,18 +81,24 @@ class InGraphBatchEnv:
         return step
 
     def to_env_action(self, action: tf.Tensor) -> tf.Tensor:
-        """Turn policy actions into actions of the env's action space."""
+        """Turn policy actions, of any number of rows, into the env's own."""
         space: Any = self.action_space
         if isinstance(space, gymnasium.spaces.Discrete):
             return tf.cast(action, space.dtype) + np.asarray(space.start, space.dtype)
-        action = tf.reshape(action, [self.num_envs, *space.shape])
+        if len(space.shape) != 1:
+            action = tf.reshape(action, [action.shape[0], *space.shape])
         bounded = np.isfinite(space.low) & np.isfinite(space.high)
         # float64: the width of a float32 space may not fit into float32.
         low = np.where(bounded, space.low, -1.0).astype(np.float64)
         high = np.where(bounded, space.high, 1.0).astype(np.float64)
         centre, radius = (low + high) / 2, (high - low) / 2
-        scaled = centre + radius * tf.cast(action, tf.float64)
-        return tf.clip_by_value(tf.cast(scaled, space.dtype), space.low, space.high)
+        if (centre != 0.0).any() or (radius != 1.0).any():
+            action = centre + radius * tf.cast(action, tf.float64)
+        action = tf.cast(action, space.dtype)
+        is_unlimited = np.isinf(space.low).all() and np.isinf(space.high).all()
+        if is_unlimited:
+            return action
+        return tf.clip_by_value(action, space.low, space.high)
 
     def host_call(
         self,
@@ -134,18 +140,27 @@ class InGraphBatchEnv:
                 raise
             raise self._error from None
 
-    def check_finite(self, observation: Any, reward: np.ndarray) -> None:
-        """Raise `EnvDataError`, naming the env, unless all numbers are finite."""
+    def check_finite(
+        self, observation: Any, reward: np.ndarray, env_indices: Any = None
+    ) -> None:
+        """Raise `EnvDataError`, naming the env, unless all numbers are finite.
+
+        Args:
+            observation: rows of some envs.
+            reward: theirs.
+            env_indices: which envs; by default all.
+        """
         arrays = [("reward", reward)]
         for index, leaf in enumerate(tf.nest.flatten(observation)):
             arrays.append((f"observation leaf {index}", leaf))
         for what, array in arrays:
             if array.dtype.kind == "f" and not np.isfinite(array).all():
-                rows = np.isfinite(array).reshape(self.num_envs, -1).all(axis=1)
-                env_index = int(np.argmin(rows))
+                rows = np.isfinite(array).reshape(len(array), -1).all(axis=1)
+                row = int(np.argmin(rows))
+                env_index = row if env_indices is None else int(env_indices[row])
                 raise EnvDataError(
                     f"Env {env_index} of {self.env!r}: expected a finite {what}, got "
-                    f"{array[env_index]}; repair the env, or end the episode before "
+                    f"{array[row]}; repair the env, or end the episode before "
                     "its numbers overflow."
                 )
 

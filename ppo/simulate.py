@@ -1,10 +1,11 @@
 """Whole rollouts in one graph call.
 
-`simulate` runs T batch steps in one `tf.while_loop`. Each step is one pass through the
-policy and one call into Python, which steps the envs and lets them write their rows
-straight into the rollout's arrays `[T, B, ...]`.
+`simulate` runs T batch steps in one `tf.while_loop`. Each step is, per split, one pass
+through the policy and one call into Python, which steps the envs and lets them write
+their rows straight into the rollout's arrays `[T, B, ...]`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,11 +16,14 @@ from envserve.client import StepResult
 from ppo.errors import DivergedError
 from ppo.in_graph_batch_env import InGraphBatchEnv
 
-__all__ = ["Policy", "Rollout", "Simulation", "simulate"]
+__all__ = ["DrawNoise", "Policy", "Rollout", "Simulation", "simulate"]
 
 Policy = Callable[[Any, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
-"""Maps a raw observation `[B, ...]` and a seed (int32 pair) to actions and their
-log-probabilities `[B]`."""
+"""Maps a raw observation `[n, ...]` and noise `[n, ...]`, or a seed (int32 pair) where
+none is drawn, to actions and their log-probabilities `[n]`."""
+
+DrawNoise = Callable[[int, tf.Tensor], tf.Tensor]
+"""Maps a number of rows and a seed (int32 pair) to noise `[rows, ...]`."""
 
 
 class Rollout(NamedTuple):
@@ -48,12 +52,18 @@ class Rollout(NamedTuple):
 class Simulation:
     """Envs, a policy and the arrays for one rollout; `run` fills them again and again.
 
+    Where the batch has several splits, one split's envs step while the policy thinks
+    about another's rows; it then sees `[n, ...]`, the rows of one split.
+
     Args:
         env: the envs; they are reset when the first rollout starts, and each further
             rollout goes on where the last one ended.
-        policy: gives actions; traced into the loop's graph.
+        policy: gives actions; traced into the loop's graph, once per split.
         horizon: T, batch steps per rollout.
         on_step: called after every batch step; what it raises ends the rollout.
+        draw_noise: draws what the policy needs for so many rows, given a seed. It is
+            called once per rollout, so that a row's noise does not depend on splits,
+            and the policy gets its rows of it. By default the policy gets a seed.
     """
 
     def __init__(
@@ -62,15 +72,18 @@ class Simulation:
         policy: Policy,
         horizon: int,
         on_step: Callable[[], None] = lambda: None,
+        *,
+        draw_noise: DrawNoise | None = None,
     ) -> None:
         self._env = env
         self._policy = policy
         self._horizon = horizon
         self._on_step = on_step
+        self._draw_noise = draw_noise
         self._rollout = _allocate(env, horizon)
-        self._results = [_step_views(self._rollout, step) for step in range(horizon)]
-        self._observation_rows = [
-            tf.nest.flatten(result.observation) for result in self._results
+        self._splits = [
+            _Split(self._rollout, env_indices, horizon)
+            for env_indices in env.env.splits
         ]
         self._loop = tf.function(self._steps)
         self._is_started = False
@@ -95,67 +108,182 @@ class Simulation:
             envserve.errors.EnvserveError: whatever the envs raise.
         """
         with self._env.original_errors():
-            if not self._is_started:
-                first = self._env.reset()
-                tf.nest.map_structure(_write_first, self._rollout.observation, first)
-                self._is_started = True
-            else:
+            if self._is_started:
                 tf.nest.map_structure(_carry_over, self._rollout.observation)
-            observation = tf.nest.map_structure(
-                lambda leaf: tf.constant(leaf[0]), self._rollout.observation
-            )
-            self._loop(observation, tf.constant(seed, tf.int32))
+            else:
+                self._start()
+            self._is_started = False  # unless all goes well
+            first = [
+                tf.nest.map_structure(tf.constant, split.observation(0))
+                for split in self._splits
+            ]
+            self._loop(first, tf.constant(seed, tf.int32))
+            for split in self._splits[1:]:
+                self._receive(split, self._horizon - 1)
+            self._is_started = True
         return self._rollout
 
-    def _steps(self, observation: Any, seed: tf.Tensor) -> tf.Tensor:
-        def body(step: tf.Tensor, observation: Any) -> tuple[tf.Tensor, Any]:
-            env_action, action, log_prob = self._choose_actions(observation, seed, step)
-            leaves = self._env.host_call(
-                self._step_and_record,
-                [step, env_action, action, log_prob],
-                tf.nest.flatten(self._env.observation_spec),
-            )
-            return step + 1, tf.nest.pack_sequence_as(observation, leaves)
+    def _start(self) -> None:
+        """Reset all envs."""
+        batch = self._env.env
+        while len(self._splits) > 1 and batch.num_out:
+            batch.recv(batch.num_out)  # sent in a rollout that was cut short
+        first = self._env.reset()
+        tf.nest.map_structure(_write_first, self._rollout.observation, first)
+
+    def _steps(self, first: list[Any], seed: tf.Tensor) -> tf.Tensor:
+        draws = self._draw(seed)
+
+        def body(step: tf.Tensor, observations: list[Any]) -> tuple[tf.Tensor, Any]:
+            observations = list(observations)
+            for index, draw_by_step in enumerate(draws):
+                draw = tf.gather(draw_by_step, step)
+                action, log_prob = self._policy(observations[index], draw)
+                following = (index + 1) % len(self._splits)
+                leaves = self._env.host_call(
+                    functools.partial(self._exchange, index, following),
+                    [step, self._env.to_env_action(action), action, log_prob],
+                    self._splits[following].specs(self._env.observation_spec),
+                )
+                observations[following] = tf.nest.pack_sequence_as(
+                    observations[following], leaves
+                )
+            return step + 1, observations
 
         step, _ = tf.while_loop(
             lambda step, _: step < self._horizon,
             body,
-            (tf.constant(0), observation),
+            (tf.constant(0), first),
             parallel_iterations=1,
-            maximum_iterations=self._horizon,
         )
         return step
 
-    # Not compiled with XLA: entering a compiled function from the loop costs more than
-    # it saves, 1.6 times the whole rollout's time with 16 envs, 4 times with 256.
-    def _choose_actions(
-        self, observation: Any, seed: tf.Tensor, step: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        step_seed = tf.random.experimental.stateless_fold_in(seed, step)
-        action, log_prob = self._policy(observation, step_seed)
-        return self._env.to_env_action(action), action, log_prob
+    # All of it before the loop: drawing takes more operations than acting does.
+    def _draw(self, seed: tf.Tensor) -> list[tf.Tensor]:
+        """Return for each split noise `[T, n, ...]`, or a seed per step `[T, 2]`."""
+        horizon, num_envs = self._horizon, self._env.num_envs
+        if self._draw_noise is None:
+            shape = [len(self._splits), horizon, 2]
+            seeds = tf.random.stateless_uniform(
+                shape, seed, minval=None, maxval=None, dtype=tf.int32
+            )
+            return tf.unstack(seeds)
+        noise = self._draw_noise(horizon * num_envs, seed)
+        noise = tf.reshape(noise, [horizon, num_envs, *noise.shape[1:]])
+        return [tf.gather(noise, split.env_indices, axis=1) for split in self._splits]
 
-    def _step_and_record(
+    def _exchange(
         self,
+        sent: int,
+        received: int,
         step: np.ndarray,
         env_action: np.ndarray,
         action: np.ndarray,
         log_prob: np.ndarray,
     ) -> list[np.ndarray]:
+        """Step the envs of one split; return the next observation of another."""
+        split = self._splits[sent]
         if not np.isfinite(log_prob).all():
-            env_index = int(np.argmin(np.isfinite(log_prob)))
-            raise DivergedError(
-                f"Env {env_index} of {self._env.env!r}: expected a finite "
-                f"log-probability of its action, got {log_prob[env_index]}; training "
-                "has diverged, try a lower learning_rate."
-            )
-        result = self._results[step]
-        self._env.env.step(env_action, out=result)
+            self._raise_diverged(split, log_prob)
+        if len(self._splits) == 1:
+            self._env.env.step(env_action, out=split.result(step))
+            split.record(step, action, log_prob)
+            self._on_step()
+            self._check(split, step)
+            return split.observation_leaves(step + 1)
+        self._env.env.send(env_action, split.env_indices)
+        split.record(step, action, log_prob)
+        following = self._splits[received]
+        if received != 0:  # its step of this round is yet to be sent
+            if step > 0:
+                self._receive(following, step - 1)
+            return following.observation_leaves(step)
+        self._receive(following, step)
         self._on_step()
-        self._rollout.action[step] = action
-        self._rollout.log_prob[step] = log_prob
-        self._env.check_finite(result.observation, result.reward)
-        return self._observation_rows[step]
+        return following.observation_leaves(step + 1)
+
+    def _receive(self, split: "_Split", step: int) -> None:
+        """Wait for a split's step, and store it."""
+        self._env.env.recv(env_indices=split.env_indices, out=split.result(step))
+        split.store(step)
+        self._check(split, step)
+
+    def _check(self, split: "_Split", step: int) -> None:
+        result = split.result(step)
+        self._env.check_finite(result.observation, result.reward, split.env_indices)
+
+    def _raise_diverged(self, split: "_Split", log_prob: np.ndarray) -> None:
+        row = int(np.argmin(np.isfinite(log_prob)))
+        raise DivergedError(
+            f"Env {split.env_indices[row]} of {self._env.env!r}: expected a finite "
+            f"log-probability of its action, got {log_prob[row]}; training "
+            "has diverged, try a lower learning_rate."
+        )
+
+
+class _Split:
+    """The rows of one split in a rollout.
+
+    Where they follow each other, results are written straight into the rollout; else,
+    as with several servers, by way of arrays of the split's own.
+    """
+
+    def __init__(self, rollout: Rollout, env_indices: np.ndarray, horizon: int) -> None:
+        self.env_indices = env_indices
+        self._rollout = rollout
+        start, stop = int(env_indices[0]), int(env_indices[-1]) + 1
+        self._is_range = stop - start == len(env_indices)
+        self._rows: Any = slice(start, stop) if self._is_range else env_indices
+        count = horizon if self._is_range else 1
+        self._results = [self._result_rows(step) for step in range(count)]
+        self._observations = [self._observation_rows(step) for step in range(count + 1)]
+
+    def result(self, step: int) -> StepResult:
+        """Return where the envs have to write a step."""
+        return self._results[step if self._is_range else 0]
+
+    def store(self, step: int) -> None:
+        """Take a step into the rollout that was written where `result` says."""
+        if not self._is_range:
+            target = _step_views(self._rollout, step)
+            for rows, row in zip(
+                tf.nest.flatten(target[:6]),
+                tf.nest.flatten(self.result(step)[:6]),
+                strict=True,
+            ):
+                rows[self._rows] = row
+
+    def record(self, step: int, action: np.ndarray, log_prob: np.ndarray) -> None:
+        """Store what the policy gave."""
+        self._rollout.action[step][self._rows] = action
+        self._rollout.log_prob[step][self._rows] = log_prob
+
+    def observation_leaves(self, step: int) -> list[np.ndarray]:
+        """Return the observation that the policy has to act on."""
+        if self._is_range:
+            return self._observations[step]
+        return self._observation_rows(step)
+
+    def observation(self, step: int) -> Any:
+        """Return the same, structured as the space."""
+        leaves = self.observation_leaves(step)
+        return tf.nest.pack_sequence_as(self._rollout.observation, leaves)
+
+    def specs(self, batch_specs: Any) -> list[tf.TensorSpec]:
+        """Return the specs of an observation's leaves, given those of the batch."""
+        return [
+            tf.TensorSpec([len(self.env_indices), *spec.shape[1:]], spec.dtype)
+            for spec in tf.nest.flatten(batch_specs)
+        ]
+
+    def _result_rows(self, step: int) -> StepResult:
+        whole = _step_views(self._rollout, step)
+        rows = tf.nest.map_structure(lambda array: array[self._rows], whole[:6])
+        return StepResult(*rows, infos={})
+
+    def _observation_rows(self, step: int) -> list[np.ndarray]:
+        leaves = tf.nest.flatten(self._rollout.observation)
+        return [leaf[step][self._rows] for leaf in leaves]
 
 
 def simulate(

@@ -68,7 +68,13 @@ class _Run:
         self.agent = Agent(env.observation_space, env.action_space, config)
         self.updater = Updater(self.agent, config)
         self.return_scale = ReturnScale(config.num_envs, config.discount)
-        self.simulation = Simulation(graph_env, self.agent.act, config.horizon, on_step)
+        self.simulation = Simulation(
+            graph_env,
+            self.agent.act_on_noise,
+            config.horizon,
+            on_step,
+            draw_noise=self.agent.draw_noise,
+        )
         self.tracker = EpisodeTracker(config.num_envs)
         self.recent: collections.deque[Episode] = collections.deque(
             maxlen=_RECENT_EPISODES

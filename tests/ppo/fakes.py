@@ -32,6 +32,7 @@ class CountingBatchEnv:
         observe: Callable[[np.ndarray], Any] = lambda rows: rows,
     ) -> None:
         self.num_envs = len(lengths)
+        self.splits = (np.arange(self.num_envs),)
         self.observation_space = observation_space
         self.action_space = action_space
         self.actions: list[np.ndarray] = []

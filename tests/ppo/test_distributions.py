@@ -53,7 +53,7 @@ def test_gaussian_samples_have_its_mean_and_deviation() -> None:
     distribution = DiagonalGaussian(
         tf.tile([[1.0, -2.0]], [rows, 1]), tf.constant([0.0, math.log(3.0)])
     )
-    samples = distribution.sample(SEED).numpy()
+    samples = distribution.sample(distribution.draw_noise(rows, 2, SEED)).numpy()
     np.testing.assert_allclose(samples.mean(axis=0), [1.0, -2.0], atol=0.05)
     np.testing.assert_allclose(samples.std(axis=0), [1.0, 3.0], rtol=0.02)
     assert distribution.mode() is distribution.mean
@@ -90,17 +90,20 @@ def test_categorical_entropy_and_kl_are_sums_over_actions() -> None:
 def test_categorical_samples_have_its_frequencies() -> None:
     rows = 100_000
     logits = tf.tile(categorical().logits[:1], [rows, 1])
-    samples = Categorical(logits).sample(SEED).numpy()
+    samples = Categorical(logits).sample(Categorical.draw_noise(rows, 3, SEED)).numpy()
     frequencies = np.bincount(samples, minlength=3) / rows
     assert samples.dtype == np.int64
     np.testing.assert_allclose(frequencies, PROBABILITIES[0], atol=0.01)
 
 
 @pytest.mark.parametrize(
-    "distribution", [gaussian([[0.5, 1.0]], [0.1, 0.2]), categorical()]
+    ("distribution", "shape"),
+    [(gaussian([[0.5, 1.0]], [0.1, 0.2]), (1, 2)), (categorical(), (2, 3))],
 )
-def test_eager_and_compiled_agree(distribution: DiagonalGaussian | Categorical) -> None:
-    action = distribution.sample(SEED)
+def test_eager_and_compiled_agree(
+    distribution: DiagonalGaussian | Categorical, shape: tuple[int, int]
+) -> None:
+    action = distribution.sample(distribution.draw_noise(*shape, SEED))
 
     def numbers() -> tuple[tf.Tensor, tf.Tensor]:
         return distribution.log_prob(action), distribution.entropy()

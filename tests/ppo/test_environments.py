@@ -37,6 +37,7 @@ def test_envs_are_local_by_default(asked: list[tuple[Any, ...]]) -> None:
         "num_envs": 8,
         "num_workers": 3,
         "seed": 5,
+        "num_splits": 1,
         "env_kwargs": {"sutton_barto_reward": True},
         "spare_envs": False,
         "import_modules": ("mine",),
@@ -54,6 +55,7 @@ def test_addresses_lead_to_servers(asked: list[tuple[Any, ...]]) -> None:
     assert named == {
         "num_envs": 8,
         "seed": 5,
+        "num_splits": 1,
         "server_lost_after": 9.0,
         "env_kwargs": {"sutton_barto_reward": True},
         "spare_envs": True,

@@ -1,0 +1,175 @@
+"""Rollouts of several splits: the same rows, and one split's envs beside the policy."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from envserve.blocks import PoolConfig
+from envserve.client import BatchEnv
+from envserve.client.local_lane import LocalLane
+from ppo.agent import Agent
+from ppo.config import Config
+from ppo.errors import DivergedError
+from ppo.in_graph_batch_env import InGraphBatchEnv
+from ppo.simulate import Rollout, Simulation
+from ppo.update import Updater
+
+HORIZON = 30
+NUM_ENVS = 6
+
+
+def local(num_splits: int) -> BatchEnv:
+    return BatchEnv.local("CartPole-v1", NUM_ENVS, 2, seed=3, num_splits=num_splits)
+
+
+def two_lanes() -> BatchEnv:
+    """A batch whose splits are rows that do not follow each other."""
+    lanes = [
+        LocalLane(
+            PoolConfig(
+                env_name="CartPole-v1",
+                num_envs=NUM_ENVS // 2,
+                num_workers=1,
+                num_splits=2,
+                seed=3,
+                first_env_index=first,
+            )
+        )
+        for first in (0, NUM_ENVS // 2)
+    ]
+    for lane in lanes:
+        lane.finish_start(float("inf"))
+    return BatchEnv(lanes)
+
+
+def act_by_row(observation: tf.Tensor, noise: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Let an action depend on its own row alone, bit for bit."""
+    score = tf.cast(observation[:, 2], tf.float32) + noise[:, 0]
+    return tf.cast(score > 0.0, tf.int64), score
+
+
+def draw(num_rows: int, seed: tf.Tensor) -> tf.Tensor:
+    return tf.random.stateless_normal([num_rows, 1], seed)
+
+
+def copies(rollout: Rollout) -> list[np.ndarray]:
+    return [np.copy(array) for array in tf.nest.flatten(tuple(rollout))]
+
+
+def collect(batch: BatchEnv, on_step: Any = lambda: None) -> list[list[np.ndarray]]:
+    with batch:
+        simulation = Simulation(
+            InGraphBatchEnv(batch), act_by_row, HORIZON, on_step, draw_noise=draw
+        )
+        return [copies(simulation.run((1, seed))) for seed in range(3)]
+
+
+@pytest.mark.parametrize("make_batch", [lambda: local(2), lambda: local(3), two_lanes])
+def test_splits_change_no_bit_of_a_rollout(make_batch: Any) -> None:
+    expected = collect(local(1))
+    for ours, theirs in zip(collect(make_batch()), expected, strict=True):
+        ended = theirs[4] | theirs[5]
+        assert ended.any()
+        for index, (left, right) in enumerate(zip(ours, theirs, strict=True)):
+            if index == 7:  # final observations have a meaning only at the end
+                left, right = left[ended], right[ended]
+            np.testing.assert_array_equal(left, right)
+
+
+def test_steps_are_counted_once_however_many_splits() -> None:
+    calls: list[int] = []
+    collect(local(2), lambda: calls.append(1))
+    assert len(calls) == 3 * HORIZON
+
+
+def test_a_rollout_that_was_cut_short_is_followed_by_a_whole_one() -> None:
+    calls: list[int] = []
+
+    def on_step() -> None:
+        calls.append(1)
+        if len(calls) == 5:
+            raise InterruptedError("enough")
+
+    with local(2) as batch:
+        simulation = Simulation(
+            InGraphBatchEnv(batch), act_by_row, HORIZON, on_step, draw_noise=draw
+        )
+        with pytest.raises(InterruptedError, match="enough"):
+            simulation.run((0, 0))
+        rollout = simulation.run((0, 1))
+        assert rollout.valid.all()
+        assert batch.num_out == 0
+        # A new episode: CartPole starts near the upright.
+        assert (np.abs(rollout.observation[0]) <= 0.05).all()
+
+
+def test_errors_name_the_row_of_the_batch() -> None:
+    def diverged(observation: Any, noise: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        log_prob = tf.where(tf.abs(noise[:, 0]) < 1e9, 0.0, np.nan)
+        return tf.zeros([observation.shape[0]], tf.int64), log_prob
+
+    def draw_one_bad(num_rows: int, seed: tf.Tensor) -> tf.Tensor:
+        return 1e12 * tf.one_hot([NUM_ENVS + 4], num_rows)[0][:, None]
+
+    with local(2) as batch:
+        simulation = Simulation(
+            InGraphBatchEnv(batch), diverged, HORIZON, draw_noise=draw_one_bad
+        )
+        with pytest.raises(DivergedError, match="Env 4 "):
+            simulation.run((0, 0))
+
+
+def test_the_policy_sees_the_rows_of_one_split() -> None:
+    shapes = []
+
+    def policy(observation: tf.Tensor, noise: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        shapes.append((observation.shape.as_list(), noise.shape.as_list()))
+        return act_by_row(observation, noise)
+
+    with local(2) as batch:
+        Simulation(InGraphBatchEnv(batch), policy, HORIZON, draw_noise=draw).run((0, 0))
+    assert set(map(str, shapes)) == {"([3, 4], [3, 1])"}
+
+
+def test_an_agents_noise_is_its_rows_own() -> None:
+    """Networks of another batch size may round otherwise, so compare closely."""
+    config = Config(env_name="CartPole-v1", num_envs=NUM_ENVS, minibatch_size=6)
+    actions = []
+    for num_splits in (1, 2):
+        with local(num_splits) as batch:
+            agent = Agent(batch.observation_space, batch.action_space, config)
+            simulation = Simulation(
+                InGraphBatchEnv(batch),
+                agent.act_on_noise,
+                HORIZON,
+                draw_noise=agent.draw_noise,
+            )
+            rollout = simulation.run((1, 2))
+            actions.append((rollout.action.copy(), rollout.log_prob.copy()))
+    np.testing.assert_array_equal(actions[0][0], actions[1][0])
+    np.testing.assert_allclose(actions[0][1], actions[1][1], rtol=1e-5)
+
+
+def test_the_ratio_is_one_before_the_first_gradient_step() -> None:
+    config = Config(
+        env_name="CartPole-v1",
+        num_envs=NUM_ENVS,
+        num_splits=2,
+        minibatch_size=6,
+        horizon=HORIZON,
+        epochs=1,
+        jit_compile=False,
+    )
+    with local(2) as batch:
+        agent = Agent(batch.observation_space, batch.action_space, config)
+        simulation = Simulation(
+            InGraphBatchEnv(batch),
+            agent.act_on_noise,
+            HORIZON,
+            draw_noise=agent.draw_noise,
+        )
+        learned = Updater(agent, config).update(simulation.run((1, 2)), seed=(3, 4))
+    assert learned["ratio_deviation"] < 1e-5
+    assert learned["approximate_kl"] > 0
