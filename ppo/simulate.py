@@ -176,7 +176,7 @@ class Simulation:
         self,
         sent: int,
         received: int,
-        step: np.ndarray,
+        step: int,
         env_action: np.ndarray,
         action: np.ndarray,
         log_prob: np.ndarray,
@@ -277,9 +277,9 @@ class _Split:
         ]
 
     def _result_rows(self, step: int) -> StepResult:
-        whole = _step_views(self._rollout, step)
+        whole: Any = _step_views(self._rollout, step)
         rows = tf.nest.map_structure(lambda array: array[self._rows], whole[:6])
-        return StepResult(*rows, infos={})
+        return StepResult._make((*rows, {}))
 
     def _observation_rows(self, step: int) -> list[np.ndarray]:
         leaves = tf.nest.flatten(self._rollout.observation)

@@ -3,3 +3,5 @@
 Importing this package, or a module of it, loads no TensorFlow: the processes of the
 cases do.
 """
+
+__all__: list[str] = []

@@ -91,8 +91,13 @@ def simulating(work: RolloutLoad) -> Iterator[Measure]:
     from ppo.simulate import Simulation
 
     with our_batch(work.load, work.binds) as batch:
-        act = _agent(work, batch).act
-        simulation = Simulation(InGraphBatchEnv(batch), act, work.horizon)
+        agent = _agent(work, batch)
+        simulation = Simulation(
+            InGraphBatchEnv(batch),
+            agent.act_on_noise,
+            work.horizon,
+            draw_noise=agent.draw_noise,
+        )
         seeds = itertools.count()
         yield repeating(
             lambda: simulation.run((0, next(seeds))), work.horizon, work.load.seconds
