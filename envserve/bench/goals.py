@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from envserve.bench.harness import Outcome
+from envserve.bench.images import REUSING
 from envserve.bench.load import SPEED
 from envserve.bench.ours import IN_PROCESS, IPC, TCP
 from envserve.bench.peers import ASYNC, ENVPOOL
@@ -151,6 +152,7 @@ GOALS: Final = (
         ratio("slow resets, spare envs", "quick resets"),
     ),
     Goal("images", "in-process, GB/s", 2, _gigabytes(IN_PROCESS)),
+    Goal("images", "in-process with out=, GB/s", 2, _gigabytes(REUSING)),
     Goal("images", "tcp, GB/s", 0.7, _gigabytes(TCP)),
     Goal("scale", "largest growth of the cost per env step", 1, _growth, True),
     Goal("scale", "memory of 1,024 envs beyond the imports, MB", 500, _megabytes, True),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from typing import Final
 
 import typer
 
 from envserve.bench import envs
+from envserve.bench.case_process import Case, Measure
 from envserve.bench.harness import Outcome, chosen, take_turns
-from envserve.bench.load import SPEED, Load
+from envserve.bench.load import SPEED, Load, stepping
 from envserve.bench.options import (
     CORES,
     JsonFile,
@@ -24,14 +28,15 @@ from envserve.bench.options import (
     as_ratio,
     options_of,
 )
-from envserve.bench.ours import IN_PROCESS, IPC, TCP, our_cases
+from envserve.bench.ours import IN_PROCESS, IPC, TCP, our_batch, our_cases
 from envserve.bench.peers import ASYNC, SB3, TIANSHOU, peer_cases
 from envserve.bench.plot import Plot
 from envserve.bench.report import Output, Report, publish
 
-__all__ = ["images"]
+__all__ = ["REUSING", "images"]
 
-_CASES: Final = (IN_PROCESS, IPC, TCP, ASYNC, SB3, TIANSHOU)
+REUSING: Final = "envserve in-process, out="
+_CASES: Final = (REUSING, IN_PROCESS, IPC, TCP, ASYNC, SB3, TIANSHOU)
 _IMAGE_BYTES: Final = 84 * 84 * 4
 
 
@@ -50,7 +55,8 @@ def images(
     load = Load(
         "envserve/Image-v0", num_envs, workers, seconds, import_modules=(envs.MODULE,)
     )
-    cases = [*our_cases(load), *peer_cases(load)]
+    reusing = Case(REUSING, stepping_into_the_same_arrays, {"load": load})
+    cases = [reusing, *our_cases(load), *peer_cases(load)]
     cases = chosen([case for case in cases if case.name in _CASES], only or [])
     outcome = take_turns(cases, repetitions, announcer())
     report = Report(
@@ -63,7 +69,8 @@ def images(
         + ["/ Async"],
         rows=[_row(outcome, case) for case in outcome.measured],
         notes=[
-            "A GB is 1e9 bytes of images that the caller has got in arrays of its own."
+            "A GB is 1e9 bytes of images that the caller has got in arrays of its own; "
+            "with out= in the same ones at each step, as rollouts are written."
         ],
         plot=Plot(
             "GB/s of observations",
@@ -77,6 +84,17 @@ def images(
         },
     )
     publish(report, Output(outdir, json_file, markdown))
+
+
+@contextlib.contextmanager
+def stepping_into_the_same_arrays(load: Load) -> Iterator[Measure]:
+    """Steps all envs, and has the rows written to arrays that there are."""
+    with our_batch(load, ()) as batch:
+        actions = load.actions()
+        out = batch.step(actions[0])
+        yield stepping(
+            lambda batch_actions: batch.step(batch_actions, out), actions, load
+        )
 
 
 def _gigabytes(outcome: Outcome, case: str) -> list[float]:

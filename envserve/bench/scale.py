@@ -121,7 +121,7 @@ def _microseconds(outcome: Outcome, case: str) -> list[float]:
 
 
 def _megabytes(number: float | None) -> str:
-    return "-" if number is None else f"{number / 1e6:,.0f}"
+    return "-" if number is None else f"{round(number / 1e6):,}"
 
 
 def _row(

@@ -16,6 +16,7 @@ from envserve.bench import peers
 from envserve.bench.bare_loops import bare_loops
 from envserve.bench.case_process import Skip
 from envserve.bench.cli import main
+from envserve.bench.images import REUSING
 from envserve.bench.load import SPEED, Load
 from envserve.bench.memory import proportional_set_bytes, with_descendants
 from envserve.bench.options import OutDir
@@ -65,7 +66,8 @@ def test_step_measures_ours_and_every_peer_that_is_there(bench: Bench) -> None:
 
 def test_images(bench: Bench) -> None:
     result = bench("images", "--num-envs", "2", *TINY, "--only", "in-process")
-    (speed,) = (m[SPEED] for m in result["medians"].values())
+    assert list(result["medians"]) == [REUSING, "envserve in-process"]
+    speed = result["medians"]["envserve in-process"][SPEED]
     (gigabytes,) = result["results"]["gigabytes_per_second"]["envserve in-process"]
     assert gigabytes == pytest.approx(speed * 84 * 84 * 4 / 1e9)
 
