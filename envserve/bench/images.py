@@ -92,9 +92,8 @@ def stepping_into_the_same_arrays(load: Load) -> Iterator[Measure]:
     with our_batch(load, ()) as batch:
         actions = load.actions()
         out = batch.step(actions[0])
-        yield stepping(
-            lambda batch_actions: batch.step(batch_actions, out), actions, load
-        )
+        step = functools.partial(batch.step, out=out)
+        yield stepping(step, actions, load)
 
 
 def _gigabytes(outcome: Outcome, case: str) -> list[float]:
