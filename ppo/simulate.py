@@ -117,7 +117,10 @@ class Simulation:
                 tf.nest.map_structure(tf.constant, split.observation(0))
                 for split in self._splits
             ]
-            self._loop(first, tf.constant(seed, tf.int32))
+            # In this thread: to hand each operation to others, while workers have the
+            # cores, costs more than the operations do.
+            with tf.experimental.function_executor_type("SINGLE_THREADED_EXECUTOR"):
+                self._loop(first, tf.constant(seed, tf.int32))
             for split in self._splits[1:]:
                 self._receive(split, self._horizon - 1)
             self._is_started = True
