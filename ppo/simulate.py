@@ -194,7 +194,7 @@ class Simulation:
             self._on_step()
             self._check(split, step)
             return split.observation_leaves(step + 1)
-        self._env.env.send(env_action, split.env_indices)
+        self._env.env.send(env_action, split.env_indices, together=True)
         split.record(step, action, log_prob)
         following = self._splits[received]
         if received != 0:  # its step of this round is yet to be sent

@@ -334,7 +334,11 @@ class BatchEnv:
         return result
 
     def send(
-        self, actions: Any, env_indices: Sequence[int] | Array | None = None
+        self,
+        actions: Any,
+        env_indices: Sequence[int] | Array | None = None,
+        *,
+        together: bool = False,
     ) -> None:
         """Starts a step of some envs, and does not wait for it.
 
@@ -345,6 +349,9 @@ class BatchEnv:
           actions: Arrays `[n, ...]`, nested as the action space.
           env_indices: The rows that the actions are for, in any order; whole blocks
             (see `blocks`, `splits`). None for all.
+          together: Have each server answer when all of its rows are done: fewer
+            messages, for those who will wait for all of them. By default each block is
+            answered when it is done, so that a slow env holds up its own block only.
 
         Raises:
           ActionError: The actions do not fit the action space; nothing was sent.
@@ -358,7 +365,7 @@ class BatchEnv:
         self._check_not_ended(row_set)
         if order is not None:
             arrays = [array[order] for array in arrays]
-        self._group.send(row_set, arrays)
+        self._group.send(row_set, arrays, together)
 
     def recv(
         self,

@@ -164,15 +164,23 @@ class LaneGroup:
 
     # One after the other.
 
-    def send(self, row_set: RowSet, actions: Sequence[Array]) -> None:
-        """Starts a step of these rows, with an array `[len(row_set), ...]` per leaf."""
+    def send(self, row_set: RowSet, actions: Sequence[Array], together: bool) -> None:
+        """Starts a step of these rows, with an array `[len(row_set), ...]` per leaf.
+
+        Unless `together`, blocks are submitted one by one: what is submitted at once, a
+        server answers at once.
+        """
         self._check_not_out(row_set.positions)
         ticket = self._begin()
         row_set.write_actions(actions)
         for position in row_set.positions:
             self._tickets[position] = ticket
         for piece in row_set.pieces:
-            piece.lane.submit_step(piece.blocks, ticket)
+            if together:
+                piece.lane.submit_step(piece.blocks, ticket)
+                continue
+            for block in piece.blocks:
+                piece.lane.submit_step([block], ticket)
         self._is_settled = True
 
     def wait(

@@ -32,8 +32,8 @@ class Books:
         self._actions = np.full(batch.num_envs, -1)
         self.received = np.zeros(batch.num_envs, int)
 
-    def send(self, actions: Array, env_indices: Array) -> None:
-        self._batch.send(actions, env_indices)
+    def send(self, actions: Array, env_indices: Array, **options: Any) -> None:
+        self._batch.send(actions, env_indices, **options)
         assert (self._actions[env_indices] == -1).all()
         self._actions[env_indices] = actions
         for row, action in zip(env_indices, actions, strict=True):
@@ -92,6 +92,27 @@ def test_a_straggler_holds_up_nobody_else(start_server: StartServer) -> None:
             books.send((rows + step) % 1000, rows)
         assert books.received[31] < books.received[:31].min()
         books.recv(32)
+
+
+def test_a_slow_block_holds_up_its_own_rows_only(make_batch: MakeBatch) -> None:
+    batch = make_batch(FAULTY, 2, 2, env_kwargs={"fault": "hang"})
+    batch.reset()
+    batch.send(np.array([0, 1]))  # the second never ends
+    for _ in range(3):
+        rows, _ = batch.recv(timeout=20)
+        assert rows.tolist() == [0]
+        batch.send(np.array([0]), rows)
+    with pytest.raises(EnvTimeout, match="expected 2 rows"):
+        batch.recv(2, timeout=0.05)
+
+
+def test_rows_sent_together_come_as_those_sent_apart(make_batch: MakeBatch) -> None:
+    batch = make_batch(LEDGER, 4, 2)
+    batch.reset()
+    books = Books(batch)
+    for together in (True, False, True):
+        books.send(np.array([1, 2, 3, 4]), np.arange(4), together=together)
+        assert books.recv(4).tolist() == [0, 1, 2, 3]
 
 
 def local_lane(
