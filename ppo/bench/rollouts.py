@@ -62,7 +62,7 @@ class RolloutLoad:
 def load_tensorflow() -> None:
     """Load TensorFlow as `ppo train` does; raises `Skip` where it is not installed."""
     try:
-        start_tensorflow(intra_op_threads=1, inter_op_threads=1)
+        start_tensorflow(intra_op_threads=2, inter_op_threads=1)
     except BadInputError as error:
         raise Skip(str(error)) from error
 

@@ -74,7 +74,7 @@ def train(
         + ["total ms", "rollout x", "update x", "total x"],
         rows=[_row(outcome, case, steps) for case in outcome.measured],
         notes=[
-            f"ppo trains in {workers} workers with one TensorFlow thread of each kind, "
+            f"ppo trains in {workers} workers with two TensorFlow threads, "
             "SB3 with one torch thread. Both as they train: ours normalises "
             "observations and scales rewards besides, and writes metrics. x: how many "
             "times as long as ppo's.",
