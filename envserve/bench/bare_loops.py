@@ -27,6 +27,9 @@ def bare_loops(load: Load) -> Iterator[Measure]:
 
     A batch step here is one round over all envs of a process.
     """
+    # An env that cannot be built says so once, here, rather than in each process.
+    import_env_modules(load.import_modules)
+    make_env(load.env_name, load.env_kwargs).close()
     edges = [i * load.num_envs // load.workers for i in range(load.workers + 1)]
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(load.workers)]

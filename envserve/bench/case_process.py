@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Final, Self
 
+from envserve.errors import EnvserveError
+
 __all__ = ["BenchmarkError", "Case", "CaseProcess", "Measure", "Skip"]
 
 Measure = Callable[[], Mapping[str, float]]
@@ -25,6 +27,7 @@ Measure = Callable[[], Mapping[str, float]]
 
 #: Closing 64 processes of a peer may take long.
 _CLOSE_SECONDS: Final = 30.0
+_REMEDY: Final = "leave it out by naming the others with --only"
 
 
 class Skip(Exception):
@@ -32,7 +35,7 @@ class Skip(Exception):
 
 
 class BenchmarkError(RuntimeError):
-    """A case failed; has its traceback."""
+    """A benchmark cannot go on; says why, with the traceback of a case that failed."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +111,14 @@ class CaseProcess:
             self._process.join(_CLOSE_SECONDS)
             raise BenchmarkError(
                 f"{self.name}: its process ended with exit code "
-                f"{self._process.exitcode}; leave it out with --only"
+                f"{self._process.exitcode}; {_REMEDY}"
             ) from None
         if kind == "failed":
             raise BenchmarkError(
-                f"{self.name}: failed, leave it out with --only or:\n{value}"
+                f"{self.name} failed; {_REMEDY}. Its traceback:\n{value}"
             )
+        if kind == "refused":
+            raise BenchmarkError(f"{self.name} failed: {value}")
         return kind, value
 
 
@@ -134,6 +139,8 @@ def _run(case: Case, connection: Connection) -> None:
                 _tell(connection, "measured", measure())
     except Skip as reason:
         _tell(connection, "skipped", str(reason))
+    except EnvserveError as error:  # its text says what to do
+        _tell(connection, "refused", str(error))
     except Exception:
         _tell(connection, "failed", traceback.format_exc())
 

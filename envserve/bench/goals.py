@@ -32,7 +32,7 @@ class Goal:
       part: The part of the suite that measures it.
       meaning: What it is.
       bound: What it should be at least; at most where `is_upper_bound`.
-      value: Finds it in the part's result; None where a peer was skipped.
+      value: Finds it in the part's result; None where a case was skipped.
       is_upper_bound: Whether less is better.
     """
 
@@ -59,41 +59,51 @@ def _outcome(result: Result) -> Outcome:
 
 
 def _median(case: str, number: str) -> Callable[[Result], float | None]:
-    return lambda result: _outcome(result).median(case, number)
+    def find(result: Result) -> float | None:
+        outcome = _outcome(result)
+        return outcome.median(case, number) if case in outcome.measured else None
+
+    return find
 
 
-def _overlap(result: Result) -> float:
+def _overlap(result: Result) -> float | None:
+    measured = _median("2 splits", "us_per_batch_step")(result)
+    if measured is None:
+        return None
     best: float = result["results"]["best_us"]["2 splits"]
-    return best / _outcome(result).median("2 splits", "us_per_batch_step")
+    return best / measured
 
 
-def _loop_ratio(result: Result) -> float:
+def _loop_ratio(result: Result) -> float | None:
     outcome, number = _outcome(result), "us_per_batch_step"
     loops = [case for case in outcome.measured if case.startswith("Python loop")]
     ratios = [outcome.ratio(case, "simulate()", number) for case in loops]
-    return min(value for value in ratios if value is not None)
+    return min((value for value in ratios if value is not None), default=None)
 
 
-def _beyond_lane(result: Result) -> float:
-    value: float = result["results"]["beyond_the_lane_us"]["simulate()"]
+def _beyond_lane(result: Result) -> float | None:
+    value: float | None = result["results"]["beyond_the_lane_us"].get("simulate()")
     return value
 
 
 def _gigabytes(case: str) -> Callable[[Result], float | None]:
-    return lambda result: (
-        result["medians"][case][SPEED] / 1e9 * result["results"]["image_bytes"]
-    )
+    def find(result: Result) -> float | None:
+        speed = _median(case, SPEED)(result)
+        return None if speed is None else speed / 1e9 * result["results"]["image_bytes"]
+
+    return find
 
 
-def _growth(result: Result) -> float:
+def _growth(result: Result) -> float | None:
     outcome = _outcome(result)
     sizes = itertools.pairwise(outcome.measured)
-    return max(outcome.median(a, SPEED) / outcome.median(b, SPEED) for a, b in sizes)
+    growths = (outcome.median(a, SPEED) / outcome.median(b, SPEED) for a, b in sizes)
+    return max(growths, default=None)
 
 
 def _megabytes(result: Result) -> float | None:
     memory = result["results"]["proportional_set_bytes"]
-    most, base = memory["1024 envs"], memory[result["results"]["base"]]
+    most, base = memory.get("1024 envs"), memory[result["results"]["base"]]
     return None if most is None else float(most - base) / 1e6
 
 

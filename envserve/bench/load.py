@@ -12,10 +12,20 @@ from typing import Any, Final
 
 import gymnasium
 import numpy as np
+from gymnasium.error import DependencyNotInstalled
 
-from envserve.bench.case_process import Measure
+from envserve import registry
+from envserve.bench.case_process import BenchmarkError, Measure
 
-__all__ = ["SPEED", "Load", "action_space", "make_env", "stepping", "summary"]
+__all__ = [
+    "SPEED",
+    "Load",
+    "action_space",
+    "check_env",
+    "make_env",
+    "stepping",
+    "summary",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -58,6 +68,27 @@ class Load:
     def env_functions(self) -> list[Callable[[], gymnasium.Env[Any, Any]]]:
         """Returns what peers take: a function per env that builds it."""
         return [functools.partial(make_env, self)] * self.num_envs
+
+
+def check_env(name: str, import_modules: Iterable[str] = ()) -> None:
+    """Builds an env of that name once, before many processes fail at it.
+
+    Raises:
+      UnknownEnv: It is not registered.
+      EnvStartError: A module cannot be imported.
+      BenchmarkError: Something that it needs is not installed.
+    """
+    registry.import_env_modules(import_modules)
+    try:
+        registry.make_env(name, {}).close()
+    except DependencyNotInstalled as error:
+        if "mujoco" in str(error).lower():
+            raise BenchmarkError(
+                f"{name} needs MuJoCo: pip install 'envserve[mujoco]'"
+            ) from error
+        raise BenchmarkError(f"{name} cannot be built: {error}") from error
+    except ImportError as error:
+        raise BenchmarkError(f"{name} cannot be built: {error}") from error
 
 
 def make_env(load: Load, **options: Any) -> gymnasium.Env[Any, Any]:

@@ -34,7 +34,8 @@ def machine_facts() -> dict[str, Any]:
     return {
         "cores": available_cores(),
         "processor": _processor(),
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "platform": platform.platform(),
         "python": platform.python_version(),
         "versions": versions,
     }

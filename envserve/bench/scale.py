@@ -13,7 +13,7 @@ import typer
 
 from envserve.bench.case_process import Case, Measure
 from envserve.bench.harness import Outcome, take_turns
-from envserve.bench.load import SPEED, Load, stepping
+from envserve.bench.load import SPEED, Load, check_env, stepping
 from envserve.bench.memory import proportional_set_bytes, with_descendants
 from envserve.bench.options import (
     CORES,
@@ -60,6 +60,7 @@ def scale(
         Case(name, our_stepping, {"load": load, "binds": ()})
         for name, load in loads.items()
     ]
+    check_env(env)
     outcome = take_turns(cases, repetitions, announcer())
     base = f"{workers} envs"
     loads[base] = replace(first, num_envs=workers, workers=workers)

@@ -9,7 +9,7 @@ import typer
 from envserve.bench.bare_loops import bare_loops
 from envserve.bench.case_process import Case
 from envserve.bench.harness import Outcome, chosen, take_turns
-from envserve.bench.load import SPEED, Load
+from envserve.bench.load import SPEED, Load, check_env
 from envserve.bench.options import (
     CORES,
     JsonFile,
@@ -57,6 +57,7 @@ def step(
     )
     cases = [Case(LIMIT, bare_loops, {"load": load}), *our_cases(load)]
     cases = chosen([*cases, *peer_cases(load)], only or [])
+    check_env(env, load.import_modules)
     outcome = take_turns(cases, repetitions, announcer())
     report = Report(
         name="step",

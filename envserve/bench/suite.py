@@ -16,6 +16,7 @@ from rich.console import Console
 
 from envserve.bench.case_process import BenchmarkError
 from envserve.bench.goals import goals_table
+from envserve.errors import EnvserveError
 
 __all__ = ["PARTS", "make_suite", "write_tables"]
 
@@ -71,20 +72,31 @@ def make_suite(
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         folder = outdir or Path("runs", f"bench-suite-{stamp}")
         console = Console(stderr=True)
-        for name in part or PARTS:
+        names = part or list(PARTS)
+        for name in names:
             if name not in PARTS:
                 raise BenchmarkError(
                     f"--part: expected one of {', '.join(PARTS)}; got {name!r}"
                 )
+        failed = []
+        for name in names:
             command = PARTS[name]
             if command[0] not in commands:
                 console.print(f"{name}: skipped, {command[0]} comes with ppo")
                 continue
             console.rule(f"envserve bench {' '.join(command)}")
-            run([*command, "--outdir", str(folder / name)])
+            try:
+                run([*command, "--outdir", str(folder / name)])
+            except (BenchmarkError, EnvserveError) as error:
+                failed.append(name)
+                text = f"{name}: failed, {error}"
+                console.print(text, markup=False, highlight=False, soft_wrap=True)
         folder.mkdir(parents=True, exist_ok=True)
         write_tables(folder)
         console.print(f"All tables are in {folder / 'tables.md'}", soft_wrap=True)
+        if failed:
+            console.print(f"Failed: {', '.join(failed)}", soft_wrap=True)
+            raise typer.Exit(1)
 
     return suite
 

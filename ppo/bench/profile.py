@@ -13,7 +13,7 @@ import typer
 from envserve.bench import envs
 from envserve.bench.case_process import BenchmarkError, Case, Measure
 from envserve.bench.harness import Outcome, take_turns
-from envserve.bench.load import Load
+from envserve.bench.load import Load, check_env
 from envserve.bench.machine import available_cores
 from envserve.bench.options import (
     CORES,
@@ -99,6 +99,7 @@ def profile(
     ]
     if work.binds:
         cases.append(Case(_LOCAL_LANE, stepping_lane, {"work": local}))
+    check_env(env)
     outcome = take_turns(cases, repetitions, announcer())
     if outcome.skipped:
         reasons = "; ".join(outcome.skipped.values())

@@ -7,7 +7,7 @@ import typer
 
 from envserve.bench.case_process import Case
 from envserve.bench.harness import Outcome, chosen, take_turns
-from envserve.bench.load import Load
+from envserve.bench.load import Load, check_env
 from envserve.bench.options import (
     CORES,
     JsonFile,
@@ -65,7 +65,9 @@ def simulate(
         Case(_LOOP, looping_in_python, {"work": work, "jit_compile": False}),
         Case(_XLA_LOOP, looping_in_python, {"work": work, "jit_compile": True}),
     ]
-    outcome = take_turns(chosen(cases, only or []), repetitions, announcer())
+    cases = chosen(cases, only or [])
+    check_env(env)
+    outcome = take_turns(cases, repetitions, announcer())
     report = Report(
         name="simulate",
         title=f"{env}, {num_envs} envs, {workers} workers: us per batch step",

@@ -6,6 +6,7 @@ import typer
 
 from envserve.bench.case_process import Case
 from envserve.bench.harness import Outcome, chosen, take_turns
+from envserve.bench.load import check_env
 from envserve.bench.options import (
     CORES,
     JsonFile,
@@ -62,7 +63,9 @@ def train(
         Case(_SUBPROCESS, training_sb3, {**work, "vec_env": "SubprocVecEnv"}),
         Case(_DUMMY, training_sb3, {**work, "vec_env": "DummyVecEnv"}),
     ]
-    outcome = take_turns(chosen(cases, only or []), repetitions, announcer())
+    cases = chosen(cases, only or [])
+    check_env(env)
+    outcome = take_turns(cases, repetitions, announcer())
     steps = config.steps_per_iteration
     report = Report(
         name="train",

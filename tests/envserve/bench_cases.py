@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from envserve.bench.case_process import Measure, Skip
+from envserve.errors import UnknownEnv
 
 
 @contextlib.contextmanager
@@ -39,6 +40,12 @@ def skipping() -> Iterator[Measure]:
 @contextlib.contextmanager
 def failing_to_open() -> Iterator[Measure]:
     raise RuntimeError("no simulator licence")
+    yield
+
+
+@contextlib.contextmanager
+def refusing_to_open() -> Iterator[Measure]:
+    raise UnknownEnv("no env named 'Hoper'; did you mean Hopper?")
     yield
 
 

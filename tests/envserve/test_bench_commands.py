@@ -11,16 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium.error import DependencyNotInstalled
 
 from envserve.bench import peers
 from envserve.bench.bare_loops import bare_loops
-from envserve.bench.case_process import Skip
+from envserve.bench.case_process import BenchmarkError, Skip
 from envserve.bench.cli import main
 from envserve.bench.images import REUSING
-from envserve.bench.load import SPEED, Load
+from envserve.bench.load import SPEED, Load, check_env
 from envserve.bench.memory import proportional_set_bytes, with_descendants
 from envserve.bench.options import OutDir
 from envserve.bench.step import LIMIT
+from envserve.errors import UnknownEnv
 
 TINY = ("--seconds", "0.02", "--repetitions", "1")
 Bench = Callable[..., dict[str, Any]]
@@ -156,6 +158,57 @@ def test_a_wrong_word_is_a_short_error(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().err.startswith("envserve bench: --only: expected part")
 
 
+@pytest.mark.parametrize("command", ["step", "scale"])
+def test_a_wrong_env_name_is_one_line(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--env", "CartPole-v9"])
+    assert caught.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("envserve bench: no env named 'CartPole-v9' is registered")
+    assert "did you mean CartPole-v1" in line
+
+
+def test_modules_are_imported_before_the_name_is_looked_up() -> None:
+    check_env("CartPole-v1", ["envserve.bench.envs"])
+    check_env("envserve/Image-v0", ["envserve.bench.envs"])
+
+
+def test_the_limit_says_itself_that_there_is_no_such_env() -> None:
+    load = Load("CartPole-v9", 1, 1, 0.01)
+    with pytest.raises(UnknownEnv), bare_loops(load):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            DependencyNotInstalled("MuJoCo is not installed"),
+            r"^CartPole-v1 needs MuJoCo: pip install 'envserve\[mujoco\]'$",
+        ),
+        (
+            DependencyNotInstalled("Box2D is not installed, run `pip install box2d`"),
+            "^CartPole-v1 cannot be built: Box2D is not installed, run `pip install b",
+        ),
+        (
+            ImportError("it has moved to the mujoco package"),
+            "^CartPole-v1 cannot be built: it has moved to the mujoco package$",
+        ),
+    ],
+)
+def test_what_an_env_lacks_is_said_in_one_line(
+    error: Exception, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("gymnasium.make", make)
+    with pytest.raises(BenchmarkError, match=text):
+        check_env("CartPole-v1")
+
+
 def test_the_suite_leaves_out_commands_that_are_not_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +230,44 @@ def test_the_suite_runs_a_part_into_its_folder(tmp_path: Path) -> None:
     assert caught.value.code == 0
     assert asked == [tmp_path / "train"]
     assert (tmp_path / "tables.md").read_text() == ""
+
+
+def test_a_part_that_fails_leaves_the_suite_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def fails(outdir: OutDir = None) -> None:
+        raise BenchmarkError("pip install 'envserve[mujoco]'")
+
+    def probe(outdir: OutDir = None) -> None:
+        asked.append(outdir)
+
+    parts = ("--part", "train", "--part", "overlap", "--outdir", str(tmp_path))
+    with pytest.raises(SystemExit) as caught:
+        main(["suite", *parts], {"train": fails, "overlap": probe})
+    assert caught.value.code == 1
+    assert asked == [tmp_path / "overlap"]
+    assert (tmp_path / "tables.md").exists()
+    lines = capsys.readouterr().err.splitlines()
+    assert "train: failed, pip install 'envserve[mujoco]'" in lines
+    assert lines[-1] == "Failed: train"
+
+
+def test_the_suite_checks_all_parts_before_it_runs_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def probe(outdir: OutDir = None) -> None:
+        asked.append(outdir)
+
+    parts = ("--part", "train", "--part", "trian", "--outdir", str(tmp_path))
+    with pytest.raises(SystemExit) as caught:
+        main(["suite", *parts], {"train": probe})
+    assert caught.value.code == 1
+    assert asked == []
+    assert "envserve bench: --part: expected one of" in capsys.readouterr().err
 
 
 def test_bench_is_a_sub_command_of_envserve() -> None:

@@ -78,9 +78,24 @@ def test_growth_is_the_worst_from_one_size_to_the_next() -> None:
     assert value_of("scale", meaning, result) == pytest.approx(10)
 
 
+@pytest.mark.parametrize("part", sorted({goal.part for goal in GOALS}))
+def test_a_goal_whose_cases_are_missing_was_skipped(part: str) -> None:
+    results = {
+        "best_us": {"2 splits": 9_000.0},
+        "beyond_the_lane_us": {},
+        "image_bytes": 20_000,
+        "base": "2 envs",
+        "proportional_set_bytes": {"2 envs": 80e6},
+    }
+    table = goals_table({part: {"repetitions": {}, "results": results}})
+    rows = table.splitlines()[2:]
+    assert len(rows) == sum(goal.part == part for goal in GOALS)
+    assert all(row.endswith("| - | skipped |") for row in rows)
+
+
 def test_images_are_counted_in_bytes() -> None:
     result = {
-        "medians": {"envserve tcp": {"steps_per_second": 50_000.0}},
+        "repetitions": {"envserve tcp": [{"steps_per_second": 50_000.0}]},
         "results": {"image_bytes": 20_000},
     }
     assert value_of("images", "tcp, GB/s", result) == pytest.approx(1.0)

@@ -63,8 +63,17 @@ def test_a_case_that_fails_ends_the_benchmark(
     bad = Case("bad", opener)  # type: ignore[arg-type]
     with pytest.raises(BenchmarkError, match=text) as caught:
         take_turns([counting("a", log), bad], 1)
-    assert str(caught.value).startswith("bad: ")
+    message = str(caught.value)
+    assert message.startswith("bad")
+    assert "leave it out by naming the others with --only" in message
     assert log.read_text().endswith("end of a\n")  # the others are closed all the same
+
+
+def test_of_an_error_that_explains_itself_only_the_text_is_told() -> None:
+    with pytest.raises(BenchmarkError) as caught:
+        take_turns([Case("bad", bench_cases.refusing_to_open)], 1)
+    expected = "bad failed: no env named 'Hoper'; did you mean Hopper?"
+    assert str(caught.value) == expected
 
 
 def test_medians_and_ratios_are_taken_over_the_repetitions() -> None:

@@ -78,6 +78,17 @@ def test_simulate_in_processes_of_its_own(bench: Bench) -> None:
     assert beyond["BatchEnv.step alone"] is None
 
 
+@pytest.mark.parametrize("command", ["profile", "simulate", "train"])
+def test_a_wrong_env_name_is_one_line(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--env", "CartPole-v9"], COMMANDS)
+    assert caught.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("envserve bench: no env named 'CartPole-v9' is registered")
+
+
 @pytest.mark.usefixtures("in_this_process")
 def test_simulate_beside_loops_in_python(bench: Bench) -> None:
     only = ("--only", "simulate()", "--only", "policy alone", "--only", "function")
