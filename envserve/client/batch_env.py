@@ -378,8 +378,9 @@ class BatchEnv:
         """Waits for envs that were sent, and returns those that have finished.
 
         Args:
-          min_envs: Rows to wait for; by default whatever block is first, or, with
-            `env_indices`, all of these.
+          min_envs: Rows to wait for at least; all that have finished by then are
+            returned. By default whatever block is first, or, with `env_indices`, all
+            of these.
           timeout: Seconds to wait; by default as long as it takes. Workers and servers
             have limits of their own.
           env_indices: Wait for these rows only, whole blocks that are out.
@@ -387,7 +388,8 @@ class BatchEnv:
             with `env_indices` and without `min_envs`.
 
         Returns:
-          Rows (int64 `[n]`, ascending), and their step. They can be sent again.
+          Rows (int64 `[n]`, ascending, in whatever order they were sent), and their
+          step, whose infos are by row of the batch. They can be sent again.
 
         Raises:
           EnvTimeout: Fewer have finished; the next call gets them.
@@ -396,8 +398,14 @@ class BatchEnv:
           LocalProtocolError: Fewer rows are out; or an interrupted call has cost the
             results of rows, which are out no more.
           ServerError: A server was lost, and with it the rows that it had.
+          ValueError: `out` has other shapes; the rows stay out.
         """
         self._check_open()
+        if out is not None and (env_indices is None or min_envs is not None):
+            raise ValueError(
+                "out: expected env_indices and no min_envs with it; else the number "
+                "of rows is not known before"
+            )
         positions, num_rows = self._expected(min_envs, env_indices)
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         ready = self._group.wait(positions, num_rows, deadline)
@@ -512,14 +520,23 @@ class BatchEnv:
         num_out = self.num_out
         if env_indices is not None:
             row_set, _ = self._row_sets.of_rows(env_indices)
-            num_out = len(row_set) if out >= set(row_set.positions) else 0
+            missing = [b for b in row_set.blocks if b.position not in out]
+            if missing:
+                rows = [row for b in missing for row in range(b.start, b.stop)]
+                raise LocalProtocolError(
+                    f"expected rows that are out; the rows {rows} are not; send() them "
+                    "first"
+                )
+            num_out = len(row_set)
             positions = row_set.positions
             min_envs = num_out if min_envs is None else min_envs
+        if not num_out:
+            raise LocalProtocolError("no rows are out; send() some first")
         num_rows = 1 if min_envs is None else min_envs
         if not 1 <= num_rows <= num_out:
             raise LocalProtocolError(
-                f"expected to receive at least 1 row and at most those {num_out} that "
-                f"are out; got {num_rows}; send() them first"
+                f"min_envs: expected 1 to {num_out}, the rows that are out; "
+                f"got {num_rows}"
             )
         return positions, num_rows
 

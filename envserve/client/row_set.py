@@ -136,7 +136,7 @@ class RowSets:
         """
         if env_indices is None:
             return self._everything, None
-        indices = np.asarray(env_indices, np.int64)
+        indices = _as_rows(env_indices)
         key = indices.tobytes()
         found = self._by_rows.get(key)
         if found is None:
@@ -179,7 +179,7 @@ def check_rows(env_indices: Sequence[int] | Array | None, num_envs: int) -> Arra
     """Returns rows as int64 `[n]`; raises IndexError for one too many or twice."""
     if env_indices is None:
         return np.arange(num_envs)
-    indices = np.asarray(env_indices, np.int64).reshape(-1)
+    indices = _as_rows(env_indices).reshape(-1)
     wrong = indices[(indices < 0) | (indices >= num_envs)]
     if wrong.size:
         raise IndexError(
@@ -188,3 +188,11 @@ def check_rows(env_indices: Sequence[int] | Array | None, num_envs: int) -> Arra
     if np.unique(indices).size != indices.size:
         raise IndexError(f"expected each env once; got {indices.tolist()}")
     return indices
+
+
+def _as_rows(env_indices: Sequence[int] | Array) -> Array:
+    indices = np.asarray(env_indices)
+    if indices.dtype.kind not in "iu" and indices.size:
+        hint = "; use np.flatnonzero(mask)" if indices.dtype.kind == "b" else ""
+        raise IndexError(f"expected numbers of rows; got {indices.dtype}{hint}")
+    return indices.astype(np.int64, copy=False)

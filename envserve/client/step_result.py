@@ -73,9 +73,17 @@ def gather_result(
 
 
 def write_result(spec: EnvSpec, row_set: RowSet, out: StepResult) -> None:
-    """Copies what is in lanes' rows into arrays `[len(row_set), ...]`."""
+    """Copies what is in lanes' rows into arrays `[len(row_set), ...]`.
+
+    Raises:
+      ValueError: An array has another shape.
+    """
     space = spec.observation_space
     observation = flatten(space, out.observation)
+    if len(out.reward) != len(row_set):
+        raise ValueError(
+            f"out: expected arrays of {len(row_set)} rows; got {len(out.reward)}"
+        )
     if len(row_set.pieces) == 1:
         rows = row_set.pieces[0].read()
         _write(rows, observation, out.reward, out.terminated, out.truncated, out.valid)
@@ -106,11 +114,21 @@ def _write(
 ) -> None:
     """Copies all but the final observations."""
     for target, source in zip(observation, rows.observation, strict=True):
-        target[...] = source
-    reward[...] = rows.reward
-    terminated[...] = rows.terminated
-    truncated[...] = rows.truncated
-    np.equal(rows.status, _OK, out=valid)
+        _copy(target, source)
+    _copy(reward, rows.reward)
+    _copy(terminated, rows.terminated)
+    _copy(truncated, rows.truncated)
+    _copy(valid, rows.status == _OK)
+
+
+def _copy(target: Array, source: Array) -> None:
+    # NumPy would fill a larger array with copies of a single row.
+    if target.shape != source.shape:
+        raise ValueError(
+            f"out: expected an array of shape {list(source.shape)}; "
+            f"got {list(target.shape)}"
+        )
+    target[...] = source
 
 
 def _has_ended(rows: Rows) -> bool:
@@ -122,6 +140,11 @@ def _write_final(rows: Rows, targets: Sequence[Array]) -> None:
     """Copies the final observations of rows whose episode has ended."""
     (ended,) = (rows.terminated | rows.truncated).nonzero()
     for target, source in zip(targets, rows.final_observation, strict=True):
+        if target.shape != source.shape:
+            raise ValueError(
+                f"out: expected a final_observation of shape {list(source.shape)}; "
+                f"got {list(target.shape)}"
+            )
         target[ended] = source[ended]
 
 

@@ -147,8 +147,9 @@ def has_come(batch: BatchEnv) -> None:
     """Waits for all rows and leaves them out, so that the next `recv` never waits."""
     nothing = np.zeros(0)
     wrong = StepResult(nothing, nothing, nothing, nothing, nothing, nothing, {})
-    with pytest.raises(ValueError, match="broadcast"):
-        batch.recv(batch.num_out, out=wrong)
+    everything = np.arange(batch.num_envs)
+    with pytest.raises(ValueError, match="expected arrays of"):
+        batch.recv(env_indices=everything, out=wrong)
 
 
 def test_an_interrupt_as_recv_returns_leaves_the_rows_to_be_received(

@@ -322,11 +322,26 @@ def test_an_error_names_its_env_and_leaves_the_others_to_be_received(
 
 
 def test_a_wrong_out_leaves_the_rows_to_be_received(make_batch: MakeBatch) -> None:
-    batch = make_batch(LEDGER, 4, 2)
+    batch = make_batch(LEDGER, 4, 4)
     batch.reset()
     out = batch.step(np.zeros(4, np.int64))
-    wrong = out._replace(reward=np.zeros(3))
     batch.send(np.arange(4))
-    with pytest.raises(ValueError, match="broadcast"):
-        batch.recv(4, out=wrong)
+    with pytest.raises(ValueError, match="expected arrays of 4 rows; got 3"):
+        batch.recv(env_indices=range(4), out=out._replace(reward=np.zeros(3)))
+    with pytest.raises(ValueError, match=r"shape \[4, 4\]; got \[1, 4\]"):
+        batch.recv(env_indices=range(4), out=out._replace(observation=np.zeros((1, 4))))
+    with pytest.raises(ValueError, match="expected arrays of 1 rows; got 4"):
+        batch.recv(env_indices=[2], out=out)
+    with pytest.raises(ValueError, match="expected env_indices"):
+        batch.recv(4, out=out)
     assert batch.recv(4)[1].reward.tolist() == [0, 1, 2, 3]
+
+
+def test_rows_are_named_by_number(make_batch: MakeBatch) -> None:
+    batch = make_batch(LEDGER, 2, 2)
+    batch.reset()
+    for wrong in (np.array([True, False]), np.array([0.5, 1.5])):
+        with pytest.raises(IndexError, match=r"numbers of rows; got (bool|fl)"):
+            batch.send(np.zeros(2, np.int64), wrong)
+        with pytest.raises(IndexError, match=r"numbers of rows; got (bool|fl)"):
+            batch.reset(wrong)
