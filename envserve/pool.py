@@ -316,8 +316,11 @@ class Pool:
         while True:
             missing = min_finished - len(self._finished)
             is_for_all = 1 < missing >= len(self._operations)
-            if is_for_all and self._has_cores_for_all:
-                self._wait_for_last(give_up_at - now, now)
+            if (
+                is_for_all
+                and self._has_cores_for_all
+                and self._wait_for_last(give_up_at - now, now)
+            ):
                 self._advance(0.0)
             else:
                 self._advance(max(0.0, give_up_at - now))
@@ -331,8 +334,10 @@ class Pool:
             if self.error is not None or self.is_closed:
                 return
 
-    def _wait_for_last(self, timeout_seconds: float, now: float) -> None:
+    def _wait_for_last(self, timeout_seconds: float, now: float) -> bool:
         """Waits for the worker that is likely to end last, as it did before.
+
+        Returns False, without having waited, where that would not do.
 
         Who waits for all of them need not be woken by each: the core that it wakes on
         is one that another worker still needs. With many workers to each core it is
@@ -340,12 +345,15 @@ class Pool:
         """
         last = self._last_done
         if (
-            last is not None
-            and not last.is_ending
-            and not any(worker.has_unsent for worker in self._workers)
-            and any(o.block.worker == last.index for o in self._operations.values())
+            last is None
+            or last.state is not WorkerState.SERVING
+            or last.is_ending
+            or any(worker.has_unsent for worker in self._workers)
+            or all(o.block.worker != last.index for o in self._operations.values())
         ):
-            last.wait(max(0.0, min(timeout_seconds, self._watch_at - now)))
+            return False
+        last.wait(max(0.0, min(timeout_seconds, self._watch_at - now)))
+        return True
 
     def _advance(self, timeout_seconds: float) -> None:
         """Waits for something to happen, at most so long, and handles it."""

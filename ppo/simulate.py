@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from envserve.client import StepResult
+from envserve.errors import EnvError, LocalProtocolError
 from ppo.errors import DivergedError
 from ppo.in_graph_batch_env import InGraphBatchEnv
 
@@ -129,8 +130,13 @@ class Simulation:
     def _start(self) -> None:
         """Reset all envs."""
         batch = self._env.env
-        while len(self._splits) > 1 and batch.num_out:
-            batch.recv(batch.num_out)  # sent in a rollout that was cut short
+        while len(self._splits) > 1 and (num_out := batch.num_out):
+            try:
+                batch.recv(num_out)  # sent in a rollout that was cut short
+            except (EnvError, LocalProtocolError):
+                # Of that rollout; what comes next is a reset.
+                if batch.num_out == num_out:
+                    raise
         first = self._env.reset()
         tf.nest.map_structure(_write_first, self._rollout.observation, first)
 

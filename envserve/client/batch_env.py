@@ -60,7 +60,8 @@ class BatchEnv:
       lanes: Where the rows come from, in row order.
       blocks: For each block its rows, int64 `[n]`. A block's envs are stepped
         together, by one worker; it is the least that can be sent and received.
-      splits: For each of the `num_splits` groups of blocks its rows, int64 `[n]`.
+      splits: For each group of blocks its rows, int64 `[n]`; there are `num_splits`,
+        or fewer where there are too few rows.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class BatchEnv:
         )
         self.splits: tuple[Array, ...] = tuple(
             RowSet([b for b in self._group.blocks if b.split == split]).env_indices
-            for split in range(1 + max(b.split for b in self._group.blocks))
+            for split in sorted({b.split for b in self._group.blocks})
         )
         self._row_sets = RowSets(self._group.blocks)
         self._has_reset = False

@@ -7,6 +7,7 @@ learner does not lose the lease; it hands no messages to other threads.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import secrets
@@ -80,6 +81,7 @@ class RemoteLane:
         self._has_started = threading.Event()
         self._is_closing = threading.Event()
         self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
         self._is_awake = False  # whether a byte is in that pair
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._connection, selectors.EVENT_READ)
@@ -307,12 +309,15 @@ class RemoteLane:
     def _wake(self) -> None:
         """Makes the descriptor readable for results that were received meanwhile."""
         if self._session.has_finished and not self._is_awake:
-            self._wake_writer.send(b"!")
+            # The flag first: an interrupt between the two may cost a byte too many to
+            # read, never one to wait for.
             self._is_awake = True
+            self._wake_writer.send(b"!")
 
     def _sleep(self) -> None:
         if self._is_awake:
-            self._wake_reader.recv(1)
+            with contextlib.suppress(BlockingIOError):
+                self._wake_reader.recv(64)
             self._is_awake = False
 
     def __repr__(self) -> str:

@@ -157,7 +157,9 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _LARGE_BYTES:
         return np.zeros(shape, dtype)
-    return np.ndarray(shape, dtype, mmap.mmap(-1, nbytes))
+    # Private: shared ones would each count as a mapping, of which there are few.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return np.ndarray(shape, dtype, mmap.mmap(-1, nbytes, flags=flags))
 
 
 def _allocate(

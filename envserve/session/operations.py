@@ -230,8 +230,12 @@ class Operations:
 
     def settle(self, pending: Iterable[Pending]) -> None:
         """Forgets blocks whose submission was interrupted before it was a request."""
-        asked = {block for request in pending for block, _ in request.entries}
-        self.busy = {b: ticket for b, ticket in self.busy.items() if b in asked}
+        asked = {(block, p.ticket) for p in pending for block, _ in p.entries}
+        self.busy = {b: t for b, t in self.busy.items() if (b, t) in asked}
+
+    def has_ended(self, pending: Pending) -> bool:
+        """Tells whether a request was answered, though it was not removed then."""
+        return all(self.busy.get(b) != pending.ticket for b, _ in pending.entries)
 
     def abandon(self) -> None:
         """Forgets everything, since the lease is given back."""

@@ -85,6 +85,7 @@ def _read_blocks(fields: Fields, num_envs: int) -> tuple[Block, ...]:
             and len(item) >= 4
             and all(type(value) is int and 0 <= value <= _U32 for value in item[:4])
             and row == item[0] < item[1]
+            and item[3] < MAX_ENTRIES
         ):
             break
         row = item[1]

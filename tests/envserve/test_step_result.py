@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -49,3 +51,15 @@ def test_final_observation_is_zero_where_no_episode_has_ended(
     assert not final[0].any()
     assert (final[1] == 7).all()
     assert (kept == 9).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists mappings")
+def test_kept_results_do_not_cost_a_mapping_each() -> None:
+    spec = EnvSpec("Any-v0", Box(0, 255, (84, 84, 4), np.uint8), Discrete(2))
+    row_set = two_rows(spec, 1)
+    mappings = Path("/proc/self/maps")
+    before = len(mappings.read_text().splitlines())
+    kept = [gather_result(spec, row_set, {}) for _ in range(300)]
+    after = len(mappings.read_text().splitlines())
+    assert len(kept) == 300
+    assert after - before < 150

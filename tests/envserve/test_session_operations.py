@@ -1,0 +1,33 @@
+"""A client's operations on blocks, and what interrupts leave of them."""
+
+from __future__ import annotations
+
+import numpy as np
+from gymnasium.spaces import Box, Discrete
+
+from envserve.blocks import Block
+from envserve.session.operations import Operations
+from envserve.session.requests import Outbox, Requests
+from envserve.spec import EnvSpec
+from envserve.wire import Message, MessageType
+
+
+def test_an_answered_request_does_not_stand_for_a_later_submission() -> None:
+    """As two interrupts leave it: one after an answer, one before the next request."""
+    spec = EnvSpec("Any-v0", Box(-1.0, 1.0, (2,), np.float32), Discrete(3))
+    operations = Operations("a server", spec, (Block(0, 0, 1, 0, 0),))
+    requests = Requests(Outbox())
+    draft = operations.step([0], 1)
+    message = Message(type=draft.type, request=1, entries=draft.entries)
+    requests.add(message, 0.0, draft.part, draft.ticket)
+    pending = requests.get(1)
+    assert pending is not None
+    assert not operations.has_ended(pending)
+    operations.finish(
+        pending,
+        Message(type=MessageType.RESULT, entries=draft.entries, body=bytes(8 + 3 + 8)),
+    )
+    assert operations.has_ended(pending)
+    operations.step([0], 2)
+    operations.settle(requests)
+    assert operations.busy == {}
