@@ -1,4 +1,4 @@
-"""Batches over every kind of lane, and the servers that some of them need."""
+"""Batches over every kind of lane, the servers that some need, and pools."""
 
 from __future__ import annotations
 
@@ -13,9 +13,18 @@ from typing import Any
 import pytest
 
 from envserve.client import BatchEnv
+from envserve.launcher import Launcher
+from tests.envserve.pool_driver import PoolMaker, odd_launcher
 from tests.envserve.server_process import ServerProcess
 
-__all__ = ["MakeBatch", "StartServer", "make_batch", "start_server"]
+__all__ = [
+    "MakeBatch",
+    "StartServer",
+    "launcher",
+    "make_batch",
+    "make_pool",
+    "start_server",
+]
 
 MakeBatch = Callable[..., BatchEnv]
 StartServer = Callable[..., str]
@@ -134,3 +143,16 @@ def wait_until() -> Callable[[Callable[[], bool]], None]:
             os.sched_yield()
 
     return wait
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    with odd_launcher(tmp_path_factory.mktemp("modules")) as launcher:
+        yield launcher
+
+
+@pytest.fixture
+def make_pool(launcher: Launcher) -> Iterator[PoolMaker]:
+    maker = PoolMaker(launcher)
+    yield maker
+    maker.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +24,9 @@ from .pool_driver import (
     call,
     gather,
     kill,
-    odd_launcher,
     reset,
     step,
 )
-
-
-@pytest.fixture(scope="module")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    with odd_launcher(tmp_path_factory.mktemp("modules")) as launcher:
-        yield launcher
-
-
-@pytest.fixture
-def make_pool(launcher: Launcher) -> Iterator[PoolMaker]:
-    maker = PoolMaker(launcher)
-    yield maker
-    maker.close()
-
 
 # When all goes well.
 

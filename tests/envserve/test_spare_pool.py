@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
-from envserve.launcher import Launcher
 from envserve.pool import Pool
 from envserve.seeding import env_seed, spare_seed
 from envserve.slab import Status
@@ -24,25 +21,11 @@ from .pool_driver import (
     call,
     gather,
     kill,
-    odd_launcher,
     reset,
     step,
 )
 
 IN_BACKGROUND = "import threading\nif threading.current_thread().name != 'MainThread'"
-
-
-@pytest.fixture(scope="module")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    with odd_launcher(tmp_path_factory.mktemp("modules")) as launcher:
-        yield launcher
-
-
-@pytest.fixture
-def make_pool(launcher: Launcher) -> Iterator[PoolMaker]:
-    maker = PoolMaker(launcher)
-    yield maker
-    maker.close()
 
 
 def once_in_background(folder: Path, script: str) -> dict[str, str]:

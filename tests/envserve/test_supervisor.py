@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +30,10 @@ from .pool_driver import (
     call,
     gather,
     kill,
-    odd_launcher,
     reset,
     step,
     wait_for,
 )
-
-
-@pytest.fixture(scope="module")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    with odd_launcher(tmp_path_factory.mktemp("modules")) as launcher:
-        yield launcher
-
-
-@pytest.fixture
-def make_pool(launcher: Launcher) -> Iterator[PoolMaker]:
-    maker = PoolMaker(launcher)
-    yield maker
-    maker.close()
 
 
 def seeds(pool: Pool) -> list[int]:
