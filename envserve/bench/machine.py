@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["available_cores", "machine_facts"]
+from envserve.cores import num_cores
+
+__all__ = ["machine_facts"]
 
 _PACKAGES: Final = (
     *("envserve", "numpy", "gymnasium", "pyzmq", "mujoco"),
     *("tensorflow", "tensorflow-cpu", "torch"),
     *("stable-baselines3", "tianshou", "envpool"),
 )
-
-
-def available_cores() -> int:
-    """Returns how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def machine_facts() -> dict[str, Any]:
@@ -32,7 +26,7 @@ def machine_facts() -> dict[str, Any]:
         with contextlib.suppress(PackageNotFoundError):  # then it takes no part
             versions[package] = version(package)
     return {
-        "cores": available_cores(),
+        "cores": num_cores(),
         "processor": _processor(),
         "system": f"{platform.system()} {platform.machine()}",
         "platform": platform.platform(),

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 import typer
 from rich.console import Console
 
-from envserve.bench.machine import available_cores
+from envserve.cores import num_cores
 
 __all__ = [
     "CORES",
@@ -27,7 +27,7 @@ __all__ = [
     "options_of",
 ]
 
-CORES: Final = available_cores()
+CORES: Final = num_cores()
 
 NumEnvs = Annotated[int, typer.Option(min=1, help="Rows of the batch.")]
 Workers = Annotated[int, typer.Option(min=1, help="Processes that step envs.")]

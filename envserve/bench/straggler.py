@@ -69,17 +69,14 @@ def straggler(
         seconds,
         import_modules=(envs.MODULE,),
     )
-    normal = {
-        "load": load,
-        "microseconds": milliseconds * 1e3,
-        "min_envs": min_envs,
-    }
+    normal = {"load": load, "microseconds": milliseconds * 1e3}
     slow = {**normal, "factor": factor}
+    some = {"min_envs": min_envs}
     cases = []
     for way, binds in _WAYS.items():
         cases += [
-            Case(f"{way}: {_NONE_SLOW}", sending, {**normal, "binds": binds}),
-            Case(f"{way}: {_ONE_SLOW}", sending, {**slow, "binds": binds}),
+            Case(f"{way}: {_NONE_SLOW}", sending, {**normal, **some, "binds": binds}),
+            Case(f"{way}: {_ONE_SLOW}", sending, {**slow, **some, "binds": binds}),
             Case(f"{way}: {_STEP}", stepping_all, {**slow, "binds": binds}),
         ]
     outcome = take_turns(chosen(cases, only or []), repetitions, announcer())
@@ -138,11 +135,9 @@ def stepping_all(
     load: Load,
     binds: tuple[str, ...],
     microseconds: float,
-    min_envs: int | None,
     factor: float = 1.0,
 ) -> Iterator[Measure]:
     """Steps all rows together: what the slow env costs without send and recv."""
-    del min_envs  # a step has them all
     with our_batch(load, binds) as batch:
         ledger = _Ledger(load.num_envs, microseconds, factor)
         yield lambda: _step_all(batch, ledger, load.seconds)

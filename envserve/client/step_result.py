@@ -122,13 +122,17 @@ def _write(
 
 
 def _copy(target: Array, source: Array) -> None:
+    _check_shape(target, source)
+    target[...] = source
+
+
+def _check_shape(target: Array, source: Array) -> None:
     # NumPy would fill a larger array with copies of a single row.
     if target.shape != source.shape:
         raise ValueError(
             f"out: expected an array of shape {list(source.shape)}; "
             f"got {list(target.shape)}"
         )
-    target[...] = source
 
 
 def _has_ended(rows: Rows) -> bool:
@@ -140,11 +144,7 @@ def _write_final(rows: Rows, targets: Sequence[Array]) -> None:
     """Copies the final observations of rows whose episode has ended."""
     (ended,) = (rows.terminated | rows.truncated).nonzero()
     for target, source in zip(targets, rows.final_observation, strict=True):
-        if target.shape != source.shape:
-            raise ValueError(
-                f"out: expected a final_observation of shape {list(source.shape)}; "
-                f"got {list(target.shape)}"
-            )
+        _check_shape(target, source)
         target[ended] = source[ended]
 
 

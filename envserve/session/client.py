@@ -172,11 +172,11 @@ class ClientSession:
         """
         if self._operations is None:
             return False
-        if self._operations.busy:
-            self._operations.settle(self._requests)
         for pending in [p for p in self._requests if p.entries]:
             if self._operations.has_ended(pending):  # else it is sent again for ever
                 self._requests.remove(pending.id)
+        if self._operations.busy:
+            self._operations.settle(self._requests)
         return bool(self._operations.busy) or self.has_finished
 
     def submit_step(self, blocks: Sequence[int], now: float, ticket: int = 0) -> None:

@@ -175,9 +175,8 @@ class Operations:
         Raises:
           RemoteProtocolError: It is not what the operation can have for a result.
         """
-        for block, _ in pending.entries:
-            if self.busy.get(block) != pending.ticket:
-                return  # an interrupt came between its end and its removal
+        if self.has_ended(pending):
+            return  # an interrupt came between its end and its removal
         if pending.part is None:  # a call
             result = bytes(message.payload)
             self._end(pending)
@@ -234,8 +233,11 @@ class Operations:
         self.busy = {b: t for b, t in self.busy.items() if (b, t) in asked}
 
     def has_ended(self, pending: Pending) -> bool:
-        """Tells whether a request was answered, though it was not removed then."""
-        return all(self.busy.get(b) != pending.ticket for b, _ in pending.entries)
+        """Tells whether a request was answered, if only in part, and not removed."""
+        for block, _ in pending.entries:
+            if self.busy.get(block) != pending.ticket:
+                return True
+        return False
 
     def abandon(self) -> None:
         """Forgets everything, since the lease is given back."""

@@ -12,7 +12,6 @@ from envserve.bench import envs
 from envserve.bench.case_process import Case, Measure
 from envserve.bench.harness import Outcome, take_turns
 from envserve.bench.load import Load
-from envserve.bench.machine import available_cores
 from envserve.bench.options import (
     CORES,
     JsonFile,
@@ -30,6 +29,7 @@ from envserve.bench.options import (
 from envserve.bench.ours import our_batch
 from envserve.bench.plot import Plot
 from envserve.bench.report import Output, Report, publish
+from envserve.cores import num_cores
 from envserve.registry import make_env
 from ppo.bench.rollouts import MICROSECONDS, load_tensorflow, repeating
 
@@ -69,7 +69,7 @@ class Pieces(NamedTuple):
             policy_all_rows=outcome.median(_POLICY_ALL, MICROSECONDS),
             num_envs=load.num_envs,
             workers=load.workers,
-            cores=available_cores(),
+            cores=num_cores(),
         )
 
     @property

@@ -14,7 +14,6 @@ from envserve.bench import envs
 from envserve.bench.case_process import BenchmarkError, Case, Measure
 from envserve.bench.harness import Outcome, take_turns
 from envserve.bench.load import Load, check_env
-from envserve.bench.machine import available_cores
 from envserve.bench.options import (
     CORES,
     JsonFile,
@@ -31,6 +30,7 @@ from envserve.bench.options import (
 from envserve.bench.ours import our_batch
 from envserve.bench.plot import Plot
 from envserve.bench.report import Output, Report, publish
+from envserve.cores import num_cores
 from ppo.bench.rollouts import (
     MICROSECONDS,
     RolloutLoad,
@@ -149,7 +149,7 @@ def timing_envs(work: RolloutLoad) -> Iterator[Measure]:
             before, first = np.array(batch.get_attr("seconds")), batch_steps
             repeat()
             spent = np.array(batch.get_attr("seconds")) - before
-            longest = longest_worker(spent, load.workers, available_cores())
+            longest = longest_worker(spent, load.workers, num_cores())
             return {MICROSECONDS: 1e6 * longest / (batch_steps - first)}
 
         yield measure

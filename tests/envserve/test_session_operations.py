@@ -31,3 +31,20 @@ def test_an_answered_request_does_not_stand_for_a_later_submission() -> None:
     operations.step([0], 2)
     operations.settle(requests)
     assert operations.busy == {}
+
+
+def test_a_request_whose_end_was_cut_short_has_ended() -> None:
+    spec = EnvSpec("Any-v0", Box(-1.0, 1.0, (2,), np.float32), Discrete(3))
+    blocks = (Block(0, 0, 1, 0, 0), Block(1, 1, 2, 0, 0))
+    operations = Operations("a server", spec, blocks)
+    requests = Requests(Outbox())
+    draft = operations.step([0, 1], 1)
+    message = Message(type=draft.type, request=1, entries=draft.entries)
+    requests.add(message, 0.0, draft.part, draft.ticket)
+    pending = requests.get(1)
+    assert pending is not None
+    del operations.busy[0]  # as far as the interrupt let it come
+    assert operations.has_ended(pending)
+    requests.remove(pending.id)
+    operations.settle(requests)
+    assert operations.busy == {}
