@@ -11,15 +11,18 @@ PINNED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test bench clean
+.PHONY: help train test bench chaos clean
 
 help:
 	@echo "make train [CONFIG=pendulum|cartpole|cheetah] [ARGS='--seed 1']"
 	@echo "                            set up $(VENV) and train PPO on a Gymnasium task"
-	@echo "make test [ARGS='-k name']  set up $(VENV) and run scripts/check (5 minutes)"
+	@echo "make test [ARGS='-k name']  set up $(VENV) and run scripts/check (8 minutes)"
 	@echo "make bench [ARGS='step --num-envs 64']"
 	@echo "                            set up $(VENV) with other projects' vectorised envs and"
 	@echo "                            measure ours beside them (the whole suite: 10 minutes)"
+	@echo "make chaos [ARGS='kill --scale 0.01']"
+	@echo "                            set up $(VENV), make everything fail that can, and show"
+	@echo "                            that no transition is wrong (the whole: some hours)"
 	@echo "make clean                  remove $(VENV), caches and build files; runs/ stays"
 	@echo "PYTHON=python3.12           the interpreter that $(VENV) is made with"
 
@@ -32,6 +35,9 @@ test: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-bench
 	$(VENV)/bin/envserve bench $(or $(ARGS),suite)
 
+chaos: $(VENV)/.installed-train
+	$(VENV)/bin/python scripts/chaos.py $(ARGS)
+
 # The stamps are older than a changed pin, which is what installs again.
 $(VENV)/.installed-train: $(PINNED) | $(VENV)/bin/pip
 	@echo "Installing envserve, TensorFlow (CPU) and MuJoCo into $(VENV); this takes minutes ..."
@@ -40,7 +46,7 @@ $(VENV)/.installed-train: $(PINNED) | $(VENV)/bin/pip
 
 $(VENV)/.installed-dev: $(PINNED) $(VENV)/.installed-train | $(VENV)/bin/pip
 	@echo "Installing the development tools into $(VENV) ..."
-	$(PIP) --constraint constraints.txt --editable '.[train-cpu,mujoco,dev]'
+	$(PIP) --constraint constraints.txt --editable '.[train-cpu,mujoco,plot,video,dev]'
 	@touch $@
 
 $(VENV)/.installed-bench: $(PINNED) $(VENV)/.installed-train | $(VENV)/bin/pip

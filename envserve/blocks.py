@@ -78,7 +78,7 @@ def make_blocks(num_envs: int, num_workers: int, num_splits: int) -> tuple[Block
 
 _COUNTS: Final = (
     *("num_envs", "num_workers", "num_splits"),
-    *("seed", "first_env_index", "max_restarts"),
+    *("seed", "first_env_index", "first_incarnation", "max_restarts"),
 )
 
 
@@ -94,6 +94,8 @@ class PoolConfig:
     seed: int
     #: Row of this pool's first env in the whole batch, over all lanes.
     first_env_index: int = 0
+    #: How often every env has been built before, for who builds them anew elsewhere.
+    first_incarnation: int = 0
     env_kwargs: Mapping[str, Any] = field(default_factory=dict)
     #: Modules that register envs when they are imported.
     import_modules: tuple[str, ...] = ()
@@ -105,6 +107,12 @@ class PoolConfig:
     step_timeout_seconds: float = 30.0
     #: Longest that one env's reset or construction may take.
     reset_timeout_seconds: float = 120.0
+    #: Longest that a step waits for envs whose worker is being replaced, before their
+    #: rows come back as padding; infinity waits for as long as it takes.
+    padding_after_seconds: float = 0.1
+    #: Folder for repro files of crashes; "" is one of this user's under the system's
+    #: folder for temporary files, and None none at all.
+    crash_dir: str | None = ""
     #: Failed starts of a worker in a row, without a step in between, before its
     #: blocks are given up.
     max_restarts: int = 5
@@ -121,10 +129,13 @@ class PoolConfig:
             raise ValueError(f"expected a seed in [0, 2**63); got {self.seed}")
         for name in ("num_envs", "num_workers", "num_splits"):
             self._check(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("first_env_index", "max_restarts"):
+        for name in ("first_env_index", "first_incarnation", "max_restarts"):
             self._check(name, getattr(self, name) >= 0, "at least 0")
         for name in ("step_timeout_seconds", "reset_timeout_seconds"):
             self._check(name, getattr(self, name) > 0, "more than 0")
+        self._check(
+            "padding_after_seconds", self.padding_after_seconds >= 0, "at least 0"
+        )
         for name, choices in (("autoreset", Autoreset), ("infos", Infos)):
             names = get_args(choices)
             self._check(name, getattr(self, name) in names, f"one of {names}")
@@ -196,6 +207,8 @@ class Finished(NamedTuple):
       faults: Faults of this operation.
       result: Encoded result of a `Call`, else empty.
       error: Set when the operation failed as a whole.
+      is_padding: Whether the step did nothing, since the envs, or their server, are not
+        back yet: all rows are PENDING.
     """
 
     block: int
@@ -204,6 +217,7 @@ class Finished(NamedTuple):
     faults: Sequence[Fault] = ()
     result: bytes = b""
     error: EnvserveError | None = None
+    is_padding: bool = False
 
 
 class Lane(Protocol):
@@ -238,8 +252,17 @@ class Lane(Protocol):
     def is_busy(self) -> bool:
         """Whether anything is in flight, or has ended and was not collected."""
 
-    def submit_step(self, blocks: Sequence[int], ticket: int = 0) -> None:
-        """Starts a step of these blocks, with the actions now in `rows.action`."""
+    def submit_step(
+        self, blocks: Sequence[int], ticket: int = 0, is_alone: bool = False
+    ) -> None:
+        """Starts a step of these blocks, with the actions now in `rows.action`.
+
+        Args:
+          blocks: Which blocks.
+          ticket: What `Finished` will carry.
+          is_alone: Whether the caller has no other rows that are alive: then blocks
+            whose envs are not back yet are waited for. Else they finish as padding.
+        """
 
     def submit_reset(self, resets: Sequence[Reset], ticket: int = 0) -> None:
         """Starts resets, each of another block."""
@@ -252,6 +275,9 @@ class Lane(Protocol):
 
         Fewer come back after the timeout, or when no more are in flight.
         """
+
+    def stats(self) -> Mapping[str, int]:
+        """Counts since the lane was made, by name; what is counted is the lane's."""
 
     def fileno(self) -> int:
         """A descriptor that is readable when `collect(0)` may have something."""

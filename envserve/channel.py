@@ -31,6 +31,9 @@ class Kind(enum.IntEnum):
     RESET = 4  # of rows of a block; answered by DONE
     CALL = 5  # attribute access on an env; answered by DONE
     CLOSE = 6  # close the envs and exit
+    REPLAY = 14  # in place of BUILD: apply what a file holds; see replay_worker
+    PREPARE = 12  # reset a block's envs, but not into its rows yet; answered by DONE
+    PUBLISH = 13  # write what PREPARE has brought to the rows; answered by DONE
     # Worker to pool.
     BUILT = 7  # one more env is built
     READY = 8  # all are; carries their spaces

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
@@ -13,7 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from envserve.cores import num_cores
-from envserve.errors import EnvserveError
+from envserve.errors import EnvserveError, ServerError
 
 __all__ = ["main"]
 
@@ -73,6 +74,30 @@ def start(
     reset_timeout: Annotated[
         float, typer.Option(help="Seconds that one env's reset or start may take.")
     ] = 120.0,
+    padding_after: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that a step waits for envs whose worker is being replaced; "
+            "then their rows are padding."
+        ),
+    ] = 0.1,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            help="How often a worker that ends without a step in between is replaced."
+        ),
+    ] = 5,
+    drain_grace: Annotated[
+        float,
+        typer.Option(help="Seconds for running episodes to end in after SIGTERM."),
+    ] = 8.0,
+    crash_dir: Annotated[
+        str,
+        typer.Option(
+            help="Folder for repro files of crashes, by default one of this user's "
+            "under the system's temporary folder; 'none' for no files."
+        ),
+    ] = "",
     max_message_mib: Annotated[
         int, typer.Option(help="Longest message accepted from a client.")
     ] = 1,
@@ -83,7 +108,7 @@ def start(
         str, typer.Option(help="debug, info, warning or error; goes to stderr.")
     ] = "info",
 ) -> None:
-    """Serve envs until SIGINT or SIGTERM."""
+    """Serve envs until SIGTERM, which lets episodes end first, or SIGINT."""
     from envserve.server import ServerConfig, serve
 
     _set_up_logging(log_level)
@@ -99,6 +124,10 @@ def start(
             lease_seconds=lease_seconds,
             step_timeout_seconds=step_timeout,
             reset_timeout_seconds=reset_timeout,
+            padding_after_seconds=padding_after,
+            max_restarts=max_restarts,
+            drain_grace_seconds=drain_grace,
+            crash_dir=None if crash_dir == "none" else crash_dir,
             max_message_bytes=max_message_mib << 20,
             allows_public_binds=insecure_no_auth,
         )
@@ -123,15 +152,32 @@ def start(
 @app.command()
 def health(
     address: Annotated[str, typer.Argument(help="Address of a server.")],
+    startup: Annotated[
+        bool, typer.Option("--startup", help="Can it start workers? If not, 3.")
+    ] = False,
+    live: Annotated[
+        bool, typer.Option("--live", help="Does its loop keep up? If not, 4.")
+    ] = False,
+    ready: Annotated[
+        bool,
+        typer.Option(
+            "--ready", help="Are there envs to have? 3, 5: draining, 6: all leased."
+        ),
+    ] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for it.")] = 2.0,
 ) -> None:
-    """Ask a server whether it serves; the exit code says so too."""
+    """Ask a server how it is. The exit code is 0 if it is well, 1 if none answers."""
     from envserve.client.connection import ask_welcome
+    from envserve.client.health import Ailment, Probe, diagnose
 
+    asked = {Probe.STARTUP: startup, Probe.LIVE: live, Probe.READY: ready}
     try:
         welcome = ask_welcome(address, timeout)
     except EnvserveError as error:
-        _fail(error, 1)
+        _fail(error, Ailment.NO_ANSWER)
+    found = diagnose(welcome, {probe for probe, is_asked in asked.items() if is_asked})
+    if found is not None:
+        _fail(f"{address}: {found[1]}", found[0])
     print(
         f"{address}: serving {welcome.num_names} env names; "
         f"{welcome.free_envs} of {welcome.total_envs} envs free"
@@ -164,6 +210,33 @@ def envs(
         print(name)
 
 
+@app.command()
+def replay(
+    file: Annotated[Path, typer.Argument(help="Repro file; the log names it.")],
+    import_module: Annotated[
+        list[str] | None,
+        typer.Option("--import", help="Module that registers envs; repeatable."),
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(help="Seconds after which a step hangs; by default, as it was."),
+    ] = None,
+) -> None:
+    """Play a crashed env again; exits with 0 if it ends alike, with 1 if not."""
+    from envserve import replay as replays
+    from envserve.launcher import Launcher
+
+    try:
+        repro = replays.load_repro(file)
+        print(replays.describe_repro(repro), flush=True)
+        with contextlib.closing(Launcher(import_module or ())) as launcher:
+            ending = replays.replay(repro, launcher, timeout)
+    except (EnvserveError, OSError) as error:
+        _fail(error, 2)
+    print("reproduced" if ending.is_reproduced else "not reproduced:", ending.text)
+    raise typer.Exit(0 if ending.is_reproduced else 1)
+
+
 @app.command(
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
@@ -189,13 +262,23 @@ def _set_up_logging(level: str) -> None:
 
 def _write_addresses(path: Path, addresses: tuple[str, ...]) -> None:
     """Writes all or nothing: whoever waits for the file never reads half of it."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        file.write("".join(f"{address}\n" for address in addresses))
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    name = ""
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            name = file.name
+            file.write("".join(f"{address}\n" for address in addresses))
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except OSError as error:
+        if name:
+            os.unlink(name)
+        raise ServerError(
+            f"--address-file {path} cannot be written: {error.strerror}; name a file "
+            f"in a folder that exists and has room"
+        ) from None
 
 
-def _fail(error: Exception, code: int) -> NoReturn:
+def _fail(error: Exception | str, code: int) -> NoReturn:
     print(f"envserve: {error}", file=sys.stderr)
     raise typer.Exit(code)
 

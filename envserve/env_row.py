@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from envserve.errors import SpaceError
+from envserve.journal import RowJournal
 from envserve.registry import make_env
 from envserve.seeding import env_seed
-from envserve.slab import Rows
+from envserve.slab import BEAT, Rows, next_beat
 from envserve.spec import EnvSpec, Leaf, flatten
 
 __all__ = ["EnvRow", "SpaceViolation"]
@@ -34,6 +35,8 @@ class EnvRow:
       row: Row of the pool.
       env_index: Row of the whole batch, from which the seeds follow.
       incarnation: How often the env has been rebuilt, over all its processes.
+      journal: Journal of the row, once attached.
+      inner_env: The env without its wrappers, once built.
     """
 
     def __init__(
@@ -54,6 +57,8 @@ class EnvRow:
         self._kwargs = dict(kwargs)
         self._root_seed = root_seed
         self._fresh_seed: int | None = None
+        self._last_seed: int | None = None
+        self._beat = 0
         self._needs_reset = False
         self._is_built = False
 
@@ -71,6 +76,7 @@ class EnvRow:
         """Makes the env; its first reset will use the incarnation's seed."""
         self._env = make_env(self._name, self._kwargs)
         self._step_env = self._env.step
+        self.inner_env = self._env.unwrapped
         self._is_built = True
         self._fresh_seed = self.seed
         spec = EnvSpec(self._name, self._env.observation_space, self._env.action_space)
@@ -89,21 +95,32 @@ class EnvRow:
         self.build()
 
     def attach(
-        self, rows: Rows, heartbeat: memoryview, autoreset: str = "same_step"
+        self,
+        rows: Rows,
+        heartbeat: memoryview,
+        journal: RowJournal,
+        autoreset: str = "same_step",
     ) -> None:
         """Sets where to write.
 
         Args:
           rows: Rows of the pool.
-          heartbeat: Two counters: env calls, and whether one may take long.
+          heartbeat: What shows that it goes on, and whose env is at work; see `Slab`.
+          journal: Journal of the row.
           autoreset: See `blocks.Autoreset`.
         """
+        self.write_to(rows)
+        self._heartbeat = heartbeat
+        self._beat = next_beat(self._beat, self.row)
+        self.journal = journal
+        self._is_same_step = autoreset == "same_step"
+        self._is_next_step = autoreset == "next_step"
+
+    def write_to(self, rows: Rows) -> None:
+        """Sets where observations go from now on."""
         self._observation = rows.observation
         self._final_observation = rows.final_observation
         self._only_row = rows.observation[0][self.row, ...]
-        self._heartbeat = heartbeat
-        self._is_same_step = autoreset == "same_step"
-        self._is_next_step = autoreset == "next_step"
 
     def step(self, action: Any) -> tuple[float, bool, bool, Mapping[str, Any]]:
         """Steps the env and writes its observation.
@@ -114,9 +131,10 @@ class EnvRow:
         Returns:
           Reward, terminated, truncated, and the info of this step.
         """
-        self._heartbeat[0] += 1
+        self._beat = beat = self._beat + BEAT
+        self._heartbeat[0] = beat
         if self._needs_reset and self._is_next_step:
-            return 0.0, False, False, self._begin_episode(None)
+            return 0.0, False, False, self._begin_episode(None, is_autoreset=True)
         observation, reward, terminated, truncated, info = self._step_env(action)
         if type(info) is not dict and not isinstance(info, Mapping):
             raise SpaceViolation(
@@ -147,25 +165,39 @@ class EnvRow:
             self._needs_reset = True
             self._write(self._observation, observation)
             return info
-        reset_info = self._begin_episode(None)
+        reset_info = self._begin_episode(None, is_autoreset=True)
         return {**info, "reset_info": reset_info} if reset_info else info
 
     def reset(self, seed: int | None) -> Mapping[str, Any]:
         """Resets the env, writes its first observation, and returns the info."""
-        info = self._begin_episode(seed)
+        info = self._begin_episode(seed, is_autoreset=False)
         self.check_finite()
         return info
 
-    def _begin_episode(self, seed: int | None) -> Mapping[str, Any]:
+    def _begin_episode(
+        self, seed: int | None, *, is_autoreset: bool
+    ) -> Mapping[str, Any]:
         if seed is None:
             seed = self._fresh_seed
         self._fresh_seed = None
         self._needs_reset = False
-        self._heartbeat[0] += 1
-        self._heartbeat[1] = 1
+        if not (is_autoreset and self.journal.begin_as_before()):
+            self.journal.begin(
+                self.inner_env,
+                self.incarnation,
+                seed,
+                self._last_seed,
+                is_autoreset=is_autoreset,
+            )
+        if seed is not None:
+            self._last_seed = seed
+        heartbeat = self._heartbeat
+        self._beat = beat = self._beat + BEAT
+        heartbeat[0] = beat
+        heartbeat[1] = 1
         observation, info = self._env.reset(seed=seed)
         self._write(self._observation, observation)
-        self._heartbeat[1] = 0
+        heartbeat[1] = 0
         return info
 
     def call(self, kind: str, name: str, arguments: list[Any]) -> Any:

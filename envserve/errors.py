@@ -21,6 +21,8 @@ __all__ = [
     "ProtocolError",
     "ProtocolMismatch",
     "RemoteProtocolError",
+    "ReproError",
+    "ServerDraining",
     "ServerError",
     "ServerLost",
     "SpaceError",
@@ -83,6 +85,10 @@ class WorkerError(EnvserveError, RuntimeError):
     """A worker process broke its side of the conversation, or cannot be started."""
 
 
+class ReproError(EnvserveError, ValueError):
+    """A file that is no repro file, or does not fit to the env that it names."""
+
+
 class EnvTimeout(EnvserveError, TimeoutError):
     """An env, worker or server did not answer before the deadline."""
 
@@ -100,7 +106,22 @@ class ServerLost(ServerError, ConnectionError):
 
 
 class EnvsBusy(ServerError):
-    """The server has fewer free envs than asked for."""
+    """The server has fewer free envs than asked for.
+
+    Attributes:
+      holder: Who has most of the others, like "host:pid"; empty if that is not known.
+      since: For how many seconds it has had them, when the server answered.
+    """
+
+    def __init__(self, message: str, *, holder: str = "", since: float = 0.0) -> None:
+        """Keeps who has the envs; the message names all."""
+        super().__init__(message)
+        self.holder = holder
+        self.since = since
+
+
+class ServerDraining(EnvsBusy):
+    """The server gives out no envs any more, since it is about to stop."""
 
 
 class LeaseLost(ServerError):

@@ -22,7 +22,7 @@ from typing import Any, Final
 from envserve.errors import WorkerError
 from envserve.template import kill_group, pack_message, take_messages
 
-__all__ = ["Exit", "Launcher"]
+__all__ = ["Exit", "Launcher", "one_line"]
 
 _START: Final = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
@@ -34,6 +34,11 @@ _ENVIRONMENT: Final = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
+#: How Python's fault handler begins, and its stack.
+_FATAL: Final = "Fatal Python error: "
+_STACK: Final = "Stack (most recent call first):"
+_EXCERPT_LINES: Final = 10
+_EXCERPT_WIDTH: Final = 200
 #: How long the template may stay silent while a fork is due; it may be importing.
 _FORK_SECONDS: Final = 120.0
 #: The socket holds some hundreds besides.
@@ -50,11 +55,45 @@ class Exit:
       pid: Its process id.
       exit_code: As of `os.waitstatus_to_exitcode`: negative for a signal.
       error: Why the process could not be started at all; else empty.
+      stderr_tail: The end of what it has written to stderr.
     """
 
     pid: int
     exit_code: int
     error: str = ""
+    stderr_tail: str = ""
+
+    @property
+    def last_words(self) -> str:
+        """The last line of `stderr_tail`; of a stack, the error and its first frame."""
+        first, _, rest = self.excerpt.partition("\n")
+        if first.startswith((_STACK, _FATAL)):
+            frame = next((f for f in rest.splitlines() if not f.startswith(_STACK)), "")
+            return f"{first.removesuffix(':')}: {frame.strip()}"
+        return self._lines[-1] if self._lines else ""
+
+    @property
+    def _lines(self) -> list[str]:
+        lines = map(one_line, self.stderr_tail.splitlines())
+        return [line for line in lines if line.strip()]
+
+    @property
+    def excerpt(self) -> str:
+        """The lines of `stderr_tail` that may tell why it ended; else empty.
+
+        Of a stack, the frames next to the crash or hang. Else nothing of a worker that
+        was killed: what it said before has another reason.
+        """
+        lines = self._lines
+        stacks = [i for i, line in enumerate(lines) if line.startswith(_STACK)]
+        if stacks:
+            start = stacks[-1]
+            if start and lines[start - 1].startswith(_FATAL):
+                start -= 1
+            lines = lines[start : start + _EXCERPT_LINES]
+        elif self.exit_code in (0, -signal.SIGKILL):
+            return ""
+        return "\n".join(line[:_EXCERPT_WIDTH] for line in lines[-_EXCERPT_LINES:])
 
     def __str__(self) -> str:
         """Says it in words, like "was killed by SIGKILL"."""
@@ -66,6 +105,14 @@ class Exit:
             return f"was killed by {signal.Signals(-self.exit_code).name}"
         except ValueError:
             return f"was killed by signal {-self.exit_code}"
+
+
+def one_line(text: str) -> str:
+    """Returns a text with all that is no printable character escaped."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode()
+        for char in text.rstrip()
+    )
 
 
 class Launcher:
@@ -110,6 +157,7 @@ class Launcher:
         self._socket, theirs = _socket_pair()
         self._socket.setblocking(False)
         self._lost = self._stuck = ""
+        self._has_imported = False
         with theirs:
             # Sent before there is anybody who could have ended already.
             self._send({"import": self._import_modules, "preload": self._preload})
@@ -161,13 +209,23 @@ class Launcher:
         self._send({"fork": self._next_id}, theirs)
         return self._next_id, ours
 
-    def kill(self, handle: int) -> None:
+    @property
+    def has_imported(self) -> bool:
+        """Whether the template has imported all modules, so that forks are quick."""
+        self.poll()
+        return self._has_imported
+
+    def kill(self, handle: int, *, has_stack: bool = False) -> None:
         """Kills a worker and the processes that its envs have started.
 
         The template does it, since only it knows whether the process id is still
         that worker's. A worker that has ended already is left alone.
+
+        Args:
+          handle: What `launch` has returned.
+          has_stack: Give it a moment to write its Python stack to stderr first.
         """
-        self._send({"kill": handle})
+        self._send({"kill": handle, "stack": has_stack})
 
     def poll(self) -> None:
         """Reads what the template reports, without waiting, and calls back.
@@ -242,9 +300,13 @@ class Launcher:
         self._num_sent = 0
 
     def _on_message(self, message: dict[str, Any]) -> None:
+        if "imported" in message:
+            self._has_imported = message["imported"]
+            return
         if "exit" in message:
             on_exit = self._watchers.pop(message["pid"])
-            on_exit(Exit(message["pid"], message["exit"]))
+            tail = message["stderr"].decode(errors="backslashreplace")
+            on_exit(Exit(message["pid"], message["exit"], stderr_tail=tail))
             return
         on_start, on_exit = self._pending.pop(message["fork"])
         if "error" in message:

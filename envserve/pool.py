@@ -10,7 +10,8 @@ import logging
 import math
 import selectors
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from envserve import codec
@@ -32,7 +33,14 @@ from envserve.errors import (
     LocalProtocolError,
     WorkerError,
 )
+from envserve.fault_log import FaultLog
 from envserve.launcher import Launcher
+from envserve.losses import (
+    keep_last_observation,
+    restore_last_observation,
+    write_lost,
+    write_pending,
+)
 from envserve.operations import Operation, call_operation, reset_operation
 from envserve.reports import read_report
 from envserve.slab import Rows, Slab, Status
@@ -50,6 +58,36 @@ _EXIT_STATUS_SECONDS: Final = 0.002
 _CLOSE_GRACE_SECONDS: Final = 1.0
 
 
+@dataclass(slots=True)
+class _Loss:
+    """A block whose episodes have ended with their worker.
+
+    Its envs are reset as soon as they are built, but the rows are left alone until the
+    next step: until then they are the caller's to read.
+
+    Attributes:
+      status: What to report.
+      text: What happened.
+      sequence: Of the reset that is under way, or None.
+      is_stale: Whether that reset has been followed by another one.
+      is_ready: Whether the envs are reset.
+      has_padded: Whether the caller has had padding, and knows.
+      has_kept: Whether the last observations are the final ones already.
+      pad_at: When to end a step of it as padding, if the envs are not back by then.
+      is_published: Whether they are back, and are about to write to the rows.
+    """
+
+    status: Status
+    text: str
+    sequence: int | None = None
+    is_stale: bool = False
+    is_ready: bool = False
+    has_padded: bool = False
+    has_kept: bool = False
+    pad_at: float = math.inf
+    is_published: bool = False
+
+
 class Pool:
     """Equal envs in worker processes of this host. Satisfies `blocks.Lane`.
 
@@ -64,6 +102,7 @@ class Pool:
         config: PoolConfig,
         *,
         launcher: Launcher | None = None,
+        label: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Starts all workers and returns at once; see `is_ready`.
@@ -71,6 +110,7 @@ class Pool:
         Args:
           config: What to build.
           launcher: Shared with other pools; by default the pool has its own.
+          label: What its lines in the log begin with, to tell it from other pools.
           clock: Monotonic seconds.
 
         Raises:
@@ -101,11 +141,14 @@ class Pool:
             )
             for index in range(num_workers)
         ]
-        self._incarnations = [0] * config.num_envs
-        self._lost: dict[int, tuple[Status, str]] = {}  # blocks whose episodes died
+        self._incarnations = [config.first_incarnation] * config.num_envs
+        self._losses: dict[int, _Loss] = {}  # blocks whose envs are not back yet
         self._operations: dict[int, Operation] = {}
         self._sequence = 0
-        self._last_fault_text = ""
+        self._is_alone = False  # the caller of the last step, as it has said
+        self._num_restarts = 0
+        self._num_padded = 0
+        self._fault_log = FaultLog(config, _LOGGER, label)
         self._finished: list[Finished] = []
         self._last_done: SupervisedWorker | None = None
         self._has_cores_for_all = num_workers <= num_cores()
@@ -173,14 +216,25 @@ class Pool:
         """Returns for each busy block how long its operation has been running."""
         return {i: now - op.started_at for i, op in self._operations.items()}
 
+    def stats(self) -> Mapping[str, int]:
+        """Returns how often workers were replaced, and blocks padded."""
+        return {"restarts": self._num_restarts, "padded": self._num_padded}
+
     @property
     def is_busy(self) -> bool:
         """Whether anything is in flight, or has ended and was not collected."""
         return bool(self._operations or self._finished)
 
-    def submit_step(self, blocks: Sequence[int], ticket: int = 0) -> None:
-        """Starts a step of these blocks, with the actions now in `rows.action`."""
+    def submit_step(
+        self, blocks: Sequence[int], ticket: int = 0, is_alone: bool = False
+    ) -> None:
+        """Starts a step of these blocks, with the actions now in `rows.action`.
+
+        A block whose worker is being replaced is waited for, the first time for a
+        moment, or else finishes as padding; see `blocks.Lane`.
+        """
         operations = [Operation(Kind.STEP, self._idle_block(i)) for i in blocks]
+        self._is_alone = is_alone
         self._submit(operations, ticket)
 
     def submit_reset(self, resets: Sequence[Reset], ticket: int = 0) -> None:
@@ -218,18 +272,22 @@ class Pool:
             raise LocalProtocolError(f"{self!r} can no longer be used")
         if len(self._finished) < min_finished:
             self._wait(timeout_seconds, min_finished)
+        elif self._losses:
+            self._advance(0.0)  # padding is there at once, and would be for ever
         finished, self._finished = self._finished, []
         return finished
 
-    def begin_close(self) -> None:
-        """Asks all workers to end; `collect` goes on until `is_closed`."""
-        if self._is_closing:
-            return
+    def begin_close(self, grace_seconds: float = _CLOSE_GRACE_SECONDS) -> None:
+        """Asks all workers to end; `collect` goes on until `is_closed`.
+
+        Args:
+          grace_seconds: When to kill who has not ended; a second call may only hasten.
+        """
         self._is_closing = True
         now = self._clock()
         self._watch_at = now
         for worker in self._workers:
-            worker.begin_close(now, kill_at=now + _CLOSE_GRACE_SECONDS)
+            worker.begin_close(kill_at=now + grace_seconds)
 
     def close(self) -> None:
         """Ends all workers: politely, then by force, within 2 seconds."""
@@ -269,8 +327,7 @@ class Pool:
         self._watch_at = min(self._watch_at, now + _WATCH_SECONDS)
         outbox: dict[int, bytes] = {}
         for operation in operations:
-            self._sequence = (self._sequence + 1) & 0xFFFFFFFF
-            operation.sequence = self._sequence
+            operation.sequence = self._next_sequence()
             operation.ticket = ticket
             operation.started_at = now
             self._operations[operation.block.index] = operation
@@ -282,6 +339,9 @@ class Pool:
                 self._finish(operation, error=worker.error)
         for worker_index, data in outbox.items():
             self._workers[worker_index].send(data, now)
+        if self._losses:
+            self._plan_padding(operations, now)
+            self._pad(now)
 
     def _idle_block(self, index: int) -> Block:
         if not self.is_ready or not 0 <= index < len(self.blocks):
@@ -297,15 +357,68 @@ class Pool:
 
     def _frame_of(self, operation: Operation) -> bytes:
         """Returns what to send: in a lost block, all envs must be reset first."""
-        index = operation.block.index
-        if index in self._lost and operation.kind is Kind.STEP:
-            part = slice(operation.block.start, operation.block.stop)
-            for final, last in zip(
-                self.rows.final_observation, self.rows.observation, strict=True
-            ):
-                final[part] = last[part]
-            return pack_frame(Kind.RESET, index, operation.sequence)
+        loss = self._losses.get(operation.block.index) if self._losses else None
+        if loss is None or operation.kind is Kind.CALL:
+            return operation.frame()
+        if loss.is_ready and _takes_any_episode(operation):
+            self._keep_last_observation(operation.block, loss)
+            loss.is_published = True
+            index = operation.block.index
+            return pack_frame(Kind.PUBLISH, index, operation.sequence)
+        if operation.kind is Kind.STEP:
+            return self._prepare_frame(operation.block, loss)
+        is_under_way = loss.sequence is not None and not loss.is_stale
+        if is_under_way and _takes_any_episode(operation):
+            return b""  # else it would depend on time which episode comes
+        loss.is_ready, loss.is_stale = False, loss.sequence is not None
+        loss.has_kept = False
         return operation.frame()
+
+    def _keep_last_observation(self, block: Block, loss: _Loss) -> None:
+        if not loss.has_kept:
+            keep_last_observation(self.rows, _rows_of(block))
+            loss.has_kept = True
+
+    def _prepare_frame(self, block: Block, loss: _Loss) -> bytes:
+        """Returns what has the envs of a lost block reset, unless that is under way."""
+        if loss.sequence is not None:
+            return b""
+        loss.sequence = self._next_sequence()
+        return pack_frame(Kind.PREPARE, block.index, loss.sequence)
+
+    def _next_sequence(self) -> int:
+        self._sequence = (self._sequence + 1) & 0xFFFFFFFF
+        return self._sequence
+
+    # Padding.
+
+    def _plan_padding(self, operations: Sequence[Operation], now: float) -> None:
+        """Sets how long steps of lost blocks are waited for: once, then no more."""
+        patience = self.config.padding_after_seconds
+        for operation in operations:
+            loss = self._losses.get(operation.block.index)
+            if loss is not None:
+                loss.pad_at = now if loss.has_padded else now + patience
+
+    def _pad(self, now: float) -> None:
+        """Ends steps of lost blocks as padding if it is time to."""
+        is_anything_alive = len(self._losses) < len(self.blocks)
+        for operation in list(self._operations.values()):
+            loss = self._losses.get(operation.block.index)
+            if (
+                loss is None
+                or operation.kind is not Kind.STEP
+                or loss.is_published
+                or (self._is_alone and not is_anything_alive)
+            ):
+                continue
+            if now < loss.pad_at:
+                self._watch_at = min(self._watch_at, loss.pad_at)
+                continue
+            loss.has_padded = True
+            write_pending(self.rows, _rows_of(operation.block))
+            self._num_padded += 1
+            self._finish(operation, is_padding=True)
 
     # Going on.
 
@@ -373,6 +486,11 @@ class Pool:
     def _watch(self, now: float) -> None:
         """Looks after the workers; plans when to do so next."""
         busy = {operation.block.worker for operation in self._operations.values()}
+        busy |= {
+            self.blocks[index].worker
+            for index, loss in self._losses.items()
+            if loss.sequence is not None
+        }
         delay = _WATCH_SECONDS if busy or self._is_closing else math.inf
         for worker in self._workers:
             worker.watch(worker.index in busy, now)
@@ -383,6 +501,8 @@ class Pool:
             elif worker.state in (WorkerState.STARTING, WorkerState.BACKOFF):
                 delay = min(delay, _WATCH_SECONDS)
         self._watch_at = now + delay
+        if self._losses:
+            self._pad(now)
 
     def on_ready(self, worker: SupervisedWorker, spec: EnvSpec) -> None:
         """Makes the slab once all workers are ready, or takes one back in."""
@@ -395,13 +515,16 @@ class Pool:
         if different:
             worker.fail(f"came back with other spaces: {'; '.join(different)}")
             return
-        frames = [
-            self._frame_of(operation)
-            for operation in self._operations.values()
-            if operation.block.worker == worker.index
-        ]
-        if frames:
-            worker.send(b"".join(frames), self._clock())
+        frames = []
+        for block in worker.blocks:
+            operation = self._operations.get(block.index)
+            loss = self._losses.get(block.index)
+            is_reset = operation is not None and operation.kind is Kind.RESET
+            if loss is not None and not is_reset:
+                frames.append(self._prepare_frame(block, loss))
+            if operation is not None and operation.kind is not Kind.STEP:
+                frames.append(self._frame_of(operation))
+        worker.send(b"".join(frames), self._clock())
 
     def _make_slab(self) -> None:
         spec = self._specs[0]
@@ -428,15 +551,29 @@ class Pool:
         self.error = error
         self.begin_close()
 
+    def is_at_work(self, worker: SupervisedWorker) -> bool:
+        """Tells whether a worker that serves was asked for something."""
+        for block in worker.blocks:
+            loss = self._losses.get(block.index)
+            if block.index in self._operations or (
+                loss is not None and loss.sequence is not None
+            ):
+                return True
+        return False
+
     def on_lost(self, worker: SupervisedWorker, status: Status, text: str) -> None:
         """Marks the worker's blocks lost; what runs on them ends with the next one."""
-        if self._spec is None:
+        if self._slab is None:
             if worker.error is not None:
                 self._give_up(worker.error)
             return
-        self._watch_at = self._clock()
+        self._watch_at = now = self._clock()
+        self._fault_log.worker_lost(
+            worker, status, text, self._operations, self._slab, now
+        )
+        self._num_restarts += 1
         for block in worker.blocks:
-            self._lost[block.index] = (status, f"{worker.label} {text}")
+            self._lose(block, status, f"{worker.label} {text}{worker.excerpt_note}")
             for row in range(block.start, block.stop):
                 self._incarnations[row] += 1
             operation = self._operations.get(block.index)
@@ -447,32 +584,67 @@ class Pool:
             elif operation.kind is Kind.CALL:
                 error = CallError(f"{worker.label} {text}, during a call")
                 self._finish(operation, error=error)
+            else:
+                self._plan_padding([operation], now)
+
+    def _lose(self, block: Block, status: Status, text: str) -> None:
+        """Marks a block lost; if it was lost before, its episodes ended then."""
+        old = self._losses.get(block.index)
+        operation = self._operations.get(block.index)
+        is_stepping = operation is not None and operation.kind is Kind.STEP
+        if old is None:
+            loss = self._losses[block.index] = _Loss(status, text)
+            # Rows that were answered stay as they are: they may still have to be read.
+            if is_stepping:
+                self._keep_last_observation(block, loss)
+            return
+        self._losses[block.index] = _Loss(
+            old.status, old.text, has_padded=old.has_padded
+        )
+        if is_stepping and old.has_kept:
+            # A worker may have died while it published: nobody is to see half of it.
+            restore_last_observation(self.rows, _rows_of(block))
 
     def on_done(self, worker: SupervisedWorker, frame: Frame) -> None:
         """Finishes the operation that was answered."""
+        loss = self._losses.get(frame.block) if self._losses else None
+        if loss is not None and loss.sequence == frame.sequence:
+            self._on_prepared(worker, loss, frame)
+            return
         operation = self._operations.get(frame.block)
         if operation is None or operation.sequence != frame.sequence:
             worker.fail(f"answered what was not asked, on block {frame.block}")
         elif operation.kind is Kind.CALL:
             self._finish(operation, result=frame.payload)
-        elif frame.block in self._lost and operation.kind is Kind.STEP:
-            # The worker was sent a reset instead, and may have rebuilt envs in it.
-            if frame.payload:
-                try:
-                    report = read_report(frame.payload, operation.block)
-                except ValueError as error:
-                    worker.fail(f"sent a report that cannot be read: {error}")
-                    return
-                for row in report.rebuilt:
-                    self._incarnations[row] += 1
+        elif loss is not None and operation.kind is Kind.STEP:
             self._finish(operation, faults=self._report_lost(operation.block))
         else:
             self._last_done = worker
             if operation.kind is Kind.STEP:
                 worker.note_step()
             elif operation.is_whole_reset:
-                self._lost.pop(frame.block, None)
+                self._losses.pop(frame.block, None)
             self._finish_with_report(worker, operation, frame.payload)
+
+    def _on_prepared(self, worker: SupervisedWorker, loss: _Loss, frame: Frame) -> None:
+        """Goes on with a step that waits for envs which have been reset by now."""
+        block = self.blocks[frame.block]
+        if frame.payload:
+            try:
+                report = read_report(frame.payload, block)
+            except ValueError as error:
+                worker.fail(f"sent a report that cannot be read: {error}")
+                return
+            for row in report.rebuilt:
+                self._incarnations[row] += 1
+        loss.sequence = None
+        loss.is_ready, loss.is_stale = not loss.is_stale, False
+        operation = self._operations.get(block.index)
+        if operation is not None and (
+            operation.kind is Kind.STEP
+            or (loss.is_ready and _takes_any_episode(operation))
+        ):
+            worker.send(self._frame_of(operation), self._clock())
 
     def _finish_with_report(
         self, worker: SupervisedWorker, operation: Operation, payload: bytes
@@ -487,28 +659,22 @@ class Pool:
             return
         for row in report.rebuilt:
             self._incarnations[row] += 1
-        for fault in report.faults:
-            self._log_fault(fault)
+        if report.faults:
+            assert self._slab is not None, "it has been stepped"
+            now = self._clock()
+            for fault in report.faults:
+                self._fault_log.env_failed(
+                    fault, operation.block, worker, self._slab, now
+                )
         self._finish(operation, faults=report.faults, infos=report.infos)
-
-    def _log_fault(self, fault: Fault) -> None:
-        """Logs a line; below it the traceback, when it is not the same as before."""
-        first, _, last = fault.text.strip().rpartition("\n")
-        detail = "" if fault.text == self._last_fault_text else first
-        self._last_fault_text = fault.text
-        env_index = self.config.first_env_index + fault.env_index
-        text = f"{last}\n{detail}".strip()
-        _LOGGER.warning("Env %d failed and was rebuilt: %s", env_index, text)
 
     def _report_lost(self, block: Block) -> list[Fault]:
         """Turns a block's rows into the one made-up transition that a loss costs."""
-        status, text = self._lost.pop(block.index)
-        rows, part = self.rows, slice(block.start, block.stop)
-        rows.reward[part] = 0.0
-        rows.terminated[part] = False
-        rows.truncated[part] = True
-        rows.status[part] = status
-        return [Fault(row, status, text) for row in range(block.start, block.stop)]
+        loss = self._losses.pop(block.index)
+        write_lost(self.rows, _rows_of(block), loss.status)
+        return [
+            Fault(row, loss.status, loss.text) for row in range(block.start, block.stop)
+        ]
 
     def _finish(self, operation: Operation, **outcome: Any) -> None:
         del self._operations[operation.block.index]
@@ -526,3 +692,13 @@ class Pool:
             f"{len(self._workers)} workers, {state}, "
             f"{len(self._operations)} in flight>"
         )
+
+
+def _takes_any_episode(operation: Operation) -> bool:
+    """Tells whether the one will do that a lost block's envs begin anyway."""
+    is_any_reset = operation.is_whole_reset and not operation.payload
+    return operation.kind is Kind.STEP or is_any_reset
+
+
+def _rows_of(block: Block) -> slice:
+    return slice(block.start, block.stop)

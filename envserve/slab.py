@@ -17,9 +17,18 @@ from typing import Any, Final
 
 import numpy as np
 
+from envserve.journal import Journal, journal_nbytes
 from envserve.spec import EnvSpec
 
-__all__ = ["Rows", "Slab", "Status", "rows_nbytes"]
+__all__ = [
+    "BEAT",
+    "Rows",
+    "Slab",
+    "Status",
+    "next_beat",
+    "row_of_beat",
+    "rows_nbytes",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -27,13 +36,19 @@ _ALIGNMENT: Final = 64  # a cache line: no two arrays, and no two heartbeats, sh
 
 
 class Status(enum.IntEnum):
-    """What became of a row's last step. A transition is valid when it is OK."""
+    """What became of a row's last step. A transition is valid when it is OK.
+
+    The episode has ended in a row that is ENV_ERROR, WORKER_DIED, TIMEOUT or
+    SERVER_LOST; it goes on in one that is PENDING or LATE.
+    """
 
     OK = 0
     ENV_ERROR = 1  # the env raised, or returned what its spaces do not allow
     WORKER_DIED = 2
     TIMEOUT = 3  # the env hung and its worker was killed
     SERVER_LOST = 4
+    PENDING = 5  # padding: nothing was done; the env, or its server, is not back yet
+    LATE = 6  # what an action has led to that was sent before the padding
 
 
 @dataclass(frozen=True)
@@ -101,6 +116,21 @@ class Rows:
         )
 
 
+#: What one call of an env adds to its row's beat.
+BEAT: Final = 1 << 20
+
+
+def next_beat(beat: int, row: int) -> int:
+    """Returns a beat of a row that differs from an earlier one."""
+    return (beat & -BEAT) + BEAT + row + 1
+
+
+def row_of_beat(beat: int) -> int | None:
+    """Returns the row whose env was called last; None if there was no call yet."""
+    row = beat % BEAT
+    return row - 1 if row else None
+
+
 def rows_nbytes(spec: EnvSpec, num_envs: int) -> int:
     """Returns how many bytes `Rows.map` needs."""
     return sum(
@@ -126,13 +156,15 @@ def _aligned(nbytes: int) -> int:
 
 
 class Slab:
-    """Shared memory with the rows of one pool, and a heartbeat per worker.
+    """Shared memory with the rows of one pool, a heartbeat per worker, and a journal.
 
     Attributes:
       fd: Descriptor of the memory, to be sent to workers.
       rows: The rows, as views into the memory.
-      heartbeats: int64 `[num_workers, 8]`; column 0 counts a worker's env calls, and
-        column 1 is 1 while it is inside a reset. A row is a cache line.
+      heartbeats: int64 `[num_workers, 8]`; column 0 is another one after every call of
+        an env, and tells which one it was, see `row_of_beat`; column 1 is 1 while the
+        worker is inside a reset. A row is a cache line.
+      journal: What each env has been through lately.
     """
 
     def __init__(self, fd: int, spec: EnvSpec, num_envs: int, num_workers: int) -> None:
@@ -147,6 +179,8 @@ class Slab:
             self._memory,
             _aligned(rows_nbytes(spec, num_envs)),
         )
+        journal_at = nbytes - journal_nbytes(spec, num_envs)
+        self.journal = Journal(spec, num_envs, self._memory, journal_at)
 
     @classmethod
     def create(cls, spec: EnvSpec, num_envs: int, num_workers: int) -> Slab:
@@ -172,7 +206,11 @@ class Slab:
 
 
 def _slab_nbytes(spec: EnvSpec, num_envs: int, num_workers: int) -> int:
-    return _aligned(rows_nbytes(spec, num_envs)) + num_workers * _ALIGNMENT
+    return (
+        _aligned(rows_nbytes(spec, num_envs))
+        + num_workers * _ALIGNMENT
+        + journal_nbytes(spec, num_envs)
+    )
 
 
 def _anonymous_file() -> int:

@@ -15,9 +15,10 @@ from functools import partial
 from typing import Any, Final
 
 from envserve.env_row import EnvRow, SpaceViolation
+from envserve.journal import RowJournal
 from envserve.reset_threads import ResetThreads
 from envserve.seeding import spare_seed
-from envserve.slab import Rows
+from envserve.slab import Rows, next_beat
 from envserve.spec import EnvSpec
 
 __all__ = ["SpareRow"]
@@ -37,6 +38,7 @@ class SpareRow:
       row: Row of the pool.
       env_index: Row of the whole batch, from which the seeds follow.
       incarnation: How often one of the envs, or both with their process, was rebuilt.
+      journal: Journal of the row, once attached.
     """
 
     def __init__(self, make: Callable[[], EnvRow], threads: ResetThreads) -> None:
@@ -84,16 +86,27 @@ class SpareRow:
         self._set_attributes(self._active, self._attributes)
 
     def attach(
-        self, rows: Rows, heartbeat: memoryview, autoreset: str = "same_step"
+        self,
+        rows: Rows,
+        heartbeat: memoryview,
+        journal: RowJournal,
+        autoreset: str = "same_step",
     ) -> None:
         """Sets where to write; see `EnvRow.attach`."""
         self._rows = rows
         self._heartbeat = heartbeat
+        self.journal = journal
+        self._warm_journal = RowJournal.private()
         self._is_same_step = autoreset == "same_step"
         self._is_next_step = autoreset == "next_step"
         self._warm_rows = Rows.allocate(self._spec, 1)
         self._warm_heartbeat = memoryview(bytearray(16)).cast("q")  # nobody's
-        self._active.attach(rows, heartbeat, _OWN_AUTORESET)
+        self._active.attach(rows, heartbeat, journal, _OWN_AUTORESET)
+
+    def write_to(self, rows: Rows) -> None:
+        """Sets where the active env's observations go from now on."""
+        self._rows = rows
+        self._active.write_to(rows)
 
     def step(self, action: Any) -> tuple[float, bool, bool, Mapping[str, Any]]:
         """Steps the active env; see `EnvRow.step`."""
@@ -182,14 +195,17 @@ class SpareRow:
         self._warming = None
         self._active, self._spare = self._spare, self._active
         missed, self._missed_attributes = self._missed_attributes, {}
-        self._heartbeat[0] += 1
+        self._heartbeat[0] = next_beat(self._heartbeat[0], self.row)
         if not warming.done():
             self._heartbeat[1] = 1
         try:
             info = warming.result()
         finally:
             self._active.row = self.row
-            self._active.attach(self._rows, self._heartbeat, _OWN_AUTORESET)
+            self._active.attach(
+                self._rows, self._heartbeat, self.journal, _OWN_AUTORESET
+            )
+            self.journal.adopt(self._warm_journal, self.incarnation)
         self._heartbeat[1] = 0
         self._set_attributes(self._active, missed)
         return info
@@ -197,7 +213,9 @@ class SpareRow:
     def _warm_spare(self) -> None:
         """Hands the spare to a thread, which resets it."""
         self._spare.row = 0
-        self._spare.attach(self._warm_rows, self._warm_heartbeat, _OWN_AUTORESET)
+        self._spare.attach(
+            self._warm_rows, self._warm_heartbeat, self._warm_journal, _OWN_AUTORESET
+        )
         seed, self._spare_seed = self._spare_seed, None
         self._warming = self._threads.start(partial(self._spare.reset, seed))
 

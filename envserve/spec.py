@@ -22,6 +22,7 @@ from envserve.errors import SpaceError
 __all__ = [
     "EnvSpec",
     "Leaf",
+    "action_values",
     "describe",
     "flatten",
     "leaves_of",
@@ -343,3 +344,17 @@ _KINDS: dict[type, tuple[str, tuple[str, ...], Callable[..., Space[Any]]]] = {
     spaces.MultiBinary: ("multi_binary", ("shape",), _multi_binary),
     spaces.MultiDiscrete: ("multi_discrete", ("nvec", "start"), _multi_discrete),
 }
+
+
+def action_values(spec: EnvSpec, arrays: Sequence[Array]) -> list[Any]:
+    """Returns actions as envs expect them, from one array `[n, ...]` per leaf."""
+    per_leaf = []
+    for leaf, array in zip(spec.action_leaves, arrays, strict=True):
+        values = list(array)
+        if not leaf.shape and isinstance(leaf.space, spaces.Box):
+            values = [np.asarray(value) for value in values]
+        per_leaf.append(values)
+    space = spec.action_space
+    if spec.action_leaves[0].space is space:
+        return per_leaf[0]
+    return [unflatten(space, values) for values in zip(*per_leaf, strict=True)]

@@ -23,7 +23,7 @@ from envserve.errors import (
     UnknownEnv,
     WorkerError,
 )
-from envserve.launcher import Launcher
+from envserve.launcher import Exit, Launcher
 from envserve.slab import Slab, Status
 from envserve.spec import EnvSpec, restore
 from envserve.worker_handle import WorkerHandle
@@ -37,6 +37,8 @@ _EXIT_STATUS_GRACE_SECONDS: Final = 0.2
 #: How long a process that was killed may take to end; the kernel may hold it.
 _KILL_SECONDS: Final = 5.0
 _FIRST_BACKOFF_SECONDS: Final = 0.1
+#: Least from one start to the next of a worker that has not stepped in between.
+_START_SECONDS: Final = 0.1
 _MAX_BACKOFF_SECONDS: Final = 30.0
 _MAX_SPACES_BYTES: Final = 64 << 20
 
@@ -59,6 +61,9 @@ class WorkerListener(Protocol):
     def on_done(self, worker: SupervisedWorker, frame: Frame) -> None:
         """A block's operation was answered."""
 
+    def is_at_work(self, worker: SupervisedWorker) -> bool:
+        """Tells whether the process has been asked for something, and not answered."""
+
     def on_lost(self, worker: SupervisedWorker, status: Status, text: str) -> None:
         """The process has ended unasked; another will follow, or the state is ENDED."""
 
@@ -72,6 +77,7 @@ class SupervisedWorker:
       state: See `WorkerState`.
       error: Why it was given up, once it is ENDED for that.
       process: The running process, or None.
+      exit: How the last process has ended; None if that is not known.
     """
 
     def __init__(
@@ -90,14 +96,16 @@ class SupervisedWorker:
         self.state = WorkerState.BACKOFF
         self.error: EnvserveError | None = None
         self.process: WorkerHandle | None = None
+        self.exit: Exit | None = None
         self._num_workers = num_workers
         self._config = config
         self._launcher = launcher
         self._selector = selector
         self._listener = listener
         self._slab: Slab | None = None
-        self._failures = 0  # ends in a row without a step in between
-        self._restart_at = -math.inf
+        self._failures = 0  # ends at work in a row without a step in between
+        self._started_at = self._restart_at = -math.inf
+        self._has_stepped = False  # since it was started
         self._kill_at = math.inf
         self._at_end_since = math.inf
         self._killed_at = math.inf
@@ -121,8 +129,11 @@ class SupervisedWorker:
     def start(self, incarnations: Sequence[int], now: float) -> None:
         """Starts a process that builds the envs."""
         self.state = WorkerState.STARTING
+        self._started_at = now
+        self._has_stepped = False
         self._at_end_since = self._killed_at = math.inf
         self._traceback = self._hang = ""
+        self.exit = None
         self._beat_at = now
         try:
             self.process = WorkerHandle(self._launcher)
@@ -146,6 +157,8 @@ class SupervisedWorker:
 
     def send(self, data: bytes, now: float) -> None:
         """Sends operations to a worker that is SERVING."""
+        if not data:  # no sign of life is to be expected of it
+            return
         if self.process is not None:
             self.process.send(data)
             if self.process.has_unsent:
@@ -184,7 +197,10 @@ class SupervisedWorker:
             self.fail(f"sent what is no message: {error}")
             frames = []
         for frame in frames:
-            self._on_frame(frame, now)
+            # What is about to be killed was hung, and the signal that has it write its
+            # stack may have woken it from a system call with a wrong result.
+            if not self._hang:
+                self._on_frame(frame, now)
         if self.process.is_at_end:
             self._unregister()  # else it stays readable until the status is known
         if self.process.is_at_end or self._hang:
@@ -207,11 +223,14 @@ class SupervisedWorker:
     def note_step(self) -> None:
         """Hears that a step has succeeded: the next end is no failure to start."""
         self._failures = 0
+        self._has_stepped = True
 
-    def begin_close(self, now: float, kill_at: float) -> None:
+    def begin_close(self, kill_at: float) -> None:
         """Asks the process to end; it is killed if it has not by `kill_at`."""
+        self._kill_at = min(self._kill_at, kill_at)
+        if self._is_closing:
+            return
         self._is_closing = True
-        self._kill_at = kill_at
         if self.process is None:
             self.state = WorkerState.ENDED
         else:
@@ -291,7 +310,7 @@ class SupervisedWorker:
         """Kills a process that misbehaves; says why when it has ended."""
         if not self._hang and self.process is not None:
             self._hang, self._hang_status = reason, status
-            self.process.kill()
+            self.process.kill(has_stack=status is Status.TIMEOUT)
 
     def _check_end(self, now: float) -> None:
         """Acts on the end of the process, once its exit status is known."""
@@ -305,6 +324,7 @@ class SupervisedWorker:
         # A process that an env has started may hold the socket open for ever.
         if has_exited and (process.is_at_end or is_overdue):
             self._release()
+            self.exit = process.exit
             self._on_end(str(process.exit), now)
         elif not has_exited:
             if is_overdue:
@@ -341,15 +361,28 @@ class SupervisedWorker:
         if self._is_closing:
             self.state = WorkerState.ENDED
             return
-        self._failures += 1
+        # Who dies while it has nothing to do has not failed to get anything running:
+        # something else has killed it, however often that is between two steps.
+        is_failure = self.state is WorkerState.STARTING or self._listener.is_at_work(
+            self
+        )
+        if is_failure:
+            self._failures += 1
         status = self._hang_status if self._hang else Status.WORKER_DIED
         text = f"{self._hang}; it {end}" if self._hang else end
         if self._traceback:
             text = f"stopped:\n{self._traceback.rstrip()}"
         self._plan_restart(text, now)
-        if self.error is None:  # else whoever waits for the pool is told
-            _LOGGER.warning("%s %s", self.label, text)
+        if self.error is None and self._slab is None:
+            # Else the pool says it, or who waits for the pool is told.
+            _LOGGER.warning("%s %s%s", self.label, text, self.excerpt_note)
         self._listener.on_lost(self, status, text)
+
+    @property
+    def excerpt_note(self) -> str:
+        """What the last process has written to stderr, to be added to a message."""
+        excerpt = "" if self.exit is None else self.exit.excerpt
+        return f"; its stderr ends:\n{excerpt}" if excerpt else ""
 
     def _plan_restart(self, text: str, now: float) -> None:
         """Gives up at once for an env that cannot be built, else after some tries."""
@@ -362,7 +395,8 @@ class SupervisedWorker:
             tries = "" if self._failures == 1 else f" {self._failures} times in a row"
             self.error = EnvStartError(
                 f"{self.label} failed{tries} to get its {self._config.env_name} "
-                f"running" + ("" if self._traceback else f": it {text}"),
+                f"running"
+                + ("" if self._traceback else f": it {text}{self.excerpt_note}"),
                 remote_traceback=self._traceback,
             )
             self.state = WorkerState.ENDED
@@ -375,6 +409,9 @@ class SupervisedWorker:
                 _MAX_BACKOFF_SECONDS,
             )
         self._restart_at = now + delay
+        if not self._has_stepped:
+            earliest = self._started_at + _START_SECONDS
+            self._restart_at = max(self._restart_at, earliest)
 
     def __repr__(self) -> str:
         """Returns the label, the state and the process."""

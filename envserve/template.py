@@ -1,28 +1,38 @@
 """The process that workers are forked from.
 
-It is single-threaded, so that forking it is safe, and does four things: import what
-it is told to at the start, fork workers, kill workers, and report how each ended.
+It is single-threaded, so that forking it is safe, and does five things: import what
+it is told to at the start, fork workers, kill workers, pass on what they write to
+stderr, and report how each ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
+import math
 import os
 import select
 import signal
 import socket
 import struct
 import sys
+import time
 from typing import Any, Final
 
 from envserve import codec
+from envserve.stderr_pipes import StderrPipes
 
 __all__ = ["kill_group", "main", "pack_message", "take_messages"]
 
 _LENGTH: Final = struct.Struct("<I")
 _PR_SET_PDEATHSIG: Final = 1
+#: Has a worker write its Python stack to stderr; an env may use it for something else.
+_STACK_SIGNAL: Final = signal.SIGUSR2
+#: How long it has for that before it is killed, and how long once it has begun.
+_STACK_SECONDS: Final = 0.08
+_STACK_REST_SECONDS: Final = 0.005
 
 
 def pack_message(message: dict[str, Any]) -> bytes:
@@ -68,22 +78,53 @@ class _Template:
         self._fds: list[int] = []
         self._import_error = ""
         self._workers: dict[int, int] = {}  # process id by request
+        self._kill_at: dict[int, float] = {}  # of those that are writing their stack
         self._libc = ctypes.CDLL(None, use_errno=True)
+        self._poller = select.poll()
+        self._poller.register(self._owner, select.POLLIN)
+        self._poller.register(self._wakeup, select.POLLIN)
+        self._pipes = StderrPipes(self._poller)
 
     def run(self) -> None:
         """Serves until the owner closes its end, or dies."""
-        poller = select.poll()
-        poller.register(self._owner, select.POLLIN)
-        poller.register(self._wakeup, select.POLLIN)
         while True:
-            for fd, _ in poller.poll():
+            for fd, _ in self._poller.poll(self._kill_due()):
+                worker = self._pipes.worker_of(fd)
+                if worker in self._kill_at:
+                    kill_at = time.monotonic() + _STACK_REST_SECONDS
+                    self._kill_at[worker] = min(self._kill_at[worker], kill_at)
+                if self._pipes.handle(fd):
+                    continue
                 if fd == self._wakeup.fileno():
                     self._reap()
-                elif not self._serve():
+                elif fd == self._owner.fileno() and not self._serve():
                     # On macOS the kernel does not do it for us.
                     for pid in self._workers.values():
                         kill_group(pid)
+                    self._pipes.close()
                     return
+
+    def _kill_due(self) -> int | None:
+        """Kills those that have had time for their stack; returns ms to the next."""
+        now = time.monotonic()
+        due = [request for request, at in self._kill_at.items() if at <= now]
+        for request in due:
+            del self._kill_at[request]
+            if request in self._workers:
+                kill_group(self._workers[request])
+        if not self._kill_at:
+            return None
+        return math.ceil(1000 * (min(self._kill_at.values()) - now))
+
+    def _kill(self, request: int, has_stack: bool) -> None:
+        pid = self._workers.get(request)
+        if pid is None:
+            return
+        if not has_stack:
+            kill_group(pid)
+        elif request not in self._kill_at:
+            self._kill_at[request] = time.monotonic() + _STACK_SECONDS
+            os.kill(pid, _STACK_SIGNAL)  # ours to reap still, so nobody else's
 
     def _serve(self) -> bool:
         try:
@@ -96,10 +137,12 @@ class _Template:
             if "import" in message:
                 self._import(message["import"], message["preload"])
             elif "kill" in message:
-                if message["kill"] in self._workers:
-                    kill_group(self._workers[message["kill"]])
-            else:
+                self._kill(message["kill"], message["stack"])
+            elif self._fds:
                 self._fork(message["fork"], self._fds.pop(0))
+            else:  # the kernel drops what a process has no room for
+                error = "the template process has no descriptor left"
+                self._report({"fork": message["fork"], "error": error})
         return bool(data)
 
     def _import(self, modules: list[str], env_names: list[str]) -> None:
@@ -115,23 +158,29 @@ class _Template:
                 registry.preload(env_name)
         gc.collect()
         gc.freeze()  # forks then share these pages for good
+        self._report({"imported": not self._import_error})
 
     def _fork(self, request: int, fd: int) -> None:
         # Nothing is imported here: other pools wait for their kills and forks.
         parent = os.getpid()
+        stderr_fd = self._pipes.open(request)
+        fds = [fd] if stderr_fd is None else [fd, stderr_fd]
         try:
             pid = os.fork()
         except OSError as error:  # no memory, or too many processes
-            os.close(fd)
+            for each in fds:
+                os.close(each)
+            self._pipes.end(request)
             self._report({"fork": request, "error": str(error)})
             return
         if pid == 0:
-            self._become_worker(parent, fd)
-        os.close(fd)
+            self._become_worker(parent, fd, stderr_fd)
+        for each in fds:
+            os.close(each)
         self._workers[request] = pid
         self._report({"fork": request, "pid": pid})
 
-    def _become_worker(self, parent: int, fd: int) -> None:
+    def _become_worker(self, parent: int, fd: int, stderr_fd: int | None) -> None:
         from envserve import worker
 
         code = 1
@@ -152,6 +201,14 @@ class _Template:
                 other.close()
             for other_fd in self._fds:
                 os.close(other_fd)
+            self._pipes.forget()
+            if stderr_fd is not None:
+                os.dup2(stderr_fd, 1)
+                os.dup2(stderr_fd, 2)
+                os.close(stderr_fd)
+            # So that a crash in C says where in Python it was called from.
+            faulthandler.enable(2, all_threads=False)
+            faulthandler.register(_STACK_SIGNAL, 2, all_threads=False)
             os.set_inheritable(fd, False)
             worker.run(socket.socket(fileno=fd), self._import_error)
             code = 0
@@ -179,8 +236,11 @@ class _Template:
             pid, status = os.waitpid(ended.si_pid, 0)
             if not is_worker:  # a module that was imported has started it
                 continue
-            self._workers = {k: v for k, v in self._workers.items() if v != pid}
-            self._report({"pid": pid, "exit": os.waitstatus_to_exitcode(status)})
+            (request,) = [k for k, v in self._workers.items() if v == pid]
+            del self._workers[request]
+            code = os.waitstatus_to_exitcode(status)
+            tail = self._pipes.end(request)
+            self._report({"pid": pid, "exit": code, "stderr": tail})
 
     def _report(self, message: dict[str, Any]) -> None:
         # A closed owner is noticed by the next read.

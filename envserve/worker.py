@@ -15,14 +15,13 @@ import random
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final
 
 import numpy as np
-from gymnasium.spaces import Box
 
-from envserve import codec
+from envserve import codec, replay_worker
 from envserve.channel import MAX_CALL_BYTES, Frame, FrameReader, Kind, pack_frame
 from envserve.cores import num_cores
 from envserve.env_row import EnvRow, SpaceViolation
@@ -34,9 +33,9 @@ from envserve.reports import (
     printable,
 )
 from envserve.reset_threads import ResetThreads
-from envserve.slab import Slab, Status
+from envserve.slab import Rows, Slab, Status, next_beat
 from envserve.spare_row import SpareRow
-from envserve.spec import EnvSpec, describe, unflatten
+from envserve.spec import EnvSpec, action_values, describe
 
 __all__ = ["run"]
 
@@ -59,10 +58,13 @@ def run(channel: socket.socket, import_error: str = "") -> None:
             inbox = _Inbox(channel)
             frames = inbox.frames()
             build = next(frames, None)
-            if build is None or build.kind is not Kind.BUILD:
+            if build is None or build.kind not in (Kind.BUILD, Kind.REPLAY):
                 return
             if import_error:
                 raise EnvStartError(import_error)
+            if build.kind is Kind.REPLAY:
+                replay_worker.run(channel, build.payload)
+                return
             config = codec.decode(build.payload, max_bytes=1 << 26)
             if config["num_workers"] <= num_cores():
                 inbox.spin_seconds = _SPIN_SECONDS
@@ -132,6 +134,7 @@ class _Worker:
         self._build = build
         self._infos_of_all = build["infos"] == "all"
         self._infos_of_ends = build["infos"] == "episode_end"
+        self._prepared: Rows | None = None
         self._threads = (
             ResetThreads(len(build["incarnations"])) if build["spare_envs"] else None
         )
@@ -193,8 +196,11 @@ class _Worker:
         self._rows = self._slab.rows
         heartbeat = memoryview(self._slab.heartbeats[build["worker"]])
         self._heartbeat = heartbeat
-        for env in self._envs.values():
-            env.attach(self._rows, heartbeat, build["autoreset"])
+        self._journal = journal = self._slab.journal
+        for envs in self._blocks.values():
+            for env in envs:
+                row_journal = journal.row(env.row, envs[0].row)
+                env.attach(self._rows, heartbeat, row_journal, build["autoreset"])
         self._float_observations = [
             array for array in self._rows.observation if array.dtype.kind == "f"
         ]
@@ -211,6 +217,10 @@ class _Worker:
             payload = self._reset(envs, frame.payload)
         elif frame.kind is Kind.CALL:
             payload = self._call(frame.payload)
+        elif frame.kind is Kind.PREPARE:
+            payload = self._prepare(envs)
+        elif frame.kind is Kind.PUBLISH:
+            payload = self._publish(envs)
         else:
             raise WorkerError(f"expected an operation on a block; got {frame.kind!r}")
         self._send(pack_frame(Kind.DONE, frame.block, frame.sequence, payload))
@@ -222,21 +232,6 @@ class _Worker:
         for env in self._envs.values():
             env.close()
 
-    def _actions(self, start: int, stop: int) -> Iterable[Any]:
-        """Returns an own copy of each row's action: envs may keep what they get."""
-        per_leaf = []
-        for leaf, array in zip(
-            self._spec.action_leaves, self._rows.action, strict=True
-        ):
-            values = list(array[start:stop].copy())
-            if not leaf.shape and isinstance(leaf.space, Box):
-                values = [np.asarray(value) for value in values]
-            per_leaf.append(values)
-        space = self._spec.action_space
-        if self._spec.action_leaves[0].space is space:
-            return per_leaf[0]
-        return [unflatten(space, values) for values in zip(*per_leaf, strict=True)]
-
     def _step(self, envs: list[_Row]) -> bytes:
         rows, start, stop = self._rows, envs[0].row, envs[-1].row + 1
         rewards: list[float] = []
@@ -244,12 +239,17 @@ class _Worker:
         faults: list[dict[str, Any]] = []
         infos: dict[int, Mapping[str, Any]] = {}
         infos_of_all, infos_of_ends = self._infos_of_all, self._infos_of_ends
-        for env, action in zip(envs, self._actions(start, stop), strict=True):
+        self._journal.note_step(rows.action, start, stop)
+        # Copies: envs may keep what they get.
+        actions = action_values(
+            self._spec, [array[start:stop].copy() for array in rows.action]
+        )
+        for env, action in zip(envs, actions, strict=True):
             try:
                 reward, terminated, truncated, info = env.step(action)
             except Exception as error:
                 reward, terminated, truncated, info = 0.0, False, True, {}
-                faults.append(self._recover(env, error))
+                faults.append(self._recover(env, error, is_over=False))
             rewards.append(reward)
             if terminated or truncated:
                 ended.append((env.row, terminated, truncated))
@@ -269,6 +269,8 @@ class _Worker:
             faults += self._recover_non_finite(envs, ended_rows)
         for fault in faults:
             self._mark_lost(fault["row"])
+            if not fault["violation"]:
+                self._show_prepared(slice(fault["row"], fault["row"] + 1))
             infos.pop(fault["row"], None)
         return encode_report(faults, infos)
 
@@ -305,10 +307,11 @@ class _Worker:
                     raise SpaceViolation(f"expected a finite reward; got {reward}")
                 env.check_finite(final=env.row in ended_rows)
             except SpaceViolation as error:
-                faults.append(self._recover(env, error))
+                is_over = env.row in ended_rows
+                faults.append(self._recover(env, error, is_over=is_over))
         return faults
 
-    def _recover(self, env: _Row, error: Exception) -> dict[str, Any]:
+    def _recover(self, env: _Row, error: Exception, *, is_over: bool) -> dict[str, Any]:
         """Rebuilds an env that failed; that this may fail too ends the worker."""
         is_violation = isinstance(error, SpaceViolation)
         text = printable(str(error)) if is_violation else describe_error(error)
@@ -316,9 +319,13 @@ class _Worker:
             self._rows.final_observation, self._rows.observation, strict=True
         ):
             final[env.row] = 0 if is_violation else last[env.row]
+        env.journal.keep_failed(is_over=is_over)
         self._heartbeat[1] = 1
         env.rebuild()
-        env.reset(None)
+        if is_violation:
+            env.reset(None)  # its row may hold anything
+        else:
+            self._reset_aside(env)
         return {
             "row": env.row,
             "status": int(Status.ENV_ERROR),
@@ -355,6 +362,45 @@ class _Worker:
             rows.status[row] = Status.OK
         return encode_report([], infos, rebuilt)
 
+    def _prepare(self, envs: list[_Row]) -> bytes:
+        """Resets envs while their rows are still read by others; see `_publish`."""
+        rebuilt = []
+        for env in envs:
+            incarnation = env.incarnation
+            self._reset_aside(env)
+            if env.incarnation != incarnation:
+                rebuilt.append(env.row)
+        return encode_report([], {}, rebuilt)
+
+    def _reset_aside(self, env: _Row) -> None:
+        """Resets an env, and leaves what its row shows for `_show_prepared`.
+
+        Should this worker die before it answers, the row is still what was seen last.
+        """
+        if self._prepared is None:
+            self._prepared = Rows.allocate(self._spec, self._build["num_envs"])
+        env.write_to(self._prepared)
+        try:
+            self._reset_or_rebuild(env, None)
+        finally:
+            env.write_to(self._rows)
+
+    def _show_prepared(self, part: slice) -> None:
+        if self._prepared is None:
+            raise WorkerError("expected a reset aside before its rows are shown")
+        for target, source in zip(
+            self._rows.observation, self._prepared.observation, strict=True
+        ):
+            target[part] = source[part]
+
+    def _publish(self, envs: list[_Row]) -> bytes:
+        rows, part = self._rows, slice(envs[0].row, envs[-1].row + 1)
+        self._show_prepared(part)
+        rows.reward[part] = 0.0
+        rows.terminated[part] = rows.truncated[part] = False
+        rows.status[part] = Status.OK
+        return b""
+
     def _reset_or_rebuild(self, env: _Row, seed: int | None) -> Mapping[str, Any]:
         """Gives an env whose reset fails one new incarnation, unless it is new."""
         was_fresh = env.is_fresh
@@ -373,12 +419,13 @@ class _Worker:
 
     def _call(self, payload: bytes) -> bytes:
         request = codec.decode(payload, max_bytes=MAX_CALL_BYTES)
-        self._heartbeat[0] += 1
+        env = self._envs[request["row"]]
+        self._heartbeat[0] = next_beat(self._heartbeat[0], env.row)
         self._heartbeat[1] = 1
+        if request["kind"] != "get":
+            env.journal.touch()
         try:
-            value = self._envs[request["row"]].call(
-                request["kind"], request["name"], request["arguments"]
-            )
+            value = env.call(request["kind"], request["name"], request["arguments"])
             result = codec.encode({"value": value})
             if len(result) > MAX_CALL_BYTES:
                 raise ValueError(

@@ -153,9 +153,13 @@ class WorkerHandle:
             self._launcher.poll()
         return self.exit
 
-    def kill(self) -> None:
-        """Has the process and its children killed; its exit status follows."""
-        self._launcher.kill(self._handle)
+    def kill(self, *, has_stack: bool = False) -> None:
+        """Has the process and its children killed; its exit status follows.
+
+        Args:
+          has_stack: Have it write its Python stack to stderr first.
+        """
+        self._launcher.kill(self._handle, has_stack=has_stack)
 
     def close(self) -> None:
         """Closes this side of the socket."""

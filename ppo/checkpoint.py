@@ -20,6 +20,7 @@ from ppo.update import Updater
 
 __all__ = [
     "Counters",
+    "checkpoint_at",
     "latest_checkpoint",
     "load_agent",
     "read_counters",
@@ -95,16 +96,22 @@ def restore(
     return read_counters(folder)
 
 
-def load_agent(folder: Path, agent: Agent) -> Counters:
-    """Load only the agent from the newest checkpoint, to evaluate it.
+def load_agent(folder: Path, agent: Agent, steps: int | None = None) -> Counters:
+    """Load only the agent from a checkpoint, to evaluate it or to make it act.
+
+    Args:
+        folder: where the checkpoints are.
+        agent: what to load into.
+        steps: after how many env steps the checkpoint was written; by default the
+            newest is loaded.
 
     Raises:
         CheckpointError: there is none, or it belongs to other networks.
     """
-    path = latest_checkpoint(folder)
+    path = checkpoint_at(folder, steps)
     checkpoint = tf.train.Checkpoint(agent=tf.train.Checkpoint(**agent.trackables))
     _read(path, checkpoint, is_complete=False)
-    return read_counters(folder)
+    return _counters(path)
 
 
 def read_counters(folder: Path) -> Counters:
@@ -113,14 +120,30 @@ def read_counters(folder: Path) -> Counters:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    path = latest_checkpoint(folder) / "counters.json"
-    try:
-        return Counters(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+    return _counters(latest_checkpoint(folder))
+
+
+def checkpoint_at(folder: Path, steps: int | None) -> Path:
+    """Return the checkpoint that was written after so many env steps.
+
+    Args:
+        folder: where the checkpoints are.
+        steps: None for the newest.
+
+    Raises:
+        CheckpointError: there is no such checkpoint; names those there are.
+    """
+    if steps is None:
+        return latest_checkpoint(folder)
+    latest_checkpoint(folder)  # there is one
+    found = {_counters(path).steps: path for path in _complete(folder)}
+    if steps not in found:
+        known = ", ".join(map(str, sorted(found)))
         raise CheckpointError(
-            f"{path}: expected the counters of a checkpoint; {error}. Remove this "
-            "checkpoint to go on from the one before."
-        ) from error
+            f"{folder}: expected a checkpoint at {steps} steps, found those at "
+            f"{known}; name one of these, or none for the newest."
+        )
+    return found[steps]
 
 
 def latest_checkpoint(folder: Path) -> Path:
@@ -136,6 +159,18 @@ def latest_checkpoint(folder: Path) -> Path:
             "first one, start it anew."
         )
     return complete[-1]
+
+
+def _counters(path: Path) -> Counters:
+    """Read how far a run had come when this checkpoint was written."""
+    path = path / "counters.json"
+    try:
+        return Counters(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: expected the counters of a checkpoint; {error}. Remove this "
+            "checkpoint to go on from the one before."
+        ) from error
 
 
 def _checkpoint(agent: Agent, updater: Updater, return_scale: ReturnScale) -> Any:

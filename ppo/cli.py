@@ -7,7 +7,6 @@ TensorFlow is only loaded once the input is checked.
 
 import contextlib
 import json
-import logging
 import os
 import sys
 import time
@@ -19,7 +18,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from envserve.errors import EnvserveError, EnvStartError, SpaceError, UnknownEnv
+from envserve.errors import EnvserveError
+from ppo import tool_commands
+from ppo.command_line import (
+    Connect,
+    Import,
+    NumWorkers,
+    Threads,
+    plain_warnings,
+    reported_errors,
+    start_tensorflow,
+)
 from ppo.config import Config
 from ppo.config_text import apply_settings, describe_keys
 from ppo.configs import CONFIGS, load_config
@@ -30,9 +39,7 @@ if TYPE_CHECKING:
     from ppo.agent import Agent
     from ppo.environments import MakeEnv
 
-__all__ = ["main", "start_tensorflow"]
-
-_BAD_INPUT = (BadInputError, UnknownEnv, SpaceError, EnvStartError)
+__all__ = ["main"]
 
 app = typer.Typer(
     add_completion=False,
@@ -40,30 +47,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train and evaluate agents with proximal policy optimisation.",
 )
-
-Connect = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="ADDRESS",
-        help="Env server, such as tcp://127.0.0.1:5555; repeatable. Default: local "
-        "worker processes.",
-    ),
-]
-Import = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--import",
-        metavar="MODULE",
-        help="Module that registers envs, for local workers; repeatable.",
-    ),
-]
-NumWorkers = Annotated[
-    int | None,
-    typer.Option(min=1, help="Local worker processes. Default: one per core."),
-]
-Threads = Annotated[
-    int, typer.Option(min=0, help="TensorFlow's threads; 0 leaves it to TensorFlow.")
-]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -104,7 +87,7 @@ def train(
 ) -> None:
     """Train an agent, and evaluate it at the end."""
     console = Console()
-    with _reported_errors(), _plain_warnings():
+    with reported_errors(), plain_warnings():
         if resume is not None and (run_dir is not None or seed is not None):
             raise ConfigError(
                 "--resume takes folder and seed from the earlier run: leave out "
@@ -143,7 +126,7 @@ def evaluate(
     inter_op_threads: Threads = 1,
 ) -> None:
     """Evaluate the newest checkpoint of a run."""
-    with _reported_errors(), _plain_warnings():
+    with reported_errors(), plain_warnings():
         run_folder, config = RunFolder.open(run)
         start_tensorflow(intra_op_threads, inter_op_threads)
         from ppo.environments import env_maker
@@ -166,7 +149,7 @@ def configs(
 ) -> None:
     """List the named configs, or all keys of one."""
     if name is not None:
-        with _reported_errors():
+        with reported_errors():
             _print_keys(load_config(name))
         return
     table = Table("name", "env", "steps", "envs", "learning rate", "discount")
@@ -180,6 +163,11 @@ def configs(
             f"{config.discount:g}",
         )
     Console().print(table)
+
+
+app.command()(tool_commands.export)
+app.command()(tool_commands.plot)
+app.command()(tool_commands.visualize)
 
 
 def _print_keys(config: Config) -> None:
@@ -309,66 +297,3 @@ def _evaluate(
         f"highest {evaluation.returns.max():.1f})",
         soft_wrap=True,
     )
-
-
-def start_tensorflow(intra_op_threads: int, inter_op_threads: int) -> None:
-    """Load TensorFlow quietly, with so many threads; 0 leaves the number to it.
-
-    Two threads take a third off an update of small networks, while the envs wait; a
-    rollout uses none of them.
-
-    Raises:
-        BadInputError: TensorFlow is not installed.
-    """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
-    try:
-        import tensorflow as tf
-    except ModuleNotFoundError as error:
-        raise BadInputError(
-            f"Training needs TensorFlow ({error}): pip install 'envserve[train]'."
-        ) from error
-    tf.get_logger().setLevel("ERROR")
-    tf.config.threading.set_intra_op_parallelism_threads(intra_op_threads)
-    tf.config.threading.set_inter_op_parallelism_threads(inter_op_threads)
-
-
-@contextlib.contextmanager
-def _plain_warnings() -> Iterator[None]:
-    """Write warnings of the envs to stderr as they are, also above a live bar.
-
-    Left to the root logger, their looks change once TensorFlow's logging sets it up.
-    """
-    logger = logging.getLogger("envserve")
-    handler = logging.lastResort  # looks up sys.stderr anew for each line
-    assert handler is not None
-    logger.addHandler(handler)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.propagate = True
-        logger.removeHandler(handler)
-
-
-@contextlib.contextmanager
-def _reported_errors() -> Iterator[None]:
-    """Print known errors in red instead of a traceback, and set the exit code."""
-    try:
-        yield
-    except (PpoError, EnvserveError) as error:
-        console = Console(stderr=True)
-        text = _one_line(error)
-        console.print(f"Error: {text}", style="red", markup=False, soft_wrap=True)
-        for note in getattr(error, "__notes__", []):
-            console.print(note, markup=False, soft_wrap=True)
-        code = 2 if isinstance(error, _BAD_INPUT) else 1
-        raise typer.Exit(code) from error
-
-
-def _one_line(error: Exception) -> str:
-    """Shorten the traceback of a worker to its last line; the log has all of it."""
-    traceback = str(getattr(error, "remote_traceback", "")).strip()
-    if not traceback:
-        return str(error)
-    return f"{str(error).splitlines()[0]}: {traceback.splitlines()[-1]}"

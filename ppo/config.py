@@ -141,6 +141,21 @@ class Config:
     server_lost_after_seconds: float = 60.0
     """Seconds of silence after which an env server is given up."""
 
+    on_server_lost: str = "raise"
+    """What a server that was given up does: "raise" ends the training; "pad" leaves its
+    rows out of it until the server is back."""
+
+    padding_after_seconds: float = 0.1
+    """Seconds that a step waits for envs whose worker is being replaced, before the
+    others go on without them; servers have a limit of their own."""
+
+    max_restarts: int = 5
+    """How often a worker that ends without a step in between is replaced; servers have
+    a limit of their own."""
+
+    on_fault: str = "truncate"
+    """What a failed env does: "truncate" ends its episode, "raise" the training."""
+
     def __post_init__(self) -> None:
         """Check every value; raises `ConfigError` that names the first bad one."""
         for name, (low, high) in _BOUNDS.items():
@@ -157,6 +172,14 @@ class Config:
                 )
         if not self.env_name:
             raise ConfigError("env_name: expected the name of an env, got ''.")
+        if self.on_server_lost not in ("raise", "pad"):
+            raise ConfigError(
+                f"on_server_lost: expected raise or pad, got {self.on_server_lost!r}."
+            )
+        if self.on_fault not in ("truncate", "raise"):
+            raise ConfigError(
+                f"on_fault: expected truncate or raise, got {self.on_fault!r}."
+            )
         if self.activation not in ACTIVATIONS:
             raise ConfigError(
                 f"activation: expected one of {', '.join(ACTIVATIONS)}, "
@@ -218,4 +241,6 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "step_timeout_seconds": _SECONDS,
     "reset_timeout_seconds": _SECONDS,
     "server_lost_after_seconds": _SECONDS,
+    "padding_after_seconds": (0.0, 1e6),
+    "max_restarts": (0, 2**31),
 }

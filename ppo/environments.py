@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from envserve.blocks import Autoreset
 from envserve.client import BatchEnv
 from ppo.config import Config
 
@@ -22,6 +23,7 @@ def env_maker(
     addresses: Sequence[str] = (),
     num_workers: int | None = None,
     import_modules: Sequence[str] = (),
+    autoreset: Autoreset = "same_step",
 ) -> MakeEnv:
     """Return a function that starts or reaches the envs of a config.
 
@@ -31,6 +33,7 @@ def env_maker(
             of this host.
         num_workers: local worker processes; by default one per core.
         import_modules: modules that register envs of one's own, for local workers.
+        autoreset: when an ended episode's env is reset; rollouts need "same_step".
     """
 
     def make_env(*, num_envs: int, seed: int) -> BatchEnv:
@@ -42,8 +45,11 @@ def env_maker(
                 seed=seed,
                 num_splits=config.num_splits,
                 env_kwargs=dict(config.env_kwargs),
+                autoreset=autoreset,
                 spare_envs=config.spare_envs,
+                on_fault="raise" if config.on_fault == "raise" else "truncate",
                 server_lost_after=config.server_lost_after_seconds,
+                on_server_lost="pad" if config.on_server_lost == "pad" else "raise",
             )
         return BatchEnv.local(
             config.env_name,
@@ -52,10 +58,14 @@ def env_maker(
             seed=seed,
             num_splits=config.num_splits,
             env_kwargs=dict(config.env_kwargs),
+            autoreset=autoreset,
             spare_envs=config.spare_envs,
             import_modules=tuple(import_modules),
             step_timeout=config.step_timeout_seconds,
             reset_timeout=config.reset_timeout_seconds,
+            padding_after=config.padding_after_seconds,
+            max_restarts=config.max_restarts,
+            on_fault="raise" if config.on_fault == "raise" else "truncate",
         )
 
     return make_env

@@ -24,30 +24,32 @@ class Episode(NamedTuple):
 class EpisodeTracker:
     """Sums rewards per env across rollouts.
 
-    An episode that lost a step counts as nothing: what it would have earned is unknown.
+    An episode with a step that is not valid counts as nothing: what it would have
+    earned is unknown.
 
     Attributes:
         lost_in_a_row: int64 `[num_envs]`; episodes that an env lost since it last
-            completed one. Every lost step ends an episode.
+            completed one.
     """
 
     def __init__(self, num_envs: int) -> None:
         self._total_reward = np.zeros(num_envs)
         self._length = np.zeros(num_envs, np.int64)
+        self._is_spoiled = np.zeros(num_envs, np.bool_)
         self.lost_in_a_row = np.zeros(num_envs, np.int64)
 
     def add(self, rollout: Rollout) -> list[Episode]:
         """Take in the next rollout; returns its completed episodes in order of time."""
         episodes = []
-        ends = rollout.done | ~rollout.valid
+        ends = rollout.done
         for step in range(len(ends)):
-            self._total_reward += np.where(
-                rollout.valid[step], rollout.reward[step], 0.0
-            )
-            self._length += rollout.valid[step]
+            valid = rollout.valid[step]
+            self._total_reward += np.where(valid, rollout.reward[step], 0.0)
+            self._length += valid
+            self._is_spoiled |= ~valid
             for env_index in np.flatnonzero(ends[step]):
                 self.lost_in_a_row[env_index] += 1
-                if rollout.valid[step, env_index]:
+                if not self._is_spoiled[env_index]:
                     self.lost_in_a_row[env_index] = 0
                     episodes.append(
                         Episode(
@@ -58,6 +60,7 @@ class EpisodeTracker:
                     )
                 self._total_reward[env_index] = 0.0
                 self._length[env_index] = 0
+                self._is_spoiled[env_index] = False
         return episodes
 
 

@@ -11,10 +11,12 @@ __all__ = [
     "DivergedError",
     "EnvDataError",
     "EnvsLostError",
+    "OutputError",
     "PpoError",
     "RunFolderError",
     "RunWriteError",
     "UnsupportedSpaceError",
+    "VideoError",
 ]
 
 
@@ -38,8 +40,16 @@ class CheckpointError(BadInputError):
     """A checkpoint is missing, or does not fit the networks of the config."""
 
 
+class OutputError(BadInputError):
+    """Where results are to go is taken, or cannot be written."""
+
+
 class UnsupportedSpaceError(BadInputError):
     """No network is known for an observation or action space."""
+
+
+class VideoError(BadInputError):
+    """An env gives no frames, or there is nothing to make a video with."""
 
 
 class RunWriteError(PpoError):

@@ -19,7 +19,7 @@ from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.run_folder import RunFolder
 from ppo.simulate import Simulation
 
-__all__ = ["Evaluation", "evaluate", "evaluate_run"]
+__all__ = ["Evaluation", "evaluate", "evaluate_run", "evaluation_seed"]
 
 _HORIZON = 100
 _MAX_LOST_IN_A_ROW = 20
@@ -108,7 +108,7 @@ def evaluate_run(
         CheckpointError: there is no checkpoint, or it does not fit the config.
     """
     episodes = config.evaluation_episodes
-    seed = _evaluation_seed(config.seed)
+    seed = evaluation_seed(config.seed)
     with make_env(num_envs=min(config.num_envs, episodes), seed=seed) as env:
         if agent is None:
             agent = Agent(env.observation_space, env.action_space, config)
@@ -127,7 +127,7 @@ def _check_losses(env: BatchEnv, lost_in_a_row: np.ndarray) -> None:
         )
 
 
-def _evaluation_seed(seed: int) -> int:
+def evaluation_seed(seed: int) -> int:
     """Return a seed for envs that training never used."""
     sequence = np.random.SeedSequence(seed, spawn_key=(0, 2))
     return int(sequence.generate_state(1)[0] >> 1)

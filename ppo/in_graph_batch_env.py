@@ -86,7 +86,7 @@ class InGraphBatchEnv:
         if isinstance(space, gymnasium.spaces.Discrete):
             return tf.cast(action, space.dtype) + np.asarray(space.start, space.dtype)
         if len(space.shape) != 1:
-            action = tf.reshape(action, [action.shape[0], *space.shape])
+            action = tf.reshape(action, [-1, *space.shape])
         bounded = np.isfinite(space.low) & np.isfinite(space.high)
         # float64: the width of a float32 space may not fit into float32.
         low = np.where(bounded, space.low, -1.0).astype(np.float64)

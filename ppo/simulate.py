@@ -43,6 +43,7 @@ class Rollout(NamedTuple):
     truncated: np.ndarray
     valid: np.ndarray
     final_observation: Any
+    status: np.ndarray  # uint8, see `envserve.slab.Status`
 
     @property
     def done(self) -> np.ndarray:
@@ -256,8 +257,8 @@ class _Split:
         if not self._is_range:
             target = _step_views(self._rollout, step)
             for rows, row in zip(
-                tf.nest.flatten(target[:6]),
-                tf.nest.flatten(self.result(step)[:6]),
+                tf.nest.flatten(target[:7]),
+                tf.nest.flatten(self.result(step)[:7]),
                 strict=True,
             ):
                 rows[self._rows] = row
@@ -287,7 +288,7 @@ class _Split:
 
     def _result_rows(self, step: int) -> StepResult:
         whole: Any = _step_views(self._rollout, step)
-        rows = tf.nest.map_structure(lambda array: array[self._rows], whole[:6])
+        rows = tf.nest.map_structure(lambda array: array[self._rows], whole[:7])
         return StepResult._make((*rows, {}))
 
     def _observation_rows(self, step: int) -> list[np.ndarray]:
@@ -323,6 +324,7 @@ def _allocate(env: InGraphBatchEnv, horizon: int) -> Rollout:
         final_observation=tf.nest.map_structure(
             lambda spec: rows(spec, horizon), env.observation_spec
         ),
+        status=np.zeros(batch, np.uint8),
     )
 
 
@@ -339,6 +341,7 @@ def _step_views(rollout: Rollout, step: int) -> StepResult:
         final_observation=tf.nest.map_structure(
             lambda leaf: leaf[step], rollout.final_observation
         ),
+        status=rollout.status[step],
         infos={},
     )
 

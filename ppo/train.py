@@ -110,6 +110,8 @@ class _Run:
             "mean_return": self.mean_return,
             "mean_length": _mean([episode.length for episode in self.recent]),
             "invalid_steps": float(rollout.valid.size - num_valid),
+            "lost_episodes": float((rollout.done & ~rollout.valid).sum()),
+            "valid_fraction": num_valid / rollout.valid.size,
             "collect_seconds": collected - started,
             "update_seconds": finished - collected,
             **learned,

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ppo.cli import start_tensorflow
+from ppo.command_line import start_tensorflow
 from ppo.configs import CONFIGS
 from ppo.run_folder import RunFolder
 

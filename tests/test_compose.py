@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
+from envserve.server import ServerConfig
+
 ROOT = Path(__file__).resolve().parent.parent
+HEALTH = ["envserve", "health", "--startup", "--live", "tcp://127.0.0.1:5555"]
 PROGRAMS = {"server": "envserve", "trainer": "ppo"}
 Service = dict[str, Any]
 
@@ -86,7 +89,7 @@ def test_trainer_waits_for_the_health_of_every_server_that_it_connects_to() -> N
     assert trainer["depends_on"] == dict.fromkeys(servers, healthy)
     for name in servers:
         _, *test = SERVICES[name]["healthcheck"]["test"]
-        assert test == ["envserve", "health", "tcp://127.0.0.1:5555"]
+        assert test == HEALTH
         assert "tcp://0.0.0.0:5555" in SERVICES[name]["command"]
 
 
@@ -101,8 +104,22 @@ def test_command_and_its_options_exist(name: str) -> None:
     assert not missing, known
 
 
-def test_health_command_exists() -> None:
-    assert "ADDRESS" in output_of("envserve", "health", "--help").upper()
+def test_health_command_and_its_probes_exist() -> None:
+    known = output_of("envserve", "health", "--help")
+    assert "ADDRESS" in known.upper()
+    assert all(word in known for word in HEALTH if word.startswith("--"))
+
+
+def test_server_image_asks_for_health_where_the_server_listens_by_default() -> None:
+    (test,) = re.findall(r"^HEALTHCHECK .*\\\n +CMD (.*)$", stages()["server"], re.M)
+    assert yaml.safe_load(test) == HEALTH
+    (address,) = ServerConfig(num_workers=1).binds
+    assert address == HEALTH[-1]
+
+
+def test_a_drain_ends_before_docker_kills() -> None:
+    assert not any("stop_grace_period" in service for service in SERVICES.values())
+    assert ServerConfig(num_workers=1).drain_grace_seconds + 1 < 10
 
 
 def test_trained_config_exists() -> None:

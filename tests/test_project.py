@@ -144,7 +144,7 @@ def test_envserve_loads_no_tensorflow(module: str) -> None:
     assert loaded & {"tensorflow", "keras", "tensorboard", "ppo"} == set()
 
 
-@pytest.mark.parametrize("name", ["", ".bench.train", ".bench.profile"])
+@pytest.mark.parametrize("name", ["", ".bench.train", ".bench.profile", ".plot"])
 def test_importing_ppo_loads_no_tensorflow(name: str) -> None:
     assert loaded_by(f"import ppo{name}") & {"tensorflow", "keras"} == set()
 

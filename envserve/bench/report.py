@@ -14,19 +14,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-import rich.table
 from rich.console import Console
 
 from envserve.bench.harness import Outcome
-from envserve.bench.machine import machine_facts
 from envserve.bench.plot import Plot, save_plot
+from envserve.lab.machine import machine_facts
+from envserve.lab.tables import TABLE_WIDTH, as_markdown, as_table
 
 __all__ = ["Output", "Report", "publish"]
-
-#: Of lines in files, where nothing needs to be wrapped.
-_WIDTH: Final = 200
 
 
 @dataclass(frozen=True)
@@ -97,18 +94,13 @@ class Report:
 
     def as_markdown(self) -> str:
         """Returns the table in Markdown, with its title and notes."""
-        lines = [self.columns, ["---", *["---:"] * (len(self.columns) - 1)], *self.rows]
-        table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        table = as_markdown(self.columns, self.rows)
         notes = "\n".join(f"* {note}" for note in self.all_notes)
-        return f"**{self.title}**\n\n{table}\n\n{notes}".strip() + "\n"
+        return f"**{self.title}**\n\n{table}\n{notes}".strip() + "\n"
 
     def print_to(self, console: Console) -> None:
         """Prints the table, with its title and notes."""
-        table = rich.table.Table()
-        for index, column in enumerate(self.columns):
-            table.add_column(column, justify="left" if index == 0 else "right")
-        for row in self.rows:
-            table.add_row(*row)
+        table = as_table(self.columns, self.rows)
         for part in (self.title, table, *self.all_notes):
             console.print(part, markup=False, highlight=False, soft_wrap=part != table)
 
@@ -124,12 +116,12 @@ def publish(report: Report, output: Output) -> Path:
         output.json_file.write_text(text)
     folder.joinpath("table.md").write_text(report.as_markdown())
     with folder.joinpath("table.txt").open("w") as file:
-        report.print_to(Console(file=file, width=_WIDTH))
+        report.print_to(Console(file=file, width=TABLE_WIDTH))
     reason = save_plot(report.plot, report.title, folder / "plot.png")
     if output.markdown:
         print(report.as_markdown(), end="")
     else:
-        report.print_to(Console(width=None if sys.stdout.isatty() else _WIDTH))
+        report.print_to(Console(width=None if sys.stdout.isatty() else TABLE_WIDTH))
     if reason:
         Console(stderr=True).print(f"plot: skipped, {reason}", markup=False)
     Console(stderr=True).print(f"Saved in {folder}", soft_wrap=True, highlight=False)

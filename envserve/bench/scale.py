@@ -14,7 +14,6 @@ import typer
 from envserve.bench.case_process import Case, Measure
 from envserve.bench.harness import Outcome, take_turns
 from envserve.bench.load import SPEED, Load, check_env, stepping
-from envserve.bench.memory import proportional_set_bytes, with_descendants
 from envserve.bench.options import (
     CORES,
     JsonFile,
@@ -30,6 +29,7 @@ from envserve.bench.options import (
 from envserve.bench.ours import our_batch, our_stepping
 from envserve.bench.plot import Plot
 from envserve.bench.report import Output, Report, publish
+from envserve.lab.processes import proportional_set_bytes, with_descendants
 
 __all__ = ["scale"]
 

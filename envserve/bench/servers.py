@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 from envserve.bench.load import Load
+from envserve.lab.servers import start_command
 
-__all__ = ["running_server", "start_command"]
+__all__ = ["running_server"]
 
 _STOP_SECONDS: Final = 10.0
-
-
-def start_command(*options: str) -> list[str]:
-    """Returns the command line of `envserve start` with this interpreter."""
-    return [sys.executable, "-m", "envserve.cli", "start", *options]
 
 
 @contextlib.contextmanager
@@ -41,7 +36,7 @@ def running_server(
             *("--env", load.env_name, "--workers", str(workers)),
             *("--envs-per-worker", str(-(-num_envs // workers))),
             *("--bind", bind.format(folder=folder), "--address-file", str(addresses)),
-            *("--log-level", "warning"),
+            *("--log-level", "warning", "--drain-grace", "0"),
             *(part for name in load.import_modules for part in ("--import", name)),
             *(part for name in load.env_kwargs for part in ("--allow-kwarg", name)),
             *options,

@@ -27,7 +27,7 @@ from envserve.bench.options import (
 )
 from envserve.bench.plot import Plot
 from envserve.bench.report import Output, Report, publish
-from envserve.bench.servers import start_command
+from envserve.lab.servers import start_command
 
 __all__ = ["start"]
 

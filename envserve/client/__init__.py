@@ -1,5 +1,5 @@
 """Batches of envs: in worker processes of this host, on servers, or both."""
 
-from envserve.client.batch_env import BatchEnv, StepResult
+from envserve.client.batch_env import BatchEnv, BatchStats, StepResult
 
-__all__ = ["BatchEnv", "StepResult"]
+__all__ = ["BatchEnv", "BatchStats", "StepResult"]

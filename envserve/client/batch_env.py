@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 from gymnasium.spaces import Space
@@ -26,6 +26,7 @@ from envserve.blocks import (
     Lane,
     PoolConfig,
 )
+from envserve.client.batch_stats import BatchStats, StepRecorder
 from envserve.client.lane_group import Gathered, LaneGroup
 from envserve.client.local_lane import LocalLane
 from envserve.client.remote_lane import RemoteLane
@@ -40,12 +41,14 @@ from envserve.errors import (
     SpaceError,
 )
 from envserve.seeding import draw_root_seed
+from envserve.slab import Status
 from envserve.spec import EnvSpec, unflatten
 
-__all__ = ["BatchEnv", "StepResult"]
+__all__ = ["BatchEnv", "BatchStats", "StepResult"]
 
 Array = np.ndarray[Any, Any]
 OnFault = Literal["truncate", "raise"]
+OnServerLost = Literal["raise", "pad"]
 
 
 class BatchEnv:
@@ -106,6 +109,7 @@ class BatchEnv:
         self._row_sets = RowSets(self._group.blocks)
         self._has_reset = False
         self._ended = np.zeros(self.num_envs, np.bool_)
+        self._recorder = StepRecorder()
         self._is_closed = False
 
     @classmethod
@@ -125,6 +129,9 @@ class BatchEnv:
         on_fault: OnFault = "truncate",
         step_timeout: float = 30.0,
         reset_timeout: float = 120.0,
+        padding_after: float = 0.1,
+        max_restarts: int = 5,
+        crash_dir: str | None = "",
         start_timeout: float = 300.0,
     ) -> Self:
         """Starts envs in worker processes of this host.
@@ -146,6 +153,13 @@ class BatchEnv:
           on_fault: What a failed env does besides giving an invalid row.
           step_timeout: Seconds that one env's step may take.
           reset_timeout: Seconds that one env's reset or construction may take.
+          padding_after: Seconds that a step waits for envs whose worker is being
+            replaced. Then their rows come back with status PENDING, and the others go
+            on; `math.inf` waits for as long as it takes.
+          max_restarts: How often a worker that ends without a step in between is
+            replaced, before its envs are given up with EnvStartError.
+          crash_dir: Folder for repro files of crashes; "" is one of this user's under
+            the system's folder for temporary files, and None none at all.
           start_timeout: Seconds until all envs must be built.
 
         Raises:
@@ -164,6 +178,9 @@ class BatchEnv:
             spare_envs=spare_envs,
             step_timeout_seconds=step_timeout,
             reset_timeout_seconds=reset_timeout,
+            padding_after_seconds=padding_after,
+            max_restarts=max_restarts,
+            crash_dir=crash_dir,
         )
         lane = LocalLane(config)
         return cls._start([lane], start_timeout, autoreset, on_fault)
@@ -185,6 +202,7 @@ class BatchEnv:
         connect_timeout: float = 10.0,
         start_timeout: float = 300.0,
         server_lost_after: float = 60.0,
+        on_server_lost: OnServerLost = "raise",
     ) -> Self:
         """Takes envs of servers, spread evenly over them.
 
@@ -201,7 +219,13 @@ class BatchEnv:
           on_fault: As for `local`.
           connect_timeout: Seconds within which a server must answer at all.
           start_timeout: Seconds until all envs must be built.
-          server_lost_after: Seconds of silence after which a server is given up.
+          server_lost_after: Seconds to wait for a server that is silent, or was
+            restarted and is not back. Meanwhile its rows are padding, and it is
+            attached to anew by itself, which costs an episode of each row.
+          on_server_lost: What follows: "raise" raises ServerLost; "pad" goes on with
+            padding, for ever or until the server is back. The batch does not shrink,
+            since graphs are compiled for its shape; rows that are padding cost next to
+            nothing. If no row of the batch is alive, ServerLost is raised all the same.
 
         Raises:
           ConnectError: No server answers at an address.
@@ -214,6 +238,11 @@ class BatchEnv:
             raise ValueError(
                 f"expected at least one server, and an env for each; got "
                 f"{len(addresses)} servers and num_envs={num_envs}"
+            )
+        if on_server_lost not in get_args(OnServerLost):
+            raise ValueError(
+                f"on_server_lost: expected one of {get_args(OnServerLost)}; got "
+                f"{on_server_lost!r}"
             )
         root_seed = draw_root_seed() if seed is None else seed
         edges = [i * num_envs // len(addresses) for i in range(len(addresses) + 1)]
@@ -238,6 +267,7 @@ class BatchEnv:
                         config,
                         connect_timeout_seconds=connect_timeout,
                         server_lost_after_seconds=server_lost_after,
+                        pads_when_lost=on_server_lost == "pad",
                     )
                 )
         except BaseException:
@@ -325,10 +355,12 @@ class BatchEnv:
                 "send(); recv() them first"
             )
         everything = self._group.everything
+        began_at = time.perf_counter()
         arrays = check_actions(self.spec, actions, None, self.num_envs)
         self._check_not_ended(everything)
         gathered = self._group.step(arrays)
         result = self._result(everything, gathered, out)
+        self._recorder.time(time.perf_counter() - began_at)
         error = self._error_of(gathered.faults)
         if error is not None:
             raise error
@@ -460,6 +492,10 @@ class BatchEnv:
         """Returns what one env renders; see the env's `render_mode`."""
         return self.call(env_index, "render")
 
+    def stats(self) -> BatchStats:
+        """Returns what the batch has been through: faults by kind, latencies."""
+        return self._recorder.stats(self.lanes)
+
     def close(self) -> None:
         """Ends all envs, within 2 seconds even if one hangs; may be called twice."""
         if self._is_closed:
@@ -551,6 +587,7 @@ class BatchEnv:
             write_result(self.spec, row_set, out)
             if out.infos or gathered.infos:
                 out = out._replace(infos=gathered.infos)
+        self._recorder.count(out.valid, out.status)
         if self._autoreset == "disabled":
             self._ended[row_set.env_indices] = out.terminated | out.truncated
         return out
@@ -560,11 +597,15 @@ class BatchEnv:
         for env_index, fault in sorted(faults.items()):
             if fault.is_violation or self._on_fault == "raise":
                 where = self._group.block_of(env_index).lane.name
-                summary, _, rest = fault.text.strip().rpartition("\n")
+                if fault.status == Status.ENV_ERROR:  # a traceback, its cause last
+                    above, _, cause = fault.text.strip().rpartition("\n")
+                    detail = fault.text if above else ""
+                else:  # the cause first, then a stack or what stderr ends with
+                    cause, _, detail = fault.text.strip().partition("\n")
                 return EnvError(
-                    f"Env {env_index} ({where}): {rest or summary}",
+                    f"Env {env_index} ({where}): {cause}",
                     env_index=env_index,
-                    remote_traceback=fault.text if summary else "",
+                    remote_traceback=detail,
                 )
         return None
 

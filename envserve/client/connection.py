@@ -31,8 +31,17 @@ from envserve.wire.constants import MAX_FRAMES
 
 __all__ = ["SLICE_SECONDS", "Connection", "ask_welcome"]
 
-#: Longest that `receive_soon` waits.
-SLICE_SECONDS: Final = 0.1
+#: Longest that `receive_soon` waits: shorter than a connection is away if it breaks, so
+#: that who looks after each slice sees every break.
+SLICE_SECONDS: Final = 0.025
+#: How soon after a break, and then how often, a connection is tried; ZeroMQ adds up to
+#: the first of them at random.
+_RECONNECT_MS: Final = 50
+_RECONNECT_MAX_MS: Final = 100
+#: Shorter than the kernel's first retry, so that a cable that is plugged in again is
+#: noticed soon: at most this and the longest interval later. No longer round trip can
+#: be used.
+_CONNECT_TIMEOUT_MS: Final = 350
 
 #: A result may be large, but not endless.
 _MAX_FRAME_BYTES: Final = 1 << 30
@@ -57,9 +66,9 @@ class Connection:
         self._socket.setsockopt(zmq.RCVTIMEO, int(1000 * SLICE_SECONDS))
         self._socket.setsockopt(zmq.RCVHWM, 0)  # in-flight operations are the bound
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
         self._socket.setsockopt(zmq.IPV6, "[" in address)
         try:
             self._socket.connect(address)

@@ -29,6 +29,8 @@ _LOGGER: Final = logging.getLogger(__name__)
 _COLLECT_SECONDS: Final = 60.0
 #: The same where more than one lane, or what has become of one, is to be seen.
 _SLICE_SECONDS: Final = 0.1
+#: Between steps of a batch of which nothing is alive.
+_PACE_SECONDS: Final = 0.05
 
 
 @dataclass(slots=True)
@@ -78,6 +80,7 @@ class LaneGroup:
         self.num_envs = offset
         self.everything = RowSet(self.blocks)
         self._lanes = tuple(lanes)
+        self._has_one_lane = len(lanes) == 1
         self._first_block = {lane: _first_block(lane, blocks) for lane in lanes}
         self._selector: selectors.BaseSelector | None = None
         self._ticket = 0
@@ -85,6 +88,7 @@ class LaneGroup:
         self._tickets: dict[int, int] = {}  # of blocks that are out, by position
         self._inbox: dict[int, Finished] = {}  # of those, the ones that have ended
         self._lost: set[int] = set()  # of those, the ones whose end was lost
+        self._pending: set[int] = set()  # blocks that came back as padding last
 
     @property
     def out(self) -> Set[int]:
@@ -105,10 +109,11 @@ class LaneGroup:
     def step(self, actions: Sequence[Array]) -> Gathered:
         """Steps all envs with one array of actions `[num_envs, ...]` per leaf."""
         ticket = self._begin()
+        self._pace()
         self.everything.write_actions(actions)
         pieces = self.everything.pieces
         for piece in pieces:
-            piece.lane.submit_step(piece.blocks, ticket)
+            piece.lane.submit_step(piece.blocks, ticket, self._has_one_lane)
         gathered = Gathered()
         errors: list[EnvserveError] = []
         for piece in pieces:
@@ -172,15 +177,16 @@ class LaneGroup:
         """
         self._check_not_out(row_set.positions)
         ticket = self._begin()
+        self._pace()
         row_set.write_actions(actions)
         for position in row_set.positions:
             self._tickets[position] = ticket
         for piece in row_set.pieces:
             if together:
-                piece.lane.submit_step(piece.blocks, ticket)
+                piece.lane.submit_step(piece.blocks, ticket, self._has_one_lane)
                 continue
             for block in piece.blocks:
-                piece.lane.submit_step([block], ticket)
+                piece.lane.submit_step([block], ticket, self._has_one_lane)
         self._is_settled = True
 
     def wait(
@@ -274,7 +280,23 @@ class LaneGroup:
         if self._tickets.get(position) != item.ticket:
             return False
         self._inbox[position] = item
+        self._note_padding(position, item)
         return True
+
+    def _note_padding(self, position: int, item: Finished) -> None:
+        if item.is_padding:
+            self._pending.add(position)
+        elif self._pending:
+            self._pending.discard(position)
+
+    def _pace(self) -> None:
+        """Waits a moment if nothing at all is alive, lest padding come without end.
+
+        With one lane there is no need to: it is told that it is alone, and waits. Of
+        several, none may: another may be the first that is back.
+        """
+        if len(self._pending) == len(self.blocks) and not self._has_one_lane:
+            self._all_lanes().select(_PACE_SECONDS)
 
     def _check_not_out(self, positions: Sequence[int]) -> None:
         wrong = [at for at in positions if at in self._tickets]
@@ -310,7 +332,8 @@ class LaneGroup:
     ) -> list[Finished]:
         """Waits for blocks of a lane; what has another ticket is dropped."""
         collected: list[Finished] = []
-        offset = self._first_block[lane].offset
+        first = self._first_block[lane]
+        offset = first.offset
         waiting = set(blocks)
         while waiting:
             items = lane.collect(_COLLECT_SECONDS, len(waiting))
@@ -327,6 +350,8 @@ class LaneGroup:
                 collected.append(item)
                 if item.infos or item.faults:
                     gathered.add(item, offset)
+                if item.is_padding or self._pending:
+                    self._note_padding(first.position + item.block, item)
                 if item.error is not None:
                     errors.append(item.error)
         return collected

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from envserve.blocks import Block, Call, Finished, PoolConfig, Reset
 from envserve.errors import EnvStartError
@@ -76,9 +76,11 @@ class LocalLane:
         """Whether anything is in flight, or has ended and was not collected."""
         return self._pool.is_busy
 
-    def submit_step(self, blocks: Sequence[int], ticket: int = 0) -> None:
+    def submit_step(
+        self, blocks: Sequence[int], ticket: int = 0, is_alone: bool = False
+    ) -> None:
         """Starts a step of these blocks, with the actions now in `rows.action`."""
-        self._pool.submit_step(blocks, ticket)
+        self._pool.submit_step(blocks, ticket, is_alone)
 
     def submit_reset(self, resets: Sequence[Reset], ticket: int = 0) -> None:
         """Starts resets, each of another block."""
@@ -91,6 +93,10 @@ class LocalLane:
     def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Finished]:
         """Waits until so many operations have ended; see `blocks.Lane`."""
         return self._pool.collect(timeout_seconds, min_finished)
+
+    def stats(self) -> Mapping[str, int]:
+        """Returns how often workers were replaced, and blocks padded."""
+        return self._pool.stats()
 
     def fileno(self) -> int:
         """A descriptor that is readable when `collect(0)` may have something."""

@@ -2,7 +2,8 @@
 
 Every use of the socket is under the lane's lock, in the thread that calls. A keeper
 thread attaches, and then looks after an idle lane, so that a long update of the
-learner does not lose the lease; it hands no messages to other threads.
+learner does not lose the lease, and that a lost server is attached to anew meanwhile;
+it hands no messages to other threads.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from envserve import codec
@@ -31,6 +32,8 @@ from envserve.wire import Attach
 __all__ = ["RemoteLane"]
 
 _KEEPER_SECONDS: Final = 0.5
+#: The same while the session gets envs anew, which takes some messages.
+_RECOVERY_SECONDS: Final = 0.05
 _CLOSE_SECONDS: Final = 1.5
 #: How long a last message may take to leave.
 _LINGER_SECONDS: Final = 0.1
@@ -51,6 +54,7 @@ class RemoteLane:
         *,
         connect_timeout_seconds: float = 10.0,
         server_lost_after_seconds: float = 60.0,
+        pads_when_lost: bool = False,
     ) -> None:
         """Begins to attach; `finish_start` waits for it.
 
@@ -58,7 +62,9 @@ class RemoteLane:
           address: The server's, like "tcp://sim1:5555" or "ipc:///tmp/envs".
           config: What to ask for. Workers, modules and timeouts are the server's.
           connect_timeout_seconds: Longest silence until the envs are granted.
-          server_lost_after_seconds: Longest silence after that.
+          server_lost_after_seconds: How long to wait for a server that is silent, or
+            for envs that are lost, after that.
+          pads_when_lost: Whether to give padding then, and try on, instead of ending.
 
         Raises:
           ConnectError: The address has no known form.
@@ -75,6 +81,7 @@ class RemoteLane:
             now=time.monotonic(),
             timeout_seconds=connect_timeout_seconds,
             server_lost_after_seconds=server_lost_after_seconds,
+            pads_when_lost=pads_when_lost,
             client=f"{socket.gethostname()[:100]}:{os.getpid()}",
         )
         self._lock = threading.Lock()
@@ -86,6 +93,8 @@ class RemoteLane:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._connection, selectors.EVENT_READ)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self._is_connected = False
+        self._look_at = -math.inf  # when to look at the connection next
         self._close_by = math.inf
         self._let_go = weakref.finalize(
             self,
@@ -154,26 +163,28 @@ class RemoteLane:
         with self._lock:
             return self._session.settle()
 
-    def submit_step(self, blocks: Sequence[int], ticket: int = 0) -> None:
+    def submit_step(
+        self, blocks: Sequence[int], ticket: int = 0, is_alone: bool = False
+    ) -> None:
         """Asks for a step of these blocks, with the actions now in `rows.action`."""
         with self._lock:
-            self._session.submit_step(blocks, time.monotonic(), ticket)
+            self._session.submit_step(blocks, time.monotonic(), ticket, is_alone)
             self._flush()  # at once: the server has no other work
-            self._pump()
+            self._pump(is_hot=True)
             self._wake()
 
     def submit_reset(self, resets: Sequence[Reset], ticket: int = 0) -> None:
         """Asks for resets, each of another block."""
         with self._lock:
             self._session.submit_reset(resets, time.monotonic(), ticket)
-            self._pump()
+            self._pump(is_hot=True)
             self._wake()
 
     def submit_call(self, call: Call, ticket: int = 0) -> None:
         """Asks for attribute access on one env, as an operation of its block."""
         with self._lock:
             self._session.submit_call(call, time.monotonic(), ticket)
-            self._pump()
+            self._pump(is_hot=True)
             self._wake()
 
     def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Finished]:
@@ -197,6 +208,10 @@ class RemoteLane:
                 self._check_open()
             self._sleep()
             return session.take_finished()
+
+    def stats(self) -> Mapping[str, int]:
+        """Returns how often what has happened; see `ClientSession.stats`."""
+        return self._session.stats()
 
     def fileno(self) -> int:
         """A descriptor that is readable when `collect(0)` may have something."""
@@ -244,14 +259,16 @@ class RemoteLane:
         self._has_started.set()
         return False
 
-    def _look_after(self) -> None:
-        """Pings and reads answers, unless the lane is being used."""
+    def _look_after(self) -> float:
+        """Pings and reads answers, unless the lane is being used; says when again."""
         if self._lock.acquire(blocking=False):
             try:
                 self._pump()
                 self._wake()
             finally:
                 self._lock.release()
+        is_recovering = self._session.is_recovering
+        return _RECOVERY_SECONDS if is_recovering else _KEEPER_SECONDS
 
     def _receive_next(self, deadline: float) -> bool:
         """Waits for a message and takes it, with nothing around it.
@@ -268,25 +285,37 @@ class RemoteLane:
             return False
         session.receive(frames, time.monotonic())
         if len(session.outbox) or self._connection.is_readable():
-            self._pump()
+            self._pump(is_hot=True)
         return True
 
-    def _pump(self) -> None:
+    def _pump(self, *, is_hot: bool = False) -> None:
         """Receives and sends until neither goes on.
 
         Ends with a receive that finds nothing: only then is the next message sure to
-        show at the descriptor.
+        show at the descriptor. Unless it is done in every step (`is_hot`), it looks at
+        the connection as well: what the descriptor has shown may be a break, and it is
+        not shown twice.
         """
         while True:
             now = time.monotonic()
             while (frames := self._connection.receive()) is not None:
                 self._session.receive(frames, now)
-            is_connecting = self._session.state is ClientState.CONNECTING
-            if is_connecting and self._connection.is_writable():
-                self._session.connected(now)
+            if not is_hot or now >= self._look_at:
+                self._look_at_connection(now)
             self._session.advance(now)
             if not self._flush():
                 return
+
+    def _look_at_connection(self, now: float) -> None:
+        """Tells the session when the connection breaks, and when it is made."""
+        is_connected = self._connection.is_writable()
+        if is_connected and not self._is_connected:
+            self._session.connected(now)
+        elif self._is_connected and not is_connected:
+            self._session.disconnected(now)
+        self._is_connected = is_connected
+        # While there is none, a message that waits can be sent at any moment.
+        self._look_at = now + SLICE_SECONDS if is_connected else now
 
     def _flush(self) -> bool:
         outbox = self._session.outbox
@@ -300,10 +329,7 @@ class RemoteLane:
         """Waits for the server, the session's next deadline, or a little while."""
         now = time.monotonic()
         until = min(deadline, self._session.next_deadline(), now + SLICE_SECONDS)
-        wants_to_send = (
-            len(self._session.outbox) > 0
-            or self._session.state is ClientState.CONNECTING
-        )
+        wants_to_send = len(self._session.outbox) > 0 or not self._is_connected
         self._connection.wait(until - now, for_writing=wants_to_send)
 
     def _wake(self) -> None:
@@ -336,11 +362,12 @@ def _keep(reference: weakref.ref[RemoteLane], is_closing: threading.Event) -> No
             break
         del lane
     lane = None
-    while not is_closing.wait(_KEEPER_SECONDS):
+    seconds = _KEEPER_SECONDS
+    while not is_closing.wait(seconds):
         lane = reference()
         if lane is None:
             return
-        lane._look_after()
+        seconds = lane._look_after()
         del lane
 
 
@@ -365,6 +392,7 @@ def _attach_of(config: PoolConfig, address: str) -> Attach:
         num_splits=config.num_splits,
         seed=config.seed,
         first_env_index=config.first_env_index,
+        first_incarnation=config.first_incarnation,
         env_kwargs=config.env_kwargs,
         autoreset=config.autoreset,
         infos=config.infos,

@@ -30,10 +30,16 @@ class StepResult(NamedTuple):
       reward: float64 `[n]`.
       terminated: bool `[n]`; the episode reached an end of its own.
       truncated: bool `[n]`; the episode was cut off.
-      valid: bool `[n]`; False for a transition that was made up because the env, its
-        worker or its server failed. Such a row is also `truncated`.
+      valid: bool `[n]`; False for a transition that is not to be learned from, since
+        the env, its worker or its server failed: see `status`.
       final_observation: `[n, ...]`; the last observation of an episode that ended in
         this step, zero (with `out`: untouched) in all other rows.
+      status: uint8 `[n]`, see `envserve.slab.Status`. A lost episode is one row that is
+        `truncated`, with the reason for a status. It comes when the env is back, after
+        any number of rows that are PENDING: their actions are not used, and nothing
+        happens in them, but their observation may be of the step that was lost. A row
+        that is LATE goes on with the episode, and its action is one of before the
+        padding.
       infos: Info dict by env index, as far as there are any: by default those of
         steps that end an episode. Faults stand under the key "fault".
     """
@@ -44,6 +50,7 @@ class StepResult(NamedTuple):
     truncated: Array
     valid: Array
     final_observation: Any
+    status: Array
     infos: Mapping[int, Mapping[str, Any]]
 
 
@@ -68,6 +75,7 @@ def gather_result(
         rows.truncated.copy(),
         rows.status == _OK,
         unflatten(space, final),
+        rows.status.copy(),
         infos,
     )
 
@@ -86,7 +94,15 @@ def write_result(spec: EnvSpec, row_set: RowSet, out: StepResult) -> None:
         )
     if len(row_set.pieces) == 1:
         rows = row_set.pieces[0].read()
-        _write(rows, observation, out.reward, out.terminated, out.truncated, out.valid)
+        _write(
+            rows,
+            observation,
+            out.reward,
+            out.terminated,
+            out.truncated,
+            out.valid,
+            out.status,
+        )
         if _has_ended(rows):
             _write_final(rows, flatten(space, out.final_observation))
         return
@@ -100,6 +116,7 @@ def write_result(spec: EnvSpec, row_set: RowSet, out: StepResult) -> None:
             out.terminated[part],
             out.truncated[part],
             out.valid[part],
+            out.status[part],
         )
         _write_final(rows, [leaf[part] for leaf in final])
 
@@ -111,6 +128,7 @@ def _write(
     terminated: Array,
     truncated: Array,
     valid: Array,
+    status: Array,
 ) -> None:
     """Copies all but the final observations."""
     for target, source in zip(observation, rows.observation, strict=True):
@@ -119,6 +137,7 @@ def _write(
     _copy(terminated, rows.terminated)
     _copy(truncated, rows.truncated)
     _copy(valid, rows.status == _OK)
+    _copy(status, rows.status)
 
 
 def _copy(target: Array, source: Array) -> None:
@@ -174,5 +193,6 @@ def _allocate(
         np.empty(num_rows, np.bool_),
         np.empty(num_rows, np.bool_),
         unflatten(space, [_zeros(leaf.shape, leaf.dtype) for leaf in observation]),
+        np.empty(num_rows, np.uint8),
         infos,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -33,6 +34,13 @@ class ServerConfig:
     lease_seconds: float = 60.0
     step_timeout_seconds: float = 30.0
     reset_timeout_seconds: float = 120.0
+    padding_after_seconds: float = 0.1
+    max_restarts: int = 5
+    #: How long running episodes may go on after SIGTERM. What follows takes less than
+    #: 2 s more, and whoever runs a container kills it after 10 s by default.
+    drain_grace_seconds: float = 8.0
+    #: Folder for repro files of crashes; see `PoolConfig`.
+    crash_dir: str | None = ""
     #: Longest frame accepted from a client.
     max_message_bytes: int = _MIN_MESSAGE_BYTES
     #: Whether addresses that other hosts reach may be listened on.
@@ -48,6 +56,16 @@ class ServerConfig:
         for name in ("lease_seconds", "step_timeout_seconds", "reset_timeout_seconds"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"expected {name} above 0; got {getattr(self, name)}")
+        for name in ("padding_after_seconds", "max_restarts"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(
+                    f"expected {name} of at least 0; got {getattr(self, name)}"
+                )
+        if not 0 <= self.drain_grace_seconds < math.inf:
+            raise ValueError(
+                f"expected drain_grace_seconds of at least 0; "
+                f"got {self.drain_grace_seconds}"
+            )
         if self.max_message_bytes < _MIN_MESSAGE_BYTES:
             raise ValueError(
                 f"expected max_message_bytes of at least {_MIN_MESSAGE_BYTES}; "
@@ -74,6 +92,9 @@ class ServerConfig:
             lease_seconds=self.lease_seconds,
             step_timeout_seconds=self.step_timeout_seconds,
             reset_timeout_seconds=self.reset_timeout_seconds,
+            padding_after_seconds=self.padding_after_seconds,
+            max_restarts=self.max_restarts,
+            crash_dir=self.crash_dir,
             max_message_bytes=self.max_message_bytes,
             import_modules=self.import_modules,
         )

@@ -46,6 +46,8 @@ _MORE: Final = NOBLOCK | int(zmq.SNDMORE)
 #: Rows so long are sent from where they are. They may change before a copy of an answer
 #: has left, but only once the client has had another one: it drops this copy.
 _ZERO_COPY_BYTES: Final = 256 << 10
+#: How long workers may take to end, unless the server is about to.
+_CLOSE_SECONDS: Final = 1.0
 #: Messages handled before the loop turns to pools and timers.
 _MESSAGES_AT_ONCE: Final = 64
 
@@ -84,17 +86,38 @@ class Front:
         self._lease_timer: asyncio.TimerHandle | None = None
         self._planned_read: asyncio.Handle | None = None
         self._has_ended = asyncio.Event()
+        self._close_seconds = _CLOSE_SECONDS
         loop.add_reader(descriptor_of(socket), self._read)
         self._plan_read()
 
-    async def stop(self, timeout_seconds: float = 2.0) -> None:
+    async def drain(self, grace_seconds: float) -> None:
+        """Grants no more leases, and waits until those there are have ended.
+
+        Args:
+          grace_seconds: For the clients: when `stop` will be called at the latest.
+        """
+        self._carry_out(self._session.begin_drain(grace_seconds))
+        self._check_end()
+        self._plan_read()
+        await self._has_ended.wait()
+
+    async def stop(self, timeout_seconds: float, why: str = "") -> None:
         """Ends all sessions and their workers; tells the clients.
 
         The socket must stay open until they know: what a client has received but not
         read is lost with its connection.
+
+        Args:
+          timeout_seconds: Longest that it takes; workers are killed after half of it.
+          why: For the clients, what has ended a drain.
         """
-        self._carry_out(self._session.stop())
+        self._close_seconds = timeout_seconds / 2
+        self._carry_out(self._session.stop(why))
+        for leased in self._pools.values():  # also those that are closing already
+            leased.pool.begin_close(self._close_seconds)
+            leased.plan()
         self._check_end()
+        self._plan_read()
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._has_ended.wait()
@@ -157,6 +180,7 @@ class Front:
         except Exception as error:
             self._abandon(session, error)
         finally:
+            self._check_end()
             self._plan_read()
 
     def _advance_pool(self, session: int) -> None:
@@ -232,8 +256,9 @@ class Front:
         session = decision.session
         try:
             with contextlib.ExitStack() as stack:
+                label = f"session {session:016x}"
                 pool = stack.enter_context(
-                    Pool(decision.config, launcher=self._launcher)
+                    Pool(decision.config, launcher=self._launcher, label=label)
                 )
                 self._pools[session] = LeasedPool(
                     pool, self._loop, lambda: self._on_pool(session)
@@ -254,7 +279,7 @@ class Front:
         leased = self._pools[decision.session]
         try:
             if isinstance(decision, RunStep):
-                leased.pool.submit_step(decision.blocks)
+                leased.pool.submit_step(decision.blocks, 0, decision.is_alone)
             elif isinstance(decision, RunReset):
                 leased.pool.submit_reset(decision.resets)
             else:
@@ -269,7 +294,7 @@ class Front:
         if leased is None:  # it could not even be started
             self._carry_out(self._session.pool_closed(session))
             return
-        leased.pool.begin_close()
+        leased.pool.begin_close(self._close_seconds)
         leased.plan()
 
     def _remove(self, session: int) -> None:

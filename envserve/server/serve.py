@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import signal
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -18,7 +17,9 @@ from envserve.registry import Registry
 from envserve.server.config import ServerConfig, is_private
 from envserve.server.front import Front
 from envserve.server.limits import raise_file_limit
-from envserve.session import ServerSession
+from envserve.server.loop_lag import LoopLag
+from envserve.server.stop_signals import StopSignals
+from envserve.session import ServerSession, Vitals
 from envserve.transport import set_common_options
 
 __all__ = ["serve"]
@@ -28,6 +29,9 @@ _SEND_LIMIT: Final = 64  # replies that wait for one slow reader; they may be la
 _RECEIVE_LIMIT: Final = 256  # messages of one client that wait to be read
 _BACKLOG: Final = 128
 _HANDSHAKE_MS: Final = 2000
+_STOP_SECONDS: Final = 1.5
+#: The process should be gone a second after the grace period.
+_AFTER_DRAIN_SECONDS: Final = 0.8
 #: How long the last replies may take to leave.
 _LINGER_MS: Final = 100
 
@@ -36,6 +40,8 @@ async def serve(
     config: ServerConfig, on_ready: Callable[[tuple[str, ...], int], None]
 ) -> None:
     """Serves until SIGINT or SIGTERM, or until it is cancelled.
+
+    SIGTERM lets running episodes end first; a second one, or SIGINT, does not wait.
 
     Args:
       config: Set-up.
@@ -50,21 +56,43 @@ async def serve(
     loop = asyncio.get_running_loop()
     raise_file_limit()
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(_stop_signals(loop))
+        signals = stack.enter_context(StopSignals(loop))
         # Early, so that it imports while this process does.
         launcher = Launcher(config.import_modules, config.env_names or ())
         stack.callback(launcher.close)
         registry = Registry(config.env_names, config.import_modules)
-        session = ServerSession(config.policy, registry, boot=secrets.randbits(64) | 1)
+        lag = LoopLag(loop)
+        stack.callback(lag.stop)
+        session = ServerSession(
+            config.policy,
+            registry,
+            boot=secrets.randbits(64) | 1,
+            look=lambda: Vitals(
+                is_starting=not launcher.has_imported, loop_lag_seconds=lag.seconds
+            ),
+        )
         socket, addresses = stack.enter_context(_bound_socket(config))
         front = Front(socket, session, launcher, loop)
+        cut_short = ""
         try:
             _warn_of_public(config)
             on_ready(addresses, len(registry.names))
-            await stop.wait()
+            await signals.asked.wait()
+            if config.drain_grace_seconds and not signals.at_once.is_set():
+                cut_short = await _drain(front, signals, config.drain_grace_seconds)
             _LOGGER.info("stopping")
         finally:
-            await front.stop()
+            seconds = _AFTER_DRAIN_SECONDS if cut_short else _STOP_SECONDS
+            await front.stop(seconds, cut_short)
+
+
+async def _drain(front: Front, signals: StopSignals, grace_seconds: float) -> str:
+    """Lets running episodes end; returns what has cut that short, if anything has."""
+    if await signals.wait_for(front.drain(grace_seconds), grace_seconds):
+        return ""
+    if signals.at_once.is_set():
+        return "it was told not to wait"
+    return f"its grace period of {grace_seconds:g} s was over"
 
 
 def _warn_of_public(config: ServerConfig) -> None:
@@ -109,17 +137,3 @@ def _bind(socket: zmq.Socket[bytes], address: str) -> str:
         ) from None
     endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
     return bytes(endpoint).rstrip(b"\0").decode()
-
-
-@contextlib.contextmanager
-def _stop_signals(loop: asyncio.AbstractEventLoop) -> Iterator[asyncio.Event]:
-    """Gives an event that SIGINT and SIGTERM set."""
-    stop = asyncio.Event()
-    signals = (signal.SIGINT, signal.SIGTERM)
-    for number in signals:
-        loop.add_signal_handler(number, stop.set)
-    try:
-        yield stop
-    finally:
-        for number in signals:
-            loop.remove_signal_handler(number)

@@ -4,7 +4,7 @@ No I/O and no clock: bytes and `now` go in, bytes and decisions come out.
 """
 
 from envserve.session.admission import Offer
-from envserve.session.client import ClientSession, ClientState
+from envserve.session.client import ClientSession
 from envserve.session.decisions import (
     Decision,
     EndPool,
@@ -16,6 +16,8 @@ from envserve.session.decisions import (
 )
 from envserve.session.policy import Policy
 from envserve.session.server import ServerSession
+from envserve.session.states import ClientState
+from envserve.session.vitals import Vitals
 
 __all__ = [
     "ClientSession",
@@ -30,4 +32,5 @@ __all__ = [
     "RunStep",
     "ServerSession",
     "StartPool",
+    "Vitals",
 ]

@@ -66,8 +66,9 @@ class Claim:
       session: The client's number.
       attach: What it asked for.
       attach_body: The same, as bytes, to know a copy by.
-      route: Where its latest ATTACH or DETACH came from.
-      request: The number of that.
+      route: Where its latest message came from.
+      request: The number of its latest ATTACH or DETACH.
+      client: What the client calls itself, fit for a line of a log.
       since: When it came first.
       heard_at: When the client was heard last.
       state: See `ClaimState`.
@@ -81,6 +82,7 @@ class Claim:
     attach_body: bytes
     route: bytes
     request: int
+    client: str
     since: float
     heard_at: float
     state: ClaimState = ClaimState.BUILDING
@@ -112,16 +114,19 @@ def check_claim(
     if attach.num_hosted <= free:
         return
     spares = ", half of them spares" if attach.spare_envs else ""
+    holders = sorted(others, key=lambda claim: -claim.attach.num_hosted)
     leases = "; ".join(
-        f"{claim.attach.num_hosted} of {claim.attach.env_name} for "
+        f"{claim.attach.num_hosted} of {claim.attach.env_name} by {claim.client} for "
         f"{now - claim.since:.0f} s"
-        for claim in list(others)[:8]
+        for claim in holders[:8]
     )
     raise Refusal(
         ErrorCode.ENVS_BUSY,
         f"{attach.num_hosted} envs asked for{spares}, {free} of {policy.total_envs} "
-        f"free (leased: {leases or 'none'}); ask for fewer, or start the server with "
-        f"more --workers or --envs-per-worker",
+        f"free (leased: {leases or 'none'}); ask for fewer, end what holds them, or "
+        f"start the server with more --workers or --envs-per-worker",
+        holder=holders[0].client if holders else "",
+        held_ms=int(1000 * (now - holders[0].since)) if holders else 0,
     )
 
 
@@ -134,6 +139,7 @@ def pool_config(attach: Attach, policy: Policy) -> PoolConfig:
         num_splits=attach.num_splits,
         seed=attach.seed,
         first_env_index=attach.first_env_index,
+        first_incarnation=attach.first_incarnation,
         env_kwargs=attach.env_kwargs,
         import_modules=policy.import_modules,
         autoreset=attach.autoreset,
@@ -141,4 +147,7 @@ def pool_config(attach: Attach, policy: Policy) -> PoolConfig:
         spare_envs=attach.spare_envs,
         step_timeout_seconds=policy.step_timeout_seconds,
         reset_timeout_seconds=policy.reset_timeout_seconds,
+        padding_after_seconds=policy.padding_after_seconds,
+        max_restarts=policy.max_restarts,
+        crash_dir=policy.crash_dir,
     )

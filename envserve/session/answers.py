@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from envserve.session.decisions import Reply
 from envserve.wire import (
     MIN_VERSION,
     VERSION,
     Building,
+    Drain,
     ErrorBody,
     ErrorCode,
     Executed,
@@ -32,7 +35,7 @@ class Answers:
         route: bytes,
         asked: Message,
         type_: MessageType,
-        body: Welcome | Building | Pong | ErrorBody | None = None,
+        body: Welcome | Building | Drain | Pong | ErrorBody | None = None,
     ) -> Reply:
         """Answers a message with another that repeats its numbers."""
         message = Message(
@@ -77,9 +80,12 @@ class Answers:
 
     def farewell(self, route: bytes, asked: Message, ending: ErrorBody | None) -> Reply:
         """Says that, or why, a session has no envs any more."""
+        is_about_session = asked.type in (MessageType.DETACH, MessageType.ATTACH)
         if ending is not None:
+            if not is_about_session:  # or only this request would seem to have failed
+                ending = replace(ending, code=ErrorCode.LEASE_LOST)
             return self.error(route, asked, ending)
-        if asked.type in (MessageType.DETACH, MessageType.ATTACH):
+        if is_about_session:
             return self.reply(route, asked, MessageType.DETACHED)
         body = ErrorBody(code=ErrorCode.LEASE_LOST, text="this session has detached")
         return self.error(route, asked, body)

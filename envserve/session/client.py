@@ -1,13 +1,13 @@
 """The client's half: attaches, sends operations, and pairs answers with them.
 
-CONNECTING -> HELLO_SENT -> ATTACHING -> READY -> CLOSING -> CLOSED, or LOST from any.
-An operation stays in flight until it is answered or the session is LOST, however long
-its caller waits; so no result is ever taken for that of a later operation.
+`states` says where a conversation can be, `attachment` how envs are got, `pairing` what
+passes for an answer, `recovery` how a loss is got over. A request is in flight until it
+is answered or its lease is lost, however long its caller waits: no result is ever taken
+for that of a later operation.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,71 +15,49 @@ from typing import Final
 
 from envserve.blocks import Block, Call, Finished, Reset
 from envserve.errors import (
-    ConnectError,
     EnvserveError,
     LeaseLost,
     LocalProtocolError,
-    ProtocolMismatch,
     RemoteProtocolError,
     ServerLost,
 )
-from envserve.session.operations import Draft, Operations
-from envserve.session.requests import Outbox, Pending, Requests
+from envserve.session.attachment import Attachment
+from envserve.session.away import Away
+from envserve.session.operations import Operations
+from envserve.session.pairing import Pairing
+from envserve.session.recovery import Recovery
+from envserve.session.sender import Sender
+from envserve.session.states import ClientState
 from envserve.session.translation import exception_of
 from envserve.slab import Rows
 from envserve.spec import EnvSpec
 from envserve.wire import (
-    MIN_VERSION,
-    VERSION,
     Attach,
     Buffer,
+    Drain,
     ErrorBody,
     ErrorCode,
-    Granted,
-    Hello,
     Message,
     MessageType,
-    Pong,
-    Welcome,
     decode,
-    encode,
 )
 
-__all__ = ["ClientSession", "ClientState"]
+__all__ = ["ClientSession"]
 
 _LOGGER: Final = logging.getLogger(__name__)
-_PING_SECONDS: Final = 1.0
-#: Request number of what is not sent again; requests count from 1.
-_UNNUMBERED: Final = 0
 _ATTACHING_TYPES: Final = (MessageType.HELLO, MessageType.ATTACH)
-
-
-class ClientState(enum.Enum):
-    """Where the conversation with the server is."""
-
-    CONNECTING = enum.auto()  # no transport yet
-    HELLO_SENT = enum.auto()
-    ATTACHING = enum.auto()  # the server knows us, and builds envs
-    READY = enum.auto()
-    CLOSING = enum.auto()
-    CLOSED = enum.auto()
-    LOST = enum.auto()  # `error` says why
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing follows any more."""
-        return self in (ClientState.CLOSED, ClientState.LOST)
+_LOSSES: Final = (ErrorCode.LEASE_LOST, ErrorCode.FENCED)
+#: Why a server may have no envs now, and have some later.
+_BUSY: Final = (ErrorCode.ENVS_BUSY, ErrorCode.INTERNAL)
 
 
 class ClientSession:
     """One client's conversation with one server.
 
-    The shell passes on what it receives, calls `advance` at `next_deadline`, and sends
-    what is in `outbox`.
+    The shell passes on what it receives and whether there is a connection, calls
+    `advance` at `next_deadline`, and sends what is in `outbox`.
 
     Attributes:
-      state: See `ClientState`.
-      error: Why the session is LOST.
       outbox: What the shell has to send.
       late_messages: How many messages came that nothing waits for.
     """
@@ -93,6 +71,7 @@ class ClientSession:
         now: float,
         timeout_seconds: float = 10.0,
         server_lost_after_seconds: float = 60.0,
+        pads_when_lost: bool = False,
         client: str = "",
     ) -> None:
         """Starts CONNECTING.
@@ -100,33 +79,47 @@ class ClientSession:
         Args:
           address: The server's, for messages.
           attach: Which envs to ask for.
-          session: Random number in [1, 2**64).
+          session: Random number in [1, 2**64), from which those of later leases follow.
           now: Monotonic seconds, as everywhere below.
           timeout_seconds: Longest silence before the envs are granted.
-          server_lost_after_seconds: Longest silence after that.
+          server_lost_after_seconds: How long to wait for a server that is silent, or
+            for envs that are lost, after that.
+          pads_when_lost: Whether to give padding then, and try on, instead of ending.
           client: Who we are, for the server's log.
         """
-        self.state = ClientState.CONNECTING
-        self.error: EnvserveError | None = None
-        self.outbox = Outbox()
         self.late_messages = 0
         self._address = address
-        self._attach = attach
-        self._session = session
-        self._timeout = timeout_seconds
-        self._lost_after = server_lost_after_seconds
-        self._client = client
-        self._boot = 0
-        self._epoch = 0
-        self._max_message_bytes = 0
-        self._attach_request = 0
-        self._next_request = 1
-        self._requests = Requests(self.outbox)
-        self._silent_since: float | None = now  # since what we sent is unanswered
-        self._ping_at = math.inf
-        self._operations: Operations | None = None
+        self._sender = Sender(session, now)
+        self.outbox = self._sender.outbox
+        self._requests = self._sender.requests
+        self._silence = self._sender.silence
+        self._has_warned = False  # of this silence
+        self._attachment = Attachment(address, attach, self._sender, client)
+        self._pairing = Pairing(self._attachment, self._sender)
+        self._recovery = Recovery(
+            self._attachment,
+            self._sender,
+            timeout_seconds=timeout_seconds,
+            lost_after_seconds=server_lost_after_seconds,
+            pads_when_lost=pads_when_lost,
+        )
 
     # What the lane shows.
+
+    @property
+    def state(self) -> ClientState:
+        """Where the conversation is."""
+        return self._attachment.state
+
+    @property
+    def error(self) -> EnvserveError | None:
+        """Why the session is LOST."""
+        return self._attachment.error
+
+    @property
+    def num_leases(self) -> int:
+        """How many leases were granted."""
+        return self._attachment.num_leases
 
     @property
     def spec(self) -> EnvSpec:
@@ -146,22 +139,42 @@ class ClientSession:
     @property
     def num_in_flight(self) -> int:
         """How many blocks have an operation that is not finished."""
-        return len(self._operations.busy) if self._operations else 0
+        operations = self._attachment.operations
+        return len(operations.busy) if operations else 0
 
     @property
     def has_finished(self) -> bool:
         """Whether `take_finished` has something."""
-        return self._operations is not None and self._operations.has_finished
+        operations = self._attachment.operations
+        return operations is not None and operations.has_finished
 
     def take_finished(self) -> list[Finished]:
         """Returns the operations that have ended since the last call."""
-        return self._operations.take_finished() if self._operations else []
+        operations = self._attachment.operations
+        return operations.take_finished() if operations else []
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether envs are lost, and no new lease is granted yet."""
+        return self._recovery.is_under_way
+
+    def stats(self) -> dict[str, int]:
+        """Returns how often what has happened."""
+        away = self._attachment.away
+        return {
+            "late_messages": self.late_messages,
+            "resends": self._requests.num_resends,
+            "reattaches": max(0, self.num_leases - 1),
+            "padded": 0 if away is None else away.num_padded,
+            "late_results": 0 if away is None else away.num_late,
+            "unreachable_ms": int(1000 * self._silence.total_seconds),
+        }
 
     @property
     def _granted(self) -> Operations:
-        if self._operations is None:
+        if self._attachment.operations is None:
             raise LocalProtocolError(f"{self._address}: the envs are not granted yet")
-        return self._operations
+        return self._attachment.operations
 
     # What the caller wants.
 
@@ -170,26 +183,37 @@ class ClientSession:
 
         Under way is also what has finished and was not taken.
         """
-        if self._operations is None:
-            return False
-        for pending in [p for p in self._requests if p.entries]:
-            if self._operations.has_ended(pending):  # else it is sent again for ever
-                self._requests.remove(pending.id)
-        if self._operations.busy:
-            self._operations.settle(self._requests)
-        return bool(self._operations.busy) or self.has_finished
+        return self._pairing.settle()
 
-    def submit_step(self, blocks: Sequence[int], now: float, ticket: int = 0) -> None:
-        """Asks for a step of these blocks with the actions in `rows.action`."""
+    def submit_step(
+        self,
+        blocks: Sequence[int],
+        now: float,
+        ticket: int = 0,
+        is_alone: bool = False,
+    ) -> None:
+        """Asks for a step of these blocks with the actions in `rows.action`.
+
+        Blocks that are away finish as padding, unless `is_alone`, until there is
+        something to say of them: a late result, or that their episodes are lost.
+        """
+        operations, away = self._usable(now)
+        if away:
+            blocks = away.submit_step(blocks, now, ticket, is_alone)
+            self._recovery.attend(now)
         if blocks:
-            self._request(self._ready.step(blocks, ticket), now)
+            self._sender.request(operations.step(blocks, ticket, is_alone), now)
 
     def submit_reset(
         self, resets: Sequence[Reset], now: float, ticket: int = 0
     ) -> None:
         """Asks for resets, each of another block."""
+        operations, away = self._usable(now)
+        if away:
+            resets = away.submit_reset(resets, ticket)
+            self._recovery.attend(now)
         if resets:
-            self._request(self._ready.reset(resets, ticket), now)
+            self._sender.request(operations.reset(resets, ticket), now)
 
     def submit_call(self, call: Call, now: float, ticket: int = 0) -> None:
         """Asks for attribute access.
@@ -197,26 +221,35 @@ class ClientSession:
         Raises:
           CallError: An argument is not a plain value.
         """
-        self._request(self._ready.call(call, ticket), now)
+        operations, away = self._usable(now)
+        if away and away.submit_call(call, ticket):
+            self._recovery.attend(now)
+        else:
+            self._sender.request(operations.call(call, ticket), now)
 
     def begin_close(self, now: float) -> None:
         """Gives the envs back; the state is CLOSED when the server has them."""
         if self.state.is_over or self.state is ClientState.CLOSING:
             return
-        was_attached = self.state in (ClientState.ATTACHING, ClientState.READY)
-        self._requests.clear()
-        if self._operations is not None:
-            self._operations.abandon()
-        self.state = ClientState.CLOSING if was_attached else ClientState.CLOSED
-        if was_attached:
-            self._request(Draft(type=MessageType.DETACH, entries=()), now)
+        self._recovery.loss = None
+        self._attachment.give_back(now)
 
     # What the transport brings.
 
     def connected(self, now: float) -> None:
-        """Notes that the transport can send."""
+        """Notes that the transport can send, for the first time or anew."""
+        self._silence.mend()
         if self.state is ClientState.CONNECTING:
-            self._say_hello(now)
+            self._attachment.say_hello(now)
+        elif len(self._requests):
+            self._requests.resend_all(now)
+            self._silence.expect_answer(now)
+        elif self.state is ClientState.READY:
+            self._sender.ping(now)  # it may be another server by now
+
+    def disconnected(self, now: float) -> None:
+        """Notes that it no longer can."""
+        self._silence.break_off(now)
 
     def receive(self, frames: Sequence[Buffer], now: float) -> None:
         """Takes what the server has sent, whatever it is."""
@@ -226,239 +259,173 @@ class ClientSession:
             self.late_messages += 1
             return
         handler = _HANDLERS.get(message.type)
-        if message.session != self._session or handler is None or self.state.is_over:
+        if (
+            message.session != self._sender.session
+            or handler is None
+            or self.state.is_over
+        ):
             self.late_messages += 1
             return
-        self._silent_since = None
-        self._ping_at = now + _PING_SECONDS
-        if self._boot not in (0, message.boot):
+        self._silence.hear(now)
+        self._has_warned = False
+        if message.type is MessageType.WELCOME and (
+            self.state is not ClientState.HELLO_SENT
+        ):
+            self.late_messages += 1  # before all: it may be of a server of the past
+            return
+        if self._sender.boot not in (0, message.boot):
             self._on_restart(now)
             return
         try:
             handler(self, message, now)
         except RemoteProtocolError as error:
-            self._lose(RemoteProtocolError(f"{self._address}: {error}"))
+            self._attachment.refuse(RemoteProtocolError(f"{self._address}: {error}"))
+        self._recovery.attend(now)
 
     def advance(self, now: float) -> None:
-        """Sends again what is due, pings, and notices that the server is lost."""
+        """Sends again what is due, pings, pads, and notices that the server is lost."""
         if self.state.is_over:
             return
+        if self._attachment.operations is not None:
+            self._silence.look(now)
+        self._recovery.go_on(now)
         if self._requests.resend(now):
-            self._expect_answer(now)
-        if self.state is ClientState.READY and now >= self._ping_at:
-            self._send_once(MessageType.PING)
-            self._ping_at = now + _PING_SECONDS
-            self._expect_answer(now)
-        if self._silent_since is None or now < self._silent_since + self._patience:
-            return
-        silence = now - self._silent_since
-        if self.state in (ClientState.READY, ClientState.CLOSING):
-            error: EnvserveError = ServerLost(
-                f"{self._address}: no answer for {silence:.0f} s, so its envs are "
-                f"taken for lost; look at the server's log, or raise "
-                f"server_lost_after_seconds"
-            )
-        else:
-            error = ConnectError(
-                f"{self._address}: no server answered within {self._timeout:g} s; is "
-                f"`envserve start --bind {self._address}` running there, and can it "
-                f"be reached?"
-            )
-        self._lose(error)
+            self._silence.expect_answer(now)
+        if self.state is ClientState.READY:
+            if now >= self._silence.ping_at:
+                self._sender.ping(now)
+            if now >= self._unreachable_at:
+                self._give_up_waiting(now)
+            if now >= self._silence.unreachable_at and not self._has_warned:
+                self._has_warned = True
+                _LOGGER.warning(
+                    "%s: no answer, or no connection; it is asked again and again, for "
+                    "as long as server_lost_after says",
+                    self._address,
+                )
+        if now >= self._recovery.lost_at:
+            self._recovery.give_up(now)
+        self._recovery.attend(now)
 
     def next_deadline(self) -> float:
         """When `advance` has to be called next."""
         if self.state.is_over:
             return math.inf
-        deadline = self._requests.next_resend()
+        recovery, away = self._recovery, self._attachment.away
+        deadline = min(
+            self._requests.next_resend(), recovery.lost_at, recovery.go_on_at
+        )
         if self.state is ClientState.READY:
-            deadline = min(deadline, self._ping_at)
-        if self._silent_since is not None:
-            deadline = min(deadline, self._silent_since + self._patience)
+            deadline = min(deadline, self._silence.ping_at, self._unreachable_at)
+        if away:
+            deadline = min(deadline, away.next_deadline())
         return deadline
 
     @property
-    def _patience(self) -> float:
-        is_attached = self.state in (ClientState.READY, ClientState.CLOSING)
-        return self._lost_after if is_attached else self._timeout
+    def _unreachable_at(self) -> float:
+        """When steps in flight become overdue, if there are any that may."""
+        at = self._silence.unreachable_at
+        if at == math.inf or not any(p.can_be_padded for p in self._requests):
+            return math.inf
+        return at
 
-    # Sending.
+    def _give_up_waiting(self, now: float) -> None:
+        away = self._attachment.away
+        for pending in self._requests:
+            if away is not None and pending.can_be_padded:
+                away.give_up_waiting(pending, now)
 
-    @property
-    def _ready(self) -> Operations:
-        if self.state is ClientState.READY:
-            return self._granted
+    def _usable(self, now: float) -> tuple[Operations, Away | None]:
+        """Returns the operations, and what is away if anything is."""
+        self._recovery.complete(now)
+        state = self._attachment.state
+        if state is ClientState.READY or (self.is_recovering and state.is_asking):
+            return self._granted, self._attachment.away
         raise self.error or LocalProtocolError(
-            f"{self._address}: expected a session that is READY; it is "
-            f"{self.state.name}"
+            f"{self._address}: expected a session that is READY; it is {state.name}"
         )
-
-    def _request(self, draft: Draft, now: float) -> int:
-        request = self._next_request
-        self._next_request += 1
-        message = Message(
-            type=draft.type,
-            session=self._session,
-            boot=self._boot,
-            epoch=self._epoch,
-            request=request,
-            entries=draft.entries,
-            body=draft.body,
-            payload=draft.payload,
-        )
-        self._requests.add(message, now, draft.part, draft.ticket)
-        self._expect_answer(now)
-        return request
-
-    def _send_once(self, type_: MessageType) -> None:
-        """Sends what needs no answer, or what the next one will replace."""
-        message = Message(
-            type=type_,
-            session=self._session,
-            boot=self._boot,
-            epoch=self._epoch,
-            request=_UNNUMBERED,
-        )
-        self.outbox.put(_UNNUMBERED, encode(message))
-
-    def _expect_answer(self, now: float) -> None:
-        if self._silent_since is None:
-            self._silent_since = now
-
-    def _say_hello(self, now: float) -> None:
-        self._requests.clear()
-        self._boot = 0
-        self.state = ClientState.HELLO_SENT
-        body = Hello(client=self._client).encode()
-        self._request(Draft(type=MessageType.HELLO, entries=(), body=body), now)
 
     # Answers.
 
     def _on_welcome(self, message: Message, now: float) -> None:
-        if self.state is not ClientState.HELLO_SENT:
-            self.late_messages += 1
-            return
-        welcome = Welcome.decode(message.body)
-        if welcome.min_version > VERSION or welcome.max_version < MIN_VERSION:
-            self._lose(
-                ProtocolMismatch(
-                    f"{self._address}: the server speaks protocol versions "
-                    f"{welcome.min_version} to {welcome.max_version}, this client "
-                    f"{MIN_VERSION} to {VERSION}; install the same release"
-                )
-            )
-            return
-        self._requests.clear()
-        self._boot = message.boot
-        self._max_message_bytes = welcome.max_message_bytes
-        self.state = ClientState.ATTACHING
-        draft = Draft(type=MessageType.ATTACH, entries=(), body=self._attach.encode())
-        self._attach_request = self._request(draft, now)
+        self._attachment.welcome(message, now)
 
     def _on_building(self, message: Message, now: float) -> None:
         """Having heard of it is enough: the silence has been ended."""
 
     def _on_granted(self, message: Message, now: float) -> None:
         if self.state is not ClientState.ATTACHING:
+            self._requests.remove(message.request)  # as an interrupt may leave it
             self.late_messages += 1
             return
-        granted = Granted.decode(message.body, self._attach.num_envs)
-        self._check_message_size(granted.spec)
-        if self._attach.spare_envs and not granted.spare_envs:
-            raise RemoteProtocolError(
-                "expected envs with spares; got envs without from a server that does "
-                "not know them; update the server, or leave out spare_envs"
-            )
-        self._requests.clear()
-        self._epoch = granted.epoch
-        self._operations = Operations(self._address, granted.spec, granted.blocks)
-        self.state = ClientState.READY
-
-    def _check_message_size(self, spec: EnvSpec) -> None:
-        needed = self._attach.num_envs * sum(leaf.nbytes for leaf in spec.action_leaves)
-        if needed > self._max_message_bytes:
-            raise RemoteProtocolError(
-                f"actions of {self._attach.num_envs} envs need {needed} bytes, and the "
-                f"server accepts {self._max_message_bytes} at once; start it with a "
-                f"larger --max-message-mib"
-            )
+        granted = self._attachment.check(message)
+        self._recovery.note_granted()
+        self._attachment.take(granted)
 
     def _on_result(self, message: Message, now: float) -> None:
-        pending = self._requests.get(message.request)
-        if pending is None or not self._is_answer(message, pending):
+        if self._pairing.take_result(message):
+            self._recovery.loss = None  # the new lease serves
+        else:
             self.late_messages += 1
-            return
-        self._granted.finish(pending, message)
-        self._requests.remove(pending.id)
-
-    def _is_answer(self, message: Message, pending: Pending) -> bool:
-        expected = (
-            MessageType.CALL_RESULT
-            if pending.type is MessageType.CALL
-            else MessageType.RESULT
-        )
-        return (
-            message.type is expected
-            and message.entries == pending.entries
-            and message.epoch == self._epoch
-        )
 
     def _on_pong(self, message: Message, now: float) -> None:
-        running = Pong.decode(message.body).running
-        for pending in self._requests:
-            if any(block in running for block, _ in pending.entries):
-                self._requests.postpone(pending, now)
+        self._pairing.note_running(message, now)
 
     def _on_detached(self, message: Message, now: float) -> None:
         if self.state is ClientState.CLOSING:
-            self._close()
+            self._attachment.close()
         elif self.state is ClientState.READY:
-            self._lose(LeaseLost(f"{self._address}: the server says we have detached"))
+            error = LeaseLost(f"{self._address}: the server says we have detached")
+            self._recovery.begin(error, now)
 
     def _on_error(self, message: Message, now: float) -> None:
         body = ErrorBody.decode(message.body)
         pending = self._requests.get(message.request)
-        is_ours = message.request == self._attach_request or (
+        is_ours = message.request == self._attachment.request or (
             pending is not None and pending.type in _ATTACHING_TYPES
         )
-        ends_session = is_ours or body.code in (ErrorCode.LEASE_LOST, ErrorCode.FENCED)
+        ends_session = is_ours or body.code in _LOSSES
         if self.state is ClientState.CLOSING and (ends_session or pending is not None):
-            self._close()
+            self._attachment.close()
         elif ends_session:
-            self._lose(exception_of(body, self._address))
-            self._send_once(MessageType.DETACH)  # so that the server knows we know
+            self._on_end_of_session(body, now)
         elif pending is not None:
-            self._requests.remove(pending.id)
-            self._granted.fail(pending, body)
+            self._pairing.fail(pending, body)
         else:
             self.late_messages += 1
 
+    def _on_end_of_session(self, body: ErrorBody, now: float) -> None:
+        error = exception_of(body, self._address)
+        if self._attachment.operations is not None and body.code in _LOSSES:
+            self._recovery.begin(error, now)
+        elif self.is_recovering and body.code in _BUSY:
+            self._recovery.refused(body, now)
+        else:
+            self._attachment.refuse(error)
+
     def _on_drain(self, message: Message, now: float) -> None:
-        _LOGGER.info("%s: the server is about to stop", self._address)
+        _LOGGER.warning(
+            "%s: the server is draining: it gives envs up once each of them has ended "
+            "an episode, or in %g s, and stops",
+            self._address,
+            Drain.decode(message.body).grace_ms / 1000,
+        )
 
     def _on_restart(self, now: float) -> None:
         """Handles a server that is another than the one we spoke to."""
-        if self.state is ClientState.ATTACHING:  # nothing is lost yet
-            self._say_hello(now)
-        elif self.state is ClientState.CLOSING:
-            self._close()
+        if self.state is ClientState.CLOSING:
+            self._attachment.close()
+        elif self._attachment.operations is None:  # nothing is lost yet
+            self._sender.change_session()
+            self._attachment.say_hello(now)
         else:
-            self._lose(
+            self._recovery.begin(
                 ServerLost(
                     f"{self._address}: the server was restarted, and its envs with it"
-                )
+                ),
+                now,
+                is_restart=True,
             )
-
-    def _close(self) -> None:
-        self._requests.clear()
-        self.state = ClientState.CLOSED
-
-    def _lose(self, error: EnvserveError) -> None:
-        self.state = ClientState.LOST
-        self.error = error
-        self._requests.clear()
-        if self._operations is not None:
-            self._operations.lose(error)
 
     def __repr__(self) -> str:
         return (

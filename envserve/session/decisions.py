@@ -44,6 +44,7 @@ class RunStep:
 
     session: int
     blocks: Sequence[int]
+    is_alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
 
 from envserve.actions import check_action_rows
 from envserve.blocks import Block, Call, Finished, Reset
@@ -46,6 +49,13 @@ from envserve.wire import (
 
 __all__ = ["Lease"]
 
+Array = np.ndarray[Any, Any]
+
+# As plain numbers: flags are slow to combine.
+_INFOS_DROPPED: Final = int(Flag.INFOS_DROPPED)
+_ALONE: Final = int(Flag.ALONE)
+_PADDED: Final = int(Flag.PADDED)
+
 
 class _Verdict(enum.IntEnum):
     """What to do with a request; of several, the greatest holds."""
@@ -72,6 +82,7 @@ class _Request:
     route: bytes
     started_at: float
     waiting: set[int]
+    resets: Sequence[Reset] = ()
     finished: dict[int, Finished] = field(default_factory=dict)
 
 
@@ -111,6 +122,7 @@ class Lease:
         self._policy = policy
         self._last_seq = [0] * len(self._blocks)
         self._requests: list[_Request | None] = [None] * len(self._blocks)
+        self._unended: Array | None = None  # while draining: bool per row
 
     @property
     def max_result_bytes(self) -> int:
@@ -146,6 +158,7 @@ class Lease:
             route,
             now,
             waiting,
+            decision.resets if isinstance(decision, RunReset) else (),
         )
         for block, seq in message.entries:
             self._last_seq[block] = seq
@@ -161,9 +174,20 @@ class Lease:
                 continue
             request.waiting.remove(item.block)
             request.finished[item.block] = item
+            if self._unended is not None:
+                self._note_ends(self._unended, request, item)
             if not request.waiting:
                 replies.append(self._answer(request))
         return replies
+
+    def begin_drain(self) -> None:
+        """Begins to watch for the end of each row's episode."""
+        self._unended = np.ones(len(self._rows.reward), bool)
+
+    @property
+    def has_drained(self) -> bool:
+        """Whether each row has ended an episode since `begin_drain`."""
+        return self._unended is not None and not self._unended.any()
 
     def pong(self, now: float) -> Pong:
         """Returns how long each RUNNING block has been running."""
@@ -174,6 +198,20 @@ class Lease:
                 if request is not None and block in request.waiting
             }
         )
+
+    def _note_ends(self, unended: Array, request: _Request, item: Finished) -> None:
+        """Notes which episodes have ended by a step, or were given up by a reset."""
+        if item.error is not None or request.type is MessageType.CALL:
+            return
+        block = self._blocks[item.block]
+        part = slice(block.start, block.stop)
+        if request.type is MessageType.RESET:
+            (reset,) = [r for r in request.resets if r.block == item.block]
+            chosen = reset.env_indices
+            unended[part if chosen is None else list(chosen)] = False
+        else:
+            rows = self._rows
+            unended[part] &= ~(rows.terminated[part] | rows.truncated[part])
 
     def _judge(self, entries: Iterable[tuple[int, int]]) -> _Verdict:
         """Judges a request as a whole: of its blocks, the one that fits least counts.
@@ -235,7 +273,7 @@ class Lease:
             for start, stop in part.ranges:
                 if not self._bounds.hold(start, stop):
                     self._refuse_actions(start, stop)
-            return RunStep(self._session, blocks)
+            return RunStep(self._session, blocks, bool(message.flags & _ALONE))
         if message.type is MessageType.RESET:
             return RunReset(self._session, self._read_resets(message))
         return RunCall(self._session, self._read_call(message))
@@ -293,11 +331,15 @@ class Lease:
             result = finished.result
             return self._reply(request, MessageType.CALL_RESULT, payload=result)
         report, infos_dropped = self._report(request.finished.values())
+        flags = _INFOS_DROPPED if infos_dropped else 0
+        for finished in request.finished.values():
+            if finished.is_padding:
+                flags |= _PADDED
         body, payload = split_rows(self._parts[request.blocks].result_buffers())
         return self._reply(
             request,
             MessageType.RESULT,
-            flags=int(Flag.INFOS_DROPPED) if infos_dropped else 0,
+            flags=flags,
             body=body,
             payload=payload,
             report=report,

@@ -29,12 +29,10 @@ class Refusal(Exception):
       body: The ERROR's body.
     """
 
-    def __init__(
-        self, code: ErrorCode, text: str, *, env_index: int | None = None
-    ) -> None:
-        """Builds the body."""
+    def __init__(self, code: ErrorCode, text: str, **fields: Any) -> None:
+        """Builds the body, with further fields of it."""
         super().__init__(text)
-        self.body = ErrorBody(code=code, text=text, env_index=env_index)
+        self.body = ErrorBody(code=code, text=text, **fields)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +51,9 @@ class Policy:
     lease_seconds: float = 60.0
     step_timeout_seconds: float = 30.0
     reset_timeout_seconds: float = 120.0
+    padding_after_seconds: float = 0.1
+    max_restarts: int = 5
+    crash_dir: str | None = ""
     #: Longest frame that the server accepts.
     max_message_bytes: int = 1 << 20
     #: Modules that register envs when workers import them.

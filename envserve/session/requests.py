@@ -1,16 +1,18 @@
 """A client's requests: what waits for an answer, and what waits to be sent.
 
 A request is sent again, byte for byte but for its attempt, after 1 s, then 2 s, then
-every 4 s. At most one copy of it waits to be sent, so the outbox is bounded.
+every 4 s, and at once when a connection is made anew. At most one copy of it waits to
+be sent, so the outbox is bounded.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from envserve.blocks import Finished, Reset
 from envserve.wire import (
     Buffer,
     Message,
@@ -20,7 +22,7 @@ from envserve.wire import (
     set_attempt,
 )
 
-__all__ = ["Outbox", "Pending", "Requests"]
+__all__ = ["Asked", "Draft", "Outbox", "Pending", "Requests"]
 
 _FIRST_RESEND_SECONDS: Final = 1.0
 _MAX_RESEND_SECONDS: Final = 4.0
@@ -53,13 +55,63 @@ class Outbox:
         """Forgets everything."""
         self._frames.clear()
 
+    def __contains__(self, request: int) -> bool:
+        return request in self._frames
+
     def __len__(self) -> int:
         return len(self._frames)
 
 
 @dataclass(slots=True)
+class Asked:
+    """A request that no caller waits for: an overdue step, or a reset of our own.
+
+    Attributes:
+      id: Number of the request.
+      is_recovery: Whether it resets envs of a new lease.
+      outcomes: What has come of it, by block; None until then. Of a block for which
+        nothing has happened, there is None.
+    """
+
+    id: int
+    is_recovery: bool
+    outcomes: Mapping[int, Finished | None] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Draft:
+    """A request that is about to be sent; see `Pending`."""
+
+    type: MessageType
+    entries: tuple[tuple[int, int], ...]
+    flags: int = 0
+    part: RowPart | None = None
+    body: bytes = b""
+    payload: Buffer = b""
+    ticket: int = 0
+    resets: tuple[Reset, ...] = ()
+    is_alone: bool = False
+    asked: Asked | None = None
+
+
+@dataclass(slots=True)
 class Pending:
-    """A request that has not been answered."""
+    """A request that has not been answered.
+
+    Attributes:
+      id: Its number.
+      type: What it asks for.
+      entries: Blocks and seqs.
+      part: Where rows of the answer go.
+      ticket: What its caller knows it by.
+      frames: What is sent.
+      resend_at: When to send it again.
+      resets: Of a RESET, per entry.
+      is_alone: Of a STEP, whether its caller waits for as long as it takes.
+      asked: Set when no caller waits for it.
+      delay: How long to wait for an answer.
+      attempt: How often it was sent before.
+    """
 
     id: int
     type: MessageType | int
@@ -68,35 +120,46 @@ class Pending:
     ticket: int
     frames: list[Buffer]
     resend_at: float
+    resets: tuple[Reset, ...] = ()
+    is_alone: bool = False
+    asked: Asked | None = None
     delay: float = _FIRST_RESEND_SECONDS
     attempt: int = 0
 
+    @property
+    def can_be_padded(self) -> bool:
+        """Whether its caller goes on without its answer if that takes too long."""
+        is_step = self.type is MessageType.STEP
+        return is_step and not self.is_alone and self.asked is None
+
 
 class Requests:
-    """Requests in flight, with their resends."""
+    """Requests in flight, with their resends.
+
+    Attributes:
+      num_resends: How often a request was sent again.
+    """
 
     def __init__(self, outbox: Outbox) -> None:
         """Takes where to put what is to be sent."""
+        self.num_resends = 0
         self._outbox = outbox
         self._pending: dict[int, Pending] = {}
 
-    def add(
-        self,
-        message: Message,
-        now: float,
-        part: RowPart | None = None,
-        ticket: int = 0,
-    ) -> None:
+    def add(self, message: Message, draft: Draft, now: float) -> None:
         """Sends a request for the first time."""
         frames = encode(message)
         self._pending[message.request] = Pending(
             message.request,
             message.type,
             message.entries,
-            part,
-            ticket,
+            draft.part,
+            draft.ticket,
             frames,
             now + _FIRST_RESEND_SECONDS,
+            draft.resets,
+            draft.is_alone,
+            draft.asked,
         )
         self._outbox.put(message.request, frames)
 
@@ -109,12 +172,10 @@ class Requests:
         self._pending.pop(request, None)
         self._outbox.discard(request)
 
-    def clear(self) -> list[Pending]:
-        """Forgets all requests, and returns them."""
-        pending = list(self._pending.values())
+    def clear(self) -> None:
+        """Forgets all requests."""
         self._pending.clear()
         self._outbox.clear()
-        return pending
 
     def resend(self, now: float) -> bool:
         """Sends again what is due; tells whether there was anything."""
@@ -122,13 +183,24 @@ class Requests:
         for pending in self._pending.values():
             if now >= pending.resend_at:
                 is_due = True
-                pending.attempt += 1
-                head, *rest = pending.frames
-                pending.frames = [set_attempt(head, pending.attempt), *rest]
                 pending.delay = min(2 * pending.delay, _MAX_RESEND_SECONDS)
-                pending.resend_at = now + pending.delay
-                self._outbox.put(pending.id, pending.frames)
+                self._send_again(pending, now)
         return is_due
+
+    def resend_all(self, now: float) -> None:
+        """Sends again what the last connection may have swallowed: everything sent."""
+        for pending in self._pending.values():
+            if pending.id not in self._outbox:
+                pending.delay = _FIRST_RESEND_SECONDS
+                self._send_again(pending, now)
+
+    def _send_again(self, pending: Pending, now: float) -> None:
+        pending.attempt += 1
+        head, *rest = pending.frames
+        pending.frames = [set_attempt(head, pending.attempt), *rest]
+        pending.resend_at = now + pending.delay
+        self.num_resends += 1
+        self._outbox.put(pending.id, pending.frames)
 
     def postpone(self, pending: Pending, now: float) -> None:
         """Puts off a resend, since the server is known to have the request."""
@@ -137,6 +209,9 @@ class Requests:
     def next_resend(self) -> float:
         """When `resend` has to be called next."""
         return min((p.resend_at for p in self._pending.values()), default=math.inf)
+
+    def __contains__(self, request: int) -> bool:
+        return request in self._pending
 
     def __iter__(self) -> Iterator[Pending]:
         return iter(self._pending.values())

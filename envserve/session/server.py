@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Final
 
 from envserve import codec
@@ -30,9 +31,11 @@ from envserve.session.admission import (
 )
 from envserve.session.answers import Answers, refused, versions
 from envserve.session.decisions import Decision, EndPool, Reply, StartPool
+from envserve.session.endings import drained, lease_lost, refusal_while_ending
 from envserve.session.lease import Lease
 from envserve.session.policy import Policy, Refusal
 from envserve.session.translation import body_of
+from envserve.session.vitals import Vitals
 from envserve.slab import Rows
 from envserve.spec import EnvSpec
 from envserve.wire import (
@@ -41,6 +44,7 @@ from envserve.wire import (
     Attach,
     Buffer,
     Building,
+    Drain,
     ErrorBody,
     ErrorCode,
     Executed,
@@ -70,26 +74,34 @@ class ServerSession:
       dropped_messages: How many were no messages at all.
     """
 
-    def __init__(self, policy: Policy, offer: Offer, boot: int) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        offer: Offer,
+        boot: int,
+        look: Callable[[], Vitals] = Vitals,
+    ) -> None:
         """Starts without sessions.
 
         Args:
           policy: Limits and permissions.
           offer: Env names.
           boot: Random number in [1, 2**64).
+          look: Tells how the process that serves is.
         """
         self.boot = boot
         self.dropped_messages = 0
         self._answers = Answers(boot)
         self._policy = policy
         self._offer = offer
+        self._look = look
         self._epoch = 0
         self._claims: dict[int, Claim] = {}
         #: How sessions ended, so that a late ATTACH does not revive them.
         self._ended: Recent[ErrorBody | None] = Recent()
         self._client_names: Recent[str] = Recent()
-        self._is_stopping = False
-        self._unaware: set[int] = set()
+        self._is_ending = False  # draining, or stopping
+        self._unaware: set[int] = set()  # whose leases have ended meanwhile
 
     @property
     def free_envs(self) -> int:
@@ -99,8 +111,8 @@ class ServerSession:
 
     @property
     def has_farewelled(self) -> bool:
-        """Whether, after `stop`, all envs are gone and all clients know it."""
-        return self._is_stopping and not self._claims and not self._unaware
+        """Whether, after `begin_drain` or `stop`, no client thinks it has envs."""
+        return self._is_ending and not self._claims and not self._unaware
 
     def receive(
         self, route: bytes, frames: Sequence[Buffer], now: float
@@ -187,7 +199,12 @@ class ServerSession:
 
     def pool_failed(self, session_id: int, error: EnvserveError) -> list[Decision]:
         """Ends a session whose envs could not be built, or are lost for good."""
-        return self._end(self._claims[session_id], body_of(error, Executed.UNKNOWN))
+        claim = self._claims[session_id]
+        body = body_of(error, Executed.UNKNOWN)
+        if claim.lease is None and body.code is ErrorCode.INTERNAL:
+            # No memory, no descriptors: whatever it was, there are no envs.
+            body = replace(body, code=ErrorCode.ENV_START_FAILED)
+        return self._end(claim, body)
 
     def pool_finished(
         self, session_id: int, finished: Iterable[Finished]
@@ -196,7 +213,10 @@ class ServerSession:
         claim = self._claims[session_id]
         if claim.lease is None or claim.state is not ClaimState.GRANTED:
             return []
-        return claim.lease.finish(finished)
+        replies = claim.lease.finish(finished)
+        if claim.lease.has_drained:
+            replies += self._end(claim, drained("each of its envs ended an episode"))
+        return replies
 
     def pool_broken(self, session_id: int, error: EnvserveError) -> list[Decision]:
         """Frees the envs of a session whose pool failed, and is gone already."""
@@ -225,25 +245,46 @@ class ServerSession:
         decisions: list[Decision] = []
         for claim in list(self._claims.values()):
             silence = now - claim.heard_at
-            if silence >= self._policy.lease_seconds and (
+            if now >= claim.heard_at + self._policy.lease_seconds and (
                 claim.state is not ClaimState.CLOSING
             ):
                 text = f"its client was silent for {silence:.1f} s"
-                body = ErrorBody(
-                    code=ErrorCode.LEASE_LOST, executed=Executed.UNKNOWN, text=text
-                )
-                decisions += self._end(claim, body)
+                decisions += self._end(claim, lease_lost(text))
+                self._unaware.discard(claim.session)  # nobody is there to know
         return decisions
 
-    def stop(self) -> list[Decision]:
-        """Ends all sessions, since the server is about to stop."""
-        self._is_stopping = True
-        self._unaware = set(self._claims)
-        body = ErrorBody(
-            code=ErrorCode.LEASE_LOST,
-            executed=Executed.UNKNOWN,
-            text="the server was stopped",
+    def begin_drain(self, grace_seconds: float) -> list[Decision]:
+        """Grants nothing any more; a lease ends when its running episodes have.
+
+        Args:
+          grace_seconds: How long until `stop` will end those that are left.
+        """
+        self._is_ending = True
+        decisions: list[Decision] = []
+        for claim in list(self._claims.values()):
+            if claim.state is ClaimState.BUILDING:
+                decisions += self._end(claim, refusal_while_ending().body)
+            elif claim.lease is not None:
+                claim.lease.begin_drain()
+                decisions.append(self._drain(claim, claim.lease, grace_seconds))
+        _LOGGER.info(
+            "draining: %d sessions have up to %g s to end their episodes",
+            len(self._claims),
+            grace_seconds,
         )
+        return decisions
+
+    def stop(self, why: str = "") -> list[Decision]:
+        """Ends all sessions, since the server is about to stop.
+
+        Args:
+          why: For their clients, what has ended a drain.
+        """
+        body = drained(why) if why else lease_lost("the server was stopped")
+        self._is_ending = True
+        for claim in self._claims.values():
+            if claim.ending is not None:
+                self._unaware.add(claim.session)
         claims = list(self._claims.values())
         return [item for claim in claims for item in self._end(claim, body)]
 
@@ -301,6 +342,7 @@ class ServerSession:
             ]
         if message.epoch != claim.lease.epoch:
             return [self._answers.fenced(route, message, "lease was granted")]
+        claim.route = route  # it may have connected anew
         if kind is MessageType.PING:
             pong = claim.lease.pong(now)
             return [self._answers.reply(route, message, MessageType.PONG, pong)]
@@ -313,6 +355,7 @@ class ServerSession:
             raise Refusal(ErrorCode.VERSION_MISMATCH, versions(theirs))
         if message.session:
             self._client_names.note(message.session, printable_name(hello.client))
+        vitals = self._look()
         welcome = Welcome(
             max_message_bytes=self._policy.max_message_bytes,
             lease_seconds=self._policy.lease_seconds,
@@ -320,6 +363,9 @@ class ServerSession:
             num_names=len(self._offer.names),
             total_envs=self._policy.total_envs,
             free_envs=self.free_envs,
+            is_starting=vitals.is_starting,
+            is_draining=self._is_ending,
+            loop_lag_ms=int(1000 * vitals.loop_lag_seconds),
         )
         return [self._answers.reply(route, message, MessageType.WELCOME, welcome)]
 
@@ -337,8 +383,8 @@ class ServerSession:
             return [self._answers.error(route, message, refused(message, text))]
         if message.session == 0:
             raise RemoteProtocolError("expected a session number that is not 0")
-        if self._is_stopping:
-            raise Refusal(ErrorCode.INTERNAL, "the server is about to stop")
+        if self._is_ending:
+            raise refusal_while_ending()
         return self._on_attach(message, route, now)
 
     def _on_attach(self, message: Message, route: bytes, now: float) -> list[Decision]:
@@ -346,11 +392,17 @@ class ServerSession:
         claims = self._claims.values()
         check_claim(attach, self._offer, self._policy, claims, now)
         claim = Claim(
-            message.session, attach, message.body, route, message.request, now, now
+            message.session,
+            attach,
+            message.body,
+            route,
+            message.request,
+            self._client_names.pop(message.session, "unnamed"),
+            now,
+            now,
         )
         self._claims[message.session] = claim
-        name = self._client_names.pop(message.session, "unnamed")
-        _LOGGER.info("%s, attaching (client: %s)", claim, name)
+        _LOGGER.info("%s, attaching (client: %s)", claim, claim.client)
         building = self._answers.reply(
             route, message, MessageType.BUILDING, Building(elapsed_ms=0)
         )
@@ -375,11 +427,20 @@ class ServerSession:
             return []
         claim.state = ClaimState.CLOSING
         claim.ending = ending
+        if self._is_ending and ending is not None:
+            self._unaware.add(claim.session)
         if claim.lease is not None:
             late = claim.lease.late_messages
             _LOGGER.info("%s, ending; %d late copies were ignored", claim, late)
         claim.lease = None
         return [EndPool(claim.session)]
+
+    def _drain(self, claim: Claim, lease: Lease, grace_seconds: float) -> Reply:
+        addressee = Message(
+            type=MessageType.PING, session=claim.session, epoch=lease.epoch
+        )
+        body = Drain(grace_ms=int(1000 * grace_seconds))
+        return self._answers.reply(claim.route, addressee, MessageType.DRAIN, body)
 
     def _grant(self, claim: Claim) -> Reply:
         if claim.lease is None:

@@ -18,6 +18,7 @@ from envserve.errors import (
     LocalProtocolError,
     ProtocolMismatch,
     RemoteProtocolError,
+    ServerDraining,
     ServerError,
     UnknownEnv,
 )
@@ -44,7 +45,6 @@ _OTHER_ERRORS: Final[dict[ErrorCode, type[EnvserveError]]] = {
     ErrorCode.UNSUPPORTED: ProtocolMismatch,
     ErrorCode.VERSION_MISMATCH: ProtocolMismatch,
     ErrorCode.UNKNOWN_ENV: UnknownEnv,
-    ErrorCode.ENVS_BUSY: EnvsBusy,
     ErrorCode.LEASE_LOST: LeaseLost,
     ErrorCode.FENCED: LeaseLost,
     ErrorCode.GAP: LocalProtocolError,
@@ -76,6 +76,9 @@ def exception_of(body: ErrorBody, address: str) -> EnvserveError:
         return _ENV_ERRORS[body.code](
             text, env_index=body.env_index, remote_traceback=body.traceback
         )
+    if body.code is ErrorCode.ENVS_BUSY:
+        kind = ServerDraining if body.is_draining else EnvsBusy
+        return kind(text, holder=body.holder, since=body.held_ms / 1000)
     if body.code is ErrorCode.REFUSED:
         if body.env_index is None:
             return EnvStartError(text)

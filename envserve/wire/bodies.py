@@ -23,7 +23,16 @@ from envserve.wire.constants import (
 )
 from envserve.wire.fields import Fields
 
-__all__ = ["Attach", "Building", "CallBody", "Hello", "Pong", "ResetBody", "Welcome"]
+__all__ = [
+    "Attach",
+    "Building",
+    "CallBody",
+    "Drain",
+    "Hello",
+    "Pong",
+    "ResetBody",
+    "Welcome",
+]
 
 #: Rows of one lease.
 _MAX_ENVS: Final = 1 << 16
@@ -76,6 +85,9 @@ class Welcome:
       num_names: How many there are.
       total_envs: How many envs it can host at once.
       free_envs: How many of them nobody has leased.
+      is_starting: Whether workers cannot be started yet.
+      is_draining: Whether it gives out no envs any more, since it is about to stop.
+      loop_lag_ms: How late its serving loop was lately, at worst.
     """
 
     min_version: int = MIN_VERSION
@@ -86,10 +98,17 @@ class Welcome:
     num_names: int
     total_envs: int
     free_envs: int
+    is_starting: bool = False
+    is_draining: bool = False
+    loop_lag_ms: int = 0
 
     def encode(self) -> bytes:
         """Returns the body."""
-        return codec.encode({**vars(self), "env_names": self.env_names[:MAX_NAMES]})
+        fields = {**vars(self), "env_names": self.env_names[:MAX_NAMES]}
+        for name in ("is_starting", "is_draining", "loop_lag_ms"):
+            if not fields[name]:
+                del fields[name]
+        return codec.encode(fields)
 
     @classmethod
     def decode(cls, body: bytes) -> Welcome:
@@ -107,6 +126,9 @@ class Welcome:
             num_names=fields.integer("num_names", 0, _U32),
             total_envs=fields.integer("total_envs", 0, _U32),
             free_envs=fields.integer("free_envs", 0, _U32),
+            is_starting=fields.boolean("is_starting", default=False),
+            is_draining=fields.boolean("is_draining", default=False),
+            loop_lag_ms=fields.integer("loop_lag_ms", 0, _MAX_SEED, default=0),
         )
 
 
@@ -120,6 +142,7 @@ class Attach:
     #: Root seed in [0, 2**63).
     seed: int
     first_env_index: int = 0
+    first_incarnation: int = 0
     env_kwargs: Mapping[str, Any] = field(default_factory=dict)
     autoreset: Autoreset = "same_step"
     infos: Infos = "episode_end"
@@ -133,8 +156,9 @@ class Attach:
     def encode(self) -> bytes:
         """Returns the body; raises CodecError if env_kwargs cannot be sent."""
         fields = {**vars(self), "env_kwargs": dict(self.env_kwargs)}
-        if not self.spare_envs:  # as from a client that has not heard of them
-            del fields["spare_envs"]
+        for name in ("spare_envs", "first_incarnation"):
+            if not fields[name]:  # as from a client that has not heard of it
+                del fields[name]
         body = codec.encode(fields)
         if len(body) > MAX_ATTACH_BYTES:
             raise codec.CodecError(
@@ -153,6 +177,7 @@ class Attach:
             num_splits=fields.integer("num_splits", 1, MAX_ENTRIES, default=1),
             seed=fields.integer("seed", 0, _MAX_SEED),
             first_env_index=fields.integer("first_env_index", 0, _U32, default=0),
+            first_incarnation=fields.integer("first_incarnation", 0, _U32, default=0),
             env_kwargs=fields.mapping("env_kwargs"),
             autoreset=fields.choice("autoreset", get_args(Autoreset)),
             infos=fields.choice("infos", get_args(Infos)),
@@ -198,6 +223,26 @@ class Pong:
                 )
             running[pair[0]] = pair[1]
         return cls(running=running)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drain:
+    """Says that the server gives out no envs any more, and stops after so many ms.
+
+    A lease ends earlier, once each of its rows has ended an episode.
+    """
+
+    grace_ms: int
+
+    def encode(self) -> bytes:
+        """Returns the body."""
+        return codec.encode(vars(self))
+
+    @classmethod
+    def decode(cls, body: bytes) -> Drain:
+        """Reads a body."""
+        fields = Fields.decode(body, "DRAIN")
+        return cls(grace_ms=fields.integer("grace_ms", 0, _MAX_SEED))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,7 +112,9 @@ class Executed(enum.IntEnum):
 class Flag(enum.IntFlag):
     """Bits of a message's flags; unknown bits are ignored."""
 
-    INFOS_DROPPED = 1
+    INFOS_DROPPED = 1  # of RESULT: infos were too long for a message
+    ALONE = 2  # of STEP: the client has no other rows that are alive
+    PADDED = 4  # of RESULT: all rows of some block are PENDING
 
 
 _SHORT: Final = frozenset(

@@ -17,6 +17,7 @@ from envserve.errors import RemoteProtocolError
 from envserve.slab import Status
 from envserve.wire.constants import (
     MAX_ENTRIES,
+    MAX_NAME_LENGTH,
     MAX_REPORT_BYTES,
     MAX_TEXT_BYTES,
     MAX_TRACEBACK_BYTES,
@@ -30,6 +31,7 @@ from envserve.wire.message import Buffer
 __all__ = ["ErrorBody", "Report"]
 
 _MAX_ROW: Final = 1 << 16
+_MAX_MS: Final = 2**63 - 1
 #: To how many bytes texts are cut, one after the other, until the report fits.
 _TEXT_BYTES: Final = (MAX_TEXT_BYTES, 1024, 256, 64)
 #: The same when there is one text per kind only: 6 kinds of at most 65,536 rows, and
@@ -51,6 +53,9 @@ class ErrorBody:
       text: What happened, for a person.
       traceback: Traceback from a worker; empty when there is none.
       env_index: Row of the lease that it concerns; None for all, or none.
+      holder: Of ENVS_BUSY: the client that has most of the envs.
+      held_ms: Of ENVS_BUSY: for how long it has had them.
+      is_draining: Of ENVS_BUSY: the server gives out none any more.
     """
 
     code: ErrorCode
@@ -58,6 +63,9 @@ class ErrorBody:
     text: str
     traceback: str = ""
     env_index: int | None = None
+    holder: str = ""
+    held_ms: int = 0
+    is_draining: bool = False
 
     def encode(self) -> bytes:
         """Returns the body of an ERROR."""
@@ -65,13 +73,17 @@ class ErrorBody:
 
     def as_map(self, text_bytes: int, traceback_bytes: int) -> dict[str, Any]:
         """Returns the fields, with texts cut to so many bytes."""
-        return {
+        fields: dict[str, Any] = {
             "code": int(self.code),
             "executed": int(self.executed),
             "text": clip(self.text, text_bytes),
             "traceback": clip(self.traceback, traceback_bytes, keep_end=True),
             "env_index": self.env_index,
         }
+        for name in ("holder", "held_ms", "is_draining"):
+            if value := getattr(self, name):
+                fields[name] = value
+        return fields
 
     @classmethod
     def decode(cls, body: bytes) -> ErrorBody:
@@ -88,6 +100,9 @@ class ErrorBody:
             text=fields.text("text", MAX_TEXT_BYTES),
             traceback=fields.text("traceback", MAX_TRACEBACK_BYTES, default=""),
             env_index=fields.integer("env_index", 0, _MAX_ROW) if has_env else None,
+            holder=fields.text("holder", MAX_NAME_LENGTH, default=""),
+            held_ms=fields.integer("held_ms", 0, _MAX_MS, default=0),
+            is_draining=fields.boolean("is_draining", default=False),
         )
 
 

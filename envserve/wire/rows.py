@@ -25,9 +25,8 @@ Array = np.ndarray[Any, Any]
 #: First row, and row after the last.
 Range = tuple[int, int]
 
-#: SERVER_LOST is what a client says of rows that no server sent.
-_LAST_STATUS: Final = Status.TIMEOUT
-_STATUSES: Final = bytes(range(_LAST_STATUS + 1))
+#: SERVER_LOST and LATE are what a client says of rows, and no server.
+_STATUSES: Final = bytes({*Status} - {Status.SERVER_LOST, Status.LATE})
 #: Bytes per row of reward; with terminated and truncated; with status.
 _FLAGS_OFFSET: Final = 8
 _STATUS_OFFSET: Final = 10
@@ -164,7 +163,7 @@ class RowPart:
         # What is left of them without the values that they may have.
         if count == 0 or flags.strip(b"\0\1") or status.strip(_STATUSES):
             raise RemoteProtocolError(
-                f"expected flags of 0 or 1 and a status up to {_LAST_STATUS:d}"
+                f"expected flags of 0 or 1 and a status out of {[*_STATUSES]}"
             )
         if b"\1" not in flags:
             self._check_size(size, 0)

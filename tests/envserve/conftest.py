@@ -26,6 +26,9 @@ __all__ = [
     "start_server",
 ]
 
+#: So long that a loaded machine makes no padding where a test expects none.
+PATIENCE = 30.0
+
 MakeBatch = Callable[..., BatchEnv]
 StartServer = Callable[..., str]
 
@@ -33,8 +36,9 @@ StartServer = Callable[..., str]
 OPENINGS = [
     *("--allow-kwarg", "length", "--allow-kwarg", "reset_seconds"),
     *("--allow-kwarg", "space", "--allow-kwarg", "fault"),
+    *("--allow-kwarg", "journal", "--allow-kwarg", "breakdowns"),
     *("--expose", "echo", "--expose", "complain", "--expose", "difficulty"),
-    *("--expose", "loaded_modules"),
+    *("--expose", "loaded_modules", "--drain-grace", "0"),
 ]
 
 
@@ -49,7 +53,8 @@ class Servers:
         """Starts one, and returns its address once it is ready."""
         folder = self._folder / f"server-{len(self._servers)}"
         folder.mkdir()
-        server = ServerProcess(folder, *OPENINGS, *options, bind=(bind,))
+        patience = ("--padding-after", str(PATIENCE))
+        server = ServerProcess(folder, *OPENINGS, *patience, *options, bind=(bind,))
         self._servers.append(server)
         return server.address
 
@@ -115,7 +120,7 @@ def make_batch(
                 num_envs,
                 num_workers,
                 import_modules=["envserve.testing"],
-                **options,
+                **{"padding_after": PATIENCE, **options},
             )
         else:
             address = shared_address

@@ -111,7 +111,7 @@ class PoolMaker:
             num_envs=num_envs,
             num_workers=num_workers,
             seed=SEED,
-            **options,
+            **{"padding_after_seconds": 30.0, **options},
         )
 
     def close(self) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -13,6 +15,8 @@ from envserve.client.connection import ask_welcome
 from envserve.wire import Welcome
 
 LEDGER = "envserve/Ledger-v0"
+#: What Python is told to run.
+PROGRAM = ("-m", "envserve.cli")
 
 
 def make_config(
@@ -27,8 +31,8 @@ def make_config(
     return PoolConfig(**{**arguments, **changes})  # type: ignore[arg-type]
 
 
-def command(*options: str) -> list[str]:
-    return [sys.executable, "-m", "envserve.cli", "start", *options]
+def command(*options: str, program: Sequence[str] = PROGRAM) -> list[str]:
+    return [sys.executable, *program, "start", *options]
 
 
 class ServerProcess:
@@ -40,12 +44,24 @@ class ServerProcess:
       ready_line: What it printed.
     """
 
-    def __init__(self, folder: Path, *options: str, bind: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        bind: tuple[str, ...] = (),
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        program: Sequence[str] = PROGRAM,
+        prefix: Sequence[str] = (),
+    ) -> None:
         address_file = folder / "addresses"
         binds = bind or ("tcp://127.0.0.1:0",)
         self.process = subprocess.Popen(
             [
-                *command("--import", "envserve.testing", "--workers", "2"),
+                *prefix,
+                *command(
+                    *("--import", "envserve.testing", "--workers", "2"), program=program
+                ),
                 *(part for address in binds for part in ("--bind", address)),
                 *("--address-file", str(address_file)),
                 *options,
@@ -53,6 +69,8 @@ class ServerProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            cwd=cwd,
+            env={**os.environ, **(environment or {})},
         )
         assert self.process.stdout is not None
         self.ready_line = self.process.stdout.readline()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from gymnasium import spaces
@@ -155,9 +156,10 @@ class FakeServer:
         self.carry_out(self.session.pool_finished(session, [finished]), now)
 
     def finish_all(self, now: float) -> None:
-        for session, pool in self.pools.items():
+        for session, pool in list(self.pools.items()):
             for block in list(pool.running):
-                self.finish(session, block, now)
+                if session in self.pools:  # a drain may end a lease in between
+                    self.finish(session, block, now)
 
     def poll(self, now: float) -> None:
         self.carry_out(self.session.poll(now), now)
@@ -165,6 +167,19 @@ class FakeServer:
     def take_replies(self) -> list[list[Buffer]]:
         replies, self.replies = self.replies, []
         return [reply.frames for reply in replies]
+
+
+class OneLease(ClientSession):
+    """Ends with its first lease."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._recovery.begin = self._end  # type: ignore[method-assign]
+
+    def _end(
+        self, error: EnvserveError, now: float, *, is_restart: bool = False
+    ) -> None:
+        self._attachment.refuse(error)
 
 
 def make_attach(**changes: object) -> Attach:
@@ -181,14 +196,21 @@ def make_client(
     now: float = 0.0,
     session: int = 11,
     timeout_seconds: float = 10.0,
+    client: str = "",
+    server_lost_after_seconds: float = 60.0,
+    pads_when_lost: bool = False,
+    kind: type[ClientSession] = ClientSession,
     **changes: object,
 ) -> ClientSession:
-    return ClientSession(
+    return kind(
         ADDRESS,
         make_attach(**changes),
         session=session,
         now=now,
         timeout_seconds=timeout_seconds,
+        client=client,
+        server_lost_after_seconds=server_lost_after_seconds,
+        pads_when_lost=pads_when_lost,
     )
 
 

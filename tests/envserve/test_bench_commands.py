@@ -19,10 +19,10 @@ from envserve.bench.case_process import BenchmarkError, Skip
 from envserve.bench.cli import main
 from envserve.bench.images import REUSING
 from envserve.bench.load import SPEED, Load, check_env
-from envserve.bench.memory import proportional_set_bytes, with_descendants
 from envserve.bench.options import OutDir
 from envserve.bench.step import LIMIT
 from envserve.errors import UnknownEnv
+from envserve.lab.processes import proportional_set_bytes, with_descendants
 
 TINY = ("--seconds", "0.02", "--repetitions", "1")
 Bench = Callable[..., dict[str, Any]]

@@ -86,7 +86,8 @@ def test_without_matplotlib_the_plot_is_skipped_with_a_word(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
     publish(report, Output(tmp_path))
     assert not (tmp_path / "plot.png").exists()
     captured = capsys.readouterr()

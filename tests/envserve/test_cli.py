@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from envserve.client.health import Probe, diagnose
 from envserve.server import ServerConfig
 from envserve.server.config import is_private
+from envserve.wire import Welcome
 from tests.envserve.server_process import ServerProcess
+from tests.envserve.session_client import SessionClient
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -38,6 +43,69 @@ def test_health_of_a_server_that_serves(tmp_path: Path) -> None:
         assert result.returncode == 0
         assert "128 of 128 envs free" in result.stdout
         assert result.stdout.count("\n") == 1
+
+
+def test_health_answers_each_probe_with_an_exit_code_of_its_own(tmp_path: Path) -> None:
+    options = ("--envs-per-worker", "2", "--drain-grace", "60")
+    with ServerProcess(tmp_path, *options) as server:
+        probes = ("--startup", "--live", "--ready")
+        with SessionClient(server.address, 1):  # so that a worker was started
+            assert run("health", server.address, *probes).returncode == 0
+            with SessionClient(server.address, 3, session=6) as rest:
+                result = run("health", server.address, *probes)
+                assert (result.returncode, result.stdout) == (6, "")
+                assert result.stderr == (
+                    f"envserve: {server.address}: all of its 4 envs are leased\n"
+                )
+                rest.close()
+            server.signal(signal.SIGTERM)
+            wait_for_drain(server)
+            assert run("health", server.address, "--ready").returncode == 5
+            assert run("health", server.address, *probes[:2]).returncode == 0
+
+
+def wait_for_drain(server: ServerProcess) -> None:
+    while not server.welcome().is_draining:
+        os.sched_yield()
+
+
+def test_health_of_a_server_whose_imports_take_long(tmp_path: Path) -> None:
+    # The template process imports what the server has imported before: only there does
+    # this module wait until somebody opens the pipe.
+    (tmp_path / "slow_envs.py").write_text(
+        "import sys\nif sys.argv[0] == '-c':\n    open('pipe').close()\n"
+    )
+    os.mkfifo(tmp_path / "pipe")
+    with ServerProcess(tmp_path, "--import", "slow_envs", cwd=tmp_path) as server:
+        try:
+            result = run("health", server.address, "--startup")
+            assert result.returncode == 3
+            assert "workers cannot be started yet" in result.stderr
+            welcome = server.welcome()
+            assert diagnose(welcome, {Probe.LIVE}) is None
+            assert diagnose(welcome, {Probe.READY}) is not None
+        finally:
+            os.close(os.open(tmp_path / "pipe", os.O_RDWR))
+        while server.welcome().is_starting:
+            os.sched_yield()
+
+
+@pytest.mark.parametrize(("lag_ms", "expected"), [(5000, None), (5001, 4)])
+def test_a_server_whose_loop_lags_is_not_live(
+    lag_ms: int, expected: int | None
+) -> None:
+    welcome = Welcome(
+        max_message_bytes=1 << 20,
+        lease_seconds=60.0,
+        env_names=(),
+        num_names=0,
+        total_envs=1,
+        free_envs=1,
+        loop_lag_ms=lag_ms,
+    )
+    assert diagnose(welcome, {Probe.STARTUP, Probe.READY}) is None
+    found = diagnose(welcome, set(Probe))
+    assert (found and found[0].value) == expected
 
 
 def test_health_of_no_server_fails_with_one_line() -> None:
@@ -86,6 +154,9 @@ def test_modules_of_the_working_directory_can_be_imported(tmp_path: Path) -> Non
         (["--bind", "tcp://127.0.0.1"], 2, "expected an address like"),
         (["--workers", "0"], 2, "num_workers"),
         (["--lease-seconds", "nan"], 2, "lease_seconds"),
+        (["--drain-grace", "-1"], 2, "drain_grace_seconds"),
+        (["--drain-grace", "inf"], 2, "drain_grace_seconds"),
+        (["--address-file", "/nowhere/file"], 1, "--address-file /nowhere/file"),
         (["--log-level", "loud"], 2, "--log-level"),
         (["--no-such-option"], 2, "--no-such-option"),
         (["--env", "CartPole-v9"], 1, "did you mean CartPole-v"),

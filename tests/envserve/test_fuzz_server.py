@@ -30,6 +30,7 @@ from envserve.wire import (
     decode,
     encode,
 )
+from tests.envserve.processes import resident_kib
 from tests.envserve.server_process import ServerProcess, make_config
 
 NUM_RANDOM = 10_000
@@ -133,13 +134,6 @@ def boot_of(address: str) -> int:
     (frame,) = socket.recv_multipart()
     context.destroy(linger=0)
     return int.from_bytes(frame[16:24], "little")
-
-
-def resident_kib(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1])
-    raise AssertionError("no VmRSS line")
 
 
 def random_messages(random: np.random.Generator) -> Iterator[list[bytes]]:
@@ -246,7 +240,7 @@ def mutated_messages(
 def test_garbage_neither_stops_nor_grows_the_server(
     tmp_path: Path, random_generator: np.random.Generator
 ) -> None:
-    options = ("--allow-kwarg", "length", "--log-level", "error")
+    options = ("--allow-kwarg", "length", "--log-level", "error", "--drain-grace", "0")
     with (
         ServerProcess(tmp_path, *options) as server,
         closing(Client(server.address)) as client,

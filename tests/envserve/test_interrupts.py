@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import linecache
-import sys
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,46 +11,9 @@ from envserve.client import BatchEnv, StepResult
 from envserve.errors import LocalProtocolError
 
 from .conftest import MakeBatch
+from .interrupts import run_traced
 
 NUM_POINTS = 12
-Trace = Callable[[FrameType, str, Any], Any]
-
-
-def interrupt_at(line: int) -> tuple[Trace, list[int]]:
-    """Returns a trace function that raises at the so manieth line, and the count."""
-    count = [0]
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        if "/envserve/" not in frame.f_code.co_filename.replace("/tests/envserve/", ""):
-            return None
-        if event == "line" and not is_with(frame):
-            count[0] += 1
-            if count[0] == line:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return trace
-
-    return trace, count
-
-
-def is_with(frame: FrameType) -> bool:
-    """Tells the lines before an `__exit__`, where Python handles no signals."""
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    return line.lstrip().startswith("with ")
-
-
-def run_traced(call: Callable[[], Any], line: int) -> int:
-    """Calls, interrupted at a line; returns how many lines ran."""
-    trace, count = interrupt_at(line)
-    previous = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        assert count[0] == line
-    finally:
-        sys.settrace(previous)
-    return count[0]
 
 
 def points(num_lines: int) -> list[int]:
@@ -65,7 +24,8 @@ def points(num_lines: int) -> list[int]:
 
 
 def step_traced(batch: BatchEnv, action: int, line: int) -> int:
-    return run_traced(lambda: batch.step(np.full(batch.num_envs, action)), line)
+    call = partial(batch.step, np.full(batch.num_envs, action))
+    return len(run_traced(call, line))
 
 
 def test_an_interrupted_step_never_answers_a_later_one(
@@ -126,10 +86,10 @@ def test_an_interrupted_send_or_recv_neither_mixes_up_nor_loses_rows(
             batch.reset()
             batch.step(np.full(4, 9))
             if interrupted == "send":
-                num_lines = run_traced(lambda: batch.send(np.full(4, 50)), line)
+                places = run_traced(lambda: batch.send(np.full(4, 50)), line)
             else:
                 batch.send(np.full(4, 50))
-                num_lines = run_traced(lambda: batch.recv(4), line)
+                places = run_traced(lambda: batch.recv(4), line)
             receive_all(batch, 50)
             for action in (101, 102):
                 batch.send(np.full(4, action))
@@ -137,7 +97,7 @@ def test_an_interrupted_send_or_recv_neither_mixes_up_nor_loses_rows(
             result = batch.step(np.full(4, 103))
             assert result.valid.all()
             np.testing.assert_array_equal(result.reward, 103)
-            return num_lines
+            return len(places)
 
     for line in points(run(-1)):
         run(line)
@@ -146,7 +106,7 @@ def test_an_interrupted_send_or_recv_neither_mixes_up_nor_loses_rows(
 def has_come(batch: BatchEnv) -> None:
     """Waits for all rows and leaves them out, so that the next `recv` never waits."""
     nothing = np.zeros(0)
-    wrong = StepResult(nothing, nothing, nothing, nothing, nothing, nothing, {})
+    wrong = StepResult._make([*[nothing] * 7, {}])
     everything = np.arange(batch.num_envs)
     with pytest.raises(ValueError, match="expected arrays of"):
         batch.recv(env_indices=everything, out=wrong)
@@ -159,7 +119,7 @@ def test_an_interrupt_as_recv_returns_leaves_the_rows_to_be_received(
         batch.reset()
         batch.send(np.arange(4))
         has_come(batch)
-        num_lines = run_traced(lambda: batch.recv(4), -1)
+        num_lines = len(run_traced(lambda: batch.recv(4), -1))
         assert batch.num_out == 0
         batch.send(np.arange(4))
         has_come(batch)

@@ -418,6 +418,20 @@ def test_an_env_that_raises_can_raise_here(
 
 
 @pytest.mark.parametrize(
+    ("fault", "cause"),
+    [("segfault", "was killed by SIGSEGV"), ("exit", "exited with code 3")],
+)
+def test_an_env_whose_worker_dies_can_raise_here(
+    make_batch: MakeBatch, fault: str, cause: str
+) -> None:
+    batch = make_batch(FAULTY, 2, 1, env_kwargs={"fault": fault}, on_fault="raise")
+    batch.reset()
+    with pytest.raises(EnvError) as caught:
+        batch.step(failing(batch, 1))
+    assert cause in str(caught.value).splitlines()[0]
+
+
+@pytest.mark.parametrize(
     ("fault", "message"),
     [
         ("nan", r"Env 1 \(.+\): expected observation to be finite; got nan"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from envserve.errors import WorkerError
 from envserve.launcher import Exit, Launcher
 
 from .pool_driver import kill
+from .processes import limited, room_for_descriptors
 
 
 class Started:
@@ -41,6 +44,39 @@ def launcher() -> Iterator[Launcher]:
     launcher = Launcher()
     yield launcher
     launcher.close()
+
+
+STACK = 'Stack (most recent call first):\n  File "a.py", line 1 in f\n'
+FATAL = "Fatal Python error: Aborted\n\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "tail", "last_words", "excerpt"),
+    [
+        (3, "", "", ""),
+        (3, "a\n\x1b[1m\tb\n\n", "\\x1b[1m\\tb", "a\n\\x1b[1m\\tb"),
+        (-9, "a\nb", "b", ""),
+        (0, "a\nb", "b", ""),
+        (
+            *(-6, f"a\n{FATAL}{STACK}\nExtension modules: x"),
+            'Fatal Python error: Aborted: File "a.py", line 1 in f',
+            f"{FATAL.strip()}\n{STACK}Extension modules: x",
+        ),
+        (
+            *(-9, f"a\n{STACK}"),
+            'Stack (most recent call first): File "a.py", line 1 in f',
+            STACK.strip(),
+        ),
+        (3, "x\n" * 50, "x", "x\n" * 9 + "x"),
+        (3, "x" * 500, "x" * 500, "x" * 200),
+    ],
+)
+def test_end_of_stderr_tells_why(
+    code: int, tail: str, last_words: str, excerpt: str
+) -> None:
+    end = Exit(1, code, stderr_tail=tail)
+    assert end.last_words == last_words
+    assert end.excerpt == excerpt
 
 
 @pytest.mark.parametrize(
@@ -128,6 +164,27 @@ def test_template_that_cannot_run_is_reported_as_a_failed_start(
     assert str(end) == text
     worker.socket.close()
     launcher.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits a process by prlimit")
+def test_template_without_room_for_a_workers_socket_says_so_and_lives_on(
+    launcher: Launcher,
+) -> None:
+    first = Started(launcher)
+    first.wait_for(lambda: first.pids)
+    template = launcher._process.pid
+    limit = room_for_descriptors(template, 0)
+    with limited(template, resource.RLIMIT_NOFILE, limit):
+        for _ in range(2):
+            refused = Started(launcher)
+            refused.wait_for(lambda: refused.exits)  # noqa: B023
+            assert "no descriptor left" in str(refused.exits[0])
+            refused.socket.close()
+    last = Started(launcher)
+    last.wait_for(lambda: last.pids)
+    assert first.exits == []
+    first.socket.close()
+    last.socket.close()
 
 
 def test_lack_of_descriptors_is_an_error_of_ours(

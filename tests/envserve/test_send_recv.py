@@ -171,6 +171,7 @@ def half_of(result: StepResult, rows: Array) -> StepResult:
         result.truncated[rows],
         result.valid[rows],
         result.final_observation[rows],
+        result.status[rows],
         {},
     )
 

@@ -37,6 +37,7 @@ from envserve.wire import (
 )
 
 BOOT = 77
+FAULTY = "envserve/Faulty-v0"
 ATTACH = Attach(env_name="CartPole-v1", num_envs=4, seed=1).encode()
 
 
@@ -77,14 +78,16 @@ async def running(
     folder: Path, kind: type[ServerSession] = ServerSession
 ) -> AsyncIterator[tuple[Front, Peer]]:
     """A front in this process; it must not stay deaf, whatever happens."""
-    session = kind(Policy(num_workers=2), Registry(("CartPole-v1",), ()), BOOT)
+    policy = Policy(num_workers=2, allowed_kwargs=frozenset({"fault"}))
+    registry = Registry(("CartPole-v1", FAULTY), ("envserve.testing",))
+    session = kind(policy, registry, BOOT)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     peers = zmq.asyncio.Context()
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     address = f"ipc://{folder}/front"
     socket.bind(address)
-    launcher = Launcher()
+    launcher = Launcher(["envserve.testing"])
     front = Front(socket, session, launcher, asyncio.get_running_loop())
     try:
         yield front, Peer(peers, address)
@@ -163,6 +166,22 @@ async def test_what_was_dropped_is_logged_at_the_end(
             await peer.send(MessageType.RESULT, 1)
             assert await peer.free_envs() == 128
     assert "0 replies could not be sent; 1 messages were none of ours" in caplog.text
+
+
+async def test_a_stop_hastens_workers_that_are_ending_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(front_module, "_CLOSE_SECONDS", 3600.0)
+    attach = Attach(
+        env_name=FAULTY, num_envs=1, seed=1, env_kwargs={"fault": "hang_in_close"}
+    )
+    async with running(tmp_path) as (front, peer):
+        await peer.ask(MessageType.ATTACH, MessageType.GRANTED, attach.encode())
+        await peer.send(MessageType.DETACH, 2)
+        await peer.ask(MessageType.HELLO, MessageType.WELCOME, Hello().encode())
+        await front.stop(2.0)
+        await peer.receive(MessageType.DETACHED)
+    assert "stopped before" not in caplog.text
 
 
 def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from envserve.errors import (
     ConnectError,
     EnvsBusy,
     EnvStartError,
-    LeaseLost,
     ServerLost,
     UnknownEnv,
 )
@@ -36,6 +34,7 @@ from envserve.wire import (
     decode,
     encode,
 )
+from tests.envserve.processes import children_of, is_running
 from tests.envserve.server_process import LEDGER, ServerProcess, make_config
 
 WaitUntil = Callable[..., None]
@@ -233,27 +232,16 @@ def test_a_client_that_forgets_to_close_can_still_exit(tmp_path: Path) -> None:
         assert client.wait(timeout=10) == 0
 
 
-def children_of(pid: int) -> list[int]:
-    """Process ids of all descendants."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if int(fields[1]) == pid and fields[0] != "Z":
-                found += [int(entry.name), *children_of(int(entry.name))]
-    return found
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_server_tells_its_clients_and_leaves_nothing(
     tmp_path: Path, number: int, wait_until: WaitUntil
 ) -> None:
-    with ServerProcess(tmp_path, bind=(f"ipc://{tmp_path}/envs",)) as server:
-        lane = attach(server)
+    with ServerProcess(
+        tmp_path, "--drain-grace", "0", bind=(f"ipc://{tmp_path}/envs",)
+    ) as server:
+        lane = RemoteLane(server.address, make_config(), server_lost_after_seconds=1.0)
+        lane.finish_start(time.monotonic() + 20)
         processes = children_of(server.process.pid)
         assert len(processes) >= 2
         server.signal(number)
@@ -261,7 +249,7 @@ def test_a_stopped_server_tells_its_clients_and_leaves_nothing(
         assert server.process.returncode == 0, log
         wait_until(lambda: not any(is_running(pid) for pid in processes), 2.0)
         (outcome, *_) = collect_error(lane)
-        assert isinstance(outcome.error, LeaseLost)
+        assert isinstance(outcome.error, ServerLost)
         assert "the server was stopped" in str(outcome.error)
         lane.close()
         assert "Traceback" not in log
@@ -270,18 +258,10 @@ def test_a_stopped_server_tells_its_clients_and_leaves_nothing(
 def collect_error(lane: RemoteLane) -> list[Finished]:
     """The outcome of a step on a lane that is lost, now or in a moment."""
     try:
-        lane.submit_step([0])
-    except LeaseLost as error:
+        lane.submit_step([0], is_alone=True)
+    except ServerLost as error:
         return [Finished(0, error=error)]
     return lane.collect(10)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -295,7 +275,7 @@ def test_a_killed_server_is_lost_and_its_workers_are_gone(
         server.signal(signal.SIGKILL)
         server.end()
         wait_until(lambda: not any(is_running(pid) for pid in processes), 2.0)
-        lane.submit_step([0, 1])
+        lane.submit_step([0, 1], is_alone=True)
         outcomes = lane.collect(10)
         assert [type(outcome.error) for outcome in outcomes] == [ServerLost] * 2
         assert server.address in str(outcomes[0].error)
@@ -305,7 +285,8 @@ def test_a_killed_server_is_lost_and_its_workers_are_gone(
 
 
 def test_a_worker_that_dies_costs_other_sessions_nothing(tmp_path: Path) -> None:
-    with ServerProcess(tmp_path, "--allow-kwarg", "fault") as server:
+    patient = ("--padding-after", "30")
+    with ServerProcess(tmp_path, "--allow-kwarg", "fault", *patient) as server:
         lane = attach(server)
         faulty = attach(server, "envserve/Faulty-v0", 2, env_kwargs={"fault": "kill"})
         step(lane, 3)

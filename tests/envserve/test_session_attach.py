@@ -17,9 +17,11 @@ from envserve.errors import (
     LeaseLost,
     ProtocolMismatch,
     RemoteProtocolError,
+    ServerDraining,
     ServerError,
     ServerLost,
     UnknownEnv,
+    WorkerError,
 )
 from envserve.session import ClientSession, ClientState, Policy
 from envserve.wire import (
@@ -38,6 +40,7 @@ from envserve.wire import (
 from tests.envserve.session_fakes import (
     SPEC,
     FakeServer,
+    OneLease,
     attach,
     exchange,
     make_attach,
@@ -159,6 +162,39 @@ def test_busy_says_how_many_are_free_and_who_has_the_others() -> None:
     error = failed_client(server, num_envs=3)
     assert isinstance(error, EnvsBusy)
     assert "3 envs asked for, 2 of 8 free (leased: 6 of Fake-v0" in str(error)
+
+
+def test_busy_names_who_has_most_envs_and_for_how_long() -> None:
+    server = FakeServer(policy=Policy(num_workers=2, envs_per_worker=4))
+    attach(server, session=1, client="small:1", num_envs=2)
+    attach(server, now=20.0, session=2, client="large:2\n", num_envs=5)
+    client = make_client(now=50.0)
+    client.connected(50.0)
+    exchange(client, server, 50.0)
+    error = client.error
+    assert isinstance(error, EnvsBusy)
+    assert not isinstance(error, ServerDraining)
+    assert (error.holder, error.since) == ("large:2?", 30.0)
+    assert (
+        "(leased: 5 of Fake-v0 by large:2? for 30 s; 2 of Fake-v0 by small:1 for 50 s)"
+    ) in str(error)
+
+
+def test_asking_for_more_than_a_server_has_blames_nobody() -> None:
+    error = failed_client(FakeServer(), num_envs=1000)
+    assert isinstance(error, EnvsBusy)
+    assert (error.holder, error.since) == ("", 0.0)
+
+
+def test_envs_for_which_a_server_has_no_memory_could_not_be_started() -> None:
+    server = FakeServer(builds_at_once=False)
+    client = make_client()
+    client.connected(0.0)
+    exchange(client, server, 0.0)
+    failure = WorkerError("no shared memory for the rows")
+    server.carry_out(server.session.pool_failed(11, failure), 0.0)
+    exchange(client, server, 0.0)
+    assert isinstance(client.error, EnvStartError)
 
 
 def test_spares_are_asked_for_and_count_as_envs() -> None:
@@ -319,30 +355,21 @@ def test_pings_keep_an_idle_lease() -> None:
     assert server.pools
 
 
-def test_a_silent_client_loses_its_lease_and_learns_of_it() -> None:
+def test_a_silent_client_loses_its_lease() -> None:
     server = FakeServer()
-    client = attach(server)
+    attach(server)
     assert server.session.next_deadline() == 60.0
     server.poll(59.9)
     assert server.pools
     server.poll(60.0)
     assert not server.pools
     assert server.session.free_envs == 128
-    server.take_replies()  # does not arrive
-
-    client.submit_step([0], 60.1)
-    exchange(client, server, 60.1)
-    (outcome,) = client.take_finished()
-    assert isinstance(outcome.error, LeaseLost)
-    assert "silent for 60.0 s" in str(outcome.error)
-    with pytest.raises(LeaseLost):
-        client.submit_step([0], 60.2)
 
 
 def test_a_silent_server_is_lost_and_all_in_flight_fails() -> None:
     server = FakeServer()
     client = attach(server)
-    client.submit_step([0, 1], 5.0)
+    client.submit_step([0, 1], 5.0, is_alone=True)
     while client.state is ClientState.READY:
         now = client.next_deadline()
         client.advance(now)
@@ -384,18 +411,6 @@ def test_a_long_step_is_neither_lost_nor_resent_while_pongs_report_it() -> None:
     exchange(client, server, now)
     assert len(client.take_finished()) == 2
     assert len(server.pools[11].executed) == 2
-
-
-def test_a_restarted_server_is_noticed_and_executes_nothing_old() -> None:
-    client = attach(FakeServer(boot=1))
-    client.submit_step([0, 1], 1.0)
-    restarted = FakeServer(boot=2)
-    exchange(client, restarted, 1.0)
-
-    outcomes = client.take_finished()
-    assert [type(outcome.error) for outcome in outcomes] == [ServerLost, ServerLost]
-    assert "restarted" in str(outcomes[0].error)
-    assert not restarted.pools
 
 
 def test_a_server_restarted_while_attaching_is_asked_anew() -> None:
@@ -525,6 +540,86 @@ def test_a_pool_that_broke_frees_its_envs_in_any_state() -> None:
     assert server.session.pool_broken(11, ServerError("again")) == []
 
 
+def test_a_client_that_missed_its_sessions_end_learns_it_from_any_answer() -> None:
+    server = FakeServer()
+    client = attach(server, kind=OneLease)
+    decisions = server.session.pool_broken(11, ServerError("it broke"))
+    server.carry_out(decisions, 0.0)
+    assert server.take_replies()  # and this one is lost
+    client.submit_step([0], 1.0)
+    exchange(client, server, 1.0)
+    assert state_of(client) is ClientState.LOST
+    assert isinstance(client.error, LeaseLost)
+    assert "it broke" in str(client.error)
+
+
+def test_a_lease_ends_at_the_very_deadline_that_was_asked_for() -> None:
+    server = FakeServer()
+    heard_at = 31.1  # adding 60 to it and taking it away again gives less than 60
+    attach(server, heard_at)
+    server.poll(server.session.next_deadline())
+    assert not server.pools
+
+
+@pytest.mark.parametrize("is_greeted", [False, True])
+def test_copies_sent_to_a_server_before_do_not_end_an_attempt_to_attach(
+    is_greeted: bool,
+) -> None:
+    client = make_client()
+    client.connected(0.0)
+    first = FakeServer(boot=1, builds_at_once=False)
+    (hello,) = take_outgoing(client)
+    first.receive(b"r", hello, 0.0)
+    (welcome,) = first.take_replies()
+    client.receive(welcome, 0.0)
+    (attach_1,) = take_outgoing(client)
+
+    second = FakeServer(boot=2)
+    for _ in range(
+        2
+    ):  # the first tells that there is another server, the second is late
+        second.receive(b"r", attach_1, 1.0)
+    restarted, late = second.take_replies()
+    client.receive(restarted, 1.0)
+    (hello,) = take_outgoing(client)
+    if is_greeted:
+        second.receive(b"r", hello, 1.0)
+        (welcome,) = second.take_replies()
+        client.receive(welcome, 1.0)
+    client.receive(late, 1.0)
+    if not is_greeted:
+        second.receive(b"r", hello, 1.0)
+    exchange(client, second, 1.0)
+    assert state_of(client) is ClientState.READY, client.error
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("kind", [MessageType.RESULT, MessageType.CALL_RESULT])
+def test_a_result_answers_no_request_to_attach(
+    kind: MessageType, is_first: bool
+) -> None:
+    client = make_client() if is_first else attach(FakeServer(boot=1))
+    server = FakeServer(boot=2)
+    sent: list[Message] = []
+
+    def note(frames: list[Buffer]) -> bool:
+        sent.append(decode(frames))
+        return sent[-1].type is MessageType.PING
+
+    client.connected(1.0)
+    exchange(client, server, 1.0, filter_request=note)
+    hello = sent[-1]
+    assert hello.type is MessageType.HELLO
+    answer = Message(
+        type=kind, session=hello.session, boot=server.boot, request=hello.request
+    )
+    client.receive(encode(answer), 1.0)
+    assert client.late_messages == 1
+    client.connected(1.1)
+    exchange(client, server, 1.1)
+    assert state_of(client) is ClientState.READY
+
+
 def test_results_that_no_client_would_accept_are_refused_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -583,3 +678,29 @@ def test_every_client_message_may_arrive_twice() -> None:
     deliver_twice(51.0)
     assert state_of(client) is ClientState.CLOSED
     assert server.session.free_envs == 128
+
+
+def test_what_is_in_flight_is_sent_again_when_the_connection_is_made_anew() -> None:
+    server = FakeServer()
+    client = attach(server)
+    client.submit_step([0, 1], 1.0)
+    (first,) = take_outgoing(client)  # the connection swallows it
+    client.connected(1.05)
+    (second,) = take_outgoing(client)
+    assert decode(second) == dataclasses.replace(decode(first), attempt=1)
+
+
+def test_what_was_not_sent_yet_is_not_sent_twice() -> None:
+    client = attach(FakeServer())
+    client.submit_step([0, 1], 1.0)
+    client.connected(1.05)
+    (only,) = take_outgoing(client)
+    assert decode(only).attempt == 0
+
+
+def test_an_idle_client_pings_when_the_connection_is_made_anew() -> None:
+    client = attach(FakeServer())
+    assert client.next_deadline() > 0.1
+    client.connected(0.1)
+    (ping,) = take_outgoing(client)
+    assert decode(ping).type is MessageType.PING

@@ -19,7 +19,7 @@ def test_an_answered_request_does_not_stand_for_a_later_submission() -> None:
     requests = Requests(Outbox())
     draft = operations.step([0], 1)
     message = Message(type=draft.type, request=1, entries=draft.entries)
-    requests.add(message, 0.0, draft.part, draft.ticket)
+    requests.add(message, draft, 0.0)
     pending = requests.get(1)
     assert pending is not None
     assert not operations.has_ended(pending)
@@ -40,7 +40,7 @@ def test_a_request_whose_end_was_cut_short_has_ended() -> None:
     requests = Requests(Outbox())
     draft = operations.step([0, 1], 1)
     message = Message(type=draft.type, request=1, entries=draft.entries)
-    requests.add(message, 0.0, draft.part, draft.ticket)
+    requests.add(message, draft, 0.0)
     pending = requests.get(1)
     assert pending is not None
     del operations.busy[0]  # as far as the interrupt let it come

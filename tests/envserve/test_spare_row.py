@@ -11,9 +11,10 @@ import gymnasium
 import pytest
 
 from envserve.env_row import EnvRow, SpaceViolation
+from envserve.journal import RowJournal
 from envserve.reset_threads import ResetThreads
 from envserve.seeding import env_seed, spare_seed
-from envserve.slab import Rows
+from envserve.slab import BEAT, Rows
 from envserve.spare_row import SpareRow
 from envserve.testing import LedgerEnv
 
@@ -103,7 +104,7 @@ class Bench:
         self.envs = ProbeEnv.made
         self.rows = Rows.allocate(spec, 4)
         self.beats = memoryview(bytearray(16)).cast("q")
-        self.row.attach(self.rows, self.beats, autoreset)
+        self.row.attach(self.rows, self.beats, RowJournal.private(), autoreset)
 
     def reset(self, seed: int | None = None) -> list[int]:
         self.row.reset(seed)
@@ -217,7 +218,9 @@ def test_a_step_that_needs_the_spare_waits_and_says_that_it_may_take_long(
     stepping.start()
     wait_until(lambda: table.beats[1] == 1)
     assert not seen
-    assert table.beats[0] == beats + 2, "the step, and the reset that it waits for"
+    assert table.beats[0] == beats + 2 * BEAT, (
+        "the step, and the reset that it waits for"
+    )
     gate.set()
     stepping.join(WAIT)
     assert seen[0][1] is True

@@ -411,6 +411,19 @@ def test_worker_that_dies_in_every_step_is_given_up_and_the_others_go_on(
     assert not others.faults
 
 
+def test_worker_that_is_killed_again_and_again_at_rest_is_not_given_up(
+    make_pool: PoolMaker,
+) -> None:
+    pool = make_pool(LEDGER, 2, 2, max_restarts=1)
+    reset(pool)
+    for count in range(4):
+        kill(pool.worker_pids[0])
+        wait_for(pool, lambda: pool.stats()["restarts"] > count)  # noqa: B023
+        wait_for(pool, lambda: pool.next_deadline() is None)
+    assert_lost(pool, step(pool, 0)[0], Status.WORKER_DIED, "SIGKILL")
+    assert not any(outcome.faults for outcome in step(pool, 0))
+
+
 def test_module_that_cannot_be_imported_is_an_error_at_once(
     make_pool: PoolMaker,
 ) -> None:
@@ -510,6 +523,14 @@ def test_closing_takes_two_seconds_at_most_with_an_env_that_hangs(
     assert time.monotonic() - began < 2.0
     assert pool.worker_pids == (None, None)
     pool.close()
+
+
+def test_closing_can_be_hastened_but_not_slowed_down(make_pool: PoolMaker) -> None:
+    pool = make_pool(FAULTY, 1, 1, env_kwargs={"fault": "hang_in_close"})
+    pool.begin_close(3600.0)
+    pool.begin_close(0.0)
+    pool.begin_close(3600.0)
+    wait_for(pool, lambda: pool.is_closed)
 
 
 def test_closing_takes_two_seconds_at_most_with_an_env_that_will_not_close(

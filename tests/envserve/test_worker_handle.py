@@ -42,6 +42,20 @@ class FakeWorker:
             self._frames += self._reader.feed(self.theirs.recv(1 << 16))
         return self._frames.pop(0)
 
+    def take_over(self, pool: Pool, *kinds: Kind) -> None:
+        """Answers what a pool asks of the successor of a worker that was lost."""
+        self.theirs.setblocking(False)
+        for kind in kinds:
+            give_up_at = time.monotonic() + 5.0
+            while not self._frames:
+                assert time.monotonic() < give_up_at, f"waited 5 s for {kind!r}"
+                assert pool.collect(0.01) == []
+                with contextlib.suppress(BlockingIOError):
+                    self._frames += self._reader.feed(self.theirs.recv(1 << 16))
+            assert self._frames[0].kind is kind
+            self.answer()
+        self.theirs.settimeout(5.0)
+
     def send(self, *frame: Any) -> None:
         self.theirs.sendall(pack_frame(*frame))
 
@@ -82,7 +96,7 @@ class FakeLauncher:
         on_start(worker.pid)
         return len(self.workers) - 1, worker.ours
 
-    def kill(self, handle: int) -> None:
+    def kill(self, handle: int, *, has_stack: bool = False) -> None:
         self.workers[handle].was_killed = True
         if self.can_kill:
             self.workers[handle].die(-9)
@@ -104,6 +118,7 @@ class Scene:
             num_splits=num_splits,
             seed=0,
             max_restarts=2,
+            padding_after_seconds=30.0,
         )
         self.pool = Pool(
             config,
@@ -135,9 +150,7 @@ class Scene:
         successor = self.replace(culprit)
         wait_for(self.pool, lambda: self.pool._workers[0].state.name == "SERVING")
         assert successor.receive().kind is Kind.SLAB
-        reset = successor.receive()
-        assert reset.kind is Kind.RESET
-        successor.send(Kind.DONE, reset.block, reset.sequence)
+        successor.take_over(self.pool, Kind.PREPARE, Kind.PREPARE, Kind.PUBLISH)
         (outcome,) = gather(self.pool, [0])
         assert self.pool.rows.status[0] == Status.WORKER_DIED
         assert self.pool.rows.truncated[0]
@@ -262,8 +275,7 @@ def test_traceback_is_not_missed_when_the_pool_writes_first(scene: Scene) -> Non
     successor = scene.replace(culprit)
     wait_for(scene.pool, lambda: scene.pool._workers[0].state.name == "SERVING")
     assert successor.receive().kind is Kind.SLAB
-    for _ in range(2):
-        successor.answer()
+    successor.take_over(scene.pool, *[Kind.PREPARE] * 2, *[Kind.PUBLISH] * 2)
     for outcome in gather(scene.pool, [0, 1]):
         assert "Traceback: no licence" in outcome.faults[0].text
 

@@ -8,6 +8,7 @@ import gymnasium
 import numpy as np
 
 from envserve.client import BatchEnv, StepResult
+from envserve.slab import Status
 
 BOX = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64)
 ACTIONS = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
@@ -78,6 +79,7 @@ class CountingBatchEnv:
             (ended & ~self._terminates) | is_lost,
             ~is_lost,
             self._observe(np.where(ended[:, None], final, 0.0)),
+            np.where(is_lost, Status.WORKER_DIED, Status.OK).astype(np.uint8),
             {},
         )
         if out is not None:

@@ -84,6 +84,7 @@ def saved_batch(path: Path) -> Rollout:
             truncated=np.zeros((8, 2), np.bool_),
             valid=np.ones((8, 2), np.bool_),
             final_observation=generator.normal(size=(8, 2, 2)),
+            status=np.zeros((8, 2), np.uint8),
         )
     with np.load(path) as arrays:
         return Rollout(**{name: arrays[name] for name in Rollout._fields})
@@ -163,6 +164,18 @@ def test_an_agent_alone_is_loaded_for_evaluation(tmp_path: Path) -> None:
     assert (
         agent.mode(observation, seed)[0] == learner.agent.mode(observation, seed)[0]
     ).numpy()
+
+
+def test_a_checkpoint_is_found_by_its_steps(tmp_path: Path) -> None:
+    learner = Learner()
+    paths = [learner.save(tmp_path, iteration) for iteration in (1, 2, 10)]
+    assert checkpoint.checkpoint_at(tmp_path, 200) == paths[1]
+    assert checkpoint.checkpoint_at(tmp_path, None) == paths[2]
+    assert checkpoint.load_agent(tmp_path, learner.agent, 100) == Counters(1, 100)
+    with pytest.raises(CheckpointError, match="at 300 steps, found those at 100, 200,"):
+        checkpoint.checkpoint_at(tmp_path, 300)
+    with pytest.raises(CheckpointError, match="expected a checkpoint, found none"):
+        checkpoint.checkpoint_at(tmp_path / "missing", 300)
 
 
 def test_there_being_none_is_an_error_that_names_the_folder(tmp_path: Path) -> None:

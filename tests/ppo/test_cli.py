@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ppo.cli import _plain_warnings, app
+from ppo.cli import app
+from ppo.command_line import plain_warnings
 from ppo.config import Config
 from ppo.run_folder import RunFolder
 
@@ -87,7 +88,7 @@ def test_warnings_of_envs_look_the_same_whatever_the_root_logger_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler()])
-    with _plain_warnings():
+    with plain_warnings():
         logging.getLogger("envserve.pool").warning("env %d failed", 3)
     assert capsys.readouterr().err == "env 3 failed\n"
     assert logging.getLogger("envserve").propagate

@@ -110,6 +110,8 @@ def test_settings_have_the_type_of_their_key(
         ("discount=1.01", r"discount: expected a number from 0 to 1, got 1.01"),
         ("num_envs=0", r"num_envs: expected a number from 1"),
         ("activation=sigmoidal", r"activation: expected one of elu"),
+        ("on_server_lost=wait", r"on_server_lost: expected raise or pad"),
+        ("on_fault=ignore", r"on_fault: expected truncate or raise"),
         ("minibatch_size=60", r"minibatch_size: expected a divisor of .* 2048"),
         ("total_steps=2000", r"total_steps: expected at least one iteration"),
         ("env_name=", r"env_name: expected the name of an env"),

@@ -13,6 +13,7 @@ CONFIG = Config(
     env_kwargs={"sutton_barto_reward": True},
     step_timeout_seconds=7.0,
     server_lost_after_seconds=9.0,
+    padding_after_seconds=0.5,
 )
 
 
@@ -39,15 +40,19 @@ def test_envs_are_local_by_default(asked: list[tuple[Any, ...]]) -> None:
         "seed": 5,
         "num_splits": 1,
         "env_kwargs": {"sutton_barto_reward": True},
+        "autoreset": "same_step",
         "spare_envs": False,
         "import_modules": ("mine",),
         "step_timeout": 7.0,
         "reset_timeout": 120.0,
+        "padding_after": 0.5,
+        "max_restarts": 5,
+        "on_fault": "truncate",
     }
 
 
 def test_addresses_lead_to_servers(asked: list[tuple[Any, ...]]) -> None:
-    config = CONFIG.replace(spare_envs=True)
+    config = CONFIG.replace(spare_envs=True, on_fault="raise", on_server_lost="pad")
     env_maker(config, addresses=["tcp://a:1", "tcp://b:1"])(num_envs=8, seed=5)
     ((way, arguments, named),) = asked
     assert way == "connect"
@@ -57,6 +62,9 @@ def test_addresses_lead_to_servers(asked: list[tuple[Any, ...]]) -> None:
         "seed": 5,
         "num_splits": 1,
         "server_lost_after": 9.0,
+        "on_server_lost": "pad",
+        "on_fault": "raise",
         "env_kwargs": {"sutton_barto_reward": True},
+        "autoreset": "same_step",
         "spare_envs": True,
     }

@@ -1,8 +1,10 @@
 """Completed episodes across rollouts."""
 
+import numpy as np
+
 from ppo.episodes import Episode, EpisodeTracker
 from ppo.in_graph_batch_env import InGraphBatchEnv
-from ppo.simulate import Simulation
+from ppo.simulate import Rollout, Simulation
 from tests.ppo.fakes import CountingBatchEnv, as_batch_env
 from tests.ppo.test_simulate import echo
 
@@ -24,3 +26,30 @@ def test_an_episode_that_lost_a_step_does_not_count() -> None:
     simulation = Simulation(InGraphBatchEnv(as_batch_env(fake)), echo, horizon=6)
     # Steps 0 and 1 belong to the lost episode; the next one takes steps 2 to 4.
     assert EpisodeTracker(1).add(simulation.run((0, 0))) == [Episode(0, 3.0, 3)]
+
+
+def rollout_of(valid: str, done: str) -> Rollout:
+    """One env that earns 1 in each step; "x" stands for true."""
+    flags = {
+        "valid": np.array([[mark == "x"] for mark in valid]),
+        "truncated": np.array([[mark == "x"] for mark in done]),
+    }
+    reward = np.ones((len(valid), 1))
+    nothing = np.zeros_like(flags["valid"])
+    fields = dict.fromkeys(Rollout._fields, nothing)
+    return Rollout(**{**fields, "reward": reward, **flags})
+
+
+def test_an_episode_that_went_on_during_padding_does_not_count() -> None:
+    tracker = EpisodeTracker(1)
+    assert tracker.add(rollout_of("xx..x", "....x")) == []
+    assert tracker.lost_in_a_row.tolist() == [1]
+    assert tracker.add(rollout_of("xx", ".x")) == [Episode(0, 2.0, 2)]
+    assert tracker.lost_in_a_row.tolist() == [0]
+
+
+def test_padding_before_a_loss_is_not_a_loss_of_its_own() -> None:
+    tracker = EpisodeTracker(1)
+    assert tracker.add(rollout_of("x...", "...x")) == []
+    assert tracker.add(rollout_of("x.", "..")) == []
+    assert tracker.lost_in_a_row.tolist() == [1]

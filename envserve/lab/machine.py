@@ -1,4 +1,4 @@
-"""What a reader of a benchmark's numbers must know of the machine."""
+"""What a reader of measured numbers must know of the machine."""
 
 from __future__ import annotations
 

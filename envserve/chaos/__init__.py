@@ -1,0 +1,1 @@
+"""Faults made on purpose: a network that fails, between a client and a server."""

@@ -1,0 +1,155 @@
+"""A policy as a SavedModel: raw observations in, the env's own actions out.
+
+Loading it takes TensorFlow and nothing of this project. Observations are structured as
+the observation space, with any number of rows, and the normaliser is inside.
+"""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from ppo import checkpoint
+from ppo.agent import Agent
+from ppo.checkpoint import Counters
+from ppo.config import Config
+from ppo.environments import MakeEnv
+from ppo.errors import OutputError
+from ppo.in_graph_batch_env import InGraphBatchEnv
+from ppo.run_folder import RunFolder
+
+__all__ = ["export_policy", "export_run"]
+
+
+def export_run(
+    config: Config,
+    run_folder: RunFolder,
+    make_env: MakeEnv,
+    folder: Path,
+    *,
+    steps: int | None = None,
+) -> Counters:
+    """Export the policy of a run.
+
+    Args:
+        config: describes the networks.
+        run_folder: where the checkpoints are.
+        make_env: makes one env, for its spaces; it is closed at the end.
+        folder: becomes the SavedModel.
+        steps: which checkpoint; by default the newest.
+
+    Returns:
+        How far the run had come.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it does not fit the config.
+        OutputError: the folder is taken, or cannot be written.
+    """
+    _check_free(folder)
+    checkpoint.checkpoint_at(run_folder.checkpoints, steps)  # sooner than an env starts
+    with make_env(num_envs=1, seed=config.seed) as env:
+        agent = Agent(env.observation_space, env.action_space, config)
+        counters = checkpoint.load_agent(run_folder.checkpoints, agent, steps)
+        export_policy(agent, InGraphBatchEnv(env), folder)
+    return counters
+
+
+def export_policy(agent: Agent, env: InGraphBatchEnv, folder: Path) -> None:
+    """Write the agent's policy as a SavedModel.
+
+    What is loaded from it has two functions, whose observations are rows `[N, ...]`,
+    structured as the space, and whose actions are rows `[N, ...]` that the env takes:
+
+    *   `mode(observation)`: the most likely actions.
+    *   `sample(observation, seed)`: drawn ones; the same seed (int32 pair) gives the
+        same actions.
+
+    The signatures `serving_default` and `sample` are the same two with flat inputs,
+    `observation` or `observation_KEY`, and the output `action`.
+
+    Args:
+        agent: whose policy; the statistics of its observations are included.
+        env: envs of the same task, for their spaces.
+        folder: new or empty.
+
+    Raises:
+        OutputError: the folder is taken, or cannot be written.
+    """
+    _check_free(folder)
+    model, signatures = _model(agent, env)
+    partial = folder.with_name(f"{folder.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        tf.saved_model.save(model, str(partial), signatures=signatures)
+        partial.rename(folder)
+    except (OSError, tf.errors.OpError) as error:
+        raise OutputError(
+            f"{folder}: expected a folder that can be written; {error}."
+        ) from error
+
+
+def _model(agent: Agent, env: InGraphBatchEnv) -> tuple[tf.Module, dict[str, Any]]:
+    """Return what is saved, and its signatures."""
+
+    def mode(observation: Any) -> tf.Tensor:
+        action, _ = agent.mode(observation, tf.constant([0, 0]))
+        return env.to_env_action(action)
+
+    def sample(observation: Any, seed: tf.Tensor) -> tf.Tensor:
+        num_rows = tf.shape(tf.nest.flatten(observation)[0])[0]
+        noise = agent.draw_noise(num_rows, seed)
+        return env.to_env_action(agent.act_on_noise(observation, noise)[0])
+
+    observation = _named_inputs(env.observation_spec)
+    seed = tf.TensorSpec([2], tf.int32, "seed")
+    signatures = {
+        "serving_default": _with_named_output(mode, observation),
+        "sample": _with_named_output(sample, observation, seed),
+    }
+    model = tf.Module()
+    model.mode = tf.function(mode, input_signature=[observation])
+    model.sample = tf.function(sample, input_signature=[observation, seed])
+    # Only what is found in an attribute is saved, also of what the functions read.
+    model.used_variables = [
+        variable
+        for signature in signatures.values()
+        for variable in signature.graph.variables
+    ]
+    return model, signatures
+
+
+def _with_named_output(function: Any, *specs: Any) -> Any:
+    """Trace a function for a signature, which gives tensors by name."""
+
+    def named(*inputs: Any) -> dict[str, tf.Tensor]:
+        return {"action": function(*inputs)}
+
+    return tf.function(named, input_signature=list(specs)).get_concrete_function()
+
+
+def _named_inputs(specs: Any) -> Any:
+    """Give each leaf any number of rows, and a name of its own."""
+    taken: set[str] = set()
+
+    def named(part: Any, path: str) -> Any:
+        if isinstance(part, dict):
+            return {key: named(part[key], f"{path}_{key}") for key in part}
+        if isinstance(part, tuple):
+            return tuple(named(item, f"{path}_{i}") for i, item in enumerate(part))
+        name = re.sub(r"[^A-Za-z0-9_]", "_", path)
+        while name in taken:
+            name += "_"
+        taken.add(name)
+        return tf.TensorSpec([None, *part.shape[1:]], part.dtype, name)
+
+    return named(specs, "observation")
+
+
+def _check_free(folder: Path) -> None:
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise OutputError(
+            f"{folder}: expected a new or empty folder, got one with files in it, or a "
+            "file; choose another."
+        )

@@ -1,0 +1,185 @@
+"""Films of an agent that acts by the mode of its policy: a video per episode.
+
+A video shows one episode and nothing else: the first frame its reset, the last one the
+state that ended it.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from envserve.client import BatchEnv
+from ppo import checkpoint
+from ppo.agent import Agent
+from ppo.config import Config
+from ppo.environments import MakeEnv
+from ppo.episodes import Episode
+from ppo.errors import EnvDataError, EnvsLostError, OutputError
+from ppo.evaluate import Evaluation, evaluation_seed
+from ppo.in_graph_batch_env import InGraphBatchEnv
+from ppo.rendering import frames_per_second, render_frame
+from ppo.run_folder import RunFolder
+from ppo.video import VideoWriter, find_ffmpeg
+
+__all__ = ["play_episode", "visualize_run"]
+
+_MAX_LOST_IN_A_ROW = 20
+_MAX_STEPS = 100_000
+
+
+def visualize_run(
+    config: Config,
+    run_folder: RunFolder,
+    make_env: MakeEnv,
+    outdir: Path,
+    *,
+    episodes: int,
+    steps: int | None = None,
+    seed: int | None = None,
+    on_episode: Callable[[Path, Episode], None] = lambda path, episode: None,
+) -> Evaluation:
+    """Film complete episodes of the agent of a checkpoint.
+
+    Writes `step-STEPS-episode-K.mp4` for K from 1, and `step-STEPS.json` with returns,
+    lengths and videos. An episode that lost a step is played again.
+
+    Args:
+        config: describes the networks.
+        run_folder: where the checkpoints are.
+        make_env: see `ppo.rendering`; the env is closed at the end.
+        outdir: where the files go; made if missing.
+        episodes: how many to film.
+        steps: which checkpoint; by default the newest.
+        seed: of the env; by default that of the run's evaluation, whose first env then
+            plays the same episodes.
+        on_episode: called with each video that is complete.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it does not fit the config.
+        VideoError: the env does not render, or there is no ffmpeg.
+        OutputError: a file cannot be written.
+        EnvDataError: an episode does not end.
+        EnvsLostError: the env fails again and again.
+    """
+    ffmpeg = find_ffmpeg()
+    checkpoint.checkpoint_at(run_folder.checkpoints, steps)  # sooner than an env starts
+    seed = evaluation_seed(config.seed) if seed is None else seed
+    played: list[Episode] = []
+    videos: list[Path] = []
+    with make_env(num_envs=1, seed=seed) as env:
+        agent = Agent(env.observation_space, env.action_space, config)
+        counters = checkpoint.load_agent(run_folder.checkpoints, agent, steps)
+        act = _acting(agent, env)
+        rate = frames_per_second(env)
+        _make_folder(outdir)
+        for number in range(1, episodes + 1):
+            path = outdir / f"step-{counters.steps}-episode-{number}.mp4"
+            played.append(_film(path, env, act, rate, ffmpeg))
+            videos.append(path)
+            on_episode(path, played[-1])
+    evaluation = Evaluation(
+        np.array([episode.total_reward for episode in played]),
+        np.array([episode.length for episode in played]),
+    )
+    summary = {
+        "env_name": config.env_name,
+        "steps": counters.steps,
+        "seed": seed,
+        **evaluation.as_dict(),
+        "lengths": evaluation.lengths.tolist(),
+        "videos": [path.name for path in videos],
+    }
+    path = outdir / f"step-{counters.steps}.json"
+    try:
+        path.write_text(json.dumps(summary, indent=2) + "\n")
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written; {error.strerror}.") from error
+    return evaluation
+
+
+def play_episode(
+    env: BatchEnv, act: Callable[[Any], np.ndarray], show: Callable[[np.ndarray], None]
+) -> Episode | None:
+    """Play one episode in a batch of one env, and show every state that it was in.
+
+    Args:
+        env: does not reset itself, see `ppo.rendering`.
+        act: maps an observation `[1, ...]` to actions of the env.
+        show: called with a frame, uint8 `[height, width, 3]`, after the reset and after
+            each step.
+
+    Returns:
+        The episode; None if a step of it was lost.
+
+    Raises:
+        VideoError: the env does not render.
+        EnvDataError: the episode does not end.
+    """
+    observation = env.reset()
+    show(render_frame(env))
+    total_reward = 0.0
+    for length in range(1, _MAX_STEPS + 1):
+        step = env.step(act(observation))
+        if not step.valid[0]:
+            return None
+        total_reward += float(step.reward[0])
+        show(render_frame(env))
+        if step.terminated[0] or step.truncated[0]:
+            return Episode(0, total_reward, length)
+        observation = step.observation
+    raise EnvDataError(
+        f"{env!r}: expected the episode to end within {_MAX_STEPS:,} steps; give the "
+        "env a time limit."
+    )
+
+
+def _film(
+    path: Path,
+    env: BatchEnv,
+    act: Callable[[Any], np.ndarray],
+    rate: float,
+    ffmpeg: str,
+) -> Episode:
+    """Write the video of the next episode that is complete."""
+    for _ in range(_MAX_LOST_IN_A_ROW):
+        with VideoWriter(path, rate, ffmpeg) as video:
+            episode = play_episode(env, act, video.add)
+            if episode is not None:
+                return episode
+            video.discard()
+    raise EnvsLostError(
+        f"{env!r}: expected a complete episode, but the last {_MAX_LOST_IN_A_ROW} were "
+        "lost in a row; see the log for why it fails."
+    )
+
+
+def _acting(agent: Agent, env: BatchEnv) -> Callable[[Any], np.ndarray]:
+    """Return a function from observations to the most likely actions, for the env."""
+    graph_env = InGraphBatchEnv(env)
+
+    @tf.function
+    def act(observation: Any) -> tf.Tensor:
+        action, _ = agent.mode(observation, tf.constant([0, 0]))
+        return graph_env.to_env_action(action)
+
+    def act_on_arrays(observation: Any) -> np.ndarray:
+        graph_env.check_finite(observation, np.zeros(1))
+        action: np.ndarray = act(
+            tf.nest.map_structure(tf.constant, observation)
+        ).numpy()
+        return action
+
+    return act_on_arrays
+
+
+def _make_folder(outdir: Path) -> None:
+    try:
+        outdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(
+            f"{outdir}: expected a folder that can be created; {error.strerror}."
+        ) from error

@@ -1,0 +1,58 @@
+"""Ctrl-C at a chosen line of a call."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+__all__ = ["Place", "is_ours", "run_traced"]
+
+#: A line of a file.
+Place = tuple[str, int]
+
+
+def is_ours(path: str) -> bool:
+    """Whether a file is one of the package's, and none of its tests'."""
+    return "/envserve/" in path.replace("/tests/envserve/", "")
+
+
+def run_traced(
+    call: Callable[[], Any], line: int, is_traced: Callable[[str], bool] = is_ours
+) -> list[Place]:
+    """Calls, interrupted before the so manieth line; returns the lines that came.
+
+    Args:
+      call: What to call.
+      line: From 1; with -1 nothing is interrupted.
+      is_traced: Tells the paths of files whose lines count.
+    """
+    places: list[Place] = []
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        if not is_traced(frame.f_code.co_filename):
+            return None
+        if event == "line" and not _is_with(frame):
+            places.append((frame.f_code.co_filename, frame.f_lineno))
+            if len(places) == line:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        assert len(places) == line
+    finally:
+        sys.settrace(previous)
+    return places
+
+
+def _is_with(frame: FrameType) -> bool:
+    """Tells the lines before an `__exit__`, where Python handles no signals."""
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return line.lstrip().startswith("with ")

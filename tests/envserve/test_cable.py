@@ -1,0 +1,115 @@
+"""A cable is pulled between client and server, on hosts that do not see it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.envserve.ledger_player import LEDGER_OPENINGS
+from tests.envserve.play_ledger import NUM_ENVS
+from tests.envserve.server_process import ServerProcess
+from tests.network_hosts import Hosts, needs_namespaces
+
+pytestmark = needs_namespaces
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Longer than it takes to notice that the connection is broken.
+PULLED_SECONDS = 4.0
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    hosts = Hosts(["sim", "trainer"])
+    try:
+        hosts.create()
+        yield hosts
+    finally:
+        hosts.remove()
+
+
+def play(
+    hosts: Hosts, folder: Path, options: Mapping[str, Sequence[str]]
+) -> dict[str, dict[str, Any]]:
+    """Plays with one server each while the cable is pulled once, and until after.
+
+    Args:
+      hosts: The cable is between them.
+      folder: For files of servers and envs.
+      options: Of each server, by its name.
+
+    Returns:
+      What each player says in the end.
+    """
+    with contextlib.ExitStack() as stack:
+        players = {
+            name: start_player(stack, hosts, folder / name, 5555 + index, options[name])
+            for index, name in enumerate(options)
+        }
+        for player in players.values():
+            assert player.stdout is not None
+            assert player.stdout.readline() == "playing\n"
+        threading.Event().wait(0.5)
+        hosts.pull_cable()
+        threading.Event().wait(PULLED_SECONDS)
+        hosts.plug_cable()
+        outputs = {
+            name: player.communicate(timeout=60)[0] for name, player in players.items()
+        }
+        assert [player.returncode for player in players.values()] == [0] * len(players)
+    return {name: json.loads(output) for name, output in outputs.items()}
+
+
+def start_player(
+    stack: contextlib.ExitStack,
+    hosts: Hosts,
+    folder: Path,
+    port: int,
+    options: Sequence[str],
+) -> subprocess.Popen[str]:
+    """Starts a server on the one host, and on the other who plays with it."""
+    folder.mkdir()
+    address = f"tcp://{hosts.addresses['sim']}:{port}"
+    stack.enter_context(
+        ServerProcess(
+            folder,
+            *(*LEDGER_OPENINGS, "--insecure-no-auth", *options),
+            bind=(address,),
+            prefix=hosts.command("sim"),
+        )
+    )
+    journal = str(folder / "journal")
+    words = [sys.executable, "-m", "tests.envserve.play_ledger", address, journal]
+    player = stack.enter_context(
+        subprocess.Popen(
+            hosts.command("trainer", *words),
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    )
+    stack.callback(player.kill)
+    return player
+
+
+def test_a_pulled_cable_costs_time_and_beyond_the_lease_an_episode(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    said = play(hosts, tmp_path, {"patient": [], "impatient": ["--lease-seconds", "2"]})
+    for counts in said.values():
+        ((began, ended),) = [p for p in counts["pauses"] if p[1] - p[0] > 1]
+        assert ended - began > PULLED_SECONDS - 1
+        assert counts["padding"] == 0  # nothing else was alive
+    patient, impatient = said["patient"], said["impatient"]
+    assert patient["valid"] == patient["rows"]
+    assert patient["unseen"] == 0
+    assert impatient["losses"] == {"SERVER_LOST": NUM_ENVS}
+    assert impatient["valid"] == impatient["rows"] - NUM_ENVS

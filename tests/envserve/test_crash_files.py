@@ -1,0 +1,116 @@
+"""Files of crashes are few, private and whole; a file system may refuse them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from envserve.crash_files import CrashFiles, default_folder
+
+
+def test_file_is_private_whole_and_named_after_its_subject(tmp_path: Path) -> None:
+    files = CrashFiles(tmp_path / "new" / "folder")
+    path = files.write("envs/Odd name\n-v0 env 7", b"content", 0.0)
+    assert path is not None
+    assert path.parent == tmp_path / "new" / "folder"
+    assert path.name.startswith("envs-Odd-name-v0-env-7-")
+    assert path.read_bytes() == b"content"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_one_file_a_second_and_the_newest_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("envserve.crash_files._MAX_FILES", 3)
+    strangers = [tmp_path / name for name in ("notes.txt", "download.part")]
+    leftover = tmp_path / "a-0.repro.part"  # of a process that was killed
+    for file in (*strangers, leftover):
+        file.touch()
+        os.utime(file, (0, 0))
+    files = CrashFiles(tmp_path)
+    paths = []
+    for number in range(5):
+        now = 2.0 * number
+        assert files.has_room(now)
+        path = files.write("a", b"", now)
+        assert path is not None
+        os.utime(path, (number, number))
+        paths.append(path)
+        assert not files.has_room(now + 0.9)
+    files.write("b", b"", 100.0)
+    left = {path for path in tmp_path.iterdir() if path.name.startswith("a")}
+    assert left == set(paths[3:])
+    assert all(stranger.exists() for stranger in strangers)
+    assert not leftover.exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "full", "gone"])
+def test_file_system_that_refuses_costs_one_line_until_it_takes_files_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+) -> None:
+    folder = tmp_path / "crashes"
+    if kind == "file":
+        folder.write_text("not a folder")
+    elif kind == "full":
+        replace = os.replace
+
+        def refuse(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "replace", refuse)
+    else:
+        folder = Path("/proc/no/such/folder")
+    files = CrashFiles(folder)
+    for now in (0.0, 1.0, 2.0):
+        assert files.write("a", b"content", now) is None
+    assert len(caplog.messages) == 1
+    assert "no repro files of crashes" in caplog.text
+    if kind == "full":
+        assert list(folder.iterdir()) == []
+        monkeypatch.setattr(os, "replace", replace)
+        assert files.write("a", b"content", 3.0) is not None
+
+
+@pytest.mark.parametrize("kind", ["link", "open", "of_another"])
+def test_default_folder_that_is_not_ours_alone_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = default_folder()
+    assert folder.parent == tmp_path
+    real = tmp_path / "real"
+    real.mkdir(mode=0o700)
+    if kind == "link":
+        folder.symlink_to(real)
+    elif kind == "open":
+        folder.mkdir()
+        folder.chmod(0o777)
+    else:
+        folder.mkdir(mode=0o700)
+        monkeypatch.setattr(os, "getuid", lambda: 123_456)
+        monkeypatch.setattr("envserve.crash_files.default_folder", lambda: folder)
+    files = CrashFiles(None)
+    assert files.write("a", b"content", 0.0) is None
+    assert "only this user can use" in caplog.text
+    assert list(real.iterdir()) == []
+    assert folder.is_symlink() or list(folder.iterdir()) == []
+
+
+def test_default_folder_is_made_for_this_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    path = CrashFiles(None).write("a", b"content", 0.0)
+    assert path is not None
+    assert path.parent == default_folder()
+    assert path.parent.stat().st_mode & 0o777 == 0o700

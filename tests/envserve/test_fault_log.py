@@ -1,0 +1,303 @@
+"""Each fault is one line in the log that says what one needs to know."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import shlex
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+
+from envserve.blocks import Call
+from envserve.client import BatchEnv
+from envserve.fault_log import FaultLog
+from envserve.launcher import Launcher
+from envserve.replay import load_repro
+from envserve.seeding import env_seed
+from envserve.slab import Status
+
+from .pool_driver import (
+    FAULTY,
+    LEDGER,
+    SCRIPT,
+    SEED,
+    PoolMaker,
+    gather,
+    kill,
+    reset,
+    step,
+    wait_for,
+)
+from .server_process import ServerProcess
+
+LOGGER = "envserve.pool"
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The first line of each record of the pool's logger."""
+    return [
+        record.getMessage().split("\n")[0]
+        for record in caplog.records
+        if record.name == LOGGER
+    ]
+
+
+def repro_in(line: str) -> Path:
+    found = re.search(r"envserve replay (\S+)", line)
+    assert found, line
+    return Path(shlex.split(found[1])[0])
+
+
+def test_line_of_an_env_that_raises(
+    make_pool: PoolMaker, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    pool = make_pool(
+        FAULTY, 4, 2, first_env_index=10, crash_dir=str(tmp_path / "a folder")
+    )
+    reset(pool)
+    step(pool, 0)
+    step(pool, [0, 0, 0, 1])
+    (line,) = lines(caplog)
+    path = next((tmp_path / "a folder").iterdir())
+    assert line == (
+        f"Env 13 (worker 1, pid {pool.worker_pids[1]}) failed and was rebuilt: "
+        f"RuntimeError: the simulator lost its balance; incarnation 0; "
+        f"seed {env_seed(SEED, 13, 0)}; step 2 of its episode; last action 1; "
+        f"to see it again: envserve replay '{path}'"
+    )
+    assert "in _raise" in caplog.text
+    caplog.clear()
+    step(pool, [0, 0, 0, 1])
+    (line,) = lines(caplog)
+    assert "incarnation 1" in line
+    assert "replay" not in line  # no two files within a second
+    assert "in _raise" not in caplog.text  # it is the same as before
+
+
+def test_line_of_a_worker_that_dies(
+    make_pool: PoolMaker, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    pool = make_pool(
+        FAULTY,
+        4,
+        2,
+        env_kwargs={"fault": "segfault"},
+        crash_dir=str(tmp_path),
+        import_modules=("envserve.testing",),
+    )
+    reset(pool)
+    pid = pool.worker_pids[1]
+    (_, lost) = step(pool, [0, 0, 0, 1])
+    (line,) = lines(caplog)
+    (path,) = tmp_path.iterdir()
+    head, _, tail = line.partition("; its stderr ends with ")
+    assert head == (
+        f"worker 1 (of envs 2 to 3), pid {pid}, was killed by SIGSEGV; in a step of "
+        f"env 3; incarnation 0; seed {env_seed(SEED, 3, 0)}; step 1 of its episode; "
+        f"last action 1"
+    )
+    assert tail.startswith('"Fatal Python error: Segmentation fault: File ')
+    assert tail.endswith(f"envserve replay {path} --import envserve.testing")
+    text = lost.faults[0].text
+    assert text.startswith("worker 1 (of envs 2 to 3) was killed by SIGSEGV; ")
+    assert "in string_at" in text
+    assert len(text) < 2500
+    assert "Segmentation fault" in load_repro(path).end.stderr_tail
+
+
+@pytest.fixture(scope="module")
+def patient_launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    """One whose template waits for a stack for as long as a loaded machine needs."""
+    folder = tmp_path_factory.mktemp("patient")
+    (folder / "patience.py").write_text(
+        "import envserve.template as template; template._STACK_SECONDS = 20.0"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        launcher = Launcher(["envserve.testing", "patience"])
+        with contextlib.closing(launcher):
+            yield launcher
+
+
+@pytest.mark.parametrize("fault", ["hang", "spin"])
+def test_line_of_a_worker_that_hangs_says_where(
+    make_pool: PoolMaker,
+    patient_launcher: Launcher,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    fault: str,
+) -> None:
+    pool = make_pool(
+        FAULTY,
+        1,
+        1,
+        patient_launcher,
+        env_kwargs={"fault": fault},
+        step_timeout_seconds=0.3,
+        crash_dir=str(tmp_path),
+    )
+    reset(pool)
+    (outcome,) = step(pool, 1)
+    (line,) = lines(caplog)
+    assert "a step timed out after 0.3 s" in line
+    assert "it was killed by SIGKILL" in line
+    assert f" in _{fault}" in line
+    assert f" in _{fault}" in outcome.faults[0].text
+
+
+def test_worker_that_is_killed_at_rest_is_blamed_on_no_env(
+    make_pool: PoolMaker, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    pool = make_pool(LEDGER, 2, 1, crash_dir=str(tmp_path))
+    reset(pool)
+    step(pool, 3)
+    pid = pool.worker_pids[0]
+    kill(pid)
+    wait_for(pool, lambda: pool.worker_pids[0] not in (None, pid))
+    (line,) = lines(caplog)
+    assert line == (
+        f"worker 0 (of envs 0 to 1), pid {pid}, was killed by SIGKILL; "
+        f"no env was at work"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_worker_that_stops_by_itself_says_why_on_the_line(
+    make_pool: PoolMaker, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = "if seed is None: raise SystemExit(3)"
+    pool = make_pool(SCRIPT, 1, 1, env_kwargs={"reset": script}, crash_dir=None)
+    reset(pool)
+    step(pool, 0)
+    (line,) = lines(caplog)
+    assert "exited with code 1; in a reset of env 0" in line
+    assert line.endswith('its stderr ends with "SystemExit: 3"')
+    caplog.clear()
+    log = FaultLog(pool.config, logging.getLogger(LOGGER), "session 7")
+    worker = pool._workers[0]
+    assert pool._slab is not None
+    text = "stopped:\nTraceback:\nValueError: no level"
+    assert pool._slab.journal.read(0, 0) is not None
+    log.worker_lost(worker, Status.WORKER_DIED, text, {}, pool._slab, 0.0)
+    (line,) = lines(caplog)
+    assert line.startswith("session 7: worker 0 (of envs 0 to 0), pid ")
+    assert "stopped: ValueError: no level; no env was at work" in line
+    # What is known of the old envs must not be taken for the new ones'.
+    assert pool._slab.journal.read(0, 0) is None
+    assert not pool._slab.heartbeats.any()
+
+
+@pytest.mark.parametrize("kind", ["call", "set", "get"])
+def test_file_says_whether_the_env_was_touched(
+    make_pool: PoolMaker, tmp_path: Path, kind: Literal["call", "set", "get"]
+) -> None:
+    script = "if action: os._exit(3)"
+    pool = make_pool(SCRIPT, 2, 1, env_kwargs={"step": script}, crash_dir=str(tmp_path))
+    reset(pool)
+    pool.submit_call(Call(1, kind, "value", ("x",) if kind == "set" else ()))
+    gather(pool, [0])
+    step(pool, [0, 1])
+    (path,) = tmp_path.iterdir()
+    assert load_repro(path).played.is_touched is (kind != "get")
+
+
+def test_crash_in_a_call_is_named_and_gives_no_file(
+    make_pool: PoolMaker, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    pool = make_pool(SCRIPT, 2, 1, crash_dir=str(tmp_path))
+    reset(pool)
+    pool.submit_call(Call(1, "call", "run", ("os._exit(3)",)))
+    gather(pool, [0])
+    (line,) = lines(caplog)
+    assert "in a call of env 1" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("autoreset", ["same_step", "disabled"])
+def test_crash_in_a_reset_names_the_env(
+    make_pool: PoolMaker,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    autoreset: str,
+) -> None:
+    script = "if seed is None and self.np_random.random() < 1: os._exit(3)"
+    pool = make_pool(
+        SCRIPT,
+        2,
+        1,
+        env_kwargs={"reset": script},
+        autoreset=autoreset,
+        crash_dir=str(tmp_path),
+    )
+    reset(pool)
+    step(pool, 0)
+    if autoreset == "disabled":
+        reset(pool)
+    (line,) = lines(caplog)
+    assert "in a reset of env 0" in line
+    played = load_repro(repro_in(line)).played
+    assert len(played.actions[0]) == (1 if autoreset == "same_step" else 0)
+
+
+def test_last_words_are_printable_and_on_one_line(
+    make_pool: PoolMaker, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    script = "os.write(2, b'\\x1b[31mred\\xff\\r\\xed\\xa0\\x80\\n\\n'); os._exit(3)"
+    pool = make_pool(SCRIPT, 1, 1, env_kwargs={"step": script}, crash_dir=None)
+    reset(pool)
+    (outcome,) = step(pool, 0)
+    (line,) = lines(caplog)
+    assert line.isprintable()
+    assert line.endswith('its stderr ends with "\\xed\\xa0\\x80"')
+    assert "\x1b" not in outcome.faults[0].text
+    assert "\\x1b[31mred\\xff" in outcome.faults[0].text
+
+
+def test_storm_of_crashes_writes_a_file_and_a_line_for_each(
+    make_pool: PoolMaker, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    pool = make_pool(FAULTY, 64, 1, crash_dir=str(tmp_path), padding_after_seconds=1e9)
+    clock = pool._clock
+    frozen = clock()
+    pool._clock = lambda: frozen
+    reset(pool)
+    for _ in range(4):
+        step(pool, 1)
+    assert len(lines(caplog)) == 4 * 64
+    assert len(list(tmp_path.iterdir())) == 1
+    pool._clock = clock
+
+
+def test_server_keeps_files_where_it_is_told_to(tmp_path: Path) -> None:
+    folder = tmp_path / "crashes"
+    with ServerProcess(tmp_path, "--crash-dir", str(folder)) as server:
+        with BatchEnv.connect(FAULTY, [server.address], 2, seed=1) as batch:
+            batch.reset()
+            batch.step(np.array([0, 1]))
+        server.signal(signal.SIGTERM)
+        log = server.end()
+    (path,) = folder.iterdir()
+    (line,) = [line for line in log.splitlines() if "lost its balance;" in line]
+    assert re.search(r" WARNING session [0-9a-f]{16}: Env 1 \(worker 1, pid ", line)
+    assert repro_in(line) == path
+    assert line.endswith(" --import envserve.testing")
+
+
+def test_folder_that_cannot_be_written_costs_a_line_and_no_step(
+    make_pool: PoolMaker, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    pool = make_pool(FAULTY, 2, 1, crash_dir=str(tmp_path / "file"))
+    reset(pool)
+    (outcome,) = step(pool, [1, 0])
+    assert len(outcome.faults) == 1
+    assert "no repro files of crashes" in caplog.text
+    assert "replay" not in lines(caplog)[0]
+    assert not any(outcome.faults for outcome in step(pool, 0))
+    assert np.isfinite(pool.rows.reward).all()

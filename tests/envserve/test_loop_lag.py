@@ -1,0 +1,60 @@
+"""The lag of an event loop: seen while and after it was blocked, forgotten later."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import cast
+
+from envserve.server.loop_lag import LoopLag
+
+
+class FakeTimer:
+    def __init__(self, when: float, callback: Callable[[], None]) -> None:
+        self._when = when
+        self.callback = callback
+        self.is_cancelled = False
+
+    def when(self) -> float:
+        return self._when
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class FakeLoop:
+    """A loop whose time passes when told to."""
+
+    now = 100.0
+    timer: FakeTimer
+
+    def time(self) -> float:
+        return self.now
+
+    def call_later(self, delay: float, callback: Callable[[], None]) -> FakeTimer:
+        self.timer = FakeTimer(self.now + delay, callback)
+        return self.timer
+
+    def run_for(self, seconds: float) -> None:
+        self.now += seconds
+        while self.timer.when() <= self.now:
+            self.timer.callback()
+
+
+def test_lag_is_seen_at_once_and_for_ten_seconds() -> None:
+    loop = FakeLoop()
+    lag = LoopLag(cast(asyncio.AbstractEventLoop, loop))
+    assert lag.seconds == 0.0
+    loop.run_for(0.5)
+    assert lag.seconds == 0.0
+    loop.now += 3.5  # blocked, and what is called first asks
+    assert lag.seconds == 3.0
+    loop.run_for(0.0)
+    assert lag.seconds == 3.0
+    for _ in range(19):
+        loop.run_for(0.5)
+        assert lag.seconds == 3.0
+    loop.run_for(0.5)
+    assert lag.seconds == 0.0
+    lag.stop()
+    assert loop.timer.is_cancelled

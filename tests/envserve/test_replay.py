@@ -1,0 +1,334 @@
+"""A crash is played again from its file: the same fault at the same action."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from envserve import codec
+from envserve.crash_files import SUFFIX
+from envserve.errors import ReproError
+from envserve.journal import Played
+from envserve.launcher import Launcher
+from envserve.pool import Pool
+from envserve.replay import describe_repro, load_repro, replay
+from envserve.repro import End, Repro, decode_repro, encode_repro
+from envserve.slab import Status
+
+from .pool_driver import FAULTY, PoolMaker, gather, reset
+
+CRASHY_ENVS = '''
+import ctypes, os, signal, time
+import gymnasium, numpy as np
+
+def fall():
+    raise RuntimeError("lost its balance")
+
+FAULTS = {
+    "raise": fall,
+    "exit": lambda: os._exit(3),
+    "segfault": lambda: ctypes.string_at(0),
+    "abort": os.abort,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "hang": lambda: time.sleep(3600),
+    "nan": lambda: np.array([np.nan]),
+}
+
+class CrashyEnv(gymnasium.Env):
+    """Walks at random; crashes by chance, in a step or in a reset."""
+
+    def __init__(self, fault, chance=0.02):
+        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,))
+        self.action_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+        self.fault = FAULTS[fault]
+        self.chance = chance
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = np.float64(0)
+        self.left = self.np_random.integers(1, 40)
+        return self.look(0.1 if seed is None else 0), {}
+
+    def step(self, action):
+        self.place += self.np_random.normal() + action.sum()
+        self.left -= 1
+        return self.look(self.chance), 0.0, bool(self.left <= 0), False, {}
+
+    def look(self, chance):
+        if self.np_random.random() < chance:
+            found = self.fault()
+            if found is not None:
+                return found.astype(np.float32)
+        return np.array([self.place], np.float32)
+
+gymnasium.register("crashy_envs/Crashy-v0", "crashy_envs:CrashyEnv")
+'''
+CRASHY = "crashy_envs/Crashy-v0"
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "crashy_envs.py").write_text(CRASHY_ENVS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        with contextlib.closing(
+            Launcher(["envserve.testing", "crashy_envs"])
+        ) as launcher:
+            yield launcher
+
+
+@pytest.fixture
+def crash_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("envserve.crash_files._INTERVAL_SECONDS", 0.0)
+    return tmp_path / "crashes"
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"*{SUFFIX}")) if folder.exists() else []
+
+
+def crash(
+    pool: Pool, folder: Path, generator: np.random.Generator, num_files: int
+) -> list[Path]:
+    """Steps with random actions until so many files are there."""
+    reset(pool)
+    while len(files_in(folder)) < num_files:
+        for array in pool.rows.action:
+            array[:] = generator.uniform(-1, 1, array.shape)
+        pool.submit_step(range(len(pool.blocks)))
+        gather(pool, range(len(pool.blocks)))
+    return files_in(folder)
+
+
+@pytest.mark.parametrize(
+    ("fault", "num_crashes", "options"),
+    [
+        ("raise", 4, {}),
+        ("nan", 3, {}),
+        ("exit", 3, {"autoreset": "next_step"}),
+        ("segfault", 3, {"num_splits": 2}),
+        ("abort", 3, {"spare_envs": True}),
+        ("raise", 3, {"spare_envs": True}),
+        ("kill", 4, {"first_env_index": 5, "first_incarnation": 2}),
+        ("hang", 1, {"step_timeout_seconds": 2.0, "reset_timeout_seconds": 2.0}),
+    ],
+)
+def test_crashes_by_chance_are_reproduced_at_the_same_action(
+    make_pool: PoolMaker,
+    launcher: Launcher,
+    crash_dir: Path,
+    random_generator: np.random.Generator,
+    fault: str,
+    num_crashes: int,
+    options: dict[str, Any],
+) -> None:
+    pool = make_pool(
+        CRASHY,
+        4,
+        2,
+        env_kwargs={"fault": fault},
+        crash_dir=str(crash_dir),
+        **options,
+    )
+    for path in crash(pool, crash_dir, random_generator, num_crashes):
+        repro = load_repro(path)
+        assert repro.env_name == CRASHY
+        timeout = 3.0 if fault == "hang" else None
+        ending = replay(repro, launcher, timeout)
+        assert ending.is_reproduced, (ending, describe_repro(repro))
+        assert ending.number == len(repro.played.actions[0])
+
+
+def make_repro(fault: str = "segfault", **changes: Any) -> Repro:
+    played = Played(
+        incarnation=0,
+        seed=3,
+        generator=None,
+        actions=(np.array([0, 0, 1], np.int64),),
+        num_missing=0,
+        episode_step=3,
+        is_touched=False,
+    )
+    repro = Repro(
+        env_name=FAULTY,
+        env_kwargs={"fault": fault},
+        import_modules=("envserve.testing",),
+        autoreset="same_step",
+        root_seed=1,
+        env_index=0,
+        timeout_seconds=20.0,
+        played=played,
+        end=End(status=Status.WORKER_DIED, text="was killed", exit_code=-11),
+    )
+    return replace(repro, **changes)
+
+
+@pytest.mark.parametrize(
+    ("repro", "text"),
+    [
+        (make_repro("exit"), "in action 3: exited with code 3"),
+        (make_repro("raise"), "lost its balance"),
+        (make_repro("none"), "did not crash in 3 actions"),
+        (make_repro("raise_in_init"), "no simulator licence"),
+        (make_repro("exit_in_init"), "before the reset: exited with code 7"),
+        (make_repro("raise_in_reset"), "in the reset: "),
+        (make_repro(env_name="no_such/Env-v0"), "no env named 'no_such/Env-v0'"),
+        (make_repro(env_name="os:system"), "no env named 'os:system'"),
+        (make_repro(env_kwargs={"fault": "exit", "odd": 1}), "unexpected keyword"),
+        (
+            make_repro(env_name="crashy_envs/Crashy-v0"),
+            "expected actions of crashy_envs/Crashy-v0",
+        ),
+        (
+            make_repro(end=End(status=Status.WORKER_DIED, text="", exit_code=-6)),
+            "in action 3: was killed by SIGSEGV",
+        ),
+        (
+            make_repro("raise", end=End(status=Status.ENV_ERROR, text="ValueError: x")),
+            "lost its balance",
+        ),
+        (
+            make_repro("nan", end=End(status=Status.ENV_ERROR, text="ValueError: x")),
+            "expected observation to be finite",
+        ),
+    ],
+)
+def test_another_ending_is_told_from_the_same_one(
+    launcher: Launcher, repro: Repro, text: str
+) -> None:
+    ending = replay(repro, launcher)
+    assert not ending.is_reproduced
+    assert text in ending.text
+
+
+def test_same_ending_at_an_earlier_action_is_not_the_same(launcher: Launcher) -> None:
+    repro = make_repro()
+    assert replay(repro, launcher).is_reproduced
+    longer = (np.array([0, 1, 0], np.int64),)
+    repro = replace(repro, played=replace(repro.played, actions=longer))
+    ending = replay(repro, launcher)
+    assert (ending.is_reproduced, ending.number) == (False, 2)
+
+
+def test_doubts_about_a_file_are_said() -> None:
+    assert "not end alike" not in describe_repro(make_repro())
+    played = replace(make_repro().played, seed=None, num_missing=1, is_touched=True)
+    text = describe_repro(make_repro(played=played))
+    assert "1 action before these are not known" in text
+    assert "its random numbers are not" in text
+    assert "attributes or methods" in text
+
+
+# Files from elsewhere.
+
+
+def test_a_file_says_nothing_to_the_terminal_that_shows_it() -> None:
+    rude = "\x1b]0;owned\x07\x1b[2J"
+    end = End(status=Status.ENV_ERROR, text=rude)
+    text = describe_repro(make_repro(env_name=rude, end=end))
+    assert all(line.isprintable() for line in text.splitlines())
+    assert "owned" in text
+
+
+def test_file_says_what_was_written() -> None:
+    repro = make_repro(played=replace(make_repro().played, generator=(1,) * 6))
+    again = decode_repro(encode_repro(repro))
+    assert again.played.actions[0].tolist() == [0, 0, 1]
+    empty = replace(repro.played, actions=())
+    assert replace(again, played=replace(again.played, actions=())) == replace(
+        repro, played=empty
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": 2},
+        {"env_name": 7},
+        {"env_kwargs": [1]},
+        {"autoreset": "never"},
+        {"root_seed": -1},
+        {"env_index": True},
+        {"timeout_seconds": "soon"},
+        {"timeout_seconds": float("nan")},
+        {"played": None},
+        {"end": {}},
+    ],
+)
+def test_files_with_odd_values_are_refused(changes: dict[str, Any]) -> None:
+    value = codec.decode(encode_repro(make_repro()))
+    with pytest.raises(ReproError):
+        decode_repro(codec.encode({**value, **changes}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": -1},
+        {"seed": 2**63},
+        {"generator": [1, 2, 3]},
+        {"generator": [2**64 - 1, 0, 0, 0, 0, -1]},
+        {"actions": []},
+        {"actions": [1]},
+        {"actions": [np.zeros(2), np.zeros(3)]},
+        {"actions": [np.zeros(())]},
+        {"num_missing": 0.5},
+    ],
+)
+def test_files_with_odd_histories_are_refused(changes: dict[str, Any]) -> None:
+    value = codec.decode(encode_repro(make_repro()))
+    value["played"] |= changes
+    with pytest.raises(ReproError):
+        decode_repro(codec.encode(value))
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00", b"\xc1", b"rubbish" * 100])
+def test_files_that_are_none_of_ours_are_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "file").write_bytes(data)
+    with pytest.raises(ReproError, match="expected a repro file"):
+        load_repro(tmp_path / "file")
+
+
+# The command.
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "envserve.cli", "replay", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_command_says_whether_the_crash_is_reproduced(tmp_path: Path) -> None:
+    path = tmp_path / "a.repro"
+    path.write_bytes(encode_repro(make_repro()))
+    result = run(str(path), "--import", "envserve.testing")
+    assert result.returncode == 0, result.stderr
+    assert "a reset with seed 3, then 3 actions" in result.stdout
+    assert "\nreproduced in action 3: was killed by SIGSEGV" in result.stdout
+    assert "Fatal Python error" in result.stderr  # as the worker wrote it
+    result = run(str(path))  # where the env is not known
+    assert result.returncode == 1
+    assert "not reproduced: could not be played: no env named" in result.stdout
+    assert "written where envserve.testing had been imported" in result.stdout
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("name", ["no_such_file", "."])
+def test_command_without_a_file_ends_with_a_short_error(name: str) -> None:
+    result = run(name)
+    assert result.returncode == 2
+    assert result.stderr.startswith("envserve: ")
+    assert result.stderr.count("\n") == 1

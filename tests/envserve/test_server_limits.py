@@ -1,0 +1,165 @@
+"""A server that runs out of something: who asks is told, and what runs goes on."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from envserve.errors import EnvStartError
+from envserve.slab import Status
+from tests.envserve.processes import children_of, limited, room_for_descriptors
+from tests.envserve.server_process import ServerProcess, command
+from tests.envserve.session_client import SessionClient
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="sets limits of running processes by prlimit"
+)
+
+
+def refused(server: ServerProcess, *args: object, **changes: object) -> EnvStartError:
+    with SessionClient(server.address, *args, session=77, **changes) as client:  # type: ignore[arg-type]
+        error = client.session.error
+    assert isinstance(error, EnvStartError)
+    assert server.address in str(error)
+    return error
+
+
+def check_steps(client: SessionClient, num_steps: int = 3) -> None:
+    for action in range(num_steps):
+        assert [outcome.faults for outcome in client.step(action)] == [(), ()]
+        np.testing.assert_array_equal(client.session.rows.reward, [action] * 4)
+
+
+def check_that_envs_can_be_had_again(server: ServerProcess) -> None:
+    with SessionClient(server.address, session=78) as client:
+        client.reset()
+        check_steps(client)
+        client.close()
+    assert server.process.poll() is None
+
+
+def test_no_descriptors_are_left(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path) as server, SessionClient(server.address) as client:
+        client.reset()
+        pid = server.process.pid
+        # Room for the connection, and then for some of what a pool needs.
+        for room in (2, 4):
+            limit = room_for_descriptors(pid, room)
+            with limited(pid, resource.RLIMIT_NOFILE, limit):
+                assert "Too many open files" in str(refused(server))
+                check_steps(client)
+        check_that_envs_can_be_had_again(server)
+
+
+def test_no_memory_is_left_for_the_rows(tmp_path: Path) -> None:
+    with (
+        ServerProcess(tmp_path, "--allow-kwarg", "space") as server,
+        SessionClient(server.address) as client,
+    ):
+        client.reset()
+        images = {"env_name": "envserve/Echo-v0", "env_kwargs": {"space": "image"}}
+        with limited(server.process.pid, resource.RLIMIT_FSIZE, 1 << 20):
+            error = refused(server, 16, **images)
+            assert "no shared memory for the rows" in str(error)
+            check_steps(client)
+        with SessionClient(server.address, 16, session=79, **images) as large:  # type: ignore[arg-type]
+            assert large.session.error is None
+        check_that_envs_can_be_had_again(server)
+
+
+#: Limits of processes do not bind root; the process that forks gives that up here.
+_MEEK = """
+import os, resource, signal, sys
+_, hard = before = resource.getrlimit(resource.RLIMIT_NPROC)
+def limit(number, _):
+    wanted = (0, hard) if number == signal.SIGUSR1 else before
+    resource.setrlimit(resource.RLIMIT_NPROC, wanted)
+if sys.argv[0] == "-c":
+    if os.getuid() == 0:
+        os.setuid(65534)
+    signal.signal(signal.SIGUSR1, limit)
+    signal.signal(signal.SIGUSR2, limit)
+"""
+
+
+def test_no_process_can_be_started(tmp_path: Path) -> None:
+    (tmp_path / "meek_envs.py").write_text(_MEEK)
+    with (
+        ServerProcess(tmp_path, "--import", "meek_envs", cwd=tmp_path) as server,
+        SessionClient(server.address) as client,
+    ):
+        client.reset()
+        (template,) = children_of(server.process.pid, is_deep=False)
+        os.kill(template, signal.SIGUSR1)
+        assert "Resource temporarily unavailable" in str(refused(server))
+        check_steps(client)
+        os.kill(template, signal.SIGUSR2)
+        check_that_envs_can_be_had_again(server)
+
+
+_HUNGRY = """
+import gymnasium, numpy
+from gymnasium.envs.classic_control import CartPoleEnv
+class HungryEnv(CartPoleEnv):
+    def step(self, action):
+        if action:
+            numpy.empty(1 << 25)
+        return super().step(0)
+gymnasium.register("Hungry-v0", HungryEnv)
+"""
+
+
+def test_no_memory_is_left_in_a_worker(tmp_path: Path) -> None:
+    (tmp_path / "hungry_envs.py").write_text(_HUNGRY)
+    with (
+        ServerProcess(tmp_path, "--import", "hungry_envs", cwd=tmp_path) as server,
+        SessionClient(server.address) as client,
+    ):
+        client.reset()
+        others = set(children_of(server.process.pid))
+        with SessionClient(server.address, 2, "Hungry-v0", session=6) as hungry:
+            hungry.reset()
+            worker, _ = sorted(set(children_of(server.process.pid)) - others)
+            status = Path(f"/proc/{worker}/statm").read_text().split()
+            used = int(status[0]) * resource.getpagesize()
+            with limited(worker, resource.RLIMIT_AS, used + (1 << 26)):
+                outcomes = hungry.step(1)
+                faults = [fault for outcome in outcomes for fault in outcome.faults]
+                (fault,) = faults
+                assert fault.status is Status.ENV_ERROR
+                assert "MemoryError" in fault.text or "Unable to allocate" in fault.text
+                check_steps(client)
+            assert not any(outcome.faults for outcome in hungry.step(0))
+            assert not any(outcome.faults for outcome in hungry.step(0))
+
+
+_WITHOUT_ROOM = (
+    "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); "
+    "os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
+def test_no_room_is_left_for_the_address_file(tmp_path: Path) -> None:
+    file = tmp_path / "addresses"
+    result = subprocess.run(
+        [
+            *(sys.executable, "-c", _WITHOUT_ROOM),
+            *command("--bind", "tcp://127.0.0.1:0", "--address-file", str(file)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert f"envserve: --address-file {file} cannot be written" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+    assert list(tmp_path.iterdir()) == []

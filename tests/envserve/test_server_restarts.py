@@ -1,0 +1,120 @@
+"""Servers that are killed: stepping goes on by itself, and no step is stale."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import pytest
+
+from envserve.client import BatchEnv, StepResult
+from envserve.errors import ServerLost
+from envserve.slab import Status
+from envserve.testing import ledger_hash
+from tests.envserve.server_process import LEDGER, ServerProcess
+
+
+def kill(server: ServerProcess) -> None:
+    server.signal(signal.SIGKILL)
+    server.end()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+def test_a_restart_costs_each_row_one_lost_transition(
+    transport: str, tmp_path: Path
+) -> None:
+    bind = "tcp://127.0.0.1:0" if transport == "tcp" else f"ipc://{tmp_path}/envs"
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(ServerProcess(tmp_path, bind=(bind,)))
+        batch = stack.enter_context(
+            BatchEnv.connect(LEDGER, [server.address], 4, seed=3)
+        )
+        seeds = {tuple(batch.reset()[:, 0])}
+        for restart in range(3):
+            hashes = 0
+            for action in (1, 2):
+                result = batch.step(np.full(4, action))
+                hashes = ledger_hash(hashes, action)  # and no 77 before it
+                assert result.valid.all()
+                np.testing.assert_array_equal(result.observation[:, 3], hashes)
+            kill(server)
+            server = stack.enter_context(
+                ServerProcess(tmp_path, bind=(server.address,))
+            )
+            lost = batch.step(np.full(4, 77))
+            assert lost.status.tolist() == [Status.SERVER_LOST] * 4
+            assert lost.truncated.all()
+            assert not lost.terminated.any()
+            np.testing.assert_array_equal(lost.final_observation, result.observation)
+            np.testing.assert_array_equal(lost.observation[:, 1:], 0)
+            seeds.add(tuple(lost.observation[:, 0]))
+            assert len(seeds) == 2 + restart
+            (stats,) = batch.stats().lanes.values()
+            assert stats["reattaches"] == 1 + restart
+
+
+class Pair:
+    """Two servers with two rows each, of which the second is killed."""
+
+    def __init__(self, folder: Path, **options: object) -> None:
+        self.servers = [
+            ServerProcess(folder, bind=(f"ipc://{folder}/{name}",)) for name in "ab"
+        ]
+        addresses = [server.address for server in self.servers]
+        self.batch = BatchEnv.connect(LEDGER, addresses, 4, **options)  # type: ignore[arg-type]
+        self.batch.reset()
+        self.step()
+        kill(self.servers[1])
+
+    def step(self) -> StepResult:
+        result = self.batch.step(np.full(4, 9))
+        assert result.valid[:2].all()
+        assert result.reward[:2].tolist() == [9, 9]
+        return result
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.batch.close()
+        for server in self.servers:
+            server.__exit__()
+
+
+def test_other_servers_go_on_until_one_is_given_up(tmp_path: Path) -> None:
+    num_steps = 0
+    with Pair(tmp_path, server_lost_after=3.0) as pair:
+        with contextlib.suppress(ServerLost):
+            while True:
+                result = pair.step()
+                assert result.status[2:].tolist() == [Status.PENDING] * 2
+                assert not result.truncated[2:].any()
+                num_steps += 1
+        with pytest.raises(ServerLost, match=pair.servers[1].address):
+            pair.step()
+    assert num_steps > 20
+
+
+def test_or_for_ever_until_it_is_back(tmp_path: Path) -> None:
+    with Pair(tmp_path, server_lost_after=1.2, on_server_lost="pad") as pair:
+        lane = pair.batch.lanes[1]
+        while "HELLO_SENT" not in repr(lane):  # it is given up by now
+            result = pair.step()
+            assert result.status[2:].tolist() == [Status.PENDING] * 2
+        with ServerProcess(tmp_path, bind=(pair.servers[1].address,)):
+            statuses = [pair.step().status[2:].tolist()]
+            while statuses[-1] != [Status.OK] * 2:
+                statuses.append(pair.step().status[2:].tolist())
+    for column in zip(*statuses, strict=True):
+        assert column.count(Status.SERVER_LOST) == 1
+        at = column.index(Status.SERVER_LOST)
+        assert set(column[:at]) == {Status.PENDING}
+        assert set(column[at + 1 :]) == {Status.OK}
+
+
+def test_an_unknown_choice_is_an_error() -> None:
+    with pytest.raises(ValueError, match="on_server_lost"):
+        BatchEnv.connect(LEDGER, ["ipc:///nowhere"], 1, on_server_lost="shrink")  # type: ignore[arg-type]

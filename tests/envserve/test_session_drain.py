@@ -1,0 +1,222 @@
+"""A server that drains: no new leases, running episodes end, clients know."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+
+from envserve.blocks import Reset
+from envserve.errors import EnvsBusy, LeaseLost, ServerDraining
+from envserve.session import ClientSession, ClientState
+from envserve.wire import Drain, Hello, Message, MessageType, Welcome, decode, encode
+from tests.envserve.session_fakes import (
+    FakeServer,
+    OneLease,
+    attach,
+    exchange,
+    make_client,
+    state_of,
+)
+
+GRACE = 8.0
+
+
+def drain(server: FakeServer, now: float = 0.0) -> None:
+    server.carry_out(server.session.begin_drain(GRACE), now)
+
+
+def step(client: ClientSession, server: FakeServer, *blocks: int) -> None:
+    """Steps blocks, of which the even rows end an episode at their 7th step."""
+    client.submit_step(blocks or range(len(client.blocks)), 0.0)
+    exchange(client, server, 0.0)
+    server.finish_all(0.0)
+    exchange(client, server, 0.0)
+
+
+def welcome_of(server: FakeServer) -> Welcome:
+    message = Message(type=MessageType.HELLO, body=Hello().encode())
+    server.receive(b"health", encode(message), 0.0)
+    (reply,) = server.take_replies()
+    return Welcome.decode(decode(reply).body)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_nobody_gets_envs_of_a_server_that_drains_or_stops(is_stopped: bool) -> None:
+    server = FakeServer()
+    assert not welcome_of(server).is_draining
+    drain(server)
+    if is_stopped:
+        server.carry_out(server.session.stop(), 0.0)
+    client = make_client()
+    client.connected(0.0)
+    exchange(client, server, 0.0)
+    assert isinstance(client.error, ServerDraining)
+    assert isinstance(client.error, EnvsBusy)
+    assert "draining" in str(client.error)
+    assert not server.pools
+    assert welcome_of(server).is_draining
+
+
+def test_every_client_is_told_for_how_long_it_may_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = FakeServer()
+    clients = [attach(server, session=number) for number in (1, 2)]
+    drain(server)
+    messages = [decode(reply) for reply in server.take_replies()]
+    assert [message.type for message in messages] == [MessageType.DRAIN] * 2
+    for client, message in zip(clients, messages, strict=True):
+        assert Drain.decode(message.body).grace_ms == 1000 * GRACE
+        with caplog.at_level(logging.WARNING):
+            client.receive(encode(message), 0.0)
+        assert client.state is ClientState.READY
+        assert "tcp://fake:1: the server is draining" in caplog.messages[-1]
+        assert "in 8 s" in caplog.messages[-1]
+
+
+def test_who_has_connected_anew_is_told_there() -> None:
+    server = FakeServer()
+    client = attach(server)
+    client.submit_step([0], 0.0)
+    frames = client.outbox.first()
+    assert frames is not None
+    server.receive(b"another route", frames, 0.0)
+    drain(server)
+    assert server.replies[-1].route == b"another route"
+
+
+def test_a_lease_ends_once_each_row_has_ended_an_episode() -> None:
+    server = FakeServer()
+    client = attach(server, num_splits=2, kind=OneLease)
+    assert len(client.blocks) == 4
+    for _ in range(7):
+        step(client, server)  # the ends before the drain do not count
+    drain(server)
+    for _ in range(6):
+        step(client, server)
+    step(client, server, 0, 1, 2)
+    assert state_of(client) is ClientState.READY
+    client.take_finished()
+    step(client, server, 3)
+    assert state_of(client) is ClientState.LOST
+    assert isinstance(client.error, LeaseLost)
+    assert "the server was drained: each of its envs ended" in str(client.error)
+    # The step that has ended the last episode is answered before the lease ends.
+    (last,) = client.take_finished()
+    assert last.block == 3
+    assert last.error is None
+    assert client.rows.terminated.all()
+    np.testing.assert_array_equal(client.rows.observation[0][:, 0], [14] * 4)
+
+
+def test_a_reset_ends_an_episode_too_but_an_operation_that_failed_does_not() -> None:
+    server = FakeServer()
+    client = attach(server, kind=OneLease)
+    drain(server)
+    step(client, server, 0)
+    pool = server.pools[11]
+    client.submit_step([1], 0.0)
+    exchange(client, server, 0.0)
+    failed = pool.finish(1, error=LeaseLost("the rows mean nothing"))
+    pool.rows.terminated[2:] = True
+    server.carry_out(server.session.pool_finished(11, [failed]), 0.0)
+    exchange(client, server, 0.0)
+    for block in (0, 1):
+        assert state_of(client) is ClientState.READY
+        client.submit_reset([Reset(block)], 0.0)
+        exchange(client, server, 0.0)
+        server.finish_all(0.0)
+        exchange(client, server, 0.0)
+    assert state_of(client) is ClientState.LOST
+
+
+def test_a_reset_of_some_rows_does_not_end_the_episodes_of_the_others() -> None:
+    server = FakeServer()
+    client = attach(server, kind=OneLease)
+    rows = [range(block.start, block.stop) for block in client.blocks]
+    drain(server)
+    for place in (0, 1):
+        assert state_of(client) is ClientState.READY
+        client.submit_reset([Reset(b, (rows[b][place],)) for b in range(2)], 0.0)
+        exchange(client, server, 0.0)
+        server.finish_all(0.0)
+        exchange(client, server, 0.0)
+    assert state_of(client) is ClientState.LOST
+
+
+def test_a_client_that_is_silent_for_too_long_is_not_waited_for() -> None:
+    server = FakeServer()
+    client = attach(server)
+    drain(server)
+    server.carry_out(server.session.poll(1000.0), 1000.0)
+    assert not server.pools
+    assert server.session.has_farewelled
+    assert state_of(client) is ClientState.READY
+
+
+def test_envs_that_are_being_built_are_not_granted() -> None:
+    server = FakeServer(builds_at_once=False)
+    client = make_client()
+    client.connected(0.0)
+    exchange(client, server, 0.0)
+    drain(server)
+    exchange(client, server, 0.0)
+    assert isinstance(client.error, ServerDraining)
+    assert server.session.free_envs == 128
+
+
+def test_what_is_left_at_the_end_of_the_grace_period_is_cut_off() -> None:
+    server = FakeServer()
+    client = attach(server, kind=OneLease)
+    client.submit_step([0], 0.0)
+    exchange(client, server, 0.0)
+    drain(server)
+    server.carry_out(server.session.stop("its grace period was over"), GRACE)
+    exchange(client, server, GRACE)
+    assert isinstance(client.error, LeaseLost)
+    assert "drained: its grace period was over" in str(client.error)
+    (cut,) = client.take_finished()
+    assert cut.error is client.error
+
+
+def test_a_drain_is_over_when_every_client_knows() -> None:
+    server = FakeServer()
+    assert not server.session.has_farewelled
+    leaving, ended, late = (attach(server, session=number) for number in (1, 2, 3))
+    drain(server)
+    leaving.begin_close(0.0)
+    exchange(leaving, server, 0.0)
+    ended.submit_reset([Reset(0), Reset(1)], 0.0)
+    exchange(ended, server, 0.0)
+    server.finish_all(0.0)
+    server.carry_out(server.session.stop(), 0.0)
+    assert not server.pools
+    replies = server.take_replies()
+    for client in (ended, late):
+        assert not server.session.has_farewelled
+        for frames in replies:
+            client.receive(frames, 0.0)
+        exchange(client, server, 0.0)
+    assert server.session.has_farewelled
+
+
+def test_a_drain_of_nothing_is_over_at_once() -> None:
+    server = FakeServer()
+    drain(server)
+    assert server.session.has_farewelled
+
+
+def test_a_client_that_was_leaving_before_is_not_waited_for() -> None:
+    server = FakeServer()
+    client = attach(server)
+    client.begin_close(0.0)
+    decisions = []
+    while (frames := client.outbox.first()) is not None:
+        client.outbox.pop()
+        decisions += server.session.receive(b"route", frames, 0.0)
+    server.carry_out(server.session.stop(), 0.0)
+    assert not server.session.has_farewelled
+    server.carry_out(decisions, 0.0)  # its workers have ended
+    assert server.session.has_farewelled

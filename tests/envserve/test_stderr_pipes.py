@@ -1,0 +1,260 @@
+"""What workers write to stderr comes through, and they never wait for its reader."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from envserve.launcher import Launcher
+from envserve.stderr_pipes import TAIL_BYTES, StderrPipes
+
+from .pool_driver import ODD_ENVS, SCRIPT, PoolMaker, reset, step
+
+
+@pytest.fixture
+def reader_and_pipes() -> Iterator[tuple[int, StderrPipes, select.poll]]:
+    """The reader of our own stderr, and pipes that pass on to it."""
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(read_fd, False)
+    poller = select.poll()
+    pipes = StderrPipes(poller, write_fd)
+    yield read_fd, pipes, poller
+    for fd in (read_fd, write_fd):
+        os.close(fd)
+
+
+def handle_all(pipes: StderrPipes, poller: select.poll) -> None:
+    while events := poller.poll(0):
+        for fd, _ in events:
+            assert pipes.handle(fd)
+
+
+def read_all(fd: int) -> bytes:
+    data = b""
+    try:
+        while more := os.read(fd, 1 << 20):
+            data += more
+    except BlockingIOError:
+        pass
+    return data
+
+
+def test_bytes_are_passed_on_unchanged_and_the_last_ones_kept_per_worker(
+    reader_and_pipes: tuple[int, StderrPipes, select.poll],
+) -> None:
+    out, pipes, poller = reader_and_pipes
+    writers = {worker: pipes.open(worker) for worker in (7, 8)}
+    texts = {7: b"\xff\x00rubbish \xed\xa0\x80\n", 8: b"x" * 5000 + b"end"}
+    for worker, fd in writers.items():
+        assert fd is not None
+        os.write(fd, texts[worker])
+        handle_all(pipes, poller)
+        assert read_all(out) == texts[worker]
+        os.close(fd)
+    assert pipes.end(7) == texts[7]
+    assert pipes.end(8) == texts[8][-TAIL_BYTES:]
+    assert poller.poll(0) == []
+    assert pipes.end(7) == b""  # forgotten
+
+
+def test_output_of_a_process_that_a_worker_leaves_behind_is_still_passed_on(
+    reader_and_pipes: tuple[int, StderrPipes, select.poll],
+) -> None:
+    out, pipes, poller = reader_and_pipes
+    fd = pipes.open(1)
+    assert fd is not None
+    os.write(fd, b"worker")
+    assert pipes.end(1) == b"worker"  # without waiting for the end of the pipe
+    os.write(fd, b", its child")
+    handle_all(pipes, poller)
+    assert read_all(out) == b"worker, its child"
+    os.close(fd)
+    handle_all(pipes, poller)
+    assert not pipes._workers
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket"])
+def test_writer_goes_on_while_nobody_reads_and_what_is_left_out_is_said(
+    kind: str,
+) -> None:
+    if kind == "pipe":
+        out, write_fd = os.pipe()
+    else:  # one that cannot be opened anew
+        ours, theirs = socket.socketpair()
+        out, write_fd = ours.detach(), theirs.detach()
+    os.set_blocking(out, False)
+    poller = select.poll()
+    pipes = StderrPipes(poller, write_fd)
+    fd = pipes.open(1)
+    assert fd is not None
+    for _ in range(64):
+        os.write(fd, b"." * 0x10000)  # blocks, and fails the test, if nobody reads
+        handle_all(pipes, poller)
+    assert pipes.end(1) == b"." * TAIL_BYTES
+    os.close(fd)
+    passed_on = read_all(out)
+    while pipes._unsent:
+        handle_all(pipes, poller)
+        passed_on += read_all(out)
+    assert 1 << 19 < len(passed_on) < 3 << 20
+    fd = pipes.open(2)
+    assert fd is not None
+    os.write(fd, b"again")
+    handle_all(pipes, poller)
+    note, _, rest = read_all(out).partition(b"\n")
+    assert rest == b"again"
+    dropped = 64 * 0x10000 - len(passed_on)
+    assert note == f"[envserve: {dropped} bytes of workers left out here]".encode()
+    assert os.get_blocking(write_fd)  # it is shared with others
+    os.close(fd)
+    handle_all(pipes, poller)
+    for each in (out, write_fd):
+        os.close(each)
+
+
+def test_the_end_does_not_wait_for_a_reader_that_is_slow(
+    reader_and_pipes: tuple[int, StderrPipes, select.poll],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, pipes, _ = reader_and_pipes
+    monkeypatch.setattr("envserve.stderr_pipes._LAST_FLUSH_MS", 0)
+    monkeypatch.setattr(pipes, "_flush", lambda: pipes._unsent.pop())
+    pipes._unsent += b"more than it reads in time"
+    pipes.close()
+    assert pipes._unsent
+
+
+def test_reader_that_is_gone_and_a_closed_stderr_cost_only_the_output() -> None:
+    out, write_fd = os.pipe()
+    poller = select.poll()
+    pipes = StderrPipes(poller, write_fd)
+    closed = StderrPipes(poller, 10_000)
+    os.close(out)
+    for each in (pipes, closed):
+        fd = each.open(1)
+        assert fd is not None
+        os.write(fd, b"lost")
+        os.close(fd)
+        assert each.end(1) == b"lost"
+    assert poller.poll(0) == []
+    os.close(write_fd)
+
+
+def test_lack_of_descriptors_costs_a_worker_only_its_own_pipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse() -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "pipe", refuse)
+    pipes = StderrPipes(select.poll())
+    assert pipes.open(1) is None
+    assert pipes.end(1) == b""
+
+
+# With real workers.
+
+
+@pytest.mark.parametrize(
+    ("script", "exit_code", "tail"),
+    [
+        ("os.write(2, b'\\xff\\x00\\n'); os._exit(3)", 3, "\\xff\x00\n"),
+        ("sys.stderr.write('\\udcff'); os._exit(3)", 3, "\\udcff"),
+        ("import ctypes; ctypes.string_at(0)", -signal.SIGSEGV, "in string_at"),
+        ("os.abort()", -signal.SIGABRT, "Fatal Python error: Aborted"),
+        ("os.system('echo of a child >&2'); os._exit(3)", 3, "of a child\n"),
+    ],
+)
+def test_exit_of_a_worker_brings_the_end_of_its_stderr(
+    make_pool: PoolMaker, script: str, exit_code: int, tail: str
+) -> None:
+    pool = make_pool(SCRIPT, 1, 1, env_kwargs={"step": script})
+    reset(pool)
+    process = pool._workers[0].process
+    assert process is not None
+    step(pool, 0)
+    assert process.exit is not None
+    assert process.exit.exit_code == exit_code
+    assert tail in process.exit.stderr_tail
+
+
+def test_worker_holds_no_reading_end_of_the_others(make_pool: PoolMaker) -> None:
+    # Else they would wait for it, and not for the template, when that is gone.
+    pool = make_pool(
+        SCRIPT,
+        3,
+        3,
+        env_kwargs={"info": "{'fds': len(os.listdir('/dev/fd'))}"},
+        infos="all",
+    )
+    reset(pool)
+    counts = {
+        info["fds"] for outcome in step(pool, 0) for info in outcome.infos.values()
+    }
+    assert len(counts) == 1
+
+
+CHATTY = """
+import sys, time
+from envserve.launcher import Launcher
+from envserve.blocks import PoolConfig, Reset
+from envserve.pool import Pool
+launcher = Launcher(["odd_envs"])
+config = PoolConfig(
+    env_name="odd_envs/Script-v0", num_envs=2, num_workers=2, seed=1,
+    env_kwargs={"step": "sys.stderr.write('spam ' * 40000); print('eggs' * 40000)"},
+)
+with Pool(config, launcher=launcher) as pool:
+    while not pool.is_ready:
+        pool.collect(1.0)
+    pool.submit_reset([Reset(0), Reset(1)])
+    num_finished = len(pool.collect(30.0, 2))
+    for _ in range(10):
+        pool.submit_step([0, 1])
+        num_finished += len(pool.collect(30.0, 2))
+    print(num_finished, "finished", flush=True)
+launcher.close()
+"""
+
+
+def test_chatty_workers_step_on_while_nobody_reads_what_they_say(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "odd_envs.py").write_text(ODD_ENVS)
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHATTY],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,  # and never read
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.pathsep.join(sys.path)}"},
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"22 finished\n"
+        began = time.monotonic()
+        assert process.wait(20.0) == 0
+        assert time.monotonic() - began < 20.0
+        said = process.stderr.read()
+    assert b"spam spam" in said
+
+
+def test_worker_that_talks_ends_normally_when_its_template_is_gone() -> None:
+    launcher = Launcher()
+    heard: list[int] = []
+    _, channel = launcher.launch(heard.append, lambda exit_: None)
+    while not heard:
+        launcher.poll()
+    os.kill(launcher._process.pid, signal.SIGKILL)
+    channel.settimeout(20.0)
+    assert channel.recv(1) == b""
+    channel.close()
+    launcher.close()

@@ -1,0 +1,51 @@
+"""A wall clock that jumps by a day between any two readings disturbs nobody."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+
+from tests.envserve.server_process import ServerProcess
+from tests.envserve.session_client import SessionClient
+
+#: Every interpreter that a server starts runs this first.
+_JUMPING = """
+import itertools, time
+def jumping(read, day):
+    jumps = itertools.cycle((0, day, -day))
+    return lambda: read() + next(jumps)
+time.time = jumping(time.time, 86400.0)
+time.time_ns = jumping(time.time_ns, 86400 * 10**9)
+"""
+
+
+def test_a_wall_clock_that_jumps_disturbs_neither_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_JUMPING)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    real_time, jumps = time.time, cycle((0.0, 86400.0, -86400.0))
+    monkeypatch.setattr(time, "time", lambda: real_time() + next(jumps))
+    options = ("--lease-seconds", "20", "--step-timeout", "10", "--reset-timeout", "20")
+    with ServerProcess(
+        tmp_path, *options, environment={"PYTHONPATH": path.rstrip(os.pathsep)}
+    ) as server:
+        with SessionClient(server.address) as client:
+            client.reset()
+            for action in range(200):
+                for outcome in client.step(action):
+                    assert outcome.error is None
+                    assert not outcome.faults
+            assert server.welcome().loop_lag_ms < 20_000
+            client.close()
+        server.process.terminate()
+        log = server.end()
+    assert server.process.returncode == 0
+    assert "WARNING" not in log
+    days = set(re.findall(r"^(\d{4}-\d\d-\d\d) ", log, re.MULTILINE))
+    assert len(days) > 1, "the server's clock was to jump"

@@ -1,0 +1,77 @@
+"""Hosts of a network of our own: network namespaces that a bridge joins.
+
+Each has an address and a hosts file with the names of all. Needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+#: Where CI is set, a test that cannot have its namespaces fails.
+needs_namespaces = pytest.mark.skipif(
+    (shutil.which("ip") is None or os.geteuid() != 0) and not os.environ.get("CI"),
+    reason="needs root and iproute2 (where CI is set, that fails)",
+)
+
+
+def run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, timeout=30)
+
+
+class Hosts:
+    """Hosts in the documentation network 192.0.2.0/24."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.tag = f"es{os.getpid()}"
+        self.switch = f"{self.tag}-switch"
+        self.names = names
+        self.addresses = {name: f"192.0.2.{i}" for i, name in enumerate(names, 1)}
+
+    def namespace(self, name: str) -> str:
+        return f"{self.tag}-{name}"
+
+    def command(self, name: str, *words: str) -> list[str]:
+        return ["ip", "netns", "exec", self.namespace(name), *words]
+
+    def create(self) -> None:
+        run("ip", "netns", "add", self.switch)
+        run("ip", "-n", self.switch, "link", "add", "bridge0", "type", "bridge")
+        run("ip", "-n", self.switch, "link", "set", "bridge0", "up")
+        hosts = "".join(f"{self.addresses[name]} {name}\n" for name in self.names)
+        for index, name in enumerate(self.names):
+            namespace = self.namespace(name)
+            # `ip netns exec` shows a process this file in place of /etc/hosts.
+            folder = Path("/etc/netns") / namespace
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
+            run("ip", "netns", "add", namespace)
+            port = f"port{index}"
+            run(
+                *("ip", "-n", self.switch, "link", "add", port, "type", "veth"),
+                *("peer", "name", "eth0", "netns", namespace),
+            )
+            run("ip", "-n", self.switch, "link", "set", port, "master", "bridge0", "up")
+            address = f"{self.addresses[name]}/24"
+            run("ip", "-n", namespace, "address", "add", address, "dev", "eth0")
+            run("ip", "-n", namespace, "link", "set", "eth0", "up")
+            run("ip", "-n", namespace, "link", "set", "lo", "up")
+
+    def pull_cable(self) -> None:
+        """Has the bridge pass nothing on. No host sees its own link go down."""
+        run("ip", "-n", self.switch, "link", "set", "bridge0", "down")
+
+    def plug_cable(self) -> None:
+        run("ip", "-n", self.switch, "link", "set", "bridge0", "up")
+
+    def remove(self) -> None:
+        for name in self.names:
+            namespace = self.namespace(name)
+            subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
+            shutil.rmtree(Path("/etc/netns") / namespace, ignore_errors=True)
+        subprocess.run(["ip", "netns", "del", self.switch], capture_output=True)

@@ -1,0 +1,95 @@
+"""An env whose frames tell episode and step, and which can fail as others do.
+
+Importing this module registers it with Gymnasium.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+__all__ = ["NAME", "WITHOUT_RENDER_MODE", "FilmEnv", "read_frame"]
+
+NAME = "ppo-tests/Film-v0"
+WITHOUT_RENDER_MODE = "ppo-tests/WithoutRenderMode-v0"
+
+
+class FilmEnv(gymnasium.Env[Any, Any]):
+    """Observes noise; an episode has `length` steps, whose rewards are the actions.
+
+    Whoever finds the file `marker` at its third step removes it and exits.
+    """
+
+    metadata: dict[str, Any] = {  # noqa: RUF012
+        "render_modes": ["rgb_array"],
+        "render_fps": 12,
+    }
+
+    def __init__(
+        self,
+        length: int = 5,
+        fault: str = "",
+        marker: str = "",
+        render_mode: str | None = None,
+    ) -> None:
+        self.observation_space = gymnasium.spaces.Box(-9.0, 9.0, (2,), np.float64)
+        self.action_space = gymnasium.spaces.Box(-2.0, 2.0, (1,), np.float32)
+        self.render_mode = render_mode
+        self._length = length
+        self._fault = fault
+        self._marker = Path(marker) if marker else None
+        self._episode = -1
+        self._step = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._episode += 1
+        self._step = 0
+        return self._observation(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._step += 1
+        if self._step == 3 and self._marker is not None and self._marker.exists():
+            self._marker.unlink()
+            os._exit(1)
+        is_over = self._step == self._length
+        return self._observation(), float(action[0]), is_over, False, {}
+
+    def render(self) -> Any:
+        """A frame of odd size, uint8 `[35, 49, 3]`."""
+        if self._fault == "raise":
+            raise RuntimeError("no canvas")
+        if self._fault == "pygame":
+            raise gymnasium.error.DependencyNotInstalled("pygame is not installed")
+        if self._fault == "mujoco":
+            raise RuntimeError("an OpenGL platform library has not been loaded")
+        if self._fault == "none" or self.render_mode != "rgb_array":
+            return None
+        height = 35 + (self._fault == "grows") * self._step
+        frame = np.empty((height, 49, 3), np.uint8)
+        frame[...] = 40 * self._episode, 20 * self._step, 128
+        return frame
+
+    def _observation(self) -> Any:
+        return self.np_random.uniform(-1.0, 1.0, 2)
+
+
+class WithoutRenderMode(FilmEnv):
+    """Its constructor knows no render_mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+def read_frame(frame: np.ndarray) -> tuple[int, int]:
+    """Return episode and step of a frame, also of one that a video has blurred."""
+    episode, step, _ = frame[:35, :49].reshape(-1, 3).mean(axis=0)
+    return round(episode / 40), round(step / 20)
+
+
+gymnasium.register(NAME, f"{__name__}:{FilmEnv.__name__}")
+gymnasium.register(WITHOUT_RENDER_MODE, f"{__name__}:{WithoutRenderMode.__name__}")

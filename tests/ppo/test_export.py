@@ -1,0 +1,157 @@
+"""Exported policies: loaded without this project, they act as the live ones do."""
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import tensorflow as tf
+from gymnasium import spaces
+from typer.testing import CliRunner
+
+from ppo.agent import Agent
+from ppo.cli import app
+from ppo.config import Config
+from ppo.errors import OutputError
+from ppo.export import export_policy
+from ppo.in_graph_batch_env import InGraphBatchEnv
+from tests.ppo.fakes import BOX, CountingBatchEnv, as_batch_env
+from tests.ppo.saved_run import save_run
+
+CONFIG = Config(env_name="fake", policy_layers=(8,), value_layers=(8,))
+SEED = [3, 4]
+CASES: dict[str, tuple[gymnasium.Space[Any], gymnasium.Space[Any]]] = {
+    "box": (BOX, spaces.Box(-3.0, 1.0, (2, 3), np.float32)),
+    "dict": (
+        spaces.Dict(
+            {
+                "a b": spaces.Box(-1.0, 1.0, (3,), np.float32),
+                "a_b": spaces.Discrete(3, start=1),
+                "camera": spaces.Box(0, 255, (4, 4), np.uint8),
+            }
+        ),
+        spaces.Discrete(5, start=-2),
+    ),
+    "tuple": (
+        spaces.Tuple([spaces.Dict({"x": BOX}), spaces.MultiBinary(3)]),
+        spaces.Box(np.array([-np.inf, 0.0]), np.array([np.inf, 5.0]), dtype=np.float64),
+    ),
+}
+
+# What a user of the model does: nothing of this project is at hand.
+LOAD_AND_ACT = """
+import pickle, sys
+import tensorflow as tf
+with open("observations.pickle", "rb") as file:
+    observations = pickle.load(file)
+actions = {}
+for name, batches in observations.items():
+    policy = tf.saved_model.load(name)
+    actions[name] = [
+        (policy.mode(rows).numpy(), policy.sample(rows, tf.constant([3, 4])).numpy())
+        for rows in batches
+    ]
+assert not {"ppo", "envserve"} & set(sys.modules)
+with open("actions.pickle", "wb") as file:
+    pickle.dump(actions, file)
+"""
+
+
+def sampled(space: gymnasium.Space[Any], num_rows: int) -> Any:
+    rows = [space.sample() for _ in range(num_rows)]
+    return tf.nest.map_structure(lambda *leaves: np.stack(leaves), *rows)
+
+
+def policy_of(name: str) -> tuple[Agent, InGraphBatchEnv]:
+    """An agent that has seen observations, and acts far from 0."""
+    observation_space, action_space = CASES[name]
+    fake = CountingBatchEnv(
+        [3],
+        observation_space=observation_space,
+        action_space=action_space,
+    )
+    agent = Agent(observation_space, action_space, CONFIG)
+    agent.preprocess.update(sampled(observation_space, 20), tf.ones([20], tf.bool))
+    for variable in agent.trainable_variables:
+        variable.assign(variable + 0.3)
+    return agent, InGraphBatchEnv(as_batch_env(fake))
+
+
+def test_a_fresh_process_gets_the_actions_of_the_live_policy(tmp_path: Path) -> None:
+    policies, observations = {}, {}
+    for name, (observation_space, _) in CASES.items():
+        observation_space.seed(7)
+        policies[name] = policy_of(name)
+        export_policy(*policies[name], tmp_path / name)
+        observations[name] = [sampled(observation_space, n) for n in (1, 5)]
+    (tmp_path / "observations.pickle").write_bytes(pickle.dumps(observations))
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    subprocess.run(
+        [sys.executable, "-c", LOAD_AND_ACT],
+        cwd=tmp_path,
+        check=True,
+        env=environment,
+        timeout=100,
+    )
+    actions = pickle.loads((tmp_path / "actions.pickle").read_bytes())
+    for name, (agent, env) in policies.items():
+        space = env.action_space
+        for rows, (mode, sample) in zip(observations[name], actions[name], strict=True):
+            tensors = tf.nest.map_structure(tf.constant, rows)
+            seed = tf.constant(SEED)
+            for act, got in ((agent.mode, mode), (agent.act, sample)):
+                wanted = env.to_env_action(act(tensors, seed)[0]).numpy()
+                assert got.dtype == space.dtype
+                assert len(got) == len(tf.nest.flatten(rows)[0])
+                np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
+                assert all(action in space for action in got)
+        assert (actions[name][1][0] != actions[name][1][1]).any(), "it never samples"
+
+
+def test_signatures_have_a_name_for_every_leaf(tmp_path: Path) -> None:
+    agent, env = policy_of("dict")
+    export_policy(agent, env, tmp_path / "dict")
+    loaded = tf.saved_model.load(str(tmp_path / "dict"))
+    rows = tf.nest.map_structure(tf.constant, sampled(CASES["dict"][0], 2))
+    action = loaded.signatures["serving_default"](
+        observation_a_b=rows["a b"],
+        observation_a_b_=rows["a_b"],
+        observation_camera=rows["camera"],
+    )
+    np.testing.assert_array_equal(action["action"], loaded.mode(rows))
+    assert set(loaded.signatures) == {"serving_default", "sample"}
+
+
+def test_a_folder_with_files_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path, tmp_path / "file"):
+        with pytest.raises(OutputError, match="expected a new or empty folder"):
+            export_policy(*policy_of("box"), folder)
+    with pytest.raises(OutputError, match="expected a folder that can be written"):
+        export_policy(*policy_of("box"), tmp_path / "file" / "model")
+
+
+def test_the_command_exports_the_checkpoint_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ppo.tool_commands.start_tensorflow", lambda **threads: None)
+    config = CONFIG.replace(env_name="CartPole-v1")
+    save_run(tmp_path / "run", config, iterations=(1, 2))
+    models = []
+    for number, option in enumerate([[], ["--checkpoint", "100"]]):
+        arguments = ["export", str(tmp_path / "run"), str(tmp_path / str(number))]
+        result = CliRunner().invoke(app, [*arguments, *option])
+        assert result.exit_code == 0, result.output
+        assert f"the policy after {(200, 100)[number]} steps" in result.output
+        models.append(tf.saved_model.load(str(tmp_path / str(number))))
+    rows = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+    newest, first = (model.mode(rows).numpy() for model in models)
+    assert (newest != first).any()
+    result = CliRunner().invoke(app, [*arguments[:2], "x", "--checkpoint", "7"])
+    assert result.exit_code == 2
+    assert "expected a checkpoint at 7 steps, found those at 100, 200;" in result.stderr

@@ -1,0 +1,222 @@
+"""Films of agents: whole episodes and nothing else, of the run as it was configured."""
+
+import ctypes.util
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from ppo import checkpoint
+from ppo.agent import Agent
+from ppo.cli import app
+from ppo.config import Config
+from ppo.environments import env_maker
+from ppo.errors import CheckpointError, EnvDataError, EnvsLostError, VideoError
+from ppo.evaluate import evaluate, evaluation_seed
+from ppo.rendering import headless_backend, rendering_env_maker
+from ppo.run_folder import RunFolder
+from ppo.visualize import visualize_run
+from tests.envserve.server_process import ServerProcess
+from tests.ppo.decode import read_video
+from tests.ppo.film_env import NAME, WITHOUT_RENDER_MODE, read_frame
+from tests.ppo.saved_run import save_run
+
+MODULES = ["tests.ppo.film_env"]
+CONFIG = Config(env_name=NAME, policy_layers=(8,), value_layers=(8,), num_envs=4)
+
+
+@pytest.fixture(autouse=True)
+def unchanged_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands may choose neither threads nor a renderer for the whole suite."""
+    monkeypatch.setattr("ppo.tool_commands.start_tensorflow", lambda **threads: None)
+    monkeypatch.setattr("ppo.rendering.headless_backend", lambda environment: None)
+
+
+def visualize(folder: Path, config: Config = CONFIG, **named: Any) -> np.ndarray:
+    """Film a run, making it if it is missing; returns the returns."""
+    if not folder.exists():
+        save_run(folder, config)
+    run_folder, config = RunFolder.open(folder)
+    make_env = rendering_env_maker(config, import_modules=MODULES)
+    outdir = folder / "films"
+    named = {"episodes": 1, **named}
+    return visualize_run(config, run_folder, make_env, outdir, **named).returns
+
+
+def films(folder: Path) -> list[list[tuple[int, int]]]:
+    """Return episode and step of all frames, by film."""
+    return [
+        [read_frame(frame) for frame in read_video(path, 36, 50)]
+        for path in sorted(folder.glob("*.mp4"))
+    ]
+
+
+def test_the_command_films_whole_episodes_of_a_run_that_was_moved(
+    tmp_path: Path,
+) -> None:
+    config = CONFIG.replace(env_kwargs={"length": 4}, spare_envs=True)
+    save_run(tmp_path / "made", config, iterations=(1, 2))
+    (tmp_path / "made").rename(tmp_path / "moved")
+    outdir = tmp_path / "new" / "films"
+    result = CliRunner().invoke(
+        app,
+        [
+            *("visualize", str(tmp_path / "moved"), "--outdir", str(outdir)),
+            *("--episodes", "3", "--checkpoint", "100", "--import", *MODULES),
+        ],
+    )
+    assert result.exit_code == 0, result.output
+    # The last frame is the state that ended the episode, not the next one's first.
+    assert films(outdir) == [
+        [(episode, step) for step in range(5)] for episode in range(3)
+    ]
+    summary = json.loads((outdir / "step-100.json").read_text())
+    assert summary["env_name"] == NAME
+    assert summary["steps"] == 100
+    assert summary["lengths"] == [4, 4, 4]
+    assert summary["videos"] == [f"step-100-episode-{k}.mp4" for k in (1, 2, 3)]
+    assert all((outdir / name).is_file() for name in summary["videos"])
+    returns = np.array(summary["returns"])
+    assert summary["std_return"] == pytest.approx(returns.std())
+    lines = result.output.splitlines()
+    assert len(lines) == 4
+    for line, earned in zip(lines, returns, strict=False):
+        assert f"return {earned:.1f}, 4 steps" in line
+    assert lines[3] == (
+        f"Mean return {returns.mean():.1f}, standard deviation {returns.std():.1f}, "
+        "over 3 episodes"
+    )
+
+
+def test_the_episodes_are_those_of_the_evaluation(tmp_path: Path) -> None:
+    filmed = visualize(tmp_path / "run", episodes=3)
+    run_folder, config = RunFolder.open(tmp_path / "run")
+    make_env = env_maker(config, num_workers=1, import_modules=MODULES)
+    with make_env(num_envs=1, seed=evaluation_seed(config.seed)) as env:
+        agent = Agent(env.observation_space, env.action_space, config)
+        checkpoint.load_agent(run_folder.checkpoints, agent)
+        evaluated = evaluate(agent, env, 3).returns
+    assert len(np.unique(filmed)) == 3
+    np.testing.assert_allclose(filmed, evaluated, rtol=0, atol=1e-5)
+    other = visualize(tmp_path / "run", seed=1)
+    assert abs(other[0] - filmed[0]) > 1e-5
+
+
+def test_an_episode_that_is_lost_is_filmed_again(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    save_run(tmp_path / "run", CONFIG.replace(env_kwargs={"marker": str(marker)}))
+    marker.touch()
+    visualize(tmp_path / "run", episodes=2)
+    assert not marker.exists()
+    for film in films(tmp_path / "run" / "films"):
+        assert [step for _, step in film] == [0, 1, 2, 3, 4, 5]
+
+
+def test_an_env_that_loses_every_episode_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(env: Any, act: Any, show: Callable[[np.ndarray], None]) -> None:
+        show(np.zeros((16, 16, 3), np.uint8))
+
+    monkeypatch.setattr("ppo.visualize.play_episode", lose)
+    with pytest.raises(EnvsLostError, match="the last 20 were lost in a row"):
+        visualize(tmp_path / "run")
+    assert list((tmp_path / "run" / "films").iterdir()) == []
+
+
+def test_an_episode_without_end_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ppo.visualize._MAX_STEPS", 4)
+    with pytest.raises(EnvDataError, match="within 4 steps; give the env a time limit"):
+        visualize(tmp_path / "run")
+    assert list((tmp_path / "run" / "films").iterdir()) == []
+
+
+def test_over_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # for its import
+    save_run(tmp_path / "run", CONFIG)
+    save_run(tmp_path / "other", CONFIG.replace(env_kwargs={"length": 3}))
+    outdir = tmp_path / "films"
+    with ServerProcess(tmp_path, "--import", *MODULES) as server:
+        results = [
+            CliRunner().invoke(
+                app,
+                [
+                    *("visualize", str(tmp_path / name), "--outdir", str(outdir)),
+                    *("--episodes", "2", "--connect", server.address),
+                ],
+            )
+            for name in ("run", "other")
+        ]
+    assert results[0].exit_code == 0, results[0].output
+    frames = [[(episode, step) for step in range(6)] for episode in range(2)]
+    assert films(outdir) == frames
+    assert results[1].exit_code == 2
+    assert "env argument 'length' is not allowed" in results[1].stderr
+    assert "expected an env that takes" not in results[1].stderr
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("raise", "RuntimeError: no canvas; the env has to support render_mode"),
+        ("pygame", r"pip install 'envserve\[video\]' where the envs run"),
+        ("mujoco", "set MUJOCO_GL=egl or MUJOCO_GL=osmesa there"),
+        ("none", "got NoneType; the env has to support render_mode='rgb_array'"),
+        ("grows", "expected frames of one size"),
+    ],
+)
+def test_an_env_that_cannot_be_filmed_is_one_line_of_error(
+    tmp_path: Path, fault: str, message: str
+) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(VideoError, match=message) as caught:
+        visualize(folder, CONFIG.replace(env_kwargs={"fault": fault}))
+    assert "\n" not in str(caught.value)
+    assert not list((folder / "films").glob("*"))
+
+
+def test_an_env_without_render_mode_is_one_line_of_error(tmp_path: Path) -> None:
+    with pytest.raises(VideoError, match="takes render_mode='rgb_array'; TypeError:"):
+        visualize(tmp_path / "run", CONFIG.replace(env_name=WITHOUT_RENDER_MODE))
+
+
+def test_checkpoint_and_ffmpeg_are_looked_for_before_an_env_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = CONFIG.replace(env_name="not-registered")
+    save_run(tmp_path / "run", CONFIG)
+    run_folder, _ = RunFolder.open(tmp_path / "run")
+    run_folder.save_config(config)
+    known = re.escape("at 7 steps, found those at 100;")
+    with pytest.raises(CheckpointError, match=known):
+        visualize(tmp_path / "run", steps=7)
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(VideoError, match="Videos need ffmpeg"):
+        visualize(tmp_path / "run")
+
+
+def test_mujoco_draws_by_what_is_installed_where_there_is_no_screen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    installed = {"EGL", "OSMesa"}
+    monkeypatch.setattr(
+        ctypes.util, "find_library", lambda name: name if name in installed else None
+    )
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert headless_backend({}) == "egl"
+    assert headless_backend({"DISPLAY": ":0"}) is None
+    assert headless_backend({"MUJOCO_GL": "osmesa"}) is None
+    installed.remove("EGL")
+    assert headless_backend({}) == "osmesa"
+    installed.clear()
+    assert headless_backend({}) is None

@@ -1,0 +1,87 @@
+"""What measures or waits reads a monotonic clock: wall clocks jump."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("envserve", "ppo", "scripts")
+
+#: By module, what reads the wall clock there; some only if no instant is given.
+WALL_CLOCKS = {
+    "time": {
+        *("time", "time_ns", "ctime", "localtime", "gmtime", "strftime", "asctime"),
+        *("clock_gettime", "clock_gettime_ns"),
+    },
+    "datetime": {"now", "utcnow", "today"},
+}
+
+#: Stamps: what they are in is named after the time of day, and nothing waits for it.
+STAMPS = {
+    "envserve/bench/report.py:as_json: datetime.now",
+    "envserve/bench/report.py:publish: datetime.now",
+    "envserve/bench/suite.py:suite: datetime.now",
+    "envserve/chaos/cli.py:chaos: datetime.now",
+    "envserve/chaos/report.py:_circumstances: datetime.now",
+    "ppo/cli.py:_settle: time.strftime",
+}
+
+
+def readings(source: str) -> Iterator[str]:
+    """Yields "function: module.name" for all that may read the wall clock."""
+    for function, node in nodes_by_function(ast.parse(source), ""):
+        if isinstance(node, ast.ImportFrom) and node.module in WALL_CLOCKS:
+            for alias in node.names:
+                if alias.name in WALL_CLOCKS[node.module]:
+                    yield f"{function}: {node.module}.{alias.name}"
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name in WALL_CLOCKS and alias.asname not in (None, alias.name):
+                    yield f"{function}: {alias.name} as {alias.asname}"
+        elif isinstance(node, ast.Attribute):
+            module = ast.unparse(node.value).split(".")[-1]
+            module = "datetime" if module == "date" else module
+            if node.attr in WALL_CLOCKS.get(module, ()):
+                yield f"{function}: {module}.{node.attr}"
+
+
+def nodes_by_function(node: ast.AST, function: str) -> Iterator[tuple[str, ast.AST]]:
+    for child in ast.iter_child_nodes(node):
+        is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
+        inner = child.name if is_function else function  # type: ignore[attr-defined]
+        yield inner, child
+        yield from nodes_by_function(child, inner)
+
+
+def test_only_stamps_read_the_wall_clock() -> None:
+    found = {
+        f"{path.relative_to(ROOT)}:{reading}"
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        for reading in readings(path.read_text())
+    }
+    assert found == STAMPS
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import time\ndef f(): return time.time()", "f: time.time"),
+        ("from time import time_ns", ": time.time_ns"),
+        ("clock = time.time", ": time.time"),
+        ("import time as clock", ": time as clock"),
+        ("import datetime\nasync def g(): datetime.datetime.now()", "g: datetime.now"),
+        ("datetime.utcnow()", ": datetime.utcnow"),
+        ("datetime.date.today()", ": datetime.today"),
+        ("time.monotonic(), time.perf_counter(), queue.time, loop.time()", None),
+        ("from time import monotonic, sleep", None),
+    ],
+)
+def test_readings_of_the_wall_clock_are_found(
+    source: str, expected: str | None
+) -> None:
+    assert list(readings(source)) == ([expected] if expected else [])
