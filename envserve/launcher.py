@@ -43,6 +43,8 @@ _EXCERPT_WIDTH: Final = 200
 _FORK_SECONDS: Final = 120.0
 #: The socket holds some hundreds besides.
 _MAX_UNSENT: Final = 1024
+#: More than the longest report, which ends with what a worker wrote to stderr.
+_MAX_READ_BYTES: Final = 1 << 18
 #: The template reads too slowly, as opposed to: it is gone.
 _FULL: Final = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS}
 
@@ -153,7 +155,6 @@ class Launcher:
         self._start_template()
 
     def _start_template(self) -> None:
-        self._buffer = bytearray()
         self._socket, theirs = _socket_pair()
         self._socket.setblocking(False)
         self._lost = self._stuck = ""
@@ -233,22 +234,37 @@ class Launcher:
         Sends what is left to, too. A template that is silent for two minutes while a
         fork is due is killed; all its workers are then reported as ended.
         """
+        if self._lost:
+            self._on_template_lost()  # an interrupt may have cut it short
+            return
         self._flush()
-        while not self._lost:
-            try:
-                data = self._socket.recv(1 << 16)
-            except BlockingIOError:
-                self._check_stuck()
-                return
-            except ConnectionError:
-                data = b""
-            if not data:
-                self._on_template_lost()
-                return
-            self._heard_at = self._clock()
-            self._buffer += data
-            for message in take_messages(self._buffer):
-                self._on_message(message)
+        while self._read():
+            pass
+
+    def _read(self) -> bool:
+        """Handles reports that have come; tells whether there may be more.
+
+        What an interrupt cuts short is done again: nothing is taken from the socket
+        before it is handled, and a report that was handled already changes nothing.
+        """
+        try:
+            data = self._socket.recv(_MAX_READ_BYTES, socket.MSG_PEEK)
+        except BlockingIOError:
+            self._check_stuck()
+            return False
+        except ConnectionError:
+            data = b""
+        if not data:
+            self._on_template_lost()
+            return False
+        self._heard_at = self._clock()
+        rest = bytearray(data)
+        for message in take_messages(rest):
+            self._on_message(message)
+        num_handled = len(data) - len(rest)
+        if num_handled:
+            self._socket.recv(num_handled)
+        return num_handled > 0
 
     def close(self) -> None:
         """Ends the template process; workers that still run are killed with it."""
@@ -304,32 +320,36 @@ class Launcher:
             self._has_imported = message["imported"]
             return
         if "exit" in message:
-            on_exit = self._watchers.pop(message["pid"])
-            tail = message["stderr"].decode(errors="backslashreplace")
-            on_exit(Exit(message["pid"], message["exit"], stderr_tail=tail))
-            return
-        on_start, on_exit = self._pending.pop(message["fork"])
-        if "error" in message:
-            on_exit(Exit(0, 1, message["error"]))
-        else:
-            self._watchers[message["pid"]] = on_exit
-            on_start(message["pid"])
+            pid = message["pid"]
+            if pid in self._watchers:
+                tail = message["stderr"].decode(errors="backslashreplace")
+                self._watchers[pid](Exit(pid, message["exit"], stderr_tail=tail))
+                del self._watchers[pid]
+        elif message["fork"] in self._pending:
+            on_start, on_exit = self._pending[message["fork"]]
+            if "error" in message:
+                on_exit(Exit(0, 1, message["error"]))
+            else:
+                self._watchers[message["pid"]] = on_exit
+                on_start(message["pid"])
+            del self._pending[message["fork"]]
 
     def _on_template_lost(self) -> None:
         """Workers die with the template, so every watcher hears of an end."""
-        if self._lost:
-            return
-        self._lost = self._stuck + self._end_template()
+        if not self._lost:
+            self._lost = self._stuck + self._end_template()
         self._clear_outbox()
-        watchers, self._watchers = self._watchers, {}
-        pending, self._pending = self._pending, {}
-        for pid, on_exit in watchers.items():
+        while self._watchers:
+            pid, on_exit = next(iter(self._watchers.items()))
             # On Linux the kernel has done it, if the template is dead indeed.
             if sys.platform != "linux" or self._process.returncode is None:
                 kill_group(pid)
             on_exit(Exit(pid, -signal.SIGKILL))
-        for _, on_exit in pending.values():
+            del self._watchers[pid]
+        while self._pending:
+            number, (_, on_exit) = next(iter(self._pending.items()))
             on_exit(Exit(0, 1, f"the template process {self._lost}"))
+            del self._pending[number]
 
     def _end_template(self) -> str:
         """Says how the template has ended, after a kill if it has not yet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import select
@@ -17,6 +18,7 @@ import pytest
 from envserve.errors import WorkerError
 from envserve.launcher import Exit, Launcher
 
+from .interrupts import run_traced
 from .pool_driver import kill
 from .processes import limited, room_for_descriptors
 
@@ -112,6 +114,18 @@ def test_start_and_end_of_each_worker_are_reported_once(launcher: Launcher) -> N
     assert repr(launcher).endswith("1 workers>")
     for worker in workers:
         worker.socket.close()
+
+
+def test_no_report_is_lost_to_an_interrupt(launcher: Launcher) -> None:
+    for line in itertools.count(1):
+        worker = Started(launcher)
+        worker.socket.close()  # it ends as soon as it has begun
+        lines = run_traced(lambda: worker.wait_for(lambda: worker.exits), line)  # noqa: B023
+        worker.wait_for(lambda: worker.exits)  # noqa: B023
+        assert set(worker.exits) == {Exit(worker.pids[0], 0)}
+        if len(lines) < line:
+            break
+    assert line > 20
 
 
 def test_template_outlives_a_child_that_an_imported_module_has_started(
