@@ -1,15 +1,17 @@
 """Checkpoints: everything that an interrupted run needs to go on bit for bit.
 
 Each is a folder named after its iteration. It is written under another name, flushed
-to disk and then renamed, so a folder with a proper name is always complete.
+to disk and then renamed, so a folder with a proper name is always complete. One written
+after an evaluation says what that gave: the best of them is kept.
 """
 
 import errno
 import json
+import math
 import os
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import tensorflow as tf
 
@@ -20,6 +22,8 @@ from ppo.update import Updater
 
 __all__ = [
     "Counters",
+    "Which",
+    "best_return",
     "checkpoint_at",
     "latest_checkpoint",
     "load_agent",
@@ -27,6 +31,13 @@ __all__ = [
     "restore",
     "save",
 ]
+
+
+Which = int | Literal["best"] | None
+"""A checkpoint: after so many env steps, of the best evaluation, or the newest."""
+
+
+_EVALUATION = "evaluation.json"
 
 
 class Counters(NamedTuple):
@@ -44,8 +55,9 @@ def save(
     return_scale: ReturnScale,
     *,
     keep: int,
+    evaluation_return: float | None = None,
 ) -> Path:
-    """Write a checkpoint, then remove all but the newest `keep`.
+    """Write a checkpoint, then remove all but the newest `keep` and the best.
 
     Args:
         folder: where checkpoints go; made if missing.
@@ -53,7 +65,8 @@ def save(
         agent: networks and observation statistics.
         updater: whose optimizer state is saved.
         return_scale: reward statistics.
-        keep: how many checkpoints stay.
+        keep: how many checkpoints stay, besides that of the best evaluation.
+        evaluation_return: mean return of the agent's evaluation, if there was one.
 
     Returns:
         The checkpoint's folder.
@@ -72,14 +85,19 @@ def save(
         number = errno.ENOSPC if is_full else errno.EIO
         raise OSError(number, error.message, str(partial)) from error
     (partial / "counters.json").write_text(json.dumps(counters._asdict()) + "\n")
+    if evaluation_return is not None:
+        text = json.dumps({"mean_return": evaluation_return}) + "\n"
+        (partial / _EVALUATION).write_text(text)
     for file in partial.iterdir():
         _flush_to_disk(file)
     if final.exists():
         shutil.rmtree(final)
     partial.rename(final)
     _flush_to_disk(folder)
+    best = _best(folder)
     for old in _complete(folder)[:-keep]:
-        shutil.rmtree(old)
+        if best is None or old != best[0]:
+            shutil.rmtree(old)
     return final
 
 
@@ -96,19 +114,19 @@ def restore(
     return read_counters(folder)
 
 
-def load_agent(folder: Path, agent: Agent, steps: int | None = None) -> Counters:
+def load_agent(folder: Path, agent: Agent, which: Which = None) -> Counters:
     """Load only the agent from a checkpoint, to evaluate it or to make it act.
 
     Args:
         folder: where the checkpoints are.
         agent: what to load into.
-        steps: after how many env steps the checkpoint was written; by default the
-            newest is loaded.
+        which: after how many env steps the checkpoint was written, or "best"; by
+            default the newest is loaded.
 
     Raises:
         CheckpointError: there is none, or it belongs to other networks.
     """
-    path = checkpoint_at(folder, steps)
+    path = checkpoint_at(folder, which)
     checkpoint = tf.train.Checkpoint(agent=tf.train.Checkpoint(**agent.trackables))
     _read(path, checkpoint, is_complete=False)
     return _counters(path)
@@ -123,27 +141,42 @@ def read_counters(folder: Path) -> Counters:
     return _counters(latest_checkpoint(folder))
 
 
-def checkpoint_at(folder: Path, steps: int | None) -> Path:
+def best_return(folder: Path) -> float:
+    """Return the mean return of the best evaluation that left a checkpoint, or -inf."""
+    best = _best(folder)
+    return -math.inf if best is None else best[1]
+
+
+def checkpoint_at(folder: Path, which: Which) -> Path:
     """Return the checkpoint that was written after so many env steps.
 
     Args:
         folder: where the checkpoints are.
-        steps: None for the newest.
+        which: None for the newest; "best" for that of the best evaluation on the way,
+            the earliest of equals.
 
     Raises:
         CheckpointError: there is no such checkpoint; names those there are.
     """
-    if steps is None:
-        return latest_checkpoint(folder)
-    latest_checkpoint(folder)  # there is one
+    newest = latest_checkpoint(folder)
+    if which is None:
+        return newest
+    if which == "best":
+        best = _best(folder)
+        if best is None:
+            raise CheckpointError(
+                f"{folder}: expected the checkpoint of an evaluation, found none; "
+                "train with --set evaluate_every=STEPS, or take the newest."
+            )
+        return best[0]
     found = {_counters(path).steps: path for path in _complete(folder)}
-    if steps not in found:
+    if which not in found:
         known = ", ".join(map(str, sorted(found)))
         raise CheckpointError(
-            f"{folder}: expected a checkpoint at {steps} steps, found those at "
+            f"{folder}: expected a checkpoint at {which} steps, found those at "
             f"{known}; name one of these, or none for the newest."
         )
-    return found[steps]
+    return found[which]
 
 
 def latest_checkpoint(folder: Path) -> Path:
@@ -170,6 +203,28 @@ def _counters(path: Path) -> Counters:
         raise CheckpointError(
             f"{path}: expected the counters of a checkpoint; {error}. Remove this "
             "checkpoint to go on from the one before."
+        ) from error
+
+
+def _best(folder: Path) -> tuple[Path, float] | None:
+    """Find the best evaluation, the earliest of equals, and its mean return."""
+    best = None
+    for path in _complete(folder):
+        if not (path / _EVALUATION).exists():
+            continue
+        mean_return = _evaluation_return(path / _EVALUATION)
+        if best is None or mean_return > best[1]:
+            best = path, mean_return
+    return best
+
+
+def _evaluation_return(path: Path) -> float:
+    try:
+        return float(json.loads(path.read_text(encoding="utf-8"))["mean_return"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{path}: expected the evaluation of a checkpoint; {error!r}. Remove this "
+            "file to forget that there was one."
         ) from error
 
 

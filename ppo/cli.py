@@ -25,9 +25,11 @@ from ppo.command_line import (
     Import,
     NumWorkers,
     Threads,
+    WhichCheckpoint,
     plain_warnings,
     reported_errors,
     start_tensorflow,
+    which_checkpoint,
 )
 from ppo.config import Config
 from ppo.config_text import apply_settings, describe_keys
@@ -37,6 +39,7 @@ from ppo.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from ppo.agent import Agent
+    from ppo.checkpoint import Which
     from ppo.environments import MakeEnv
 
 __all__ = ["main"]
@@ -119,14 +122,16 @@ def train(
 @app.command()
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    checkpoint: WhichCheckpoint = None,
     connect: Connect = None,
     num_workers: NumWorkers = None,
     import_modules: Import = None,
     intra_op_threads: Threads = 2,
     inter_op_threads: Threads = 1,
 ) -> None:
-    """Evaluate the newest checkpoint of a run."""
+    """Evaluate a checkpoint of a run, by default the newest."""
     with reported_errors(), plain_warnings():
+        which = which_checkpoint(checkpoint)
         run_folder, config = RunFolder.open(run)
         start_tensorflow(intra_op_threads, inter_op_threads)
         from ppo.environments import env_maker
@@ -137,7 +142,7 @@ def evaluate(
             num_workers=num_workers,
             import_modules=import_modules or [],
         )
-        _evaluate(Console(), config, run_folder, make_env, None)
+        _evaluate(Console(), config, run_folder, make_env, None, which)
 
 
 @app.command()
@@ -285,11 +290,12 @@ def _evaluate(
     run_folder: RunFolder,
     make_env: "MakeEnv",
     agent: "Agent | None",
+    which: "Which" = None,
 ) -> None:
-    """Evaluate an agent, or that of the newest checkpoint."""
+    """Evaluate an agent, or that of a checkpoint."""
     from ppo.evaluate import evaluate_run
 
-    evaluation = evaluate_run(config, run_folder, make_env, agent)
+    evaluation = evaluate_run(config, run_folder, make_env, agent, which=which)
     console.print(
         f"Evaluation: mean return {evaluation.mean_return:.1f} over "
         f"{len(evaluation.returns)} episodes "

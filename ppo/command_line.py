@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -20,9 +20,11 @@ __all__ = [
     "Import",
     "NumWorkers",
     "Threads",
+    "WhichCheckpoint",
     "plain_warnings",
     "reported_errors",
     "start_tensorflow",
+    "which_checkpoint",
 ]
 
 _BAD_INPUT = (BadInputError, UnknownEnv, SpaceError, EnvStartError)
@@ -41,6 +43,15 @@ Import = Annotated[
         "--import",
         metavar="MODULE",
         help="Module that registers envs, for local workers; repeatable.",
+    ),
+]
+WhichCheckpoint = Annotated[
+    str | None,
+    typer.Option(
+        "--checkpoint",
+        metavar="STEPS|best",
+        help="Take the checkpoint after so many env steps, or that of the best "
+        "evaluation on the way. Default: the newest.",
     ),
 ]
 NumWorkers = Annotated[
@@ -72,6 +83,24 @@ def start_tensorflow(intra_op_threads: int, inter_op_threads: int) -> None:
     tf.get_logger().setLevel("ERROR")
     tf.config.threading.set_intra_op_parallelism_threads(intra_op_threads)
     tf.config.threading.set_inter_op_parallelism_threads(inter_op_threads)
+
+
+def which_checkpoint(text: str | None) -> int | Literal["best"] | None:
+    """Read what `--checkpoint` was given.
+
+    Raises:
+        BadInputError: it is neither a number of steps nor "best".
+    """
+    if text is None:
+        return None
+    if text == "best":
+        return "best"
+    try:
+        return int(text.replace(",", ""))
+    except ValueError:
+        raise BadInputError(
+            f"--checkpoint: expected a number of env steps or best, got {text!r}."
+        ) from None
 
 
 @contextlib.contextmanager

@@ -123,6 +123,14 @@ class Config:
     evaluation_episodes: int = 100
     """Complete episodes of the evaluation that ends a run."""
 
+    evaluate_every: int = 0
+    """Env steps of training between evaluations on the way; 0 for none. They take envs
+    of their own meanwhile, count as no steps, and change nothing of the training. There
+    is one after the last iteration besides."""
+
+    curve_episodes: int = 20
+    """Complete episodes of each evaluation on the way: the same ones every time."""
+
     checkpoint_interval: int = 100
     """Iterations between checkpoints; there is one at the first and last besides."""
 
@@ -235,6 +243,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "reward_clip": _POSITIVE,
     "initial_log_std": (-20.0, 2.0),
     "evaluation_episodes": _COUNT,
+    "evaluate_every": (0, 2**53),
+    "curve_episodes": _COUNT,
     "checkpoint_interval": _COUNT,
     "checkpoint_seconds": (0.0, 1e9),
     "checkpoints_to_keep": _COUNT,

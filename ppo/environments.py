@@ -6,6 +6,7 @@ from typing import Protocol
 from envserve.blocks import Autoreset
 from envserve.client import BatchEnv
 from ppo.config import Config
+from ppo.errors import ConfigError
 
 __all__ = ["MakeEnv", "env_maker"]
 
@@ -34,13 +35,21 @@ def env_maker(
         num_workers: local worker processes; by default one per core.
         import_modules: modules that register envs of one's own, for local workers.
         autoreset: when an ended episode's env is reset; rollouts need "same_step".
+
+    Raises:
+        ConfigError: there are more servers than envs.
     """
+    if config.num_envs < len(addresses):
+        raise ConfigError(
+            f"num_envs: expected at least one env per server, got {config.num_envs} "
+            f"for {len(addresses)} servers; leave servers out."
+        )
 
     def make_env(*, num_envs: int, seed: int) -> BatchEnv:
         if addresses:
             return BatchEnv.connect(
                 config.env_name,
-                list(addresses),
+                list(addresses)[:num_envs],  # an evaluation may have fewer rows
                 num_envs=num_envs,
                 seed=seed,
                 num_splits=config.num_splits,

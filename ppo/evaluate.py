@@ -4,13 +4,17 @@ Every env plays a quota fixed beforehand. Counting whichever N episodes end firs
 favour short ones.
 """
 
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from envserve.client import BatchEnv
+from envserve.errors import EnvsBusy
 from ppo import checkpoint
 from ppo.agent import Agent
+from ppo.checkpoint import Which
 from ppo.config import Config
 from ppo.environments import MakeEnv
 from ppo.episodes import Episode, EpisodeTracker
@@ -19,9 +23,16 @@ from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.run_folder import RunFolder
 from ppo.simulate import Simulation
 
-__all__ = ["Evaluation", "evaluate", "evaluate_run", "evaluation_seed"]
+__all__ = [
+    "CurveEvaluator",
+    "Evaluation",
+    "evaluate",
+    "evaluate_run",
+    "evaluation_seed",
+]
 
 _HORIZON = 100
+_MAX_BATCH_STEPS = 1_000_000
 _MAX_LOST_IN_A_ROW = 20
 
 
@@ -50,7 +61,11 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
-    agent: Agent, env: BatchEnv, episodes: int, *, max_batch_steps: int = 1_000_000
+    agent: Agent,
+    env: BatchEnv,
+    episodes: int,
+    *,
+    max_batch_steps: int = _MAX_BATCH_STEPS,
 ) -> Evaluation:
     """Play complete episodes and return what they earned.
 
@@ -67,10 +82,118 @@ def evaluate(
         EnvDataError: an episode did not end within `max_batch_steps`.
         EnvsLostError: an env fails again and again.
     """
+    simulation = Simulation(InGraphBatchEnv(env), agent.mode, _HORIZON)
+    return _play(simulation, env, episodes, max_batch_steps)
+
+
+class CurveEvaluator:
+    """Evaluates an agent again and again while it learns: every time the same episodes.
+
+    The envs are made anew for each evaluation and closed after it: servers that are
+    shared lend them only meanwhile, and all evaluations start from the same seeds.
+
+    Args:
+        agent: acts by the mode of its policy.
+        config: names the number of episodes, and the seed.
+        make_env: makes the envs.
+        on_step: called after every batch step; what it raises ends the evaluation.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        config: Config,
+        make_env: MakeEnv,
+        on_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._agent = agent
+        self._episodes = config.curve_episodes
+        # No more envs than keep the last round of episodes full.
+        rounds = math.ceil(self._episodes / config.num_envs)
+        self._num_envs = math.ceil(self._episodes / rounds)
+        # Not the seed of the evaluation at the end: the best of the curve is chosen by
+        # these episodes, and has to show what it can do on others.
+        self._seed = _derived_seed(config.seed, 3)
+        self._make_env = make_env
+        self._on_step = on_step
+        self._graph_env: InGraphBatchEnv | None = None
+        self._simulation: Simulation | None = None
+
+    def evaluate(self) -> Evaluation:
+        """Play the episodes with the agent as it is.
+
+        Raises:
+            EnvDataError: an episode did not end.
+            EnvsLostError: an env fails again and again.
+            envserve.errors.EnvserveError: the envs cannot be made, or failed for good.
+        """
+        try:
+            env = self._make_env(num_envs=self._num_envs, seed=self._seed)
+        except EnvsBusy as error:
+            error.add_note(
+                f"Evaluations on the way (evaluate_every) take {self._num_envs} envs "
+                "besides those of the training: start the servers with more "
+                "--envs-per-worker, or --set evaluate_every=0."
+            )
+            raise
+        with env:
+            return _play(self._simulation_with(env), env, self._episodes)
+
+    def _simulation_with(self, env: BatchEnv) -> Simulation:
+        """Return the simulation, at its start with these envs; it is traced once."""
+        if self._graph_env is None or not _have_same_splits(self._graph_env.env, env):
+            self._graph_env = InGraphBatchEnv(env)
+            self._simulation = Simulation(
+                self._graph_env, self._agent.mode, _HORIZON, self._on_step
+            )
+        assert self._simulation is not None
+        self._graph_env.env = env
+        self._simulation.restart()
+        return self._simulation
+
+
+def evaluate_run(
+    config: Config,
+    run_folder: RunFolder,
+    make_env: MakeEnv,
+    agent: Agent | None = None,
+    *,
+    which: Which = None,
+) -> Evaluation:
+    """Evaluate an agent on envs of its own, and save the result in the run folder.
+
+    Args:
+        config: names the number of episodes.
+        run_folder: where `evaluation.json` goes.
+        make_env: makes the envs, which are closed at the end.
+        agent: by default that of a checkpoint of the folder.
+        which: of which one then; by default the newest.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it does not fit the config.
+    """
+    if agent is None:  # sooner than envs start
+        checkpoint.checkpoint_at(run_folder.checkpoints, which)
+    episodes = config.evaluation_episodes
+    seed = evaluation_seed(config.seed)
+    with make_env(num_envs=min(config.num_envs, episodes), seed=seed) as env:
+        if agent is None:
+            agent = Agent(env.observation_space, env.action_space, config)
+            checkpoint.load_agent(run_folder.checkpoints, agent, which)
+        evaluation = evaluate(agent, env, episodes)
+    run_folder.save_evaluation(evaluation.as_dict())
+    return evaluation
+
+
+def _play(
+    simulation: Simulation,
+    env: BatchEnv,
+    episodes: int,
+    max_batch_steps: int = _MAX_BATCH_STEPS,
+) -> Evaluation:
     quotas = np.full(env.num_envs, episodes // env.num_envs)
     quotas[: episodes % env.num_envs] += 1
     played: list[list[Episode]] = [[] for _ in quotas]
-    simulation = Simulation(InGraphBatchEnv(env), agent.mode, _HORIZON)
     tracker = EpisodeTracker(env.num_envs)
     batch_steps = 0
     while any(len(done) < quota for done, quota in zip(played, quotas, strict=True)):
@@ -93,29 +216,10 @@ def evaluate(
     )
 
 
-def evaluate_run(
-    config: Config, run_folder: RunFolder, make_env: MakeEnv, agent: Agent | None = None
-) -> Evaluation:
-    """Evaluate an agent on envs of its own, and save the result in the run folder.
-
-    Args:
-        config: names the number of episodes.
-        run_folder: where `evaluation.json` goes.
-        make_env: makes the envs, which are closed at the end.
-        agent: by default that of the newest checkpoint of the folder.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or it does not fit the config.
-    """
-    episodes = config.evaluation_episodes
-    seed = evaluation_seed(config.seed)
-    with make_env(num_envs=min(config.num_envs, episodes), seed=seed) as env:
-        if agent is None:
-            agent = Agent(env.observation_space, env.action_space, config)
-            checkpoint.load_agent(run_folder.checkpoints, agent)
-        evaluation = evaluate(agent, env, episodes)
-    run_folder.save_evaluation(evaluation.as_dict())
-    return evaluation
+def _have_same_splits(one: BatchEnv, other: BatchEnv) -> bool:
+    return len(one.splits) == len(other.splits) and all(
+        map(np.array_equal, one.splits, other.splits)
+    )
 
 
 def _check_losses(env: BatchEnv, lost_in_a_row: np.ndarray) -> None:
@@ -129,5 +233,9 @@ def _check_losses(env: BatchEnv, lost_in_a_row: np.ndarray) -> None:
 
 def evaluation_seed(seed: int) -> int:
     """Return a seed for envs that training never used."""
-    sequence = np.random.SeedSequence(seed, spawn_key=(0, 2))
+    return _derived_seed(seed, 2)
+
+
+def _derived_seed(seed: int, purpose: int) -> int:
+    sequence = np.random.SeedSequence(seed, spawn_key=(0, purpose))
     return int(sequence.generate_state(1)[0] >> 1)

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from ppo import checkpoint
 from ppo.agent import Agent
-from ppo.checkpoint import Counters
+from ppo.checkpoint import Counters, Which
 from ppo.config import Config
 from ppo.environments import MakeEnv
 from ppo.errors import OutputError
@@ -29,7 +29,7 @@ def export_run(
     make_env: MakeEnv,
     folder: Path,
     *,
-    steps: int | None = None,
+    which: Which = None,
 ) -> Counters:
     """Export the policy of a run.
 
@@ -38,7 +38,7 @@ def export_run(
         run_folder: where the checkpoints are.
         make_env: makes one env, for its spaces; it is closed at the end.
         folder: becomes the SavedModel.
-        steps: which checkpoint; by default the newest.
+        which: which checkpoint; by default the newest.
 
     Returns:
         How far the run had come.
@@ -48,10 +48,10 @@ def export_run(
         OutputError: the folder is taken, or cannot be written.
     """
     _check_free(folder)
-    checkpoint.checkpoint_at(run_folder.checkpoints, steps)  # sooner than an env starts
+    checkpoint.checkpoint_at(run_folder.checkpoints, which)  # sooner than an env starts
     with make_env(num_envs=1, seed=config.seed) as env:
         agent = Agent(env.observation_space, env.action_space, config)
-        counters = checkpoint.load_agent(run_folder.checkpoints, agent, steps)
+        counters = checkpoint.load_agent(run_folder.checkpoints, agent, which)
         export_policy(agent, InGraphBatchEnv(env), folder)
     return counters
 

@@ -128,6 +128,10 @@ class Simulation:
             self._is_started = True
         return self._rollout
 
+    def restart(self) -> None:
+        """Reset all envs when the next rollout starts, which then is a first one."""
+        self._is_started = False
+
     def _start(self) -> None:
         """Reset all envs."""
         batch = self._env.env

@@ -10,9 +10,11 @@ from rich.console import Console
 from ppo.command_line import (
     Connect,
     Import,
+    WhichCheckpoint,
     plain_warnings,
     reported_errors,
     start_tensorflow,
+    which_checkpoint,
 )
 from ppo.run_folder import RunFolder
 
@@ -22,13 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["export", "plot", "visualize"]
 
 Run = Annotated[Path, typer.Argument(help="Folder of a run.")]
-Checkpoint = Annotated[
-    int | None,
-    typer.Option(
-        metavar="STEPS",
-        help="Take the checkpoint after so many env steps. Default: the newest.",
-    ),
-]
 
 
 def export(
@@ -36,7 +31,7 @@ def export(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="New folder for the SavedModel.")
     ],
-    checkpoint: Checkpoint = None,
+    checkpoint: WhichCheckpoint = None,
     connect: Connect = None,
     import_modules: Import = None,
 ) -> None:
@@ -46,6 +41,7 @@ def export(
     started, or taken from a server, to learn the spaces from.
     """
     with reported_errors(), plain_warnings():
+        which = which_checkpoint(checkpoint)
         run_folder, config = RunFolder.open(run)
         start_tensorflow(intra_op_threads=1, inter_op_threads=1)
         from ppo.environments import env_maker
@@ -57,7 +53,7 @@ def export(
             num_workers=1,
             import_modules=import_modules or [],
         )
-        counters = export_run(config, run_folder, make_env, folder, steps=checkpoint)
+        counters = export_run(config, run_folder, make_env, folder, which=which)
         text = f"SavedModel: {folder}, the policy after {counters.steps:,} steps"
         Console().print(text, soft_wrap=True)
 
@@ -91,7 +87,7 @@ def visualize(
         Path, typer.Option(metavar="DIR", help="Folder for videos and their numbers.")
     ],
     episodes: Annotated[int, typer.Option(min=1, help="How many to film.")] = 5,
-    checkpoint: Checkpoint = None,
+    checkpoint: WhichCheckpoint = None,
     seed: Annotated[
         int | None,
         typer.Option(min=0, help="Of the env. Default: that of the run's evaluation."),
@@ -102,6 +98,7 @@ def visualize(
     """Film a policy that takes its most likely actions: an MP4 per episode."""
     console = Console()
     with reported_errors(), plain_warnings():
+        which = which_checkpoint(checkpoint)
         run_folder, config = RunFolder.open(run)
         start_tensorflow(intra_op_threads=1, inter_op_threads=1)
         from ppo.rendering import headless_backend, rendering_env_maker
@@ -124,7 +121,7 @@ def visualize(
             make_env,
             outdir,
             episodes=episodes,
-            steps=checkpoint,
+            which=which,
             seed=seed,
             on_episode=report,
         )

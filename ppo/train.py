@@ -22,9 +22,11 @@ from ppo.config import Config
 from ppo.environments import MakeEnv
 from ppo.episodes import Episode, EpisodeTracker, LostSteps
 from ppo.errors import EnvDataError, EnvsLostError
+from ppo.evaluate import CurveEvaluator, Evaluation
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.metrics import MetricsWriter
 from ppo.normalize import ReturnScale
+from ppo.report import is_due
 from ppo.run_folder import RunFolder
 from ppo.simulate import Rollout, Simulation
 from ppo.update import Updater
@@ -173,73 +175,141 @@ def train(
                 run_folder.checkpoints, run.agent, run.updater, run.return_scale
             )
             run_folder.save_config(config)
+        evaluator = CurveEvaluator(run.agent, config, make_env, on_step)
         with run_folder.writing():
             writer = MetricsWriter(run_folder.path)
         with writer:
-            counters = _loop(run, first, run_folder, writer, on_progress, should_stop)
+            loop = _Loop(run, first, run_folder, writer, evaluator)
+            loop.run(on_progress, should_stop)
+    counters = loop.counters
     is_finished = counters.iteration >= config.num_iterations
     return TrainResult(run.agent, counters.steps, is_finished, run.lost_steps.total)
 
 
-def _loop(
-    run: _Run,
-    counters: Counters,
-    run_folder: RunFolder,
-    writer: MetricsWriter,
-    on_progress: Callable[[Progress], None],
-    should_stop: Callable[[], bool],
-) -> Counters:
-    config = run.config
-    last_saved = -math.inf  # the first iteration is saved, however soon it is over
-    while counters.iteration < config.num_iterations:
+class _Loop:
+    """Iterations until the steps are used up, and what is due between them.
+
+    All that is due follows from the counters, so that a resumed run goes on with it.
+    The order within an iteration is: learn, evaluate, report, save. A run that was
+    killed thus has reported all that its newest checkpoint knows.
+    """
+
+    def __init__(
+        self,
+        run: _Run,
+        counters: Counters,
+        run_folder: RunFolder,
+        writer: MetricsWriter,
+        evaluator: CurveEvaluator,
+    ) -> None:
+        self.counters = counters
+        self._run = run
+        self._config = run.config
+        self._run_folder = run_folder
+        self._writer = writer
+        self._evaluator = evaluator
+        self._last_saved = -math.inf  # the first iteration is saved, however soon
+        self._saved_iteration: int | None = None
+        self._best_return = checkpoint.best_return(run_folder.checkpoints)
+
+    def run(
+        self, on_progress: Callable[[Progress], None], should_stop: Callable[[], bool]
+    ) -> None:
+        """Iterate until the end or a stop; saves the run in any case."""
+        is_last = self.counters.iteration >= self._config.num_iterations
+        while not is_last:
+            metrics: dict[str, float] = {}
+            before = self.counters
+            try:
+                self._iterate(metrics)
+                evaluation = self._evaluate_if_due(before, metrics)
+            except (EnvserveError, EnvDataError, EnvsLostError):
+                # Envs fail while a rollout or an evaluation is collected: nothing is
+                # half learned.
+                self._report(metrics)
+                self._save()
+                raise
+            self._report(metrics)
+            is_last = self._is_finished or should_stop()
+            if self._is_best(evaluation) or is_last or self._is_save_due():
+                self._save(evaluation)
+            on_progress(self._progress(metrics["steps_per_second"]))
+
+    @property
+    def _is_finished(self) -> bool:
+        return self.counters.iteration >= self._config.num_iterations
+
+    def _iterate(self, metrics: dict[str, float]) -> None:
         started = time.perf_counter()
-        steps_before = counters.steps
-        try:
-            counters, metrics = run.iterate(counters)
-        except (EnvserveError, EnvDataError):
-            # Envs fail while a rollout is collected: nothing is half learned.
-            _save(run, counters, run_folder)
-            raise
+        before = self.counters.steps
+        self.counters, new = self._run.iterate(self.counters)
         seconds = time.perf_counter() - started
-        metrics["steps_per_second"] = (counters.steps - steps_before) / seconds
-        with run_folder.writing():
-            writer.write(counters.steps, metrics)
-        try:
-            run.lost_steps.add(
-                int(metrics["invalid_steps"]), config.steps_per_iteration
-            )
-        except EnvsLostError:
-            _save(run, counters, run_folder)
-            raise
-        is_last = should_stop() or counters.iteration == config.num_iterations
-        is_due = counters.iteration % config.checkpoint_interval == 0
-        is_old = time.monotonic() - last_saved >= config.checkpoint_seconds
-        if is_due or is_old or is_last:
-            _save(run, counters, run_folder)
-            last_saved = time.monotonic()
-        on_progress(
-            Progress(
-                counters.steps,
-                config.num_iterations * config.steps_per_iteration,
-                metrics["steps_per_second"],
-                run.mean_return,
-                run.lost_steps.total,
-            )
+        metrics.update(new, steps_per_second=(self.counters.steps - before) / seconds)
+        self._run.lost_steps.add(
+            int(metrics["invalid_steps"]), self._config.steps_per_iteration
         )
-        if is_last:
-            break
-    return counters
 
+    def _evaluate_if_due(
+        self, before: Counters, metrics: dict[str, float]
+    ) -> Evaluation | None:
+        every = self._config.evaluate_every
+        is_end = every > 0 and self._is_finished
+        if not (is_end or is_due(every, before.steps, self.counters.steps)):
+            return None
+        started = time.perf_counter()
+        evaluation = self._evaluator.evaluate()
+        metrics.update(
+            evaluation_return=evaluation.mean_return,
+            evaluation_return_std=float(np.std(evaluation.returns)),
+            evaluation_length=float(np.mean(evaluation.lengths)),
+            evaluation_episodes=float(len(evaluation.returns)),
+            evaluation_seconds=time.perf_counter() - started,
+        )
+        return evaluation
 
-def _save(run: _Run, counters: Counters, run_folder: RunFolder) -> None:
-    with run_folder.writing():
-        checkpoint.save(
-            run_folder.checkpoints,
-            counters,
-            run.agent,
-            run.updater,
-            run.return_scale,
-            keep=run.config.checkpoints_to_keep,
+    def _is_best(self, evaluation: Evaluation | None) -> bool:
+        """Whether no evaluation of the run was as good; remembers it then."""
+        if evaluation is None or evaluation.mean_return <= self._best_return:
+            return False
+        self._best_return = evaluation.mean_return
+        return True
+
+    def _report(self, metrics: dict[str, float]) -> None:
+        if metrics:
+            with self._run_folder.writing():
+                self._writer.write(self.counters.steps, metrics)
+
+    def _is_save_due(self) -> bool:
+        is_due_by_count = (
+            self.counters.iteration % self._config.checkpoint_interval == 0
+        )
+        age = time.monotonic() - self._last_saved
+        return is_due_by_count or age >= self._config.checkpoint_seconds
+
+    def _save(self, evaluation: Evaluation | None = None) -> None:
+        if self.counters.iteration == self._saved_iteration:
+            return
+        with self._run_folder.writing():
+            checkpoint.save(
+                self._run_folder.checkpoints,
+                self.counters,
+                self._run.agent,
+                self._run.updater,
+                self._run.return_scale,
+                keep=self._config.checkpoints_to_keep,
+                evaluation_return=evaluation and evaluation.mean_return,
+            )
+        self._last_saved = time.monotonic()
+        self._saved_iteration = self.counters.iteration
+
+    def _progress(self, steps_per_second: float) -> Progress:
+        config = self._config
+        return Progress(
+            self.counters.steps,
+            config.num_iterations * config.steps_per_iteration,
+            steps_per_second,
+            self._run.mean_return,
+            self._run.lost_steps.total,
         )
 
 

@@ -15,6 +15,7 @@ import tensorflow as tf
 from envserve.client import BatchEnv
 from ppo import checkpoint
 from ppo.agent import Agent
+from ppo.checkpoint import Which
 from ppo.config import Config
 from ppo.environments import MakeEnv
 from ppo.episodes import Episode
@@ -38,7 +39,7 @@ def visualize_run(
     outdir: Path,
     *,
     episodes: int,
-    steps: int | None = None,
+    which: Which = None,
     seed: int | None = None,
     on_episode: Callable[[Path, Episode], None] = lambda path, episode: None,
 ) -> Evaluation:
@@ -53,7 +54,7 @@ def visualize_run(
         make_env: see `ppo.rendering`; the env is closed at the end.
         outdir: where the files go; made if missing.
         episodes: how many to film.
-        steps: which checkpoint; by default the newest.
+        which: which checkpoint; by default the newest.
         seed: of the env; by default that of the run's evaluation, whose first env then
             plays the same episodes.
         on_episode: called with each video that is complete.
@@ -66,13 +67,13 @@ def visualize_run(
         EnvsLostError: the env fails again and again.
     """
     ffmpeg = find_ffmpeg()
-    checkpoint.checkpoint_at(run_folder.checkpoints, steps)  # sooner than an env starts
+    checkpoint.checkpoint_at(run_folder.checkpoints, which)  # sooner than an env starts
     seed = evaluation_seed(config.seed) if seed is None else seed
     played: list[Episode] = []
     videos: list[Path] = []
     with make_env(num_envs=1, seed=seed) as env:
         agent = Agent(env.observation_space, env.action_space, config)
-        counters = checkpoint.load_agent(run_folder.checkpoints, agent, steps)
+        counters = checkpoint.load_agent(run_folder.checkpoints, agent, which)
         act = _acting(agent, env)
         rate = frames_per_second(env)
         _make_folder(outdir)

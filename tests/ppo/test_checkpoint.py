@@ -38,7 +38,13 @@ class Learner:
         self.updater = Updater(self.agent, config)
         self.return_scale = ReturnScale(config.num_envs, config.discount)
 
-    def save(self, folder: Path, iteration: int, keep: int = 3) -> Path:
+    def save(
+        self,
+        folder: Path,
+        iteration: int,
+        keep: int = 3,
+        evaluation_return: float | None = None,
+    ) -> Path:
         return checkpoint.save(
             folder,
             Counters(iteration, 100 * iteration),
@@ -46,6 +52,7 @@ class Learner:
             self.updater,
             self.return_scale,
             keep=keep,
+            evaluation_return=evaluation_return,
         )
 
     def restore(self, folder: Path) -> Counters:
@@ -176,6 +183,27 @@ def test_a_checkpoint_is_found_by_its_steps(tmp_path: Path) -> None:
         checkpoint.checkpoint_at(tmp_path, 300)
     with pytest.raises(CheckpointError, match="expected a checkpoint, found none"):
         checkpoint.checkpoint_at(tmp_path / "missing", 300)
+
+
+def test_the_best_is_kept_besides_the_newest_and_found(tmp_path: Path) -> None:
+    learner = Learner()
+    with pytest.raises(CheckpointError, match="expected a checkpoint, found none"):
+        checkpoint.checkpoint_at(tmp_path, "best")
+    learner.save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="expected the checkpoint of an evaluat"):
+        checkpoint.checkpoint_at(tmp_path, "best")
+    assert checkpoint.best_return(tmp_path) == -np.inf
+    returns = {2: -5.0, 3: 7.0, 4: 7.0, 5: None, 6: 6.5, 7: None}
+    for iteration, value in returns.items():
+        learner.save(tmp_path, iteration, keep=2, evaluation_return=value)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["00000003", "00000006", "00000007"]
+    assert checkpoint.best_return(tmp_path) == 7.0
+    assert checkpoint.load_agent(tmp_path, learner.agent, "best") == Counters(3, 300)
+    assert checkpoint.read_counters(tmp_path) == Counters(7, 700)
+    (tmp_path / "00000003" / "evaluation.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"evaluation\.json: expected the eval"):
+        checkpoint.best_return(tmp_path)
 
 
 def test_there_being_none_is_an_error_that_names_the_folder(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ppo.cli import app
-from ppo.command_line import plain_warnings
+from ppo.command_line import plain_warnings, which_checkpoint
 from ppo.config import Config
 from ppo.run_folder import RunFolder
 
@@ -60,6 +60,19 @@ def test_a_run_is_not_resumed_with_the_config_of_another_env(tmp_path: Path) -> 
     code, _, error = ppo("train", "pendulum", "--resume", str(tmp_path))
     assert code == 2
     assert "whose env is CartPole-v1: leave out CONFIG" in error
+
+
+@pytest.mark.parametrize("command", ["evaluate", "export", "visualize"])
+def test_a_checkpoint_is_named_by_its_steps_or_as_the_best(
+    command: str, tmp_path: Path
+) -> None:
+    arguments = {"export": ["out"], "visualize": ["--outdir", "out"]}.get(command, [])
+    code, _, error = ppo(command, "run", *arguments, "--checkpoint", "last")
+    assert code == 2
+    assert "expected a number of env steps or best, got 'last'" in error
+    assert which_checkpoint("best") == "best"
+    assert which_checkpoint("10,240") == 10240
+    assert which_checkpoint(None) is None
 
 
 def test_an_unknown_option_is_refused() -> None:

@@ -198,7 +198,7 @@ def test_checkpoint_and_ffmpeg_are_looked_for_before_an_env_is_started(
     run_folder.save_config(config)
     known = re.escape("at 7 steps, found those at 100;")
     with pytest.raises(CheckpointError, match=known):
-        visualize(tmp_path / "run", steps=7)
+        visualize(tmp_path / "run", which=7)
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(VideoError, match="Videos need ffmpeg"):
