@@ -46,7 +46,7 @@ $(VENV)/.installed-train: $(PINNED) | $(VENV)/bin/pip
 
 $(VENV)/.installed-dev: $(PINNED) $(VENV)/.installed-train | $(VENV)/bin/pip
 	@echo "Installing the development tools into $(VENV) ..."
-	$(PIP) --constraint constraints.txt --editable '.[train-cpu,mujoco,plot,video,dev]'
+	$(PIP) --constraint constraints.txt --editable '.[train-cpu,mujoco,box2d,atari,plot,video,dev]'
 	@touch $@
 
 $(VENV)/.installed-bench: $(PINNED) $(VENV)/.installed-train | $(VENV)/bin/pip

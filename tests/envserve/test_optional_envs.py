@@ -1,0 +1,51 @@
+"""Envs that the optional extras bring are built and stepped by workers."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from packaging.requirements import Requirement
+
+from envserve.client import BatchEnv
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def extra_has_packages(extra: str) -> bool:
+    lines = PROJECT["optional-dependencies"][extra]
+    markers = [Requirement(line).marker for line in lines]
+    return all(marker is None or marker.evaluate() for marker in markers)
+
+
+@pytest.mark.skipif(
+    not extra_has_packages("box2d"),
+    reason="the machine lacks a platform or Python that box2d has wheels for",
+)
+@pytest.mark.parametrize(
+    ("name", "width"), [("LunarLander-v3", 8), ("BipedalWalker-v3", 24)]
+)
+def test_box2d_envs_are_stepped(name: str, width: int) -> None:
+    with BatchEnv.local(name, num_envs=2, num_workers=1, seed=0) as env:
+        first = env.reset()
+        assert first.shape == (2, width)
+        (action,) = env.spec.action_leaves
+        step = env.step(np.zeros((2, *action.shape), action.dtype))
+        assert step.valid.all()
+        assert not np.array_equal(step.observation, first)
+
+
+@pytest.mark.parametrize("name", ["ALE/Pong-v5", "ALE/Breakout-v5"])
+def test_atari_games_are_stepped_without_a_download(name: str) -> None:
+    with BatchEnv.local(
+        name, num_envs=2, num_workers=1, seed=0, import_modules=["ale_py"]
+    ) as env:
+        first = env.reset()
+        assert (first.dtype, first.shape) == (np.uint8, (2, 210, 160, 3))
+        for _ in range(20):
+            step = env.step(np.array([1, 3]))
+            assert step.valid.all()
+        assert not np.array_equal(step.observation, first)
