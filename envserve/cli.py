@@ -109,6 +109,7 @@ def start(
     ] = "info",
 ) -> None:
     """Serve envs until SIGTERM, which lets episodes end first, or SIGINT."""
+    from envserve.crash_files import CrashFiles
     from envserve.server import ServerConfig, serve
 
     _set_up_logging(log_level)
@@ -131,8 +132,12 @@ def start(
             max_message_bytes=max_message_mib << 20,
             allows_public_binds=insecure_no_auth,
         )
+        if crash_dir not in ("", "none"):
+            CrashFiles(Path(crash_dir)).check()
     except ValueError as error:
         _fail(error, 2)
+    except OSError as error:
+        _fail(f"--crash-dir: expected a folder that can be written to; {error}", 2)
 
     def on_ready(addresses: tuple[str, ...], num_names: int) -> None:
         if address_file is not None:
@@ -164,13 +169,16 @@ def health(
             "--ready", help="Are there envs to have? 3, 5: draining, 6: all leased."
         ),
     ] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for it.")] = 2.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, help="Seconds to wait for it.")
+    ] = 2.0,
 ) -> None:
     """Ask a server how it is. The exit code is 0 if it is well, 1 if none answers."""
     from envserve.client.connection import ask_welcome
     from envserve.client.health import Ailment, Probe, diagnose
 
     asked = {Probe.STARTUP: startup, Probe.LIVE: live, Probe.READY: ready}
+    _check_address(address)
     try:
         welcome = ask_welcome(address, timeout)
     except EnvserveError as error:
@@ -193,7 +201,9 @@ def envs(
         list[str] | None,
         typer.Option("--import", help="Module that registers envs; repeatable."),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for it.")] = 2.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, help="Seconds to wait for it.")
+    ] = 2.0,
 ) -> None:
     """List the env names that a server offers, or that one here would offer."""
     from envserve.client.connection import ask_welcome
@@ -203,6 +213,7 @@ def envs(
         if address is None:
             names = Registry(None, import_module or ()).names
         else:
+            _check_address(address)
             names = ask_welcome(address, timeout).env_names
     except EnvserveError as error:
         _fail(error, 1)
@@ -247,6 +258,15 @@ def bench(context: typer.Context) -> None:
     from envserve.bench.cli import main
 
     main(context.args)
+
+
+def _check_address(address: str) -> None:
+    from envserve.server.config import is_private
+
+    try:
+        is_private(address)
+    except ValueError as error:
+        _fail(error, 2)
 
 
 def _set_up_logging(level: str) -> None:

@@ -49,6 +49,12 @@ class CrashFiles:
         self._free_at = -float("inf")
         self._has_warned = False
 
+    def check(self) -> None:
+        """Makes the folder if need be; raises OSError if no file could be written."""
+        self._make_folder()
+        if not os.access(self._folder, os.W_OK | os.X_OK):
+            raise PermissionError(f"{self._folder} cannot be written to")
+
     def has_room(self, now: float) -> bool:
         """Tells whether the next file may be written, in monotonic seconds."""
         return now >= self._free_at

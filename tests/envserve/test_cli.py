@@ -159,6 +159,7 @@ def test_modules_of_the_working_directory_can_be_imported(tmp_path: Path) -> Non
         (["--address-file", "/nowhere/file"], 1, "--address-file /nowhere/file"),
         (["--log-level", "loud"], 2, "--log-level"),
         (["--no-such-option"], 2, "--no-such-option"),
+        (["--crash-dir", __file__], 2, "--crash-dir: expected a folder that can be"),
         (["--env", "CartPole-v9"], 1, "did you mean CartPole-v"),
         (["--import", "no_such_module"], 1, "no_such_module"),
         (["--bind", "ipc:///nowhere/envs"], 1, "cannot listen on ipc:///nowhere"),
@@ -171,6 +172,23 @@ def test_bad_options_end_with_a_short_error(
     assert result.returncode == code
     assert text in result.stderr
     assert "Traceback" not in result.stderr
+    assert not result.stdout
+
+
+@pytest.mark.parametrize("command", ["health", "envs"])
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["tcp:/x"], "expected an address like"),
+        (["ipc:///x", "--timeout", "0"], "0.001"),
+    ],
+)
+def test_a_wrong_command_line_is_no_server_that_is_ill(
+    command: str, arguments: list[str], text: str
+) -> None:
+    result = run(command, *arguments)
+    assert result.returncode == 2
+    assert text in result.stderr
     assert not result.stdout
 
 
