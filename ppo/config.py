@@ -131,14 +131,19 @@ class Config:
     curve_episodes: int = 20
     """Complete episodes of each evaluation on the way: the same ones every time."""
 
-    checkpoint_interval: int = 100
-    """Iterations between checkpoints; there is one at the first and last besides."""
+    report_every: int = 0
+    """Env steps between rows of metrics, which cover all that lies between; 0 for a row
+    per iteration. An evaluation is reported at once."""
+
+    checkpoint_every: int = 0
+    """Env steps between checkpoints; 0 leaves it to checkpoint_seconds. There is one
+    after the first and the last iteration and after the best evaluation besides."""
 
     checkpoint_seconds: float = 60.0
     """Seconds after which an iteration ends with a checkpoint in any case."""
 
     checkpoints_to_keep: int = 3
-    """How many of the newest checkpoints stay on disk."""
+    """How many of the newest checkpoints stay on disk, besides the best."""
 
     step_timeout_seconds: float = 30.0
     """Seconds that a step of an env may take; servers have a limit of their own."""
@@ -245,7 +250,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "evaluation_episodes": _COUNT,
     "evaluate_every": (0, 2**53),
     "curve_episodes": _COUNT,
-    "checkpoint_interval": _COUNT,
+    "report_every": (0, 2**53),
+    "checkpoint_every": (0, 2**53),
     "checkpoint_seconds": (0.0, 1e9),
     "checkpoints_to_keep": _COUNT,
     "step_timeout_seconds": _SECONDS,

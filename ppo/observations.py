@@ -81,6 +81,20 @@ class ObservationPreprocessor:
         ]
         return tf.nest.pack_sequence_as(self._spaces, features)
 
+    def statistics(self) -> dict[str, float]:
+        """Return the range of means and standard deviations, if there are any."""
+        moments = [leaf.moments for leaf in self._leaves if leaf.moments is not None]
+        if not moments:
+            return {}
+        means = np.concatenate([np.ravel(part.mean) for part in moments])
+        deviations = np.sqrt(np.concatenate([np.ravel(p.variance) for p in moments]))
+        return {
+            "observation_mean_min": float(means.min()),
+            "observation_mean_max": float(means.max()),
+            "observation_std_min": float(deviations.min()),
+            "observation_std_max": float(deviations.max()),
+        }
+
     def update(self, observation: Any, mask: Any) -> None:
         """Take rows `[N, ...]` into the statistics where `mask` `[N]` is true."""
         for leaf, array in zip(self._leaves, tf.nest.flatten(observation), strict=True):

@@ -21,12 +21,13 @@ from ppo.checkpoint import Counters
 from ppo.config import Config
 from ppo.environments import MakeEnv
 from ppo.episodes import Episode, EpisodeTracker, LostSteps
-from ppo.errors import EnvDataError, EnvsLostError
+from ppo.errors import DivergedError, EnvDataError, EnvsLostError
 from ppo.evaluate import CurveEvaluator, Evaluation
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.metrics import MetricsWriter
 from ppo.normalize import ReturnScale
-from ppo.report import is_due
+from ppo.policy_lag import PolicyLag
+from ppo.report import ReportWindow, is_due
 from ppo.run_folder import RunFolder
 from ppo.simulate import Rollout, Simulation
 from ppo.update import Updater
@@ -70,11 +71,17 @@ class _Run:
         self.agent = Agent(env.observation_space, env.action_space, config)
         self.updater = Updater(self.agent, config)
         self.return_scale = ReturnScale(config.num_envs, config.discount)
+        self._lag = PolicyLag()
+
+        def stamped_step() -> None:
+            self._lag.stamp()
+            on_step()
+
         self.simulation = Simulation(
             graph_env,
             self.agent.act_on_noise,
             config.horizon,
-            on_step,
+            stamped_step,
             draw_noise=self.agent.draw_noise,
         )
         self.tracker = EpisodeTracker(config.num_envs)
@@ -89,6 +96,7 @@ class _Run:
         started = time.perf_counter()
         seeds = np.random.SeedSequence(config.seed, spawn_key=(counters.iteration,))
         act_0, act_1, shuffle_0, shuffle_1 = map(int, seeds.generate_state(4) >> 1)
+        self._lag.begin()
         rollout = self.simulation.run((act_0, act_1))
         collected = time.perf_counter()
         self.recent.extend(self.tracker.add(rollout))
@@ -103,6 +111,8 @@ class _Run:
                 progress=counters.iteration / config.num_iterations,
                 seed=(shuffle_0, shuffle_1),
             )
+            learned["policy_lag"] = self._lag.learned()
+            learned["learning_rate"] = float(self.updater.optimizer.learning_rate)
         # After the update: log-probabilities were taken with the old statistics.
         self._update_observation_statistics(rollout)
         counters = Counters(counters.iteration + 1, counters.steps + num_valid)
@@ -114,10 +124,17 @@ class _Run:
             "invalid_steps": float(rollout.valid.size - num_valid),
             "lost_episodes": float((rollout.done & ~rollout.valid).sum()),
             "valid_fraction": num_valid / rollout.valid.size,
-            "collect_seconds": collected - started,
+            "rollout_seconds": collected - started,
             "update_seconds": finished - collected,
             **learned,
         }
+
+    def statistics(self) -> dict[str, float]:
+        """Return what the normalisers have come to."""
+        statistics = self.agent.preprocess.statistics()
+        if self.config.scale_rewards:
+            statistics["reward_scale"] = float(self.return_scale.factor)
+        return statistics
 
     @property
     def mean_return(self) -> float:
@@ -210,62 +227,81 @@ class _Loop:
         self._evaluator = evaluator
         self._last_saved = -math.inf  # the first iteration is saved, however soon
         self._saved_iteration: int | None = None
+        self._window = ReportWindow()
+        self._evaluated: dict[str, float] = {}
         self._best_return = checkpoint.best_return(run_folder.checkpoints)
 
     def run(
         self, on_progress: Callable[[Progress], None], should_stop: Callable[[], bool]
     ) -> None:
         """Iterate until the end or a stop; saves the run in any case."""
-        is_last = self.counters.iteration >= self._config.num_iterations
+        is_last = self._is_finished
         while not is_last:
-            metrics: dict[str, float] = {}
             before = self.counters
+            evaluation = None
             try:
-                self._iterate(metrics)
-                evaluation = self._evaluate_if_due(before, metrics)
+                steps_per_second = self._iterate()
+                if self._is_evaluation_due(before):
+                    evaluation = self._evaluate()
+            except DivergedError:
+                self._report()
+                raise
             except (EnvserveError, EnvDataError, EnvsLostError):
                 # Envs fail while a rollout or an evaluation is collected: nothing is
                 # half learned.
-                self._report(metrics)
+                self._report()
                 self._save()
                 raise
-            self._report(metrics)
             is_last = self._is_finished or should_stop()
-            if self._is_best(evaluation) or is_last or self._is_save_due():
+            if is_last or evaluation is not None or self._is_report_due(before):
+                self._report()
+            if self._is_best(evaluation) or is_last or self._is_save_due(before):
                 self._save(evaluation)
-            on_progress(self._progress(metrics["steps_per_second"]))
+            on_progress(self._progress(steps_per_second))
 
     @property
     def _is_finished(self) -> bool:
         return self.counters.iteration >= self._config.num_iterations
 
-    def _iterate(self, metrics: dict[str, float]) -> None:
-        started = time.perf_counter()
+    def _iterate(self) -> float:
+        """Collect and learn once; returns the steps per second."""
         before = self.counters.steps
-        self.counters, new = self._run.iterate(self.counters)
-        seconds = time.perf_counter() - started
-        metrics.update(new, steps_per_second=(self.counters.steps - before) / seconds)
+        self.counters, metrics = self._run.iterate(self.counters)
+        steps = self.counters.steps - before
+        self._window.add(steps, metrics)
         self._run.lost_steps.add(
             int(metrics["invalid_steps"]), self._config.steps_per_iteration
         )
+        return steps / (metrics["rollout_seconds"] + metrics["update_seconds"])
 
-    def _evaluate_if_due(
-        self, before: Counters, metrics: dict[str, float]
-    ) -> Evaluation | None:
+    def _is_evaluation_due(self, before: Counters) -> bool:
         every = self._config.evaluate_every
-        is_end = every > 0 and self._is_finished
-        if not (is_end or is_due(every, before.steps, self.counters.steps)):
-            return None
+        is_at_end = every > 0 and self._is_finished
+        return is_at_end or is_due(every, before.steps, self.counters.steps)
+
+    def _evaluate(self) -> Evaluation:
         started = time.perf_counter()
         evaluation = self._evaluator.evaluate()
-        metrics.update(
-            evaluation_return=evaluation.mean_return,
-            evaluation_return_std=float(np.std(evaluation.returns)),
-            evaluation_length=float(np.mean(evaluation.lengths)),
-            evaluation_episodes=float(len(evaluation.returns)),
-            evaluation_seconds=time.perf_counter() - started,
-        )
+        self._evaluated = {
+            "evaluation_return": evaluation.mean_return,
+            "evaluation_return_std": float(np.std(evaluation.returns)),
+            "evaluation_length": float(np.mean(evaluation.lengths)),
+            "evaluation_episodes": float(len(evaluation.returns)),
+            "evaluation_seconds": time.perf_counter() - started,
+        }
         return evaluation
+
+    def _is_report_due(self, before: Counters) -> bool:
+        every = self._config.report_every
+        return every == 0 or is_due(every, before.steps, self.counters.steps)
+
+    def _report(self) -> None:
+        if not self._window:
+            return
+        row = self._window.take() | self._run.statistics() | self._evaluated
+        self._evaluated = {}
+        with self._run_folder.writing():
+            self._writer.write(self.counters.steps, row)
 
     def _is_best(self, evaluation: Evaluation | None) -> bool:
         """Whether no evaluation of the run was as good; remembers it then."""
@@ -274,17 +310,13 @@ class _Loop:
         self._best_return = evaluation.mean_return
         return True
 
-    def _report(self, metrics: dict[str, float]) -> None:
-        if metrics:
-            with self._run_folder.writing():
-                self._writer.write(self.counters.steps, metrics)
-
-    def _is_save_due(self) -> bool:
-        is_due_by_count = (
-            self.counters.iteration % self._config.checkpoint_interval == 0
-        )
+    def _is_save_due(self, before: Counters) -> bool:
+        every = self._config.checkpoint_every
         age = time.monotonic() - self._last_saved
-        return is_due_by_count or age >= self._config.checkpoint_seconds
+        return (
+            is_due(every, before.steps, self.counters.steps)
+            or age >= self._config.checkpoint_seconds
+        )
 
     def _save(self, evaluation: Evaluation | None = None) -> None:
         if self.counters.iteration == self._saved_iteration:

@@ -42,7 +42,6 @@ def training_ours(config: Config, iterations: int, workers: int) -> Iterator[Mea
     config = replace(
         config,
         total_steps=_ENDLESS,
-        checkpoint_interval=_ENDLESS,
         checkpoint_seconds=float(_ENDLESS),
     )
     gate = Gate()
@@ -64,7 +63,7 @@ def training_ours(config: Config, iterations: int, workers: int) -> Iterator[Mea
                 lines = run_folder.path.joinpath("metrics.jsonl").read_text()
                 last = [json.loads(line) for line in lines.splitlines()[-iterations:]]
                 return {
-                    ROLLOUT: sum(m["collect_seconds"] for m in last) / iterations,
+                    ROLLOUT: sum(m["rollout_seconds"] for m in last) / iterations,
                     UPDATE: sum(m["update_seconds"] for m in last) / iterations,
                     TOTAL: seconds / iterations,
                 }

@@ -28,7 +28,7 @@ CONFIG = Config(
     minibatch_size=8,
     policy_layers=(4,),
     value_layers=(4,),
-    checkpoint_interval=2,
+    checkpoint_every=32,
     evaluation_episodes=3,
     jit_compile=False,  # compiling takes longer than these few updates
 )
@@ -185,7 +185,7 @@ def test_hardly_any_valid_step_for_ten_iterations_ends_the_run(tmp_path: Path) -
 
 
 def test_checkpoints_are_due_by_time_too(tmp_path: Path) -> None:
-    config = CONFIG.replace(checkpoint_interval=100, checkpoints_to_keep=9)
+    config = CONFIG.replace(checkpoint_every=0, checkpoints_to_keep=9)
     for seconds, expected in ((0.0, [1, 2, 3, 4]), (1e6, [1, 4])):
         folder = tmp_path / str(seconds)
         run(folder, config.replace(checkpoint_seconds=seconds))

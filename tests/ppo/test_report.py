@@ -1,0 +1,158 @@
+"""What a row of metrics holds, and that the docs know every name."""
+
+import itertools
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from envserve.client import BatchEnv
+from ppo.config import Config
+from ppo.errors import DivergedError
+from ppo.policy_lag import PolicyLag
+from ppo.report import ReportWindow
+from ppo.run_folder import RunFolder
+from ppo.train import train
+from ppo.update import Updater
+from tests.ppo.fakes import CountingBatchEnv, as_batch_env
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+CONFIG = Config(
+    env_name="fake",
+    num_envs=2,
+    horizon=8,
+    total_steps=80,
+    epochs=1,
+    minibatch_size=8,
+    policy_layers=(4,),
+    value_layers=(4,),
+    checkpoint_seconds=1e9,
+    curve_episodes=2,
+    jit_compile=False,
+)
+
+
+def rows_of(folder: Path, config: Config) -> list[dict[str, Any]]:
+    """Train on envs of which one loses a step."""
+
+    def make_env(*, num_envs: int, seed: int) -> BatchEnv:
+        lost = frozenset({(3, 0)})
+        return as_batch_env(CountingBatchEnv([3] * num_envs, lost=lost))
+
+    train(config, RunFolder.create(folder, config), make_env)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def documented() -> set[str]:
+    return set(re.findall(r"^\| `(\w+)` \|", DOCS.read_text(), re.MULTILINE))
+
+
+def test_the_docs_have_every_name_and_no_other(tmp_path: Path) -> None:
+    (row,) = rows_of(tmp_path, CONFIG.replace(total_steps=16, evaluate_every=16))
+    assert set(row) - {"steps"} == documented()
+
+
+def test_numbers_of_features_that_are_off_are_left_out(tmp_path: Path) -> None:
+    config = CONFIG.replace(normalize_observations=False, scale_rewards=False)
+    names = {name for row in rows_of(tmp_path, config) for name in row}
+    missing = documented() - names
+    assert {name.partition("_")[0] for name in missing} == {
+        "observation",
+        "reward",
+        "evaluation",
+    }
+
+
+def test_rows_cover_all_iterations_since_the_last(tmp_path: Path) -> None:
+    single = rows_of(tmp_path / "single", CONFIG)
+    joined = rows_of(tmp_path / "joined", CONFIG.replace(report_every=32))
+    # Of 16 steps each, one lost in the first: 15, 31, 47, 63, 79.
+    assert [row["steps"] for row in single] == [15, 31, 47, 63, 79]
+    assert [row["steps"] for row in joined] == [47, 79]
+    assert [row["iteration"] for row in joined] == [3, 5]
+    assert [row["invalid_steps"] for row in joined] == [1, 0]
+    for name in ("policy_loss", "entropy", "valid_fraction"):
+        parts = [row[name] for row in single]
+        assert joined[0][name] == pytest.approx(np.mean(parts[:3]))
+        assert joined[1][name] == pytest.approx(np.mean(parts[3:]))
+    for name in ("learning_rate", "mean_length", "observation_mean_max"):
+        assert joined[1][name] == single[4][name]
+
+
+def test_an_evaluation_is_reported_at_once(tmp_path: Path) -> None:
+    config = CONFIG.replace(report_every=64, evaluate_every=30)
+    rows = rows_of(tmp_path, config)
+    assert [row["steps"] for row in rows] == [31, 63, 79]
+    assert [row["iteration"] for row in rows] == [2, 4, 5]
+
+
+def test_what_was_learned_before_diverging_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update, calls = Updater.update, itertools.count(1)
+
+    def diverges(self: Updater, *arguments: Any, **named: Any) -> Any:
+        if next(calls) == 3:
+            raise DivergedError("expected a finite log-probability")
+        return update(self, *arguments, **named)
+
+    monkeypatch.setattr(Updater, "update", diverges)
+    with pytest.raises(DivergedError):
+        rows_of(tmp_path, CONFIG.replace(report_every=1000))
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["iteration"] == 2
+
+
+def test_statistics_are_those_of_the_normalisers(tmp_path: Path) -> None:
+    config = CONFIG.replace(total_steps=16)
+    (row,) = rows_of(tmp_path, config)
+    # Env 0 observes (0, count) and env 1 (1, count); env 0 loses its fourth step, at
+    # which it observed a first one.
+    counts = [0, 1, 2] + [0, 1, 2, 0] + [0, 1, 2, 0, 1, 2, 0, 1]
+    columns = np.array([[0.0] * 7 + [1.0] * 8, counts])
+    assert row["observation_mean_max"] == pytest.approx(columns.mean(axis=1).max())
+    assert row["observation_mean_min"] == pytest.approx(columns.mean(axis=1).min())
+    assert row["observation_std_max"] == pytest.approx(columns.std(axis=1).max())
+    assert row["observation_std_min"] == pytest.approx(columns.std(axis=1).min())
+    assert 0 < row["reward_scale"] < 10
+    assert row["learning_rate"] == pytest.approx(3e-4)
+    assert row["policy_lag"] == 0
+
+
+def test_throughput_is_over_all_iterations_of_a_row() -> None:
+    window = ReportWindow()
+    assert not window
+    window.add(10, {"rollout_seconds": 1.0, "update_seconds": 4.0, "entropy": 1.0})
+    window.add(30, {"rollout_seconds": 3.0, "update_seconds": 0.0})
+    window.add(0, {"rollout_seconds": 1.0, "update_seconds": 0.0, "entropy": math.nan})
+    assert window
+    row = window.take()
+    assert row == {
+        "rollout_seconds": 5.0,
+        "update_seconds": 4.0,
+        "entropy": 1.0,
+        "steps_per_second": 40 / 9,
+        "rollout_steps_per_second": 8.0,
+        "update_steps_per_second": 10.0,
+    }
+    assert not window
+
+
+def test_the_policy_lag_counts_updates_since_the_policy_acted() -> None:
+    lag = PolicyLag()
+    for _ in range(2):  # in turn: no lag
+        lag.begin()
+        lag.stamp()
+        lag.stamp()
+        assert lag.learned() == 0
+    assert lag.learned() == 1  # a second time from the same rollout
+    lag.begin()
+    lag.stamp()
+    lag.learned()
+    lag.stamp()  # collected while learning
+    assert lag.learned() == 0.5
