@@ -91,6 +91,10 @@ class Agent:
         """Return the action distribution for preprocessed rows `[N, ...]`."""
         return self._distribution_type(*self._policy(features))
 
+    def distribution_of(self, parameters: Any) -> Distribution:
+        """Return the distribution that had these `parameters`."""
+        return self._distribution_type(*parameters)
+
     def value(self, features: Any) -> tf.Tensor:
         """Return the value per preprocessed row, float32 `[N]`."""
         return self._value(features)

@@ -63,7 +63,7 @@ def save(
         folder: where checkpoints go; made if missing.
         counters: become the checkpoint's name and are saved with it.
         agent: networks and observation statistics.
-        updater: whose optimizer state is saved.
+        updater: state of the optimizer and of coefficients that adapt.
         return_scale: reward statistics.
         keep: how many checkpoints stay, besides that of the best evaluation.
         evaluation_return: mean return of the agent's evaluation, if there was one.
@@ -231,8 +231,8 @@ def _evaluation_return(path: Path) -> float:
 def _checkpoint(agent: Agent, updater: Updater, return_scale: ReturnScale) -> Any:
     return tf.train.Checkpoint(
         agent=tf.train.Checkpoint(**agent.trackables),
-        optimizer=updater.optimizer,
         return_scale=tf.train.Checkpoint(**return_scale.trackables),
+        **updater.trackables,
     )
 
 

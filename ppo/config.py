@@ -11,9 +11,11 @@ from typing import Any
 
 from ppo.errors import ConfigError
 
-__all__ = ["ACTIVATIONS", "Config"]
+__all__ = ["ACTIVATIONS", "LEARNING_RATE_SCHEDULES", "OBJECTIVES", "Config"]
 
 ACTIVATIONS = ("elu", "gelu", "relu", "silu", "tanh")
+LEARNING_RATE_SCHEDULES = ("constant", "linear", "kl_adaptive")
+OBJECTIVES = ("clip", "penalty", "clip_and_penalty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +60,10 @@ class Config:
     learning_rate: float = 3e-4
     """Step size of Adam in the first iteration."""
 
-    decay_learning_rate: bool = True
-    """Whether the learning rate falls linearly to 0 over the run."""
+    learning_rate_schedule: str = "linear"
+    """How the learning rate goes on: "constant"; "linear", to 0 at the end of the run;
+    "kl_adaptive", divided by 1.5 after an iteration whose divergence is more than
+    2 kl_target, and multiplied by 1.5 after less than half of it, from 1e-6 to 1e-2."""
 
     adam_epsilon: float = 1e-5
     """Added to the root of Adam's second moment."""
@@ -73,17 +77,50 @@ class Config:
     gae_lambda: float = 0.95
     """Lambda of generalised advantage estimation."""
 
+    objective: str = "clip"
+    """What keeps the policy near the one that collected the steps: "clip", clipped
+    probability ratios; "penalty", a penalty on the divergence KL(old || new), which
+    adapts; or "clip_and_penalty"."""
+
     clip_range: float = 0.2
-    """Probability ratios earn nothing beyond 1 - clip_range and 1 + clip_range."""
+    """Probability ratios earn nothing beyond 1 - clip_range and 1 + clip_range. Only
+    used with an objective that clips."""
 
     decay_clip_range: bool = False
     """Whether the clip range falls linearly to 0 over the run."""
 
+    kl_target: float = 0.01
+    """Divergence per iteration, in nats, that the KL penalty and a kl_adaptive learning
+    rate aim at."""
+
+    initial_kl_penalty: float = 1.0
+    """Weight of the KL penalty in the first iteration. It is multiplied by 1.5 after an
+    iteration whose divergence is more than 1.3 kl_target, and divided by 1.5 after less
+    than 0.7 kl_target, from 1e-3 to 1e6. Only used with an objective that has one."""
+
+    kl_cutoff_factor: float = 2.0
+    """Times kl_target: divergence of a minibatch beyond which its square is penalised
+    too. Only used with a KL penalty."""
+
+    kl_cutoff_coefficient: float = 1000.0
+    """Weight of that square; 0 leaves it out. Only used with a KL penalty."""
+
+    max_kl: float = 0.0
+    """An iteration ends with the epoch after which the divergence is more than this,
+    in nats; 0 for no limit."""
+
     value_coefficient: float = 0.5
     """Weight of the value loss."""
 
+    value_clip_range: float = 0.0
+    """Values earn nothing by moving further than this in one iteration, in units of
+    scaled rewards; 0 for no limit, which is usually better."""
+
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus."""
+
+    decay_entropy_coefficient: bool = False
+    """Whether the weight of the entropy bonus falls linearly to 0 over the run."""
 
     normalize_advantages: bool = False
     """Whether each minibatch's advantages get mean 0 and standard deviation 1. With
@@ -193,11 +230,12 @@ class Config:
             raise ConfigError(
                 f"on_fault: expected truncate or raise, got {self.on_fault!r}."
             )
-        if self.activation not in ACTIVATIONS:
-            raise ConfigError(
-                f"activation: expected one of {', '.join(ACTIVATIONS)}, "
-                f"got {self.activation!r}."
-            )
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(
+                    f"{name}: expected one of {', '.join(choices)}, "
+                    f"got {getattr(self, name)!r}."
+                )
         if self.steps_per_iteration % self.minibatch_size:
             raise ConfigError(
                 "minibatch_size: expected a divisor of num_envs * horizon = "
@@ -208,6 +246,16 @@ class Config:
                 "total_steps: expected at least one iteration, num_envs * horizon = "
                 f"{self.steps_per_iteration}, got {self.total_steps}."
             )
+
+    @property
+    def clips_ratios(self) -> bool:
+        """Whether the objective clips probability ratios."""
+        return self.objective != "penalty"
+
+    @property
+    def penalizes_kl(self) -> bool:
+        """Whether the objective has a KL penalty."""
+        return self.objective != "clip"
 
     @property
     def steps_per_iteration(self) -> int:
@@ -224,6 +272,11 @@ class Config:
         return dataclasses.replace(self, **changes)
 
 
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "activation": ACTIVATIONS,
+    "learning_rate_schedule": LEARNING_RATE_SCHEDULES,
+    "objective": OBJECTIVES,
+}
 _COUNT = (1, 2**53)
 _FRACTION = (0.0, 1.0)
 _POSITIVE = (1e-12, 1e9)
@@ -242,7 +295,13 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "discount": _FRACTION,
     "gae_lambda": _FRACTION,
     "clip_range": (1e-6, 1.0),
+    "kl_target": (1e-9, 1e3),
+    "initial_kl_penalty": (1e-3, 1e6),
+    "kl_cutoff_factor": (0.0, 1e6),
+    "kl_cutoff_coefficient": (0.0, 1e9),
+    "max_kl": (0.0, 1e6),
     "value_coefficient": (0.0, 1e6),
+    "value_clip_range": (0.0, 1e6),
     "entropy_coefficient": (0.0, 1e6),
     "observation_clip": _POSITIVE,
     "reward_clip": _POSITIVE,

@@ -22,6 +22,10 @@ class Distribution(Protocol):
     def draw_noise(num_rows: int, size: int, seed: tf.Tensor) -> tf.Tensor:
         """Draw what `sample` needs, `[num_rows, size]`; `seed` is an int32 pair."""
 
+    @property
+    def parameters(self) -> tuple[tf.Tensor, ...]:
+        """What the type makes the same distribution from, `[N, ...]` each."""
+
     def sample(self, noise: tf.Tensor) -> tf.Tensor:
         """Turn a row of noise into an action, for each row."""
 
@@ -54,6 +58,11 @@ class DiagonalGaussian:
     def draw_noise(num_rows: int, size: int, seed: tf.Tensor) -> tf.Tensor:
         """Draw standard normal numbers `[num_rows, size]`; `seed` is an int32 pair."""
         return tf.random.stateless_normal([num_rows, size], seed)
+
+    @property
+    def parameters(self) -> tuple[tf.Tensor, ...]:
+        """Mean and log standard deviation, `[N, A]` each."""
+        return self.mean, self.log_std + tf.zeros_like(self.mean)
 
     def sample(self, noise: tf.Tensor) -> tf.Tensor:
         """Turn a row of noise into an action, for each row: float32 `[N, A]`."""
@@ -104,6 +113,11 @@ class Categorical:
             [num_rows, size], seed, minval=1e-20, maxval=1.0
         )
         return -tf.math.log(-tf.math.log(uniform))
+
+    @property
+    def parameters(self) -> tuple[tf.Tensor, ...]:
+        """The logits, `[N, K]`."""
+        return (self.logits,)
 
     def sample(self, noise: tf.Tensor) -> tf.Tensor:
         """Turn a row of noise into an action, for each row: int64 `[N]`.

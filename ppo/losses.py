@@ -11,6 +11,7 @@ __all__ = [
     "approximate_kl",
     "clip_fraction",
     "explained_variance",
+    "kl_penalty_loss",
     "masked_mean",
     "normalized_advantages",
     "policy_loss",
@@ -31,29 +32,69 @@ def normalized_advantages(advantage: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
 
 
 def policy_loss(
-    log_ratio: tf.Tensor, advantage: tf.Tensor, weight: tf.Tensor, clip_range: float
+    log_ratio: tf.Tensor,
+    advantage: tf.Tensor,
+    weight: tf.Tensor,
+    clip_range: float | None,
 ) -> tf.Tensor:
-    """Return the negated clipped objective (Schulman et al. 2017, equation 7).
+    """Return the negated surrogate objective (Schulman et al. 2017, equations 6, 7).
 
     Args:
         log_ratio: log pi_new(a|o) - log pi_old(a|o).
         advantage: advantages, usually normalised.
         weight: 1 or 0 per row.
-        clip_range: epsilon; the ratio earns nothing outside [1 - eps, 1 + eps].
+        clip_range: epsilon; the ratio earns nothing outside [1 - eps, 1 + eps]. None
+            for the objective without clipping.
 
     Returns:
         A scalar to be minimised.
     """
     # Far beyond the clip range, e**20 is as good as infinity, and has a gradient.
     ratio = tf.exp(tf.minimum(log_ratio, 20.0))
+    if clip_range is None:
+        return -masked_mean(ratio * advantage, weight)
     clipped = tf.clip_by_value(ratio, 1.0 - clip_range, 1.0 + clip_range)
     objective = tf.minimum(ratio * advantage, clipped * advantage)
     return -masked_mean(objective, weight)
 
 
-def value_loss(value: tf.Tensor, target: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    """Return half the mean squared error, without clipping."""
-    return 0.5 * masked_mean(tf.square(value - target), weight)
+def kl_penalty_loss(
+    kl: tf.Tensor, penalty: float, *, cutoff: float, cutoff_coefficient: float
+) -> tf.Tensor:
+    """Return what a divergence costs: a share of it, and much more beyond a cutoff.
+
+    That is `penalty * kl + cutoff_coefficient * max(kl - cutoff, 0)**2` (Hafner et al.
+    2017): the square keeps a policy from leaping before the penalty has adapted.
+
+    Args:
+        kl: scalar, mean KL(old || new) in nats.
+        penalty: weight of the divergence.
+        cutoff: where the square begins, in nats.
+        cutoff_coefficient: weight of the square.
+    """
+    excess = tf.maximum(kl - cutoff, 0.0)
+    return penalty * kl + cutoff_coefficient * tf.square(excess)
+
+
+def value_loss(
+    value: tf.Tensor,
+    target: tf.Tensor,
+    weight: tf.Tensor,
+    *,
+    old_value: tf.Tensor | None = None,
+    clip_range: float | None = None,
+) -> tf.Tensor:
+    """Return half the mean squared error.
+
+    With `clip_range`, a row counts with the greater of two errors: that of its value,
+    and that of its value moved to within `clip_range` of `old_value`. So it earns
+    nothing to move further than that in one iteration (as in OpenAI's baselines).
+    """
+    error = tf.square(value - target)
+    if clip_range is not None:
+        change = tf.clip_by_value(value - old_value, -clip_range, clip_range)
+        error = tf.maximum(error, tf.square(old_value + change - target))
+    return 0.5 * masked_mean(error, weight)
 
 
 def approximate_kl(log_ratio: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:

@@ -15,6 +15,7 @@ from ppo import losses
 from ppo.agent import Agent
 from ppo.config import Config
 from ppo.returns import advantages_and_targets, next_values
+from ppo.schedules import Coefficients, Schedules
 from ppo.simulate import Rollout
 
 __all__ = ["METRICS", "Updater"]
@@ -27,7 +28,7 @@ METRICS = (
     "clip_fraction",
     "gradient_norm",
 )
-"""Minibatch diagnostics, averaged over the last epoch."""
+"""Minibatch diagnostics, averaged over the valid rows of the last epoch."""
 
 
 class Updater:
@@ -47,12 +48,21 @@ class Updater:
             config.learning_rate, epsilon=config.adam_epsilon
         )
         self.optimizer.build(self._variables)
+        self._schedules = Schedules(config)
         self._compiled = tf.function(self._update, jit_compile=config.jit_compile)
 
     @property
     def num_traces(self) -> int:
         """How often the update has been traced; each time is a compilation."""
         return int(self._compiled.experimental_get_tracing_count())
+
+    @property
+    def trackables(self) -> dict[str, Any]:
+        """What a checkpoint must hold, by name."""
+        return {
+            "optimizer": self.optimizer,
+            "schedules": tf.train.Checkpoint(**self._schedules.trackables),
+        }
 
     def update(
         self,
@@ -62,7 +72,7 @@ class Updater:
         progress: float = 0.0,
         seed: tuple[int, int],
     ) -> dict[str, float]:
-        """Take `epochs` passes over a rollout.
+        """Take up to `epochs` passes over a rollout.
 
         Args:
             rollout: what the agent collected with its present parameters.
@@ -72,52 +82,92 @@ class Updater:
 
         Returns:
             `METRICS`, and `ratio_deviation` (largest distance of a probability ratio
-            from 1 before the first gradient step: more than 1e-3 means a defect) and
-            `explained_variance` of the values before the update.
+            from 1 before the first gradient step: more than 1e-3 means a defect),
+            `explained_variance` of the values before the update, `epochs_run`, and
+            the `learning_rate` used. With a KL penalty the `kl_penalty` used; and `kl`,
+            the divergence KL(old || new) after the update, if anything depends on it.
         """
         config = self._config
-        remaining = 1.0 - progress
-        rate = config.learning_rate * (remaining if config.decay_learning_rate else 1)
-        clip = config.clip_range * (remaining if config.decay_clip_range else 1)
+        coefficients = self._schedules.at(progress)
         batch = tf.nest.map_structure(tf.convert_to_tensor, rollout)
         values = self._compiled(
             batch,
             tf.cast(reward_scale, tf.float32),
-            tf.constant(rate, tf.float32),
-            tf.constant(clip, tf.float32),
+            tf.nest.map_structure(
+                lambda number: tf.constant(number, tf.float32), coefficients
+            ),
             tf.constant(seed, tf.int32),
         )
-        names = (*METRICS, "ratio_deviation", "explained_variance")
-        numbers = np.asarray(values, np.float64)
-        return dict(zip(names, numbers.tolist(), strict=True))
+        names = (*METRICS, "ratio_deviation", "explained_variance", "epochs_run", "kl")
+        numbers = np.asarray(values, np.float64).tolist()
+        metrics = dict(zip(names, numbers, strict=True))
+        metrics["learning_rate"] = coefficients.learning_rate
+        if config.penalizes_kl:
+            metrics["kl_penalty"] = coefficients.kl_penalty
+        if self._measures_kl:
+            self._schedules.update(metrics["kl"])
+        else:
+            del metrics["kl"]
+        return metrics
+
+    @property
+    def _measures_kl(self) -> bool:
+        """Whether anything depends on the divergence."""
+        config = self._config
+        is_adaptive = config.learning_rate_schedule == "kl_adaptive"
+        return config.penalizes_kl or is_adaptive or config.max_kl > 0
 
     def _update(
         self,
         rollout: Rollout,
         reward_scale: tf.Tensor,
-        learning_rate: tf.Tensor,
-        clip_range: tf.Tensor,
+        coefficients: Coefficients,
         seed: tf.Tensor,
     ) -> tf.Tensor:
         config = self._config
-        self.optimizer.learning_rate.assign(learning_rate)
+        self.optimizer.learning_rate.assign(coefficients.learning_rate)
         features, final_features = self._preprocess(rollout)
         samples = self._samples(rollout, features)
         reward = self._scaled_reward(rollout, reward_scale)
         judged = self._judge(rollout, features, final_features, reward)
         first_look = self._first_look(rollout, features, samples, judged)
         metrics = tf.zeros([len(METRICS)])
-        for epoch in tf.range(config.epochs):
+        kl = tf.zeros([])
+        epoch = tf.constant(0)
+        while self._goes_on(epoch, kl):
             if config.recompute_advantages:
                 judged = self._judge(rollout, features, final_features, reward)
             epoch_seed = tf.random.experimental.stateless_fold_in(seed, epoch)
-            metrics = self._epoch(samples | judged, clip_range, epoch_seed)
-        return tf.concat([metrics, first_look], axis=0)
+            metrics = self._epoch(samples | judged, coefficients, epoch_seed)
+            if config.max_kl > 0:
+                kl = self._divergence(samples)
+            epoch += 1
+        if self._measures_kl:
+            kl = self._divergence(samples)
+        last_look = tf.stack([tf.cast(epoch, tf.float32), kl])
+        return tf.concat([metrics, first_look, last_look], axis=0)
+
+    def _goes_on(self, epoch: tf.Tensor, kl: tf.Tensor) -> tf.Tensor:
+        """Tell whether another epoch follows; `kl` is the divergence so far."""
+        is_left = epoch < self._config.epochs
+        if self._config.max_kl > 0:
+            return is_left & (kl <= self._config.max_kl)
+        return is_left
+
+    def _divergence(self, samples: dict[str, Any]) -> tf.Tensor:
+        """Return the mean KL(old || new) over valid rows, in nats."""
+        old = self._agent.distribution_of(samples["old_policy"])
+        new = self._agent.distribution(samples["features"])
+        return losses.masked_mean(old.kl(new), samples["weight"])
 
     def _epoch(
-        self, samples: dict[str, Any], clip_range: tf.Tensor, seed: tf.Tensor
+        self, samples: dict[str, Any], coefficients: Coefficients, seed: tf.Tensor
     ) -> tf.Tensor:
-        """Take one gradient step per minibatch; returns the mean of the metrics."""
+        """Take one gradient step per minibatch.
+
+        Returns:
+            The mean of `METRICS` over valid rows.
+        """
         size = self._config.minibatch_size
         count = self._config.steps_per_iteration // size
         # Not stateless_shuffle: XLA cannot compile it.
@@ -131,13 +181,21 @@ class Updater:
         total = tf.zeros([len(METRICS)])
         for index in tf.range(count):
             minibatch = tf.nest.map_structure(operator.itemgetter(index), minibatches)
-            total += self._gradient_step(minibatch, clip_range)
-        return total / count
+            num_valid = tf.reduce_sum(minibatch["weight"])
+            total += num_valid * self._gradient_step(minibatch, coefficients)
+        return total / tf.maximum(tf.reduce_sum(samples["weight"]), 1.0)
 
     def _gradient_step(
-        self, minibatch: dict[str, Any], clip_range: tf.Tensor
+        self, minibatch: dict[str, Any], coefficients: Coefficients
     ) -> tf.Tensor:
         config = self._config
+        clip_range = coefficients.clip_range
+        # A constant 0 lets the compiler leave the entropy's gradient out.
+        entropy_coefficient = (
+            coefficients.entropy
+            if config.decay_entropy_coefficient
+            else config.entropy_coefficient
+        )
         weight = minibatch["weight"]
         advantage = minibatch["advantage"]
         if config.normalize_advantages:
@@ -146,14 +204,33 @@ class Updater:
             distribution = self._agent.distribution(minibatch["features"])
             log_prob = distribution.log_prob(minibatch["action"])
             log_ratio = (log_prob - minibatch["log_prob"]) * weight
-            policy_loss = losses.policy_loss(log_ratio, advantage, weight, clip_range)
+            policy_loss = losses.policy_loss(
+                log_ratio,
+                advantage,
+                weight,
+                clip_range if config.clips_ratios else None,
+            )
+            if config.penalizes_kl:
+                old = self._agent.distribution_of(minibatch["old_policy"])
+                policy_loss += losses.kl_penalty_loss(
+                    losses.masked_mean(old.kl(distribution), weight),
+                    coefficients.kl_penalty,
+                    cutoff=config.kl_cutoff_factor * config.kl_target,
+                    cutoff_coefficient=config.kl_cutoff_coefficient,
+                )
             value = self._agent.value(minibatch["features"])
-            value_loss = losses.value_loss(value, minibatch["target"], weight)
+            value_loss = losses.value_loss(
+                value,
+                minibatch["target"],
+                weight,
+                old_value=minibatch.get("old_value"),
+                clip_range=config.value_clip_range or None,
+            )
             entropy = losses.masked_mean(distribution.entropy(), weight)
             loss = (
                 policy_loss
                 + config.value_coefficient * value_loss
-                - config.entropy_coefficient * entropy
+                - entropy_coefficient * entropy
             )
         gradients = tape.gradient(loss, [v.value for v in self._variables])
         gradients, norm = tf.clip_by_global_norm(gradients, config.max_gradient_norm)
@@ -175,14 +252,20 @@ class Updater:
         """Collect what does not change between epochs, rows `[T * B, ...]`."""
         valid = _flat(rollout.valid)
         count = self._config.steps_per_iteration
-        return {
-            "features": tf.nest.map_structure(
-                lambda rows: _zero_unless(valid, rows[:count]), features
-            ),
+        acted_on = tf.nest.map_structure(
+            lambda rows: _zero_unless(valid, rows[:count]), features
+        )
+        samples = {
+            "features": acted_on,
             "action": _zero_unless(valid, _flat(rollout.action)),
             "log_prob": _zero_unless(valid, _flat(rollout.log_prob)),
             "weight": tf.cast(valid, tf.float32),
         }
+        if self._measures_kl:
+            samples["old_policy"] = self._agent.distribution(acted_on).parameters
+        if self._config.value_clip_range > 0:
+            samples["old_value"] = self._agent.value(acted_on)
+        return samples
 
     def _scaled_reward(self, rollout: Rollout, scale: tf.Tensor) -> tf.Tensor:
         reward = tf.cast(rollout.reward, tf.float32)

@@ -160,6 +160,24 @@ def test_saving_the_same_iteration_again_replaces_it(tmp_path: Path) -> None:
     np.testing.assert_array_equal(restored.numbers(), expected)
 
 
+def test_coefficients_that_adapted_go_on_from_there(tmp_path: Path) -> None:
+    config = CONFIG.replace(
+        objective="penalty",
+        learning_rate_schedule="kl_adaptive",
+        kl_target=1e3,
+        jit_compile=False,
+    )
+    batch = saved_batch(tmp_path / "batch.npz")
+    learner = Learner(config)
+    learner.learn(batch, seed=1)
+    learner.save(tmp_path / "checkpoints", 1)
+    restored = Learner(config)
+    restored.restore(tmp_path / "checkpoints")
+    metrics = restored.updater.update(batch, seed=(2, 0))
+    assert metrics["kl_penalty"] == pytest.approx(1 / 1.5)
+    assert metrics["learning_rate"] == pytest.approx(1.5 * config.learning_rate)
+
+
 def test_an_agent_alone_is_loaded_for_evaluation(tmp_path: Path) -> None:
     learner = Learner()
     learner.agent.preprocess.update(np.ones((2, 2)), tf.constant([True, True]))

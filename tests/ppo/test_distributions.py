@@ -38,6 +38,22 @@ def test_gaussian_density_integrates_to_one_and_gives_the_entropy() -> None:
     assert distribution.entropy().numpy()[0] == pytest.approx(entropy, abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    "distribution",
+    [
+        gaussian([[0.3, 1.0], [2.0, -1.0]], [-0.7, 0.1]),
+        Categorical(tf.constant([[0.1, 2.0, -1.0], [0.0, 0.0, 3.0]])),
+    ],
+)
+def test_a_distribution_is_made_again_from_any_of_its_rows(
+    distribution: DiagonalGaussian | Categorical,
+) -> None:
+    rows = [tf.gather(parameter, [1]) for parameter in distribution.parameters]
+    again = type(distribution)(*rows)
+    np.testing.assert_array_equal(again.mode(), distribution.mode()[1:])
+    np.testing.assert_array_equal(again.entropy(), distribution.entropy()[1:])
+
+
 def test_gaussian_kl_is_the_integral_of_the_log_ratio() -> None:
     first, second = gaussian([[0.3]], [-0.7]), gaussian([[-0.4]], [0.2])
     grid = tf.constant(np.linspace(-6, 6, 20_001, dtype=np.float32)[:, None])

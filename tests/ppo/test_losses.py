@@ -20,6 +20,23 @@ def test_the_objective_is_clipped_only_where_it_would_gain() -> None:
     assert float(loss) == pytest.approx(-(1.2 - 1.5 + 0.5 - 0.8) / 4)
 
 
+def test_the_objective_without_clipping_is_that_of_the_ratio() -> None:
+    log_ratio = tf.math.log([1.5, 0.5])
+    advantage = tf.constant([1.0, -2.0])
+    loss = losses.policy_loss(log_ratio, advantage, ALL, None)
+    assert float(loss) == pytest.approx(-(1.5 - 1.0) / 2)
+
+
+@pytest.mark.parametrize(("kl", "loss"), [(0.01, 0.03), (0.05, 0.15 + 1000 * 0.0009)])
+def test_a_divergence_costs_its_share_and_its_square_beyond_the_cutoff(
+    kl: float, loss: float
+) -> None:
+    result = losses.kl_penalty_loss(
+        tf.constant(kl), 3.0, cutoff=0.02, cutoff_coefficient=1000.0
+    )
+    assert float(result) == pytest.approx(loss, rel=1e-5)
+
+
 def test_nothing_is_learned_from_a_row_beyond_the_clip_range() -> None:
     log_ratio = tf.Variable([math.log(1.5), 0.0])
     with tf.GradientTape() as tape:
@@ -39,6 +56,22 @@ def test_a_ratio_that_overflows_leaves_finite_gradients(advantage: float) -> Non
 def test_value_loss_is_half_the_mean_squared_error() -> None:
     loss = losses.value_loss(tf.constant([1.0, 5.0]), tf.constant([3.0, 4.0]), ALL)
     assert float(loss) == pytest.approx(0.5 * (4 + 1) / 2)
+
+
+def test_a_value_that_moves_beyond_its_clip_range_earns_nothing_more() -> None:
+    value = tf.Variable([1.5, 1.5, 0.5, 1.1])
+    old_value = tf.ones([4])
+    target = tf.constant([3.0, 0.0, 3.0, 3.0])
+    with tf.GradientTape() as tape:
+        loss = losses.value_loss(
+            value, target, tf.ones([4]), old_value=old_value, clip_range=0.2
+        )
+    # Clipped values 1.2, 1.2, 0.8, 1.1: the greater errors are 1.8, 1.5, 2.5, 1.9.
+    squares = 1.8**2 + 1.5**2 + 2.5**2 + 1.9**2
+    assert float(loss) == pytest.approx(0.5 * squares / 4)
+    # The first has gone far enough; the others are on their way, or went wrong.
+    expected = [0.0, 1.5 / 4, -2.5 / 4, -1.9 / 4]
+    assert tape.gradient(loss, value).numpy().tolist() == pytest.approx(expected)
 
 
 def test_advantages_get_mean_zero_and_deviation_one() -> None:
@@ -69,7 +102,11 @@ def test_explained_variance_of_a_perfect_and_of_a_constant_guess() -> None:
     [
         lambda rows, weight: losses.masked_mean(rows, weight),
         lambda rows, weight: losses.policy_loss(rows, rows, weight, 0.2),
+        lambda rows, weight: losses.policy_loss(rows, rows, weight, None),
         lambda rows, weight: losses.value_loss(rows, rows + 1.0, weight),
+        lambda rows, weight: losses.value_loss(
+            rows, rows + 1.0, weight, old_value=2.0 * rows, clip_range=0.1
+        ),
         lambda rows, weight: losses.approximate_kl(rows, weight),
         lambda rows, weight: losses.clip_fraction(rows, weight, 0.2),
         lambda rows, weight: losses.explained_variance(rows, rows**2, weight),

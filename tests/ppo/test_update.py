@@ -12,6 +12,7 @@ from ppo.agent import Agent
 from ppo.config import Config
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.normalize import ReturnScale
+from ppo.schedules import Coefficients
 from ppo.simulate import Rollout, simulate
 from ppo.update import Updater
 from tests.ppo.fakes import ACTIONS, BOX, CountingBatchEnv, as_batch_env
@@ -27,6 +28,14 @@ CONFIG = Config(
     normalize_advantages=True,
     policy_layers=(8,),
     value_layers=(8,),
+)
+EVERYTHING = CONFIG.replace(
+    objective="clip_and_penalty",
+    learning_rate_schedule="kl_adaptive",
+    max_kl=0.5,
+    value_clip_range=0.1,
+    entropy_coefficient=0.01,
+    decay_entropy_coefficient=True,
 )
 
 
@@ -61,7 +70,11 @@ class Learner:
         self.agent = make(config, action_space)
         self.updater = Updater(self.agent, config)
         self.rollout = collect(self.agent, action_space)
-        variables = [*self.agent.trainable_variables, *self.updater.optimizer.variables]
+        variables = [
+            *self.agent.trainable_variables,
+            *self.updater.optimizer.variables,
+            *self.updater._schedules.trackables.values(),
+        ]
         self._start = [(variable, variable.numpy()) for variable in variables]
 
     def rewind(self) -> None:
@@ -84,10 +97,11 @@ def learner(kind: str) -> Learner:
             CONFIG.replace(recompute_advantages=False, normalize_advantages=False),
             ACTIONS,
         ),
+        "everything": lambda: Learner(EVERYTHING, ACTIONS),
     }[kind]()
 
 
-@pytest.mark.parametrize("kind", ["gaussian", "categorical", "once"])
+@pytest.mark.parametrize("kind", ["gaussian", "categorical", "once", "everything"])
 def test_the_ratio_is_one_before_the_first_gradient_step(kind: str) -> None:
     first = learner(kind).update()
     assert first["ratio_deviation"] < 1e-5
@@ -124,7 +138,7 @@ def fill_masked(rollout: Rollout, garbage: float) -> Rollout:
 
 
 @pytest.mark.parametrize("garbage", [1e9, -1e9, np.nan, np.inf])
-@pytest.mark.parametrize("kind", ["gaussian", "once"])
+@pytest.mark.parametrize("kind", ["gaussian", "once", "everything"])
 def test_what_masked_rows_hold_changes_nothing(garbage: float, kind: str) -> None:
     subject = learner(kind)
     assert (~subject.rollout.valid).sum() == len(LOST)
@@ -216,16 +230,16 @@ def test_scaled_rewards_are_clipped() -> None:
     np.testing.assert_array_equal(outcomes[1], outcomes[2])
 
 
-def test_the_compiled_update_is_traced_once_and_has_static_shapes() -> None:
-    updater = learner("gaussian").updater
-    learner("gaussian").update()
-    learner("gaussian").update(progress=0.5, seed=(3, 6))
+@pytest.mark.parametrize("kind", ["gaussian", "everything"])
+def test_the_compiled_update_is_traced_once_and_has_static_shapes(kind: str) -> None:
+    updater = learner(kind).updater
+    learner(kind).update()
+    learner(kind).update(progress=0.5, seed=(3, 6))
     assert updater.num_traces == 1
     graph = updater._compiled.get_concrete_function(
-        tf.nest.map_structure(tf.convert_to_tensor, learner("gaussian").rollout),
+        tf.nest.map_structure(tf.convert_to_tensor, learner(kind).rollout),
         tf.constant(1.0),
-        tf.constant(1.0),
-        tf.constant(1.0),
+        Coefficients(*[tf.constant(1.0)] * 4),
         tf.constant([3, 4]),
     ).graph
     unknown = [
@@ -253,3 +267,87 @@ def test_what_is_rewarded_grows() -> None:
     rollout.reward[:] = rollout.action[..., 0]
     updater.update(rollout, seed=(0, 0))
     assert mode() > before + 0.01
+
+
+def plain(**changes: Any) -> Learner:
+    """Make a learner that need not be compiled."""
+    return Learner(CONFIG.replace(jit_compile=False, **changes), ACTIONS)
+
+
+def test_the_divergence_is_that_of_the_policies_before_and_after() -> None:
+    subject = plain(learning_rate=1e-2, max_kl=100.0)
+    rollout = subject.rollout
+    rows = rollout.observation[:-1].reshape(-1, 2)[rollout.valid.ravel()]
+    features = subject.agent.preprocess(tf.constant(rows))
+    before = subject.agent.distribution(features).parameters
+    metrics = subject.update()
+    after = subject.agent.distribution(features)
+    by_hand = tf.reduce_mean(subject.agent.distribution_of(before).kl(after))
+    assert metrics["kl"] == pytest.approx(float(by_hand), rel=1e-4)
+    assert metrics["kl"] > 1e-4
+    assert metrics["epochs_run"] == 3
+
+
+def test_epochs_end_after_the_one_whose_divergence_is_too_large() -> None:
+    stopped = plain(learning_rate=1e-2, max_kl=1e-7)
+    assert stopped.update()["epochs_run"] == 1
+    single = plain(learning_rate=1e-2, epochs=1)
+    assert single.update()["epochs_run"] == 1
+    np.testing.assert_array_equal(parameters(stopped.agent), parameters(single.agent))
+    assert "kl" not in single.update()
+
+
+def test_a_penalty_and_its_cutoff_hold_the_policy_back() -> None:
+    divergence, penalty = [], []
+    for initial, cutoff_coefficient in [(1e-3, 0.0), (1e4, 0.0), (1e-3, 1e6)]:
+        subject = plain(
+            objective="penalty",
+            learning_rate=1e-2,
+            initial_kl_penalty=initial,
+            kl_cutoff_coefficient=cutoff_coefficient,
+        )
+        divergence.append(subject.update()["kl"])
+        next_metrics = subject.updater.update(subject.rollout, seed=(3, 5))
+        penalty.append(next_metrics["kl_penalty"])
+    assert divergence[0] > 1.3 * CONFIG.kl_target
+    assert penalty[0] == pytest.approx(1.5e-3)
+    assert divergence[1] < 0.7 * CONFIG.kl_target
+    assert penalty[1] == pytest.approx(1e4 / 1.5)
+    assert divergence[2] < 0.5 * divergence[0]
+
+
+def test_the_adaptive_learning_rate_is_used_and_reported() -> None:
+    subject = plain(learning_rate_schedule="kl_adaptive", kl_target=1e3)
+    assert subject.update()["learning_rate"] == pytest.approx(3e-4)
+    again = subject.updater.update(subject.rollout, seed=(3, 5))
+    assert again["learning_rate"] == pytest.approx(1.5 * 3e-4)
+    used = float(subject.updater.optimizer.learning_rate)
+    assert used == pytest.approx(1.5 * 3e-4)
+
+
+def test_clipped_values_move_less() -> None:
+    moves = []
+    for value_clip_range in (0.0, 1e-4):
+        subject = plain(learning_rate=1e-2, value_clip_range=value_clip_range)
+        features = subject.agent.preprocess(tf.constant([[0.0, 1.0], [1.0, 2.0]]))
+        before = subject.agent.value(features)
+        subject.update()
+        moves.append(float(tf.norm(subject.agent.value(features) - before)))
+    assert moves[1] < 0.8 * moves[0]
+
+
+def test_an_entropy_bonus_that_has_decayed_is_none() -> None:
+    outcomes = []
+    for coefficient in (0.0, 1.0):
+        subject = plain(
+            entropy_coefficient=coefficient,
+            decay_entropy_coefficient=True,
+            learning_rate_schedule="constant",
+        )
+        for progress in (0.0, 1.0):
+            subject.update(progress=progress)
+            outcomes.append(parameters(subject.agent))
+    without, also_without, with_bonus, decayed = outcomes
+    np.testing.assert_array_equal(without, also_without)
+    np.testing.assert_array_equal(without, decayed)
+    assert (without != with_bonus).any()

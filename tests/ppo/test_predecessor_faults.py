@@ -1,0 +1,347 @@
+"""What batch-ppo got wrong is right here: a test per fault, numbers worked out by hand.
+
+The predecessor kept whole episodes, padded to one length, and trained on chunks of
+them. Here rollouts cross the ends of episodes, and rows can be invalid; the same
+mistakes would be possible.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ppo import losses
+from ppo.agent import Agent
+from ppo.config import Config
+from ppo.distributions import DiagonalGaussian
+from ppo.errors import ConfigError
+from ppo.normalize import ReturnScale, RunningMoments
+from ppo.returns import advantages_and_targets, next_values
+from ppo.schedules import Schedules
+from ppo.simulate import Rollout
+from ppo.update import Updater
+from tests.ppo.fakes import ACTIONS, BOX
+
+CONFIG = Config(
+    env_name="fake",
+    num_envs=1,
+    horizon=50,
+    total_steps=100_000,
+    minibatch_size=50,
+    epochs=1,
+    discount=0.995,
+    gae_lambda=1.0,
+    scale_rewards=False,
+    normalize_observations=False,
+    policy_layers=(4,),
+    value_layers=(4,),
+    jit_compile=False,  # compiling takes longer than these few updates
+)
+
+
+def make_rollout(
+    agent: Agent, num_rows: int, valid: np.ndarray | None = None, **rows: Any
+) -> Rollout:
+    """Return one env's rows: random observations, the agent's actions, reward 1."""
+    generator = np.random.default_rng(7)
+    observation = generator.normal(size=(num_rows + 1, 1, 2))
+    action, log_prob = agent.act(
+        tf.constant(observation[:-1, 0]), tf.constant([1, 2], tf.int32)
+    )
+    rollout = Rollout(
+        observation=observation,
+        action=action.numpy()[:, None],
+        log_prob=log_prob.numpy()[:, None],
+        reward=np.ones((num_rows, 1)),
+        terminated=np.zeros((num_rows, 1), np.bool_),
+        truncated=np.zeros((num_rows, 1), np.bool_),
+        valid=np.ones((num_rows, 1), np.bool_),
+        final_observation=np.zeros((num_rows, 1, 2)),
+        status=np.zeros((num_rows, 1), np.uint8),
+    )
+    return rollout._replace(**rows)
+
+
+def padded(rollout: Rollout, num_rows: int) -> Rollout:
+    """Lengthen a rollout by invalid rows that hold nonsense."""
+    missing = num_rows - len(rollout.valid)
+
+    def lengthened(rows: np.ndarray) -> np.ndarray:
+        nonsense = np.full((missing, *rows.shape[1:]), 1e9).astype(rows.dtype)
+        return np.concatenate([rows, nonsense])
+
+    longer = Rollout(*(lengthened(rows) for rows in rollout))
+    longer.valid[-missing:] = False
+    return longer
+
+
+def judge(
+    reward: list[float],
+    value: list[float],
+    final_value: list[float],
+    terminated: list[bool] | None = None,
+    truncated: list[bool] | None = None,
+    valid: list[bool] | None = None,
+    discount: float = 0.99,
+    gae_lambda: float = 1.0,
+) -> tuple[list[float], list[float]]:
+    """Return advantages and targets of one env, as the update computes them."""
+
+    def column(rows: list[Any], dtype: Any) -> tf.Tensor:
+        return tf.constant(np.array(rows)[:, None], dtype)
+
+    no_row = [False] * len(reward)
+    ends = column(terminated or no_row, tf.bool)
+    cuts = column(truncated or no_row, tf.bool)
+    values = column(value, tf.float32)
+    advantage, target = advantages_and_targets(
+        reward=column(reward, tf.float32),
+        value=values[:-1],
+        next_value=next_values(values, column(final_value, tf.float32), ends | cuts),
+        terminated=ends,
+        truncated=cuts,
+        valid=column(valid or [True] * len(reward), tf.bool),
+        discount=discount,
+        gae_lambda=gae_lambda,
+    )
+    return advantage.numpy()[:, 0].tolist(), target.numpy()[:, 0].tolist()
+
+
+def test_1_the_value_target_of_a_piece_of_an_episode_sees_past_its_end() -> None:
+    """50 steps of an episode of 200, reward 1: 126.6 and 106.2, not 44.3 and 1.0."""
+    rest = (1 - 0.995**150) / 0.005  # what follows the piece
+    _, target = judge([1.0] * 50, [0.0] * 50 + [rest], [0.0] * 50, discount=0.995)
+    assert target[0] == pytest.approx(126.6, abs=0.05)
+    assert target[49] == pytest.approx(106.2, abs=0.05)
+    assert sum(0.995**k for k in range(50)) == pytest.approx(44.3, abs=0.05)
+
+
+@pytest.mark.parametrize("minibatch_size", [50, 5])
+def test_1_value_targets_do_not_depend_on_minibatches(minibatch_size: int) -> None:
+    """Reward 1 for ever is worth 1 / (1 - 0.995) = 200: nothing is left to learn."""
+    config = CONFIG.replace(minibatch_size=minibatch_size, learning_rate=0.0)
+    agent = Agent(BOX, ACTIONS, config)
+    kernel, bias = agent.trainable_variables[-2:]
+    kernel.assign(tf.zeros_like(kernel))
+    bias.assign([200.0])
+    metrics = Updater(agent, config).update(make_rollout(agent, 50), seed=(1, 2))
+    assert metrics["value_loss"] == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("is_valid_after", [True, False])
+def test_2_nothing_is_bootstrapped_after_the_end_of_an_episode(
+    is_valid_after: bool,
+) -> None:
+    """No reward, V = 2, next row V = 3: advantage -2.0, not 0.99 * 3 - 2 = +0.97."""
+    advantage, _ = judge(
+        reward=[0.0, 0.0],
+        value=[2.0, 3.0, 3.0],
+        final_value=[3.0, 3.0],
+        terminated=[True, False],
+        valid=[True, is_valid_after],
+    )
+    assert advantage[0] == pytest.approx(-2.0)
+
+
+def test_3_advantages_are_normalised_by_valid_rows_alone() -> None:
+    """50 of 1,000 rows: mean 0 and deviation 1, not 4.1 and 1.4."""
+    valid = np.arange(1000) < 50
+    advantage = np.where(valid, 3.08 + (-1.0) ** np.arange(1000), 0.0)
+    wrong = (advantage[:50] - advantage.mean()) / advantage.std()
+    assert (wrong.mean(), wrong.std()) == pytest.approx((4.1, 1.4), abs=0.05)
+    normalized = losses.normalized_advantages(
+        tf.constant(advantage, tf.float32), tf.constant(valid, tf.float32)
+    ).numpy()[:50]
+    assert normalized.mean() == pytest.approx(0.0, abs=1e-6)
+    assert normalized.std() == pytest.approx(1.0, abs=1e-6)
+
+
+def test_4_the_divergence_is_averaged_over_valid_rows_alone() -> None:
+    """20 of 1,000 rows: .05, not .001; and so the penalty rises instead of falling."""
+    zero = tf.zeros([1000, 1])
+    old = DiagonalGaussian(zero, tf.zeros([1]))
+    # KL of two unit Gaussians is half the squared distance of their means.
+    new = DiagonalGaussian(tf.where(tf.range(1000)[:, None] < 20, 0.1**0.5, zero), 0.0)
+    weight = tf.cast(tf.range(1000) < 20, tf.float32)
+    kl = float(losses.masked_mean(old.kl(new), weight))
+    assert kl == pytest.approx(0.05, rel=1e-5)
+    assert float(tf.reduce_mean(old.kl(new))) == pytest.approx(0.001, rel=1e-5)
+    schedules = Schedules(CONFIG.replace(kl_target=0.01))
+    schedules.update(kl)
+    assert schedules.at(0.0).kl_penalty == 1.5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"objective": "clip", "normalize_advantages": True},
+        {"objective": "penalty", "entropy_coefficient": 0.1, "value_clip_range": 0.1},
+    ],
+)
+def test_3_and_4_padding_changes_neither_the_update_nor_what_it_reports(
+    changes: dict[str, Any],
+) -> None:
+    """One gradient step from 20 rows, and from the same with 980 invalid ones."""
+    outcomes = []
+    for num_rows in (20, 1000):
+        config = CONFIG.replace(
+            horizon=num_rows, minibatch_size=num_rows, max_kl=1.0, **changes
+        )
+        agent = Agent(BOX, ACTIONS, config)
+        rollout = make_rollout(agent, 20)
+        rollout.reward[:] = rollout.action[..., 0]
+        # The episode ends with the rows: what follows them is not their future.
+        rollout.terminated[-1] = True
+        if num_rows > 20:
+            rollout = padded(rollout, num_rows)
+        metrics = Updater(agent, config).update(rollout, seed=(1, 2))
+        numbers = [variable.numpy().ravel() for variable in agent.trainable_variables]
+        outcomes.append((np.concatenate(numbers), list(metrics.values())))
+    assert metrics["kl"] > 0
+    np.testing.assert_allclose(outcomes[0][0], outcomes[1][0], atol=1e-6)
+    np.testing.assert_allclose(outcomes[0][1], outcomes[1][1], rtol=1e-4, atol=1e-6)
+
+
+def test_4_diagnostics_of_minibatches_are_averaged_over_valid_rows() -> None:
+    """200 minibatches of 5 rows, 20 valid rows: most minibatches have none."""
+    entropy = []
+    for num_rows in (20, 1000):
+        config = CONFIG.replace(horizon=num_rows, minibatch_size=5, learning_rate=0.0)
+        agent = Agent(BOX, ACTIONS, config)
+        rollout = make_rollout(agent, 20)
+        if num_rows > 20:
+            rollout = padded(rollout, num_rows)
+        entropy.append(Updater(agent, config).update(rollout, seed=(1, 2))["entropy"])
+    by_hand = 0.5 * (1.0 + math.log(2.0 * math.pi)) + CONFIG.initial_log_std
+    assert entropy == pytest.approx([by_hand, by_hand], rel=1e-5)
+
+
+def test_5_a_time_limit_is_not_an_end() -> None:
+    """Reward 1, V = 200 everywhere, cut after two steps: the target stays 200."""
+    judged = functools.partial(
+        judge,
+        reward=[1.0, 1.0],
+        value=[200.0, 200.0, 0.0],
+        final_value=[0.0, 200.0],
+        discount=0.995,
+    )
+    _, truncated = judged(truncated=[False, True])
+    assert truncated == pytest.approx([200.0, 200.0])
+    _, terminated = judged(terminated=[False, True])
+    assert terminated == pytest.approx([1.995, 1.0], rel=1e-5)
+
+
+def test_6_a_penalty_that_has_long_been_too_large_can_rise_again() -> None:
+    schedules = Schedules(CONFIG.replace(kl_target=0.01))
+    for _ in range(300):  # 1.5**-300 is 0 in float32
+        schedules.update(0.0)
+    assert schedules.at(0.0).kl_penalty == 1e-3
+    for _ in range(18):
+        schedules.update(1.0)
+    assert schedules.at(0.0).kl_penalty > 1.0
+
+
+@pytest.fixture
+def eager() -> Iterator[None]:
+    tf.config.run_functions_eagerly(True)
+    yield
+    tf.config.run_functions_eagerly(False)
+
+
+@pytest.mark.usefixtures("eager")
+def test_8_every_epoch_is_a_new_shuffle_of_all_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = CONFIG.replace(minibatch_size=10, epochs=6)
+    agent = Agent(BOX, ACTIONS, config)
+    updater = Updater(agent, config)
+    take_step = updater._gradient_step
+    seen: list[list[float]] = []
+
+    def noting(minibatch: dict[str, Any], coefficients: Any) -> tf.Tensor:
+        seen.append(minibatch["log_prob"].numpy().tolist())
+        return take_step(minibatch, coefficients)
+
+    monkeypatch.setattr(updater, "_gradient_step", noting)
+    rollout = make_rollout(agent, 50)
+    updater.update(rollout, seed=(1, 2))
+    rows = rollout.log_prob[:, 0].tolist()
+    assert len(set(rows)) == 50
+    place = {row: index for index, row in enumerate(rows)}
+    minibatches = [[place[row] for row in minibatch] for minibatch in seen]
+    epochs = [minibatches[start : start + 5] for start in range(0, 30, 5)]
+    orders = [np.concatenate(epoch).tolist() for epoch in epochs]
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert len(set(map(tuple, orders))) == 6
+    # A window of half the rows could not bring the last ones to the front.
+    assert max(max(epoch[0]) for epoch in epochs) >= 45
+    assert min(min(epoch[-1]) for epoch in epochs) < 5
+
+
+def test_8_no_rows_are_left_over() -> None:
+    with pytest.raises(ConfigError, match=r"minibatch_size: expected a divisor"):
+        CONFIG.replace(minibatch_size=20)
+
+
+def test_9_statistics_that_wait_for_the_update_leave_ratio_and_divergence_alone() -> (
+    None
+):
+    config = CONFIG.replace(
+        normalize_observations=True, learning_rate=0.0, objective="penalty"
+    )
+    agent = Agent(BOX, ACTIONS, config)
+    updater = Updater(agent, config)
+    rollout = make_rollout(agent, 50)
+    for _ in range(2):
+        metrics = updater.update(rollout, seed=(1, 2))
+        assert metrics["ratio_deviation"] < 1e-5
+        assert metrics["kl"] == pytest.approx(0.0, abs=1e-7)
+        assert metrics["approximate_kl"] == pytest.approx(0.0, abs=1e-6)
+        # As the training loop does it: first the update, then the statistics.
+        agent.preprocess.update(
+            3.0 + rollout.observation[:-1, 0], tf.ones([50], tf.bool)
+        )
+        rollout = make_rollout(agent, 50)
+
+
+def test_10_a_rare_reward_keeps_its_size() -> None:
+    """1 in 1,000 steps has a deviation of .032 per step: 31.6, cut off at 10.
+
+    The discounted return falls from 1 by a factor of .99 per step. Its square has mean
+    (1 / (1 - .99**2)) / 1000 = .0503 and it has mean .1, so its deviation is .2007.
+    """
+    reward = np.zeros((1000, 1))
+    reward[0] = 1.0
+    assert 1 / reward.std() == pytest.approx(31.6, abs=0.05)
+    nowhere, everywhere = np.zeros((1000, 1), np.bool_), np.ones((1000, 1), np.bool_)
+    scale = ReturnScale(num_envs=1, discount=0.99)
+    scale.update(reward, done=nowhere, valid=everywhere)
+    assert float(scale.factor) == pytest.approx(1 / 0.2007, rel=1e-3)
+    assert float(scale.factor) < CONFIG.reward_clip
+
+
+def test_11_the_mean_of_an_action_is_not_bounded() -> None:
+    agent = Agent(BOX, ACTIONS, CONFIG)
+    bias = next(v for v in agent.trainable_variables if v.shape == (1,))
+    bias.assign([5.0])
+    action, _ = agent.mode(tf.zeros([1, 2], tf.float64), tf.constant([0, 0]))
+    assert float(action[0, 0]) == pytest.approx(5.0, abs=0.2)
+
+
+@pytest.mark.parametrize("count", [2**24, 2**31, 2**40])
+def test_12_statistics_count_on_beyond_16_million_and_2_billion_rows(
+    count: int,
+) -> None:
+    moments = RunningMoments(())
+    moments.trackables["count"].assign(float(count))
+    moments.trackables["squares"].assign(float(count))
+    for _ in range(3):
+        moments.update(tf.constant([1000.0]), tf.constant([True]))
+    assert int(moments.count) == count + 3
+    # Float32 sums would have moved by 0, or by twice this.
+    assert float(moments.mean) == pytest.approx(3000.0 / (count + 3), rel=1e-9)
+    assert float(moments.variance) == pytest.approx(1 + 3e6 / count, rel=1e-6)

@@ -1,0 +1,94 @@
+"""Coefficients: decays over the run, and those that follow the divergence."""
+
+import numpy as np
+import pytest
+
+from ppo.config import Config
+from ppo.schedules import AdaptiveCoefficient, Schedules
+
+CONFIG = Config(
+    env_name="fake",
+    learning_rate=1e-3,
+    learning_rate_schedule="kl_adaptive",
+    objective="penalty",
+    kl_target=0.01,
+)
+
+
+def after(kl: float, config: Config = CONFIG, times: int = 1) -> tuple[float, float]:
+    """Return penalty and learning rate after iterations with this divergence."""
+    schedules = Schedules(config)
+    for _ in range(times):
+        schedules.update(kl)
+    coefficients = schedules.at(0.5)
+    return coefficients.kl_penalty, coefficients.learning_rate
+
+
+@pytest.mark.parametrize(
+    ("kl", "penalty", "rate"),
+    [
+        (0.0049, 1 / 1.5, 1.5e-3),
+        (0.0069, 1 / 1.5, 1e-3),
+        (0.0071, 1.0, 1e-3),
+        (0.0129, 1.0, 1e-3),
+        (0.0131, 1.5, 1e-3),
+        (0.0199, 1.5, 1e-3),
+        (0.0201, 1.5, 1e-3 / 1.5),
+    ],
+)
+def test_a_divergence_outside_its_band_changes_a_coefficient_by_a_factor(
+    kl: float, penalty: float, rate: float
+) -> None:
+    assert after(kl) == pytest.approx((penalty, rate))
+
+
+def test_adaptive_coefficients_stay_within_their_bounds_and_come_back() -> None:
+    assert after(0.0, times=1000) == (1e-3, 1e-2)
+    assert after(1.0, times=1000) == (1e6, 1e-6)
+    schedules = Schedules(CONFIG)
+    for _ in range(1000):
+        schedules.update(0.0)
+    schedules.update(1.0)
+    assert schedules.at(0.0).kl_penalty == pytest.approx(1.5e-3)
+    assert schedules.at(0.0).learning_rate == pytest.approx(1e-2 / 1.5)
+
+
+def test_an_initial_value_is_moved_into_the_bounds() -> None:
+    assert Schedules(CONFIG.replace(learning_rate=0.5)).at(0.0).learning_rate == 1e-2
+    assert Schedules(CONFIG.replace(learning_rate=0.0)).at(0.0).learning_rate == 1e-6
+
+
+def test_a_divergence_that_is_no_number_changes_nothing() -> None:
+    assert after(np.nan) == (1.0, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [("constant", (1e-3, 1e-3, 1e-3)), ("linear", (1e-3, 0.5e-3, 0.0))],
+)
+def test_learning_rates_that_depend_on_the_progress_alone(
+    schedule: str, expected: tuple[float, ...]
+) -> None:
+    schedules = Schedules(CONFIG.replace(learning_rate_schedule=schedule))
+    schedules.update(1.0)
+    rates = [schedules.at(progress).learning_rate for progress in (0.0, 0.5, 1.0)]
+    assert rates == pytest.approx(expected)
+
+
+def test_clip_range_and_entropy_decay_if_asked_to() -> None:
+    config = CONFIG.replace(clip_range=0.2, entropy_coefficient=0.1)
+    steady = Schedules(config).at(0.75)
+    assert (steady.clip_range, steady.entropy) == (0.2, 0.1)
+    decaying = config.replace(decay_clip_range=True, decay_entropy_coefficient=True)
+    coefficients = Schedules(decaying).at(0.75)
+    assert coefficients.clip_range == pytest.approx(0.05)
+    assert coefficients.entropy == pytest.approx(0.025)
+
+
+def test_a_coefficient_is_a_variable_that_checkpoints_hold() -> None:
+    made = [
+        AdaptiveCoefficient(initial, low_kl=1.0, high_kl=2.0, step=2.0, bounds=(1, 9))
+        for initial in (3.0, 4.0)
+    ]
+    made[0].variable.assign(made[1].variable)
+    assert made[0].value == 4.0
