@@ -16,6 +16,7 @@ import numpy as np
 from envserve.errors import EnvserveError
 from envserve.slab import Rows, Status
 from envserve.spec import EnvSpec
+from envserve.wrappers import WrapperSpec
 
 __all__ = [
     "Autoreset",
@@ -97,6 +98,8 @@ class PoolConfig:
     #: How often every env has been built before, for who builds them anew elsewhere.
     first_incarnation: int = 0
     env_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    #: What each env is wrapped in, the innermost first.
+    wrappers: tuple[WrapperSpec, ...] = ()
     #: Modules that register envs when they are imported.
     import_modules: tuple[str, ...] = ()
     autoreset: Autoreset = "same_step"

@@ -40,6 +40,7 @@ class Kind(enum.IntEnum):
     DONE = 9  # the block's rows are written
     FAILED = 10  # traceback; the worker exits
     UNKNOWN_ENV = 11  # message; the worker exits
+    BAD_WRAPPER = 15  # message; the worker exits
 
 
 _KINDS: Final = {int(kind): kind for kind in Kind}

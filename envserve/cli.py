@@ -55,7 +55,9 @@ def start(
     ] = None,
     import_module: Annotated[
         list[str] | None,
-        typer.Option("--import", help="Module that registers envs; repeatable."),
+        typer.Option(
+            "--import", help="Module that registers envs or wrappers; repeatable."
+        ),
     ] = None,
     expose: Annotated[
         list[str] | None,
@@ -199,7 +201,9 @@ def envs(
     ] = None,
     import_module: Annotated[
         list[str] | None,
-        typer.Option("--import", help="Module that registers envs; repeatable."),
+        typer.Option(
+            "--import", help="Module that registers envs or wrappers; repeatable."
+        ),
     ] = None,
     timeout: Annotated[
         float, typer.Option(min=0.001, help="Seconds to wait for it.")
@@ -226,7 +230,9 @@ def replay(
     file: Annotated[Path, typer.Argument(help="Repro file; the log names it.")],
     import_module: Annotated[
         list[str] | None,
-        typer.Option("--import", help="Module that registers envs; repeatable."),
+        typer.Option(
+            "--import", help="Module that registers envs or wrappers; repeatable."
+        ),
     ] = None,
     timeout: Annotated[
         float | None,

@@ -7,7 +7,7 @@ spaces do not allow as `SpaceViolation`. What to do then is the worker's to say.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from envserve.registry import make_env
 from envserve.seeding import env_seed
 from envserve.slab import BEAT, Rows, next_beat
 from envserve.spec import EnvSpec, Leaf, flatten
+from envserve.wrappers import WrapperSpec
 
 __all__ = ["EnvRow", "SpaceViolation"]
 
@@ -48,6 +49,7 @@ class EnvRow:
         name: str,
         kwargs: Mapping[str, Any],
         root_seed: int,
+        wrappers: Sequence[WrapperSpec] = (),
     ) -> None:
         """Only stores; `build` makes the env."""
         self.row = row
@@ -55,6 +57,7 @@ class EnvRow:
         self.incarnation = incarnation
         self._name = name
         self._kwargs = dict(kwargs)
+        self._wrappers = tuple(wrappers)
         self._root_seed = root_seed
         self._fresh_seed: int | None = None
         self._last_seed: int | None = None
@@ -74,7 +77,7 @@ class EnvRow:
 
     def build(self) -> EnvSpec:
         """Makes the env; its first reset will use the incarnation's seed."""
-        self._env = make_env(self._name, self._kwargs)
+        self._env = make_env(self._name, self._kwargs, self._wrappers)
         self._step_env = self._env.step
         self.inner_env = self._env.unwrapped
         self._is_built = True

@@ -28,6 +28,7 @@ __all__ = [
     "SpaceError",
     "UnknownEnv",
     "WorkerError",
+    "WrapperError",
 ]
 
 
@@ -49,6 +50,10 @@ class ActionError(EnvserveError, ValueError):
 
 class UnknownEnv(EnvserveError, LookupError):
     """No env of that name is registered, or the server does not offer it."""
+
+
+class WrapperError(EnvserveError, ValueError):
+    """No wrapper of that name is known, or an argument of it is wrong."""
 
 
 class EnvError(EnvserveError, RuntimeError):

@@ -188,6 +188,7 @@ class FaultLog:
         repro = Repro(
             env_name=config.env_name,
             env_kwargs=dict(config.env_kwargs),
+            wrappers=config.wrappers,
             import_modules=config.import_modules,
             autoreset=config.autoreset,
             root_seed=int(config.seed),

@@ -46,6 +46,7 @@ from envserve.reports import read_report
 from envserve.slab import Rows, Slab, Status
 from envserve.spec import EnvSpec
 from envserve.supervisor import SupervisedWorker, WorkerState
+from envserve.wrappers import plain_wrappers
 
 __all__ = ["Pool"]
 
@@ -114,12 +115,13 @@ class Pool:
           clock: Monotonic seconds.
 
         Raises:
-          EnvStartError: The `env_kwargs` are not plain values.
+          EnvStartError: The `env_kwargs` or `wrappers` are not plain values.
         """
         try:
             codec.encode(dict(config.env_kwargs))
+            codec.encode(plain_wrappers(config.wrappers))
         except codec.CodecError as error:
-            raise EnvStartError(f"env_kwargs: {error}") from None
+            raise EnvStartError(f"env_kwargs or wrappers: {error}") from None
         self.config = config
         self._clock = clock
         self.blocks = make_blocks(

@@ -15,6 +15,8 @@ from typing import Any
 import gymnasium
 
 from envserve.errors import EnvStartError, UnknownEnv
+from envserve.wrappers import WrapperSpec
+from envserve.wrappers.apply import wrap
 
 __all__ = ["Registry", "import_env_modules", "make_env", "preload"]
 
@@ -64,16 +66,23 @@ def import_env_modules(modules: Iterable[str]) -> None:
             ) from error
 
 
-def make_env(name: str, kwargs: Mapping[str, Any]) -> Env:
-    """Builds a registered env; raises UnknownEnv for any other name.
+def make_env(
+    name: str, kwargs: Mapping[str, Any], wrappers: Sequence[WrapperSpec] = ()
+) -> Env:
+    """Builds a registered env, in wrappers.
 
-    Without the wrappers that check its use: here an env is always reset before it is
-    stepped, and what it returns is checked as it is written.
+    Without Gymnasium's wrappers that check its use: here an env is always reset before
+    it is stepped, and what it returns is checked as it is written.
+
+    Raises:
+      UnknownEnv: No env of that name is registered.
+      WrapperError: A wrapper is not known, or an argument of it is wrong.
+      EnvStartError: A wrapper does not take this env.
     """
     _check(name, tuple(gymnasium.registry), "is registered")
     spec = copy.copy(gymnasium.registry[name])
     spec.order_enforce = False
-    return gymnasium.make(spec, disable_env_checker=True, **kwargs)
+    return wrap(gymnasium.make(spec, disable_env_checker=True, **kwargs), wrappers)
 
 
 def preload(name: str) -> None:

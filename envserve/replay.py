@@ -63,6 +63,8 @@ def describe_repro(repro: Repro) -> str:
     else:
         start = "a reset whose random numbers are not known"
     env = f"env {repro.env_index} of {one_line(repro.env_name)}"
+    if repro.wrappers:
+        env += f" in {one_line(', '.join(map(str, repro.wrappers)))}"
     lines = [
         f"{env}, incarnation {played.incarnation}",
         f"{start}, then {_actions(len(played.actions[0]))}",
@@ -113,7 +115,7 @@ def _follow(repro: Repro, process: WorkerHandle, timeout_seconds: float) -> Endi
         elif frame.kind is Kind.READY:
             text = f"did not crash in {_actions(len(repro.played.actions[0]))}"
             return Ending(False, text, number)
-        elif frame.kind is Kind.UNKNOWN_ENV or (
+        elif frame.kind in (Kind.UNKNOWN_ENV, Kind.BAD_WRAPPER) or (
             frame.kind is Kind.FAILED and not frame.block
         ):
             text = frame.payload.decode(errors="replace").strip()

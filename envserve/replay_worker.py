@@ -91,6 +91,7 @@ def _env_of(repro: Repro) -> EnvRow:
         name=repro.env_name,
         kwargs=repro.env_kwargs,
         root_seed=repro.root_seed,
+        wrappers=repro.wrappers,
     )
 
 

@@ -17,11 +17,14 @@ from envserve.blocks import Autoreset
 from envserve.errors import ReproError
 from envserve.journal import Played
 from envserve.slab import Status
+from envserve.wrappers import WrapperSpec, plain_wrappers, wrappers_from_plain
 
 __all__ = ["MAX_REPRO_BYTES", "End", "Repro", "decode_repro", "encode_repro"]
 
 MAX_REPRO_BYTES: Final = 64 << 20
-_FORMAT: Final = 1
+#: From 2 on, a file may name wrappers, which older readers would pass over.
+_FORMAT: Final = 2
+_UNWRAPPED_FORMAT: Final = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,7 @@ class Repro:
     Attributes:
       env_name: Registered name.
       env_kwargs: Plain arguments of its constructor.
+      wrappers: What it was wrapped in.
       import_modules: Modules that had been imported where it was built; for the
         reader to know of, never to import.
       autoreset: See `blocks.Autoreset`.
@@ -70,13 +74,15 @@ class Repro:
     timeout_seconds: float
     played: Played
     end: End
+    wrappers: tuple[WrapperSpec, ...] = ()
 
 
 def encode_repro(repro: Repro) -> bytes:
     """Returns the content of a file."""
     value = {
-        "format": _FORMAT,
+        "format": _FORMAT if repro.wrappers else _UNWRAPPED_FORMAT,
         **_plain(repro),
+        "wrappers": plain_wrappers(repro.wrappers),
         "played": _plain(repro.played),
         "end": {**_plain(repro.end), "status": int(repro.end.status)},
     }
@@ -91,10 +97,10 @@ def decode_repro(data: bytes) -> Repro:
     """
     try:
         value = codec.decode(data, max_bytes=MAX_REPRO_BYTES)
-        if value["format"] != _FORMAT:
+        if value["format"] not in (_FORMAT, _UNWRAPPED_FORMAT):
             raise ReproError(
-                f"expected a repro file of format {_FORMAT}; got {value['format']!r}; "
-                f"replay it with the version that wrote it"
+                f"expected a repro file of format {_UNWRAPPED_FORMAT} or {_FORMAT}; "
+                f"got {value['format']!r}; replay it with the version that wrote it"
             )
         played, end = value["played"], value["end"]
         autoreset = _checked(value, "autoreset", str)
@@ -103,6 +109,7 @@ def decode_repro(data: bytes) -> Repro:
         return Repro(
             env_name=_checked(value, "env_name", str),
             env_kwargs={str(k): v for k, v in value["env_kwargs"].items()},
+            wrappers=wrappers_from_plain(value.get("wrappers", [])),
             import_modules=tuple(str(name) for name in value["import_modules"]),
             autoreset=autoreset,
             root_seed=_count(value, "root_seed"),

@@ -22,6 +22,7 @@ from envserve.errors import (
     SpaceError,
     UnknownEnv,
     WorkerError,
+    WrapperError,
 )
 from envserve.launcher import Exit, Launcher
 from envserve.slab import Slab, Status
@@ -269,6 +270,8 @@ class SupervisedWorker:
             self._traceback = frame.payload.decode(errors="replace")
         elif frame.kind is Kind.UNKNOWN_ENV:
             self.error = UnknownEnv(frame.payload.decode(errors="replace"))
+        elif frame.kind is Kind.BAD_WRAPPER:
+            self.error = WrapperError(frame.payload.decode(errors="replace"))
         elif frame.kind is not Kind.BUILT:
             self.fail(f"sent {frame.kind.name} when it should not")
 

@@ -25,7 +25,7 @@ from envserve import codec, replay_worker
 from envserve.channel import MAX_CALL_BYTES, Frame, FrameReader, Kind, pack_frame
 from envserve.cores import num_cores
 from envserve.env_row import EnvRow, SpaceViolation
-from envserve.errors import EnvStartError, UnknownEnv, WorkerError
+from envserve.errors import EnvStartError, UnknownEnv, WorkerError, WrapperError
 from envserve.reports import (
     describe_error,
     encode_report,
@@ -36,6 +36,7 @@ from envserve.reset_threads import ResetThreads
 from envserve.slab import Rows, Slab, Status, next_beat
 from envserve.spare_row import SpareRow
 from envserve.spec import EnvSpec, action_values, describe
+from envserve.wrappers import wrappers_from_plain
 
 __all__ = ["run"]
 
@@ -77,10 +78,12 @@ def run(channel: socket.socket, import_error: str = "") -> None:
                 else:
                     worker.handle(frame)
             worker.close()
-        except UnknownEnv as error:
+        except (UnknownEnv, WrapperError) as error:
+            is_env = isinstance(error, UnknownEnv)
+            kind = Kind.UNKNOWN_ENV if is_env else Kind.BAD_WRAPPER
             with contextlib.suppress(OSError):
                 channel.sendall(
-                    pack_frame(Kind.UNKNOWN_ENV, payload=str(error).encode())
+                    pack_frame(kind, payload=printable(str(error)).encode())
                 )
         except Exception:
             text = printable(traceback.format_exc())
@@ -175,6 +178,7 @@ class _Worker:
             name=build["env_name"],
             kwargs=build["env_kwargs"],
             root_seed=build["seed"],
+            wrappers=wrappers_from_plain(build["wrappers"]),
         )
         return make() if self._threads is None else SpareRow(make, self._threads)
 

@@ -18,6 +18,7 @@ from envserve.blocks import Block, PoolConfig
 from envserve.channel import Frame, FrameReader, Kind, pack_frame
 from envserve.launcher import Exit, Launcher
 from envserve.slab import Slab
+from envserve.wrappers import plain_wrappers
 
 __all__ = ["WorkerHandle"]
 
@@ -66,6 +67,7 @@ class WorkerHandle:
         message: dict[str, Any] = {
             "env_name": config.env_name,
             "env_kwargs": dict(config.env_kwargs),
+            "wrappers": plain_wrappers(config.wrappers),
             "num_envs": config.num_envs,
             "num_workers": num_workers,
             "worker": worker,

@@ -12,7 +12,13 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from envserve.errors import EnvserveError, EnvStartError, SpaceError, UnknownEnv
+from envserve.errors import (
+    EnvserveError,
+    EnvStartError,
+    SpaceError,
+    UnknownEnv,
+    WrapperError,
+)
 from ppo.errors import BadInputError, PpoError
 
 __all__ = [
@@ -27,7 +33,7 @@ __all__ = [
     "which_checkpoint",
 ]
 
-_BAD_INPUT = (BadInputError, UnknownEnv, SpaceError, EnvStartError)
+_BAD_INPUT = (BadInputError, UnknownEnv, SpaceError, EnvStartError, WrapperError)
 
 Connect = Annotated[
     list[str] | None,
@@ -42,7 +48,7 @@ Import = Annotated[
     typer.Option(
         "--import",
         metavar="MODULE",
-        help="Module that registers envs, for local workers; repeatable.",
+        help="Module that registers envs or wrappers, for local workers; repeatable.",
     ),
 ]
 WhichCheckpoint = Annotated[

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from envserve.errors import WrapperError
+from envserve.wrappers import parse_wrappers
 from ppo.errors import ConfigError
 
 __all__ = ["ACTIVATIONS", "LEARNING_RATE_SCHEDULES", "OBJECTIVES", "Config"]
@@ -27,6 +29,10 @@ class Config:
 
     env_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments for the env's constructor."""
+
+    wrappers: tuple[Mapping[str, Any], ...] = ()
+    """What each env is wrapped in, the innermost first. Tables with a name and
+    arguments, such as `{name = "ActionRepeat", amount = 4}`; see docs/wrappers.md."""
 
     spare_envs: bool = False
     """Whether each row has a second env that is reset while the first is stepped: for
@@ -222,6 +228,10 @@ class Config:
                 )
         if not self.env_name:
             raise ConfigError("env_name: expected the name of an env, got ''.")
+        try:
+            parse_wrappers(self.wrappers)
+        except WrapperError as error:
+            raise ConfigError(f"{error}.") from None
         if self.on_server_lost not in ("raise", "pad"):
             raise ConfigError(
                 f"on_server_lost: expected raise or pad, got {self.on_server_lost!r}."

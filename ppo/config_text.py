@@ -27,6 +27,7 @@ __all__ = [
 ]
 
 _TYPES = get_type_hints(Config)
+_TABLES = tuple[Mapping[str, Any], ...]
 
 
 def read_config(path: Path) -> Config:
@@ -93,7 +94,7 @@ def apply_settings(config: Config, settings: Iterable[str]) -> Config:
     """Change a config by settings such as `learning_rate=1e-4`.
 
     Numbers may be written as in Python (`300_000`, `1e6`), layers as `64,64`, truth as
-    `true` and `false`, and mappings as JSON.
+    `true` and `false`, mappings as JSON, and wrappers as JSON or TOML.
 
     Raises:
         ConfigError: a setting is malformed, unknown, or out of range.
@@ -147,9 +148,19 @@ def _parsed(key: str, text: str) -> Any:
         if wanted == tuple[int, ...]:
             sizes = text.strip("[]()").replace(",", " ").split()
             return tuple(_integer(size) for size in sizes)
+        if wanted == _TABLES:
+            return _checked(key, _json_or_toml(text), "--set: ")
         return _checked(key, json.loads(text), "--set: ")
     except ValueError:
         raise _type_error(key, text, "--set: ") from None
+
+
+def _json_or_toml(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        (value,) = tomllib.loads(f"value = {text}").values()
+        return value
 
 
 def _integer(text: str) -> int:
@@ -175,6 +186,9 @@ def _checked(key: str, value: Any, where: str) -> Any:
     if wanted == tuple[int, ...] and isinstance(value, list):
         if all(isinstance(size, int) and size is not True for size in value):
             return tuple(value)
+    elif wanted == _TABLES and isinstance(value, list):
+        if all(isinstance(table, Mapping) for table in value):
+            return tuple(dict(table) for table in value)
     elif wanted == Mapping[str, Any] and isinstance(value, Mapping):
         return dict(value)
     raise _type_error(key, value, where)
@@ -187,6 +201,7 @@ def _type_error(key: str, value: Any, where: str) -> ConfigError:
         bool: "true or false",
         str: "text",
         tuple[int, ...]: "whole numbers such as 64,64",
+        _TABLES: 'tables such as [{name = "ActionRepeat", amount = 4}]',
     }
     wanted = names.get(_TYPES[key], 'a mapping such as {"name": 1}')
     return ConfigError(f"{where}{key}: expected {wanted}, got {value!r}.")

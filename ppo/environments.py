@@ -29,11 +29,12 @@ def env_maker(
     """Return a function that starts or reaches the envs of a config.
 
     Args:
-        config: names the env, its keyword arguments and time limits.
+        config: names the env, its keyword arguments, wrappers and time limits.
         addresses: env servers to connect to; with none, envs run in worker processes
             of this host.
         num_workers: local worker processes; by default one per core.
-        import_modules: modules that register envs of one's own, for local workers.
+        import_modules: modules that register envs or wrappers of one's own, for local
+            workers.
         autoreset: when an ended episode's env is reset; rollouts need "same_step".
 
     Raises:
@@ -54,6 +55,7 @@ def env_maker(
                 seed=seed,
                 num_splits=config.num_splits,
                 env_kwargs=dict(config.env_kwargs),
+                wrappers=config.wrappers,
                 autoreset=autoreset,
                 spare_envs=config.spare_envs,
                 on_fault="raise" if config.on_fault == "raise" else "truncate",
@@ -67,6 +69,7 @@ def env_maker(
             seed=seed,
             num_splits=config.num_splits,
             env_kwargs=dict(config.env_kwargs),
+            wrappers=config.wrappers,
             autoreset=autoreset,
             spare_envs=config.spare_envs,
             import_modules=tuple(import_modules),

@@ -157,6 +157,11 @@ def test_the_command_loads_what_a_sub_command_needs_only_for_it() -> None:
     assert loaded_by("import envserve.cli") & {"numpy", "gymnasium", "zmq"} == set()
 
 
+def test_checking_wrappers_loads_no_gymnasium() -> None:
+    loaded = loaded_by("import envserve.wrappers, ppo.config_text")
+    assert loaded & {"numpy", "gymnasium", "msgpack", "zmq"} == set()
+
+
 @pytest.mark.parametrize("package", ["envserve", "ppo"])
 def test_package_is_marked_as_typed(package: str) -> None:
     assert (ROOT / package / "py.typed").is_file()

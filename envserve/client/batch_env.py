@@ -43,6 +43,7 @@ from envserve.errors import (
 from envserve.seeding import draw_root_seed
 from envserve.slab import Status
 from envserve.spec import EnvSpec, unflatten
+from envserve.wrappers import check_wrappers, parse_wrappers
 
 __all__ = ["BatchEnv", "BatchStats", "StepResult"]
 
@@ -122,6 +123,7 @@ class BatchEnv:
         seed: int | None = None,
         num_splits: int = 1,
         env_kwargs: Mapping[str, Any] | None = None,
+        wrappers: Sequence[Mapping[str, Any]] = (),
         import_modules: Sequence[str] = (),
         autoreset: Autoreset = "same_step",
         infos: Infos = "episode_end",
@@ -144,7 +146,11 @@ class BatchEnv:
             default drawn anew.
           num_splits: Groups of blocks that can be stepped apart.
           env_kwargs: Arguments of `gymnasium.make`, plain values.
-          import_modules: Modules that register own envs when they are imported.
+          wrappers: What to wrap each env in, the innermost first: mappings with a name
+            and arguments, like `{"name": "ActionRepeat", "amount": 4}`; see
+            docs/wrappers.md.
+          import_modules: Modules that register own envs, or wrappers, when they are
+            imported.
           autoreset: When an ended episode's env is reset, as in Gymnasium.
           infos: Which info dicts to report.
           spare_envs: Gives each row a second env, which a thread resets while the first
@@ -164,7 +170,11 @@ class BatchEnv:
 
         Raises:
           EnvStartError: The envs cannot be built; has the worker's traceback.
+          WrapperError: A wrapper is not known, or an argument of it is wrong.
         """
+        specs = parse_wrappers(wrappers)
+        if not import_modules:  # nobody else knows more of them
+            check_wrappers(specs)
         config = PoolConfig(
             env_name=env_name,
             num_envs=num_envs,
@@ -172,6 +182,7 @@ class BatchEnv:
             num_splits=num_splits,
             seed=draw_root_seed() if seed is None else seed,
             env_kwargs=dict(env_kwargs or {}),
+            wrappers=specs,
             import_modules=tuple(import_modules),
             autoreset=autoreset,
             infos=infos,
@@ -195,6 +206,7 @@ class BatchEnv:
         seed: int | None = None,
         num_splits: int = 1,
         env_kwargs: Mapping[str, Any] | None = None,
+        wrappers: Sequence[Mapping[str, Any]] = (),
         autoreset: Autoreset = "same_step",
         infos: Infos = "episode_end",
         spare_envs: bool = False,
@@ -213,6 +225,7 @@ class BatchEnv:
           seed: As for `local`; the same seed gives the same rows.
           num_splits: As for `local`.
           env_kwargs: As for `local`; servers take only names that they allow.
+          wrappers: As for `local`; own ones must be known to the servers.
           autoreset: As for `local`.
           infos: As for `local`.
           spare_envs: As for `local`; they count as envs of the server.
@@ -231,7 +244,9 @@ class BatchEnv:
           ConnectError: No server answers at an address.
           EnvsBusy: A server has not enough free envs.
           UnknownEnv: A server does not offer the env.
+          WrapperError: A server does not know a wrapper, or an argument is wrong.
         """
+        specs = parse_wrappers(wrappers)
         if isinstance(addresses, str):
             raise TypeError(f"expected a list of addresses; got {addresses!r}")
         if not addresses or num_envs < len(addresses):
@@ -257,6 +272,7 @@ class BatchEnv:
                     seed=root_seed,
                     first_env_index=start,
                     env_kwargs=dict(env_kwargs or {}),
+                    wrappers=specs,
                     autoreset=autoreset,
                     infos=infos,
                     spare_envs=spare_envs,

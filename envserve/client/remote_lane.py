@@ -68,7 +68,7 @@ class RemoteLane:
 
         Raises:
           ConnectError: The address has no known form.
-          EnvStartError: The env_kwargs cannot be sent.
+          EnvStartError: The env_kwargs or wrappers cannot be sent.
         """
         self._num_envs = config.num_envs
         self._env_name = config.env_name
@@ -394,6 +394,7 @@ def _attach_of(config: PoolConfig, address: str) -> Attach:
         first_env_index=config.first_env_index,
         first_incarnation=config.first_incarnation,
         env_kwargs=config.env_kwargs,
+        wrappers=config.wrappers,
         autoreset=config.autoreset,
         infos=config.infos,
         spare_envs=config.spare_envs,
@@ -401,5 +402,5 @@ def _attach_of(config: PoolConfig, address: str) -> Attach:
     try:
         attach.encode()
     except codec.CodecError as error:
-        raise EnvStartError(f"{address}: env_kwargs: {error}") from None
+        raise EnvStartError(f"{address}: env_kwargs or wrappers: {error}") from None
     return attach

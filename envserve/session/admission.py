@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
 from envserve.blocks import PoolConfig
-from envserve.errors import UnknownEnv
+from envserve.errors import UnknownEnv, WrapperError
 from envserve.session.lease import Lease
 from envserve.session.policy import Policy, Refusal
 from envserve.wire import Attach, ErrorBody, ErrorCode
+from envserve.wrappers import check_wrappers
 
 __all__ = [
     "Claim",
@@ -109,6 +110,10 @@ def check_claim(
         offer.check(attach.env_name)
     except UnknownEnv as error:
         raise Refusal(ErrorCode.UNKNOWN_ENV, str(error)) from None
+    try:
+        check_wrappers(attach.wrappers)
+    except WrapperError as error:
+        raise Refusal(ErrorCode.BAD_WRAPPER, str(error)) from None
     policy.check_kwargs(attach.env_kwargs)
     free = policy.total_envs - sum(claim.attach.num_hosted for claim in others)
     if attach.num_hosted <= free:
@@ -141,6 +146,7 @@ def pool_config(attach: Attach, policy: Policy) -> PoolConfig:
         first_env_index=attach.first_env_index,
         first_incarnation=attach.first_incarnation,
         env_kwargs=attach.env_kwargs,
+        wrappers=attach.wrappers,
         import_modules=policy.import_modules,
         autoreset=attach.autoreset,
         infos=attach.infos,

@@ -131,6 +131,11 @@ class Attachment:
                 "expected envs with spares; got envs without from a server that does "
                 "not know them; update the server, or leave out spare_envs"
             )
+        if self._attach.wrappers and not granted.is_wrapped:
+            raise RemoteProtocolError(
+                "expected envs in wrappers; got bare ones from a server that does not "
+                "know of them; update the server, or leave out wrappers"
+            )
 
     # How it ends.
 

@@ -168,6 +168,7 @@ class ServerSession:
             spec=spec,
             blocks=tuple(blocks),
             spare_envs=claim.attach.spare_envs,
+            is_wrapped=bool(claim.attach.wrappers),
         )
         try:
             claim.granted = granted.encode()

@@ -21,6 +21,7 @@ from envserve.errors import (
     ServerDraining,
     ServerError,
     UnknownEnv,
+    WrapperError,
 )
 from envserve.wire import ErrorBody, ErrorCode, Executed
 
@@ -32,6 +33,7 @@ _CODES: Final = (
     (EnvError, ErrorCode.ENV_FAILED),
     (ActionError, ErrorCode.INVALID_ACTION),
     (UnknownEnv, ErrorCode.UNKNOWN_ENV),
+    (WrapperError, ErrorCode.BAD_WRAPPER),
     (RemoteProtocolError, ErrorCode.BAD_MESSAGE),
 )
 
@@ -50,6 +52,7 @@ _OTHER_ERRORS: Final[dict[ErrorCode, type[EnvserveError]]] = {
     ErrorCode.GAP: LocalProtocolError,
     ErrorCode.INVALID_ACTION: ActionError,
     ErrorCode.INTERNAL: ServerError,
+    ErrorCode.BAD_WRAPPER: WrapperError,
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, get_args
 
 from envserve import codec
 from envserve.blocks import Autoreset, Infos
-from envserve.errors import RemoteProtocolError
+from envserve.errors import RemoteProtocolError, WrapperError
 from envserve.wire.constants import (
     MAX_ATTACH_BYTES,
     MAX_ENTRIES,
@@ -22,6 +22,7 @@ from envserve.wire.constants import (
     VERSION,
 )
 from envserve.wire.fields import Fields
+from envserve.wrappers import WrapperSpec, plain_wrappers, wrappers_from_plain
 
 __all__ = [
     "Attach",
@@ -144,6 +145,7 @@ class Attach:
     first_env_index: int = 0
     first_incarnation: int = 0
     env_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    wrappers: tuple[WrapperSpec, ...] = ()
     autoreset: Autoreset = "same_step"
     infos: Infos = "episode_end"
     spare_envs: bool = False
@@ -154,16 +156,17 @@ class Attach:
         return 2 * self.num_envs if self.spare_envs else self.num_envs
 
     def encode(self) -> bytes:
-        """Returns the body; raises CodecError if env_kwargs cannot be sent."""
+        """Returns the body; raises CodecError if an argument cannot be sent."""
         fields = {**vars(self), "env_kwargs": dict(self.env_kwargs)}
-        for name in ("spare_envs", "first_incarnation"):
+        fields["wrappers"] = plain_wrappers(self.wrappers)
+        for name in ("wrappers", "spare_envs", "first_incarnation"):
             if not fields[name]:  # as from a client that has not heard of it
                 del fields[name]
         body = codec.encode(fields)
         if len(body) > MAX_ATTACH_BYTES:
             raise codec.CodecError(
-                f"expected env_kwargs that encode to less than {MAX_ATTACH_BYTES} "
-                f"bytes; got {len(body)} with all else"
+                f"expected env_kwargs and wrappers that encode to less than "
+                f"{MAX_ATTACH_BYTES} bytes; got {len(body)} with all else"
             )
         return body
 
@@ -179,6 +182,7 @@ class Attach:
             first_env_index=fields.integer("first_env_index", 0, _U32, default=0),
             first_incarnation=fields.integer("first_incarnation", 0, _U32, default=0),
             env_kwargs=fields.mapping("env_kwargs"),
+            wrappers=_read_wrappers(fields),
             autoreset=fields.choice("autoreset", get_args(Autoreset)),
             infos=fields.choice("infos", get_args(Infos)),
             spare_envs=fields.boolean("spare_envs", default=False),
@@ -305,6 +309,14 @@ class CallBody:
             name=fields.text("name", MAX_NAME_LENGTH),
             arguments=tuple(fields.items("arguments", 64)),
         )
+
+
+def _read_wrappers(fields: Fields) -> tuple[WrapperSpec, ...]:
+    value = fields.anything("wrappers")
+    try:
+        return () if value is None else wrappers_from_plain(value)
+    except WrapperError as error:
+        raise RemoteProtocolError(f"ATTACH: {error}") from None
 
 
 def _are_integers(value: Any, count: int) -> bool:

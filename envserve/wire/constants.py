@@ -83,7 +83,10 @@ class MessageType(enum.IntEnum):
 
 
 class ErrorCode(enum.IntEnum):
-    """Why a request failed. The set is closed: a new code needs a new version."""
+    """Why a request failed. The set is closed.
+
+    A new code needs a new version, or a request that only newer clients make.
+    """
 
     BAD_MESSAGE = 1
     UNSUPPORTED = 2
@@ -99,6 +102,7 @@ class ErrorCode(enum.IntEnum):
     CALL_FAILED = 12
     ENV_FAILED = 13
     INTERNAL = 14
+    BAD_WRAPPER = 15  # only to who has asked for wrappers
 
 
 class Executed(enum.IntEnum):

@@ -27,6 +27,7 @@ class Granted:
       spec: Spaces of every env.
       blocks: The blocks, which partition the rows.
       spare_envs: Whether every row has a spare env.
+      is_wrapped: Whether the envs are in the wrappers that were asked for.
     """
 
     epoch: int
@@ -34,6 +35,7 @@ class Granted:
     spec: EnvSpec
     blocks: tuple[Block, ...]
     spare_envs: bool = False
+    is_wrapped: bool = False
 
     def encode(self) -> bytes:
         """Returns the body; raises CodecError if the spaces are too large to send."""
@@ -46,6 +48,7 @@ class Granted:
                 "action_space": describe(self.spec.action_space),
                 "blocks": [[b.start, b.stop, b.worker, b.split] for b in self.blocks],
                 **({"spare_envs": True} if self.spare_envs else {}),
+                **({"is_wrapped": True} if self.is_wrapped else {}),
             }
         )
         if len(body) > MAX_BODY_BYTES:
@@ -73,6 +76,7 @@ class Granted:
             spec=spec,
             blocks=_read_blocks(fields, num_envs),
             spare_envs=fields.boolean("spare_envs", default=False),
+            is_wrapped=fields.boolean("is_wrapped", default=False),
         )
 
 

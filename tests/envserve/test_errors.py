@@ -30,6 +30,7 @@ def test_every_error_of_the_file_is_public() -> None:
         (errors.SpaceError, TypeError),
         (errors.ActionError, ValueError),
         (errors.UnknownEnv, LookupError),
+        (errors.WrapperError, ValueError),
         (errors.EnvTimeout, TimeoutError),
         (errors.ConnectError, ConnectionError),
         (errors.ServerLost, ConnectionError),

@@ -30,6 +30,7 @@ from envserve.wire import (
     decode,
     encode,
 )
+from envserve.wrappers import WrapperSpec
 from tests.envserve.processes import resident_kib
 from tests.envserve.server_process import ServerProcess, make_config
 
@@ -178,8 +179,10 @@ def messages_of_odd_values(
         *(np.zeros(shape, dtype) for shape in ((), (0,), (3,)) for dtype in "?Bld"),
         *(None, -1, 2**63, float("nan"), "x", b"x", [], {}, [[]]),
         *({"render_mode": np.zeros(3)}, {"length": np.ones(2)}, [np.zeros(2)] * 2),
+        *([["ActionRepeat", {"amount": np.ones(2)}]], [["X", {}]], [[np.ones(2)] * 2]),
     ]
-    attach = Attach(env_name="CartPole-v1", num_envs=10**4, seed=1)
+    wrappers = (WrapperSpec("ActionRepeat", {"amount": 4}),)
+    attach = Attach(env_name="CartPole-v1", num_envs=10**4, seed=1, wrappers=wrappers)
     call = CallBody(env_index=0, kind="get", name="x", arguments=())
     bodies = [
         (MessageType.HELLO, Hello().encode()),

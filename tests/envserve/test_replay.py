@@ -22,6 +22,7 @@ from envserve.pool import Pool
 from envserve.replay import describe_repro, load_repro, replay
 from envserve.repro import End, Repro, decode_repro, encode_repro
 from envserve.slab import Status
+from envserve.wrappers import WrapperSpec
 
 from .pool_driver import FAULTY, PoolMaker, gather, reset
 
@@ -72,6 +73,11 @@ class CrashyEnv(gymnasium.Env):
 gymnasium.register("crashy_envs/Crashy-v0", "crashy_envs:CrashyEnv")
 '''
 CRASHY = "crashy_envs/Crashy-v0"
+WRAPPERS = (
+    WrapperSpec("RandomStart", {"max_steps": 5}),
+    WrapperSpec("ActionRepeat", {"amount": 2}),
+    WrapperSpec("FrameHistory", {"past_indices": [0, 3]}),
+)
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +124,9 @@ def crash(
         ("segfault", 3, {"num_splits": 2}),
         ("abort", 3, {"spare_envs": True}),
         ("raise", 3, {"spare_envs": True}),
+        ("raise", 3, {"wrappers": WRAPPERS[1:]}),
+        ("exit", 3, {"wrappers": WRAPPERS}),
+        ("exit", 2, {"wrappers": WRAPPERS, "spare_envs": True}),
         ("kill", 4, {"first_env_index": 5, "first_incarnation": 2}),
         ("hang", 1, {"step_timeout_seconds": 2.0, "reset_timeout_seconds": 2.0}),
     ],
@@ -185,6 +194,14 @@ def make_repro(fault: str = "segfault", **changes: Any) -> Repro:
         (make_repro(env_name="os:system"), "no env named 'os:system'"),
         (make_repro(env_kwargs={"fault": "exit", "odd": 1}), "unexpected keyword"),
         (
+            make_repro(wrappers=(WrapperSpec("os:system"),)),
+            "could not be played: wrappers[0]: no wrapper named 'os:system' is known",
+        ),
+        (
+            make_repro(wrappers=(WrapperSpec("FrameHistory"),)),
+            "could not be played: wrappers[0] (FrameHistory): past_indices: expected",
+        ),
+        (
             make_repro(env_name="crashy_envs/Crashy-v0"),
             "expected actions of crashy_envs/Crashy-v0",
         ),
@@ -249,10 +266,20 @@ def test_file_says_what_was_written() -> None:
     )
 
 
+def test_wrappers_are_said_and_need_a_reader_that_knows_them() -> None:
+    plain, wrapped = make_repro(), make_repro(wrappers=WRAPPERS)
+    assert [codec.decode(encode_repro(r))["format"] for r in (plain, wrapped)] == [1, 2]
+    assert decode_repro(encode_repro(wrapped)).wrappers == WRAPPERS
+    said = "env 0 of envserve/Faulty-v0 in RandomStart(max_steps=5), ActionRepeat("
+    assert said in describe_repro(wrapped)
+    assert " in " not in describe_repro(plain).splitlines()[0]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
-        {"format": 2},
+        {"format": 3},
+        {"wrappers": [["ActionRepeat"]]},
         {"env_name": 7},
         {"env_kwargs": [1]},
         {"autoreset": "never"},

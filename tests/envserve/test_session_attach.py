@@ -22,6 +22,7 @@ from envserve.errors import (
     ServerLost,
     UnknownEnv,
     WorkerError,
+    WrapperError,
 )
 from envserve.session import ClientSession, ClientState, Policy
 from envserve.wire import (
@@ -37,6 +38,7 @@ from envserve.wire import (
     decode,
     encode,
 )
+from envserve.wrappers import WrapperSpec
 from tests.envserve.session_fakes import (
     SPEC,
     FakeServer,
@@ -216,17 +218,26 @@ def test_without_spares_the_pool_is_as_before() -> None:
     assert server.pools[11].config.spare_envs is False
 
 
-def test_a_server_that_does_not_know_spares_is_an_error() -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "envs"),
+    [
+        ("spare_envs", True, "envs with spares"),
+        ("wrappers", (WrapperSpec("FlattenObservation"),), "envs in wrappers"),
+    ],
+)
+def test_a_server_that_does_not_know_what_was_asked_for_is_an_error(
+    name: str, value: object, envs: str
+) -> None:
     """It ignores what it does not know, and its rows would be other ones."""
     server = FakeServer()
-    client = make_client(spare_envs=True)
+    client = make_client(**{name: value})  # type: ignore[arg-type]
     client.connected(0.0)
     while client.state is not ClientState.LOST:
         for frames in take_outgoing(client):
             message = decode(frames)
             if message.type is MessageType.ATTACH:
                 fields = codec.decode(message.body)
-                assert fields.pop("spare_envs") is True
+                assert fields.pop(name)
                 body = codec.encode(fields)
                 frames = encode(dataclasses.replace(message, body=body))
             server.receive(b"r", frames, 0.0)
@@ -235,8 +246,27 @@ def test_a_server_that_does_not_know_spares_is_an_error() -> None:
         for frames in replies:
             client.receive(frames, 0.0)
     assert isinstance(client.error, RemoteProtocolError)
-    assert "tcp://fake:1: expected envs with spares" in str(client.error)
-    assert "update the server, or leave out spare_envs" in str(client.error)
+    assert f"tcp://fake:1: expected {envs}" in str(client.error)
+    assert f"update the server, or leave out {name}" in str(client.error)
+
+
+def test_wrappers_reach_the_pool() -> None:
+    server = FakeServer()
+    wrappers = (WrapperSpec("ActionRepeat", {"amount": 4}),)
+    attach(server, wrappers=wrappers)
+    assert server.pools[11].config.wrappers == wrappers
+
+
+def test_wrappers_that_are_not_known_are_refused() -> None:
+    server = FakeServer()
+    error = failed_client(server, wrappers=(WrapperSpec("ActionRepaet"),))
+    assert isinstance(error, WrapperError)
+    assert "tcp://fake:1: wrappers[0]: no wrapper named 'ActionRepaet'" in str(error)
+    wrong = WrapperSpec("ActionRepeat", {"amount": 0})
+    error = failed_client(server, wrappers=(wrong,))
+    assert isinstance(error, WrapperError)
+    assert "(ActionRepeat): amount: expected an int from 1 to 1000" in str(error)
+    assert not server.pools
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ from envserve.wire.constants import (
     MAX_TEXT_BYTES,
     body_limit,
 )
+from envserve.wrappers import WrapperSpec
 
 U16, U32, U64 = 2**16 - 1, 2**32 - 1, 2**64 - 1
 
@@ -63,6 +64,10 @@ ATTACH = Attach(
     seed=2**63 - 1,
     first_env_index=48,
     env_kwargs={"gravity": 9.8, "sizes": [1, 2]},
+    wrappers=(
+        WrapperSpec("ActionRepeat", {"amount": 4}),
+        WrapperSpec("FrameHistory", {"flatten": True, "past_indices": [0, 2]}),
+    ),
     autoreset="next_step",
     infos="all",
     spare_envs=True,
@@ -154,6 +159,31 @@ def test_granted_carries_every_kind_of_space(name: str) -> None:
     assert not spec.differences(again.spec)
     assert again.blocks == granted.blocks
     assert len(granted.encode()) < 2000
+
+
+def test_wrappers_are_not_mentioned_where_there_are_none() -> None:
+    bare = dataclasses.replace(ATTACH, wrappers=())
+    assert "wrappers" not in codec.decode(bare.encode())
+    first = codec.decode(ATTACH.encode())["wrappers"][0]
+    assert first == ["ActionRepeat", {"amount": 4}]
+    granted = Granted(
+        epoch=1,
+        lease_seconds=60.0,
+        spec=EnvSpec("A-v0", spaces.Discrete(2), spaces.Discrete(2)),
+        blocks=make_blocks(2, 1, 1),
+    )
+    assert "is_wrapped" not in codec.decode(granted.encode())
+    wrapped = dataclasses.replace(granted, is_wrapped=True)
+    assert Granted.decode(wrapped.encode(), 2).is_wrapped
+
+
+@pytest.mark.parametrize(
+    "value", [[["ActionRepeat"]], [["X", {}]] * 17, [["X" * 201, {}]], {"X": {}}, "X"]
+)
+def test_wrappers_in_a_wrong_form_are_protocol_errors(value: Any) -> None:
+    fields = {**codec.decode(ATTACH.encode()), "wrappers": value}
+    with pytest.raises(RemoteProtocolError, match="wrappers: expected"):
+        Attach.decode(codec.encode(fields))
 
 
 def test_spare_envs_are_not_mentioned_where_there_are_none() -> None:

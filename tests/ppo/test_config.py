@@ -18,6 +18,7 @@ from ppo.configs import CONFIGS, load_config
 from ppo.errors import ConfigError
 
 BASE = Config(env_name="CartPole-v1")
+MY_OWN = {"name": "MyOwn", "speed": 0.5}
 
 
 def test_an_unknown_key_suggests_the_nearest() -> None:
@@ -49,7 +50,9 @@ def test_a_key_like_nothing_known_suggests_nothing() -> None:
 
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_saved_configs_read_back_equal(tmp_path: Path, name: str) -> None:
-    changed = CONFIGS[name].replace(env_kwargs={"g": 9.8}, policy_layers=(32, 16))
+    changed = CONFIGS[name].replace(
+        env_kwargs={"g": 9.8}, policy_layers=(32, 16), wrappers=(MY_OWN,)
+    )
     path = tmp_path / "config.json"
     path.write_text(config_to_json(changed))
     assert read_config(path) == changed
@@ -59,7 +62,8 @@ def test_toml_is_read(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(
         'env_name = "Pendulum-v1"\nlearning_rate = 1\npolicy_layers = [8]\n'
-        "scale_rewards = false\n[env_kwargs]\ng = 9.8\n"
+        'scale_rewards = false\nwrappers = [{name = "MyOwn", speed = 0.5}]\n'
+        "[env_kwargs]\ng = 9.8\n"
     )
     config = load_config(str(path))
     assert config == Config(
@@ -68,6 +72,7 @@ def test_toml_is_read(tmp_path: Path) -> None:
         policy_layers=(8,),
         scale_rewards=False,
         env_kwargs={"g": 9.8},
+        wrappers=(MY_OWN,),
     )
     assert isinstance(config.learning_rate, float)
 
@@ -86,6 +91,18 @@ def test_toml_is_read(tmp_path: Path) -> None:
         ("policy_layers=", "policy_layers", ()),
         ("env_name=Pendulum-v1", "env_name", "Pendulum-v1"),
         ('env_kwargs={"g": 9.8}', "env_kwargs", {"g": 9.8}),
+        (
+            'wrappers=[{name = "ActionRepeat", amount = 4}, {name = "ClipAction"}]',
+            "wrappers",
+            ({"name": "ActionRepeat", "amount": 4}, {"name": "ClipAction"}),
+        ),
+        (
+            'wrappers=[{"name": "FrameHistory", "past_indices": [0, 2]}]',
+            "wrappers",
+            ({"name": "FrameHistory", "past_indices": [0, 2]},),
+        ),
+        ('wrappers=[{name = "MyOwn", speed = 0.5}]', "wrappers", (MY_OWN,)),
+        ("wrappers=[]", "wrappers", ()),
     ],
 )
 def test_settings_have_the_type_of_their_key(
@@ -107,6 +124,14 @@ def test_settings_have_the_type_of_their_key(
         ("policy_layers=a,b", r"policy_layers: expected whole numbers"),
         ("policy_layers=0", r"policy_layers: expected sizes of at least 1"),
         ("env_kwargs=3", r"env_kwargs: expected a mapping"),
+        ("wrappers=ActionRepeat", r"wrappers: expected tables such as \[\{name = "),
+        ("wrappers=[]\nseed = 1", r"wrappers: expected tables such as"),
+        ("wrappers=[4]", r"wrappers: expected tables such as .*, got \[4\]"),
+        ("wrappers=[{amount = 4}]", r"wrappers\[0\]: expected a table with a name"),
+        (
+            'wrappers=[{name = "ActionRepeat", amount = 0}]',
+            r"wrappers\[0\] \(ActionRepeat\): amount: expected an int .*; got 0\.",
+        ),
         ("discount=1.01", r"discount: expected a number from 0 to 1, got 1.01"),
         ("num_envs=0", r"num_envs: expected a number from 1"),
         ("activation=sigmoidal", r"activation: expected one of elu"),

@@ -11,6 +11,7 @@ from ppo.environments import env_maker
 CONFIG = Config(
     env_name="CartPole-v1",
     env_kwargs={"sutton_barto_reward": True},
+    wrappers=({"name": "ActionRepeat", "amount": 4},),
     step_timeout_seconds=7.0,
     server_lost_after_seconds=9.0,
     padding_after_seconds=0.5,
@@ -40,6 +41,7 @@ def test_envs_are_local_by_default(asked: list[tuple[Any, ...]]) -> None:
         "seed": 5,
         "num_splits": 1,
         "env_kwargs": {"sutton_barto_reward": True},
+        "wrappers": ({"name": "ActionRepeat", "amount": 4},),
         "autoreset": "same_step",
         "spare_envs": False,
         "import_modules": ("mine",),
@@ -65,6 +67,7 @@ def test_addresses_lead_to_servers(asked: list[tuple[Any, ...]]) -> None:
         "on_server_lost": "pad",
         "on_fault": "raise",
         "env_kwargs": {"sutton_barto_reward": True},
+        "wrappers": ({"name": "ActionRepeat", "amount": 4},),
         "autoreset": "same_step",
         "spare_envs": True,
     }

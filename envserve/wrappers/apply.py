@@ -1,0 +1,101 @@
+"""Wraps an env as it was asked for; used where envs are built.
+
+What an observation may grow to is bounded, since it may be a stranger who asks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gymnasium
+from gymnasium import spaces
+
+from envserve.errors import EnvStartError, WrapperError
+from envserve.spec import MAX_SPACE_BYTES
+from envserve.wrappers.range_normalize import check_float
+from envserve.wrappers.specs import WrapperSpec, check_wrappers, converted_arguments
+from envserve.wrappers.table import find
+
+__all__ = ["wrap"]
+
+Env = gymnasium.Env[Any, Any]
+
+
+def wrap(env: Env, specs: Sequence[WrapperSpec]) -> Env:
+    """Returns the env in its wrappers, the first of them innermost.
+
+    Raises:
+      WrapperError: A wrapper is not known, an argument is wrong, or observations would
+        become too large.
+      EnvStartError: A wrapper does not take this env.
+    """
+    check_wrappers(specs)
+    for position, spec in enumerate(specs):
+        where = f"wrappers[{position}] ({spec.name})"
+        arguments = converted_arguments(spec, position)
+        try:
+            size = _bytes_after(env.observation_space, spec.name, arguments)
+            _check_size(size, where)
+            if spec.name == "RescaleObservation":
+                check_float("observation", env.observation_space)
+            elif spec.name == "RescaleAction":
+                check_float("action", env.action_space)
+            make = _maker(spec.name, where)
+            with warnings.catch_warnings():
+                # A cast is what was asked for.
+                warnings.filterwarnings("ignore", ".*precision lowered by casting")
+                env = make(env, **arguments)
+            _check_size(_nbytes(env.observation_space), where)
+        except WrapperError:
+            raise
+        except gymnasium.error.DependencyNotInstalled as error:
+            raise EnvStartError(
+                f"{where}: {error}; pip install 'envserve[atari]' where the envs run"
+            ) from error
+        except Exception as error:
+            raise EnvStartError(f"{where}: {type(error).__name__}: {error}") from error
+    return env
+
+
+def _maker(name: str, where: str) -> Callable[..., Env]:
+    make = find(name, where).make
+    if isinstance(make, str):
+        module, _, attribute = make.partition(":")
+        make = getattr(importlib.import_module(module), attribute)
+    return make
+
+
+def _bytes_after(space: spaces.Space[Any], name: str, arguments: dict[str, Any]) -> int:
+    """Returns what a wrapper makes of an observation's size, before it allocates it."""
+    if name == "FrameStackObservation":
+        return int(arguments["stack_size"] * _nbytes(space))
+    if name == "FrameHistory":
+        past = arguments["past_indices"]
+        return int(max(1 + max(past), len(past)) * _nbytes(space))
+    if name == "FlattenObservation" or (
+        name == "TimeAwareObservation" and arguments.get("flatten", True)
+    ):
+        return 8 * spaces.flatdim(space)
+    return 0
+
+
+def _nbytes(space: spaces.Space[Any]) -> int:
+    if isinstance(space, spaces.Dict):
+        return sum(map(_nbytes, space.spaces.values()))
+    if isinstance(space, spaces.Tuple):
+        return sum(map(_nbytes, space.spaces))
+    if space.shape is None or space.dtype is None:
+        return 0  # not of arrays: a later wrapper has to change that
+    return int(math.prod(space.shape) * space.dtype.itemsize)
+
+
+def _check_size(num_bytes: int, where: str) -> None:
+    if num_bytes > MAX_SPACE_BYTES:
+        raise WrapperError(
+            f"{where}: expected observations of at most {MAX_SPACE_BYTES >> 20} MiB; "
+            f"got {math.ceil(num_bytes / 2**20)} MiB; ask for fewer or smaller frames"
+        )

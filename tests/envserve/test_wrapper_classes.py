@@ -1,0 +1,355 @@
+"""What our own wrappers do, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.utils import seeding
+
+from envserve.errors import EnvStartError
+from envserve.registry import import_env_modules, make_env
+from envserve.wrappers import WrapperSpec
+from envserve.wrappers.apply import wrap
+
+
+class Line(gymnasium.Env[Any, Any]):
+    """Shows given observations one after the other, always in the same array.
+
+    The reward of step n is n. It ends with the last observation.
+    """
+
+    action_space = spaces.Discrete(5, start=-2)
+
+    def __init__(
+        self, shown: Sequence[Any], dtype: str, low: float, high: float
+    ) -> None:
+        self._shown = np.array(shown, dtype)
+        shape = self._shown.shape[1:]
+        self.observation_space = spaces.Box(low, high, shape, np.dtype(dtype).type)
+        self._array = np.empty(shape, dtype)
+        self.actions: list[Any] = []
+
+    def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
+        self._step = 0
+        self._array[...] = self._shown[0]
+        return self._array, {"step": 0}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._step += 1
+        self.actions.append(action)
+        self._array[...] = self._shown[self._step]
+        is_over = self._step == len(self._shown) - 1
+        return self._array, float(self._step), is_over, False, {"step": self._step}
+
+
+def line(
+    shown: Sequence[Any], dtype: str = "float32", low: float = 0, high: float = 9
+) -> Line:
+    return Line(shown, dtype, low, high)
+
+
+def wrapped(env: gymnasium.Env[Any, Any], name: str, **arguments: Any) -> Any:
+    return wrap(env, (WrapperSpec(name, arguments),))
+
+
+def episode(env: Any, action: Any = 0) -> list[Any]:
+    """The observations of an episode."""
+    observations = [env.reset()[0]]
+    while True:
+        observation, _, terminated, truncated, _ = env.step(action)
+        observations.append(observation)
+        if terminated or truncated:
+            return observations
+
+
+# ActionRepeat.
+
+
+def test_action_repeat_sums_rewards_and_gives_the_last_of_all_else() -> None:
+    env = wrapped(inner := line(range(9)), "ActionRepeat", amount=3)
+    env.reset()
+    observation, reward, terminated, truncated, info = env.step(1)
+    assert (float(observation), reward, terminated, truncated) == (
+        3.0,
+        6.0,
+        False,
+        False,
+    )
+    assert info == {"step": 3}
+    assert inner.actions == [1, 1, 1]
+
+
+def test_action_repeat_stops_where_the_episode_ends() -> None:
+    env = wrapped(inner := line(range(5)), "ActionRepeat", amount=3)
+    env.reset()
+    env.step(1)
+    assert env.step(2)[:4] == (4.0, 4.0, True, False)
+    assert inner.actions == [1, 1, 1, 2]
+    limited = wrapped(
+        gymnasium.wrappers.TimeLimit(line(range(9)), 2), "ActionRepeat", amount=3
+    )
+    limited.reset()
+    assert limited.step(0)[:4] == (2.0, 3.0, False, True)
+
+
+# FrameDelta.
+
+
+def test_frame_delta_gives_differences_and_begins_each_episode_with_zero() -> None:
+    env = wrapped(line([[1, 5], [4, 5], [2, 9]]), "FrameDelta")
+    assert env.observation_space == spaces.Box(-9.0, 9.0, (2,), np.float32)
+    for _ in range(2):
+        deltas = episode(env)
+        np.testing.assert_array_equal(deltas, [[0, 0], [3, 0], [-2, 4]])
+        assert all(env.observation_space.contains(delta) for delta in deltas)
+
+
+def test_frame_delta_of_bytes_does_not_wrap_around() -> None:
+    env = wrapped(line([[250], [5]], "uint8", 0, 255), "FrameDelta")
+    assert env.observation_space == spaces.Box(-255, 255, (1,), np.int16)
+    deltas = episode(env)
+    assert [delta.dtype for delta in deltas] == [np.int16] * 2
+    assert [int(delta[0]) for delta in deltas] == [0, -245]
+
+
+def test_frame_delta_leaves_a_wrong_dtype_to_be_seen() -> None:
+    env = line([[1], [2]])
+    env._array = env._array.astype(np.float64)
+    assert wrapped(env, "FrameDelta").reset()[0].dtype == np.float64
+
+
+def test_frame_delta_takes_infinite_bounds_but_no_long_integers() -> None:
+    env = wrapped(line([[1], [2]], low=-np.inf, high=np.inf), "FrameDelta")
+    assert env.observation_space == spaces.Box(-np.inf, np.inf, (1,), np.float32)
+    with pytest.raises(EnvStartError, match="integers of at most 32 bits"):
+        wrapped(line([[1], [2]], "int64"), "FrameDelta")
+
+
+# FrameHistory.
+
+
+def test_frame_history_gives_the_past_that_was_asked_for() -> None:
+    """Also the oldest: a buffer of as many frames as its index would lose it."""
+    env = wrapped(
+        line([[1], [2], [3], [4], [5]]), "FrameHistory", past_indices=[0, 1, 3]
+    )
+    assert env.observation_space == spaces.Box(0.0, 9.0, (3, 1), np.float32)
+    for _ in range(2):
+        histories = [history[:, 0].tolist() for history in episode(env)]
+        assert histories == [[1, 1, 1], [2, 1, 1], [3, 2, 1], [4, 3, 1], [5, 4, 2]]
+
+
+def test_frame_history_need_not_hold_the_present() -> None:
+    env = wrapped(line([1, 2, 3, 4]), "FrameHistory", past_indices=[2])
+    assert [float(history[0]) for history in episode(env)] == [1, 1, 1, 2]
+
+
+def test_frame_history_joins_along_the_first_axis() -> None:
+    env = wrapped(
+        line([[[1, 2]], [[3, 4]]], "uint8", 0, 255),
+        "FrameHistory",
+        past_indices=[1, 0],
+        flatten=True,
+    )
+    assert env.observation_space == spaces.Box(0, 255, (2, 2), np.uint8)
+    first, second = episode(env)
+    assert (first.dtype, first.tolist()) == (np.uint8, [[1, 2], [1, 2]])
+    assert second.tolist() == [[1, 2], [3, 4]]
+    scalars = wrapped(line([1, 2]), "FrameHistory", past_indices=[0, 1], flatten=True)
+    assert scalars.observation_space.shape == (2,)
+    assert scalars.reset()[0].tolist() == [1, 1]
+
+
+# RandomStart.
+
+
+class Walk(gymnasium.Env[Any, Any]):
+    """Shows how often, and with what, it was stepped; ends at a given step."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
+    action_space = spaces.Discrete(1000)
+
+    def __init__(self, length: int = 10**6, is_seeded: bool = True) -> None:
+        self._length = length
+        self._is_seeded = is_seeded
+        self.num_resets = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        if self._is_seeded:
+            super().reset(seed=seed)
+        self.num_resets += 1
+        self._seen = np.zeros(2)
+        return self._seen.copy(), {}
+
+    def step(self, action: Any) -> Any:
+        self._seen += [1, (1 + self._seen[0]) * action]
+        return self._seen.copy(), 0.0, self._seen[0] >= self._length, False, {}
+
+
+def starts(env: Any, seed: int, count: int = 40) -> list[tuple[float, ...]]:
+    first = [env.reset(seed=seed)[0]]
+    return [tuple(o) for o in first + [env.reset()[0] for _ in range(count - 1)]]
+
+
+@pytest.mark.parametrize("is_seeded", [True, False])
+def test_random_start_follows_from_the_seed(is_seeded: bool) -> None:
+    """Also in an env that has nothing to draw, and so takes no seed."""
+    env = wrapped(Walk(is_seeded=is_seeded), "RandomStart", max_steps=5)
+    first = starts(env, 3)
+    assert starts(env, 3) == first
+    other = wrapped(Walk(is_seeded=is_seeded), "RandomStart", max_steps=5)
+    assert starts(other, 3) == first
+    assert starts(other, 4) != first
+    assert {number for number, _ in first} == {0, 1, 2, 3, 4, 5}
+    assert len({actions for number, actions in first if number == 1}) > 1
+
+
+def test_random_start_draws_from_the_generator_that_replays_restore() -> None:
+    env = wrapped(Walk(), "RandomStart", max_steps=5)
+    starts(env, 3)
+    state = env.unwrapped.np_random.bit_generator.state
+    following = [tuple(env.reset()[0]) for _ in range(5)]
+    other = wrapped(Walk(), "RandomStart", max_steps=5)
+    other.reset()
+    other.unwrapped.np_random.bit_generator.state = state
+    assert [tuple(other.reset()[0]) for _ in range(5)] == following
+
+
+def test_random_start_leaves_a_generator_alone_that_the_env_has_set() -> None:
+    class Own(Walk):
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            if seed is not None:
+                self.np_random, _ = seeding.np_random(seed + 1)
+            return super().reset()
+
+    expected = wrapped(Walk(), "RandomStart", max_steps=5)
+    assert starts(wrapped(Own(), "RandomStart", max_steps=5), 3) == starts(expected, 4)
+
+
+def test_random_start_begins_again_when_an_episode_ends_at_once() -> None:
+    env = wrapped(Walk(length=3), "RandomStart", max_steps=5)
+    assert {number for number, _ in starts(env, 0)} == {0, 1, 2}
+
+
+def test_random_start_gives_up_on_random_steps_in_an_env_of_one_step() -> None:
+    env = wrapped(inner := Walk(length=1), "RandomStart", max_steps=10_000)
+    assert [number for number, _ in starts(env, 0, 1)] == [0]
+    assert inner.num_resets == 11
+
+
+# RangeNormalize.
+
+
+class Bounded(gymnasium.Env[Any, Any]):
+    """Shows its action."""
+
+    def __init__(
+        self, observation: spaces.Space[Any], action: spaces.Space[Any]
+    ) -> None:
+        self.observation_space = observation
+        self.action_space = action
+
+    def reset(self, **_: Any) -> Any:
+        return np.array(self.observation_space.low), {}  # type: ignore[attr-defined]
+
+    def step(self, action: Any) -> Any:
+        return np.array(action), 0.0, False, False, {}
+
+
+BOX = spaces.Box(np.array([0, -4], np.float32), np.array([10, 4], np.float32))
+
+
+def test_range_normalize_scales_observations_and_actions() -> None:
+    env = wrapped(Bounded(BOX, BOX), "RangeNormalize")
+    unit = spaces.Box(-1.0, 1.0, (2,), np.float32)
+    assert (env.observation_space, env.action_space) == (unit, unit)
+    np.testing.assert_allclose(env.reset()[0], [-1, -1])
+    for action in ([-1, 1], [0, 0], [0.5, -0.5]):
+        seen = env.step(np.array(action, np.float32))[0]
+        assert seen.dtype == np.float32
+        np.testing.assert_allclose(seen, action, atol=1e-6)
+    env = wrapped(Bounded(BOX, BOX), "RangeNormalize", observation=False)
+    np.testing.assert_allclose(
+        env.step(np.array([0.5, -0.5], np.float32))[0], [7.5, -2]
+    )
+    env = wrapped(Bounded(BOX, spaces.Discrete(2)), "RangeNormalize", action=False)
+    assert env.action_space == spaces.Discrete(2)
+
+
+def test_range_normalize_makes_floats_of_bytes() -> None:
+    space = spaces.Box(0, 255, (2,), np.uint8)
+    env = wrapped(Bounded(space, BOX), "RangeNormalize", action=False)
+    assert env.observation_space == spaces.Box(-1.0, 1.0, (2,), np.float32)
+    seen = env.step(np.array([0, 255], np.uint8))[0]
+    assert (seen.dtype, seen.tolist()) == (np.float32, [-1, 1])
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [([0, -np.inf], [1, np.inf]), ([0, -3.4e38], [1, 3.4e38]), ([0, 1], [1, 1])],
+    ids=["infinite", "as good as infinite", "equal"],
+)
+@pytest.mark.parametrize("part", ["observation", "action"])
+def test_range_normalize_refuses_what_has_no_range(part: str, bounds: Any) -> None:
+    low, high = bounds
+    space = spaces.Box(np.array(low, np.float32), np.array(high, np.float32))
+    env = Bounded(space, BOX) if part == "observation" else Bounded(BOX, space)
+    with pytest.raises(
+        EnvStartError, match=rf"finite bounds.*at \[1\]; set {part} = false"
+    ):
+        wrapped(env, "RangeNormalize")
+    assert wrapped(env, "RangeNormalize", **{part: False}) is not None
+
+
+# Gymnasium's, as far as envs of ours need them to do what docs/wrappers.md says.
+
+
+def test_wrappers_are_applied_in_their_order() -> None:
+    inner_first = (
+        WrapperSpec("ActionRepeat", {"amount": 2}),
+        WrapperSpec("TimeLimit", {"max_episode_steps": 3}),
+    )
+    for specs, reward in ((inner_first, 11.0), (inner_first[::-1], 3.0)):
+        env = wrap(line(range(9)), specs)
+        env.reset()
+        while not (last := env.step(0))[3]:
+            pass
+        assert last[1] == reward, specs
+
+
+def test_32_bits_are_a_dtype() -> None:
+    env = wrap(
+        line([[1.5], [2.5]], "float64"),
+        (WrapperSpec("DtypeObservation", {"dtype": "float32"}),),
+    )
+    assert env.reset()[0].dtype == env.observation_space.dtype == np.float32
+
+
+def test_integers_are_not_rescaled_to_zeros() -> None:
+    arguments = {"min_obs": -1, "max_obs": 1}
+    with pytest.raises(EnvStartError, match="observations that are floats"):
+        wrapped(line([[0], [9]], "uint8"), "RescaleObservation", **arguments)
+    specs = (
+        WrapperSpec("DtypeObservation", {"dtype": "float32"}),
+        WrapperSpec("RescaleObservation", arguments),
+    )
+    env = wrap(line([[0], [9]], "uint8"), specs)
+    assert [seen.tolist() for seen in episode(env)] == [[-1], [1]]
+
+
+def test_images_are_preprocessed_with_what_atari_brings() -> None:
+    specs = (
+        WrapperSpec("AtariPreprocessing", {"noop_max": 5, "screen_size": 42}),
+        WrapperSpec("FrameStackObservation", {"stack_size": 4}),
+    )
+    import_env_modules(["ale_py"])
+    env = make_env("ALE/Pong-v5", {"frameskip": 1}, specs)
+    assert env.observation_space == spaces.Box(0, 255, (4, 42, 42), np.uint8)
+    first = env.reset(seed=1)[0]
+    np.testing.assert_array_equal(env.reset(seed=1)[0], first)
+    env.close()

@@ -1,0 +1,248 @@
+"""Which wrappers there are, what they take, and what is said of anything else."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from envserve.errors import EnvStartError, WrapperError
+from envserve.registry import make_env
+from envserve.wrappers import (
+    MAX_WRAPPERS,
+    Boolean,
+    Choice,
+    Integer,
+    Integers,
+    Number,
+    WrapperSpec,
+    apply,
+    check_wrappers,
+    parse_wrappers,
+    plain_wrappers,
+    register_wrapper,
+    table,
+    wrappers_from_plain,
+)
+from envserve.wrappers.apply import wrap
+from envserve.wrappers.table import KNOWN, Known
+
+
+class Blank(gymnasium.Env[Any, Any]):
+    """Shows nothing, in any space."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, space: spaces.Space[Any]) -> None:
+        self.observation_space = space
+
+
+IMAGE = spaces.Box(0, 255, (128, 128, 3), np.uint8)
+
+
+def of(name: str, **arguments: Any) -> tuple[WrapperSpec, ...]:
+    return (WrapperSpec(name, arguments),)
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN))
+def test_arguments_are_those_of_what_is_called(name: str) -> None:
+    known = KNOWN[name]
+    assert isinstance(known.make, str)
+    module, _, attribute = known.make.partition(":")
+    _, *parameters = inspect.signature(
+        getattr(importlib.import_module(module), attribute)
+    ).parameters.values()
+    required = {p.name for p in parameters if p.default is inspect.Parameter.empty}
+    assert set(known.arguments) <= {p.name for p in parameters}
+    assert {n for n, a in known.arguments.items() if a.required} == required
+    if module.startswith("gymnasium"):
+        assert attribute == name
+
+
+def test_wrappers_are_read_from_tables_in_their_order() -> None:
+    specs = parse_wrappers(
+        [{"name": "ActionRepeat", "amount": 4}, {"name": "ClipAction"}]
+    )
+    assert specs == (
+        WrapperSpec("ActionRepeat", {"amount": 4}),
+        WrapperSpec("ClipAction"),
+    )
+    assert str(specs[0]) == "ActionRepeat(amount=4)"
+    assert wrappers_from_plain(plain_wrappers(specs)) == specs
+
+
+def test_equal_wrappers_are_written_alike_whatever_the_order_of_arguments() -> None:
+    first = parse_wrappers([{"name": "X", "a": 1, "b": 2}])
+    second = parse_wrappers([{"b": 2, "a": 1, "name": "X"}])
+    assert [list(spec.arguments) for spec in first + second] == [["a", "b"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ("ClipAction", r"wrappers: expected a list of tables .*; got 'ClipAction'"),
+        ({"name": "ClipAction"}, r"wrappers: expected a list of tables"),
+        (["ClipAction"], r"wrappers\[0\]: expected a table with a name.*'ClipAction'"),
+        ([{"amount": 4}], r"wrappers\[0\]: expected a table with a name"),
+        ([{"name": 3}], r"wrappers\[0\]: expected a table with a name"),
+        (
+            [{"name": "ClipAction"}] * 17,
+            r"wrappers: expected at most 16 of them; got 17",
+        ),
+        (
+            [{"name": "ClipAction"}, {"name": "ActionRepeat", "amount": "4"}],
+            r"wrappers\[1\] \(ActionRepeat\): amount: expected an int from 1 to 1000; "
+            r"got '4'",
+        ),
+        ([{"name": "ActionRepeat"}], r"amount: expected an int from .*; got nothing"),
+        ([{"name": "ActionRepeat", "amount": True}], r"amount: .*got True"),
+        (
+            [{"name": "ActionRepeat", "times": 4}],
+            r"\(ActionRepeat\): expected arguments among amount; got 'times'",
+        ),
+        ([{"name": "ClipAction", "low": 0}], r"expected arguments among none"),
+        (
+            [{"name": "ResizeObservation", "shape": [100_000, 100_000]}],
+            r"shape: expected a list of 2 ints from 1 to 1024; got \[100000, 100000\]",
+        ),
+        ([{"name": "ResizeObservation", "shape": 84}], r"shape: expected a list of 2"),
+        ([{"name": "FrameStackObservation", "stack_size": 10**6}], r"from 1 to 64"),
+        ([{"name": "RandomStart", "max_steps": 10**9}], r"from 1 to 10000"),
+        ([{"name": "FrameHistory", "past_indices": [10**9]}], r"from 0 to 63"),
+        ([{"name": "ClipReward", "min_reward": float("nan")}], r"a number from.*nan"),
+        ([{"name": "DtypeObservation", "dtype": "object"}], r"one of float32, float64"),
+        ([{"name": "FlattenObservation", "x": np.zeros(3)}], r"got 'x'"),
+        (
+            [{"name": "TimeAwareObservation", "flatten": np.zeros(3)}],
+            r"flatten: expected true or false; got ndarray",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(tables: Any, message: str) -> None:
+    with pytest.raises(WrapperError, match=message):
+        parse_wrappers(tables)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("ActionRepaet", "did you mean ActionRepeat"),
+        ("LimitDuration", "did you mean TimeLimit"),
+        ("ConvertTo32Bit", "did you mean DtypeObservation"),
+        ("AutoReset", "workers reset envs by themselves"),
+        ("os:system", "known are ActionRepeat"),
+    ],
+)
+def test_unknown_wrapper_suggests_what_may_be_meant(name: str, hint: str) -> None:
+    parse_wrappers([{"name": name}])  # somebody else may know it
+    with pytest.raises(WrapperError, match=f"no wrapper named '{name}'.*{hint}"):
+        check_wrappers(of(name))
+    with pytest.raises(WrapperError, match=hint):
+        make_env("CartPole-v1", {}, of(name))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, 3, {}, [[]], [["a"]], [["a", 1]], [[1, {}]], [["a", {1: 2}]]]
+    + [[["a" * 201, {}]], [["a", {}]] * (MAX_WRAPPERS + 1), [np.zeros(2)], np.zeros(2)],
+)
+def test_plain_form_is_checked(value: Any) -> None:
+    with pytest.raises(WrapperError):
+        wrappers_from_plain(value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "good", "bad"),
+    [
+        (Integer(0, 3), [0, 3], [-1, 4, 1.0, "1", None, True]),
+        (Number(0, 1), [0, 0.5, 1], [-0.1, 2, "0", float("inf"), True, None]),
+        (Boolean(), [True, False], [0, 1, "true", None]),
+        (Choice(("a", "b")), ["a", "b"], ["c", 1, None, ["a"]]),
+        (Integers(0, 3, 1, 2), [[0], (1, 3)], [[], [4], [1, 2, 3], 1, "1", [True]]),
+    ],
+)
+def test_arguments_have_bounds(argument: Any, good: list[Any], bad: list[Any]) -> None:
+    assert [argument.accepts(value) for value in good] == [True] * len(good)
+    assert [argument.accepts(value) for value in bad] == [False] * len(bad)
+
+
+@pytest.mark.parametrize(
+    ("space", "specs"),
+    [
+        (IMAGE, of("FrameStackObservation", stack_size=64)),
+        (IMAGE, of("FrameHistory", past_indices=[63])),
+        (
+            spaces.Box(0, 255, (400, 400), np.uint8),
+            of("DtypeObservation", dtype="float64"),
+        ),
+        (spaces.Discrete(10**9), of("FlattenObservation")),
+        (spaces.Dict(image=IMAGE), of("FrameStackObservation", stack_size=30)),
+    ],
+)
+def test_observations_cannot_become_huge(
+    space: spaces.Space[Any],
+    specs: tuple[WrapperSpec, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(apply, "MAX_SPACE_BYTES", 1 << 20)
+    with pytest.raises(WrapperError, match=r"expected observations of at most 1 MiB"):
+        wrap(Blank(space), specs)
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        (of("ClipAction"), r"wrappers\[0\] \(ClipAction\): TypeError: .* Box action"),
+        (of("FrameHistory", past_indices=[0]), r"observations that are a Box"),
+        (of("FrameDelta"), r"observations that are a Box of floats"),
+        (of("RescaleAction", min_action=0, max_action=1), r"actions that are floats"),
+        (of("RangeNormalize"), r"observations that are a Box; .* observation = false"),
+    ],
+)
+def test_env_that_does_not_fit_is_named_with_its_wrapper(
+    specs: tuple[WrapperSpec, ...], message: str
+) -> None:
+    with pytest.raises(EnvStartError, match=message):
+        wrap(Blank(spaces.Discrete(3)), specs)
+
+
+def test_own_wrappers_are_registered_with_their_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(table, "KNOWN", dict(KNOWN))
+
+    def limited(env: Any, steps: int) -> Any:
+        return gymnasium.wrappers.TimeLimit(env, steps)
+
+    register_wrapper("Limited", limited, {"steps": Integer(1, 9, required=True)})
+    register_wrapper("Limited", limited, {"steps": Integer(1, 9, required=True)})
+    env = make_env("CartPole-v1", {}, of("Limited", steps=1))
+    env.reset(seed=0)
+    assert env.step(0)[3]
+    with pytest.raises(WrapperError, match=r"steps: expected an int from 1 to 9"):
+        parse_wrappers([{"name": "Limited", "steps": 10}])
+    with pytest.raises(ValueError, match="there is a wrapper 'TimeLimit' already"):
+        register_wrapper("TimeLimit", limited)
+    with pytest.raises(ValueError, match="no argument can be called 'name'"):
+        register_wrapper("Named", limited, {"name": Boolean()})
+
+
+def test_table_holds_what_is_documented() -> None:
+    """Every name stands in the tables of docs/wrappers.md, with every argument."""
+    text = (Path(__file__).parents[2] / "docs" / "wrappers.md").read_text()
+    rows = {
+        line.split("|")[1].strip(" `"): line
+        for line in text.splitlines()
+        if line.startswith("| `")
+    }
+    assert set(rows) == set(KNOWN)
+    for name, known in KNOWN.items():
+        assert isinstance(known, Known)
+        for argument in known.arguments:
+            assert f"`{argument}`" in rows[name], (name, argument)
