@@ -33,7 +33,7 @@ from ppo.command_line import (
 )
 from ppo.config import Config
 from ppo.config_text import apply_settings, describe_keys
-from ppo.configs import CONFIGS, load_config
+from ppo.configs import CONFIGS, EXPECTED_RETURNS, load_config
 from ppo.errors import BadInputError, ConfigError, PpoError
 from ppo.run_folder import RunFolder
 
@@ -64,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def train(
     config: Annotated[
         str | None,
-        typer.Argument(help="A name from `ppo configs`, or a .toml or .json file."),
+        typer.Argument(
+            help="A name from `ppo configs`, or a .toml, .json or .py file."
+        ),
     ] = None,
     connect: Connect = None,
     settings: Annotated[
@@ -157,15 +159,13 @@ def configs(
         with reported_errors():
             _print_keys(load_config(name))
         return
-    table = Table("name", "env", "steps", "envs", "learning rate", "discount")
+    table = Table("name", "env", "steps", "expected return")
     for name, config in CONFIGS.items():
         table.add_row(
             name,
             config.env_name,
             f"{config.total_steps:,}",
-            str(config.num_envs),
-            f"{config.learning_rate:g}",
-            f"{config.discount:g}",
+            EXPECTED_RETURNS.get(name, "-"),
         )
     Console().print(table)
 
@@ -197,7 +197,8 @@ def _settle(
         return run_folder, apply_settings(config, changes)
     if name is None:
         raise ConfigError(
-            f"Expected a CONFIG: one of {', '.join(CONFIGS)} or a .toml or .json file."
+            f"Expected a CONFIG: one of {', '.join(CONFIGS)} or a .toml, .json or .py "
+            "file."
         )
     config = apply_settings(load_config(name), changes)
     default = Path("runs") / f"{Path(name).stem}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -77,6 +77,38 @@ def test_toml_is_read(tmp_path: Path) -> None:
     assert isinstance(config.learning_rate, float)
 
 
+def test_a_python_file_is_run(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from ppo.configs import CONFIGS\n"
+        'config = CONFIGS["cartpole"].replace(discount=0.98)\n'
+    )
+    assert load_config(str(path)) == CONFIGS["cartpole"].replace(discount=0.98)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"mine\.py: expected a Python file, found none"),
+        ("", r"expected `config = ppo\.config\.Config\(...\)`, found no such name"),
+        ("config = 3", r"found a int"),
+        ("1 / 0", r"expected a file that runs; ZeroDivisionError: division by zero"),
+        (
+            "from ppo.config import Config\nconfig = Config(env_name='')",
+            r"mine\.py: env_name: expected the name of an env",
+        ),
+    ],
+)
+def test_a_bad_python_file_is_named(
+    tmp_path: Path, text: str | None, message: str
+) -> None:
+    path = tmp_path / "mine.py"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(str(path))
+
+
 @pytest.mark.parametrize(
     ("setting", "key", "value"),
     [
