@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,7 +94,7 @@ def run_one(task: Task, seed: int, folder: Path) -> Outcome:
         train_return=float(rows[-1]["mean_return"]),
         steps=result.steps,
         seconds=_training_seconds(rows),
-        versions={name: version(name) for name in _LIBRARIES},
+        versions={name: import_module(name).__version__ for name in _LIBRARIES},
     )
     text = json.dumps(outcome._asdict())
     (folder / _RESULT).write_text(text + "\n", encoding="utf-8")
