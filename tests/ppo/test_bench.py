@@ -18,6 +18,8 @@ import pytest
 from envserve.bench.case_process import Case, Skip
 from envserve.bench.cli import main
 from envserve.bench.harness import Outcome
+from ppo.bench.goal import goal
+from ppo.bench.learners import learning_sb3
 from ppo.bench.overlap import Pieces, overlap
 from ppo.bench.profile import judge, longest_worker, profile
 from ppo.bench.rollouts import load_tensorflow
@@ -27,7 +29,7 @@ from ppo.bench.trainers import Gate, training_sb3
 from ppo.config import Config
 from ppo.errors import BadInputError
 
-COMMANDS = {c.__name__: c for c in (overlap, profile, simulate, train)}
+COMMANDS = {c.__name__: c for c in (goal, overlap, profile, simulate, train)}
 TINY = ("--seconds", "0.02", "--repetitions", "1", "--num-envs", "2", "--workers", "2")
 CARTPOLE = ("--env", "CartPole-v1", "--horizon", "4")
 Bench = Callable[..., dict[str, Any]]
@@ -62,9 +64,9 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
                 }
             )
 
-    for module in ("overlap", "profile", "train", "simulate"):
+    for module in ("goal", "overlap", "profile", "train", "simulate"):
         monkeypatch.setattr(f"ppo.bench.{module}.take_turns", take_turns)
-    for module in ("overlap", "rollouts", "trainers"):
+    for module in ("learners", "overlap", "rollouts", "trainers"):
         monkeypatch.setattr(f"ppo.bench.{module}.load_tensorflow", lambda: None)
 
 
@@ -126,6 +128,32 @@ def test_train(bench: Bench) -> None:
     ours = result["medians"]["ppo"]
     assert 0 < ours["rollout_seconds"] < ours["total_seconds"]
     assert 0 < ours["update_seconds"] < ours["total_seconds"]
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_goal_is_where_training_ends(bench: Bench) -> None:
+    small = ("--max-steps", "6144", "--workers", "2", "--repetitions", "1")
+    easy = bench("goal", *small, "--target", "15", "--only", "ppo")["medians"]["ppo"]
+    assert easy["mean_return"] >= 15
+    assert easy["steps"] < 6_144
+    hard = bench("goal", *small, "--target", "501", "--only", "ppo")
+    assert hard["medians"]["ppo"]["steps"] == 6_144
+    assert hard["table"]["rows"][0][-2] == "0 of 1"
+
+
+def test_an_unknown_goal_is_a_wrong_command_line() -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["goal", "--task", "humanoid"], COMMANDS)
+    assert caught.value.code == 2
+
+
+def test_without_its_peer_goal_goes_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with (
+        pytest.raises(Skip, match=r"pip install 'envserve\[bench\]'"),
+        learning_sb3("cartpole", 475.0, 1000),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("vec_env", ["SubprocVecEnv", "DummyVecEnv"])
