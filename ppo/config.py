@@ -100,9 +100,9 @@ class Config:
     rate aim at."""
 
     initial_kl_penalty: float = 1.0
-    """Weight of the KL penalty in the first iteration. It is multiplied by 1.5 after an
-    iteration whose divergence is more than 1.3 kl_target, and divided by 1.5 after less
-    than 0.7 kl_target, from 1e-3 to 1e6. Only used with an objective that has one."""
+    """Weight of the KL penalty at first; multiplied by 1.5 after an iteration whose
+    divergence is more than 1.3 kl_target, divided by 1.5 after less than 0.7 of it,
+    from 1e-3 to 1e6. Only used with an objective that has one."""
 
     kl_cutoff_factor: float = 2.0
     """Times kl_target: divergence of a minibatch beyond which its square is penalised

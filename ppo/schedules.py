@@ -120,9 +120,11 @@ class Schedules:
         )
 
     def update(self, kl: float) -> None:
-        """Take in the divergence of an iteration, in nats per valid row."""
-        self._kl_penalty.update(kl)
-        self._kl_learning_rate.update(kl)
+        """Adapt what is in use to the divergence of an iteration, in nats per row."""
+        if self._config.penalizes_kl:
+            self._kl_penalty.update(kl)
+        if self._config.learning_rate_schedule == "kl_adaptive":
+            self._kl_learning_rate.update(kl)
 
     @property
     def trackables(self) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def test_4_the_divergence_is_averaged_over_valid_rows_alone() -> None:
     kl = float(losses.masked_mean(old.kl(new), weight))
     assert kl == pytest.approx(0.05, rel=1e-5)
     assert float(tf.reduce_mean(old.kl(new))) == pytest.approx(0.001, rel=1e-5)
-    schedules = Schedules(CONFIG.replace(kl_target=0.01))
+    schedules = Schedules(CONFIG.replace(objective="penalty", kl_target=0.01))
     schedules.update(kl)
     assert schedules.at(0.0).kl_penalty == 1.5
 
@@ -236,7 +236,7 @@ def test_5_a_time_limit_is_not_an_end() -> None:
 
 
 def test_6_a_penalty_that_has_long_been_too_large_can_rise_again() -> None:
-    schedules = Schedules(CONFIG.replace(kl_target=0.01))
+    schedules = Schedules(CONFIG.replace(objective="penalty", kl_target=0.01))
     for _ in range(300):  # 1.5**-300 is 0 in float32
         schedules.update(0.0)
     assert schedules.at(0.0).kl_penalty == 1e-3
