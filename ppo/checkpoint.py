@@ -76,7 +76,8 @@ def save(
     """
     final = folder / f"{counters.iteration:08d}"
     partial = folder / f"{final.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
+    for leftover in folder.glob("*.partial"):  # of a run that was killed
+        shutil.rmtree(leftover)
     partial.mkdir(parents=True)
     try:
         _checkpoint(agent, updater, return_scale).write(str(partial / "state"))
@@ -90,14 +91,15 @@ def save(
         (partial / _EVALUATION).write_text(text)
     for file in partial.iterdir():
         _flush_to_disk(file)
+    _flush_to_disk(partial)
     if final.exists():
-        shutil.rmtree(final)
+        _remove(final)
     partial.rename(final)
     _flush_to_disk(folder)
     best = _best(folder)
     for old in _complete(folder)[:-keep]:
         if best is None or old != best[0]:
-            shutil.rmtree(old)
+            _remove(old)
     return final
 
 
@@ -256,6 +258,13 @@ def _complete(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if path.name.isdigit())
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint, which at no time is half there under its proper name."""
+    doomed = path.with_name(f"{path.name}.old.partial")
+    path.rename(doomed)
+    shutil.rmtree(doomed)
 
 
 def _flush_to_disk(path: Path) -> None:

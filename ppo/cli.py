@@ -218,7 +218,7 @@ def _train(
     from ppo.stop_signals import StopSignals
     from ppo.train import train as run_training
 
-    if is_resumed:
+    if is_resumed and run_folder.has_checkpoint():
         before = read_counters(run_folder.checkpoints)
         if before.iteration >= config.num_iterations:
             console.print(

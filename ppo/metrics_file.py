@@ -1,16 +1,51 @@
 """Reads the `metrics.jsonl` of a run, however that run has ended.
 
-A run that was killed may leave a line that is cut, and one that was resumed has the
-iterations after its checkpoint twice. Neither shows in what is read.
+A run that was killed may leave a line that is cut, and iterations after its newest
+checkpoint. Neither shows in what is read; a run that is resumed first cuts them off.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from ppo.errors import RunFolderError
 
-__all__ = ["read_metrics"]
+__all__ = ["cut_off_after", "last_iteration", "read_metrics"]
+
+
+def cut_off_after(path: Path, iteration: int) -> None:
+    """Shorten the file to the rows of an iteration and those before.
+
+    Args:
+        path: the file; it need not exist.
+        iteration: the last one that stays.
+
+    Raises:
+        OSError: the file cannot be read or written.
+    """
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    kept = 0
+    for line in content.splitlines(keepends=True):
+        row = _complete_row(line) if line.endswith(b"\n") else None
+        if row is None or row.get("iteration", 0) > iteration:
+            break
+        kept += len(line)
+    if kept < len(content):
+        os.truncate(path, kept)
+
+
+def last_iteration(path: Path) -> int:
+    """Return the last iteration that was reported; 0 if there is none, or no file.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    rows = [row for row in map(_complete_row, lines) if row is not None]
+    return int(rows[-1].get("iteration", 0)) if rows else 0
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The folder of one run: config, metrics, checkpoints, evaluation.
 
 config.json        the settings, complete
-metrics.jsonl      one line per iteration
+metrics.jsonl      one line per iteration or report
 tensorboard/       the same numbers for TensorBoard
 checkpoints/       see `ppo.checkpoint`
 evaluation.json    the evaluation at the end
@@ -21,6 +21,9 @@ from ppo.errors import ConfigError, RunFolderError, RunWriteError
 
 __all__ = ["RunFolder"]
 
+# The second one is left by a run that was killed while it wrote the first.
+_CONFIG_FILES = ("config.json", "config.json.partial")
+
 
 class RunFolder:
     """Paths of a run, and the checks before anything is written there."""
@@ -36,6 +39,11 @@ class RunFolder:
     def config_path(self) -> Path:
         """Where the settings are."""
         return self.path / "config.json"
+
+    @property
+    def metrics_path(self) -> Path:
+        """Where the metrics are."""
+        return self.path / "metrics.jsonl"
 
     @property
     def checkpoints(self) -> Path:
@@ -57,7 +65,7 @@ class RunFolder:
         """
         try:
             path.mkdir(parents=True, exist_ok=True)
-            is_free = all(file.name == "config.json" for file in path.iterdir())
+            is_free = all(file.name in _CONFIG_FILES for file in path.iterdir())
         except OSError as error:
             raise RunFolderError(
                 f"{path}: expected a folder that can be created; {_reason(error)}."
@@ -103,9 +111,10 @@ class RunFolder:
         """
         if not self.path.is_dir():
             return True
-        if any(file.name != "config.json" for file in self.path.iterdir()):
+        if any(file.name not in _CONFIG_FILES for file in self.path.iterdir()):
             return False
-        self.config_path.unlink(missing_ok=True)
+        for name in _CONFIG_FILES:
+            (self.path / name).unlink(missing_ok=True)
         self.path.rmdir()
         return True
 

@@ -25,6 +25,7 @@ from ppo.errors import DivergedError, EnvDataError, EnvsLostError
 from ppo.evaluate import CurveEvaluator, Evaluation
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.metrics import MetricsWriter
+from ppo.metrics_file import last_iteration
 from ppo.normalize import ReturnScale
 from ppo.policy_lag import PolicyLag
 from ppo.report import ReportWindow, is_due
@@ -164,7 +165,8 @@ def train(
         run_folder: where metrics and checkpoints go. When the envs fail, what has
             been learned until then is saved before the error is raised.
         make_env: makes the envs, which are closed at the end.
-        resume: whether to go on from the newest checkpoint of the folder.
+        resume: whether to go on from the newest checkpoint of the folder; a run that
+            ended before its first one begins again.
         on_progress: called after every iteration.
         should_stop: asked after every iteration; when true, training ends there.
         on_step: called after every batch step; what it raises ends training at once,
@@ -181,20 +183,21 @@ def train(
         DivergedError: the policy's outputs are not finite.
         envserve.errors.EnvserveError: the envs failed for good.
     """
-    first = Counters()
-    if resume:
-        first = checkpoint.read_counters(run_folder.checkpoints)
+    first = _first_counters(run_folder) if resume else Counters()
     env_seed = _env_seed(config.seed, first.iteration)
     with make_env(num_envs=config.num_envs, seed=env_seed) as env:
         run = _Run(config, env, on_step)
-        if resume:
+        if resume and run_folder.has_checkpoint():
             checkpoint.restore(
                 run_folder.checkpoints, run.agent, run.updater, run.return_scale
             )
+        if resume:
             run_folder.save_config(config)
         evaluator = CurveEvaluator(run.agent, config, make_env, on_step)
         with run_folder.writing():
-            writer = MetricsWriter(run_folder.path)
+            writer = MetricsWriter(
+                run_folder.path, resumed_from=first if resume else None
+            )
         with writer:
             loop = _Loop(run, first, run_folder, writer, evaluator)
             loop.run(on_progress, should_stop)
@@ -343,6 +346,18 @@ class _Loop:
             self._run.mean_return,
             self._run.lost_steps.total,
         )
+
+
+def _first_counters(run_folder: RunFolder) -> Counters:
+    """Return where to go on; a run that ended within its first iteration has no place.
+
+    Raises:
+        CheckpointError: there should be a checkpoint, but there is none.
+    """
+    is_at_start = last_iteration(run_folder.metrics_path) <= 1
+    if is_at_start and not run_folder.has_checkpoint():
+        return Counters()
+    return checkpoint.read_counters(run_folder.checkpoints)
 
 
 def _env_seed(seed: int, iteration: int) -> int:

@@ -141,10 +141,12 @@ def test_an_unfinished_checkpoint_is_ignored_and_replaced(tmp_path: Path) -> Non
     learner.save(tmp_path, 1)
     (tmp_path / "00000002.partial").mkdir()
     (tmp_path / "00000002.partial" / "state.index").write_text("half")
+    (tmp_path / "00000000.old.partial").mkdir()
     assert learner.restore(tmp_path) == Counters(1, 100)
     learner.save(tmp_path, 2)
     assert learner.restore(tmp_path) == Counters(2, 200)
-    assert not (tmp_path / "00000002.partial").exists()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["00000001", "00000002"]
 
 
 def test_saving_the_same_iteration_again_replaces_it(tmp_path: Path) -> None:

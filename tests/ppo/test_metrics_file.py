@@ -1,11 +1,11 @@
-"""Reading metrics: what killed and resumed runs leave behind does not show."""
+"""Metrics as a file: what killed and resumed runs leave behind does not show."""
 
 from pathlib import Path
 
 import pytest
 
 from ppo.errors import RunFolderError
-from ppo.metrics_file import read_metrics
+from ppo.metrics_file import cut_off_after, last_iteration, read_metrics
 
 
 def read(folder: Path, text: str) -> list[float]:
@@ -40,6 +40,34 @@ def test_iterations_that_a_resumed_run_repeats_count_once(tmp_path: Path) -> Non
     )
     rows = [(row["steps"], row["a"]) for row in read_metrics(path)]
     assert rows == [(16, 0), (32, 4), (48, 5)]
+
+
+@pytest.mark.parametrize(
+    ("tail", "iteration", "expected"),
+    [
+        ("", 3, 3),
+        ("", 2, 2),
+        ("", 0, 0),
+        ('{"iteration": 4, "ste', 3, 3),
+        ('{"iteration": 4, "steps": 64}', 9, 3),  # no end of line: it may be cut
+        ('{"ste{"iteration": 4, "steps": 64}\n{"iteration": 5, "steps": 80}\n', 5, 3),
+    ],
+)
+def test_what_a_resumed_run_will_do_again_is_cut_off(
+    tail: str, iteration: int, expected: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [f'{{"iteration": {k}, "steps": {16 * k}}}\n' for k in (1, 2, 3)]
+    path.write_text("".join(lines) + tail)
+    cut_off_after(path, iteration)
+    assert path.read_text() == "".join(lines[:expected])
+    assert last_iteration(path) == expected
+
+
+def test_there_being_no_file_yet_is_nothing_to_cut(tmp_path: Path) -> None:
+    cut_off_after(tmp_path / "metrics.jsonl", 3)
+    assert last_iteration(tmp_path / "metrics.jsonl") == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_metrics_are_an_error(tmp_path: Path) -> None:

@@ -129,3 +129,14 @@ def test_a_full_disk_is_an_error_that_says_so(tmp_path: Path) -> None:
         run.writing(),
     ):
         writer.write(1, {"loss": 0.5})
+
+
+def test_what_a_kill_left_of_writing_the_config_is_in_nobodys_way(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json.partial").write_text("{")
+    run = RunFolder.create(tmp_path, Config(env_name="CartPole-v1"))
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    (tmp_path / "config.json.partial").write_text("{")
+    assert run.remove_if_unused()
+    assert not tmp_path.exists()

@@ -1,12 +1,14 @@
 """The loop: files, resuming, stopping, reproducibility, errors."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing import plugin_event_accumulator
 
 from envserve.client import BatchEnv
 from envserve.errors import EnvError
@@ -121,6 +123,34 @@ def test_resuming_at_an_episode_boundary_equals_not_having_stopped(
     np.testing.assert_array_equal(parameters(straight.agent), parameters(resumed.agent))
 
 
+def test_a_moved_run_goes_on_and_forgets_what_its_checkpoint_does_not_know(
+    tmp_path: Path,
+) -> None:
+    maker = Maker(lambda num_envs: CountingBatchEnv([8] * num_envs))
+    straight = run(tmp_path / "straight", maker=maker)
+    config = CONFIG.replace(checkpoint_every=0, checkpoint_seconds=1e9)
+    run(tmp_path / "made", config, maker)
+    # As if it had been killed in its last iteration, with one checkpoint.
+    shutil.rmtree(tmp_path / "made" / "checkpoints" / "00000004")
+    events = tmp_path / "made" / "tensorboard"
+    (old,) = events.iterdir()
+    old.rename(events / "events.out.tfevents.1000000000.host.1.0.v2")
+    shutil.move(tmp_path / "made", tmp_path / "moved")
+    moved, config = RunFolder.open(tmp_path / "moved")
+    resumed = train(config, moved, maker, resume=True)
+    np.testing.assert_array_equal(parameters(straight.agent), parameters(resumed.agent))
+    rows = map(json.loads, moved.metrics_path.read_text().splitlines())
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
+    # TensorBoard shows each step once, with what came last.
+    accumulator = plugin_event_accumulator.EventAccumulator(
+        str(moved.path / "tensorboard")
+    )
+    accumulator.Reload()
+    shown = accumulator.Tensors("iteration")
+    assert [event.step for event in shown] == [16, 32, 48, 64]
+    assert len(list((moved.path / "tensorboard").iterdir())) == 3
+
+
 def test_resuming_a_finished_run_does_nothing_more(tmp_path: Path) -> None:
     before = run(tmp_path / "run")
     run_folder, config = RunFolder.open(tmp_path / "run")
@@ -141,8 +171,21 @@ def test_changed_settings_are_saved_once_they_are_known_to_fit(tmp_path: Path) -
     assert RunFolder.open(tmp_path / "run")[1] == longer
 
 
-def test_resuming_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
+def test_resuming_what_ended_within_its_first_iteration_begins_again(
+    tmp_path: Path,
+) -> None:
     run_folder = RunFolder.create(tmp_path / "run", CONFIG)
+    run_folder.metrics_path.write_text('{"steps": 16, "iteration": 1}\n{"steps')
+    maker = Maker()
+    assert train(CONFIG, run_folder, maker, resume=True).steps == 64
+    assert maker.seeds == [CONFIG.seed]
+    rows = map(json.loads, run_folder.metrics_path.read_text().splitlines())
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
+
+
+def test_resuming_without_the_checkpoints_is_an_error(tmp_path: Path) -> None:
+    run_folder = RunFolder.create(tmp_path / "run", CONFIG)
+    run_folder.metrics_path.write_text('{"steps": 32, "iteration": 2}\n')
     maker = Maker()
     with pytest.raises(CheckpointError, match="expected a checkpoint, found none"):
         train(CONFIG, run_folder, maker, resume=True)

@@ -1,0 +1,123 @@
+"""Kill a training again and again at random moments, and check that it goes on.
+
+    python scripts/kill_training.py --kills 20
+
+Runs `ppo train cartpole` as a process of its own, and ends it by SIGKILL: one time in
+four at any time after its start, else some time after it has reported something. Exits
+with 1 if a process does not go on, if more than a checkpoint interval is lost, or if
+the metrics of the finished run have gaps or repetitions.
+"""
+
+import contextlib
+import json
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ppo.checkpoint import read_counters
+from ppo.metrics_file import last_iteration
+from ppo.run_folder import RunFolder
+
+_SETTINGS = {
+    "num_envs": 8,
+    "horizon": 32,
+    "total_steps": 10**9,
+    "checkpoint_every": 256 * 4,  # 4 iterations
+    "evaluate_every": 256 * 50,
+    "curve_episodes": 4,
+    "evaluation_episodes": 4,
+    "num_splits": 1,
+}
+_ITERATIONS_PER_CHECKPOINT = 4
+
+
+def start(folder: Path, total_steps: int, log: Path) -> subprocess.Popen[bytes]:
+    """Begin a run, or resume it if it has begun."""
+    settings = [f"--set={k}={v}" for k, v in _SETTINGS.items()]
+    is_begun = (folder / "config.json").exists()
+    where = ["--resume", str(folder)] if is_begun else ["--run-dir", str(folder)]
+    train = Path(__file__).with_name("train.py")
+    command = [sys.executable, str(train), *where, *settings]
+    command += [f"--set=total_steps={total_steps}"]
+    if not is_begun:
+        command += ["cartpole"]
+    with log.open("ab") as output:
+        return subprocess.Popen(command, stdout=output, stderr=output)
+
+
+def progress(folder: Path) -> tuple[int, int]:
+    """Return the last iteration that was reported, and that of the last checkpoint."""
+    saved = 0
+    run_folder = RunFolder(folder)
+    if run_folder.has_checkpoint():
+        saved = read_counters(run_folder.checkpoints).iteration
+    return last_iteration(run_folder.metrics_path), saved
+
+
+def kill_in_the_middle(
+    process: subprocess.Popen[bytes], folder: Path, seconds: float, *, waits: bool
+) -> bool:
+    """Kill after some seconds; returns whether the process was alive until then."""
+    known = progress(folder)[0] if folder.exists() else 0
+    try:
+        while waits and known == (progress(folder)[0] if folder.exists() else 0):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.1)
+                return False
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        return True
+    return False
+
+
+def main(
+    kills: Annotated[int, typer.Option(min=1)] = 20,
+    seed: Annotated[int, typer.Option(help="Of the moments.")] = 0,
+    longest: Annotated[float, typer.Option(help="Seconds before a kill.")] = 3.0,
+) -> None:
+    generator = random.Random(seed)
+    console = Console()
+    problems = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, log = Path(temporary) / "run", Path(temporary) / "log"
+        for number in range(1, kills + 1):
+            process = start(folder, 10**9, log)
+            seconds, waits = generator.uniform(0.0, longest), number % 4 != 0
+            if not kill_in_the_middle(process, folder, seconds, waits=waits):
+                problems.append(f"{number}: ended by itself, {process.returncode}")
+            reported, saved = progress(folder)
+            leftovers = [p.name for p in folder.glob("checkpoints/*.partial")]
+            lost = reported - saved
+            if lost > _ITERATIONS_PER_CHECKPOINT:
+                problems.append(f"{number}: {lost} iterations are lost")
+            console.print(
+                f"{number}: killed {seconds:.2f} s after its "
+                f"{'first report' if waits else 'start'}, reported iteration "
+                f"{reported}, saved {saved} {' '.join(leftovers)}"
+            )
+        total_steps = (saved + 40) * 256
+        started = time.monotonic()
+        code = start(folder, total_steps, log).wait()
+        console.print(f"last one: {code} after {time.monotonic() - started:.0f} s")
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        iterations = [json.loads(line)["iteration"] for line in lines]
+        if code != 0 or iterations != list(range(1, saved + 41)):
+            problems.append(f"the last one ended with {code}, {iterations[-3:]}")
+        if problems:
+            console.print(log.read_text()[-3000:])
+    console.print("\n".join(problems) or f"{kills} kills, nothing wrong")
+    raise typer.Exit(1 if problems else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,147 @@
+"""Kills a training at chosen moments, resumes it each time, and tells how it went.
+
+    python -m tests.ppo.killed_training FOLDER SEED KILLS
+
+Every training is a process of its own, forked off one that has loaded TensorFlow but
+not used it. It ends by SIGKILL at the n-th access to its run folder, or at the n-th
+batch step. Prints a JSON object; the parameters go to `straight.npy` and `killed.npy`.
+"""
+
+import functools
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+from envserve.client import BatchEnv
+from ppo.config import Config
+from ppo.errors import RunFolderError
+from ppo.metrics_file import last_iteration
+from ppo.run_folder import RunFolder
+from ppo.train import train
+from tests.ppo.fakes import CountingBatchEnv, as_batch_env
+
+CONFIG = Config(
+    env_name="fake",
+    num_envs=2,
+    horizon=4,
+    total_steps=96,  # 12 iterations
+    epochs=1,
+    minibatch_size=8,
+    policy_layers=(4,),
+    value_layers=(4,),
+    checkpoint_every=16,
+    checkpoint_seconds=1e9,
+    checkpoints_to_keep=2,
+    evaluate_every=24,
+    curve_episodes=2,
+    jit_compile=False,
+)
+_ACCESSES = ("open", "os.")  # audit events: open, os.rename, os.remove, os.truncate ...
+
+
+class Moments:
+    """Counts accesses to a folder and batch steps, and kills the process at one."""
+
+    def __init__(self, folder: Path, kind: str, number: int) -> None:
+        self._folder = os.fsencode(folder)
+        self._kind = kind
+        self._number = number
+
+    def install(self) -> None:
+        """Listen to the accesses of this process from now on."""
+        sys.addaudithook(self._audit)
+
+    def step(self) -> None:
+        """Count a batch step."""
+        self._count("step")
+
+    def _audit(self, event: str, arguments: tuple[object, ...]) -> None:
+        if event.startswith(_ACCESSES) and arguments:
+            path = arguments[0]
+            if isinstance(path, str | os.PathLike):
+                path = os.fsencode(path)
+            if isinstance(path, bytes) and path.startswith(self._folder):
+                self._count("access")
+
+    def _count(self, kind: str) -> None:
+        if kind == self._kind:
+            self._number -= 1
+            if self._number == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def make_env(*, num_envs: int, seed: int) -> BatchEnv:
+    # Episodes end with each rollout, so that nothing is cut off by resuming.
+    return as_batch_env(CountingBatchEnv([4] * num_envs))
+
+
+def run(folder: Path, result: Path, moments: Moments) -> None:
+    """Train, or go on where an earlier process ended; saves the parameters."""
+    tf.config.run_functions_eagerly(True)  # tracing takes longer than these few steps
+    moments.install()
+    try:
+        run_folder, config = RunFolder.open(folder)
+        is_resumed = True
+    except RunFolderError:
+        run_folder, config = RunFolder.create(folder, CONFIG), CONFIG
+        is_resumed = False
+    trained = train(
+        config, run_folder, make_env, resume=is_resumed, on_step=moments.step
+    )
+    assert trained.is_finished
+    variables = trained.agent.trainable_variables
+    np.save(result, np.concatenate([np.ravel(v.numpy()) for v in variables]))
+
+
+def in_process(function: Callable[[], None]) -> int:
+    """Run a function in a forked process; returns how that ended, as `os.wait` does."""
+    process = os.fork()
+    if process == 0:
+        try:
+            function()
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def newest(folder: Path) -> int:
+    """Return the iteration of the newest checkpoint, 0 if there is none."""
+    names = [path.name for path in (folder / "checkpoints").glob("*")]
+    return max((int(name) for name in names if name.isdigit()), default=0)
+
+
+def main(folder: Path, seed: int, kills: int) -> None:
+    generator = random.Random(seed)
+    straight, killed = folder / "straight", folder / "killed"
+    never = Moments(straight, "never", 1)
+    straight_code = in_process(lambda: run(straight, folder / "straight.npy", never))
+    ends = []
+    for number in range(kills):
+        # So many that a process gets through about two of the twelve iterations.
+        kind, most = generator.choice([("step", 12), ("access", 60)])
+        moments = Moments(killed, kind, generator.randint(1, most))
+        code = in_process(
+            functools.partial(run, killed, folder / "killed.npy", moments)
+        )
+        reported = last_iteration(killed / "metrics.jsonl")
+        ends.append([kind, code, reported, newest(killed)])
+        if code == 0:
+            ends[-1][0] = f"finished as number {number}"
+    last_code = in_process(
+        lambda: run(killed, folder / "killed.npy", Moments(killed, "never", 1))
+    )
+    codes = [straight_code, last_code]
+    print(json.dumps({"codes": codes, "ends": ends}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

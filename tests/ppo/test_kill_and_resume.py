@@ -1,0 +1,55 @@
+"""Trainings that are killed in the middle of anything, and go on all the same."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ppo.metrics_file import read_metrics
+
+_KILLS = 6
+
+
+@pytest.mark.timeout(300)  # six processes one after another
+def test_a_killed_run_goes_on_and_ends_with_the_bits_of_one_that_was_not(
+    tmp_path: Path, random_seed: int
+) -> None:
+    command = [sys.executable, "-m", "tests.ppo.killed_training", str(tmp_path)]
+    result = subprocess.run(
+        [*command, str(random_seed), str(_KILLS)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=280,
+    )
+    told = json.loads(result.stdout.splitlines()[-1])
+    assert told["codes"] == [0, 0], result.stderr
+    before = 0
+    for kind, code, reported, saved in told["ends"]:
+        assert code == (0 if kind.startswith("finished") else -9), result.stderr
+        # An interval between checkpoints is two iterations; a run begins with one.
+        assert saved >= before
+        assert reported - saved <= 2
+        before = saved
+    assert before >= 2
+    np.testing.assert_array_equal(
+        np.load(tmp_path / "straight.npy"), np.load(tmp_path / "killed.npy")
+    )
+    straight, killed = (
+        read_metrics(tmp_path / name / "metrics.jsonl")
+        for name in ("straight", "killed")
+    )
+    lines = (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in lines] == list(range(1, 13))
+    for name in ("policy_loss", "reward_scale", "observation_std_max", "learning_rate"):
+        assert [row[name] for row in straight] == [row[name] for row in killed]
+    evaluated = [row["iteration"] for row in killed if "evaluation_return" in row]
+    assert evaluated == [3, 6, 9, 12]
+    names = sorted(path.name for path in (tmp_path / "killed/checkpoints").iterdir())
+    assert len(names) == 3
+    assert {"00000003", "00000012"} < set(names)  # the best, and the newest two
