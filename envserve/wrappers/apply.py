@@ -79,7 +79,7 @@ def _bytes_after(space: spaces.Space[Any], name: str, arguments: dict[str, Any])
     if name == "FlattenObservation" or (
         name == "TimeAwareObservation" and arguments.get("flatten", True)
     ):
-        return 8 * spaces.flatdim(space)
+        return 8 * int(spaces.flatdim(space))
     return 0
 
 

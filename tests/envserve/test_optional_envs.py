@@ -49,3 +49,27 @@ def test_atari_games_are_stepped_without_a_download(name: str) -> None:
             step = env.step(np.array([1, 3]))
             assert step.valid.all()
         assert not np.array_equal(step.observation, first)
+
+
+def test_atari_games_are_preprocessed() -> None:
+    wrappers = [
+        {"name": "AtariPreprocessing", "noop_max": 5, "screen_size": 42},
+        {"name": "FrameStackObservation", "stack_size": 4},
+    ]
+    frames = []
+    for _ in range(2):
+        with BatchEnv.local(
+            *("PongNoFrameskip-v4", 2, 1),
+            seed=0,
+            import_modules=["ale_py"],
+            wrappers=wrappers,
+        ) as env:
+            env.reset()
+            step = env.step(np.array([2, 3]))
+            assert step.valid.all()
+            frames.append(np.array(step.observation))
+    first, second = frames
+    assert first.dtype == np.uint8
+    assert first.shape == (2, 4, 42, 42)
+    assert np.ptp(first) > 100
+    np.testing.assert_array_equal(first, second)

@@ -12,9 +12,10 @@ from gymnasium import spaces
 from gymnasium.utils import seeding
 
 from envserve.errors import EnvStartError
-from envserve.registry import import_env_modules, make_env
+from envserve.registry import make_env
 from envserve.wrappers import WrapperSpec
 from envserve.wrappers.apply import wrap
+from envserve.wrappers.table import KNOWN
 
 
 class Line(gymnasium.Env[Any, Any]):
@@ -342,14 +343,41 @@ def test_integers_are_not_rescaled_to_zeros() -> None:
     assert [seen.tolist() for seen in episode(env)] == [[-1], [1]]
 
 
-def test_images_are_preprocessed_with_what_atari_brings() -> None:
-    specs = (
-        WrapperSpec("AtariPreprocessing", {"noop_max": 5, "screen_size": 42}),
-        WrapperSpec("FrameStackObservation", {"stack_size": 4}),
+IMAGES = np.zeros((3, 8, 8, 3)).tolist()
+#: An env that fits, arguments, and the shape of what is seen or done then.
+USES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
+    "ActionRepeat": ("CartPole-v1", {"amount": 2}, (4,)),
+    "ClipAction": ("Pendulum-v1", {}, (3,)),
+    "ClipReward": ("CartPole-v1", {"min_reward": 0, "max_reward": 0.5}, (4,)),
+    "DtypeObservation": ("CartPole-v1", {"dtype": "float64"}, (4,)),
+    "FlattenObservation": ("images", {}, (192,)),
+    "FrameDelta": ("images", {}, (8, 8, 3)),
+    "FrameHistory": ("images", {"past_indices": [1]}, (1, 8, 8, 3)),
+    "FrameStackObservation": ("images", {"stack_size": 2}, (2, 8, 8, 3)),
+    "GrayscaleObservation": ("images", {"keep_dim": True}, (8, 8, 1)),
+    "MaxAndSkipObservation": ("images", {"skip": 2}, (8, 8, 3)),
+    "RandomStart": ("CartPole-v1", {"max_steps": 2}, (4,)),
+    "RangeNormalize": ("Pendulum-v1", {}, (3,)),
+    "RescaleAction": ("Pendulum-v1", {"min_action": -1, "max_action": 1}, (3,)),
+    "RescaleObservation": ("Pendulum-v1", {"min_obs": 0, "max_obs": 1}, (3,)),
+    "ResizeObservation": ("images", {"shape": [4, 6]}, (4, 6, 3)),
+    "TimeAwareObservation": ("CartPole-v1", {"normalize_time": True}, (5,)),
+    "TimeLimit": ("CartPole-v1", {"max_episode_steps": 9}, (4,)),
+}
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN.keys() - {"AtariPreprocessing"}))
+def test_every_wrapper_can_be_used_as_it_is_named(name: str) -> None:
+    env_name, arguments, shape = USES[name]
+    inner = (
+        line(IMAGES, "uint8", 0, 255)
+        if env_name == "images"
+        else make_env(env_name, {})
     )
-    import_env_modules(["ale_py"])
-    env = make_env("ALE/Pong-v5", {"frameskip": 1}, specs)
-    assert env.observation_space == spaces.Box(0, 255, (4, 42, 42), np.uint8)
-    first = env.reset(seed=1)[0]
-    np.testing.assert_array_equal(env.reset(seed=1)[0], first)
+    env = wrapped(inner, name, **arguments)
+    assert env.observation_space.shape == shape
+    observations = [env.reset(seed=0)[0], env.step(env.action_space.sample())[0]]
+    for observation in observations:
+        assert observation.shape == shape
+        assert observation.dtype == env.observation_space.dtype
     env.close()
