@@ -20,7 +20,6 @@ from envserve import codec
 from envserve.errors import SpaceError
 
 __all__ = [
-    "MAX_SPACE_BYTES",
     "EnvSpec",
     "Leaf",
     "action_values",
@@ -35,7 +34,7 @@ __all__ = [
 Array = np.ndarray[Any, Any]
 
 _MAX_DEPTH: Final = 8
-MAX_SPACE_BYTES: Final = 64 << 20
+_MAX_SPACE_BYTES: Final = 64 << 20
 _MAX_TEXT: Final = 500
 
 
@@ -259,14 +258,14 @@ class _Room:
     """Bytes that a description may claim: a few of its own can ask for gigabytes."""
 
     def __init__(self) -> None:
-        self._left = MAX_SPACE_BYTES
+        self._left = _MAX_SPACE_BYTES
 
     def take(self, sizes: Iterable[Any], dtype: np.dtype[Any]) -> None:
         shape = tuple(int(size) for size in sizes)
         self._left -= math.prod(max(size, 1) for size in shape) * dtype.itemsize
         if self._left < 0:
             raise SpaceError(
-                f"expected a space below {MAX_SPACE_BYTES >> 20} MiB; "
+                f"expected a space below {_MAX_SPACE_BYTES >> 20} MiB; "
                 f"got a leaf of shape {str(shape)[:_MAX_TEXT]}"
             )
 

@@ -9,13 +9,12 @@ import importlib
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import gymnasium
 from gymnasium import spaces
 
 from envserve.errors import EnvStartError, WrapperError
-from envserve.spec import MAX_SPACE_BYTES
 from envserve.wrappers.range_normalize import check_float
 from envserve.wrappers.specs import WrapperSpec, check_wrappers, converted_arguments
 from envserve.wrappers.table import find
@@ -23,6 +22,10 @@ from envserve.wrappers.table import find
 __all__ = ["wrap"]
 
 Env = gymnasium.Env[Any, Any]
+
+#: What observations may grow to: 594 frames of Atari's usual 84 x 84. Bounds of spaces
+#: and stacks of frames take several times as much, for each env.
+_MAX_GROWN_BYTES: Final = 4 << 20
 
 
 def wrap(env: Env, specs: Sequence[WrapperSpec]) -> Env:
@@ -34,22 +37,15 @@ def wrap(env: Env, specs: Sequence[WrapperSpec]) -> Env:
       EnvStartError: A wrapper does not take this env.
     """
     check_wrappers(specs)
+    limit = max(_nbytes(env.observation_space), _MAX_GROWN_BYTES)
     for position, spec in enumerate(specs):
         where = f"wrappers[{position}] ({spec.name})"
         arguments = converted_arguments(spec, position)
         try:
             size = _bytes_after(env.observation_space, spec.name, arguments)
-            _check_size(size, where)
-            if spec.name == "RescaleObservation":
-                check_float("observation", env.observation_space)
-            elif spec.name == "RescaleAction":
-                check_float("action", env.action_space)
-            make = _maker(spec.name, where)
-            with warnings.catch_warnings():
-                # A cast is what was asked for.
-                warnings.filterwarnings("ignore", ".*precision lowered by casting")
-                env = make(env, **arguments)
-            _check_size(_nbytes(env.observation_space), where)
+            _check_size(size, limit, where)
+            env = _wrap_once(env, spec.name, arguments, where)
+            _check_size(_nbytes(env.observation_space), limit, where)
         except WrapperError:
             raise
         except gymnasium.error.DependencyNotInstalled as error:
@@ -59,6 +55,18 @@ def wrap(env: Env, specs: Sequence[WrapperSpec]) -> Env:
         except Exception as error:
             raise EnvStartError(f"{where}: {type(error).__name__}: {error}") from error
     return env
+
+
+def _wrap_once(env: Env, name: str, arguments: dict[str, Any], where: str) -> Env:
+    if name == "RescaleObservation":
+        check_float("observation", env.observation_space)
+    elif name == "RescaleAction":
+        check_float("action", env.action_space)
+    make = _maker(name, where)
+    with warnings.catch_warnings():
+        # A cast is what was asked for.
+        warnings.filterwarnings("ignore", ".*precision lowered by casting")
+        return make(env, **arguments)
 
 
 def _maker(name: str, where: str) -> Callable[..., Env]:
@@ -93,9 +101,9 @@ def _nbytes(space: spaces.Space[Any]) -> int:
     return int(math.prod(space.shape) * space.dtype.itemsize)
 
 
-def _check_size(num_bytes: int, where: str) -> None:
-    if num_bytes > MAX_SPACE_BYTES:
+def _check_size(num_bytes: int, limit: int, where: str) -> None:
+    if num_bytes > limit:
         raise WrapperError(
-            f"{where}: expected observations of at most {MAX_SPACE_BYTES >> 20} MiB; "
-            f"got {math.ceil(num_bytes / 2**20)} MiB; ask for fewer or smaller frames"
+            f"{where}: expected observations of at most {limit / 2**20:.3g} MiB; "
+            f"got {num_bytes / 2**20:.3g} MiB; ask for fewer or smaller frames"
         )

@@ -120,7 +120,10 @@ def converted_arguments(spec: WrapperSpec, position: int) -> dict[str, Any]:
 
 def plain_wrappers(specs: Iterable[WrapperSpec]) -> list[list[Any]]:
     """Returns the pairs that stand for wrappers in messages and files."""
-    return [[spec.name, dict(spec.arguments)] for spec in specs]
+    return [
+        [spec.name, {key: spec.arguments[key] for key in sorted(spec.arguments)}]
+        for spec in specs
+    ]
 
 
 def wrappers_from_plain(value: Any) -> tuple[WrapperSpec, ...]:

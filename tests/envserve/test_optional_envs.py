@@ -1,4 +1,7 @@
-"""Envs that the optional extras bring are built and stepped by workers."""
+"""Envs that the optional extras bring are built and stepped by workers.
+
+Not by this process, where warnings are errors: box2d's module crashes at one.
+"""
 
 from __future__ import annotations
 

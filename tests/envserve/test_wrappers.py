@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
+from envserve import codec
 from envserve.errors import EnvStartError, WrapperError
 from envserve.registry import make_env
 from envserve.wrappers import (
@@ -22,7 +23,6 @@ from envserve.wrappers import (
     Integers,
     Number,
     WrapperSpec,
-    apply,
     check_wrappers,
     parse_wrappers,
     plain_wrappers,
@@ -43,7 +43,7 @@ class Blank(gymnasium.Env[Any, Any]):
         self.observation_space = space
 
 
-IMAGE = spaces.Box(0, 255, (128, 128, 3), np.uint8)
+IMAGE = spaces.Box(0, 255, (256, 256, 3), np.uint8)
 
 
 def of(name: str, **arguments: Any) -> tuple[WrapperSpec, ...]:
@@ -81,6 +81,9 @@ def test_equal_wrappers_are_written_alike_whatever_the_order_of_arguments() -> N
     first = parse_wrappers([{"name": "X", "a": 1, "b": 2}])
     second = parse_wrappers([{"b": 2, "a": 1, "name": "X"}])
     assert [list(spec.arguments) for spec in first + second] == [["a", "b"]] * 2
+    third = (WrapperSpec("X", {"b": 2, "a": 1}),)
+    encoded = {codec.encode(plain_wrappers(s)) for s in (first, second, third)}
+    assert len(encoded) == 1
 
 
 @pytest.mark.parametrize(
@@ -178,7 +181,7 @@ def test_arguments_have_bounds(argument: Any, good: list[Any], bad: list[Any]) -
         (IMAGE, of("FrameStackObservation", stack_size=64)),
         (IMAGE, of("FrameHistory", past_indices=[63])),
         (
-            spaces.Box(0, 255, (400, 400), np.uint8),
+            spaces.Box(0, 255, (800, 800), np.uint8),
             of("DtypeObservation", dtype="float64"),
         ),
         (spaces.Discrete(2**62), of("FlattenObservation")),
@@ -186,13 +189,18 @@ def test_arguments_have_bounds(argument: Any, good: list[Any], bad: list[Any]) -
     ],
 )
 def test_observations_cannot_become_huge(
-    space: spaces.Space[Any],
-    specs: tuple[WrapperSpec, ...],
-    monkeypatch: pytest.MonkeyPatch,
+    space: spaces.Space[Any], specs: tuple[WrapperSpec, ...]
 ) -> None:
-    monkeypatch.setattr(apply, "MAX_SPACE_BYTES", 1 << 20)
-    with pytest.raises(WrapperError, match=r"expected observations of at most 1 MiB"):
+    with pytest.raises(WrapperError, match=r"expected observations of at most 4 MiB"):
         wrap(Blank(space), specs)
+
+
+def test_observations_that_are_huge_may_stay_so() -> None:
+    space = spaces.Box(0, 255, (1200, 1200, 3), np.uint8)  # 4.1 MiB
+    limit = of("TimeLimit", max_episode_steps=9)
+    assert wrap(Blank(space), limit).observation_space == space
+    with pytest.raises(WrapperError, match=r"of at most 4.12 MiB; got 8.24 MiB"):
+        wrap(Blank(space), limit + of("FrameStackObservation", stack_size=2))
 
 
 @pytest.mark.parametrize(
