@@ -4,17 +4,16 @@ It acts (`act`, `mode`), judges (`distribution`, `value`) and names everything t
 checkpoint must hold. It does not learn; that is for `ppo.update`.
 """
 
-import math
 from typing import Any
 
 import gymnasium
-import numpy as np
 import tensorflow as tf
 
+from ppo.action_kinds import action_kind
+from ppo.action_mask import check_mask
 from ppo.config import Config
-from ppo.distributions import Categorical, DiagonalGaussian, Distribution
-from ppo.errors import UnsupportedSpaceError
-from ppo.networks import CategoricalNetwork, GaussianNetwork, ValueNetwork
+from ppo.distributions import Distribution
+from ppo.network_choice import choose_networks
 from ppo.observations import ObservationPreprocessor
 
 __all__ = ["Agent"]
@@ -29,25 +28,15 @@ class Agent:
         action_space: gymnasium.Space[Any],
         config: Config,
     ) -> None:
+        self._actions = action_kind(action_space)
+        check_mask(observation_space, action_space, self._actions.choice_sizes)
         self.preprocess = ObservationPreprocessor(
             observation_space,
             normalize=config.normalize_observations,
             clip=config.observation_clip,
         )
-        policy_seed, value_seed = _network_seeds(config.seed)
-        self._policy, self._distribution_type = _make_policy(
-            action_space, self.preprocess.size, config, policy_seed
-        )
-        self._noise_size = (
-            int(action_space.n)
-            if isinstance(action_space, gymnasium.spaces.Discrete)
-            else math.prod(action_space.shape or ())
-        )
-        self._value = ValueNetwork(
-            self.preprocess.size,
-            hidden_sizes=config.value_layers,
-            activation=config.activation,
-            seed=value_seed,
+        self._networks = choose_networks(
+            self.preprocess, self._actions, action_space, config
         )
 
     def act(self, observation: Any, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -58,7 +47,8 @@ class Agent:
             seed: int32 pair; the same seed gives the same actions.
 
         Returns:
-            Actions (float32 `[N, A]` or int64 `[N]`) and log-probabilities `[N]`.
+            Actions, float32 or int64 `[N, A]` or, if Discrete, int64 `[N]`, and
+            log-probabilities `[N]`.
         """
         num_rows = tf.nest.flatten(observation)[0].shape[0]
         return self.act_on_noise(observation, self.draw_noise(num_rows, seed))
@@ -78,7 +68,7 @@ class Agent:
 
     def draw_noise(self, num_rows: int, seed: tf.Tensor) -> tf.Tensor:
         """Draw what so many actions need, `[num_rows, ...]`, from an int32 pair."""
-        return self._distribution_type.draw_noise(num_rows, self._noise_size, seed)
+        return self._actions.draw_noise(num_rows, seed)
 
     def mode(self, observation: Any, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the most likely action per row; takes and returns what `act` does."""
@@ -89,57 +79,45 @@ class Agent:
 
     def distribution(self, features: Any) -> Distribution:
         """Return the action distribution for preprocessed rows `[N, ...]`."""
-        return self._distribution_type(*self._policy(features))
+        inputs, mask = self.preprocess.inputs(features)
+        return self._distribution(self._networks.policy_torso(inputs), mask)
 
     def distribution_of(self, parameters: Any) -> Distribution:
         """Return the distribution that had these `parameters`."""
-        return self._distribution_type(*parameters)
+        distribution: Distribution = self._actions.distribution_type(*parameters)
+        return distribution
 
     def value(self, features: Any) -> tf.Tensor:
         """Return the value per preprocessed row, float32 `[N]`."""
-        return self._value(features)
+        inputs, _ = self.preprocess.inputs(features)
+        return self._networks.value(self._networks.value_torso(inputs))
+
+    def distribution_and_value(self, features: Any) -> tuple[Distribution, tf.Tensor]:
+        """Return both; a torso that they share is passed once, also by gradients."""
+        networks = self._networks
+        inputs, mask = self.preprocess.inputs(features)
+        seen = networks.policy_torso(inputs)
+        distribution = self._distribution(seen, mask)
+        if not networks.is_torso_shared:
+            seen = networks.value_torso(inputs)
+        return distribution, networks.value(seen)
+
+    def _distribution(self, seen: Any, mask: tf.Tensor | None) -> Distribution:
+        distribution: Distribution = self._actions.distribution(
+            self._networks.policy(seen), mask
+        )
+        return distribution
 
     @property
     def trainable_variables(self) -> list[Any]:
-        """The Keras variables that the optimizer changes, policy first."""
-        return [*self._policy.trainable_variables, *self._value.trainable_variables]
+        """The Keras variables that the optimizer changes, the value network's last."""
+        parts = self._networks.parts.values()
+        return [variable for part in parts for variable in part.trainable_variables]
 
     @property
     def trackables(self) -> dict[str, Any]:
         """What a checkpoint must hold, by name."""
+        parts = {**self._networks.parts, "preprocess": self.preprocess}
         return {
-            "policy": tf.train.Checkpoint(**self._policy.trackables),
-            "value": tf.train.Checkpoint(**self._value.trackables),
-            "preprocess": tf.train.Checkpoint(**self.preprocess.trackables),
+            name: tf.train.Checkpoint(**part.trackables) for name, part in parts.items()
         }
-
-
-def _network_seeds(seed: int) -> tuple[int, int]:
-    """Derive one seed per network; layers add their index to it."""
-    policy_seed, value_seed = np.random.SeedSequence(seed).generate_state(2) >> 2
-    return int(policy_seed), int(value_seed)
-
-
-def _make_policy(
-    space: gymnasium.Space[Any], input_size: int, config: Config, seed: int
-) -> tuple[Any, Any]:
-    """Choose the policy network and the distribution type for an action space."""
-    shared: dict[str, Any] = {
-        "hidden_sizes": config.policy_layers,
-        "activation": config.activation,
-        "seed": seed,
-    }
-    if isinstance(space, gymnasium.spaces.Box):
-        network = GaussianNetwork(
-            input_size,
-            math.prod(space.shape),
-            initial_log_std=config.initial_log_std,
-            **shared,
-        )
-        return network, DiagonalGaussian
-    if isinstance(space, gymnasium.spaces.Discrete):
-        return CategoricalNetwork(input_size, int(space.n), **shared), Categorical
-    raise UnsupportedSpaceError(
-        f"Action space: expected Box or Discrete, got {space}; wrap the env so that "
-        "its actions are one of these."
-    )

@@ -5,6 +5,7 @@ The defaults suit continuous control; `ppo.configs` holds what other tasks chang
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,11 +14,20 @@ from envserve.errors import WrapperError
 from envserve.wrappers import parse_wrappers
 from ppo.errors import ConfigError
 
-__all__ = ["ACTIVATIONS", "LEARNING_RATE_SCHEDULES", "OBJECTIVES", "Config"]
+__all__ = [
+    "ACTIVATIONS",
+    "LEARNING_RATE_SCHEDULES",
+    "NETWORKS",
+    "OBJECTIVES",
+    "Config",
+]
 
 ACTIVATIONS = ("elu", "gelu", "relu", "silu", "tanh")
 LEARNING_RATE_SCHEDULES = ("constant", "linear", "kl_adaptive")
+NETWORKS = ("auto", "mlp", "cnn")
 OBJECTIVES = ("clip", "penalty", "clip_and_penalty")
+
+_FUNCTION = re.compile(r"(.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +158,18 @@ class Config:
     reward_clip: float = 10.0
     """Scaled rewards are clipped to +- this. Only used with scale_rewards."""
 
+    network: str = "auto"
+    """Kind of networks: auto, mlp, cnn, or a function of your own. "mlp" joins all that
+    is observed into a vector, "cnn" has convolutions for images, and "auto" is "cnn"
+    where there are any. "package.module:function" and "path/to/file.py:function" name
+    a function that makes a model, see docs/networks.md.
+    """
+
+    shared_torso: bool = True
+    """Whether policy and value share the convolutions of a "cnn"."""
+
     policy_layers: tuple[int, ...] = (64, 64)
-    """Hidden layers of the policy network."""
+    """Hidden layers of the policy network; those of a "cnn" follow its torso."""
 
     value_layers: tuple[int, ...] = (64, 64)
     """Hidden layers of the value network."""
@@ -246,6 +266,11 @@ class Config:
                     f"{name}: expected one of {', '.join(choices)}, "
                     f"got {getattr(self, name)!r}."
                 )
+        if self.network not in NETWORKS and not _FUNCTION.fullmatch(self.network):
+            raise ConfigError(
+                f"network: expected {', '.join(NETWORKS)}, package.module:function or "
+                f"path/to/file.py:function, got {self.network!r}."
+            )
         if self.steps_per_iteration % self.minibatch_size:
             raise ConfigError(
                 "minibatch_size: expected a divisor of num_envs * horizon = "

@@ -1,4 +1,4 @@
-"""The two action distributions: diagonal Gaussian and categorical.
+"""Action distributions of one kind of number: Gaussian, categorical, Bernoulli.
 
 Each is a value made of tensors, `[N, ...]`, that can sample, tell its mode, and give
 log-probability, entropy and Kullback-Leibler divergence per row, in float32.
@@ -10,7 +10,7 @@ from typing import Protocol, Self
 
 import tensorflow as tf
 
-__all__ = ["Categorical", "DiagonalGaussian", "Distribution"]
+__all__ = ["Bernoulli", "Categorical", "DiagonalGaussian", "Distribution"]
 
 _LOG_TWO_PI = math.log(2.0 * math.pi)
 
@@ -96,7 +96,7 @@ class Categorical:
     """A choice of one of K actions, numbered from 0.
 
     Attributes:
-        logits: float32 `[N, K]`, unnormalised log-probabilities.
+        logits: float32 `[..., K]`, unnormalised log-probabilities; `[N, K]` below.
     """
 
     logits: tf.Tensor
@@ -146,3 +146,58 @@ class Categorical:
         log_probs = self.log_probs
         difference = log_probs - other.log_probs
         return tf.reduce_sum(tf.exp(log_probs) * difference, axis=-1)
+
+
+@dataclass(frozen=True)
+class Bernoulli:
+    """Independent bits over the last axis.
+
+    Attributes:
+        logits: float32 `[N, A]`, log of the odds that a bit is 1.
+    """
+
+    logits: tf.Tensor
+
+    @staticmethod
+    def draw_noise(num_rows: int, size: int, seed: tf.Tensor) -> tf.Tensor:
+        """Draw logistic noise `[num_rows, size]`; `seed` is an int32 pair."""
+        uniform = tf.random.stateless_uniform(
+            [num_rows, size], seed, minval=1e-20, maxval=1.0
+        )
+        return tf.math.log(uniform) - tf.math.log1p(-uniform)
+
+    @property
+    def parameters(self) -> tuple[tf.Tensor, ...]:
+        """The logits, `[N, A]`."""
+        return (self.logits,)
+
+    def sample(self, noise: tf.Tensor) -> tf.Tensor:
+        """Turn a row of noise into an action, for each row: 0 or 1, int64 `[N, A]`.
+
+        Logistic noise exceeds -x with probability sigmoid(x).
+        """
+        return tf.cast(self.logits + noise > 0, tf.int64)
+
+    def mode(self) -> tf.Tensor:
+        """Return the more likely value of each bit, int64 `[N, A]`."""
+        return tf.cast(self.logits > 0, tf.int64)
+
+    def log_prob(self, action: tf.Tensor) -> tf.Tensor:
+        """Return the log-probability of `action` (0 or 1, `[N, A]`) per row, `[N]`."""
+        signs = 2.0 * tf.cast(action, tf.float32) - 1.0
+        return -tf.reduce_sum(tf.math.softplus(-signs * self.logits), axis=-1)
+
+    def entropy(self) -> tf.Tensor:
+        """Return the entropy in nats per row, `[N]`."""
+        # log(1 + e^x) - x * sigmoid(x), which is even in x.
+        surprise = tf.math.softplus(self.logits)
+        mean = self.logits * tf.math.sigmoid(self.logits)
+        return tf.reduce_sum(surprise - mean, axis=-1)
+
+    def kl(self, other: Self) -> tf.Tensor:
+        """Return KL(self || other) in nats per row, `[N]`."""
+        probability = tf.math.sigmoid(self.logits)
+        log_one = tf.math.softplus(-other.logits) - tf.math.softplus(-self.logits)
+        log_zero = tf.math.softplus(other.logits) - tf.math.softplus(self.logits)
+        per_bit = probability * log_one + (1.0 - probability) * log_zero
+        return tf.reduce_sum(per_bit, axis=-1)

@@ -13,7 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from envserve.client import BatchEnv
-from ppo.errors import EnvDataError, UnsupportedSpaceError
+from ppo.action_kinds import action_kind
+from ppo.errors import EnvDataError
 from ppo.observations import space_leaves
 
 __all__ = ["InGraphBatchEnv", "StepTensors"]
@@ -34,8 +35,8 @@ class InGraphBatchEnv:
     """Steps a `BatchEnv` from graph code.
 
     Policies act in a normalised range: for a Box action space with finite bounds,
-    -1 and 1 stand for the bounds and what lies beyond is clipped; a choice among
-    Discrete actions counts from 0.
+    -1 and 1 stand for the bounds and what lies beyond is clipped; choices of Discrete
+    and MultiDiscrete actions count from 0. Beyond Discrete, actions are flat `[B, A]`.
     """
 
     def __init__(self, env: BatchEnv) -> None:
@@ -46,7 +47,8 @@ class InGraphBatchEnv:
         spaces = space_leaves(env.observation_space)
         self.observation_spec = tf.nest.map_structure(self._row_spec, spaces)
         """Nest of `tf.TensorSpec` with rows `[num_envs, ...]`."""
-        self.action_spec = self._policy_action_spec(env.action_space)
+        self._actions = action_kind(env.action_space)
+        self.action_spec = self._actions.spec(env.num_envs)
         """`tf.TensorSpec` of the actions that policies give."""
         self._error: BaseException | None = None
 
@@ -82,23 +84,7 @@ class InGraphBatchEnv:
 
     def to_env_action(self, action: tf.Tensor) -> tf.Tensor:
         """Turn policy actions, of any number of rows, into the env's own."""
-        space: Any = self.action_space
-        if isinstance(space, gymnasium.spaces.Discrete):
-            return tf.cast(action, space.dtype) + np.asarray(space.start, space.dtype)
-        if len(space.shape) != 1:
-            action = tf.reshape(action, [-1, *space.shape])
-        bounded = np.isfinite(space.low) & np.isfinite(space.high)
-        # float64: the width of a float32 space may not fit into float32.
-        low = np.where(bounded, space.low, -1.0).astype(np.float64)
-        high = np.where(bounded, space.high, 1.0).astype(np.float64)
-        centre, radius = (low + high) / 2, (high - low) / 2
-        if (centre != 0.0).any() or (radius != 1.0).any():
-            action = centre + radius * tf.cast(action, tf.float64)
-        action = tf.cast(action, space.dtype)
-        is_unlimited = np.isinf(space.low).all() and np.isinf(space.high).all()
-        if is_unlimited:
-            return action
-        return tf.clip_by_value(action, space.low, space.high)
+        return self._actions.to_env_action(action)
 
     def host_call(
         self,
@@ -176,14 +162,3 @@ class InGraphBatchEnv:
 
     def _row_spec(self, space: gymnasium.Space[Any]) -> tf.TensorSpec:
         return tf.TensorSpec([self.num_envs, *(space.shape or ())], space.dtype)
-
-    def _policy_action_spec(self, space: gymnasium.Space[Any]) -> tf.TensorSpec:
-        if isinstance(space, gymnasium.spaces.Discrete):
-            return tf.TensorSpec([self.num_envs], tf.int64)
-        if isinstance(space, gymnasium.spaces.Box):
-            size = int(np.prod(space.shape))
-            return tf.TensorSpec([self.num_envs, size], tf.float32)
-        raise UnsupportedSpaceError(
-            f"Action space: expected Box or Discrete, got {space}; wrap the env so "
-            "that its actions are one of these."
-        )

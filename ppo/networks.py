@@ -1,12 +1,13 @@
 """Policy and value networks: multilayer perceptrons of Keras layers.
 
-A network takes preprocessed observations (a float32 array or a nest of them, a row per
-sample) and gives the parameters of an action distribution, or values. To add a kind,
-write a class with `__call__` and `trackables`; nothing else knows the layers inside.
+A network takes what its torso gave, or where there is none preprocessed observations (a
+float32 array or a nest of them, a row per sample), and gives the parameters of an
+action distribution, or values. To add a kind, write a class with `__call__`,
+`trackables` and `trainable_variables`; nothing else knows the layers inside.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -15,6 +16,10 @@ import tensorflow as tf
 __all__ = [
     "CategoricalNetwork",
     "GaussianNetwork",
+    "NoTorso",
+    "OwnGaussian",
+    "OwnLogits",
+    "OwnValue",
     "ValueNetwork",
     "flatten_observation",
     "mlp",
@@ -64,6 +69,20 @@ def mlp(
     return keras.Sequential(layers)
 
 
+class NoTorso:
+    """Leaves observations as they are; the networks behind it join their leaves."""
+
+    trackables: Mapping[str, Any] = {}
+    """What a checkpoint must hold, by name."""
+
+    trainable_variables: Sequence[Any] = ()
+    """The Keras variables that the optimizer changes."""
+
+    def __call__(self, observation: Any) -> Any:
+        """Return the observation."""
+        return observation
+
+
 class GaussianNetwork:
     """Means from a perceptron; one log standard deviation per action dimension.
 
@@ -108,7 +127,7 @@ class GaussianNetwork:
 
 
 class CategoricalNetwork:
-    """Logits of the actions of a Discrete space."""
+    """Logits: of the actions of a Discrete space, of several choices, or of bits."""
 
     def __init__(
         self,
@@ -176,3 +195,44 @@ class ValueNetwork:
     def trainable_variables(self) -> list[Any]:
         """The Keras variables that the optimizer changes."""
         return list(self._value.trainable_variables)
+
+
+class OwnGaussian:
+    """Means that a model of one's own gave; log standard deviations as usual."""
+
+    def __init__(self, action_size: int, initial_log_std: float) -> None:
+        self._log_std = keras.Variable(
+            [initial_log_std] * action_size, dtype="float32", name="log_std"
+        )
+
+    def __call__(
+        self, outputs: tuple[tf.Tensor, tf.Tensor]
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the mean `[N, A]` and the log standard deviation `[A]`."""
+        return outputs[0], self._log_std.value
+
+    @property
+    def trackables(self) -> dict[str, Any]:
+        """What a checkpoint must hold, by name."""
+        return {"log_std": self._log_std}
+
+    @property
+    def trainable_variables(self) -> list[Any]:
+        """The Keras variables that the optimizer changes."""
+        return [self._log_std]
+
+
+class OwnLogits(NoTorso):
+    """Logits that a model of one's own gave."""
+
+    def __call__(self, outputs: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor]:
+        """Return the logits, `[N, K]`."""
+        return (outputs[0],)
+
+
+class OwnValue(NoTorso):
+    """Values that a model of one's own gave."""
+
+    def __call__(self, outputs: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
+        """Return one value per sample, `[N]`."""
+        return outputs[1]

@@ -2,6 +2,7 @@
 
 Box leaves are normalised by running statistics, images scaled to [0, 1], discrete
 leaves one-hot encoded. The structure (dict, tuple) of the observation space is kept.
+Images stay bytes until a network needs them, and an action mask is set apart.
 """
 
 import math
@@ -11,10 +12,11 @@ import gymnasium
 import numpy as np
 import tensorflow as tf
 
+from ppo.action_mask import MASK_KEY, has_mask, joined_flags, without_mask
 from ppo.errors import UnsupportedSpaceError
 from ppo.normalize import RunningMoments
 
-__all__ = ["ObservationPreprocessor", "space_leaves"]
+__all__ = ["ObservationPreprocessor", "is_image", "space_leaves"]
 
 
 def space_leaves(space: gymnasium.Space[Any], path: str = "observation") -> Any:
@@ -47,7 +49,8 @@ class ObservationPreprocessor:
     def __init__(
         self, space: gymnasium.Space[Any], *, normalize: bool, clip: float
     ) -> None:
-        self._spaces = space_leaves(space)
+        self._has_mask = has_mask(space)
+        self._spaces = space_leaves(without_mask(space))
         self._leaves = [
             _Leaf(leaf, normalize=normalize, clip=clip)
             for leaf in tf.nest.flatten(self._spaces)
@@ -56,7 +59,23 @@ class ObservationPreprocessor:
     @property
     def size(self) -> int:
         """Number of network inputs over all leaves."""
-        return sum(leaf.size for leaf in self._leaves)
+        return sum(self.leaf_sizes)
+
+    @property
+    def leaf_sizes(self) -> list[int]:
+        """Number of network inputs, leaf by leaf."""
+        return [leaf.size for leaf in self._leaves]
+
+    @property
+    def leaf_spaces(self) -> list[gymnasium.Space[Any]]:
+        """What is observed, leaf by leaf, without the mask."""
+        return list(tf.nest.flatten(self._spaces))
+
+    @property
+    def input_space(self) -> gymnasium.Space[Any]:
+        """What a network gets: Boxes of float32 in the structure of observations."""
+        boxes = [leaf.input_space for leaf in self._leaves]
+        return _as_space(tf.nest.pack_sequence_as(self._spaces, boxes))
 
     @property
     def trackables(self) -> dict[str, Any]:
@@ -72,14 +91,32 @@ class ObservationPreprocessor:
         """Preprocess an observation with rows `[N, ...]`.
 
         Returns:
-            The same structure with float32 leaves `[N, ...]`.
+            Features: the same structure with leaves `[N, ...]`, float32 or, for images,
+            uint8; a mask has become bool `[N, flags]`. Selecting rows of them, and
+            setting rows to zero, is all that is to be done before `inputs`.
         """
-        arrays = tf.nest.flatten(observation)
         features = [
             leaf.preprocess(array)
-            for leaf, array in zip(self._leaves, arrays, strict=True)
+            for leaf, array in zip(self._leaves, self._arrays(observation), strict=True)
         ]
-        return tf.nest.pack_sequence_as(self._spaces, features)
+        packed = tf.nest.pack_sequence_as(self._spaces, features)
+        if self._has_mask:
+            packed[MASK_KEY] = joined_flags(observation[MASK_KEY])
+        return packed
+
+    def inputs(self, features: Any) -> tuple[Any, tf.Tensor | None]:
+        """Return what networks get of features, and the action mask if there is one.
+
+        Returns:
+            The structure of observations with float32 leaves `[N, ...]`, and bool
+            `[N, flags]` or None.
+        """
+        arrays = [
+            tf.cast(array, tf.float32) / 255.0 if array.dtype == tf.uint8 else array
+            for array in self._arrays(features)
+        ]
+        mask = features[MASK_KEY] if self._has_mask else None
+        return tf.nest.pack_sequence_as(self._spaces, arrays), mask
 
     def statistics(self) -> dict[str, float]:
         """Return the range of means and standard deviations, if there are any."""
@@ -97,9 +134,15 @@ class ObservationPreprocessor:
 
     def update(self, observation: Any, mask: Any) -> None:
         """Take rows `[N, ...]` into the statistics where `mask` `[N]` is true."""
-        for leaf, array in zip(self._leaves, tf.nest.flatten(observation), strict=True):
+        for leaf, array in zip(self._leaves, self._arrays(observation), strict=True):
             if leaf.moments is not None:
                 leaf.moments.update(tf.convert_to_tensor(array), mask)
+
+    def _arrays(self, observation: Any) -> list[Any]:
+        """List the leaves that are looked at."""
+        if self._has_mask:
+            observation = {k: v for k, v in observation.items() if k != MASK_KEY}
+        return list(tf.nest.flatten(observation))
 
 
 class _Leaf:
@@ -116,11 +159,21 @@ class _Leaf:
         if normalize and self._kind == "box":
             self.moments = RunningMoments(tuple(space.shape or ()))
 
+    @property
+    def input_space(self) -> gymnasium.spaces.Box:
+        keeps_shape = self._kind in ("box", "image", "multi_binary")
+        shape = tuple(self._space.shape) if keeps_shape else (self.size,)
+        low, high = 0.0, 1.0
+        if self._kind == "box":
+            high = self._clip if self.moments is not None else np.inf
+            low = -high
+        return gymnasium.spaces.Box(low, high, shape, np.float32)
+
     def preprocess(self, array: tf.Tensor) -> tf.Tensor:
         if self.moments is not None:
             return self.moments.normalize(array, self._clip)
         if self._kind == "image":
-            return tf.cast(array, tf.float32) / 255.0
+            return tf.cast(array, tf.uint8)  # a fourth of the memory until `inputs`
         if self._kind == "discrete":
             zero_based = tf.cast(array, tf.int64) - int(self._space.start)
             return tf.one_hot(zero_based, int(self._space.n))
@@ -138,10 +191,29 @@ def _one_hot_each(array: tf.Tensor, space: Any) -> tf.Tensor:
     return tf.concat(codes, axis=1)
 
 
+def is_image(space: gymnasium.Space[Any]) -> bool:
+    """Whether a leaf holds pixels: bytes from 0 to 255 in two dimensions or more."""
+    return (
+        isinstance(space, gymnasium.spaces.Box)
+        and space.dtype == np.uint8
+        and len(space.shape) >= 2
+        and bool((space.low == 0).all() and (space.high == 255).all())
+    )
+
+
+def _as_space(nest: Any) -> gymnasium.Space[Any]:
+    """Turn dicts and tuples of spaces into Dict and Tuple spaces."""
+    if isinstance(nest, dict):
+        return gymnasium.spaces.Dict({k: _as_space(part) for k, part in nest.items()})
+    if isinstance(nest, tuple):
+        return gymnasium.spaces.Tuple([_as_space(part) for part in nest])
+    space: gymnasium.Space[Any] = nest
+    return space
+
+
 def _leaf_kind(space: gymnasium.Space[Any]) -> str | None:
     if isinstance(space, gymnasium.spaces.Box):
-        is_image = space.dtype == np.uint8 and len(space.shape) >= 2
-        return "image" if is_image else "box"
+        return "image" if is_image(space) else "box"
     if isinstance(space, gymnasium.spaces.Discrete):
         return "discrete"
     if isinstance(space, gymnasium.spaces.MultiDiscrete):

@@ -201,7 +201,9 @@ class Updater:
         if config.normalize_advantages:
             advantage = losses.normalized_advantages(advantage, weight)
         with tf.GradientTape() as tape:
-            distribution = self._agent.distribution(minibatch["features"])
+            distribution, value = self._agent.distribution_and_value(
+                minibatch["features"]
+            )
             log_prob = distribution.log_prob(minibatch["action"])
             log_ratio = (log_prob - minibatch["log_prob"]) * weight
             policy_loss = losses.policy_loss(
@@ -218,7 +220,6 @@ class Updater:
                     cutoff=config.kl_cutoff_factor * config.kl_target,
                     cutoff_coefficient=config.kl_cutoff_coefficient,
                 )
-            value = self._agent.value(minibatch["features"])
             value_loss = losses.value_loss(
                 value,
                 minibatch["target"],

@@ -10,9 +10,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-__all__ = ["NAME", "WITHOUT_RENDER_MODE", "FilmEnv", "read_frame"]
+__all__ = ["MASKED", "NAME", "WITHOUT_RENDER_MODE", "FilmEnv", "read_frame"]
 
 NAME = "ppo-tests/Film-v0"
+MASKED = "ppo-tests/FilmMasked-v0"
 WITHOUT_RENDER_MODE = "ppo-tests/WithoutRenderMode-v0"
 
 
@@ -85,6 +86,23 @@ class WithoutRenderMode(FilmEnv):
         super().__init__()
 
 
+class FilmMasked(FilmEnv):
+    """Observes an image and a mask; rewards are the first choice, always 1."""
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        super().__init__(render_mode=render_mode)
+        spaces = gymnasium.spaces
+        self.observation_space = spaces.Dict(
+            action_mask=spaces.MultiBinary(5),
+            camera=spaces.Box(0, 255, (8, 8, 3), np.uint8),
+        )
+        self.action_space = spaces.MultiDiscrete([2, 3])
+
+    def _observation(self) -> Any:
+        camera = self.np_random.integers(0, 256, (8, 8, 3), np.uint8)
+        return {"action_mask": np.array([0, 1, 1, 0, 1], np.int8), "camera": camera}
+
+
 def read_frame(frame: np.ndarray) -> tuple[int, int]:
     """Return episode and step of a frame, also of one that a video has blurred."""
     episode, step, _ = frame[:35, :49].reshape(-1, 3).mean(axis=0)
@@ -93,3 +111,4 @@ def read_frame(frame: np.ndarray) -> tuple[int, int]:
 
 gymnasium.register(NAME, f"{__name__}:{FilmEnv.__name__}")
 gymnasium.register(WITHOUT_RENDER_MODE, f"{__name__}:{WithoutRenderMode.__name__}")
+gymnasium.register(MASKED, f"{__name__}:{FilmMasked.__name__}")

@@ -20,18 +20,31 @@ CONFIG = Config(env_name="fake", policy_layers=(8,), value_layers=(8,))
 def preprocessed(space: gymnasium.Space[Any], rows: Any) -> Any:
     preprocess = ObservationPreprocessor(space, normalize=True, clip=10.0)
     features = preprocess(tf.nest.map_structure(tf.constant, rows))
-    sizes = [int(np.prod(leaf.shape[1:])) for leaf in tf.nest.flatten(features)]
+    inputs, mask = preprocess.inputs(features)
+    assert mask is None
+    sizes = [int(np.prod(leaf.shape[1:])) for leaf in tf.nest.flatten(inputs)]
     assert preprocess.size == sum(sizes)
-    assert all(leaf.dtype == tf.float32 for leaf in tf.nest.flatten(features))
-    return features
+    assert all(leaf.dtype == tf.float32 for leaf in tf.nest.flatten(inputs))
+    one_row = tf.nest.map_structure(lambda leaf: leaf.numpy()[0], inputs)
+    assert preprocess.input_space.contains(one_row)
+    return inputs
 
 
-def test_images_are_scaled_and_keep_their_shape() -> None:
+def test_images_stay_bytes_until_they_are_scaled_and_keep_their_shape() -> None:
     space = SPACES.Box(0, 255, (2, 2, 1), np.uint8)
     rows = np.full((3, 2, 2, 1), 51, np.uint8)
-    features = preprocessed(space, rows)
-    assert features.shape == (3, 2, 2, 1)
-    np.testing.assert_allclose(features.numpy(), 0.2)
+    preprocess = ObservationPreprocessor(space, normalize=True, clip=10.0)
+    assert preprocess(tf.constant(rows)).dtype == tf.uint8
+    inputs = preprocessed(space, rows)
+    assert inputs.shape == (3, 2, 2, 1)
+    np.testing.assert_allclose(inputs.numpy(), 0.2)
+
+
+def test_bytes_with_other_bounds_are_no_image() -> None:
+    space = SPACES.Box(0, 9, (2, 2), np.uint8)
+    preprocess = ObservationPreprocessor(space, normalize=True, clip=10.0)
+    assert list(preprocess.trackables) == ["leaf_0"]
+    assert preprocessed(space, np.full((1, 2, 2), 5, np.uint8)).numpy().max() == 5.0
 
 
 def test_discrete_observations_are_one_hot_encoded() -> None:
@@ -108,5 +121,5 @@ def test_networks_follow_the_seed_of_the_config(key: str) -> None:
 
 
 def test_an_unknown_action_space_is_named() -> None:
-    with pytest.raises(UnsupportedSpaceError, match="got MultiBinary"):
-        Agent(SPACES.Box(-1.0, 1.0, (3,)), SPACES.MultiBinary(2), CONFIG)
+    with pytest.raises(UnsupportedSpaceError, match="got Tuple"):
+        Agent(SPACES.Box(-1.0, 1.0, (3,)), SPACES.Tuple([SPACES.Discrete(2)]), CONFIG)

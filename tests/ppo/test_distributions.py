@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ppo.distributions import Categorical, DiagonalGaussian
+from ppo.distributions import Bernoulli, Categorical, DiagonalGaussian
 
 SEED = tf.constant([3, 4], tf.int32)
 
@@ -112,12 +112,63 @@ def test_categorical_samples_have_its_frequencies() -> None:
     np.testing.assert_allclose(frequencies, PROBABILITIES[0], atol=0.01)
 
 
+BITS = np.array([[0.2, 0.5, 0.9]], np.float32)
+
+
+def bernoulli() -> Bernoulli:
+    return Bernoulli(tf.constant(np.log(BITS / (1 - BITS))))
+
+
+def test_bernoulli_log_prob_and_mode_are_of_each_bit() -> None:
+    log_prob = bernoulli().log_prob(tf.constant([[0, 1, 1]], tf.int64))
+    assert log_prob.numpy() == pytest.approx([math.log(0.8 * 0.5 * 0.9)], abs=1e-6)
+    mode = Bernoulli(tf.constant([[-1.0, 2.0]])).mode()
+    assert mode.numpy().tolist() == [[0, 1]]
+    assert mode.dtype == tf.int64
+
+
+def test_bernoulli_entropy_and_kl_are_sums_over_both_values_of_each_bit() -> None:
+    both = np.stack([BITS, 1 - BITS]).astype(np.float64)
+    entropy = -(both * np.log(both)).sum()
+    assert bernoulli().entropy().numpy() == pytest.approx([entropy], abs=1e-6)
+    fair = Bernoulli(tf.zeros([1, 3]))
+    kl = (both * np.log(2 * both)).sum()
+    assert bernoulli().kl(fair).numpy() == pytest.approx([kl], abs=1e-6)
+
+
+def test_bernoulli_samples_have_its_frequencies_and_bits_are_independent() -> None:
+    rows = 100_000
+    distribution = Bernoulli(tf.tile(bernoulli().logits, [rows, 1]))
+    samples = distribution.sample(Bernoulli.draw_noise(rows, 3, SEED)).numpy()
+    assert samples.dtype == np.int64
+    np.testing.assert_allclose(samples.mean(axis=0), BITS[0], atol=0.01)
+    assert np.abs(np.corrcoef(samples.T) - np.eye(3)).max() < 0.02
+
+
+def test_bits_that_are_certain_have_finite_numbers_and_gradients() -> None:
+    logits = tf.constant([[-200.0, 200.0]])
+    with tf.GradientTape() as tape:
+        tape.watch(logits)
+        certain = Bernoulli(logits)
+        numbers = [
+            certain.log_prob(tf.constant([[0, 1]], tf.int64)),
+            certain.entropy(),
+            certain.kl(Bernoulli(-0.5 * logits)),
+        ]
+    assert [float(number[0]) for number in numbers] == [0.0, 0.0, 200.0]
+    assert np.isfinite(tape.gradient(numbers, logits).numpy()).all()
+
+
 @pytest.mark.parametrize(
     ("distribution", "shape"),
-    [(gaussian([[0.5, 1.0]], [0.1, 0.2]), (1, 2)), (categorical(), (2, 3))],
+    [
+        (gaussian([[0.5, 1.0]], [0.1, 0.2]), (1, 2)),
+        (categorical(), (2, 3)),
+        (bernoulli(), (1, 3)),
+    ],
 )
 def test_eager_and_compiled_agree(
-    distribution: DiagonalGaussian | Categorical, shape: tuple[int, int]
+    distribution: DiagonalGaussian | Categorical | Bernoulli, shape: tuple[int, int]
 ) -> None:
     action = distribution.sample(distribution.draw_noise(*shape, SEED))
 

@@ -37,6 +37,17 @@ CASES: dict[str, tuple[gymnasium.Space[Any], gymnasium.Space[Any]]] = {
         ),
         spaces.Discrete(5, start=-2),
     ),
+    "masked": (
+        spaces.Dict(
+            {
+                "action_mask": spaces.MultiBinary(5),
+                "camera": spaces.Box(0, 255, (3, 8, 8), np.uint8),
+                "x": BOX,
+            }
+        ),
+        spaces.MultiDiscrete([2, 3], start=[4, -1]),
+    ),
+    "image": (spaces.Box(0, 255, (4, 36, 36), np.uint8), spaces.MultiBinary((2, 2))),
     "tuple": (
         spaces.Tuple([spaces.Dict({"x": BOX}), spaces.MultiBinary(3)]),
         spaces.Box(np.array([-np.inf, 0.0]), np.array([np.inf, 5.0]), dtype=np.float64),
@@ -82,6 +93,13 @@ def policy_of(name: str) -> tuple[Agent, InGraphBatchEnv]:
     return agent, InGraphBatchEnv(as_batch_env(fake))
 
 
+def assert_allowed(mask: np.ndarray, action: np.ndarray) -> None:
+    """Check choices among 2 and 3 options; where no flag is set, all are allowed."""
+    for flags, choice in zip((mask[:, :2], mask[:, 2:]), action.T, strict=True):
+        taken = flags[np.arange(len(flags)), choice]
+        assert (taken | ~flags.any(axis=1)).all()
+
+
 def test_a_fresh_process_gets_the_actions_of_the_live_policy(tmp_path: Path) -> None:
     policies, observations = {}, {}
     for name, (observation_space, _) in CASES.items():
@@ -111,6 +129,11 @@ def test_a_fresh_process_gets_the_actions_of_the_live_policy(tmp_path: Path) -> 
                 np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
                 assert all(action in space for action in got)
         assert (actions[name][1][0] != actions[name][1][1]).any(), "it never samples"
+    for rows, (mode, sample) in zip(
+        observations["masked"], actions["masked"], strict=True
+    ):
+        for action in (mode, sample):
+            assert_allowed(rows["action_mask"], action - [4, -1])
 
 
 def test_signatures_have_a_name_for_every_leaf(tmp_path: Path) -> None:

@@ -103,6 +103,27 @@ def test_discrete_choices_start_where_the_space_starts() -> None:
     assert chosen.numpy().tolist() == [-1, 1]
 
 
+def test_many_choices_have_the_shape_start_and_dtype_of_their_space() -> None:
+    dtype: Any = np.int16
+    start = np.array([[0, 7], [-3, 1]])
+    space = SPACES.MultiDiscrete(np.array([[2, 3], [4, 5]]), dtype, start=start)
+    env = InGraphBatchEnv(as_batch_env(CountingBatchEnv([9, 9], action_space=space)))
+    assert (env.action_spec.shape, env.action_spec.dtype) == ([2, 4], tf.int64)
+    rows = env.to_env_action(tf.constant([[0, 0, 0, 0], [1, 2, 3, 4]], tf.int64))
+    assert rows.dtype == tf.int16
+    assert rows.numpy().tolist() == [[[0, 7], [-3, 1]], [[1, 9], [0, 5]]]
+    assert all(row in space for row in rows.numpy())
+
+
+def test_bits_have_the_shape_and_dtype_of_their_space() -> None:
+    space = SPACES.MultiBinary((2, 2))
+    env = InGraphBatchEnv(as_batch_env(CountingBatchEnv([9], action_space=space)))
+    assert (env.action_spec.shape, env.action_spec.dtype) == ([1, 4], tf.int64)
+    rows = env.to_env_action(tf.constant([[0, 1, 1, 0]], tf.int64))
+    assert rows.numpy().tolist() == [[[0, 1], [1, 0]]]
+    assert rows.numpy()[0] in space
+
+
 def test_an_exception_of_an_env_arrives_as_itself() -> None:
     class Failing(CountingBatchEnv):
         def step(self, actions: np.ndarray, out: Any = None) -> Any:
@@ -163,7 +184,9 @@ def test_unknown_spaces_are_refused_by_name() -> None:
     spaces: list[tuple[Any, Any, str]] = [
         (SPACES.Text(3), SPACES.Discrete(2), r"observation: .* got Text"),
         (SPACES.Dict(a=SPACES.Text(3)), SPACES.Discrete(2), r"observation\['a'\]"),
-        (SPACES.Discrete(2), SPACES.MultiBinary(2), r"Action space: .* MultiBinary"),
+        (SPACES.Sequence(SPACES.Discrete(2)), SPACES.Discrete(2), "wrap the env to"),
+        (SPACES.Discrete(2), SPACES.Dict(a=SPACES.Discrete(2)), r"Action space: .*a"),
+        (SPACES.Discrete(2), SPACES.Text(3), r"Action space: .* Text.*wrap the env so"),
     ]
     for observation_space, action_space, message in spaces:
         env = CountingBatchEnv(

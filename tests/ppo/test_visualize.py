@@ -25,7 +25,7 @@ from ppo.run_folder import RunFolder
 from ppo.visualize import visualize_run
 from tests.envserve.server_process import ServerProcess
 from tests.ppo.decode import read_video
-from tests.ppo.film_env import NAME, WITHOUT_RENDER_MODE, read_frame
+from tests.ppo.film_env import MASKED, NAME, WITHOUT_RENDER_MODE, read_frame
 from tests.ppo.saved_run import save_run
 
 MODULES = ["tests.ppo.film_env"]
@@ -107,6 +107,11 @@ def test_the_episodes_are_those_of_the_evaluation(tmp_path: Path) -> None:
     np.testing.assert_allclose(filmed, evaluated, rtol=0, atol=1e-5)
     other = visualize(tmp_path / "run", seed=1)
     assert abs(other[0] - filmed[0]) > 1e-5
+
+
+def test_images_masks_and_several_choices_are_played(tmp_path: Path) -> None:
+    returns = visualize(tmp_path / "run", CONFIG.replace(env_name=MASKED))
+    assert returns.tolist() == [5.0]  # only 1 is allowed
 
 
 def test_an_episode_that_is_lost_is_filmed_again(tmp_path: Path) -> None:

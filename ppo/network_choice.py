@@ -1,0 +1,124 @@
+"""Which networks a config means, for what is observed and done.
+
+A torso turns observations into one vector per row, where that takes more than joining
+the leaves; a policy and a value network stand on it. They may share one torso.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import gymnasium
+import numpy as np
+
+from ppo.action_kinds import ActionKind
+from ppo.config import Config
+from ppo.convolution import ImageTorso, can_convolve
+from ppo.errors import UnsupportedSpaceError
+from ppo.networks import (
+    CategoricalNetwork,
+    GaussianNetwork,
+    NoTorso,
+    OwnGaussian,
+    OwnLogits,
+    OwnValue,
+    ValueNetwork,
+)
+from ppo.observations import ObservationPreprocessor
+from ppo.own_network import make_own_model
+
+__all__ = ["Networks", "choose_networks"]
+
+
+class Networks(NamedTuple):
+    """What an agent thinks with. A shared torso is one object in both places."""
+
+    policy_torso: Any
+    value_torso: Any
+    policy: Any
+    """Gives the parameters of the action distribution for what its torso gave."""
+    value: Any
+
+    @property
+    def is_torso_shared(self) -> bool:
+        """Whether policy and value need what one torso gives."""
+        return self.policy_torso is self.value_torso
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The parts by name, policy first, each once."""
+        if self.is_torso_shared:
+            torsos = {"torso": self.policy_torso}
+        else:
+            torsos = {
+                "policy_torso": self.policy_torso,
+                "value_torso": self.value_torso,
+            }
+        parts = {**torsos, "policy": self.policy, "value": self.value}
+        return {name: part for name, part in parts.items() if part.trackables}
+
+
+def choose_networks(
+    preprocess: ObservationPreprocessor,
+    actions: ActionKind,
+    action_space: gymnasium.Space[Any],
+    config: Config,
+) -> Networks:
+    """Make the networks that a config asks for.
+
+    Raises:
+        UnsupportedSpaceError: convolutions are asked for, but there is no image.
+        ConfigError: a network of one's own cannot be loaded, or does not fit.
+    """
+    seeds = np.random.SeedSequence(config.seed).generate_state(4) >> 2
+    policy_seed, value_seed, *torso_seeds = map(int, seeds)
+    is_gaussian = isinstance(action_space, gymnasium.spaces.Box)
+    if ":" in config.network:
+        model = make_own_model(
+            config, preprocess.input_space, actions.output_size, policy_seed
+        )
+        policy: Any = OwnLogits()
+        if is_gaussian:
+            policy = OwnGaussian(actions.output_size, config.initial_log_std)
+        return Networks(model, model, policy, OwnValue())
+    torsos, input_size = _torsos(preprocess, config, torso_seeds)
+    shared: dict[str, Any] = {
+        "hidden_sizes": config.policy_layers,
+        "activation": config.activation,
+        "seed": policy_seed,
+    }
+    if is_gaussian:
+        policy = GaussianNetwork(
+            input_size,
+            actions.output_size,
+            initial_log_std=config.initial_log_std,
+            **shared,
+        )
+    else:
+        policy = CategoricalNetwork(input_size, actions.output_size, **shared)
+    value = ValueNetwork(
+        input_size,
+        hidden_sizes=config.value_layers,
+        activation=config.activation,
+        seed=value_seed,
+    )
+    return Networks(*torsos, policy, value)
+
+
+def _torsos(
+    preprocess: ObservationPreprocessor, config: Config, seeds: Sequence[int]
+) -> tuple[tuple[Any, Any], int]:
+    """Return the torsos of policy and value, and the size of what they give."""
+    spaces = preprocess.leaf_spaces
+    has_image = any(map(can_convolve, spaces))
+    if config.network == "mlp" or (config.network == "auto" and not has_image):
+        torso = NoTorso()
+        return (torso, torso), preprocess.size
+    if not has_image:
+        raise UnsupportedSpaceError(
+            "network cnn: expected an image to observe, a Box of uint8 from 0 to 255 "
+            "with shape [H, W], [H, W, C] or [C, H, W] and sides of at least 8, got "
+            f"{', '.join(map(str, spaces))}; choose the network mlp."
+        )
+    count = 1 if config.shared_torso else 2
+    torsos = [ImageTorso(spaces, preprocess.leaf_sizes, seed) for seed in seeds[:count]]
+    return (torsos[0], torsos[-1]), torsos[0].size

@@ -1,0 +1,109 @@
+"""Networks as users write them, good ones and faulty ones."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+__all__ = [
+    "Plain",
+    "float64",
+    "inputs_of_a_dict",
+    "not_a_function",
+    "nothing",
+    "one_output",
+    "plain",
+    "raising",
+    "subclass",
+    "too_few",
+    "without_checkpoint",
+    "without_variables",
+]
+
+not_a_function = 3
+
+
+def inputs_of_a_dict(
+    observation_space: Any, action_size: int, config: Any, seed: int
+) -> keras.Model:
+    """A functional model."""
+    inputs = {
+        name: keras.Input(space.shape, name=name)
+        for name, space in observation_space.items()
+    }
+    flat = [keras.layers.Flatten()(part) for part in inputs.values()]
+    start = keras.initializers.GlorotUniform(seed)
+    joined = keras.layers.Concatenate()(flat) if len(flat) > 1 else flat[0]
+    hidden = keras.layers.Dense(8, "tanh", kernel_initializer=start)(joined)
+    logits = keras.layers.Dense(action_size, kernel_initializer=start)(hidden)
+    value = keras.layers.Dense(1, kernel_initializer=start)(hidden)
+    return keras.Model(inputs, (logits, value))
+
+
+class Linear(keras.Model):
+    """A model that is built when it is called first."""
+
+    def __init__(self, action_size: int, seed: int) -> None:
+        super().__init__()
+        start = keras.initializers.GlorotUniform(seed)
+        self.action = keras.layers.Dense(action_size, kernel_initializer=start)
+        self.value = keras.layers.Dense(1, kernel_initializer=start)
+
+    def call(self, observation: Any) -> Any:
+        observation = keras.layers.Flatten()(observation)
+        return self.action(observation), self.value(observation)[:, 0]
+
+
+def subclass(space: Any, action_size: int, config: Any, seed: int) -> keras.Model:
+    return Linear(action_size, seed)
+
+
+class Plain:
+    """No Keras model, but everything that the trainer needs."""
+
+    def __init__(self, input_size: int, action_size: int) -> None:
+        self._kernel = keras.Variable(tf.ones([input_size, action_size + 1]))
+        self.trainable_variables = [self._kernel]
+        self.trackables = {"kernel": self._kernel}
+
+    def __call__(self, observation: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        product = tf.matmul(observation, self._kernel.value)
+        return product[:, :-1], product[:, -1]
+
+
+def plain(space: Any, action_size: int, config: Any, seed: int) -> Plain:
+    return Plain(space.shape[0], action_size)
+
+
+def too_few(space: Any, action_size: int, config: Any, seed: int) -> keras.Model:
+    return Linear(action_size - 1, seed)
+
+
+def one_output(space: Any, action_size: int, config: Any, seed: int) -> Any:
+    return keras.Sequential([keras.layers.Dense(action_size)])
+
+
+def nothing(space: Any, action_size: int, config: Any, seed: int) -> None:
+    return None
+
+
+def raising(space: Any, action_size: int, config: Any, seed: int) -> Any:
+    raise KeyError("camera")
+
+
+def without_checkpoint(space: Any, action_size: int, config: Any, seed: int) -> Any:
+    return Linear(action_size, seed).__call__
+
+
+def without_variables(space: Any, action_size: int, config: Any, seed: int) -> Any:
+    model = Linear(action_size, seed)
+    model.trainable = False
+    return model
+
+
+def float64(space: Any, action_size: int, config: Any, seed: int) -> Any:
+    def call(observation: tf.Tensor) -> Any:
+        rows = tf.cast(observation, tf.float64)
+        return tf.repeat(rows[:, :1], action_size, axis=1), rows[:, 0]
+
+    return call

@@ -1,0 +1,133 @@
+"""The learning step with everything at once: image, mask, and several choices."""
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from gymnasium import spaces
+
+from ppo.agent import Agent
+from ppo.config import Config
+from ppo.in_graph_batch_env import InGraphBatchEnv
+from ppo.simulate import Rollout, simulate
+from ppo.update import Updater
+from tests.ppo.fakes import CountingBatchEnv, as_batch_env
+
+ACTIONS = spaces.MultiDiscrete([2, 3])
+OBSERVATIONS = spaces.Dict(
+    action_mask=spaces.MultiBinary(5),
+    camera=spaces.Box(0, 255, (8, 8, 3), np.uint8),
+    parts=spaces.Tuple((spaces.Discrete(4), spaces.MultiBinary(2))),
+    x=spaces.Box(-np.inf, np.inf, (2,), np.float64),
+)
+LOST = frozenset({(2, 0), (5, 1), (6, 1)})
+CONFIG = Config(
+    env_name="fake",
+    num_envs=2,
+    horizon=8,
+    total_steps=160,
+    epochs=2,
+    minibatch_size=4,
+    entropy_coefficient=0.01,
+    policy_layers=(8,),
+    value_layers=(),
+)
+SEED = (3, 4)
+
+
+def observe(rows: np.ndarray) -> dict[str, Any]:
+    count = rows[:, 1].astype(np.int64)
+    masks = np.array([[1, 1, 1, 1, 1], [0, 1, 1, 0, 1], [0, 0, 0, 0, 0]], np.int8)
+    light = 20 * count + np.arange(192).reshape(8, 8, 3, 1)
+    return {
+        "action_mask": masks[count % 3],
+        "camera": np.moveaxis(light, -1, 0).astype(np.uint8),
+        "parts": (count % 4, np.stack([count % 2, count % 3 == 0], 1).astype(np.int8)),
+        "x": rows,
+    }
+
+
+class Learner:
+    """An agent, its compiled update, and a rollout of its own."""
+
+    def __init__(self, config: Config) -> None:
+        self.agent = Agent(OBSERVATIONS, ACTIONS, config)
+        self.updater = Updater(self.agent, config)
+        fake = CountingBatchEnv(
+            [3, 4], terminates=[True, False], lost=LOST,
+            action_space=ACTIONS, observation_space=OBSERVATIONS, observe=observe,
+        )  # fmt: skip
+        env = InGraphBatchEnv(as_batch_env(fake))
+        self.rollout = simulate(env, self.agent.act, CONFIG.horizon, (1, 2))
+        variables = [*self.agent.trainable_variables, *self.updater.optimizer.variables]
+        self._start = [(variable, variable.numpy()) for variable in variables]
+
+    def update(self, rollout: Rollout) -> tuple[dict[str, float], np.ndarray]:
+        """Go back to the start, update once; returns metrics and parameters."""
+        for variable, value in self._start:
+            variable.assign(value)
+        metrics = self.updater.update(rollout, seed=SEED)
+        variables = self.agent.trainable_variables
+        return metrics, np.concatenate([v.numpy().ravel() for v in variables])
+
+
+@functools.cache
+def learner(shared_torso: bool) -> Learner:
+    """Sharing is compiled, the other is not, to save time."""
+    return Learner(CONFIG.replace(shared_torso=shared_torso, jit_compile=shared_torso))
+
+
+@pytest.mark.parametrize("shared_torso", [True, False])
+def test_what_was_acted_on_is_learned_from(shared_torso: bool) -> None:
+    subject = learner(shared_torso)
+    rollout = subject.rollout
+    assert rollout.observation["camera"].dtype == np.uint8
+    first = tf.nest.map_structure(lambda rows: rows[0], rollout.observation)
+    features = subject.agent.preprocess(first)
+    dtypes = tf.nest.map_structure(lambda leaf: leaf.dtype, features)
+    # Images become numbers within a minibatch: a fourth of the memory until then.
+    assert dtypes["camera"] == tf.uint8
+    assert dtypes["action_mask"] == tf.bool
+    taken = np.concatenate([np.eye(2)[rollout.action[..., 0]],
+                            np.eye(3)[rollout.action[..., 1]]], axis=-1)  # fmt: skip
+    mask = rollout.observation["action_mask"][:-1].astype(bool)
+    for part in (slice(0, 2), slice(2, 5)):
+        allowed = mask[..., part] | ~mask[..., part].any(axis=-1, keepdims=True)
+        assert (taken[..., part] <= allowed)[rollout.valid].all()
+    metrics, _ = subject.update(rollout)
+    assert metrics["ratio_deviation"] < 1e-5
+    assert np.isfinite(list(metrics.values())).all()
+    assert metrics["gradient_norm"] > 0
+    _, again = subject.update(rollout)
+    for variable, (_, before) in zip(
+        subject.agent.trainable_variables, subject._start, strict=False
+    ):
+        assert (variable.numpy() != before).any(), variable.path
+    assert np.isfinite(again).all()
+
+
+@pytest.mark.parametrize("shared_torso", [True, False])
+@pytest.mark.parametrize("garbage", [0, 1, 255])
+def test_what_padding_rows_hold_changes_nothing(
+    garbage: int, shared_torso: bool
+) -> None:
+    subject = learner(shared_torso)
+    clean = subject.rollout
+    dirty = tf.nest.map_structure(np.copy, clean)
+    valid, done = clean.valid, clean.done
+    led_to = np.zeros_like(valid)
+    led_to[1:] = (valid & ~done)[:-1]
+    dirty.action[~valid] = garbage
+    for leaf in tf.nest.flatten(dirty.final_observation):
+        leaf[~(done & valid)] = garbage % 128
+    for leaf in tf.nest.flatten(dirty.observation):
+        leaf[:-1][~valid & ~led_to] = garbage % 128
+    # Also where the observation counts, since the row before led there, its mask does
+    # not: nobody acted under it.
+    dirty.observation["action_mask"][:-1][~valid] = garbage % 2
+    metrics, parameters = subject.update(clean)
+    dirty_metrics, dirty_parameters = subject.update(dirty)
+    assert metrics == dirty_metrics
+    np.testing.assert_array_equal(parameters, dirty_parameters)
