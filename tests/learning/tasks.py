@@ -1,0 +1,182 @@
+"""Tasks that take a policy seconds to learn, one for each kind of space.
+
+In each an episode has `LENGTH` steps, of which each earns at most 1. Importing this
+module registers them with Gymnasium.
+"""
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+__all__ = ["BITS", "CHOICES", "IMAGE", "LENGTH", "MASKED", "MASKED_CHOICES"]
+
+CHOICES = "learning-tests/Choices-v0"
+BITS = "learning-tests/Bits-v0"
+MASKED = "learning-tests/Masked-v0"
+MASKED_CHOICES = "learning-tests/MaskedChoices-v0"
+IMAGE = "learning-tests/Image-v0"
+LENGTH = 8
+
+
+class _Task(gymnasium.Env[Any, Any]):
+    """Asks a new question at every step, whatever was answered."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._count = 0
+        return self._ask(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert self.action_space.contains(action), (
+            f"{action!r} is not in {self.action_space}"
+        )
+        reward = self._judge(action)
+        self._count += 1
+        return self._ask(), reward, self._count == LENGTH, False, {}
+
+    def _ask(self) -> Any:
+        raise NotImplementedError
+
+    def _judge(self, action: Any) -> float:
+        raise NotImplementedError
+
+
+class ChoicesTask(_Task):
+    """Earns the share of the observed choices that the action repeats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes, start = np.array([[2, 3], [4, 2]]), np.array([[0, -1], [5, 0]])
+        self.observation_space = spaces.MultiDiscrete(sizes, start=start)
+        self.action_space = spaces.MultiDiscrete(sizes, np.int32, start=start)
+
+    def _ask(self) -> Any:
+        space = self.observation_space
+        assert isinstance(space, spaces.MultiDiscrete)
+        self._asked = self.np_random.integers(space.start, space.start + space.nvec)
+        return self._asked
+
+    def _judge(self, action: Any) -> float:
+        return float((action == self._asked).mean())
+
+
+class BitsTask(_Task):
+    """Earns the share of the observed bits that the action turns round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = spaces.MultiBinary((2, 3))
+        self.action_space = spaces.MultiBinary((2, 3))
+
+    def _ask(self) -> Any:
+        self._asked = self.np_random.integers(0, 2, (2, 3), np.int8)
+        return self._asked
+
+    def _judge(self, action: Any) -> float:
+        return float((action != self._asked).mean())
+
+
+class MaskedTask(_Task):
+    """Earns 1 for that of two allowed actions which is asked for; others are errors.
+
+    `observation` tells which actions are allowed, and whether the first or the second
+    one of them is asked for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.action_space = spaces.Discrete(6, start=1)
+        self.observation_space = spaces.Dict(
+            observation=spaces.Dict(
+                asked=spaces.Discrete(2), where=spaces.Box(0.0, 5.0, (2,))
+            ),
+            action_mask=spaces.Box(0, 1, (6,), np.int8),
+        )
+
+    def _ask(self) -> Any:
+        allowed = np.sort(self.np_random.choice(6, 2, replace=False))
+        asked = int(self.np_random.integers(2))
+        self._wanted = allowed[asked] + 1
+        self._mask = np.isin(np.arange(6), allowed).astype(np.int8)
+        if self._count == LENGTH:  # as many do when nothing can be done any more
+            self._mask[:] = 0
+        return {
+            "observation": {"asked": asked, "where": allowed.astype(np.float32)},
+            "action_mask": self._mask,
+        }
+
+    def _judge(self, action: Any) -> float:
+        if not self._mask[action - 1]:
+            raise RuntimeError(f"forbidden: {action} by {self._mask}")
+        return float(action == self._wanted)
+
+
+class MaskedChoicesTask(_Task):
+    """Earns the share of choices that are as observed; what is forbidden is an error.
+
+    The mask has the flags of both choices in a row, or, if `split`, one after the other
+    in a tuple.
+    """
+
+    def __init__(self, split: bool = False) -> None:
+        super().__init__()
+        self.action_space = spaces.MultiDiscrete([3, 5])
+        flags = [spaces.MultiBinary(3), spaces.MultiBinary(5)]
+        self.observation_space = spaces.Dict(
+            asked=spaces.MultiDiscrete([3, 5]),
+            action_mask=spaces.Tuple(flags) if split else spaces.MultiBinary(8),
+        )
+        self._split = split
+
+    def _ask(self) -> Any:
+        self._asked = self.np_random.integers(0, [3, 5])
+        self._masks = [self.np_random.integers(0, 2, n, np.int8) for n in (3, 5)]
+        for flags, asked in zip(self._masks, self._asked, strict=True):
+            flags[asked] = 1
+        joined = np.concatenate(self._masks)
+        mask: Any = tuple(self._masks) if self._split else joined
+        return {"asked": self._asked, "action_mask": mask}
+
+    def _judge(self, action: Any) -> float:
+        for mask, chosen in zip(self._masks, action, strict=True):
+            if not mask[chosen]:
+                raise RuntimeError(f"forbidden: {action} by {self._masks}")
+        return float((action == self._asked).mean())
+
+
+class ImageTask(_Task):
+    """Earns 1 for going to the lit side of a noisy image: up, down, left or right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.action_space = spaces.Discrete(4)
+        self.observation_space = spaces.Box(0, 255, (2, 16, 16), np.uint8)
+
+    def _ask(self) -> Any:
+        self._side = int(self.np_random.integers(4))
+        image = self.np_random.integers(0, 128, (2, 16, 16), np.uint8)
+        across, along = self.np_random.integers([0, 4], [4, 10])
+        lit = image[:, across : across + 3, along : along + 3]
+        lit += 127
+        turned = {0: image, 1: image[:, ::-1], 2: image.swapaxes(1, 2)}
+        return turned.get(self._side, image.swapaxes(1, 2)[:, :, ::-1])
+
+    def _judge(self, action: Any) -> float:
+        return float(action == self._side)
+
+
+for _name, _task in (
+    (CHOICES, ChoicesTask),
+    (BITS, BitsTask),
+    (MASKED, MaskedTask),
+    (MASKED_CHOICES, MaskedChoicesTask),
+    (IMAGE, ImageTask),
+):
+    gymnasium.register(_name, f"{__name__}:{_task.__name__}")
