@@ -3,7 +3,7 @@
     python scripts/kill_training.py --kills 20
 
 Runs `ppo train cartpole` as a process of its own, and ends it by SIGKILL: one time in
-four at any time after its start, else some time after it has reported something. Exits
+four at any time after its start, else some time after its first checkpoint. Exits
 with 1 if a process does not go on, if more than a checkpoint interval is lost, or if
 the metrics of the finished run have gaps or repetitions.
 """
@@ -66,9 +66,9 @@ def kill_in_the_middle(
     process: subprocess.Popen[bytes], folder: Path, seconds: float, *, waits: bool
 ) -> bool:
     """Kill after some seconds; returns whether the process was alive until then."""
-    known = progress(folder)[0] if folder.exists() else 0
+    known = progress(folder)[1]
     try:
-        while waits and known == (progress(folder)[0] if folder.exists() else 0):
+        while waits and progress(folder)[1] == known:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.1)
                 return False
@@ -102,7 +102,7 @@ def main(
                 problems.append(f"{number}: {lost} iterations are lost")
             console.print(
                 f"{number}: killed {seconds:.2f} s after its "
-                f"{'first report' if waits else 'start'}, reported iteration "
+                f"{'first checkpoint' if waits else 'start'}, reported iteration "
                 f"{reported}, saved {saved} {' '.join(leftovers)}"
             )
         total_steps = (saved + 40) * 256
