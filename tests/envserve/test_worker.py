@@ -43,6 +43,7 @@ class Hosted:
         message = {
             "env_name": env_name,
             "env_kwargs": {},
+            "wrappers": [],
             "num_envs": rows,
             "num_workers": 1,
             "worker": 0,
