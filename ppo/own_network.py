@@ -66,7 +66,7 @@ def _file(name: str) -> ModuleType:
     if not path.is_file():
         raise ConfigError(
             f"network: expected a Python file {path}, found none in {Path.cwd()}; "
-            "--set network=... tells where it is now."
+            "start the command where the run was started, or correct the config."
         )
     spec = importlib.util.spec_from_file_location(f"ppo_network_{path.stem}", path)
     assert spec is not None

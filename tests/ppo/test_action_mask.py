@@ -48,6 +48,9 @@ def test_a_masked_action_is_never_taken(
     mode, mode_log_prob = agent.mode(rows, SEED)
     assert 1 not in mode.numpy()
     np.testing.assert_allclose(mode_log_prob.numpy(), np.log(0.5), atol=0.05)
+    learned_from, _ = agent.distribution_and_value(agent.preprocess(rows))
+    np.testing.assert_allclose(learned_from.log_prob(mode), mode_log_prob, atol=1e-6)
+    assert np.exp(learned_from.log_prob(tf.ones_like(mode))).max() == 0.0
 
 
 @pytest.mark.parametrize("split", [False, True])
