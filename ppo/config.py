@@ -40,6 +40,10 @@ class Config:
     env_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments for the env's constructor."""
 
+    import_modules: tuple[str, ...] = ()
+    """Modules that register envs or wrappers, for local workers; servers import their
+    own."""
+
     wrappers: tuple[Mapping[str, Any], ...] = ()
     """What each env is wrapped in, the innermost first. Tables with a name and
     arguments, such as `{name = "ActionRepeat", amount = 4}`; see docs/wrappers.md."""

@@ -148,6 +148,8 @@ def _parsed(key: str, text: str) -> Any:
         if wanted == tuple[int, ...]:
             sizes = text.strip("[]()").replace(",", " ").split()
             return tuple(_integer(size) for size in sizes)
+        if wanted == tuple[str, ...]:
+            return tuple(text.strip("[]()").replace(",", " ").split())
         if wanted == _TABLES:
             return _checked(key, _json_or_toml(text), "--set: ")
         return _checked(key, json.loads(text), "--set: ")
@@ -186,6 +188,9 @@ def _checked(key: str, value: Any, where: str) -> Any:
     if wanted == tuple[int, ...] and isinstance(value, list):
         if all(isinstance(size, int) and size is not True for size in value):
             return tuple(value)
+    elif wanted == tuple[str, ...] and isinstance(value, list):
+        if all(isinstance(word, str) for word in value):
+            return tuple(value)
     elif wanted == _TABLES and isinstance(value, list):
         if all(isinstance(table, Mapping) for table in value):
             return tuple(dict(table) for table in value)
@@ -201,6 +206,7 @@ def _type_error(key: str, value: Any, where: str) -> ConfigError:
         bool: "true or false",
         str: "text",
         tuple[int, ...]: "whole numbers such as 64,64",
+        tuple[str, ...]: "names such as ale_py",
         _TABLES: 'tables such as [{name = "ActionRepeat", amount = 4}]',
     }
     wanted = names.get(_TYPES[key], 'a mapping such as {"name": 1}')

@@ -72,7 +72,7 @@ def env_maker(
             wrappers=config.wrappers,
             autoreset=autoreset,
             spare_envs=config.spare_envs,
-            import_modules=tuple(import_modules),
+            import_modules=(*config.import_modules, *import_modules),
             step_timeout=config.step_timeout_seconds,
             reset_timeout=config.reset_timeout_seconds,
             padding_after=config.padding_after_seconds,

@@ -6,7 +6,6 @@ the version of the env, the policy's mode or samples, the number of seeds.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal
 
 from ppo.config import Config
@@ -39,7 +38,7 @@ class Task:
     num_seeds: int
     goal: float
     anchor: str
-    changes: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -78,7 +77,7 @@ def _task(
         num_seeds=num_seeds,
         goal=goal,
         anchor=anchor,
-        changes=MappingProxyType(changes),
+        changes=changes,
     )
 
 

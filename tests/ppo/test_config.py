@@ -122,6 +122,7 @@ def test_a_bad_python_file_is_named(
         ("policy_layers=[32]", "policy_layers", (32,)),
         ("policy_layers=", "policy_layers", ()),
         ("env_name=Pendulum-v1", "env_name", "Pendulum-v1"),
+        ("import_modules=ale_py,my.envs", "import_modules", ("ale_py", "my.envs")),
         ('env_kwargs={"g": 9.8}', "env_kwargs", {"g": 9.8}),
         (
             'wrappers=[{name = "ActionRepeat", amount = 4}, {name = "ClipAction"}]',
@@ -191,6 +192,7 @@ def test_bad_settings_say_what_was_expected(setting: str, message: str) -> None:
         ('{"env_name": "X", "num_envs": true}', "num_envs: expected a whole number"),
         ('{"env_name": "X", "num_envs": 2.0}', "num_envs: expected a whole number"),
         ('{"env_name": "X", "policy_layers": [1.5]}', "policy_layers: expected whole"),
+        ('{"env_name": "X", "import_modules": [1]}', "import_modules: expected names"),
         ('{"env_name": "X", "discount": 2}', "discount: expected a number from 0"),
     ],
 )
