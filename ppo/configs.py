@@ -42,6 +42,36 @@ def _box2d(env_name: str, **changes: Any) -> Config:
     )
 
 
+def _atari(env_name: str) -> Config:
+    """Return a config of Atari games: Mnih et al. 2015's frames and convolutions.
+
+    Settings as in Schulman et al. 2017, but rewards are scaled instead of clipped, and
+    a lost life ends no episode: returns are the game's score. The usual budget is ten
+    times as large.
+    """
+    return Config(
+        env_name=env_name,
+        import_modules=("ale_py",),
+        wrappers=(
+            {"name": "AtariPreprocessing"},
+            {"name": "FrameStackObservation", "stack_size": 4},
+        ),
+        num_envs=8,
+        epochs=4,
+        minibatch_size=256,
+        learning_rate=2.5e-4,
+        clip_range=0.1,
+        decay_clip_range=True,
+        entropy_coefficient=0.01,
+        normalize_advantages=True,
+        recompute_advantages=False,
+        policy_layers=(),
+        value_layers=(),
+        jit_compile=False,  # on CPUs, XLA's convolutions take longer
+        evaluation_episodes=10,
+    )
+
+
 CONFIGS: dict[str, Config] = {
     # In two splits a rollout takes two thirds of the time; with HalfCheetah, whose envs
     # keep all cores busy, it takes longer.
@@ -78,6 +108,8 @@ CONFIGS: dict[str, Config] = {
     "humanoid": _mujoco("Humanoid-v5", total_steps=10_000_000),
     "lunar_lander": _box2d("LunarLander-v3"),
     "bipedal_walker": _box2d("BipedalWalker-v3", total_steps=5_000_000),
+    "pong": _atari("PongNoFrameskip-v4"),
+    "breakout": _atari("BreakoutNoFrameskip-v4"),
 }
 
 EXPECTED_RETURNS: dict[str, str] = {}
