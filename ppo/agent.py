@@ -20,7 +20,16 @@ __all__ = ["Agent"]
 
 
 class Agent:
-    """Policy and value function for an observation space and an action space."""
+    """Policy and value function for an observation space and an action space.
+
+    With `recurrent_size` each of the two has a memory, and its heads take what that
+    gives in place of features. Whoever acts then holds the states: `[N, units]` of the
+    policy's memory and, where values are wanted as well, of the value's.
+
+    Attributes:
+        preprocess: turns raw observations into features.
+        memories: that of the policy and that of the value; none without recurrence.
+    """
 
     def __init__(
         self,
@@ -38,59 +47,84 @@ class Agent:
         self._networks = choose_networks(
             self.preprocess, self._actions, action_space, config
         )
+        self.memories = self._networks.memories
 
-    def act(self, observation: Any, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def act(
+        self, observation: Any, seed: tf.Tensor, *state: tf.Tensor
+    ) -> tuple[tf.Tensor, ...]:
         """Sample an action per row of a raw observation.
 
         Args:
             observation: raw observation, rows `[N, ...]`.
             seed: int32 pair; the same seed gives the same actions.
+            state: with recurrence, float32 `[N, units]` of the policy's memory, or of
+                both; zero where an episode begins.
 
         Returns:
             Actions, float32 or int64 `[N, A]` or, if Discrete, int64 `[N]`, and
-            log-probabilities `[N]`.
+            log-probabilities `[N]`, then the states after this observation.
         """
         num_rows = tf.nest.flatten(observation)[0].shape[0]
-        return self.act_on_noise(observation, self.draw_noise(num_rows, seed))
+        return self.act_on_noise(observation, self.draw_noise(num_rows, seed), *state)
 
     def act_on_noise(
-        self, observation: Any, noise: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor]:
+        self, observation: Any, noise: tf.Tensor, *state: tf.Tensor
+    ) -> tuple[tf.Tensor, ...]:
         """Sample an action per row, as `act` does, with noise that was drawn before.
 
         Args:
             observation: raw observation, rows `[N, ...]`.
             noise: N rows of what `draw_noise` gave.
+            state: as for `act`.
         """
-        distribution = self.distribution(self.preprocess(observation))
+        distribution, state = self._perceive(observation, state)
         action = distribution.sample(noise)
-        return action, distribution.log_prob(action)
+        return action, distribution.log_prob(action), *state
 
     def draw_noise(self, num_rows: int, seed: tf.Tensor) -> tf.Tensor:
         """Draw what so many actions need, `[num_rows, ...]`, from an int32 pair."""
         return self._actions.draw_noise(num_rows, seed)
 
-    def mode(self, observation: Any, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def mode(
+        self, observation: Any, seed: tf.Tensor, *state: tf.Tensor
+    ) -> tuple[tf.Tensor, ...]:
         """Return the most likely action per row; takes and returns what `act` does."""
         del seed  # nothing is drawn
-        distribution = self.distribution(self.preprocess(observation))
+        distribution, state = self._perceive(observation, state)
         action = distribution.mode()
-        return action, distribution.log_prob(action)
+        return action, distribution.log_prob(action), *state
 
-    def distribution(self, features: Any) -> Distribution:
-        """Return the action distribution for preprocessed rows `[N, ...]`."""
+    @property
+    def state_sizes(self) -> tuple[int, ...]:
+        """Units of each of the memories."""
+        return tuple(memory.units for memory in self.memories)
+
+    def distribution(
+        self, features: Any, remembered: tf.Tensor | None = None
+    ) -> Distribution:
+        """Return the action distribution for preprocessed rows `[N, ...]`.
+
+        With recurrence, `remembered` is what the policy's memory gave, `[N, units]`.
+        """
         inputs, mask = self.preprocess.inputs(features)
-        return self._distribution(self._networks.policy_torso(inputs), mask)
+        if remembered is None:
+            remembered = self._networks.policy_torso(inputs)
+        return self._distribution(remembered, mask)
 
     def distribution_of(self, parameters: Any) -> Distribution:
         """Return the distribution that had these `parameters`."""
         distribution: Distribution = self._actions.distribution_type(*parameters)
         return distribution
 
-    def value(self, features: Any) -> tf.Tensor:
-        """Return the value per preprocessed row, float32 `[N]`."""
-        inputs, _ = self.preprocess.inputs(features)
-        return self._networks.value(self._networks.value_torso(inputs))
+    def value(self, features: Any, remembered: tf.Tensor | None = None) -> tf.Tensor:
+        """Return the value per preprocessed row, float32 `[N]`.
+
+        With recurrence, `remembered` is what the value's memory gave, `[N, units]`.
+        """
+        if remembered is None:
+            inputs, _ = self.preprocess.inputs(features)
+            remembered = self._networks.value_torso(inputs)
+        return self._networks.value(remembered)
 
     def distribution_and_value(self, features: Any) -> tuple[Distribution, tf.Tensor]:
         """Return both; a torso that they share is passed once, also by gradients."""
@@ -102,6 +136,41 @@ class Agent:
             seen = networks.value_torso(inputs)
         return distribution, networks.value(seen)
 
+    def embed(self, features: Any, count: int = 2) -> list[tf.Tensor]:
+        """Return what memories take of preprocessed rows `[N, ...]`: `[N, D]` each.
+
+        Args:
+            features: preprocessed rows.
+            count: 1 for the policy's memory, 2 for the value's as well; a torso that
+                they share is passed once.
+        """
+        networks = self._networks
+        inputs, _ = self.preprocess.inputs(features)
+        seen = [networks.policy_torso(inputs)]
+        if count > 1:
+            is_shared = networks.is_torso_shared
+            seen.append(seen[0] if is_shared else networks.value_torso(inputs))
+        return [
+            memory.embed(rows)
+            for memory, rows in zip(self.memories, seen, strict=False)
+        ]
+
+    def _perceive(
+        self, observation: Any, state: tuple[tf.Tensor, ...]
+    ) -> tuple[Distribution, tuple[tf.Tensor, ...]]:
+        """Return what to draw actions from, and the states after the observation."""
+        features = self.preprocess(observation)
+        if not self.memories:
+            return self.distribution(features), ()
+        embeddings = self.embed(features, len(state))
+        state = tuple(
+            memory.advance(embedding, part)
+            for memory, embedding, part in zip(
+                self.memories, embeddings, state, strict=False
+            )
+        )
+        return self.distribution(features, state[0]), state
+
     def _distribution(self, seen: Any, mask: tf.Tensor | None) -> Distribution:
         distribution: Distribution = self._actions.distribution(
             self._networks.policy(seen), mask
@@ -110,7 +179,7 @@ class Agent:
 
     @property
     def trainable_variables(self) -> list[Any]:
-        """The Keras variables that the optimizer changes, the value network's last."""
+        """The Keras variables that the optimizer changes, memories' last."""
         parts = self._networks.parts.values()
         return [variable for part in parts for variable in part.trainable_variables]
 

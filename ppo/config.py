@@ -178,6 +178,18 @@ class Config:
     value_layers: tuple[int, ...] = (64, 64)
     """Hidden layers of the value network."""
 
+    recurrent_size: int = 0
+    """Units of a GRU between hidden layers and heads, one in the policy and one in the
+    value network: for tasks in which an observation does not tell all; see
+    docs/recurrent.md. 0 is none.
+    """
+
+    sequence_length: int = 0
+    """Batch steps through which a gradient step of a recurrent policy looks back; 0 is
+    the horizon, and else it must divide it. Minibatches are made of whole sequences, so
+    minibatch_size must be a multiple of it.
+    """
+
     activation: str = "tanh"
     """Activation of the hidden layers: elu, gelu, relu, silu or tanh."""
 
@@ -280,10 +292,32 @@ class Config:
                 "minibatch_size: expected a divisor of num_envs * horizon = "
                 f"{self.steps_per_iteration}, got {self.minibatch_size}."
             )
+        if self.recurrent_size:
+            self._check_sequences()
         if self.total_steps < self.steps_per_iteration:
             raise ConfigError(
                 "total_steps: expected at least one iteration, num_envs * horizon = "
                 f"{self.steps_per_iteration}, got {self.total_steps}."
+            )
+
+    def _check_sequences(self) -> None:
+        if ":" in self.network:
+            raise ConfigError(
+                f"recurrent_size: expected 0 with a network of your own, {self.network}"
+                f", got {self.recurrent_size}."
+            )
+        length = self.sequence_length or self.horizon
+        if self.horizon % length:
+            raise ConfigError(
+                "sequence_length: expected 0 or a divisor of horizon = "
+                f"{self.horizon}, got {length}."
+            )
+        if self.minibatch_size % length:
+            origin = "sequence_length" if self.sequence_length else "horizon"
+            raise ConfigError(
+                "minibatch_size: expected a multiple of the length of a recurrent "
+                f"policy's sequences, {origin} = {length}, got {self.minibatch_size}; "
+                "change it, or set sequence_length to a divisor of both."
             )
 
     @property
@@ -328,6 +362,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "horizon": (1, 1_000_000),
     "epochs": (1, 10_000),
     "minibatch_size": _COUNT,
+    "recurrent_size": (0, 65_536),
+    "sequence_length": (0, 1_000_000),
     "learning_rate": (0.0, 1.0),
     "adam_epsilon": (1e-12, 1.0),
     "max_gradient_norm": _POSITIVE,

@@ -82,7 +82,7 @@ def evaluate(
         EnvDataError: an episode did not end within `max_batch_steps`.
         EnvsLostError: an env fails again and again.
     """
-    simulation = Simulation(InGraphBatchEnv(env), agent.mode, _HORIZON)
+    simulation = _simulation(agent, InGraphBatchEnv(env))
     return _play(simulation, env, episodes, max_batch_steps)
 
 
@@ -143,9 +143,7 @@ class CurveEvaluator:
         """Return the simulation, at its start with these envs; it is traced once."""
         if self._graph_env is None or not _have_same_splits(self._graph_env.env, env):
             self._graph_env = InGraphBatchEnv(env)
-            self._simulation = Simulation(
-                self._graph_env, self._agent.mode, _HORIZON, self._on_step
-            )
+            self._simulation = _simulation(self._agent, self._graph_env, self._on_step)
         assert self._simulation is not None
         self._graph_env.env = env
         self._simulation.restart()
@@ -183,6 +181,18 @@ def evaluate_run(
         evaluation = evaluate(agent, env, episodes)
     run_folder.save_evaluation(evaluation.as_dict())
     return evaluation
+
+
+def _simulation(
+    agent: Agent, env: InGraphBatchEnv, on_step: Callable[[], None] = lambda: None
+) -> Simulation:
+    return Simulation(
+        env,
+        agent.mode,
+        _HORIZON,
+        on_step,
+        state_sizes=agent.state_sizes[:1],  # values are not asked for
+    )
 
 
 def _play(

@@ -4,6 +4,7 @@ Loading it takes TensorFlow and nothing of this project. Observations are struct
 the observation space, with any number of rows, and the normaliser is inside.
 """
 
+import functools
 import re
 import shutil
 from pathlib import Path
@@ -69,6 +70,13 @@ def export_policy(agent: Agent, env: InGraphBatchEnv, folder: Path) -> None:
     The signatures `serving_default` and `sample` are the same two with flat inputs,
     `observation` or `observation_KEY`, and the output `action`.
 
+    A recurrent policy is told what it remembers, and tells it: a state per row, float32
+    `[N, units]`, which is zero where an episode begins. There are then
+
+    *   `initial_state(num_rows)`: zeros for so many rows.
+    *   `mode(observation, state)` and `sample(observation, state, seed)`: actions, and
+        the state for the next observation. Both signatures call it `state`, too.
+
     Args:
         agent: whose policy; the statistics of its observations are included.
         env: envs of the same task, for their spaces.
@@ -92,25 +100,23 @@ def export_policy(agent: Agent, env: InGraphBatchEnv, folder: Path) -> None:
 
 def _model(agent: Agent, env: InGraphBatchEnv) -> tuple[tf.Module, dict[str, Any]]:
     """Return what is saved, and its signatures."""
-
-    def mode(observation: Any) -> tf.Tensor:
-        action, _ = agent.mode(observation, tf.constant([0, 0]))
-        return env.to_env_action(action)
-
-    def sample(observation: Any, seed: tf.Tensor) -> tf.Tensor:
-        num_rows = tf.shape(tf.nest.flatten(observation)[0])[0]
-        noise = agent.draw_noise(num_rows, seed)
-        return env.to_env_action(agent.act_on_noise(observation, noise)[0])
-
-    observation = _named_inputs(env.observation_spec)
+    functions = _recurrent_functions if agent.state_sizes else _functions
+    mode, sample = functions(agent, env)
+    inputs = [_named_inputs(env.observation_spec)]
+    model = tf.Module()
+    for size in agent.state_sizes[:1]:  # nobody asks for values, and for their memory
+        inputs.append(tf.TensorSpec([None, size], tf.float32, "state"))
+        model.initial_state = tf.function(
+            functools.partial(_initial_state, size),
+            input_signature=[tf.TensorSpec([], tf.int32, "num_rows")],
+        )
     seed = tf.TensorSpec([2], tf.int32, "seed")
     signatures = {
-        "serving_default": _with_named_output(mode, observation),
-        "sample": _with_named_output(sample, observation, seed),
+        "serving_default": _with_named_outputs(mode, inputs),
+        "sample": _with_named_outputs(sample, [*inputs, seed]),
     }
-    model = tf.Module()
-    model.mode = tf.function(mode, input_signature=[observation])
-    model.sample = tf.function(sample, input_signature=[observation, seed])
+    model.mode = tf.function(mode, input_signature=inputs)
+    model.sample = tf.function(sample, input_signature=[*inputs, seed])
     # Only what is found in an attribute is saved, also of what the functions read.
     model.used_variables = [
         variable
@@ -120,13 +126,51 @@ def _model(agent: Agent, env: InGraphBatchEnv) -> tuple[tf.Module, dict[str, Any
     return model, signatures
 
 
-def _with_named_output(function: Any, *specs: Any) -> Any:
+def _functions(agent: Agent, env: InGraphBatchEnv) -> tuple[Any, Any]:
+    def mode(observation: Any) -> tf.Tensor:
+        action, _ = agent.mode(observation, tf.constant([0, 0]))
+        return env.to_env_action(action)
+
+    def sample(observation: Any, seed: tf.Tensor) -> tf.Tensor:
+        noise = agent.draw_noise(_num_rows(observation), seed)
+        return env.to_env_action(agent.act_on_noise(observation, noise)[0])
+
+    return mode, sample
+
+
+def _recurrent_functions(agent: Agent, env: InGraphBatchEnv) -> tuple[Any, Any]:
+    def mode(observation: Any, state: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        action, _, state = agent.mode(observation, tf.constant([0, 0]), state)
+        return env.to_env_action(action), state
+
+    def sample(
+        observation: Any, state: tf.Tensor, seed: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        noise = agent.draw_noise(_num_rows(observation), seed)
+        action, _, state = agent.act_on_noise(observation, noise, state)
+        return env.to_env_action(action), state
+
+    return mode, sample
+
+
+def _initial_state(size: int, num_rows: tf.Tensor) -> tf.Tensor:
+    return tf.zeros([num_rows, size])
+
+
+def _num_rows(observation: Any) -> tf.Tensor:
+    return tf.shape(tf.nest.flatten(observation)[0])[0]
+
+
+def _with_named_outputs(function: Any, specs: list[Any]) -> Any:
     """Trace a function for a signature, which gives tensors by name."""
 
     def named(*inputs: Any) -> dict[str, tf.Tensor]:
-        return {"action": function(*inputs)}
+        outputs = function(*inputs)
+        if not isinstance(outputs, tuple):
+            return {"action": outputs}
+        return dict(zip(("action", "state"), outputs, strict=True))
 
-    return tf.function(named, input_signature=list(specs)).get_concrete_function()
+    return tf.function(named, input_signature=specs).get_concrete_function()
 
 
 def _named_inputs(specs: Any) -> Any:

@@ -25,6 +25,7 @@ from ppo.networks import (
 )
 from ppo.observations import ObservationPreprocessor
 from ppo.own_network import make_own_model
+from ppo.recurrent import Memory
 
 __all__ = ["Networks", "choose_networks"]
 
@@ -37,6 +38,8 @@ class Networks(NamedTuple):
     policy: Any
     """Gives the parameters of the action distribution for what its torso gave."""
     value: Any
+    memories: tuple[Memory, ...] = ()
+    """Those of policy and value, between torso and network; none without recurrence."""
 
     @property
     def is_torso_shared(self) -> bool:
@@ -54,6 +57,8 @@ class Networks(NamedTuple):
                 "value_torso": self.value_torso,
             }
         parts = {**torsos, "policy": self.policy, "value": self.value}
+        names = ("policy_memory", "value_memory")
+        parts |= dict(zip(names, self.memories, strict=False))
         return {name: part for name, part in parts.items() if part.trackables}
 
 
@@ -69,8 +74,8 @@ def choose_networks(
         UnsupportedSpaceError: convolutions are asked for, but there is no image.
         ConfigError: a network of one's own cannot be loaded, or does not fit.
     """
-    seeds = np.random.SeedSequence(config.seed).generate_state(4) >> 2
-    policy_seed, value_seed, *torso_seeds = map(int, seeds)
+    seeds = np.random.SeedSequence(config.seed).generate_state(6) >> 2
+    policy_seed, value_seed, *other_seeds = map(int, seeds)
     is_gaussian = isinstance(action_space, gymnasium.spaces.Box)
     if ":" in config.network:
         model = make_own_model(
@@ -80,7 +85,11 @@ def choose_networks(
         if is_gaussian:
             policy = OwnGaussian(actions.output_size, config.initial_log_std)
         return Networks(model, model, policy, OwnValue())
-    torsos, input_size = _torsos(preprocess, config, torso_seeds)
+    torsos, input_size = _torsos(preprocess, config, other_seeds[:2])
+    memories = _memories(input_size, config, other_seeds[2:])
+    if memories:  # they have the hidden layers
+        input_size = config.recurrent_size
+        config = config.replace(policy_layers=(), value_layers=())
     shared: dict[str, Any] = {
         "hidden_sizes": config.policy_layers,
         "activation": config.activation,
@@ -101,7 +110,7 @@ def choose_networks(
         activation=config.activation,
         seed=value_seed,
     )
-    return Networks(*torsos, policy, value)
+    return Networks(*torsos, policy, value, memories)
 
 
 def _torsos(
@@ -122,3 +131,24 @@ def _torsos(
     count = 1 if config.shared_torso else 2
     torsos = [ImageTorso(spaces, preprocess.leaf_sizes, seed) for seed in seeds[:count]]
     return (torsos[0], torsos[-1]), torsos[0].size
+
+
+def _memories(
+    input_size: int, config: Config, seeds: Sequence[int]
+) -> tuple[Memory, ...]:
+    """Return the memories of policy and value, if the config asks for them."""
+    if not config.recurrent_size:
+        return ()
+    policy_memory, value_memory = (
+        Memory(
+            input_size,
+            hidden_sizes=hidden_sizes,
+            units=config.recurrent_size,
+            activation=config.activation,
+            seed=seed,
+        )
+        for hidden_sizes, seed in zip(
+            (config.policy_layers, config.value_layers), seeds, strict=True
+        )
+    )
+    return policy_memory, value_memory

@@ -6,7 +6,7 @@ their rows straight into the rollout's arrays `[T, B, ...]`.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,12 +16,14 @@ from envserve.client import StepResult
 from envserve.errors import EnvError, LocalProtocolError
 from ppo.errors import DivergedError
 from ppo.in_graph_batch_env import InGraphBatchEnv
+from ppo.recurrent import States
 
 __all__ = ["DrawNoise", "Policy", "Rollout", "Simulation", "simulate"]
 
-Policy = Callable[[Any, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
+Policy = Callable[..., tuple[tf.Tensor, ...]]
 """Maps a raw observation `[n, ...]` and noise `[n, ...]`, or a seed (int32 pair) where
-none is drawn, to actions and their log-probabilities `[n]`."""
+none is drawn, to actions and their log-probabilities `[n]`. One with memory takes its
+states `[n, units]` besides, and gives them as they are after that observation."""
 
 DrawNoise = Callable[[int, tf.Tensor], tf.Tensor]
 """Maps a number of rows and a seed (int32 pair) to noise `[rows, ...]`."""
@@ -44,6 +46,7 @@ class Rollout(NamedTuple):
     valid: np.ndarray
     final_observation: Any
     status: np.ndarray  # uint8, see `envserve.slab.Status`
+    state: Any = ()  # of each memory: [K, B, units], before step 0, T / K, 2 T / K, ...
 
     @property
     def done(self) -> np.ndarray:
@@ -66,6 +69,10 @@ class Simulation:
         draw_noise: draws what the policy needs for so many rows, given a seed. It is
             called once per rollout, so that a row's noise does not depend on splits,
             and the policy gets its rows of it. By default the policy gets a seed.
+        state_sizes: units of each memory of the policy. Their states are zero where an
+            episode begins, and go on from rollout to rollout.
+        sequence_length: batch steps between the states that the rollout tells; divides
+            the horizon, which is the default.
     """
 
     def __init__(
@@ -76,17 +83,32 @@ class Simulation:
         on_step: Callable[[], None] = lambda: None,
         *,
         draw_noise: DrawNoise | None = None,
+        state_sizes: Sequence[int] = (),
+        sequence_length: int = 0,
     ) -> None:
         self._env = env
         self._policy = policy
         self._horizon = horizon
         self._on_step = on_step
         self._draw_noise = draw_noise
-        self._rollout = _allocate(env, horizon)
+        self._sequence_length = sequence_length or horizon
+        self._rollout = _allocate(
+            env, horizon, state_sizes, horizon // self._sequence_length
+        )
         self._splits = [
             _Split(self._rollout, env_indices, horizon)
             for env_indices in env.env.splits
         ]
+        self._state_sizes = tuple(state_sizes)
+        self._states: list[States] = []  # by split, after the last rollout
+        flags = (
+            self._rollout.terminated,
+            self._rollout.truncated,
+            self._rollout.status,
+        )
+        self._answer_spec = [env.observation_spec]
+        if state_sizes:
+            self._answer_spec += [tf.TensorSpec(f.shape[1:], f.dtype) for f in flags]
         self._loop = tf.function(self._steps)
         self._is_started = False
 
@@ -111,8 +133,16 @@ class Simulation:
         """
         with self._env.original_errors():
             if self._is_started:
+                states = [
+                    states.follow(*split.ends(self._horizon - 1))
+                    for split, states in zip(self._splits, self._states, strict=True)
+                ]
                 tf.nest.map_structure(_carry_over, self._rollout.observation)
             else:
+                states = [
+                    States.zero(len(split.env_indices), self._state_sizes)
+                    for split in self._splits
+                ]
                 self._start()
             self._is_started = False  # unless all goes well
             first = [
@@ -122,9 +152,13 @@ class Simulation:
             # In this thread: to hand each operation to others, while workers have the
             # cores, costs more than the operations do.
             with tf.experimental.function_executor_type("SINGLE_THREADED_EXECUTOR"):
-                self._loop(first, tf.constant(seed, tf.int32))
+                _, self._states, stored = self._loop(
+                    first, states, tf.constant(seed, tf.int32)
+                )
             for split in self._splits[1:]:
                 self._receive(split, self._horizon - 1)
+            for split, split_states in zip(self._splits, stored, strict=True):
+                split.store_states(split_states)
             self._is_started = True
         return self._rollout
 
@@ -145,32 +179,48 @@ class Simulation:
         first = self._env.reset()
         tf.nest.map_structure(_write_first, self._rollout.observation, first)
 
-    def _steps(self, first: list[Any], seed: tf.Tensor) -> tf.Tensor:
+    def _steps(self, first: list[Any], states: list[States], seed: tf.Tensor) -> Any:
+        """Run the loop; returns T and, by split, last states and those to be stored."""
         draws = self._draw(seed)
+        length = self._sequence_length
+        stored = [
+            split_states.arrays(self._horizon // length) for split_states in states
+        ]
 
-        def body(step: tf.Tensor, observations: list[Any]) -> tuple[tf.Tensor, Any]:
-            observations = list(observations)
+        def body(
+            step: tf.Tensor, observations: Any, states: Any, stored: Any
+        ) -> tuple[tf.Tensor, Any, Any, Any]:
+            observations, states, stored = map(list, (observations, states, stored))
             for index, draw_by_step in enumerate(draws):
                 draw = tf.gather(draw_by_step, step)
-                action, log_prob = self._policy(observations[index], draw)
+                state = states[index].after
+                action, log_prob, *after = self._policy(
+                    observations[index], draw, *state
+                )
+                states[index] = States(state, tuple(after))
+                stored[index] = states[index].store_each(length, step, stored[index])
                 following = (index + 1) % len(self._splits)
                 leaves = self._env.host_call(
                     functools.partial(self._exchange, index, following),
                     [step, self._env.to_env_action(action), action, log_prob],
-                    self._splits[following].specs(self._env.observation_spec),
+                    self._splits[following].specs(self._answer_spec),
                 )
+                if state:
+                    states[following] = states[following].follow(*leaves[-3:])
+                    leaves = leaves[:-3]
                 observations[following] = tf.nest.pack_sequence_as(
                     observations[following], leaves
                 )
-            return step + 1, observations
+            return step + 1, observations, states, stored
 
-        step, _ = tf.while_loop(
-            lambda step, _: step < self._horizon,
+        step, _, states, stored = tf.while_loop(
+            lambda step, *_: step < self._horizon,
             body,
-            (tf.constant(0), first),
+            (tf.constant(0), first, states, stored),
             parallel_iterations=1,
         )
-        return step
+        stored = tf.nest.map_structure(lambda array: array.stack(), stored)
+        return step, states, stored
 
     # All of it before the loop: drawing takes more operations than acting does.
     def _draw(self, seed: tf.Tensor) -> list[tf.Tensor]:
@@ -204,17 +254,22 @@ class Simulation:
             split.record(step, action, log_prob)
             self._on_step()
             self._check(split, step)
-            return split.observation_leaves(step + 1)
+            return self._answer(split, step)
         self._env.env.send(env_action, split.env_indices, together=True)
         split.record(step, action, log_prob)
         following = self._splits[received]
         if received != 0:  # its step of this round is yet to be sent
             if step > 0:
                 self._receive(following, step - 1)
-            return following.observation_leaves(step)
+            return self._answer(following, step - 1)
         self._receive(following, step)
         self._on_step()
-        return following.observation_leaves(step + 1)
+        return self._answer(following, step)
+
+    def _answer(self, split: "_Split", step: int) -> list[np.ndarray]:
+        """Return what the graph gets of a step that was received; -1: of none yet."""
+        leaves = split.observation_leaves(step + 1)
+        return [*leaves, *split.ends(step)] if self._state_sizes else leaves
 
     def _receive(self, split: "_Split", step: int) -> None:
         """Wait for a split's step, and store it."""
@@ -283,6 +338,19 @@ class _Split:
         leaves = self.observation_leaves(step)
         return tf.nest.pack_sequence_as(self._rollout.observation, leaves)
 
+    def ends(self, step: int) -> list[np.ndarray]:
+        """Return terminated, truncated and status of a step; -1: as if of none."""
+        rollout = self._rollout
+        flags = (rollout.terminated, rollout.truncated, rollout.status)
+        if step < 0:
+            return [np.zeros(len(self.env_indices), rows.dtype) for rows in flags]
+        return [rows[step][self._rows] for rows in flags]
+
+    def store_states(self, stored: Sequence[tf.Tensor]) -> None:
+        """Store what the policy's memories held at the beginning of each sequence."""
+        for rows, states in zip(self._rollout.state, stored, strict=True):
+            rows[:, self._rows] = states
+
     def specs(self, batch_specs: Any) -> list[tf.TensorSpec]:
         """Return the specs of an observation's leaves, given those of the batch."""
         return [
@@ -310,7 +378,9 @@ def simulate(
     return Simulation(env, policy, horizon).run(seed)
 
 
-def _allocate(env: InGraphBatchEnv, horizon: int) -> Rollout:
+def _allocate(
+    env: InGraphBatchEnv, horizon: int, state_sizes: Sequence[int], num_sequences: int
+) -> Rollout:
     def rows(spec: tf.TensorSpec, length: int) -> np.ndarray:
         return np.zeros((length, *spec.shape), spec.dtype.as_numpy_dtype)
 
@@ -329,6 +399,10 @@ def _allocate(env: InGraphBatchEnv, horizon: int) -> Rollout:
             lambda spec: rows(spec, horizon), env.observation_spec
         ),
         status=np.zeros(batch, np.uint8),
+        state=tuple(
+            np.zeros((num_sequences, env.num_envs, size), np.float32)
+            for size in state_sizes
+        ),
     )
 
 

@@ -84,6 +84,8 @@ class _Run:
             config.horizon,
             stamped_step,
             draw_noise=self.agent.draw_noise,
+            state_sizes=self.agent.state_sizes,
+            sequence_length=config.sequence_length,
         )
         self.tracker = EpisodeTracker(config.num_envs)
         self.recent: collections.deque[Episode] = collections.deque(

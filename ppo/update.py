@@ -16,7 +16,9 @@ from ppo.agent import Agent
 from ppo.config import Config
 from ppo.returns import advantages_and_targets, next_values
 from ppo.schedules import Coefficients, Schedules
+from ppo.sequences import Sequences
 from ppo.simulate import Rollout
+from ppo.steps import Steps
 
 __all__ = ["METRICS", "Updater"]
 
@@ -43,6 +45,7 @@ class Updater:
     def __init__(self, agent: Agent, config: Config) -> None:
         self._agent = agent
         self._config = config
+        self._view = (Sequences if agent.memories else Steps)(agent, config)
         self._variables = agent.trainable_variables
         self.optimizer = keras.optimizers.Adam(
             config.learning_rate, epsilon=config.adam_epsilon
@@ -130,7 +133,8 @@ class Updater:
         samples = self._samples(rollout, features)
         reward = self._scaled_reward(rollout, reward_scale)
         judged = self._judge(rollout, features, final_features, reward)
-        first_look = self._first_look(rollout, features, samples, judged)
+        value, _ = self._view.values(rollout, features, final_features)
+        first_look = self._first_look(rollout, value, samples, judged)
         metrics = tf.zeros([len(METRICS)])
         kl = tf.zeros([])
         epoch = tf.constant(0)
@@ -157,7 +161,7 @@ class Updater:
     def _divergence(self, samples: dict[str, Any]) -> tf.Tensor:
         """Return the mean KL(old || new) over valid rows, in nats."""
         old = self._agent.distribution_of(samples["old_policy"])
-        new = self._agent.distribution(samples["features"])
+        new = self._view.distribution(samples)
         return losses.masked_mean(old.kl(new), samples["weight"])
 
     def _epoch(
@@ -168,16 +172,9 @@ class Updater:
         Returns:
             The mean of `METRICS` over valid rows.
         """
-        size = self._config.minibatch_size
-        count = self._config.steps_per_iteration // size
-        # Not stateless_shuffle: XLA cannot compile it.
-        order = tf.argsort(tf.random.stateless_uniform([count * size], seed))
-        minibatches = tf.nest.map_structure(
-            lambda rows: tf.reshape(
-                tf.gather(rows, order), [count, size, *rows.shape[1:]]
-            ),  # [T * B, ...] -> [count, size, ...]
-            samples,
-        )
+        config = self._config
+        count = config.steps_per_iteration // config.minibatch_size
+        minibatches = self._view.shuffle(samples, count, seed)
         total = tf.zeros([len(METRICS)])
         for index in tf.range(count):
             minibatch = tf.nest.map_structure(operator.itemgetter(index), minibatches)
@@ -201,9 +198,7 @@ class Updater:
         if config.normalize_advantages:
             advantage = losses.normalized_advantages(advantage, weight)
         with tf.GradientTape() as tape:
-            distribution, value = self._agent.distribution_and_value(
-                minibatch["features"]
-            )
+            distribution, value = self._view.distribution_and_value(minibatch)
             log_prob = distribution.log_prob(minibatch["action"])
             log_ratio = (log_prob - minibatch["log_prob"]) * weight
             policy_loss = losses.policy_loss(
@@ -252,20 +247,22 @@ class Updater:
     def _samples(self, rollout: Rollout, features: Any) -> dict[str, Any]:
         """Collect what does not change between epochs, rows `[T * B, ...]`."""
         valid = _flat(rollout.valid)
+        seen = _flat(self._view.is_seen(rollout))
         count = self._config.steps_per_iteration
-        acted_on = tf.nest.map_structure(
-            lambda rows: _zero_unless(valid, rows[:count]), features
-        )
         samples = {
-            "features": acted_on,
+            "features": tf.nest.map_structure(
+                lambda rows: _zero_unless(seen, rows[:count]), features
+            ),
             "action": _zero_unless(valid, _flat(rollout.action)),
             "log_prob": _zero_unless(valid, _flat(rollout.log_prob)),
             "weight": tf.cast(valid, tf.float32),
         }
+        samples = tf.nest.map_structure(self._view.rows, samples)
+        samples |= self._view.memory(rollout)
         if self._measures_kl:
-            samples["old_policy"] = self._agent.distribution(acted_on).parameters
+            samples["old_policy"] = self._view.distribution(samples).parameters
         if self._config.value_clip_range > 0:
-            samples["old_value"] = self._agent.value(acted_on)
+            _, samples["old_value"] = self._view.distribution_and_value(samples)
         return samples
 
     def _scaled_reward(self, rollout: Rollout, scale: tf.Tensor) -> tf.Tensor:
@@ -280,9 +277,7 @@ class Updater:
     ) -> dict[str, tf.Tensor]:
         """Compute advantages and targets, rows `[T * B]`, with the present values."""
         config = self._config
-        shape = [-1, config.num_envs]
-        value = tf.reshape(self._agent.value(features), shape)
-        final_value = tf.reshape(self._agent.value(final_features), shape)
+        value, final_value = self._view.values(rollout, features, final_features)
         done = rollout.terminated | rollout.truncated
         advantage, target = advantages_and_targets(
             reward=reward,
@@ -294,22 +289,22 @@ class Updater:
             discount=config.discount,
             gae_lambda=config.gae_lambda,
         )
-        return {"advantage": _flat(advantage), "target": _flat(target)}
+        rows = self._view.rows
+        return {"advantage": rows(_flat(advantage)), "target": rows(_flat(target))}
 
     def _first_look(
         self,
         rollout: Rollout,
-        features: Any,
+        value: tf.Tensor,
         samples: dict[str, Any],
         judged: dict[str, tf.Tensor],
     ) -> tf.Tensor:
         """Compare the agent, before any gradient step, with what it collected."""
         weight = samples["weight"]
-        distribution = self._agent.distribution(samples["features"])
+        distribution = self._view.distribution(samples)
         log_ratio = distribution.log_prob(samples["action"]) - samples["log_prob"]
         deviation = tf.reduce_max(tf.abs(tf.exp(log_ratio * weight) - 1.0))
-        value = self._agent.value(features)[: self._config.steps_per_iteration]
-        value = _zero_unless(_flat(rollout.valid), value)
+        value = self._view.rows(_zero_unless(_flat(rollout.valid), _flat(value[:-1])))
         explained = losses.explained_variance(value, judged["target"], weight)
         return tf.stack([deviation, explained])
 

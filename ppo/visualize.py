@@ -22,6 +22,7 @@ from ppo.episodes import Episode
 from ppo.errors import EnvDataError, EnvsLostError, OutputError
 from ppo.evaluate import Evaluation, evaluation_seed
 from ppo.in_graph_batch_env import InGraphBatchEnv
+from ppo.recurrent import States
 from ppo.rendering import frames_per_second, render_frame
 from ppo.run_folder import RunFolder
 from ppo.video import VideoWriter, find_ffmpeg
@@ -74,12 +75,12 @@ def visualize_run(
     with make_env(num_envs=1, seed=seed) as env:
         agent = Agent(env.observation_space, env.action_space, config)
         counters = checkpoint.load_agent(run_folder.checkpoints, agent, which)
-        act = _acting(agent, env)
+        begin = _acting(agent, env)
         rate = frames_per_second(env)
         _make_folder(outdir)
         for number in range(1, episodes + 1):
             path = outdir / f"step-{counters.steps}-episode-{number}.mp4"
-            played.append(_film(path, env, act, rate, ffmpeg))
+            played.append(_film(path, env, begin, rate, ffmpeg))
             videos.append(path)
             on_episode(path, played[-1])
     evaluation = Evaluation(
@@ -141,14 +142,14 @@ def play_episode(
 def _film(
     path: Path,
     env: BatchEnv,
-    act: Callable[[Any], np.ndarray],
+    begin: Callable[[], Callable[[Any], np.ndarray]],
     rate: float,
     ffmpeg: str,
 ) -> Episode:
     """Write the video of the next episode that is complete."""
     for _ in range(_MAX_LOST_IN_A_ROW):
         with VideoWriter(path, rate, ffmpeg) as video:
-            episode = play_episode(env, act, video.add)
+            episode = play_episode(env, begin(), video.add)
             if episode is not None:
                 return episode
             video.discard()
@@ -158,23 +159,32 @@ def _film(
     )
 
 
-def _acting(agent: Agent, env: BatchEnv) -> Callable[[Any], np.ndarray]:
-    """Return a function from observations to the most likely actions, for the env."""
+def _acting(agent: Agent, env: BatchEnv) -> Callable[[], Callable[[Any], np.ndarray]]:
+    """Return a function to call when an episode begins.
+
+    It gives one from the episode's observations to the most likely actions, for the
+    env, which remembers what the agent does.
+    """
     graph_env = InGraphBatchEnv(env)
 
     @tf.function
-    def act(observation: Any) -> tf.Tensor:
-        action, _ = agent.mode(observation, tf.constant([0, 0]))
-        return graph_env.to_env_action(action)
+    def act(observation: Any, *state: tf.Tensor) -> Any:
+        action, _, *following = agent.mode(observation, tf.constant([0, 0]), *state)
+        return graph_env.to_env_action(action), following
 
-    def act_on_arrays(observation: Any) -> np.ndarray:
-        graph_env.check_finite(observation, np.zeros(1))
-        action: np.ndarray = act(
-            tf.nest.map_structure(tf.constant, observation)
-        ).numpy()
-        return action
+    def begin() -> Callable[[Any], np.ndarray]:
+        state: Any = States.zero(1, agent.state_sizes[:1]).after
 
-    return act_on_arrays
+        def act_on_arrays(observation: Any) -> np.ndarray:
+            nonlocal state
+            graph_env.check_finite(observation, np.zeros(1))
+            tensors = tf.nest.map_structure(tf.constant, observation)
+            action, state = act(tensors, *state)
+            return np.asarray(action)
+
+        return act_on_arrays
+
+    return begin
 
 
 def _make_folder(outdir: Path) -> None:

@@ -93,6 +93,80 @@ class CountingBatchEnv:
         return np.stack([np.arange(self.num_envs), self._count], axis=1).astype(float)
 
 
+class ScriptedBatchEnv:
+    """Env b goes through `scripts[b]` again and again, one letter per batch step.
+
+    "." is a valid step, "T" one that terminates, "C" one that is cut off, "X" a lost
+    episode, "P" padding, "L" a late result. Observations are random, but those that
+    padding repeats. With `num_splits`, the splits are every n-th row.
+    """
+
+    def __init__(
+        self,
+        scripts: list[str],
+        *,
+        num_splits: int = 1,
+        action_space: gymnasium.Space[Any] = ACTIONS,
+    ) -> None:
+        self.num_envs = len(scripts)
+        rows = np.arange(self.num_envs)
+        self.splits = tuple(rows[first::num_splits] for first in range(num_splits))
+        self.observation_space = BOX
+        self.action_space = action_space
+        self.num_out = 0
+        self._scripts = scripts
+        self._step_of_row = np.zeros(self.num_envs, np.int64)
+        self._generators = [np.random.default_rng(row) for row in rows]
+        self._observation = np.zeros((self.num_envs, 2))
+
+    def __repr__(self) -> str:
+        return "<ScriptedBatchEnv>"
+
+    def reset(self) -> Any:
+        self._step_of_row[:] = 0
+        self._observation[:] = [draw.normal(size=2) for draw in self._generators]
+        return self._observation.copy()
+
+    def send(self, actions: Any, env_indices: np.ndarray, *, together: bool) -> None:
+        assert together
+        self.num_out += len(env_indices)
+
+    def recv(self, *, env_indices: np.ndarray, out: StepResult) -> None:
+        self.num_out -= len(env_indices)
+        _copy(self._answer(env_indices), out)
+
+    def step(self, actions: np.ndarray, out: StepResult) -> StepResult:
+        _copy(self._answer(np.arange(self.num_envs)), out)
+        return out
+
+    def _answer(self, rows: np.ndarray) -> StepResult:
+        letters = np.array(
+            [
+                self._scripts[row][self._step_of_row[row] % len(self._scripts[row])]
+                for row in rows
+            ]
+        )
+        self._step_of_row[rows] += 1
+        drawn = np.array([self._generators[row].normal(size=4) for row in rows])
+        goes_on = (letters == "P")[:, None]
+        self._observation[rows] = np.where(
+            goes_on, self._observation[rows], drawn[:, :2]
+        )
+        statuses = {"X": Status.WORKER_DIED, "P": Status.PENDING, "L": Status.LATE}
+        status = [int(statuses.get(letter, Status.OK)) for letter in letters]
+        valid = np.isin(letters, [".", "T", "C"])
+        return StepResult(
+            self._observation[rows],
+            np.where(valid, drawn[:, 3], 0.0),
+            letters == "T",
+            np.isin(letters, ["C", "X"]),
+            valid,
+            drawn[:, 2:],
+            np.array(status, np.uint8),
+            {},
+        )
+
+
 def as_batch_env(env: Any) -> BatchEnv:
     """Pass a fake off as the real thing, which it resembles as far as it is used."""
     return cast(BatchEnv, env)

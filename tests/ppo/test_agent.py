@@ -108,6 +108,23 @@ def test_acting_gives_actions_with_their_log_probabilities() -> None:
     assert (mode_log_prob.numpy() >= log_prob.numpy()).all()
 
 
+def test_a_recurrent_agent_acts_by_all_that_it_has_seen() -> None:
+    config = CONFIG.replace(recurrent_size=4, minibatch_size=128)
+    agent = Agent(SPACES.Box(-1.0, 1.0, (3,)), SPACES.Discrete(5), config)
+    assert agent.state_sizes == (4, 4)
+    zeros = [tf.zeros([5, 4])] * 2
+    action, log_prob, *first = agent.act(tf.ones([5, 3]), SEED, *zeros)
+    assert action.shape == log_prob.shape == (5,)
+    *_, policy_state, value_state = agent.act(tf.zeros([5, 3]), SEED, *first)
+    *_, forgetful, _ = agent.act(tf.zeros([5, 3]), SEED, *zeros)
+    assert (policy_state.numpy() != forgetful.numpy()).any()
+    assert policy_state.shape == value_state.shape == (5, 4)
+    # Who does not ask for values need not remember for them.
+    _, mode_log_prob, *state = agent.mode(tf.zeros([5, 3]), SEED, first[0])
+    np.testing.assert_allclose(state, [policy_state], atol=1e-6)
+    assert (mode_log_prob.numpy() >= np.log(1 / 5) - 1e-6).all()
+
+
 @pytest.mark.parametrize("key", ["seed", "other"])
 def test_networks_follow_the_seed_of_the_config(key: str) -> None:
     def numbers(seed: int) -> np.ndarray:

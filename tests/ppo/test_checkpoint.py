@@ -94,7 +94,7 @@ def saved_batch(path: Path) -> Rollout:
             status=np.zeros((8, 2), np.uint8),
         )
     with np.load(path) as arrays:
-        return Rollout(**{name: arrays[name] for name in Rollout._fields})
+        return Rollout(**arrays)
 
 
 def continue_from(folder: Path) -> None:
@@ -283,3 +283,12 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_last_one(
         timeout=100,
     )
     assert checkpoint.read_counters(tmp_path) == Counters(1, 100)
+
+
+def test_memories_are_restored(tmp_path: Path) -> None:
+    config = CONFIG.replace(recurrent_size=3, minibatch_size=8)
+    saved, restored = Learner(config), Learner(config.replace(seed=1))
+    assert len(saved.numbers()) > len(Learner().numbers())
+    saved.save(tmp_path, iteration=1)
+    restored.restore(tmp_path)
+    np.testing.assert_array_equal(saved.numbers(), restored.numbers())

@@ -174,6 +174,7 @@ def test_settings_have_the_type_of_their_key(
         ("on_server_lost=wait", r"on_server_lost: expected raise or pad"),
         ("on_fault=ignore", r"on_fault: expected truncate or raise"),
         ("minibatch_size=60", r"minibatch_size: expected a divisor of .* 2048"),
+        ("recurrent_size=64", r"a multiple of the length .* horizon = 128, got 64; ch"),
         ("total_steps=2000", r"total_steps: expected at least one iteration"),
         ("env_name=", r"env_name: expected the name of an env"),
     ],
@@ -181,6 +182,27 @@ def test_settings_have_the_type_of_their_key(
 def test_bad_settings_say_what_was_expected(setting: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         apply_settings(BASE, [setting])
+
+
+@pytest.mark.parametrize(
+    ("sequence_length", "message"),
+    [
+        (48, "sequence_length: expected 0 or a divisor of horizon = 128, got 48"),
+        (128, "minibatch_size: expected a multiple .* sequence_length = 128, got 64"),
+        (-1, "sequence_length: expected a number from 0"),
+    ],
+)
+def test_sequences_fill_rollouts_and_minibatches(
+    sequence_length: int, message: str
+) -> None:
+    config = BASE.replace(recurrent_size=8, sequence_length=32)
+    assert config.replace(sequence_length=0, minibatch_size=256)
+    with pytest.raises(ConfigError, match=message):
+        config.replace(sequence_length=sequence_length)
+    with pytest.raises(ConfigError, match="expected 0 with a network of your own, a:b"):
+        config.replace(network="a:b")
+    # Without recurrence there are no sequences.
+    assert BASE.replace(sequence_length=max(sequence_length, 0))
 
 
 @pytest.mark.parametrize(

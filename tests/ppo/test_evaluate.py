@@ -54,6 +54,22 @@ def test_actions_are_modes_and_statistics_stay() -> None:
     np.testing.assert_array_equal(fake.actions[0], fake.actions[3])
 
 
+def test_a_recurrent_policy_remembers_until_its_episode_ends() -> None:
+    subject = Agent(BOX, ACTIONS, CONFIG.replace(recurrent_size=3, minibatch_size=128))
+    for variable in subject.trainable_variables:
+        variable.assign(variable + 0.3)
+    fake = CountingBatchEnv([3])
+    evaluate(subject, as_batch_env(fake), episodes=2)
+    state = tf.zeros([1, 3])
+    for step in range(6):
+        if step % 3 == 0:
+            state = tf.zeros([1, 3])
+        observation = tf.constant([[0.0, step % 3]], tf.float64)
+        action, _, state = subject.mode(observation, tf.constant([0, 0]), state)
+        wanted = np.clip(action.numpy(), -1.0, 1.0)
+        np.testing.assert_allclose(fake.actions[step], wanted, atol=1e-6)
+
+
 def test_episodes_without_end_are_an_error() -> None:
     fake = CountingBatchEnv([3, 10**9])
     with pytest.raises(EnvDataError, match="1 have not ended; give the env a time lim"):

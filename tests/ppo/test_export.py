@@ -78,7 +78,7 @@ def sampled(space: gymnasium.Space[Any], num_rows: int) -> Any:
     return tf.nest.map_structure(lambda *leaves: np.stack(leaves), *rows)
 
 
-def policy_of(name: str) -> tuple[Agent, InGraphBatchEnv]:
+def policy_of(name: str, config: Config = CONFIG) -> tuple[Agent, InGraphBatchEnv]:
     """An agent that has seen observations, and acts far from 0."""
     observation_space, action_space = CASES[name]
     fake = CountingBatchEnv(
@@ -86,7 +86,7 @@ def policy_of(name: str) -> tuple[Agent, InGraphBatchEnv]:
         observation_space=observation_space,
         action_space=action_space,
     )
-    agent = Agent(observation_space, action_space, CONFIG)
+    agent = Agent(observation_space, action_space, config)
     agent.preprocess.update(sampled(observation_space, 20), tf.ones([20], tf.bool))
     for variable in agent.trainable_variables:
         variable.assign(variable + 0.3)
@@ -148,6 +148,39 @@ def test_signatures_have_a_name_for_every_leaf(tmp_path: Path) -> None:
     )
     np.testing.assert_array_equal(action["action"], loaded.mode(rows))
     assert set(loaded.signatures) == {"serving_default", "sample"}
+
+
+def test_a_recurrent_policy_takes_and_returns_its_state(tmp_path: Path) -> None:
+    config = CONFIG.replace(recurrent_size=6, minibatch_size=128)
+    agent, env = policy_of("dict", config)
+    export_policy(agent, env, tmp_path / "policy")
+    loaded = tf.saved_model.load(str(tmp_path / "policy"))
+    states = [loaded.initial_state(3)] * 2
+    wanted_states = [tf.zeros([3, 6])] * 2
+    serve = loaded.signatures["sample"]
+    for step in range(4):
+        rows = tf.nest.map_structure(tf.constant, sampled(CASES["dict"][0], 3))
+        seed = tf.constant([step, 1])
+        got = [loaded.mode(rows, states[0]), loaded.sample(rows, states[1], seed)]
+        wanted = [
+            agent.mode(rows, seed, wanted_states[0]),
+            agent.act(rows, seed, wanted_states[1]),
+        ]
+        served = serve(
+            observation_a_b=rows["a b"],
+            observation_a_b_=rows["a_b"],
+            observation_camera=rows["camera"],
+            state=states[1],
+            seed=seed,
+        )
+        np.testing.assert_array_equal(served["action"], got[1][0])
+        np.testing.assert_array_equal(served["state"], got[1][1])
+        states = [state for _, state in got]
+        wanted_states = [state for *_, state in wanted]
+        for (action, state), (live, _, live_state) in zip(got, wanted, strict=True):
+            np.testing.assert_array_equal(action, env.to_env_action(live))
+            np.testing.assert_allclose(state, live_state, atol=1e-6)
+    assert np.abs(states[0]).max() > 0.01
 
 
 def test_a_folder_with_files_is_left_alone(tmp_path: Path) -> None:

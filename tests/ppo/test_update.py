@@ -124,7 +124,7 @@ def test_the_ratio_is_one_with_statistics_and_not_if_they_move_too_early() -> No
 def fill_masked(rollout: Rollout, garbage: float) -> Rollout:
     """Replace all that is made up or meaningless."""
     valid, done = rollout.valid, rollout.done
-    filled = Rollout(*(np.copy(rows) for rows in rollout))
+    filled = Rollout(*tf.nest.map_structure(np.copy, tuple(rollout)))
     for rows in (filled.action, filled.log_prob, filled.reward):
         rows[~valid] = garbage
     filled.final_observation[~(done & valid)] = garbage

@@ -95,8 +95,12 @@ def test_the_command_films_whole_episodes_of_a_run_that_was_moved(
     )
 
 
-def test_the_episodes_are_those_of_the_evaluation(tmp_path: Path) -> None:
-    filmed = visualize(tmp_path / "run", episodes=3)
+@pytest.mark.parametrize("recurrent_size", [0, 4])
+def test_the_episodes_are_those_of_the_evaluation(
+    tmp_path: Path, recurrent_size: int
+) -> None:
+    config = CONFIG.replace(recurrent_size=recurrent_size, minibatch_size=128)
+    filmed = visualize(tmp_path / "run", config, episodes=3)
     run_folder, config = RunFolder.open(tmp_path / "run")
     make_env = env_maker(config, num_workers=1, import_modules=MODULES)
     with make_env(num_envs=1, seed=evaluation_seed(config.seed)) as env:

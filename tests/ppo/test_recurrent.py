@@ -1,0 +1,103 @@
+"""Memories: step by step or unrolled, they hold what the episode has shown."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from envserve.slab import Status
+from ppo.recurrent import Memory, is_pending, next_state
+
+
+def make(hidden_sizes: tuple[int, ...] = (5,), seed: int = 7) -> Memory:
+    return Memory(2, hidden_sizes=hidden_sizes, units=3, activation="tanh", seed=seed)
+
+
+def averaging() -> Memory:
+    """A memory of one unit that turns h into (h + tanh(x)) / 2, for one input x."""
+    memory = Memory(1, hidden_sizes=(), units=1, activation="tanh", seed=0)
+    kernel, recurrent_kernel, bias = memory.trainable_variables
+    # Update and reset gates, and candidate: sigmoid(0) is a half.
+    kernel.assign([[0.0, 0.0, 1.0]])
+    recurrent_kernel.assign([[0.0, 0.0, 0.0]])
+    bias.assign(np.zeros((2, 3)))
+    return memory
+
+
+def test_a_step_is_a_gru_after_the_hidden_layers() -> None:
+    memory = make()
+    weight, offset, kernel, recurrent_kernel, bias = (
+        variable.numpy() for variable in memory.trainable_variables
+    )
+    random = np.random.default_rng(0)
+    bias[:] = random.normal(size=bias.shape)
+    memory.trainable_variables[-1].assign(bias)
+    rows, state = random.normal(size=(4, 2)), random.normal(size=(4, 3))
+    hidden = np.tanh(rows @ weight + offset)
+    # Cho et al. 2014, with the reset gate after the recurrent product.
+    update, reset, candidate = np.split(hidden @ kernel + bias[0], 3, axis=1)
+    of_update, of_reset, of_candidate = np.split(
+        state @ recurrent_kernel + bias[1], 3, axis=1
+    )
+    kept = 1 / (1 + np.exp(-(update + of_update)))
+    share = 1 / (1 + np.exp(-(reset + of_reset)))
+    wanted = kept * state + (1 - kept) * np.tanh(candidate + share * of_candidate)
+    embedding = memory.embed(tf.constant(rows, tf.float32))
+    got = memory.advance(embedding, tf.constant(state, tf.float32))
+    np.testing.assert_allclose(got, wanted, atol=1e-6)
+
+
+def test_without_hidden_layers_the_gru_takes_the_features() -> None:
+    assert averaging().embed(tf.constant([[100.0]])) == 100.0
+    assert averaging().advance(tf.constant([[100.0]]), tf.constant([[0.5]])) == 0.75
+
+
+@pytest.mark.parametrize("jit_compile", [True, False])
+def test_unrolling_is_stepping(jit_compile: bool) -> None:
+    memory = make()
+    random = np.random.default_rng(1)
+    rows = tf.constant(random.normal(size=(9, 4, 2)), tf.float32)
+    ended = tf.constant(random.random((9, 4)) < 0.3)
+    pending = tf.constant(random.random((9, 4)) < 0.3)
+    state = tf.constant(random.normal(size=(4, 3)), tf.float32)
+
+    @tf.function(jit_compile=jit_compile)
+    def unroll() -> tuple[tf.Tensor, ...]:
+        embedding = tf.stack([memory.embed(rows[step]) for step in range(9)])
+        with tf.GradientTape() as tape:
+            outputs, last = memory.unroll(embedding, state, ended, pending)
+            loss = tf.reduce_sum(tf.square(outputs))
+        kernel = memory.trainable_variables[-3].value
+        return outputs, last, tape.gradient(loss, kernel)
+
+    outputs, last, gradient = unroll()
+    with tf.GradientTape() as tape:
+        loss = 0.0
+        for step in range(9):
+            output = memory.advance(memory.embed(rows[step]), state)
+            np.testing.assert_allclose(outputs[step], output, atol=1e-6)
+            loss += tf.reduce_sum(tf.square(output))
+            state = next_state(state, output, ended[step], pending[step])
+    np.testing.assert_allclose(last, state, atol=1e-6)
+    kernel = memory.trainable_variables[-3].value
+    np.testing.assert_allclose(gradient, tape.gradient(loss, kernel), atol=1e-5)
+
+
+def test_a_state_is_dropped_kept_or_followed() -> None:
+    before, after = tf.constant([[1.0]] * 4), tf.constant([[2.0]] * 4)
+    status = tf.constant(
+        [Status.OK, Status.PENDING, Status.LATE, Status.WORKER_DIED], tf.uint8
+    )
+    ended = tf.constant([False, False, False, True])
+    got = next_state(before, after, ended, is_pending(status))
+    assert got.numpy().ravel().tolist() == [2.0, 1.0, 2.0, 0.0]
+    ended = tf.constant([True] * 4)
+    assert not next_state(before, after, ended, is_pending(status)).numpy().any()
+
+
+def test_memories_follow_their_seed() -> None:
+    first, same, other = (
+        np.concatenate([v.numpy().ravel() for v in make(seed=n).trainable_variables])
+        for n in (7, 7, 8)
+    )
+    np.testing.assert_array_equal(first, same)
+    assert (first != other).any()

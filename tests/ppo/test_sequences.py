@@ -1,0 +1,368 @@
+"""Learning with memory: the states, the ratios and the values are those of acting."""
+
+import functools
+from typing import Any, NamedTuple
+
+import gymnasium
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from envserve.slab import Status
+from ppo.agent import Agent
+from ppo.config import Config
+from ppo.in_graph_batch_env import InGraphBatchEnv
+from ppo.sequences import Sequences
+from ppo.simulate import Rollout, Simulation
+from ppo.update import Updater
+from tests.ppo.fakes import ACTIONS, BOX, ScriptedBatchEnv, as_batch_env
+
+# Ends at all phases of sequences of 4, in every way, also in a row; episodes that go on
+# through padding, and through a late result; and one that never ends.
+SCRIPTS = ["...T", "....C", "T.C", "..PPX..", "..PPL...C", "."]
+SPACES = {"gaussian": ACTIONS, "categorical": gymnasium.spaces.Discrete(3)}
+CONFIG = Config(
+    env_name="fake",
+    num_envs=len(SCRIPTS),
+    horizon=12,
+    total_steps=10 * 12 * len(SCRIPTS),
+    epochs=2,
+    minibatch_size=72,
+    learning_rate=1e-2,
+    recurrent_size=5,
+    policy_layers=(8,),
+    value_layers=(8,),
+    jit_compile=False,
+)
+
+
+def make(kind: str = "gaussian", **changes: Any) -> Agent:
+    """Make an agent that acts far from 0, so that it matters what it remembers."""
+    agent = Agent(BOX, SPACES[kind], CONFIG.replace(**changes))
+    for index, variable in enumerate(agent.trainable_variables):
+        numbers = 0.3 * np.sin(index + np.arange(variable.numpy().size))
+        variable.assign(variable + numbers.reshape(variable.shape))
+    return agent
+
+
+def acting(
+    agent: Agent, kind: str = "gaussian", num_splits: int = 1, **changes: Any
+) -> Simulation:
+    config = CONFIG.replace(**changes)
+    fake = ScriptedBatchEnv(
+        SCRIPTS[: config.num_envs], num_splits=num_splits, action_space=SPACES[kind]
+    )
+    return Simulation(
+        InGraphBatchEnv(as_batch_env(fake)),
+        agent.act_on_noise,
+        config.horizon,
+        draw_noise=agent.draw_noise,
+        state_sizes=agent.state_sizes,
+        sequence_length=config.sequence_length,
+    )
+
+
+def collect(simulation: Simulation, count: int) -> list[Rollout]:
+    return [copy(simulation.run((1, number))) for number in range(count)]
+
+
+def copy(rollout: Rollout) -> Rollout:
+    return Rollout(*tf.nest.map_structure(np.copy, tuple(rollout)))
+
+
+class Replay(NamedTuple):
+    """What an agent thinks of a rollout if it goes through it row by row."""
+
+    states: np.ndarray  # [2, T, B, units], before each step
+    log_prob: np.ndarray  # [T, B]
+    value: np.ndarray  # [T + 1, B]
+    final_value: np.ndarray  # [T, B]
+
+
+def replay(agent: Agent, rollouts: list[Rollout]) -> list[Replay]:
+    """Go through rollouts from the first on, by the letters of the scripts."""
+    num_envs = rollouts[0].reward.shape[1]
+    states = [np.zeros((num_envs, 5), np.float32) for _ in range(2)]
+    replays = []
+    for index, rollout in enumerate(rollouts):
+        before, log_prob, value, final_value = [], [], [], []
+        for step in range(len(rollout.reward)):
+            before.append(np.stack(states))
+            features = agent.preprocess(tf.constant(rollout.observation[step]))
+            outputs = [
+                memory.advance(embedding, tf.constant(state))
+                for memory, embedding, state in zip(
+                    agent.memories, agent.embed(features), states, strict=True
+                )
+            ]
+            distribution = agent.distribution(features, outputs[0])
+            log_prob.append(distribution.log_prob(tf.constant(rollout.action[step])))
+            value.append(agent.value(features, outputs[1]))
+            final = rollout.final_observation[step]
+            final_value.append(value_of(agent, final, outputs[1]))
+            number = index * len(rollout.reward) + step
+            for row in range(num_envs):
+                script = SCRIPTS[row]
+                letter = script[number % len(script)]
+                for state, output in zip(states, outputs, strict=True):
+                    if letter in "TCX":
+                        state[row] = 0.0
+                    elif letter != "P":
+                        state[row] = output[row]
+        value.append(value_of(agent, rollout.observation[-1], states[1]))
+        replays.append(
+            Replay(*map(np.array, (np.stack(before, 1), log_prob, value, final_value)))
+        )
+    return replays
+
+
+def value_of(agent: Agent, observation: np.ndarray, state: Any) -> tf.Tensor:
+    features = agent.preprocess(tf.constant(observation))
+    _, embedding = agent.embed(features)
+    output = agent.memories[1].advance(embedding, tf.constant(state))
+    return agent.value(features, output)
+
+
+@pytest.mark.parametrize("kind", list(SPACES))
+@pytest.mark.parametrize("num_splits", [1, 2, 3])
+def test_acting_remembers_an_episode_and_nothing_else(
+    kind: str, num_splits: int
+) -> None:
+    agent = make(kind)
+    rollouts = collect(acting(agent, kind, num_splits, sequence_length=1), 3)
+    for rollout, wanted in zip(rollouts, replay(agent, rollouts), strict=True):
+        assert wanted.states.any(axis=(0, 3)).mean() > 0.5
+        np.testing.assert_allclose(np.stack(rollout.state), wanted.states, atol=1e-5)
+        np.testing.assert_allclose(rollout.log_prob, wanted.log_prob, atol=1e-5)
+
+
+def test_states_are_stored_where_sequences_begin() -> None:
+    agent = make()
+    rollouts = collect(acting(agent, sequence_length=4), 2)
+    for rollout, wanted in zip(rollouts, replay(agent, rollouts), strict=True):
+        assert rollout.state[0].shape == (3, len(SCRIPTS), 5)
+        stored = np.stack(rollout.state)
+        np.testing.assert_allclose(stored, wanted.states[:, ::4], atol=1e-5)
+
+
+class Learner:
+    """An agent and its update, which can go back to how they began.
+
+    Building an update takes seconds, so tests share learners.
+    """
+
+    def __init__(self, kind: str, **changes: Any) -> None:
+        self.kind = kind
+        self.changes = changes
+        self.agent = make(kind, **changes)
+        self.updater = Updater(self.agent, CONFIG.replace(**changes))
+        self.rollout = collect(self.acting(), 2)[1]
+        variables = [*self.agent.trainable_variables, *self.updater.optimizer.variables]
+        self._start = [(variable, variable.numpy()) for variable in variables]
+
+    def acting(self, num_splits: int = 1) -> Simulation:
+        return acting(self.agent, self.kind, num_splits, **self.changes)
+
+    def rewind(self) -> None:
+        for variable, value in self._start:
+            variable.assign(value)
+
+    def outcome(self, rollout: Rollout) -> tuple[dict[str, float], np.ndarray]:
+        """Go back to the start and update once: metrics and parameters."""
+        self.rewind()
+        metrics = self.updater.update(rollout, seed=(3, 4))
+        numbers = [v.numpy().ravel() for v in self.agent.trainable_variables]
+        return metrics, np.concatenate(numbers)
+
+
+@functools.cache
+def learner(name: str) -> Learner:
+    return {
+        "compiled": lambda: Learner("gaussian", sequence_length=4, jit_compile=True),
+        "plain": lambda: Learner("gaussian", sequence_length=4),
+        "categorical": lambda: Learner("categorical", minibatch_size=24),
+    }[name]()
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("name", ["compiled", "categorical"])
+def test_the_ratio_is_one_before_the_first_gradient_step(
+    name: str, num_splits: int
+) -> None:
+    subject = learner(name)
+    subject.rewind()
+    simulation = subject.acting(num_splits)
+    for iteration in range(8):
+        rollout = simulation.run((1, iteration))
+        learned = subject.updater.update(rollout, seed=(3, iteration))
+        assert learned["ratio_deviation"] < 1e-4
+        assert learned["approximate_kl"] > 1e-6
+    # The same rollout once more: now the policy is another one.
+    again = subject.updater.update(rollout, seed=(3, 9))
+    assert again["ratio_deviation"] > 1e-3
+
+
+def test_chunks_start_from_the_states_that_acted_there() -> None:
+    """A regression of batch-ppo: it trained chunks from zero states.
+
+    Their old log-probabilities came from the true ones.
+    """
+    subject = learner("compiled")
+    assert subject.outcome(subject.rollout)[0]["ratio_deviation"] < 1e-4
+    zero_states = tuple(np.zeros_like(states) for states in subject.rollout.state)
+    forgotten = subject.rollout._replace(state=zero_states)
+    assert subject.outcome(forgotten)[0]["ratio_deviation"] > 0.01
+
+
+@pytest.mark.parametrize("sequence_length", [0, 4])
+def test_values_are_those_of_all_that_the_episode_has_shown(
+    sequence_length: int,
+) -> None:
+    agent = make()
+    rollouts = collect(acting(agent, sequence_length=sequence_length), 2)
+    for rollout, wanted in zip(rollouts, replay(agent, rollouts), strict=True):
+        value, final_value = values(agent, rollout, sequence_length=sequence_length)
+        np.testing.assert_allclose(value, wanted.value, atol=1e-5)
+        done = rollout.done
+        np.testing.assert_allclose(
+            final_value[done], wanted.final_value[done], atol=1e-5
+        )
+
+
+def values(
+    agent: Agent, rollout: Rollout, **changes: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    config = CONFIG.replace(**changes)
+    rows, final_rows = (
+        agent.preprocess(tf.constant(array.reshape(-1, array.shape[-1])))
+        for array in (rollout.observation, rollout.final_observation)
+    )
+    tensors = tf.nest.map_structure(tf.constant, rollout)
+    value, final_value = Sequences(agent, config).values(tensors, rows, final_rows)
+    return value.numpy(), final_value.numpy()
+
+
+def test_a_truncated_episode_is_continued_by_what_its_memory_makes_of_its_end() -> None:
+    """Numbers by hand: the memory halves what it holds and adds tanh(x) / 2."""
+    config: dict[str, Any] = {
+        "num_envs": 1,
+        "horizon": 4,
+        "total_steps": 4,
+        "minibatch_size": 4,
+    }
+    agent = Agent(
+        gymnasium.spaces.Box(-9.0, 9.0, (1,), np.float64),
+        ACTIONS,
+        CONFIG.replace(
+            **config,
+            recurrent_size=1,
+            policy_layers=(),
+            value_layers=(),
+            normalize_observations=False,
+        ),
+    )
+    kernel, recurrent_kernel, bias = agent.memories[1].trainable_variables
+    kernel.assign([[0.0, 0.0, 1.0]])  # update and reset gates are 1/2
+    recurrent_kernel.assign([[0.0, 0.0, 0.0]])
+    bias.assign(np.zeros((2, 3)))
+    head = agent.trainable_variables[3:5]
+    head[0].assign([[10.0]])
+    head[1].assign([1.0])
+    # The second step truncates; x is chosen by tanh(x). The state starts at 0.4.
+    observation = np.arctanh([0.8, 0.0, 0.4, -0.6, 0.2])
+    final = np.arctanh([0.0, -0.9, 0.0, 0.0])
+    no, steps = np.zeros((4, 1), np.bool_), np.zeros((4, 1))
+    rollout = Rollout(
+        observation=observation[:, None, None],
+        action=np.zeros((4, 1, 1), np.float32),
+        log_prob=np.zeros((4, 1), np.float32),
+        reward=steps,
+        terminated=no,
+        truncated=np.array([[False], [True], [False], [False]]),
+        valid=~no,
+        final_observation=final[:, None, None],
+        status=np.zeros((4, 1), np.uint8),
+        state=(np.zeros((1, 1, 1), np.float32), np.full((1, 1, 1), 0.4, np.float32)),
+    )
+    value, final_value = values(agent, rollout, **config)
+    # 0.4 -> 0.6 -> 0.3 | 0 -> 0.2 -> -0.2 -> 0.0 for the observation after the last.
+    np.testing.assert_allclose(value[:, 0], [7.0, 4.0, 3.0, -1.0, 1.0], atol=1e-5)
+    # 0.3 / 2 - 0.9 / 2 = -0.3; without the memory of the episode it were -0.45.
+    assert final_value[1, 0] == pytest.approx(-2.0, abs=1e-5)
+
+
+def fill_masked(rollout: Rollout, garbage: float) -> Rollout:
+    """Replace all that is made up, and observations that nobody has taken in."""
+    filled = copy(rollout)
+    for rows in (filled.action, filled.log_prob, filled.reward):
+        rows[~rollout.valid] = garbage
+    filled.final_observation[~(rollout.done & rollout.valid)] = garbage
+    led_to = np.zeros_like(rollout.valid)  # the row before bootstraps from it
+    led_to[1:] = (rollout.valid & ~rollout.done)[:-1]
+    is_late = rollout.status == Status.LATE
+    filled.observation[:-1][~rollout.valid & ~led_to & ~is_late] = garbage
+    return filled
+
+
+@pytest.mark.parametrize("garbage", [1e9, np.nan, np.inf])
+def test_what_masked_rows_hold_changes_nothing(garbage: float) -> None:
+    subject = learner("compiled")
+    assert (~subject.rollout.valid).sum() == 9
+    clean_metrics, clean = subject.outcome(subject.rollout)
+    dirty_metrics, dirty = subject.outcome(fill_masked(subject.rollout, garbage))
+    assert np.isfinite(list(clean_metrics.values())).all()
+    assert clean_metrics == dirty_metrics
+    np.testing.assert_array_equal(clean, dirty)
+
+
+def test_a_late_rows_observation_is_remembered() -> None:
+    subject = learner("compiled")
+    changed = copy(subject.rollout)
+    is_late = changed.status == Status.LATE
+    assert is_late[:-1].any()
+    changed.observation[:-1][is_late] += 1.0
+    assert subject.outcome(changed)[0] != subject.outcome(subject.rollout)[0]
+
+
+def test_the_compiled_update_agrees_with_the_plain_one() -> None:
+    # One minibatch: the two ways shuffle by different random numbers.
+    rollout = learner("compiled").rollout
+    metrics, parameters = learner("compiled").outcome(rollout)
+    plain_metrics, plain_parameters = learner("plain").outcome(rollout)
+    assert learner("compiled").updater.num_traces == 1
+    assert metrics == pytest.approx(plain_metrics, rel=1e-3, abs=1e-5)
+    np.testing.assert_allclose(parameters, plain_parameters, atol=2e-5)
+
+
+def test_sequences_stay_whole_and_are_dealt_out_once() -> None:
+    sequences = Sequences(make(), CONFIG.replace(sequence_length=4))
+    time, env = np.divmod(np.arange(72), 6)
+    rows = sequences.rows(tf.constant(np.stack([time, env], axis=1)))  # [T * B, 2]
+    # Six envs of three sequences each.
+    for index, sequence in enumerate(rows.numpy().reshape(18, 4, 2)):
+        assert sequence[:, 0].tolist() == [4 * (index // 6) + n for n in range(4)]
+        assert set(sequence[:, 1]) == {index % 6}
+    samples = {"rows": rows, "state": tf.range(18)[:, None]}
+    dealt = sequences.shuffle(samples, 6, tf.constant([1, 2]))
+    assert dealt["rows"].shape == (6, 12, 2)
+    assert dealt["state"].shape == (6, 3, 1)
+    numbers = dealt["state"].numpy().ravel()
+    assert sorted(numbers) == list(range(18))
+    assert list(numbers) != list(range(18))
+    wanted = rows.numpy().reshape(18, 4, 2)[numbers]
+    np.testing.assert_array_equal(dealt["rows"].numpy().reshape(18, 4, 2), wanted)
+
+
+def test_a_rollout_that_was_cut_short_leaves_no_memory() -> None:
+    simulation = acting(make())
+    collect(simulation, 1)
+
+    def interrupt() -> None:
+        raise InterruptedError
+
+    simulation._on_step = interrupt
+    with pytest.raises(InterruptedError):
+        collect(simulation, 1)
+    simulation._on_step = lambda: None
+    (rollout,) = collect(simulation, 1)
+    assert not any(states.any() for states in rollout.state)
