@@ -36,6 +36,14 @@ CONFIG = Config(
 )
 
 
+EVERYTHING: dict[str, Any] = {
+    "sequence_length": 4,
+    "objective": "clip_and_penalty",
+    "max_kl": 10.0,
+    "value_clip_range": 0.2,
+}
+
+
 def make(kind: str = "gaussian", **changes: Any) -> Agent:
     """Make an agent that acts far from 0, so that it matters what it remembers."""
     agent = Agent(BOX, SPACES[kind], CONFIG.replace(**changes))
@@ -157,7 +165,11 @@ class Learner:
         self.agent = make(kind, **changes)
         self.updater = Updater(self.agent, CONFIG.replace(**changes))
         self.rollout = collect(self.acting(), 2)[1]
-        variables = [*self.agent.trainable_variables, *self.updater.optimizer.variables]
+        variables = [
+            *self.agent.trainable_variables,
+            *self.updater.optimizer.variables,
+            *self.updater._schedules.trackables.values(),
+        ]
         self._start = [(variable, variable.numpy()) for variable in variables]
 
     def acting(self, num_splits: int = 1) -> Simulation:
@@ -178,8 +190,8 @@ class Learner:
 @functools.cache
 def learner(name: str) -> Learner:
     return {
-        "compiled": lambda: Learner("gaussian", sequence_length=4, jit_compile=True),
-        "plain": lambda: Learner("gaussian", sequence_length=4),
+        "compiled": lambda: Learner("gaussian", **EVERYTHING, jit_compile=True),
+        "plain": lambda: Learner("gaussian", **EVERYTHING),
         "categorical": lambda: Learner("categorical", minibatch_size=24),
     }[name]()
 

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from ppo.agent import Agent
 from ppo.config import Config
 from ppo.in_graph_batch_env import InGraphBatchEnv
-from ppo.simulate import Rollout, simulate
+from ppo.simulate import Rollout, Simulation
 from ppo.update import Updater
 from tests.ppo.fakes import CountingBatchEnv, as_batch_env
 
@@ -60,8 +60,19 @@ class Learner:
             action_space=ACTIONS, observation_space=OBSERVATIONS, observe=observe,
         )  # fmt: skip
         env = InGraphBatchEnv(as_batch_env(fake))
-        self.rollout = simulate(env, self.agent.act, CONFIG.horizon, (1, 2))
-        variables = [*self.agent.trainable_variables, *self.updater.optimizer.variables]
+        simulation = Simulation(
+            env,
+            self.agent.act,
+            config.horizon,
+            state_sizes=self.agent.state_sizes,
+            sequence_length=config.sequence_length,
+        )
+        self.rollout = simulation.run((1, 2))
+        variables = [
+            *self.agent.trainable_variables,
+            *self.updater.optimizer.variables,
+            *self.updater._schedules.trackables.values(),
+        ]
         self._start = [(variable, variable.numpy()) for variable in variables]
 
     def update(self, rollout: Rollout) -> tuple[dict[str, float], np.ndarray]:
@@ -74,14 +85,26 @@ class Learner:
 
 
 @functools.cache
-def learner(shared_torso: bool) -> Learner:
-    """Sharing is compiled, the other is not, to save time."""
-    return Learner(CONFIG.replace(shared_torso=shared_torso, jit_compile=shared_torso))
+def learner(kind: str) -> Learner:
+    """Only one is compiled, to save time."""
+    return {
+        "shared": lambda: Learner(CONFIG),
+        "apart": lambda: Learner(CONFIG.replace(shared_torso=False, jit_compile=False)),
+        "recurrent": lambda: Learner(
+            CONFIG.replace(
+                recurrent_size=6,
+                sequence_length=4,
+                objective="clip_and_penalty",
+                value_clip_range=0.2,
+                jit_compile=False,
+            )
+        ),
+    }[kind]()
 
 
-@pytest.mark.parametrize("shared_torso", [True, False])
-def test_what_was_acted_on_is_learned_from(shared_torso: bool) -> None:
-    subject = learner(shared_torso)
+@pytest.mark.parametrize("kind", ["shared", "apart", "recurrent"])
+def test_what_was_acted_on_is_learned_from(kind: str) -> None:
+    subject = learner(kind)
     rollout = subject.rollout
     assert rollout.observation["camera"].dtype == np.uint8
     first = tf.nest.map_structure(lambda rows: rows[0], rollout.observation)
@@ -108,12 +131,10 @@ def test_what_was_acted_on_is_learned_from(shared_torso: bool) -> None:
     assert np.isfinite(again).all()
 
 
-@pytest.mark.parametrize("shared_torso", [True, False])
+@pytest.mark.parametrize("kind", ["shared", "apart", "recurrent"])
 @pytest.mark.parametrize("garbage", [0, 1, 255])
-def test_what_padding_rows_hold_changes_nothing(
-    garbage: int, shared_torso: bool
-) -> None:
-    subject = learner(shared_torso)
+def test_what_padding_rows_hold_changes_nothing(garbage: int, kind: str) -> None:
+    subject = learner(kind)
     clean = subject.rollout
     dirty = tf.nest.map_structure(np.copy, clean)
     valid, done = clean.valid, clean.done
