@@ -2,7 +2,7 @@
 
 The predecessor kept whole episodes, padded to one length, and trained on chunks of
 them. Here rollouts cross the ends of episodes, and rows can be invalid; the same
-mistakes would be possible.
+mistakes would be possible. The seventh, chunks of zero states, is in test_sequences.py.
 """
 
 import functools
@@ -74,7 +74,7 @@ def padded(rollout: Rollout, num_rows: int) -> Rollout:
         nonsense = np.full((missing, *rows.shape[1:]), 1e9).astype(rows.dtype)
         return np.concatenate([rows, nonsense])
 
-    longer = Rollout(*(lengthened(rows) for rows in rollout))
+    longer = Rollout(*tf.nest.map_structure(lengthened, tuple(rollout)))
     longer.valid[-missing:] = False
     return longer
 
