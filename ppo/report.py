@@ -11,7 +11,7 @@ __all__ = ["ReportWindow", "is_due"]
 
 _SUM = {"invalid_steps", "lost_episodes", "rollout_seconds", "update_seconds"}
 _MAXIMUM = {"policy_lag", "ratio_deviation"}
-_LAST = {"iteration", "learning_rate", "mean_length", "mean_return"}
+_LAST = {"iteration", "kl_penalty", "learning_rate", "mean_length", "mean_return"}
 
 
 def is_due(every: int, before: int, after: int) -> bool:

@@ -53,7 +53,8 @@ def documented() -> set[str]:
 
 
 def test_the_docs_have_every_name_and_no_other(tmp_path: Path) -> None:
-    (row,) = rows_of(tmp_path, CONFIG.replace(total_steps=16, evaluate_every=16))
+    config = CONFIG.replace(total_steps=16, evaluate_every=16, objective="penalty")
+    (row,) = rows_of(tmp_path, config)
     assert set(row) - {"steps"} == documented()
 
 
@@ -65,12 +66,14 @@ def test_numbers_of_features_that_are_off_are_left_out(tmp_path: Path) -> None:
         "observation",
         "reward",
         "evaluation",
+        "kl",
     }
 
 
 def test_rows_cover_all_iterations_since_the_last(tmp_path: Path) -> None:
-    single = rows_of(tmp_path / "single", CONFIG)
-    joined = rows_of(tmp_path / "joined", CONFIG.replace(report_every=32))
+    config = CONFIG.replace(objective="clip_and_penalty", kl_target=1.0)
+    single = rows_of(tmp_path / "single", config)
+    joined = rows_of(tmp_path / "joined", config.replace(report_every=32))
     # Of 16 steps each, one lost in the first: 15, 31, 47, 63, 79.
     assert [row["steps"] for row in single] == [15, 31, 47, 63, 79]
     assert [row["steps"] for row in joined] == [47, 79]
@@ -80,8 +83,9 @@ def test_rows_cover_all_iterations_since_the_last(tmp_path: Path) -> None:
         parts = [row[name] for row in single]
         assert joined[0][name] == pytest.approx(np.mean(parts[:3]))
         assert joined[1][name] == pytest.approx(np.mean(parts[3:]))
-    for name in ("learning_rate", "mean_length", "observation_mean_max"):
+    for name in ("learning_rate", "kl_penalty", "mean_length", "observation_mean_max"):
         assert joined[1][name] == single[4][name]
+    assert single[3]["kl_penalty"] != single[4]["kl_penalty"]
 
 
 def test_an_evaluation_is_reported_at_once(tmp_path: Path) -> None:
