@@ -131,6 +131,14 @@ class OwnModel:
                 f"network {self._name}: expected trainable_variables, a list of "
                 f"keras.Variable, got {variables!r}."
             )
+        checkpoint = tf.train.Checkpoint(**self.trackables)
+        saved = set(map(id, tf.train.TrackableView(checkpoint).descendants()))
+        missing = [v.path for v in variables if id(v) not in saved]
+        if missing:
+            raise ConfigError(
+                f"network {self._name}: expected trackables that hold all trainable "
+                f"variables, but a checkpoint would forget {missing}; add them."
+            )
 
 
 def make_own_model(

@@ -75,6 +75,12 @@ def plain(space: Any, action_size: int, config: Any, seed: int) -> Plain:
     return Plain(space.shape[0], action_size)
 
 
+def forgetful(space: Any, action_size: int, config: Any, seed: int) -> Plain:
+    model = Plain(space.shape[0], action_size)
+    model.trackables = {}
+    return model
+
+
 def too_few(space: Any, action_size: int, config: Any, seed: int) -> keras.Model:
     return Linear(action_size - 1, seed)
 
