@@ -115,7 +115,6 @@ class _Run:
                 seed=(shuffle_0, shuffle_1),
             )
             learned["policy_lag"] = self._lag.learned()
-            learned["learning_rate"] = float(self.updater.optimizer.learning_rate)
         # After the update: log-probabilities were taken with the old statistics.
         self._update_observation_statistics(rollout)
         counters = Counters(counters.iteration + 1, counters.steps + num_valid)
@@ -182,7 +181,8 @@ def train(
         RunWriteError: the run folder cannot be written.
         EnvDataError: an env gave numbers that are not finite.
         EnvsLostError: hardly any step of the envs is valid.
-        DivergedError: the policy's outputs are not finite.
+        DivergedError: the policy's outputs or the gradients are not finite; what came
+            of that is not saved.
         envserve.errors.EnvserveError: the envs failed for good.
     """
     first = _first_counters(run_folder) if resume else Counters()

@@ -4,6 +4,7 @@ Shapes are static throughout. Rows that are not valid have weight 0 everywhere a
 their content is replaced before any arithmetic, so it changes nothing.
 """
 
+import math
 import operator
 from typing import Any
 
@@ -14,6 +15,7 @@ import tensorflow as tf
 from ppo import losses
 from ppo.agent import Agent
 from ppo.config import Config
+from ppo.errors import DivergedError
 from ppo.returns import advantages_and_targets, next_values
 from ppo.schedules import Coefficients, Schedules
 from ppo.sequences import Sequences
@@ -89,6 +91,9 @@ class Updater:
             `explained_variance` of the values before the update, `epochs_run`, and
             the `learning_rate` used. With a KL penalty the `kl_penalty` used; and `kl`,
             the divergence KL(old || new) after the update, if anything depends on it.
+
+        Raises:
+            DivergedError: a gradient was not finite, and now no parameter is.
         """
         config = self._config
         coefficients = self._schedules.at(progress)
@@ -104,6 +109,12 @@ class Updater:
         names = (*METRICS, "ratio_deviation", "explained_variance", "epochs_run", "kl")
         numbers = np.asarray(values, np.float64).tolist()
         metrics = dict(zip(names, numbers, strict=True))
+        norm = metrics["gradient_norm"]
+        if not math.isfinite(norm):  # of an earlier step, it shows in the last ones
+            raise DivergedError(
+                f"Update: expected gradients whose norm is finite, got {norm}; training "
+                "has diverged, try a lower learning_rate, or smaller rewards."
+            )
         metrics["learning_rate"] = coefficients.learning_rate
         if config.penalizes_kl:
             metrics["kl_penalty"] = coefficients.kl_penalty

@@ -15,7 +15,13 @@ from envserve.errors import EnvError
 from ppo import checkpoint
 from ppo.agent import Agent
 from ppo.config import Config
-from ppo.errors import CheckpointError, EnvDataError, EnvsLostError, RunWriteError
+from ppo.errors import (
+    CheckpointError,
+    DivergedError,
+    EnvDataError,
+    EnvsLostError,
+    RunWriteError,
+)
 from ppo.evaluate import evaluate_run
 from ppo.run_folder import RunFolder
 from ppo.train import Progress, TrainResult, train
@@ -278,6 +284,25 @@ def test_numbers_that_are_not_finite_end_the_run(tmp_path: Path) -> None:
     )
     with pytest.raises(EnvDataError, match="Env 0"):
         run(tmp_path / "run", maker=maker)
+
+
+def test_an_update_that_diverges_ends_the_run_and_is_not_saved(tmp_path: Path) -> None:
+    class Exploding(CountingBatchEnv):
+        def step(self, actions: np.ndarray, out: Any = None) -> Any:
+            result = super().step(actions, out)
+            if len(self.actions) > 24:  # in the last iteration
+                out.reward[:] = 1e30  # its square does not fit into float32
+            return result
+
+    maker = Maker(lambda num_envs: Exploding([3] * num_envs))
+    config = CONFIG.replace(scale_rewards=False, checkpoint_seconds=0.0)
+    with pytest.raises(DivergedError, match="gradients whose norm is finite, got"):
+        run(tmp_path / "run", config, maker)
+    checkpoints = RunFolder(tmp_path / "run").checkpoints
+    assert checkpoint.read_counters(checkpoints).iteration == 3
+    agent = Agent(maker.made[0].observation_space, maker.made[0].action_space, config)
+    checkpoint.load_agent(checkpoints, agent)
+    assert np.isfinite(parameters(agent)).all()
 
 
 def test_a_full_disk_ends_the_run_with_what_to_do(tmp_path: Path) -> None:
