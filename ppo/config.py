@@ -4,7 +4,6 @@ The defaults suit continuous control; `ppo.configs` holds what other tasks chang
 """
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -187,7 +186,7 @@ class Config:
     sequence_length: int = 0
     """Batch steps through which a gradient step of a recurrent policy looks back; 0 is
     the horizon, and else it must divide it. Minibatches are made of whole sequences, so
-    minibatch_size must be a multiple of it.
+    minibatch_size must be a multiple of it. Only used with recurrent_size.
     """
 
     activation: str = "tanh"
@@ -252,15 +251,16 @@ class Config:
         """Check every value; raises `ConfigError` that names the first bad one."""
         for name, (low, high) in _BOUNDS.items():
             value = getattr(self, name)
-            if not (math.isfinite(value) and low <= value <= high):
+            if not low <= value <= high:  # not a number is not, either
                 raise ConfigError(
-                    f"{name}: expected a number from {low:g} to {high:g}, got {value}."
+                    f"{name}: expected a number from {low:.10g} to {high:.10g}, "
+                    f"got {value}."
                 )
         for name in ("policy_layers", "value_layers"):
             layers = getattr(self, name)
-            if not all(size >= 1 for size in layers):
+            if not all(1 <= size <= _LARGEST_LAYER for size in layers):
                 raise ConfigError(
-                    f"{name}: expected sizes of at least 1, got {layers}."
+                    f"{name}: expected sizes from 1 to {_LARGEST_LAYER}, got {layers}."
                 )
         if not self.env_name:
             raise ConfigError("env_name: expected the name of an env, got ''.")
@@ -350,6 +350,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "learning_rate_schedule": LEARNING_RATE_SCHEDULES,
     "objective": OBJECTIVES,
 }
+_LARGEST_LAYER = 65_536
 _COUNT = (1, 2**53)
 _FRACTION = (0.0, 1.0)
 _POSITIVE = (1e-12, 1e9)
@@ -362,7 +363,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "horizon": (1, 1_000_000),
     "epochs": (1, 10_000),
     "minibatch_size": _COUNT,
-    "recurrent_size": (0, 65_536),
+    "recurrent_size": (0, _LARGEST_LAYER),
     "sequence_length": (0, 1_000_000),
     "learning_rate": (0.0, 1.0),
     "adam_epsilon": (1e-12, 1.0),

@@ -170,7 +170,7 @@ def _integer(text: str) -> int:
         return int(text)
     except ValueError:
         number = float(text)
-    if number != int(number):
+    if not number.is_integer():  # infinity is none either
         raise ValueError(text)
     return int(number)
 
