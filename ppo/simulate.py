@@ -127,7 +127,7 @@ class Simulation:
             The rollout. Its arrays are overwritten by the next call.
 
         Raises:
-            EnvDataError: an observation or a reward is not finite.
+            EnvDataError: a reward, or an observation that counts, is not finite.
             DivergedError: a log-probability is not finite.
             envserve.errors.EnvserveError: whatever the envs raise.
         """
@@ -280,6 +280,13 @@ class Simulation:
     def _check(self, split: "_Split", step: int) -> None:
         result = split.result(step)
         self._env.check_finite(result.observation, result.reward, split.env_indices)
+        bootstrapped = result.truncated & ~result.terminated & result.valid
+        if bootstrapped.any():  # the values of their final observations are used
+            final = tf.nest.map_structure(
+                lambda leaf: leaf[bootstrapped], result.final_observation
+            )
+            rows = split.env_indices[bootstrapped]
+            self._env.check_finite(final, result.reward[bootstrapped], rows)
 
     def _raise_diverged(self, split: "_Split", log_prob: np.ndarray) -> None:
         row = int(np.argmin(np.isfinite(log_prob)))

@@ -141,6 +141,22 @@ def test_an_env_that_gives_nan_ends_the_rollout_by_its_name() -> None:
         simulate(env, echo, horizon=5)
 
 
+@pytest.mark.parametrize("terminates", [False, True])
+def test_a_final_observation_has_to_be_finite_where_it_is_learned_from(
+    terminates: bool,
+) -> None:
+    def observe(rows: np.ndarray) -> np.ndarray:
+        return np.where(rows[:, 1:] == 3.0, np.nan, rows)
+
+    fake = CountingBatchEnv([2, 3], terminates=[False, terminates], observe=observe)
+    env = InGraphBatchEnv(as_batch_env(fake))
+    if terminates:
+        assert np.isnan(simulate(env, echo, horizon=5).final_observation[2, 1]).all()
+    else:
+        with pytest.raises(EnvDataError, match=r"Env 1 .* finite observation"):
+            simulate(env, echo, horizon=5)
+
+
 def test_a_policy_that_diverges_is_told_apart_from_a_bad_env() -> None:
     def diverged(observation: Any, seed: Any) -> tuple[tf.Tensor, tf.Tensor]:
         return tf.zeros([2, 1]), tf.constant([0.0, np.nan])
