@@ -112,8 +112,8 @@ class Updater:
         norm = metrics["gradient_norm"]
         if not math.isfinite(norm):  # of an earlier step, it shows in the last ones
             raise DivergedError(
-                f"Update: expected gradients whose norm is finite, got {norm}; training "
-                "has diverged, try a lower learning_rate, or smaller rewards."
+                f"Update: expected gradients whose norm is finite, got {norm}; "
+                "training has diverged, try a lower learning_rate, or smaller rewards."
             )
         metrics["learning_rate"] = coefficients.learning_rate
         if config.penalizes_kl:
