@@ -251,6 +251,9 @@ class Config:
         """Check every value; raises `ConfigError` that names the first bad one."""
         for name, (low, high) in _BOUNDS.items():
             value = getattr(self, name)
+            if not _is_number(value, whole=isinstance(low, int)):
+                kind = "a whole number" if isinstance(low, int) else "a number"
+                raise ConfigError(f"{name}: expected {kind}, got {value!r}.")
             if not low <= value <= high:  # not a number is not, either
                 raise ConfigError(
                     f"{name}: expected a number from {low:.10g} to {high:.10g}, "
@@ -258,6 +261,8 @@ class Config:
                 )
         for name in ("policy_layers", "value_layers"):
             layers = getattr(self, name)
+            if not all(_is_number(size, whole=True) for size in layers):
+                raise ConfigError(f"{name}: expected whole numbers, got {layers}.")
             if not all(1 <= size <= _LARGEST_LAYER for size in layers):
                 raise ConfigError(
                     f"{name}: expected sizes from 1 to {_LARGEST_LAYER}, got {layers}."
@@ -343,6 +348,12 @@ class Config:
     def replace(self, **changes: Any) -> "Config":
         """Return a copy with some values changed, checked like any other."""
         return dataclasses.replace(self, **changes)
+
+
+def _is_number(value: Any, *, whole: bool) -> bool:
+    # JSON, which run folders hold, has no other numbers; and True is an int to Python.
+    kinds = int if whole else int | float
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {

@@ -231,6 +231,28 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("num_envs=4.5", "num_envs: expected a whole number, got 4.5"),
+        ("num_envs='4'", "num_envs: expected a whole number, got '4'"),
+        ("seed=True", "seed: expected a whole number, got True"),
+        ("discount='high'", "discount: expected a number, got 'high'"),
+        ("policy_layers=(64.0,)", "policy_layers: expected whole numbers, got"),
+    ],
+)
+def test_numbers_of_a_python_file_have_the_type_of_their_key(
+    tmp_path: Path, value: str, message: str
+) -> None:
+    path = tmp_path / "typed.py"
+    text = "from ppo.config import Config\nconfig = Config(env_name='X', {})\n"
+    path.write_text(text.format("discount=1"))
+    assert load_config(str(path)).discount == 1
+    path.write_text(text.format(value))
+    with pytest.raises(ConfigError, match=message):
+        load_config(str(path))
+
+
 def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.toml"):
         load_config(str(tmp_path / "none.toml"))
