@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from envserve.errors import EnvserveError
+from envserve.errors import EnvserveError, SpaceError, WrapperError
 from ppo import tool_commands
 from ppo.command_line import (
     Connect,
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from ppo.environments import MakeEnv
 
 __all__ = ["main"]
+
+_RESUMING_FAILS_TOO = (BadInputError, SpaceError, WrapperError)
 
 app = typer.Typer(
     add_completion=False,
@@ -268,7 +270,7 @@ def _hints_at_resuming(run_folder: RunFolder) -> Iterator[None]:
     try:
         yield
     except (PpoError, EnvserveError) as error:
-        if not isinstance(error, BadInputError) and run_folder.has_checkpoint():
+        if not isinstance(error, _RESUMING_FAILS_TOO) and run_folder.has_checkpoint():
             error.add_note(_how_to_go_on(run_folder))
         raise
     except KeyboardInterrupt:

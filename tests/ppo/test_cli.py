@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ppo.cli import app
+from envserve.errors import ServerLost, WrapperError
+from ppo.cli import _hints_at_resuming, app
 from ppo.command_line import plain_warnings, which_checkpoint
 from ppo.config import Config
 from ppo.run_folder import RunFolder
@@ -60,6 +61,16 @@ def test_a_run_is_not_resumed_with_the_config_of_another_env(tmp_path: Path) -> 
     code, _, error = ppo("train", "pendulum", "--resume", str(tmp_path))
     assert code == 2
     assert "whose env is CartPole-v1: leave out CONFIG" in error
+
+
+def test_resuming_is_not_proposed_where_it_would_fail_too(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "00000001").mkdir(parents=True)
+    notes = []
+    for error in (WrapperError("no such wrapper"), ServerLost("gone")):
+        with pytest.raises(type(error)), _hints_at_resuming(RunFolder(tmp_path)):
+            raise error
+        notes.append(getattr(error, "__notes__", []))
+    assert notes == [[], [f"Go on with: ppo train --resume {tmp_path}"]]
 
 
 @pytest.mark.parametrize("command", ["evaluate", "export", "visualize"])
