@@ -63,7 +63,16 @@ def import_env_modules(modules: Iterable[str]) -> None:
             raise EnvStartError(
                 f"expected a module of that name that registers envs; importing "
                 f"{module!r} failed with {type(error).__name__}: {error}"
+                f"{_remedy(error)}"
             ) from error
+
+
+def _remedy(error: Exception) -> str:
+    if not isinstance(error, ModuleNotFoundError):
+        return ""
+    if error.name == "ale_py":
+        return "; pip install 'envserve[atari]' where the envs run"
+    return "; it has to be installed or on PYTHONPATH where the envs run"
 
 
 def make_env(

@@ -75,8 +75,17 @@ def test_env_is_built_with_its_arguments() -> None:
 
 
 def test_module_that_does_not_exist_is_named() -> None:
-    with pytest.raises(EnvStartError, match=r"'no_such_envs'.*ModuleNotFoundError"):
+    message = r"'no_such_envs'.*ModuleNotFoundError.*; it has to be installed or on PY"
+    with pytest.raises(EnvStartError, match=message):
         import_env_modules(["no_such_envs"])
+
+
+def test_missing_atari_games_are_named_by_their_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "ale_py", None)  # as if not installed
+    with pytest.raises(EnvStartError, match=r"; pip install 'envserve\[atari\]' where"):
+        import_env_modules(["ale_py"])
 
 
 def test_module_that_raises_is_named_with_its_error(
