@@ -219,7 +219,7 @@ class Simulation:
             (tf.constant(0), first, states, stored),
             parallel_iterations=1,
         )
-        stored = tf.nest.map_structure(lambda array: array.stack(), stored)
+        stored = tf.nest.map_structure(lambda array: array.stack()[:-1], stored)
         return step, states, stored
 
     # All of it before the loop: drawing takes more operations than acting does.

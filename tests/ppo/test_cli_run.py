@@ -82,6 +82,25 @@ def test_a_second_signal_stops_at_once_and_names_the_checkpoint(tmp_path: Path) 
     assert "Stopped by" not in output
 
 
+def test_a_recurrent_policy_needs_no_more_threads_than_the_command_has(
+    tmp_path: Path,
+) -> None:
+    # What waits for another thread of TensorFlow's pool waits for ever with one.
+    arguments = (
+        *(*SMALL, "--inter-op-threads=1", "--set", "total_steps=128"),
+        *("--set", "recurrent_size=4", "--set", "sequence_length=8"),
+    )
+    folder = tmp_path / "run"
+    process = start("train", "cartpole", *arguments, "--run-dir", str(folder))
+    with process:
+        try:
+            output, error = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, error) == (0, "")
+    assert "over 5 episodes" in output
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [("env_name=CartPol-v1", "CartPole-v1"), ('env_kwargs={"colour": 1}', "colour")],
