@@ -121,7 +121,7 @@ def test_a_new_process_continues_with_bit_equal_updates(tmp_path: Path) -> None:
         ],
         check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=100,
+        timeout=110,
     )
     continued = np.load(tmp_path / "continued.npy")
     assert len(np.unique(continued)) > 50
@@ -280,7 +280,7 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_last_one(
         ],
         check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=100,
+        timeout=110,
     )
     assert checkpoint.read_counters(tmp_path) == Counters(1, 100)
 

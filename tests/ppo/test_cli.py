@@ -134,6 +134,6 @@ def test_help_and_bad_input_do_not_load_tensorflow() -> None:
         text=True,
         check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=60,
+        timeout=110,
     )
     assert "loaded: []" in result.stdout

@@ -114,7 +114,7 @@ def test_a_fresh_process_gets_the_actions_of_the_live_policy(tmp_path: Path) -> 
         cwd=tmp_path,
         check=True,
         env=environment,
-        timeout=100,
+        timeout=110,
     )
     actions = pickle.loads((tmp_path / "actions.pickle").read_bytes())
     for name, (agent, env) in policies.items():
