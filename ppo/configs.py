@@ -122,7 +122,19 @@ CONFIGS: dict[str, Config] = {
     "breakout": _atari("BreakoutNoFrameskip-v4"),
 }
 
-EXPECTED_RETURNS: dict[str, str] = {}
+EXPECTED_RETURNS: dict[str, str] = {
+    "cartpole": "500",
+    "acrobot": "-72",
+    "pendulum": "-160",
+    "inverted_pendulum": "1,000",
+    "double_pendulum": "8,400 (1 seed)",
+    "reacher": "-4.1 (1 seed)",
+    "swimmer": "360 (1 seed)",
+    "hopper": "3,400 (1 seed)",
+    "cheetah": "4,800 (1 seed)",
+    "walker": "4,700 (1 seed)",
+    "lunar_lander": "280 (1 seed)",
+}
 """What a run of each config reaches: mean return over 100 episodes with mode actions,
 and over seeds; docs/scores.md says more. Empty where it was not measured."""
 

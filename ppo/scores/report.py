@@ -109,12 +109,18 @@ def _row(task: Task, outcomes: Sequence[Outcome]) -> list[str]:
         _number(summary.mean),
         _number(summary.std),
         _number(summary.iqm),
-        f"{_number(summary.low)} to {_number(summary.high)}",
+        _interval(summary),
         f"{summary.num_seeds} of {task.num_seeds}",
         _number(min(scores)),
         _verdict(task, summary),
         f"{seconds:.0f}",
     ]
+
+
+def _interval(summary: Summary) -> str:
+    if summary.num_seeds == 1:
+        return "-"
+    return f"{_number(summary.low)} to {_number(summary.high)}"
 
 
 def _verdict(task: Task, summary: Summary) -> str:

@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 import typer
 
-from ppo.configs import CONFIGS
+from ppo.configs import CONFIGS, EXPECTED_RETURNS
 from ppo.scores.many import main
 from ppo.scores.report import table_rows, write_document
 from ppo.scores.run_one import Outcome, read_outcome
 from ppo.scores.statistics import interquartile_mean, summarize
 from ppo.scores.tasks import TASKS, Task
+
+
+def test_what_is_expected_is_expected_of_a_config() -> None:
+    assert set(EXPECTED_RETURNS) <= set(CONFIGS)
 
 
 def outcome(seed: int, best: float, task: str = "cheetah-1M") -> Outcome:
@@ -79,6 +83,7 @@ def test_rows_say_whether_the_goal_is_reached_and_by_how_many_seeds() -> None:
         *("5 of 5", "6,000", "yes", "72"),
     ]
     assert table_rows({"cheetah-1M": reached[:2]})[0][-2] == "so far"
+    assert table_rows({"cheetah-1M": reached[:1]})[0][6:9] == ["-", "6,000", "-"]
     missed = [outcome(seed, 5819.0) for seed in range(5)]
     assert table_rows({"cheetah-1M": missed})[0][-2] == "no"
 
