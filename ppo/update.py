@@ -143,21 +143,24 @@ class Updater:
         features, final_features = self._preprocess(rollout)
         samples = self._samples(rollout, features)
         reward = self._scaled_reward(rollout, reward_scale)
-        judged = self._judge(rollout, features, final_features, reward)
-        value, _ = self._view.values(rollout, features, final_features)
+        value, final_value = self._view.values(rollout, features, final_features)
+        judged = self._judge(rollout, value, final_value, reward)
         first_look = self._first_look(rollout, value, samples, judged)
         metrics = tf.zeros([len(METRICS)])
         kl = tf.zeros([])
         epoch = tf.constant(0)
         while self._goes_on(epoch, kl):
             if config.recompute_advantages:
-                judged = self._judge(rollout, features, final_features, reward)
+                value, final_value = self._view.values(
+                    rollout, features, final_features
+                )
+                judged = self._judge(rollout, value, final_value, reward)
             epoch_seed = tf.random.experimental.stateless_fold_in(seed, epoch)
             metrics = self._epoch(samples | judged, coefficients, epoch_seed)
             if config.max_kl > 0:
                 kl = self._divergence(samples)
             epoch += 1
-        if self._measures_kl:
+        if self._measures_kl and not config.max_kl > 0:  # else it is measured by now
             kl = self._divergence(samples)
         last_look = tf.stack([tf.cast(epoch, tf.float32), kl])
         return tf.concat([metrics, first_look, last_look], axis=0)
@@ -284,11 +287,14 @@ class Updater:
         return tf.clip_by_value(reward * scale, -limit, limit)
 
     def _judge(
-        self, rollout: Rollout, features: Any, final_features: Any, reward: tf.Tensor
+        self,
+        rollout: Rollout,
+        value: tf.Tensor,
+        final_value: tf.Tensor,
+        reward: tf.Tensor,
     ) -> dict[str, tf.Tensor]:
-        """Compute advantages and targets, rows `[T * B]`, with the present values."""
+        """Compute advantages and targets, rows `[T * B]`, with values `[T + 1, B]`."""
         config = self._config
-        value, final_value = self._view.values(rollout, features, final_features)
         done = rollout.terminated | rollout.truncated
         advantage, target = advantages_and_targets(
             reward=reward,
