@@ -87,6 +87,13 @@ class _Template:
 
     def run(self) -> None:
         """Serves until the owner closes its end, or dies."""
+        try:
+            self._serve_until_closed()
+        finally:
+            # Workers that end from here on would write to sockets that are gone.
+            signal.set_wakeup_fd(-1)
+
+    def _serve_until_closed(self) -> None:
         while True:
             for fd, _ in self._poller.poll(self._kill_due()):
                 worker = self._pipes.worker_of(fd)

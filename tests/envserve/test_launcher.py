@@ -8,6 +8,7 @@ import resource
 import select
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -164,6 +165,26 @@ def test_end_of_the_template_ends_its_workers_and_is_reported_for_each(
     again = Started(launcher)
     again.wait_for(lambda: again.pids)
     again.socket.close()
+
+
+def test_worker_that_ends_after_its_template_has_closed_leaves_no_complaint() -> None:
+    code = """
+import os, signal, socket
+from envserve import template
+
+owner, fd = socket.socketpair()
+owner.close()
+template.main(fd.detach())
+os.kill(os.getpid(), signal.SIGCHLD)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_template_that_cannot_run_is_reported_as_a_failed_start(
