@@ -1,7 +1,7 @@
 """The agent: preprocessor, policy and value network of one pair of spaces.
 
 It acts (`act`, `mode`), judges (`distribution`, `value`) and names everything that a
-checkpoint must hold. It does not learn; that is for `ppo.update`.
+checkpoint must hold. It does not learn; that is for `ppo.learning.update`.
 """
 
 from typing import Any
@@ -9,11 +9,11 @@ from typing import Any
 import gymnasium
 import tensorflow as tf
 
-from ppo.action_kinds import action_kind
-from ppo.action_mask import check_mask
+from ppo.actions.distributions import Distribution
+from ppo.actions.kinds import action_kind
+from ppo.actions.mask import check_mask
 from ppo.config import Config
-from ppo.distributions import Distribution
-from ppo.network_choice import choose_networks
+from ppo.networks.choice import choose_networks
 from ppo.observations import ObservationPreprocessor
 
 __all__ = ["Agent"]

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from envserve.errors import EnvserveError, SpaceError, WrapperError
-from ppo import tool_commands
-from ppo.command_line import (
+from ppo.commands import tools
+from ppo.commands.options import (
     Connect,
     Import,
     NumWorkers,
@@ -35,12 +35,12 @@ from ppo.config import Config
 from ppo.config_text import apply_settings, describe_keys
 from ppo.configs import CONFIGS, EXPECTED_RETURNS, load_config
 from ppo.errors import BadInputError, ConfigError, PpoError
-from ppo.run_folder import RunFolder
+from ppo.run_folder.folder import RunFolder
 
 if TYPE_CHECKING:
     from ppo.agent import Agent
-    from ppo.checkpoint import Which
     from ppo.environments import MakeEnv
+    from ppo.run_folder.checkpoint import Which
 
 __all__ = ["main"]
 
@@ -172,9 +172,9 @@ def configs(
     Console().print(table)
 
 
-app.command()(tool_commands.export)
-app.command()(tool_commands.plot)
-app.command()(tool_commands.visualize)
+app.command()(tools.export)
+app.command()(tools.plot)
+app.command()(tools.visualize)
 
 
 def _print_keys(config: Config) -> None:
@@ -215,9 +215,9 @@ def _train(
     is_resumed: bool,
 ) -> "Agent | None":
     """Train; returns the agent, or None when a signal ended it early."""
-    from ppo.checkpoint import read_counters
-    from ppo.progress_bar import ProgressBar
-    from ppo.stop_signals import StopSignals
+    from ppo.commands.progress_bar import ProgressBar
+    from ppo.commands.stop_signals import StopSignals
+    from ppo.run_folder.checkpoint import read_counters
     from ppo.train import train as run_training
 
     if is_resumed and run_folder.has_checkpoint():
@@ -265,7 +265,7 @@ def _announce_stop(console: Console) -> None:
 @contextlib.contextmanager
 def _hints_at_resuming(run_folder: RunFolder) -> Iterator[None]:
     """Say how to go on from the last checkpoint when a run ends early."""
-    from ppo.checkpoint import latest_checkpoint
+    from ppo.run_folder.checkpoint import latest_checkpoint
 
     try:
         yield

@@ -12,15 +12,15 @@ import numpy as np
 
 from envserve.client import BatchEnv
 from envserve.errors import EnvsBusy
-from ppo import checkpoint
 from ppo.agent import Agent
-from ppo.checkpoint import Which
 from ppo.config import Config
 from ppo.environments import MakeEnv
 from ppo.episodes import Episode, EpisodeTracker
 from ppo.errors import EnvDataError, EnvsLostError
 from ppo.in_graph_batch_env import InGraphBatchEnv
-from ppo.run_folder import RunFolder
+from ppo.run_folder import checkpoint
+from ppo.run_folder.checkpoint import Which
+from ppo.run_folder.folder import RunFolder
 from ppo.simulate import Simulation
 
 __all__ = [

@@ -12,14 +12,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from ppo import checkpoint
 from ppo.agent import Agent
-from ppo.checkpoint import Counters, Which
 from ppo.config import Config
 from ppo.environments import MakeEnv
 from ppo.errors import OutputError
 from ppo.in_graph_batch_env import InGraphBatchEnv
-from ppo.run_folder import RunFolder
+from ppo.run_folder import checkpoint
+from ppo.run_folder.checkpoint import Counters, Which
+from ppo.run_folder.folder import RunFolder
 
 __all__ = ["export_policy", "export_run"]
 

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from envserve.client import BatchEnv
-from ppo.action_kinds import action_kind
+from ppo.actions.kinds import action_kind
 from ppo.errors import EnvDataError
 from ppo.observations import space_leaves
 

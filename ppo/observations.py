@@ -12,7 +12,7 @@ import gymnasium
 import numpy as np
 import tensorflow as tf
 
-from ppo.action_mask import MASK_KEY, has_mask, joined_flags, without_mask
+from ppo.actions.mask import MASK_KEY, has_mask, joined_flags, without_mask
 from ppo.errors import UnsupportedSpaceError
 from ppo.normalize import RunningMoments
 

@@ -13,8 +13,8 @@ import numpy as np
 from ppo.config import Config
 from ppo.config_text import suggestion
 from ppo.errors import BadInputError, OutputError
-from ppo.metrics_file import read_metrics
-from ppo.run_folder import RunFolder
+from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.metrics_file import read_metrics
 
 __all__ = ["Curve", "draw_curves", "read_curves"]
 

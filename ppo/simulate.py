@@ -16,7 +16,7 @@ from envserve.client import StepResult
 from envserve.errors import EnvError, LocalProtocolError
 from ppo.errors import DivergedError
 from ppo.in_graph_batch_env import InGraphBatchEnv
-from ppo.recurrent import States
+from ppo.networks.recurrent import States
 
 __all__ = ["DrawNoise", "Policy", "Rollout", "Simulation", "simulate"]
 

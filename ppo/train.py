@@ -15,23 +15,23 @@ import tensorflow as tf
 
 from envserve.client import BatchEnv
 from envserve.errors import EnvserveError
-from ppo import checkpoint
 from ppo.agent import Agent
-from ppo.checkpoint import Counters
 from ppo.config import Config
 from ppo.environments import MakeEnv
 from ppo.episodes import Episode, EpisodeTracker, LostSteps
 from ppo.errors import DivergedError, EnvDataError, EnvsLostError
 from ppo.evaluate import CurveEvaluator, Evaluation
 from ppo.in_graph_batch_env import InGraphBatchEnv
-from ppo.metrics import MetricsWriter
-from ppo.metrics_file import last_iteration
+from ppo.learning.policy_lag import PolicyLag
+from ppo.learning.update import Updater
 from ppo.normalize import ReturnScale
-from ppo.policy_lag import PolicyLag
-from ppo.report import ReportWindow, is_due
-from ppo.run_folder import RunFolder
+from ppo.run_folder import checkpoint
+from ppo.run_folder.checkpoint import Counters
+from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.metrics import MetricsWriter
+from ppo.run_folder.metrics_file import last_iteration
+from ppo.run_folder.report import ReportWindow, is_due
 from ppo.simulate import Rollout, Simulation
-from ppo.update import Updater
 
 __all__ = ["Progress", "TrainResult", "train"]
 

@@ -15,9 +15,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ppo.command_line import start_tensorflow
+from ppo.commands.options import start_tensorflow
 from ppo.configs import CONFIGS
-from ppo.run_folder import RunFolder
+from ppo.run_folder.folder import RunFolder
 
 # Mean return of 100 evaluation episodes with the most likely actions.
 GOALS = {"cartpole": 475.0, "pendulum": -200.0, "cheetah": 3000.0}

@@ -22,9 +22,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ppo.checkpoint import read_counters
-from ppo.metrics_file import last_iteration
-from ppo.run_folder import RunFolder
+from ppo.run_folder.checkpoint import read_counters
+from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.metrics_file import last_iteration
 
 _SETTINGS = {
     "num_envs": 8,

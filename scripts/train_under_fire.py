@@ -23,10 +23,10 @@ from rich.console import Console
 
 from envserve.lab.processes import kill_all, with_descendants
 from envserve.lab.servers import start_command
-from ppo.command_line import start_tensorflow
+from ppo.commands.options import start_tensorflow
 from ppo.config import Config
 from ppo.configs import CONFIGS
-from ppo.run_folder import RunFolder
+from ppo.run_folder.folder import RunFolder
 
 GOAL = 475.0  # mean return of 100 evaluation episodes
 STEPS = 150_000

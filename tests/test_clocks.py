@@ -28,7 +28,7 @@ STAMPS = {
     "envserve/chaos/cli.py:chaos: datetime.now",
     "envserve/chaos/report.py:_circumstances: datetime.now",
     "ppo/cli.py:_settle: time.strftime",
-    "ppo/metrics.py:_announce_restart: time.time",
+    "ppo/run_folder/metrics.py:_announce_restart: time.time",
 }
 
 

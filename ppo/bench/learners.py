@@ -18,7 +18,7 @@ from envserve.bench.load import Load
 from envserve.bench.peers import import_peer
 from ppo.bench.rollouts import load_tensorflow
 from ppo.configs import CONFIGS
-from ppo.run_folder import RunFolder
+from ppo.run_folder.folder import RunFolder
 
 __all__ = ["RETURN", "SECONDS", "STEPS", "learning_ours", "learning_sb3"]
 

@@ -15,7 +15,7 @@ from envserve.bench.case_process import Measure, Skip
 from envserve.bench.load import Load
 from envserve.bench.ours import our_batch
 from envserve.client import BatchEnv
-from ppo.command_line import start_tensorflow
+from ppo.commands.options import start_tensorflow
 from ppo.config import Config
 from ppo.errors import BadInputError
 

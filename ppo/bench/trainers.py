@@ -21,7 +21,7 @@ from envserve.bench.load import Load
 from envserve.bench.peers import import_peer
 from ppo.bench.rollouts import load_tensorflow
 from ppo.config import Config
-from ppo.run_folder import RunFolder
+from ppo.run_folder.folder import RunFolder
 
 __all__ = ["ROLLOUT", "TOTAL", "UPDATE", "Gate", "training_ours", "training_sb3"]
 

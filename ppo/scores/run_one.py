@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ppo.run_folder import RunFolder
+from ppo.run_folder.folder import RunFolder
 from ppo.scores.tasks import Task
 
 __all__ = ["Outcome", "read_outcome", "run_one"]
@@ -63,12 +63,12 @@ def run_one(task: Task, seed: int, folder: Path) -> Outcome:
 
     Loads TensorFlow with one thread, as several runs share the cores.
     """
-    from ppo.command_line import start_tensorflow
+    from ppo.commands.options import start_tensorflow
 
     start_tensorflow(1, 1)
     from ppo.environments import env_maker
     from ppo.evaluate import evaluate_run
-    from ppo.metrics_file import read_metrics
+    from ppo.run_folder.metrics_file import read_metrics
     from ppo.train import train
 
     config = task.make_config(seed)

@@ -8,7 +8,7 @@ from ppo.config import Config
 from ppo.configs import CONFIGS
 from ppo.environments import env_maker
 from ppo.evaluate import evaluate_run
-from ppo.run_folder import RunFolder
+from ppo.run_folder.folder import RunFolder
 from ppo.train import train
 
 

@@ -9,7 +9,7 @@ import pytest
 from ppo.config import Config
 from ppo.environments import env_maker
 from ppo.evaluate import evaluate_run
-from ppo.run_folder import RunFolder
+from ppo.run_folder.folder import RunFolder
 from ppo.train import train
 from tests.learning import tasks
 

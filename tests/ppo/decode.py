@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ppo.video import find_ffmpeg
+from ppo.films.video import find_ffmpeg
 
 __all__ = ["read_video"]
 

@@ -22,8 +22,8 @@ import tensorflow as tf
 from envserve.client import BatchEnv
 from ppo.config import Config
 from ppo.errors import RunFolderError
-from ppo.metrics_file import last_iteration
-from ppo.run_folder import RunFolder
+from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.metrics_file import last_iteration
 from ppo.train import train
 from tests.ppo.fakes import CountingBatchEnv, as_batch_env
 

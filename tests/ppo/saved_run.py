@@ -6,13 +6,13 @@ import gymnasium
 import numpy as np
 import tensorflow as tf
 
-from ppo import checkpoint
 from ppo.agent import Agent
-from ppo.checkpoint import Counters
 from ppo.config import Config
+from ppo.learning.update import Updater
 from ppo.normalize import ReturnScale
-from ppo.run_folder import RunFolder
-from ppo.update import Updater
+from ppo.run_folder import checkpoint
+from ppo.run_folder.checkpoint import Counters
+from ppo.run_folder.folder import RunFolder
 
 __all__ = ["save_run"]
 

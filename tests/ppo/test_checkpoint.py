@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ppo import checkpoint
 from ppo.agent import Agent
-from ppo.checkpoint import Counters
 from ppo.config import Config
 from ppo.errors import CheckpointError
+from ppo.learning.update import Updater
 from ppo.normalize import ReturnScale
+from ppo.run_folder import checkpoint
+from ppo.run_folder.checkpoint import Counters
 from ppo.simulate import Rollout
-from ppo.update import Updater
 from tests.ppo.fakes import ACTIONS, BOX
 
 CONFIG = Config(

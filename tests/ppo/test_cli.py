@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from envserve.errors import ServerLost, WrapperError
 from ppo.cli import _hints_at_resuming, app
-from ppo.command_line import plain_warnings, which_checkpoint
+from ppo.commands.options import plain_warnings, which_checkpoint
 from ppo.config import Config
-from ppo.run_folder import RunFolder
+from ppo.run_folder.folder import RunFolder
 
 
 def ppo(*arguments: str) -> tuple[int, str, str]:

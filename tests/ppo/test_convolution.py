@@ -11,8 +11,8 @@ from gymnasium import spaces
 
 from ppo.agent import Agent
 from ppo.config import Config
-from ppo.convolution import can_convolve, channels_last, convolution
 from ppo.errors import UnsupportedSpaceError
+from ppo.networks.convolution import can_convolve, channels_last, convolution
 
 CONFIG = Config(env_name="fake", policy_layers=(8,), value_layers=(8,))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ppo.distributions import Bernoulli, Categorical, DiagonalGaussian
+from ppo.actions.distributions import Bernoulli, Categorical, DiagonalGaussian
 
 SEED = tf.constant([3, 4], tf.int32)
 

@@ -11,15 +11,15 @@ import pytest
 
 from envserve.client import BatchEnv
 from envserve.errors import EnvsBusy
-from ppo import checkpoint
 from ppo.agent import Agent
 from ppo.config import Config
 from ppo.configs import CONFIGS
 from ppo.environments import env_maker
 from ppo.errors import EnvsLostError
 from ppo.evaluate import CurveEvaluator, evaluation_seed
-from ppo.report import is_due
-from ppo.run_folder import RunFolder
+from ppo.run_folder import checkpoint
+from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.report import is_due
 from ppo.train import train
 from tests.ppo.fakes import ACTIONS, BOX, CountingBatchEnv, as_batch_env
 

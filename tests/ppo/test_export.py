@@ -195,7 +195,7 @@ def test_a_folder_with_files_is_left_alone(tmp_path: Path) -> None:
 def test_the_command_exports_the_checkpoint_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ppo.tool_commands.start_tensorflow", lambda **threads: None)
+    monkeypatch.setattr("ppo.commands.tools.start_tensorflow", lambda **threads: None)
     config = CONFIG.replace(env_name="CartPole-v1")
     save_run(tmp_path / "run", config, iterations=(1, 2))
     models = []

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppo.metrics_file import read_metrics
+from ppo.run_folder.metrics_file import read_metrics
 
 _KILLS = 6
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ppo import losses
+from ppo.learning import losses
 
 ALL = tf.ones([2])
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ppo.errors import RunFolderError
-from ppo.metrics_file import cut_off_after, last_iteration, read_metrics
+from ppo.run_folder.metrics_file import cut_off_after, last_iteration, read_metrics
 
 
 def read(folder: Path, text: str) -> list[float]:

@@ -7,8 +7,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ppo.distributions import Categorical
-from ppo.multi_categorical import MultiCategorical, masked_logits, padded_choices
+from ppo.actions.distributions import Categorical
+from ppo.actions.multi_categorical import (
+    MultiCategorical,
+    masked_logits,
+    padded_choices,
+)
 
 SEED = tf.constant([3, 4], tf.int32)
 SIZES = (2, 3)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import tensorflow as tf
 
-from ppo.networks import (
+from ppo.networks.perceptrons import (
     CategoricalNetwork,
     GaussianNetwork,
     ValueNetwork,

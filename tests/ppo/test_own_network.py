@@ -8,15 +8,15 @@ import tensorflow as tf
 from gymnasium import spaces
 from typer.testing import CliRunner
 
-from ppo import checkpoint
 from ppo.agent import Agent
 from ppo.cli import app
 from ppo.config import Config
 from ppo.environments import env_maker
 from ppo.errors import CheckpointError, ConfigError
 from ppo.evaluate import evaluate_run
-from ppo.own_network import load_function
-from ppo.run_folder import RunFolder
+from ppo.networks.own import load_function
+from ppo.run_folder import checkpoint
+from ppo.run_folder.folder import RunFolder
 from ppo.train import train
 from tests.ppo import own_networks
 from tests.ppo.saved_run import save_run
@@ -152,7 +152,7 @@ def test_the_example_of_the_docs_is_trained_saved_and_restored(tmp_path: Path) -
 def test_the_command_says_where_it_looked_for_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ppo.tool_commands.start_tensorflow", lambda **threads: None)
+    monkeypatch.setattr("ppo.commands.tools.start_tensorflow", lambda **threads: None)
     save_run(tmp_path / "run", named("subclass"))
     run_folder, config = RunFolder.open(tmp_path / "run")
     run_folder.save_config(config.replace(network="gone.py:make"))

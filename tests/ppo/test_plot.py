@@ -13,7 +13,7 @@ from ppo.cli import app
 from ppo.config import Config
 from ppo.errors import BadInputError, RunFolderError
 from ppo.plot import draw_curves, read_curves
-from ppo.run_folder import RunFolder
+from ppo.run_folder.folder import RunFolder
 
 CONFIG = Config(env_name="CartPole-v1")
 

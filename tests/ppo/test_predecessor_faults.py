@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ppo import losses
+from ppo.actions.distributions import DiagonalGaussian
 from ppo.agent import Agent
 from ppo.config import Config
-from ppo.distributions import DiagonalGaussian
 from ppo.errors import ConfigError
+from ppo.learning import losses
+from ppo.learning.returns import advantages_and_targets, next_values
+from ppo.learning.schedules import Schedules
+from ppo.learning.update import Updater
 from ppo.normalize import ReturnScale, RunningMoments
-from ppo.returns import advantages_and_targets, next_values
-from ppo.schedules import Schedules
 from ppo.simulate import Rollout
-from ppo.update import Updater
 from tests.ppo.fakes import ACTIONS, BOX
 
 CONFIG = Config(

@@ -5,7 +5,7 @@ import math
 
 from rich.console import Console
 
-from ppo.progress_bar import ProgressBar
+from ppo.commands.progress_bar import ProgressBar
 
 
 def shown(is_terminal: bool) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 import ppo
 
-MODULES = [module.name for module in pkgutil.iter_modules(ppo.__path__, "ppo.")]
+MODULES = [module.name for module in pkgutil.walk_packages(ppo.__path__, "ppo.")]
 
 
 @pytest.mark.parametrize("name", MODULES)

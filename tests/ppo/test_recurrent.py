@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from envserve.slab import Status
-from ppo.recurrent import Memory, is_pending, next_state
+from ppo.networks.recurrent import Memory, is_pending, next_state
 
 
 def make(hidden_sizes: tuple[int, ...] = (5,), seed: int = 7) -> Memory:

@@ -13,11 +13,11 @@ import pytest
 from envserve.client import BatchEnv
 from ppo.config import Config
 from ppo.errors import DivergedError
-from ppo.policy_lag import PolicyLag
-from ppo.report import ReportWindow
-from ppo.run_folder import RunFolder
+from ppo.learning.policy_lag import PolicyLag
+from ppo.learning.update import Updater
+from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.report import ReportWindow
 from ppo.train import train
-from ppo.update import Updater
 from tests.ppo.fakes import CountingBatchEnv, as_batch_env
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ppo.returns import advantages_and_targets, next_values
+from ppo.learning.returns import advantages_and_targets, next_values
 
 
 def run(

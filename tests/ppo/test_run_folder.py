@@ -8,8 +8,8 @@ import pytest
 
 from ppo.config import Config
 from ppo.errors import ConfigError, RunFolderError, RunWriteError
-from ppo.metrics import MetricsWriter
-from ppo.run_folder import RunFolder
+from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.metrics import MetricsWriter
 
 CONFIG = Config(env_name="CartPole-v1")
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ppo.config import Config
-from ppo.schedules import AdaptiveCoefficient, Schedules
+from ppo.learning.schedules import AdaptiveCoefficient, Schedules
 
 CONFIG = Config(
     env_name="fake",

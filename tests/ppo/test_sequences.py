@@ -12,9 +12,9 @@ from envserve.slab import Status
 from ppo.agent import Agent
 from ppo.config import Config
 from ppo.in_graph_batch_env import InGraphBatchEnv
-from ppo.sequences import Sequences
+from ppo.learning.sequences import Sequences
+from ppo.learning.update import Updater
 from ppo.simulate import Rollout, Simulation
-from ppo.update import Updater
 from tests.ppo.fakes import ACTIONS, BOX, ScriptedBatchEnv, as_batch_env
 
 # Ends at all phases of sequences of 4, in every way, also in a row; episodes that go on

@@ -13,8 +13,8 @@ from ppo.agent import Agent
 from ppo.config import Config
 from ppo.errors import DivergedError
 from ppo.in_graph_batch_env import InGraphBatchEnv
+from ppo.learning.update import Updater
 from ppo.simulate import Rollout, Simulation
-from ppo.update import Updater
 
 HORIZON = 30
 NUM_ENVS = 6

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from ppo.stop_signals import StopSignals
+from ppo.commands.stop_signals import StopSignals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

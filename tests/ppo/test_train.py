@@ -12,7 +12,6 @@ from tensorboard.backend.event_processing import plugin_event_accumulator
 
 from envserve.client import BatchEnv
 from envserve.errors import EnvError
-from ppo import checkpoint
 from ppo.agent import Agent
 from ppo.config import Config
 from ppo.errors import (
@@ -23,7 +22,8 @@ from ppo.errors import (
     RunWriteError,
 )
 from ppo.evaluate import evaluate_run
-from ppo.run_folder import RunFolder
+from ppo.run_folder import checkpoint
+from ppo.run_folder.folder import RunFolder
 from ppo.train import Progress, TrainResult, train
 from tests.ppo.fakes import CountingBatchEnv, as_batch_env
 

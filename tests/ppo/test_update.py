@@ -11,10 +11,10 @@ import tensorflow as tf
 from ppo.agent import Agent
 from ppo.config import Config
 from ppo.in_graph_batch_env import InGraphBatchEnv
+from ppo.learning.schedules import Coefficients
+from ppo.learning.update import Updater
 from ppo.normalize import ReturnScale
-from ppo.schedules import Coefficients
 from ppo.simulate import Rollout, simulate
-from ppo.update import Updater
 from tests.ppo.fakes import ACTIONS, BOX, CountingBatchEnv, as_batch_env
 
 LOST = frozenset({(2, 0), (5, 1), (6, 1)})

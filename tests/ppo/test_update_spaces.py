@@ -11,8 +11,8 @@ from gymnasium import spaces
 from ppo.agent import Agent
 from ppo.config import Config
 from ppo.in_graph_batch_env import InGraphBatchEnv
+from ppo.learning.update import Updater
 from ppo.simulate import Rollout, Simulation
-from ppo.update import Updater
 from tests.ppo.fakes import CountingBatchEnv, as_batch_env
 
 ACTIONS = spaces.MultiDiscrete([2, 3])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ppo.errors import OutputError, VideoError
-from ppo.video import VideoWriter, find_ffmpeg
+from ppo.films.video import VideoWriter, find_ffmpeg
 from tests.ppo.decode import read_video
 
 

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from ppo import checkpoint
 from ppo.agent import Agent
 from ppo.cli import app
 from ppo.config import Config
 from ppo.environments import env_maker
 from ppo.errors import CheckpointError, EnvDataError, EnvsLostError, VideoError
 from ppo.evaluate import evaluate, evaluation_seed
-from ppo.rendering import headless_backend, rendering_env_maker
-from ppo.run_folder import RunFolder
-from ppo.visualize import visualize_run
+from ppo.films.rendering import headless_backend, rendering_env_maker
+from ppo.films.visualize import visualize_run
+from ppo.run_folder import checkpoint
+from ppo.run_folder.folder import RunFolder
 from tests.envserve.server_process import ServerProcess
 from tests.ppo.decode import read_video
 from tests.ppo.film_env import MASKED, NAME, WITHOUT_RENDER_MODE, read_frame
@@ -35,8 +35,10 @@ CONFIG = Config(env_name=NAME, policy_layers=(8,), value_layers=(8,), num_envs=4
 @pytest.fixture(autouse=True)
 def unchanged_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands may choose neither threads nor a renderer for the whole suite."""
-    monkeypatch.setattr("ppo.tool_commands.start_tensorflow", lambda **threads: None)
-    monkeypatch.setattr("ppo.rendering.headless_backend", lambda environment: None)
+    monkeypatch.setattr("ppo.commands.tools.start_tensorflow", lambda **threads: None)
+    monkeypatch.setattr(
+        "ppo.films.rendering.headless_backend", lambda environment: None
+    )
 
 
 def visualize(folder: Path, config: Config = CONFIG, **named: Any) -> np.ndarray:
@@ -134,7 +136,7 @@ def test_an_env_that_loses_every_episode_is_given_up(
     def lose(env: Any, act: Any, show: Callable[[np.ndarray], None]) -> None:
         show(np.zeros((16, 16, 3), np.uint8))
 
-    monkeypatch.setattr("ppo.visualize.play_episode", lose)
+    monkeypatch.setattr("ppo.films.visualize.play_episode", lose)
     with pytest.raises(EnvsLostError, match="the last 20 were lost in a row"):
         visualize(tmp_path / "run")
     assert list((tmp_path / "run" / "films").iterdir()) == []
@@ -143,7 +145,7 @@ def test_an_env_that_loses_every_episode_is_given_up(
 def test_an_episode_without_end_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ppo.visualize._MAX_STEPS", 4)
+    monkeypatch.setattr("ppo.films.visualize._MAX_STEPS", 4)
     with pytest.raises(EnvDataError, match="within 4 steps; give the env a time limit"):
         visualize(tmp_path / "run")
     assert list((tmp_path / "run" / "films").iterdir()) == []

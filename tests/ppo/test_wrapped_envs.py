@@ -11,10 +11,10 @@ from ppo.config import Config
 from ppo.environments import env_maker
 from ppo.evaluate import evaluate_run
 from ppo.export import export_run
-from ppo.rendering import rendering_env_maker
-from ppo.run_folder import RunFolder
+from ppo.films.rendering import rendering_env_maker
+from ppo.films.visualize import visualize_run
+from ppo.run_folder.folder import RunFolder
 from ppo.train import train
-from ppo.visualize import visualize_run
 from tests.ppo.decode import read_video
 from tests.ppo.film_env import NAME, read_frame
 

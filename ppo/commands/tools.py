@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from ppo.command_line import (
+from ppo.commands.options import (
     Connect,
     Import,
     WhichCheckpoint,
@@ -16,7 +16,7 @@ from ppo.command_line import (
     start_tensorflow,
     which_checkpoint,
 )
-from ppo.run_folder import RunFolder
+from ppo.run_folder.folder import RunFolder
 
 if TYPE_CHECKING:
     from ppo.episodes import Episode
@@ -101,8 +101,8 @@ def visualize(
         which = which_checkpoint(checkpoint)
         run_folder, config = RunFolder.open(run)
         start_tensorflow(intra_op_threads=1, inter_op_threads=1)
-        from ppo.rendering import headless_backend, rendering_env_maker
-        from ppo.visualize import visualize_run
+        from ppo.films.rendering import headless_backend, rendering_env_maker
+        from ppo.films.visualize import visualize_run
 
         backend = headless_backend(os.environ)
         if backend is not None:

@@ -13,19 +13,19 @@ import numpy as np
 import tensorflow as tf
 
 from envserve.client import BatchEnv
-from ppo import checkpoint
 from ppo.agent import Agent
-from ppo.checkpoint import Which
 from ppo.config import Config
 from ppo.environments import MakeEnv
 from ppo.episodes import Episode
 from ppo.errors import EnvDataError, EnvsLostError, OutputError
 from ppo.evaluate import Evaluation, evaluation_seed
+from ppo.films.rendering import frames_per_second, render_frame
+from ppo.films.video import VideoWriter, find_ffmpeg
 from ppo.in_graph_batch_env import InGraphBatchEnv
-from ppo.recurrent import States
-from ppo.rendering import frames_per_second, render_frame
-from ppo.run_folder import RunFolder
-from ppo.video import VideoWriter, find_ffmpeg
+from ppo.networks.recurrent import States
+from ppo.run_folder import checkpoint
+from ppo.run_folder.checkpoint import Which
+from ppo.run_folder.folder import RunFolder
 
 __all__ = ["play_episode", "visualize_run"]
 
@@ -52,7 +52,7 @@ def visualize_run(
     Args:
         config: describes the networks.
         run_folder: where the checkpoints are.
-        make_env: see `ppo.rendering`; the env is closed at the end.
+        make_env: see `ppo.films.rendering`; the env is closed at the end.
         outdir: where the files go; made if missing.
         episodes: how many to film.
         which: which checkpoint; by default the newest.
@@ -109,7 +109,7 @@ def play_episode(
     """Play one episode in a batch of one env, and show every state that it was in.
 
     Args:
-        env: does not reset itself, see `ppo.rendering`.
+        env: does not reset itself, see `ppo.films.rendering`.
         act: maps an observation `[1, ...]` to actions of the env.
         show: called with a frame, uint8 `[height, width, 3]`, after the reset and after
             each step.

@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 import tensorflow as tf
 
-from ppo.distributions import Categorical
+from ppo.actions.distributions import Categorical
 
 __all__ = ["MultiCategorical", "masked_logits", "padded_choices"]
 

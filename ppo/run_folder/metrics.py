@@ -10,7 +10,7 @@ from typing import Self
 
 import tensorflow as tf
 
-from ppo.metrics_file import cut_off_after
+from ppo.run_folder.metrics_file import cut_off_after
 
 __all__ = ["MetricsWriter"]
 

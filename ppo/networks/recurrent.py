@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from envserve.slab import Status
-from ppo.networks import flatten_observation, mlp
+from ppo.networks.perceptrons import flatten_observation, mlp
 
 __all__ = ["Memory", "States", "is_pending", "next_state"]
 

@@ -3,7 +3,7 @@
 config.json        the settings, complete
 metrics.jsonl      one line per iteration or report
 tensorboard/       the same numbers for TensorBoard
-checkpoints/       see `ppo.checkpoint`
+checkpoints/       see `ppo.run_folder.checkpoint`
 evaluation.json    the evaluation at the end
 """
 

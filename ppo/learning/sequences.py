@@ -9,10 +9,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from ppo.actions.distributions import Distribution
 from ppo.agent import Agent
 from ppo.config import Config
-from ppo.distributions import Distribution
-from ppo.recurrent import is_pending
+from ppo.networks.recurrent import is_pending
 from ppo.simulate import Rollout
 
 __all__ = ["Sequences"]

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import gymnasium
 import numpy as np
 
-from ppo.action_kinds import ActionKind
+from ppo.actions.kinds import ActionKind
 from ppo.config import Config
-from ppo.convolution import ImageTorso, can_convolve
 from ppo.errors import UnsupportedSpaceError
-from ppo.networks import (
+from ppo.networks.convolution import ImageTorso, can_convolve
+from ppo.networks.own import make_own_model
+from ppo.networks.perceptrons import (
     CategoricalNetwork,
     GaussianNetwork,
     NoTorso,
@@ -23,9 +24,8 @@ from ppo.networks import (
     OwnValue,
     ValueNetwork,
 )
+from ppo.networks.recurrent import Memory
 from ppo.observations import ObservationPreprocessor
-from ppo.own_network import make_own_model
-from ppo.recurrent import Memory
 
 __all__ = ["Networks", "choose_networks"]
 

@@ -1,15 +1,16 @@
 """How an agent without memory looks at a rollout: at each step by itself.
 
-`ppo.sequences` has the same for an agent with memory; `ppo.update` works with either.
+`ppo.learning.sequences` has the same for an agent with memory; `ppo.learning.update`
+works with either.
 """
 
 from typing import Any
 
 import tensorflow as tf
 
+from ppo.actions.distributions import Distribution
 from ppo.agent import Agent
 from ppo.config import Config
-from ppo.distributions import Distribution
 from ppo.simulate import Rollout
 
 __all__ = ["Steps"]

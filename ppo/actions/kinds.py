@@ -12,9 +12,14 @@ import gymnasium
 import numpy as np
 import tensorflow as tf
 
-from ppo.distributions import Bernoulli, Categorical, DiagonalGaussian, Distribution
+from ppo.actions.distributions import (
+    Bernoulli,
+    Categorical,
+    DiagonalGaussian,
+    Distribution,
+)
+from ppo.actions.multi_categorical import MultiCategorical, masked_logits
 from ppo.errors import UnsupportedSpaceError
-from ppo.multi_categorical import MultiCategorical, masked_logits
 
 __all__ = ["ActionKind", "action_kind"]
 

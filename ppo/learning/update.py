@@ -12,15 +12,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ppo import losses
 from ppo.agent import Agent
 from ppo.config import Config
 from ppo.errors import DivergedError
-from ppo.returns import advantages_and_targets, next_values
-from ppo.schedules import Coefficients, Schedules
-from ppo.sequences import Sequences
+from ppo.learning import losses
+from ppo.learning.returns import advantages_and_targets, next_values
+from ppo.learning.schedules import Coefficients, Schedules
+from ppo.learning.sequences import Sequences
+from ppo.learning.steps import Steps
 from ppo.simulate import Rollout
-from ppo.steps import Steps
 
 __all__ = ["METRICS", "Updater"]
 

@@ -17,8 +17,8 @@ import tensorflow as tf
 
 from ppo.agent import Agent
 from ppo.errors import CheckpointError
+from ppo.learning.update import Updater
 from ppo.normalize import ReturnScale
-from ppo.update import Updater
 
 __all__ = [
     "Counters",

@@ -1,0 +1,3 @@
+"""Videos of what an agent does."""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""What a run leaves on disk: its config, checkpoints and metrics."""
+
+__all__: list[str] = []
