@@ -129,7 +129,8 @@ class Recovery:
         lost_at = loss.since + self._lost_after
         if state is ClientState.ATTACHING and loss.retry_at == math.inf:
             # The server is building: that may take as long as it says so.
-            return math.inf if since is None else max(lost_at, since + self._timeout)
+            patience = min(self._timeout, self._lost_after)
+            return math.inf if since is None else max(lost_at, since + patience)
         return lost_at
 
     def give_up(self, now: float) -> None:

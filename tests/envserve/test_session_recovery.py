@@ -558,6 +558,23 @@ def test_a_slow_construction_is_waited_for_beyond_that() -> None:
     check_lost(client, finish(client, restarted, now), last=3)
 
 
+def test_a_server_that_falls_silent_while_it_builds_is_not_waited_for_longer() -> None:
+    client = attach_and_step(server_lost_after_seconds=1.0)
+    restarted = FakeServer(boot=2, builds_at_once=False)
+    client.submit_step([0, 1], 1.0, is_alone=True)
+    for now in (1.0, 1.5, 2.0, 2.5):
+        advance_to(client, now)
+        exchange(client, restarted, now)
+        restarted.poll(now)
+    assert state_of(client) is ClientState.ATTACHING  # longer than that, as it answers
+    client.disconnected(2.5)
+    while not client.state.is_over:
+        now = client.next_deadline()
+        client.advance(now)
+    assert isinstance(client.error, ServerLost)
+    assert 3.5 <= now <= 5.5  # 1 s from the next time that it was asked, at most 2 s on
+
+
 def test_a_detached_session_is_replaced() -> None:
     server = FakeServer(boot=1)
     client = attach(server)
