@@ -160,17 +160,18 @@ def test_a_space_of_no_bytes_is_carried() -> None:
 
 @pytest.mark.parametrize("name", SPACES)
 def test_rows_may_be_cut_in_two_anywhere(name: str, random_seed: int) -> None:
-    _, rows = make_rows(name, random_seed)
-    payload = results(rows)
+    (_, rows), (_, target) = make_rows(name, random_seed), make_rows(name)
+    part = part_of(target)
+    payload, zeros = results(rows), results(target)
     for cut in range(len(payload) + 1):
-        _, target = make_rows(name)
-        part_of(target).unpack_results(payload[:cut], payload[cut:])
-        assert results(target) == payload
-    payload = actions(rows)
+        part.unpack_results(zeros)
+        part.unpack_results(payload[:cut], payload[cut:])
+        assert b"".join(part.result_buffers()) == payload
+    payload, zeros = actions(rows), actions(target)
     for cut in range(len(payload) + 1):
-        _, target = make_rows(name)
-        part_of(target).unpack_actions(payload[:cut], payload[cut:])
-        assert actions(target) == payload
+        part.unpack_actions(zeros)
+        part.unpack_actions(payload[:cut], payload[cut:])
+        assert b"".join(part.action_buffers()) == payload
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,12 @@ def test_what_has_ended_is_not_run_again(
         num_seeds=2,
         goal=1.0,
         anchor="none",
-        changes={"evaluation_episodes": 4, "curve_episodes": 2, "num_splits": 1},
+        changes={
+            "evaluation_episodes": 4,
+            "curve_episodes": 2,
+            "num_splits": 1,
+            "jit_compile": False,  # compiling would take longest
+        },
     )
     assert tiny.name == "cartpole-4k"
     monkeypatch.setattr("ppo.scores.many.TASKS", (tiny,))
