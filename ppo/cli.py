@@ -297,11 +297,14 @@ def _evaluate(
 ) -> None:
     """Evaluate an agent, or that of a checkpoint."""
     from ppo.evaluate import evaluate_run
+    from ppo.run_folder.checkpoint import read_counters
 
     evaluation = evaluate_run(config, run_folder, make_env, agent, which=which)
+    steps = read_counters(run_folder.checkpoints, which).steps
     console.print(
-        f"Evaluation: mean return {evaluation.mean_return:.1f} over "
-        f"{len(evaluation.returns)} episodes "
+        f"Evaluation after {steps:,} steps: "
+        f"mean return {evaluation.mean_return:.1f} "
+        f"over {len(evaluation.returns)} episodes "
         f"(lowest {evaluation.returns.min():.1f}, "
         f"highest {evaluation.returns.max():.1f})",
         soft_wrap=True,

@@ -164,14 +164,14 @@ def evaluate_run(
         config: names the number of episodes.
         run_folder: where `evaluation.json` goes.
         make_env: makes the envs, which are closed at the end.
-        agent: by default that of a checkpoint of the folder.
-        which: of which one then; by default the newest.
+        agent: that of the newest checkpoint; by default it is loaded.
+        which: another checkpoint to load, instead of the newest.
 
     Raises:
         CheckpointError: there is no checkpoint, or it does not fit the config.
     """
-    if agent is None:  # sooner than envs start
-        checkpoint.checkpoint_at(run_folder.checkpoints, which)
+    # Sooner than envs start: there may be no such checkpoint.
+    steps = checkpoint.read_counters(run_folder.checkpoints, which).steps
     episodes = config.evaluation_episodes
     seed = evaluation_seed(config.seed)
     with make_env(num_envs=min(config.num_envs, episodes), seed=seed) as env:
@@ -179,7 +179,7 @@ def evaluate_run(
             agent = Agent(env.observation_space, env.action_space, config)
             checkpoint.load_agent(run_folder.checkpoints, agent, which)
         evaluation = evaluate(agent, env, episodes)
-    run_folder.save_evaluation(evaluation.as_dict())
+    run_folder.save_evaluation({"steps": steps, **evaluation.as_dict()})
     return evaluation
 
 

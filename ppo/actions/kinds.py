@@ -110,7 +110,8 @@ class _BoxActions:
         if (centre != 0.0).any() or (radius != 1.0).any():
             action = centre + radius * tf.cast(action, tf.float64)
         if space.dtype.kind in "iu":  # a cast would wrap around what lies beyond
-            action = tf.clip_by_value(tf.cast(action, tf.float64), low, high)
+            action = tf.round(tf.cast(action, tf.float64))
+            action = tf.clip_by_value(action, low, high)
         action = tf.cast(action, space.dtype)
         is_unlimited = np.isinf(space.low).all() and np.isinf(space.high).all()
         if is_unlimited:

@@ -134,13 +134,13 @@ def load_agent(folder: Path, agent: Agent, which: Which = None) -> Counters:
     return _counters(path)
 
 
-def read_counters(folder: Path) -> Counters:
-    """Return how far the newest checkpoint of a folder had come.
+def read_counters(folder: Path, which: Which = None) -> Counters:
+    """Return how far a checkpoint of a folder had come, by default the newest.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    return _counters(latest_checkpoint(folder))
+    return _counters(checkpoint_at(folder, which))
 
 
 def best_return(folder: Path) -> float:

@@ -68,6 +68,7 @@ def test_nested_observations_keep_their_structure_and_values() -> None:
         (SPACES.Box(-np.inf, np.inf, (1,)), [[7.0], [-7.0]], [[7.0], [-7.0]]),
         (SPACES.Box(0.0, np.inf, (1,)), [[7.0], [-7.0]], [[7.0], [0.0]]),
         (SPACES.Box(0, 255, (1,), np.uint8), [[1.5], [-1.5]], [[255], [0]]),
+        (SPACES.Box(-2, 2, (1,), np.int8), [[0.9], [-0.9]], [[2], [-2]]),  # the nearest
         (SPACES.Box(-10, 10, (1,), np.int8), [[20.0], [-20.0]], [[10], [-10]]),
         (SPACES.Box(-1, 1, (1,), np.int8), [[200.0], [-200.0]], [[1], [-1]]),
     ],

@@ -321,5 +321,9 @@ def test_the_newest_checkpoint_is_evaluated_on_envs_of_its_own(tmp_path: Path) -
     assert maker.made[1].is_closed
     assert maker.seeds[0] != maker.seeds[1]
     saved = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert saved["steps"] == 64
     assert saved["episodes"] == 3
     assert saved["mean_return"] == 3.0
+    evaluate_run(config, run_folder, maker, which=32)
+    saved = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert saved["steps"] == 32
