@@ -241,7 +241,7 @@ def replay(
 ) -> None:
     """Play a crashed env again; exits with 0 if it ends alike, with 1 if not."""
     from envserve import replay as replays
-    from envserve.launcher import Launcher
+    from envserve.pool.launcher import Launcher
 
     try:
         repro = replays.load_repro(file)

@@ -15,10 +15,10 @@ from typing import Final
 from envserve import codec
 from envserve.channel import Frame, Kind, pack_frame
 from envserve.errors import ReproError
-from envserve.launcher import Exit, Launcher, one_line
+from envserve.pool.launcher import Exit, Launcher, one_line
+from envserve.pool.worker_handle import WorkerHandle
 from envserve.repro import MAX_REPRO_BYTES, Repro, decode_repro, encode_repro
 from envserve.slab import Status
-from envserve.worker_handle import WorkerHandle
 
 __all__ = ["Ending", "describe_repro", "load_repro", "replay"]
 

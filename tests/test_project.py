@@ -131,7 +131,9 @@ def test_importing_envserve_loads_almost_nothing() -> None:
     assert added == {"envserve"}
 
 
-@pytest.mark.parametrize("module", ["envserve.worker", "envserve.launcher"])
+@pytest.mark.parametrize(
+    "module", ["envserve.worker.process", "envserve.pool.launcher"]
+)
 def test_worker_side_loads_neither_zmq_nor_asyncio(module: str) -> None:
     loaded = loaded_by(f"import {module}")
     assert loaded & {"zmq", "asyncio", "tensorflow", "keras"} == set()

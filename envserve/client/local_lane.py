@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from envserve.blocks import Block, Call, Finished, PoolConfig, Reset
 from envserve.errors import EnvStartError
-from envserve.pool import Pool
+from envserve.pool.pool import Pool
 from envserve.slab import Rows
 from envserve.spec import EnvSpec
 

@@ -17,8 +17,8 @@ from typing import Final
 import zmq
 
 from envserve.errors import EnvserveError, EnvStartError, ServerError
-from envserve.launcher import Launcher
-from envserve.pool import Pool
+from envserve.pool.launcher import Launcher
+from envserve.pool.pool import Pool
 from envserve.server.leased_pool import LeasedPool
 from envserve.session import (
     Decision,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from envserve.blocks import Finished
 from envserve.errors import EnvserveError
-from envserve.pool import Pool
+from envserve.pool.pool import Pool
 
 __all__ = ["LeasedPool"]
 

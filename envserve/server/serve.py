@@ -12,7 +12,7 @@ from typing import Final
 import zmq
 
 from envserve.errors import ServerError
-from envserve.launcher import Launcher
+from envserve.pool.launcher import Launcher
 from envserve.registry import Registry
 from envserve.server.config import ServerConfig, is_private
 from envserve.server.front import Front

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from envserve.client import BatchEnv
-from envserve.launcher import Launcher
+from envserve.pool.launcher import Launcher
 from tests.envserve.pool_driver import PoolMaker, odd_launcher
 from tests.envserve.server_process import ServerProcess
 

@@ -13,16 +13,16 @@ import gymnasium
 import numpy as np
 import pytest
 
-from envserve import pool as pool_module
-from envserve import worker
 from envserve.blocks import Finished
-from envserve.env_row import EnvRow
 from envserve.losses import write_lost, write_pending
-from envserve.pool import Pool
+from envserve.pool import pool as pool_module
+from envserve.pool.pool import Pool
 from envserve.slab import Rows, Status
 from envserve.spec import action_values
 from envserve.testing import LedgerEnv
-from envserve.worker import _Worker
+from envserve.worker import process
+from envserve.worker.env_row import EnvRow
+from envserve.worker.process import _Worker
 
 __all__ = ["PLANTED", "POOL_BUGS", "WORKER_BUGS"]
 
@@ -79,7 +79,7 @@ def an_action_goes_to_the_neighbour() -> None:
     def values(*arguments: Any) -> Any:
         return list(action_values(*arguments))[::-1]
 
-    worker.action_values = values  # type: ignore[assignment,attr-defined]
+    process.action_values = values  # type: ignore[assignment,attr-defined]
 
 
 @worker_bug

@@ -14,8 +14,8 @@ import pytest
 
 from envserve import codec
 from envserve.blocks import Call, Finished, PoolConfig, Reset
-from envserve.launcher import Launcher
-from envserve.pool import Pool
+from envserve.pool.launcher import Launcher
+from envserve.pool.pool import Pool
 
 SEED = 11
 LEDGER = "envserve/Ledger-v0"

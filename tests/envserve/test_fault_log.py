@@ -16,8 +16,8 @@ import pytest
 
 from envserve.blocks import Call
 from envserve.client import BatchEnv
-from envserve.fault_log import FaultLog
-from envserve.launcher import Launcher
+from envserve.pool.fault_log import FaultLog
+from envserve.pool.launcher import Launcher
 from envserve.replay import load_repro
 from envserve.seeding import env_seed
 from envserve.slab import Status
@@ -116,7 +116,7 @@ def patient_launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launc
     """One whose template waits for a stack for as long as a loaded machine needs."""
     folder = tmp_path_factory.mktemp("patient")
     (folder / "patience.py").write_text(
-        "import envserve.template as template; template._STACK_SECONDS = 20.0"
+        "import envserve.worker.template as template; template._STACK_SECONDS = 20.0"
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from envserve.env_row import EnvRow
 from envserve.journal import Journal, Played, journal_nbytes
-from envserve.replay_worker import play
 from envserve.repro import End, Repro, decode_repro, encode_repro
-from envserve.reset_threads import ResetThreads
 from envserve.slab import Rows, Status
-from envserve.spare_row import SpareRow
+from envserve.worker.env_row import EnvRow
+from envserve.worker.replay import play
+from envserve.worker.reset_threads import ResetThreads
+from envserve.worker.spare_row import SpareRow
 
 Array = np.ndarray[Any, Any]
 ROOT_SEED = 3

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from envserve.errors import WorkerError
-from envserve.launcher import Exit, Launcher
+from envserve.pool.launcher import Exit, Launcher
 
 from .interrupts import run_traced
 from .pool_driver import kill
@@ -170,7 +170,7 @@ def test_end_of_the_template_ends_its_workers_and_is_reported_for_each(
 def test_worker_that_ends_after_its_template_has_closed_leaves_no_complaint() -> None:
     code = """
 import os, signal, socket
-from envserve import template
+from envserve.worker import template
 
 owner, fd = socket.socketpair()
 owner.close()
@@ -259,7 +259,7 @@ def test_nobody_waits_for_a_template_that_does_not_read(launcher: Launcher) -> N
 def test_forks_that_wait_for_the_template_are_bounded_and_end_with_it(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    monkeypatch.setattr("envserve.launcher._MAX_UNSENT", 2)
+    monkeypatch.setattr("envserve.pool.launcher._MAX_UNSENT", 2)
     launcher._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     template = launcher._process.pid
     os.kill(template, signal.SIGSTOP)

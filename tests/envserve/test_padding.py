@@ -16,7 +16,7 @@ import pytest
 from envserve.blocks import Reset
 from envserve.client import BatchEnv, StepResult
 from envserve.client.local_lane import LocalLane
-from envserve.pool import Pool
+from envserve.pool.pool import Pool
 from envserve.seeding import env_seed
 from envserve.slab import Status
 from tests.envserve import gated_env

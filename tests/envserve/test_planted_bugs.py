@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv
-from envserve.launcher import Launcher
-from envserve.pool import Pool
+from envserve.pool.launcher import Launcher
+from envserve.pool.pool import Pool
 from envserve.slab import Status
 from envserve.testing import Ledger, LedgerError
 from tests.envserve import planted_worker_bugs

@@ -11,8 +11,8 @@ import pytest
 
 from envserve.blocks import Call, Finished, PoolConfig, Reset
 from envserve.errors import CallError, EnvserveError, LocalProtocolError
-from envserve.launcher import Launcher
-from envserve.pool import Pool
+from envserve.pool.launcher import Launcher
+from envserve.pool.pool import Pool
 from envserve.seeding import env_seed
 from envserve.slab import Status
 

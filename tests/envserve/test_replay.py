@@ -17,8 +17,8 @@ from envserve import codec
 from envserve.crash_files import SUFFIX
 from envserve.errors import ReproError
 from envserve.journal import Played
-from envserve.launcher import Launcher
-from envserve.pool import Pool
+from envserve.pool.launcher import Launcher
+from envserve.pool.pool import Pool
 from envserve.replay import describe_repro, load_repro, replay
 from envserve.repro import End, Repro, decode_repro, encode_repro
 from envserve.slab import Status

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from envserve.reset_threads import ResetThreads
+from envserve.worker.reset_threads import ResetThreads
 
 Start = Callable[[int], ResetThreads]
 

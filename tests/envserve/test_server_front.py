@@ -15,7 +15,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from envserve.launcher import Launcher
+from envserve.pool.launcher import Launcher
 from envserve.registry import Registry
 from envserve.server import front as front_module
 from envserve.server.front import Front

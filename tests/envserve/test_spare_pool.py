@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from envserve.pool import Pool
+from envserve.pool.pool import Pool
 from envserve.seeding import env_seed, spare_seed
 from envserve.slab import Status
 from envserve.testing import ledger_hash

@@ -10,13 +10,13 @@ from typing import Any
 import gymnasium
 import pytest
 
-from envserve.env_row import EnvRow, SpaceViolation
 from envserve.journal import RowJournal
-from envserve.reset_threads import ResetThreads
 from envserve.seeding import env_seed, spare_seed
 from envserve.slab import BEAT, Rows
-from envserve.spare_row import SpareRow
 from envserve.testing import LedgerEnv
+from envserve.worker.env_row import EnvRow, SpaceViolation
+from envserve.worker.reset_threads import ResetThreads
+from envserve.worker.spare_row import SpareRow
 
 SEED = env_seed(0, 3, 0)
 WAIT = 10.0

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from envserve.launcher import Launcher
-from envserve.stderr_pipes import TAIL_BYTES, StderrPipes
+from envserve.pool.launcher import Launcher
+from envserve.worker.stderr_pipes import TAIL_BYTES, StderrPipes
 
 from .pool_driver import ODD_ENVS, SCRIPT, PoolMaker, reset, step
 
@@ -126,7 +126,7 @@ def test_the_end_does_not_wait_for_a_reader_that_is_slow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _, pipes, _ = reader_and_pipes
-    monkeypatch.setattr("envserve.stderr_pipes._LAST_FLUSH_MS", 0)
+    monkeypatch.setattr("envserve.worker.stderr_pipes._LAST_FLUSH_MS", 0)
     monkeypatch.setattr(pipes, "_flush", lambda: pipes._unsent.pop())
     pipes._unsent += b"more than it reads in time"
     pipes.close()
@@ -205,9 +205,9 @@ def test_worker_holds_no_reading_end_of_the_others(make_pool: PoolMaker) -> None
 
 CHATTY = """
 import sys, time
-from envserve.launcher import Launcher
+from envserve.pool.launcher import Launcher
 from envserve.blocks import PoolConfig, Reset
-from envserve.pool import Pool
+from envserve.pool.pool import Pool
 launcher = Launcher(["odd_envs"])
 config = PoolConfig(
     env_name="odd_envs/Script-v0", num_envs=2, num_workers=2, seed=1,

@@ -15,8 +15,8 @@ import pytest
 
 from envserve.blocks import Finished, Reset
 from envserve.errors import CallError, EnvStartError
-from envserve.launcher import Launcher
-from envserve.pool import Pool
+from envserve.pool.launcher import Launcher
+from envserve.pool.pool import Pool
 from envserve.seeding import env_seed
 from envserve.slab import Status
 from envserve.testing import ledger_hash
@@ -556,7 +556,7 @@ def test_pool_can_be_closed_while_it_starts(launcher: Launcher) -> None:
 OWNER = """
 import sys
 from envserve.blocks import PoolConfig
-from envserve.pool import Pool
+from envserve.pool.pool import Pool
 child = "import subprocess; subprocess.Popen(['sleep', '60'])"
 config = PoolConfig(
     env_name="odd_envs/Script-v0", num_envs=3, num_workers=3, seed=0,

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from envserve import codec, worker
+from envserve import codec
 from envserve.channel import Frame, FrameReader, Kind, pack_frame
 from envserve.seeding import env_seed
 from envserve.slab import Slab, Status, row_of_beat
 from envserve.spec import EnvSpec, flatten, restore
 from envserve.testing import SPACES, ledger_hash
+from envserve.worker import process
 
 LEDGER = "envserve/Ledger-v0"
 FAULTY = "envserve/Faulty-v0"
@@ -37,7 +38,7 @@ class Hosted:
         self._frames: list[Frame] = []
         self._sequence = 0
         self._thread = threading.Thread(
-            target=worker.run, args=(theirs, self.import_error), daemon=True
+            target=process.run, args=(theirs, self.import_error), daemon=True
         )
         self._thread.start()
         message = {

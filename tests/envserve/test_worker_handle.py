@@ -15,8 +15,8 @@ from envserve import codec
 from envserve.blocks import Finished, PoolConfig
 from envserve.channel import Frame, FrameReader, Kind, pack_frame
 from envserve.errors import EnvStartError, WorkerError
-from envserve.launcher import Exit, Launcher
-from envserve.pool import Pool
+from envserve.pool.launcher import Exit, Launcher
+from envserve.pool.pool import Pool
 from envserve.slab import Status
 from envserve.spec import describe
 

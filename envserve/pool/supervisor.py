@@ -24,10 +24,10 @@ from envserve.errors import (
     WorkerError,
     WrapperError,
 )
-from envserve.launcher import Exit, Launcher
+from envserve.pool.launcher import Exit, Launcher
+from envserve.pool.worker_handle import WorkerHandle
 from envserve.slab import Slab, Status
 from envserve.spec import EnvSpec, restore
-from envserve.worker_handle import WorkerHandle
 
 __all__ = ["SupervisedWorker", "WorkerListener", "WorkerState"]
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 from envserve import codec
 from envserve.channel import Kind, pack_frame
-from envserve.env_row import EnvRow, SpaceViolation
 from envserve.errors import ReproError
 from envserve.generators import restore_generator
 from envserve.journal import RowJournal
@@ -20,6 +19,7 @@ from envserve.reports import describe_error, printable
 from envserve.repro import Repro, decode_repro
 from envserve.slab import Rows
 from envserve.spec import EnvSpec, action_values
+from envserve.worker.env_row import EnvRow, SpaceViolation
 
 __all__ = ["play", "run"]
 

@@ -14,12 +14,12 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final
 
-from envserve.env_row import EnvRow, SpaceViolation
 from envserve.journal import RowJournal
-from envserve.reset_threads import ResetThreads
 from envserve.seeding import spare_seed
 from envserve.slab import Rows, next_beat
 from envserve.spec import EnvSpec
+from envserve.worker.env_row import EnvRow, SpaceViolation
+from envserve.worker.reset_threads import ResetThreads
 
 __all__ = ["SpareRow"]
 

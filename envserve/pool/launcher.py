@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from envserve.errors import WorkerError
-from envserve.template import kill_group, pack_message, take_messages
+from envserve.worker.template import kill_group, pack_message, take_messages
 
 __all__ = ["Exit", "Launcher", "one_line"]
 
 _START: Final = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from envserve.template import main; main(int(sys.argv[1]))"
+    "from envserve.worker.template import main; main(int(sys.argv[1]))"
 )
 #: One env needs one thread: more would fight over the cores with the other workers.
 _ENVIRONMENT: Final = {

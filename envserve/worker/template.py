@@ -22,7 +22,7 @@ import time
 from typing import Any, Final
 
 from envserve import codec
-from envserve.stderr_pipes import StderrPipes
+from envserve.worker.stderr_pipes import StderrPipes
 
 __all__ = ["kill_group", "main", "pack_message", "take_messages"]
 
@@ -60,7 +60,8 @@ def main(fd: int) -> None:
     owner = socket.socket(fileno=fd)
     os.dup2(2, 1)  # what envs print must not mix with the owner's output
     # Imported here: the owner of a launcher needs neither gymnasium nor a worker.
-    from envserve import registry, worker  # noqa: F401
+    from envserve import registry  # noqa: F401
+    from envserve.worker import process  # noqa: F401
 
     _Template(owner).run()
 
@@ -188,7 +189,7 @@ class _Template:
         self._report({"fork": request, "pid": pid})
 
     def _become_worker(self, parent: int, fd: int, stderr_fd: int | None) -> None:
-        from envserve import worker
+        from envserve.worker import process
 
         code = 1
         try:
@@ -217,7 +218,7 @@ class _Template:
             faulthandler.enable(2, all_threads=False)
             faulthandler.register(_STACK_SIGNAL, 2, all_threads=False)
             os.set_inheritable(fd, False)
-            worker.run(socket.socket(fileno=fd), self._import_error)
+            process.run(socket.socket(fileno=fd), self._import_error)
             code = 0
         except BaseException:
             # Nothing above this frame may run in the child: it is the template's.

@@ -21,10 +21,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from envserve import codec, replay_worker
+from envserve import codec
 from envserve.channel import MAX_CALL_BYTES, Frame, FrameReader, Kind, pack_frame
 from envserve.cores import num_cores
-from envserve.env_row import EnvRow, SpaceViolation
 from envserve.errors import EnvStartError, UnknownEnv, WorkerError, WrapperError
 from envserve.reports import (
     describe_error,
@@ -32,10 +31,12 @@ from envserve.reports import (
     error_message,
     printable,
 )
-from envserve.reset_threads import ResetThreads
 from envserve.slab import Rows, Slab, Status, next_beat
-from envserve.spare_row import SpareRow
 from envserve.spec import EnvSpec, action_values, describe
+from envserve.worker import replay
+from envserve.worker.env_row import EnvRow, SpaceViolation
+from envserve.worker.reset_threads import ResetThreads
+from envserve.worker.spare_row import SpareRow
 from envserve.wrappers import wrappers_from_plain
 
 __all__ = ["run"]
@@ -64,7 +65,7 @@ def run(channel: socket.socket, import_error: str = "") -> None:
             if import_error:
                 raise EnvStartError(import_error)
             if build.kind is Kind.REPLAY:
-                replay_worker.run(channel, build.payload)
+                replay.run(channel, build.payload)
                 return
             config = codec.decode(build.payload, max_bytes=1 << 26)
             if config["num_workers"] <= num_cores():

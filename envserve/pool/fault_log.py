@@ -17,12 +17,12 @@ from envserve.blocks import Block, Fault, PoolConfig
 from envserve.channel import Kind
 from envserve.crash_files import CrashFiles
 from envserve.journal import Played
-from envserve.launcher import one_line
-from envserve.operations import Operation
+from envserve.pool.launcher import one_line
+from envserve.pool.operations import Operation
+from envserve.pool.supervisor import SupervisedWorker
 from envserve.repro import End, Repro, encode_repro
 from envserve.seeding import env_seed
 from envserve.slab import Slab, Status, row_of_beat
-from envserve.supervisor import SupervisedWorker
 
 __all__ = ["FaultLog"]
 

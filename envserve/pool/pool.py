@@ -33,24 +33,24 @@ from envserve.errors import (
     LocalProtocolError,
     WorkerError,
 )
-from envserve.fault_log import FaultLog
-from envserve.launcher import Launcher
 from envserve.losses import (
     keep_last_observation,
     restore_last_observation,
     write_lost,
     write_pending,
 )
-from envserve.operations import Operation, call_operation, reset_operation
+from envserve.pool.fault_log import FaultLog
+from envserve.pool.launcher import Launcher
+from envserve.pool.operations import Operation, call_operation, reset_operation
+from envserve.pool.supervisor import SupervisedWorker, WorkerState
 from envserve.reports import read_report
 from envserve.slab import Rows, Slab, Status
 from envserve.spec import EnvSpec
-from envserve.supervisor import SupervisedWorker, WorkerState
 from envserve.wrappers import plain_wrappers
 
 __all__ = ["Pool"]
 
-_LOGGER: Final = logging.getLogger(__name__)
+_LOGGER: Final = logging.getLogger("envserve.pool")
 
 #: How often heartbeats of busy workers are looked at; bounds how late a hang is seen.
 _WATCH_SECONDS: Final = 0.1

@@ -1,0 +1,6 @@
+"""What runs in worker processes: `process` steps envs, forked off by `template`.
+
+Nothing here loads zmq or asyncio.
+"""
+
+__all__: list[str] = []
