@@ -127,7 +127,7 @@ EXPECTED_RETURNS: dict[str, str] = {
     "acrobot": "-72",
     "pendulum": "-160",
     "inverted_pendulum": "1,000",
-    "double_pendulum": "5,400 (best on the way 9,350)",
+    "double_pendulum": "5,400 (best: 9,350)",
     "reacher": "-3.9",
     "swimmer": "340",
     "hopper": "3,400",
