@@ -31,19 +31,25 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_signal_saves_and_a_resumed_run_is_evaluated(
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / "run"
-    with start("train", "cartpole", *SMALL, "--run-dir", str(folder)) as process:
+def interrupt(process: subprocess.Popen[str], number: signal.Signals) -> str:
+    """Send a signal once training is under way; returns the rest of the output."""
+    with process:
         assert process.stdout is not None
-        assert "steps/s" in process.stdout.readline()  # training is under way
-        process.send_signal(signal.SIGTERM)
+        assert "steps/s" in process.stdout.readline()
+        process.send_signal(number)
         output, error = process.communicate(timeout=_PATIENCE)
     assert (process.returncode, error) == (0, "")
     assert "Stopping after this iteration" in output
-    assert "Stopped by SIGTERM after" in output
+    assert f"Stopped by {number.name} after" in output
+    return output
+
+
+def test_signals_save_and_a_resumed_run_ends_with_an_evaluation(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    new = start("train", "cartpole", *SMALL, "--run-dir", str(folder))
+    output = interrupt(new, signal.SIGINT)
     assert f"ppo train --resume {folder}" in output
+    interrupt(start("train", "--resume", str(folder)), signal.SIGTERM)
     newest = max((folder / "checkpoints").iterdir())
     stopped_at = json.loads((newest / "counters.json").read_text())["steps"]
     more = f"total_steps={stopped_at + 256}"
