@@ -297,12 +297,10 @@ def _evaluate(
 ) -> None:
     """Evaluate an agent, or that of a checkpoint."""
     from ppo.evaluate import evaluate_run
-    from ppo.run_folder.checkpoint import read_counters
 
     evaluation = evaluate_run(config, run_folder, make_env, agent, which=which)
-    steps = read_counters(run_folder.checkpoints, which).steps
     console.print(
-        f"Evaluation after {steps:,} steps: "
+        f"Evaluation after {evaluation.steps:,} steps: "
         f"mean return {evaluation.mean_return:.1f} "
         f"over {len(evaluation.returns)} episodes "
         f"(lowest {evaluation.returns.min():.1f}, "

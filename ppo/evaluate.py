@@ -41,6 +41,8 @@ class Evaluation(NamedTuple):
 
     returns: np.ndarray
     lengths: np.ndarray
+    steps: int | None = None
+    """Env steps that the policy was trained for, if it is that of a checkpoint."""
 
     @property
     def mean_return(self) -> float:
@@ -50,6 +52,7 @@ class Evaluation(NamedTuple):
     def as_dict(self) -> dict[str, Any]:
         """Return a summary and all returns, as plain numbers."""
         return {
+            "steps": self.steps,
             "episodes": len(self.returns),
             "mean_return": self.mean_return,
             "std_return": float(np.std(self.returns)),
@@ -171,15 +174,16 @@ def evaluate_run(
         CheckpointError: there is no checkpoint, or it does not fit the config.
     """
     # Sooner than envs start: there may be no such checkpoint.
-    steps = checkpoint.read_counters(run_folder.checkpoints, which).steps
+    counters = checkpoint.read_counters(run_folder.checkpoints, which)
     episodes = config.evaluation_episodes
     seed = evaluation_seed(config.seed)
     with make_env(num_envs=min(config.num_envs, episodes), seed=seed) as env:
         if agent is None:
             agent = Agent(env.observation_space, env.action_space, config)
-            checkpoint.load_agent(run_folder.checkpoints, agent, which)
-        evaluation = evaluate(agent, env, episodes)
-    run_folder.save_evaluation({"steps": steps, **evaluation.as_dict()})
+            # A run that goes on may have written a newer one since.
+            counters = checkpoint.load_agent(run_folder.checkpoints, agent, which)
+        evaluation = evaluate(agent, env, episodes)._replace(steps=counters.steps)
+    run_folder.save_evaluation(evaluation.as_dict())
     return evaluation
 
 

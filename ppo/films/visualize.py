@@ -86,10 +86,10 @@ def visualize_run(
     evaluation = Evaluation(
         np.array([episode.total_reward for episode in played]),
         np.array([episode.length for episode in played]),
+        counters.steps,
     )
     summary = {
         "env_name": config.env_name,
-        "steps": counters.steps,
         "seed": seed,
         **evaluation.as_dict(),
         "lengths": evaluation.lengths.tolist(),
