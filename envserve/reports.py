@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from envserve import codec
-from envserve.blocks import Block, Fault
+from envserve.lane import Block, Fault
 from envserve.slab import Status
 
 __all__ = [

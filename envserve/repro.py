@@ -13,9 +13,9 @@ from typing import Any, Final, get_args
 import numpy as np
 
 from envserve import codec
-from envserve.blocks import Autoreset
 from envserve.errors import ReproError
 from envserve.journal import Played
+from envserve.lane import Autoreset
 from envserve.slab import Status
 from envserve.wrappers import WrapperSpec, plain_wrappers, wrappers_from_plain
 
@@ -56,7 +56,7 @@ class Repro:
       wrappers: What it was wrapped in.
       import_modules: Modules that had been imported where it was built; for the
         reader to know of, never to import.
-      autoreset: See `blocks.Autoreset`.
+      autoreset: See `lane.Autoreset`.
       root_seed: Seed of the whole batch.
       env_index: Row of the whole batch.
       timeout_seconds: How long the call that it ended in might take.

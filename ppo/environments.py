@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from envserve.blocks import Autoreset
 from envserve.client import BatchEnv
+from envserve.lane import Autoreset
 from ppo.config import Config
 from ppo.errors import ConfigError
 

@@ -18,14 +18,6 @@ from gymnasium.spaces import Space
 
 from envserve import codec
 from envserve.actions import check_actions
-from envserve.blocks import (
-    Autoreset,
-    Call,
-    Fault,
-    Infos,
-    Lane,
-    PoolConfig,
-)
 from envserve.client.batch_stats import BatchStats, StepRecorder
 from envserve.client.lane_group import Gathered, LaneGroup
 from envserve.client.local_lane import LocalLane
@@ -39,6 +31,14 @@ from envserve.errors import (
     EnvTimeout,
     LocalProtocolError,
     SpaceError,
+)
+from envserve.lane import (
+    Autoreset,
+    Call,
+    Fault,
+    Infos,
+    Lane,
+    PoolConfig,
 )
 from envserve.seeding import draw_root_seed
 from envserve.slab import Status

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from envserve.blocks import Lane
+from envserve.lane import Lane
 from envserve.slab import Status
 
 __all__ = ["BatchStats", "StepRecorder"]

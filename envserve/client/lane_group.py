@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from envserve.blocks import Call, Fault, Finished, Lane, Reset
 from envserve.client.row_set import BatchBlock, RowSet
 from envserve.errors import EnvserveError, LocalProtocolError
+from envserve.lane import Call, Fault, Lane, Outcome, Reset
 
 __all__ = ["Gathered", "LaneGroup"]
 
@@ -40,7 +40,7 @@ class Gathered:
     infos: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     faults: dict[int, Fault] = field(default_factory=dict)
 
-    def add(self, finished: Finished, offset: int) -> None:
+    def add(self, finished: Outcome, offset: int) -> None:
         """Adds a block's; a fault is reported in the row's info."""
         for row, info in finished.infos.items():
             self.infos[row + offset] = info
@@ -86,7 +86,7 @@ class LaneGroup:
         self._ticket = 0
         self._is_settled = True
         self._tickets: dict[int, int] = {}  # of blocks that are out, by position
-        self._inbox: dict[int, Finished] = {}  # of those, the ones that have ended
+        self._inbox: dict[int, Outcome] = {}  # of those, the ones that have ended
         self._lost: set[int] = set()  # of those, the ones whose end was lost
         self._pending: set[int] = set()  # blocks that came back as padding last
 
@@ -225,7 +225,7 @@ class LaneGroup:
         self._is_settled = True
         raise error
 
-    def finished(self, positions: Sequence[int]) -> list[Finished]:
+    def finished(self, positions: Sequence[int]) -> list[Outcome]:
         """Returns what came with blocks that `wait` has returned."""
         return [self._inbox[position] for position in positions]
 
@@ -235,7 +235,7 @@ class LaneGroup:
             del self._inbox[position]
             del self._tickets[position]
 
-    def take_back(self, positions: Sequence[int], finished: Sequence[Finished]) -> None:
+    def take_back(self, positions: Sequence[int], finished: Sequence[Outcome]) -> None:
         """Undoes a `release`, even one that was cut short."""
         for position, item in zip(positions, finished, strict=True):
             self._tickets[position] = item.ticket
@@ -274,7 +274,7 @@ class LaneGroup:
         self._lost = {at for at in self._tickets if at not in self._inbox}
         self._is_settled = True
 
-    def _keep(self, lane: Lane, item: Finished) -> bool:
+    def _keep(self, lane: Lane, item: Outcome) -> bool:
         """Puts the end of what was sent into the inbox; False for anything else."""
         position = self._first_block[lane].position + item.block
         if self._tickets.get(position) != item.ticket:
@@ -283,7 +283,7 @@ class LaneGroup:
         self._note_padding(position, item)
         return True
 
-    def _note_padding(self, position: int, item: Finished) -> None:
+    def _note_padding(self, position: int, item: Outcome) -> None:
         if item.is_padding:
             self._pending.add(position)
         elif self._pending:
@@ -329,9 +329,9 @@ class LaneGroup:
         blocks: Sequence[int],
         gathered: Gathered,
         errors: list[EnvserveError],
-    ) -> list[Finished]:
+    ) -> list[Outcome]:
         """Waits for blocks of a lane; what has another ticket is dropped."""
-        collected: list[Finished] = []
+        collected: list[Outcome] = []
         first = self._first_block[lane]
         offset = first.offset
         waiting = set(blocks)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from envserve.blocks import Block, Call, Finished, PoolConfig, Reset
 from envserve.errors import EnvStartError
+from envserve.lane import Block, Call, Outcome, PoolConfig, Reset
 from envserve.pool.pool import Pool
 from envserve.slab import Rows
 from envserve.spec import EnvSpec
@@ -15,7 +15,7 @@ __all__ = ["LocalLane"]
 
 
 class LocalLane:
-    """A pool in this process. Satisfies `blocks.Lane`."""
+    """A pool in this process. Satisfies `lane.Lane`."""
 
     name = "local"
 
@@ -90,8 +90,8 @@ class LocalLane:
         """Starts attribute access on one env, as an operation of its block."""
         self._pool.submit_call(call, ticket)
 
-    def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Finished]:
-        """Waits until so many operations have ended; see `blocks.Lane`."""
+    def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
+        """Waits until so many operations have ended; see `lane.Lane`."""
         return self._pool.collect(timeout_seconds, min_finished)
 
     def stats(self) -> Mapping[str, int]:

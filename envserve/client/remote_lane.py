@@ -21,9 +21,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from envserve import codec
-from envserve.blocks import Block, Call, Finished, PoolConfig, Reset
 from envserve.client.connection import SLICE_SECONDS, Connection
 from envserve.errors import EnvStartError, LocalProtocolError
+from envserve.lane import Block, Call, Outcome, PoolConfig, Reset
 from envserve.session import ClientSession, ClientState
 from envserve.slab import Rows
 from envserve.spec import EnvSpec
@@ -45,7 +45,7 @@ _STARTING: Final = (
 
 
 class RemoteLane:
-    """Satisfies `blocks.Lane`. Methods may be called from any thread."""
+    """Satisfies `lane.Lane`. Methods may be called from any thread."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class RemoteLane:
             self._pump(is_hot=True)
             self._wake()
 
-    def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Finished]:
+    def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
         """Waits until some operation has ended; returns [] after the timeout.
 
         A server answers all blocks of a submission at once, so that `min_finished` has

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from envserve.blocks import Lane
+from envserve.lane import Lane
 from envserve.slab import Rows
 
 __all__ = ["BatchBlock", "Piece", "RowSet", "RowSets", "check_rows"]

@@ -13,10 +13,10 @@ from typing import Final
 
 import numpy as np
 
-from envserve.blocks import Block, Fault, PoolConfig
 from envserve.channel import Kind
 from envserve.crash_files import CrashFiles
 from envserve.journal import Played
+from envserve.lane import Block, Fault, PoolConfig
 from envserve.pool.launcher import one_line
 from envserve.pool.operations import Operation
 from envserve.pool.supervisor import SupervisedWorker

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from envserve import codec
-from envserve.blocks import Block, Call, Reset
 from envserve.channel import MAX_CALL_BYTES, Kind, pack_frame
 from envserve.errors import CallError, LocalProtocolError
+from envserve.lane import Block, Call, Reset
 
 __all__ = ["Operation", "call_operation", "reset_operation"]
 

@@ -15,15 +15,6 @@ from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from envserve import codec
-from envserve.blocks import (
-    Block,
-    Call,
-    Fault,
-    Finished,
-    PoolConfig,
-    Reset,
-    make_blocks,
-)
 from envserve.channel import Frame, Kind, pack_frame
 from envserve.cores import num_cores
 from envserve.errors import (
@@ -33,18 +24,29 @@ from envserve.errors import (
     LocalProtocolError,
     WorkerError,
 )
-from envserve.losses import (
-    keep_last_observation,
-    restore_last_observation,
-    write_lost,
-    write_pending,
+from envserve.lane import (
+    Block,
+    Call,
+    Fault,
+    Outcome,
+    PoolConfig,
+    Reset,
+    make_blocks,
 )
 from envserve.pool.fault_log import FaultLog
 from envserve.pool.launcher import Launcher
 from envserve.pool.operations import Operation, call_operation, reset_operation
 from envserve.pool.supervisor import SupervisedWorker, WorkerState
 from envserve.reports import read_report
-from envserve.slab import Rows, Slab, Status
+from envserve.slab import (
+    Rows,
+    Slab,
+    Status,
+    keep_last_observation,
+    restore_last_observation,
+    write_lost,
+    write_pending,
+)
 from envserve.spec import EnvSpec
 from envserve.wrappers import plain_wrappers
 
@@ -90,7 +92,7 @@ class _Loss:
 
 
 class Pool:
-    """Equal envs in worker processes of this host. Satisfies `blocks.Lane`.
+    """Equal envs in worker processes of this host. Satisfies `lane.Lane`.
 
     Methods are called from one thread at a time. Starting and restarting go on only
     inside `collect`.
@@ -151,7 +153,7 @@ class Pool:
         self._num_restarts = 0
         self._num_padded = 0
         self._fault_log = FaultLog(config, _LOGGER, label)
-        self._finished: list[Finished] = []
+        self._finished: list[Outcome] = []
         self._last_done: SupervisedWorker | None = None
         self._has_cores_for_all = num_workers <= num_cores()
         self._slab: Slab | None = None
@@ -233,7 +235,7 @@ class Pool:
         """Starts a step of these blocks, with the actions now in `rows.action`.
 
         A block whose worker is being replaced is waited for, the first time for a
-        moment, or else finishes as padding; see `blocks.Lane`.
+        moment, or else finishes as padding; see `lane.Lane`.
         """
         operations = [Operation(Kind.STEP, self._idle_block(i)) for i in blocks]
         self._is_alone = is_alone
@@ -262,7 +264,7 @@ class Pool:
         index = next(b.index for b in self.blocks if call.env_index < b.stop)
         self._submit([call_operation(self._idle_block(index), call)], ticket)
 
-    def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Finished]:
+    def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
         """Goes on with all that is due, and returns the operations that have ended.
 
         Args:
@@ -680,7 +682,7 @@ class Pool:
 
     def _finish(self, operation: Operation, **outcome: Any) -> None:
         del self._operations[operation.block.index]
-        finished = Finished(operation.block.index, operation.ticket, **outcome)
+        finished = Outcome(operation.block.index, operation.ticket, **outcome)
         self._finished.append(finished)
 
     def __repr__(self) -> str:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from envserve import codec
-from envserve.blocks import Block, PoolConfig
 from envserve.channel import Frame, Kind, pack_frame
 from envserve.errors import (
     EnvserveError,
@@ -24,6 +23,7 @@ from envserve.errors import (
     WorkerError,
     WrapperError,
 )
+from envserve.lane import Block, PoolConfig
 from envserve.pool.launcher import Exit, Launcher
 from envserve.pool.worker_handle import WorkerHandle
 from envserve.slab import Slab, Status

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from envserve import codec
-from envserve.blocks import Block, PoolConfig
 from envserve.channel import Frame, FrameReader, Kind, pack_frame
+from envserve.lane import Block, PoolConfig
 from envserve.pool.launcher import Exit, Launcher
 from envserve.slab import Slab
 from envserve.wrappers import plain_wrappers

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from envserve.blocks import Finished
 from envserve.errors import EnvserveError
+from envserve.lane import Outcome
 from envserve.pool.pool import Pool
 
 __all__ = ["LeasedPool"]
@@ -35,7 +35,7 @@ class LeasedPool:
         loop.add_reader(pool.fileno(), on_event)
         self.plan()
 
-    def collect(self) -> tuple[list[Finished], EnvserveError | None]:
+    def collect(self) -> tuple[list[Outcome], EnvserveError | None]:
         """Returns what has ended, and why the pool has failed, if it has."""
         try:
             finished = self.pool.collect(0)

@@ -8,8 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
-from envserve.blocks import PoolConfig
 from envserve.errors import UnknownEnv, WrapperError
+from envserve.lane import PoolConfig
 from envserve.session.lease import Lease
 from envserve.session.policy import Policy, Refusal
 from envserve.wire import Attach, ErrorBody, ErrorCode

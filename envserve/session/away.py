@@ -14,14 +14,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from envserve.blocks import Block, Call, Fault, Finished, Reset
 from envserve.errors import EnvserveError
-from envserve.losses import write_pending
+from envserve.lane import Block, Call, Fault, Outcome, Reset
 from envserve.session.operations import Operations
 from envserve.session.requests import Asked, Pending
 from envserve.session.sender import Sender
 from envserve.session.stored_rows import StoredRows
-from envserve.slab import Rows, Status
+from envserve.slab import Rows, Status, write_pending
 from envserve.wire import Message, MessageType
 
 __all__ = ["Away"]
@@ -196,7 +195,7 @@ class Away:
         if pending.asked is not None:
             return  # what the block is busy with is a wish, if anything
         if pending.type is MessageType.CALL:
-            finished = Finished(block, pending.ticket, error=error)
+            finished = Outcome(block, pending.ticket, error=error)
             self._end_wish(absence, finished)
             return
         if absence.wish is not None:
@@ -218,7 +217,7 @@ class Away:
         """
         blocks = tuple([block for block, _ in pending.entries])
         self._stored.unpack(blocks, message.body, message.payload)
-        outcomes: dict[int, Finished | None] = {}
+        outcomes: dict[int, Outcome | None] = {}
         for item in self._operations.outcomes(pending, message, self._stored.rows):
             outcomes[item.block] = item
             if item.is_padding and pending.type is MessageType.STEP:
@@ -227,13 +226,13 @@ class Away:
 
     def fail(self, pending: Pending, error: EnvserveError, *, uses_seq: bool) -> None:
         """Takes an ERROR instead."""
-        outcomes = {b: Finished(b, error=error) for b, _ in pending.entries}
+        outcomes = {b: Outcome(b, error=error) for b, _ in pending.entries}
         self._end_asked(pending, outcomes, uses_seq=uses_seq)
 
     def _end_asked(
         self,
         pending: Pending,
-        outcomes: Mapping[int, Finished | None],
+        outcomes: Mapping[int, Outcome | None],
         *,
         uses_seq: bool,
     ) -> None:
@@ -314,7 +313,7 @@ class Away:
         for block, absence in self._absences.items():
             wish = absence.wish
             if wish is not None and wish.pad_at == math.inf:
-                self._end_wish(absence, Finished(block, wish.ticket, error=error))
+                self._end_wish(absence, Outcome(block, wish.ticket, error=error))
 
     def clear(self) -> None:
         """Forgets all, since the session is over."""
@@ -347,7 +346,7 @@ class Away:
         block: int,
         absence: _Absence,
         asked: Asked,
-        outcome: Finished | None,
+        outcome: Outcome | None,
         now: float,
     ) -> None:
         """Lets a wish have the outcome of what was asked before."""
@@ -415,9 +414,9 @@ class Away:
         write_pending(self._operations.rows, slice(place.start, place.stop))
         absence.has_padded = True
         self.num_padded += 1
-        self._end_wish(absence, Finished(block, wish.ticket, is_padding=True))
+        self._end_wish(absence, Outcome(block, wish.ticket, is_padding=True))
 
-    def _end_wish(self, absence: _Absence, finished: Finished) -> None:
+    def _end_wish(self, absence: _Absence, finished: Outcome) -> None:
         absence.wish, absence.sent = None, 0
         self._operations.finish_block(finished)
 
@@ -429,7 +428,7 @@ class Away:
         absence: _Absence,
         wish: _Wish,
         asked: Asked,
-        outcome: Finished,
+        outcome: Outcome,
     ) -> None:
         """Finishes a step with the outcome of what was asked before."""
         block = self._operations.blocks[index]
@@ -447,7 +446,7 @@ class Away:
             self._stored.write_lost(block, absence.reset_rows)
             status = Status.SERVER_LOST
             faults = [Fault(row, status, absence.loss) for row in rows]
-            finished = Finished(index, wish.ticket, faults=faults)
+            finished = Outcome(index, wish.ticket, faults=faults)
         else:
             self._stored.write_late(block, absence.reset_rows)
             self.num_late += 1

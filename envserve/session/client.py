@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from envserve.blocks import Block, Call, Finished, Reset
 from envserve.errors import (
     EnvserveError,
     LeaseLost,
@@ -21,6 +20,7 @@ from envserve.errors import (
     RemoteProtocolError,
     ServerLost,
 )
+from envserve.lane import Block, Call, Outcome, Reset
 from envserve.session.attachment import Attachment
 from envserve.session.away import Away
 from envserve.session.operations import Operations
@@ -148,7 +148,7 @@ class ClientSession:
         operations = self._attachment.operations
         return operations is not None and operations.has_finished
 
-    def take_finished(self) -> list[Finished]:
+    def take_finished(self) -> list[Outcome]:
         """Returns the operations that have ended since the last call."""
         operations = self._attachment.operations
         return operations.take_finished() if operations else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from envserve.blocks import Call, PoolConfig, Reset
+from envserve.lane import Call, PoolConfig, Reset
 from envserve.wire import Buffer
 
 __all__ = [

@@ -15,8 +15,8 @@ from typing import Any, Final
 import numpy as np
 
 from envserve.actions import check_action_rows
-from envserve.blocks import Block, Call, Finished, Reset
 from envserve.errors import ActionError, RemoteProtocolError
+from envserve.lane import Block, Call, Outcome, Reset
 from envserve.session.bounds import ActionBounds
 from envserve.session.decisions import (
     Decision,
@@ -83,7 +83,7 @@ class _Request:
     started_at: float
     waiting: set[int]
     resets: Sequence[Reset] = ()
-    finished: dict[int, Finished] = field(default_factory=dict)
+    finished: dict[int, Outcome] = field(default_factory=dict)
 
 
 class Lease:
@@ -165,7 +165,7 @@ class Lease:
             self._requests[block] = request
         return [decision]
 
-    def finish(self, finished: Iterable[Finished]) -> list[Decision]:
+    def finish(self, finished: Iterable[Outcome]) -> list[Decision]:
         """Takes what the pool has finished; answers requests that are complete."""
         replies: list[Decision] = []
         for item in finished:
@@ -199,7 +199,7 @@ class Lease:
             }
         )
 
-    def _note_ends(self, unended: Array, request: _Request, item: Finished) -> None:
+    def _note_ends(self, unended: Array, request: _Request, item: Outcome) -> None:
         """Notes which episodes have ended by a step, or were given up by a reset."""
         if item.error is not None or request.type is MessageType.CALL:
             return
@@ -345,7 +345,7 @@ class Lease:
             report=report,
         )
 
-    def _report(self, outcomes: Collection[Finished]) -> tuple[bytes, bool]:
+    def _report(self, outcomes: Collection[Outcome]) -> tuple[bytes, bool]:
         for outcome in outcomes:
             if outcome.infos or outcome.faults or outcome.error is not None:
                 break

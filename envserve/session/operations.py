@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from envserve import codec
-from envserve.blocks import Block, Call, Finished, Reset
 from envserve.errors import CallError, EnvserveError, LocalProtocolError
+from envserve.lane import Block, Call, Outcome, Reset
 from envserve.session.parts import BlockParts
 from envserve.session.requests import Draft, Pending
 from envserve.session.translation import exception_of
@@ -58,7 +58,7 @@ class Operations:
         self.blocks = blocks
         self.rows = Rows.allocate(spec, blocks[-1].stop)
         self.busy: dict[int, int] = {}
-        self._finished: list[Finished] = []
+        self._finished: list[Outcome] = []
         self._address = address
         self._parts = BlockParts(RowCodec(self.rows), blocks)
         self._seq = {block.index: 0 for block in blocks}  # of its last operation
@@ -68,7 +68,7 @@ class Operations:
         """Whether `take_finished` has something."""
         return bool(self._finished)
 
-    def take_finished(self) -> list[Finished]:
+    def take_finished(self) -> list[Outcome]:
         """Returns the operations that have ended since the last call."""
         finished, self._finished = self._finished, []
         return finished
@@ -201,23 +201,21 @@ class Operations:
             result = bytes(message.payload)
             self._end(pending)
             block = pending.entries[0][0]
-            self._finished.append(Finished(block, pending.ticket, result=result))
+            self._finished.append(Outcome(block, pending.ticket, result=result))
             return
         pending.part.unpack_results(message.body, message.payload)
         finished = self.outcomes(pending, message, self.rows)
         self._end(pending)
         self._finished += finished
 
-    def outcomes(
-        self, pending: Pending, message: Message, rows: Rows
-    ) -> list[Finished]:
+    def outcomes(self, pending: Pending, message: Message, rows: Rows) -> list[Outcome]:
         """Returns what a RESULT says besides rows, which were written to `rows`."""
         if message.flags & _INFOS_DROPPED:
             _LOGGER.warning(
                 "%s: infos were too long for a message, and are dropped", self._address
             )
         if not message.report:  # the usual case
-            finished = [Finished(block, pending.ticket) for block, _ in pending.entries]
+            finished = [Outcome(block, pending.ticket) for block, _ in pending.entries]
         else:
             report = Report.decode(message.report)
             finished = [
@@ -235,11 +233,11 @@ class Operations:
         block = self.blocks[index]
         return bool((rows.status[block.start : block.stop] == _PENDING).all())
 
-    def _outcome(self, block: Block, ticket: int, report: Report) -> Finished:
+    def _outcome(self, block: Block, ticket: int, report: Report) -> Outcome:
         """Picks what concerns a block."""
         rows = range(block.start, block.stop)
         error = report.errors.get(block.index)
-        return Finished(
+        return Outcome(
             block.index,
             ticket,
             infos={row: info for row, info in report.infos.items() if row in rows},
@@ -252,10 +250,10 @@ class Operations:
         self._end(pending, uses_seq=body.executed is not Executed.NO)
         error = exception_of(body, self._address)
         self._finished += [
-            Finished(block, pending.ticket, error=error) for block, _ in pending.entries
+            Outcome(block, pending.ticket, error=error) for block, _ in pending.entries
         ]
 
-    def finish_block(self, finished: Finished) -> None:
+    def finish_block(self, finished: Outcome) -> None:
         """Ends the operation of one block, whatever has come of it."""
         self.busy.pop(finished.block, None)
         self._finished.append(finished)
@@ -267,7 +265,7 @@ class Operations:
     def lose(self, error: EnvserveError) -> None:
         """Ends everything that is in flight, since the lease is lost."""
         self._finished += [
-            Finished(block, ticket, error=error)
+            Outcome(block, ticket, error=error)
             for block, ticket in sorted(self.busy.items())
         ]
         self.busy.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from envserve.blocks import Block
+from envserve.lane import Block
 from envserve.wire import RowCodec, RowPart, merge_ranges
 
 __all__ = ["BlockParts"]

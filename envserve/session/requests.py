@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from envserve.blocks import Finished, Reset
+from envserve.lane import Outcome, Reset
 from envserve.wire import (
     Buffer,
     Message,
@@ -75,7 +75,7 @@ class Asked:
 
     id: int
     is_recovery: bool
-    outcomes: Mapping[int, Finished | None] | None = None
+    outcomes: Mapping[int, Outcome | None] | None = None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,12 +14,12 @@ from dataclasses import replace
 from typing import Final
 
 from envserve import codec
-from envserve.blocks import Block, Finished
 from envserve.errors import (
     EnvserveError,
     LocalProtocolError,
     RemoteProtocolError,
 )
+from envserve.lane import Block, Outcome
 from envserve.session.admission import (
     Claim,
     ClaimState,
@@ -208,7 +208,7 @@ class ServerSession:
         return self._end(claim, body)
 
     def pool_finished(
-        self, session_id: int, finished: Iterable[Finished]
+        self, session_id: int, finished: Iterable[Outcome]
     ) -> list[Decision]:
         """Answers the requests that are complete with this."""
         claim = self._claims[session_id]

@@ -10,10 +10,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from envserve.blocks import Block
-from envserve.losses import keep_last_observation, write_lost, write_pending
+from envserve.lane import Block
 from envserve.session.parts import BlockParts
-from envserve.slab import Rows, Status
+from envserve.slab import Rows, Status, keep_last_observation, write_lost, write_pending
 from envserve.wire import Buffer, RowCodec
 
 __all__ = ["StoredRows"]

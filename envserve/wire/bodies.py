@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
 from envserve import codec
-from envserve.blocks import Autoreset, Infos
 from envserve.errors import RemoteProtocolError, WrapperError
+from envserve.lane import Autoreset, Infos
 from envserve.wire.constants import (
     MAX_ATTACH_BYTES,
     MAX_ENTRIES,
@@ -135,7 +135,7 @@ class Welcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Attach:
-    """Asks for equal envs. The fields mean what they do in `blocks.PoolConfig`."""
+    """Asks for equal envs. The fields mean what they do in `lane.PoolConfig`."""
 
     env_name: str
     num_envs: int
@@ -288,7 +288,7 @@ class ResetBody:
 
 @dataclass(frozen=True, kw_only=True)
 class CallBody:
-    """Attribute access on one env; the fields mean what they do in `blocks.Call`."""
+    """Attribute access on one env; the fields mean what they do in `lane.Call`."""
 
     env_index: int
     kind: CallKind

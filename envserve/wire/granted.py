@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from envserve import codec
-from envserve.blocks import Block
 from envserve.errors import RemoteProtocolError, SpaceError
+from envserve.lane import Block
 from envserve.spec import EnvSpec, describe, restore
 from envserve.wire.constants import MAX_BODY_BYTES, MAX_ENTRIES, MAX_NAME_LENGTH
 from envserve.wire.fields import Fields

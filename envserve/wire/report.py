@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from envserve import codec
-from envserve.blocks import Fault
 from envserve.errors import RemoteProtocolError
+from envserve.lane import Fault
 from envserve.slab import Status
 from envserve.wire.constants import (
     MAX_ENTRIES,

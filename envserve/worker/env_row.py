@@ -110,7 +110,7 @@ class EnvRow:
           rows: Rows of the pool.
           heartbeat: What shows that it goes on, and whose env is at work; see `Slab`.
           journal: Journal of the row.
-          autoreset: See `blocks.Autoreset`.
+          autoreset: See `lane.Autoreset`.
         """
         self.write_to(rows)
         self._heartbeat = heartbeat

@@ -16,16 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from envserve.blocks import (
+from envserve.lane import (
     Block,
     Call,
     Fault,
-    Finished,
+    Outcome,
     PoolConfig,
     Reset,
     make_blocks,
 )
-from envserve.losses import keep_last_observation, write_lost
 from envserve.seeding import env_seed
 from envserve.session import (
     ClientSession,
@@ -39,7 +38,7 @@ from envserve.session import (
     ServerSession,
     StartPool,
 )
-from envserve.slab import Rows, Status
+from envserve.slab import Rows, Status, keep_last_observation, write_lost
 from envserve.spec import EnvSpec
 from envserve.testing import LedgerEnv
 from envserve.wire import Attach, Buffer, MessageType, decode, encode
@@ -113,7 +112,7 @@ class LedgerPool:
             self.running.setdefault(block, []).append(operation)
             self._begin(block)
 
-    def crash(self, index: int, *, applied: bool) -> Finished:
+    def crash(self, index: int, *, applied: bool) -> Outcome:
         """Ends a block's step with its envs; with `applied`, when it was done already.
 
         Envs write before they answer, so what they did then can be seen.
@@ -134,9 +133,9 @@ class LedgerPool:
             Fault(row, Status.WORKER_DIED, "it died")
             for row in range(part.start, part.stop)
         ]
-        return Finished(index, faults=faults)
+        return Outcome(index, faults=faults)
 
-    def finish(self, index: int) -> Finished:
+    def finish(self, index: int) -> Outcome:
         """Carries out what a block has been asked for."""
         operation = self._take(index)
         block = self.blocks[index]
@@ -146,10 +145,10 @@ class LedgerPool:
             for row in rows:
                 self._reset(row)
                 self._write(row, 0.0, False, False)
-            return Finished(index)
+            return Outcome(index)
         for row in rows:
             self._write(row, *self._step(row))
-        return Finished(index)
+        return Outcome(index)
 
     def is_stepping(self, index: int) -> bool:
         return isinstance(self.running[index][0], RunStep)
@@ -434,7 +433,7 @@ class LedgerLane:
     def submit_call(self, call: Call, ticket: int = 0) -> None:
         self._client.submit_call(call, self._world.now, ticket)
 
-    def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Finished]:
+    def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
         while timeout_seconds > 0 and not self._client.has_finished:
             if not self._client.num_in_flight:
                 return []

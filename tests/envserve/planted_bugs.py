@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from envserve.blocks import Reset
 from envserve.client import batch_env, lane_group, step_result
 from envserve.client.lane_group import Gathered, LaneGroup
 from envserve.client.row_set import Piece, RowSet, RowSets
+from envserve.lane import Reset
 from envserve.session import ClientSession, ServerSession, client
 from envserve.session.lease import Lease, _Verdict
 from envserve.session.operations import Operations

@@ -13,11 +13,10 @@ import gymnasium
 import numpy as np
 import pytest
 
-from envserve.blocks import Finished
-from envserve.losses import write_lost, write_pending
+from envserve.lane import Outcome
 from envserve.pool import pool as pool_module
 from envserve.pool.pool import Pool
-from envserve.slab import Rows, Status
+from envserve.slab import Rows, Status, write_lost, write_pending
 from envserve.spec import action_values
 from envserve.testing import LedgerEnv
 from envserve.worker import process
@@ -292,7 +291,7 @@ def padding_counts_as_valid(patch: pytest.MonkeyPatch) -> None:
 def a_padded_action_is_applied(patch: pytest.MonkeyPatch) -> None:
     collect = Pool.collect
 
-    def pad_what_is_done(self: Pool, *arguments: Any) -> list[Finished]:
+    def pad_what_is_done(self: Pool, *arguments: Any) -> list[Outcome]:
         finished = collect(self, *arguments)
         padded = []
         for item in finished:

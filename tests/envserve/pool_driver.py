@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from envserve import codec
-from envserve.blocks import Call, Finished, PoolConfig, Reset
+from envserve.lane import Call, Outcome, PoolConfig, Reset
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
 
@@ -126,10 +126,10 @@ def wait_for(pool: Pool, condition: Callable[[], bool], seconds: float = 20.0) -
         assert pool.collect(0.05) == []
 
 
-def gather(pool: Pool, blocks: Iterable[int], seconds: float = 20.0) -> list[Finished]:
+def gather(pool: Pool, blocks: Iterable[int], seconds: float = 20.0) -> list[Outcome]:
     """Collects until each of these blocks has finished, and nothing else has."""
     awaited = set(blocks)
-    finished: dict[int, Finished] = {}
+    finished: dict[int, Outcome] = {}
     give_up_at = time.monotonic() + seconds
     while missing := awaited - set(finished):
         assert time.monotonic() < give_up_at, f"waited {seconds} s for {pool!r}"
@@ -140,13 +140,13 @@ def gather(pool: Pool, blocks: Iterable[int], seconds: float = 20.0) -> list[Fin
     return [finished[block] for block in sorted(finished)]
 
 
-def reset(pool: Pool, *resets: Reset) -> list[Finished]:
+def reset(pool: Pool, *resets: Reset) -> list[Outcome]:
     wanted = resets or [Reset(block.index) for block in pool.blocks]
     pool.submit_reset(wanted)
     return gather(pool, [each.block for each in wanted])
 
 
-def step(pool: Pool, actions: Any, blocks: Sequence[int] = ()) -> list[Finished]:
+def step(pool: Pool, actions: Any, blocks: Sequence[int] = ()) -> list[Outcome]:
     chosen = blocks or [block.index for block in pool.blocks]
     pool.rows.action[0][:] = actions
     pool.submit_step(chosen)

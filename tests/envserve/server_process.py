@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from envserve.blocks import PoolConfig
 from envserve.client.connection import ask_welcome
+from envserve.lane import PoolConfig
 from envserve.wire import Welcome
 
 LEDGER = "envserve/Ledger-v0"

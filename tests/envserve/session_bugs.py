@@ -13,11 +13,10 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 
-from envserve.blocks import Block, Finished
 from envserve.chaos.sessions import Profile, caller, ledger_pool
 from envserve.chaos.sessions.host import Host
 from envserve.chaos.sessions.ledger_pool import LedgerPool
-from envserve.losses import write_pending
+from envserve.lane import Block, Outcome
 from envserve.session import (
     ClientSession,
     ServerSession,
@@ -35,7 +34,7 @@ from envserve.session.parts import BlockParts
 from envserve.session.recovery import Recovery
 from envserve.session.requests import Pending, Requests
 from envserve.session.stored_rows import StoredRows
-from envserve.slab import Rows, Status
+from envserve.slab import Rows, Status, write_pending
 from envserve.wire import Buffer, Message, MessageType, RowPart, decode
 
 __all__ = ["BUGS", "Bug", "session_numbers_are_used_again"]
@@ -264,7 +263,7 @@ def overdue_steps_are_forgotten(patch: Patch) -> None:
         for block, _ in pending.entries:
             place = self._operations.blocks[block]
             write_pending(self._operations.rows, slice(place.start, place.stop))
-            finished = Finished(block, pending.ticket, is_padding=True)
+            finished = Outcome(block, pending.ticket, is_padding=True)
             self._operations.finish_block(finished)
 
     patch.setattr(Away, "give_up_waiting", forget)

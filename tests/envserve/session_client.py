@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Self
 
-from envserve.blocks import Finished, Reset
 from envserve.client.connection import Connection
+from envserve.lane import Outcome, Reset
 from envserve.session import ClientState
 from envserve.wire import Attach
 from tests.envserve.server_process import LEDGER
@@ -45,20 +45,20 @@ class SessionClient:
     def is_over(self) -> bool:
         return self.session.state.is_over
 
-    def reset(self) -> list[Finished]:
+    def reset(self) -> list[Outcome]:
         blocks = self.session.blocks
         self.session.submit_reset([Reset(b.index) for b in blocks], time.monotonic())
         return self.collect()
 
-    def step(self, action: int) -> list[Finished]:
+    def step(self, action: int) -> list[Outcome]:
         """The outcomes; those of a session that is lost have an error."""
         self.session.rows.action[0][:] = action
         blocks = range(len(self.session.blocks))
         self.session.submit_step(list(blocks), time.monotonic())
         return self.collect()
 
-    def collect(self) -> list[Finished]:
-        finished: list[Finished] = []
+    def collect(self) -> list[Outcome]:
+        finished: list[Outcome] = []
         while len(finished) < len(self.session.blocks):
             self.wait_for(lambda: self.session.has_finished)
             finished += self.session.take_finished()

@@ -10,8 +10,8 @@ import numpy as np
 from gymnasium import spaces
 
 from envserve import codec
-from envserve.blocks import Call, Fault, Finished, PoolConfig, Reset, make_blocks
 from envserve.errors import CallError, EnvserveError, UnknownEnv
+from envserve.lane import Call, Fault, Outcome, PoolConfig, Reset, make_blocks
 from envserve.session import (
     ClientSession,
     ClientState,
@@ -89,13 +89,13 @@ class FakePool:
         index: int,
         faults: Sequence[Fault] = (),
         error: EnvserveError | None = None,
-    ) -> Finished:
+    ) -> Outcome:
         """Ends the operation of a block; even rows of 7, 14, ... steps are ended."""
         operation = self.running.pop(index)
         if isinstance(operation, Call):
             if operation.name == "broken":
-                return Finished(index, error=CallError("it is broken"))
-            return Finished(index, result=codec.encode([operation.name]))
+                return Outcome(index, error=CallError("it is broken"))
+            return Outcome(index, result=codec.encode([operation.name]))
         block = self.blocks[index]
         part = slice(block.start, block.stop)
         rows = self.rows
@@ -104,7 +104,7 @@ class FakePool:
             rows.observation[0][part] = 0
             rows.reward[part] = 0
             rows.terminated[part] = rows.truncated[part] = False
-            return Finished(index, infos={block.start: {"reset": True}})
+            return Outcome(index, infos={block.start: {"reset": True}})
         self.count[part] += 1
         rows.reward[part] = rows.action[0][part]
         rows.observation[0][part, 0] = self.count[part]
@@ -112,7 +112,7 @@ class FakePool:
         rows.terminated[part] = self.count[part] % 7 == 0
         rows.final_observation[0][part] = rows.observation[0][part] + 1000
         rows.status[part] = Status.OK
-        return Finished(index, faults=faults, error=error)
+        return Outcome(index, faults=faults, error=error)
 
 
 @dataclass

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from envserve.blocks import Lane, PoolConfig
 from envserve.client import BatchEnv
 from envserve.client.connection import ask_welcome
 from envserve.client.local_lane import LocalLane
 from envserve.client.remote_lane import RemoteLane
 from envserve.errors import ConnectError, SpaceError
+from envserve.lane import Lane, PoolConfig
 
 from .conftest import StartServer
 

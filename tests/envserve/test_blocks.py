@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from envserve.blocks import PoolConfig, make_blocks
+from envserve.lane import PoolConfig, make_blocks
 
 SMALL = list(itertools.product(range(1, 14), range(1, 7), range(1, 5)))
 

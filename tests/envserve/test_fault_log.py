@@ -14,8 +14,8 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from envserve.blocks import Call
 from envserve.client import BatchEnv
+from envserve.lane import Call
 from envserve.pool.fault_log import FaultLog
 from envserve.pool.launcher import Launcher
 from envserve.replay import load_repro

@@ -15,8 +15,8 @@ import pytest
 import zmq
 
 from envserve import codec
-from envserve.blocks import Reset
 from envserve.client.remote_lane import RemoteLane
+from envserve.lane import Reset
 from envserve.testing import ledger_hash
 from envserve.transport import can_receive
 from envserve.wire import (

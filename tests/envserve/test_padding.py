@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envserve.blocks import Reset
 from envserve.client import BatchEnv, StepResult
 from envserve.client.local_lane import LocalLane
+from envserve.lane import Reset
 from envserve.pool.pool import Pool
 from envserve.seeding import env_seed
 from envserve.slab import Status

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from envserve.blocks import Call, Finished, PoolConfig, Reset
 from envserve.errors import CallError, EnvserveError, LocalProtocolError
+from envserve.lane import Call, Outcome, PoolConfig, Reset
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
 from envserve.seeding import env_seed
@@ -82,7 +82,7 @@ def test_collect_of_all_returns_what_has_ended_at_the_timeout(
     step(pool, 0)
     pool.rows.action[0][slow] = 1
     pool.submit_step([0, 1])
-    finished: list[Finished] = []
+    finished: list[Outcome] = []
     while not finished:  # each look is short, the first may come too early
         finished = pool.collect(0.2, 2)
     assert [outcome.block for outcome in finished] == [1 - slow]

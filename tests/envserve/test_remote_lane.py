@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envserve.blocks import Reset
 from envserve.chaos.proxy import Proxy
 from envserve.chaos.toxics import Toxics
 from envserve.client import remote_lane
 from envserve.client.remote_lane import RemoteLane
 from envserve.errors import ConnectError, EnvStartError, LocalProtocolError
+from envserve.lane import Reset
 from envserve.session import requests
 from tests.envserve.server_process import ServerProcess, make_config
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from envserve.blocks import Lane, PoolConfig
 from envserve.client import BatchEnv, StepResult
 from envserve.client.local_lane import LocalLane
 from envserve.client.remote_lane import RemoteLane
 from envserve.errors import ActionError, EnvError, EnvTimeout, LocalProtocolError
+from envserve.lane import Lane, PoolConfig
 from envserve.testing import ledger_hash
 
 from .conftest import MakeBatch, StartServer

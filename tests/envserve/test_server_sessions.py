@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envserve.blocks import Finished, Reset
 from envserve.client.connection import Connection
 from envserve.client.remote_lane import RemoteLane
 from envserve.errors import (
@@ -23,6 +22,7 @@ from envserve.errors import (
     ServerLost,
     UnknownEnv,
 )
+from envserve.lane import Outcome, Reset
 from envserve.session import ClientSession, ClientState
 from envserve.wire import (
     Attach,
@@ -48,14 +48,14 @@ def attach(server: ServerProcess, *args: object, **changes: object) -> RemoteLan
     return lane
 
 
-def step(lane: RemoteLane, action: int) -> list[Finished]:
+def step(lane: RemoteLane, action: int) -> list[Outcome]:
     lane.rows.action[0][:] = action
     lane.submit_step(range(len(lane.blocks)))
     return collect_all(lane)
 
 
-def collect_all(lane: RemoteLane) -> list[Finished]:
-    finished: list[Finished] = []
+def collect_all(lane: RemoteLane) -> list[Outcome]:
+    finished: list[Outcome] = []
     while len(finished) < len(lane.blocks):
         finished += lane.collect(20)
     return finished
@@ -255,12 +255,12 @@ def test_a_stopped_server_tells_its_clients_and_leaves_nothing(
         assert "Traceback" not in log
 
 
-def collect_error(lane: RemoteLane) -> list[Finished]:
+def collect_error(lane: RemoteLane) -> list[Outcome]:
     """The outcome of a step on a lane that is lost, now or in a moment."""
     try:
         lane.submit_step([0], is_alone=True)
     except ServerLost as error:
-        return [Finished(0, error=error)]
+        return [Outcome(0, error=error)]
     return lane.collect(10)
 
 

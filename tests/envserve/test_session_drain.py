@@ -7,8 +7,8 @@ import logging
 import numpy as np
 import pytest
 
-from envserve.blocks import Reset
 from envserve.errors import EnvsBusy, LeaseLost, ServerDraining
+from envserve.lane import Reset
 from envserve.session import ClientSession, ClientState
 from envserve.wire import Drain, Hello, Message, MessageType, Welcome, decode, encode
 from tests.envserve.session_fakes import (

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from envserve import codec
-from envserve.blocks import Call, Fault, Reset
 from envserve.errors import ActionError, CallError, EnvStartError, LocalProtocolError
+from envserve.lane import Call, Fault, Reset
 from envserve.session import ClientSession
 from envserve.slab import Status
 from envserve.wire import (

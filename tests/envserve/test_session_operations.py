@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 
-from envserve.blocks import Block
+from envserve.lane import Block
 from envserve.session.operations import Operations
 from envserve.session.requests import Outbox, Requests
 from envserve.spec import EnvSpec

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from envserve.blocks import Call, Fault, Finished, Reset
 from envserve.errors import ActionError
+from envserve.lane import Call, Fault, Outcome, Reset
 from envserve.session import ClientSession, ClientState
 from envserve.slab import Status
 from envserve.wire import Buffer, MessageType, decode
@@ -27,7 +27,7 @@ def advance_to(client: ClientSession, now: float) -> None:
 
 def make_overdue(
     server: FakeServer, client: ClientSession, action: int = 50
-) -> list[Finished]:
+) -> list[Outcome]:
     """Steps at 1 s, with no answer until 5 s; the server has it, and executes it."""
     client.rows.action[0][:] = action
     client.submit_step([0, 1], 1.0, ticket=1)

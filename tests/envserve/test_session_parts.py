@@ -9,8 +9,8 @@ import pytest
 from gymnasium import spaces
 
 from envserve.actions import check_action_rows
-from envserve.blocks import make_blocks
 from envserve.errors import ActionError
+from envserve.lane import make_blocks
 from envserve.session.bounds import ActionBounds
 from envserve.session.operations import Operations
 from envserve.session.parts import BlockParts

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from envserve.blocks import Call, Finished, Reset
 from envserve.errors import LeaseLost, ServerError, ServerLost, UnknownEnv
+from envserve.lane import Call, Outcome, Reset
 from envserve.session import ClientSession, ClientState, Policy
 from envserve.session.attachment import Attachment
 from envserve.session.away import Away
@@ -27,7 +27,7 @@ from tests.envserve.session_fakes import (
 )
 
 
-def finish(client: ClientSession, server: FakeServer, now: float) -> list[Finished]:
+def finish(client: ClientSession, server: FakeServer, now: float) -> list[Outcome]:
     """Lets everything come to its end."""
     for _ in range(3):
         client.advance(now)
@@ -43,7 +43,7 @@ def step(
     now: float,
     action: int = 3,
     is_alone: bool = True,
-) -> list[Finished]:
+) -> list[Outcome]:
     client.rows.action[0][:] = action
     client.submit_step([0, 1], now, is_alone=is_alone)
     return finish(client, server, now)
@@ -67,7 +67,7 @@ def executed(server: FakeServer) -> list[tuple[int, tuple[int, ...] | None]]:
     return pool.executed
 
 
-def check_lost(client: ClientSession, outcomes: list[Finished], last: int) -> None:
+def check_lost(client: ClientSession, outcomes: list[Outcome], last: int) -> None:
     """Checks that these are the lost rows of an episode of so many steps."""
     rows = client.rows
     assert [(item.block, item.error) for item in outcomes] == [(0, None), (1, None)]

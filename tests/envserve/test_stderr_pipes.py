@@ -206,7 +206,7 @@ def test_worker_holds_no_reading_end_of_the_others(make_pool: PoolMaker) -> None
 CHATTY = """
 import sys, time
 from envserve.pool.launcher import Launcher
-from envserve.blocks import PoolConfig, Reset
+from envserve.lane import PoolConfig, Reset
 from envserve.pool.pool import Pool
 launcher = Launcher(["odd_envs"])
 config = PoolConfig(

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Discrete
 
-from envserve.blocks import Lane
 from envserve.client.row_set import BatchBlock, RowSet
 from envserve.client.step_result import gather_result
+from envserve.lane import Lane
 from envserve.slab import Rows
 from envserve.spec import EnvSpec
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from envserve.blocks import Finished, Reset
 from envserve.errors import CallError, EnvStartError
+from envserve.lane import Outcome, Reset
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
 from envserve.seeding import env_seed
@@ -40,7 +40,7 @@ def seeds(pool: Pool) -> list[int]:
     return [int(seed) for seed in pool.rows.observation[0][:, 0]]
 
 
-def assert_lost(pool: Pool, outcome: Finished, status: Status, text: str) -> None:
+def assert_lost(pool: Pool, outcome: Outcome, status: Status, text: str) -> None:
     """The block's rows are one made-up transition: truncated, and not OK."""
     block = pool.blocks[outcome.block]
     part = slice(block.start, block.stop)
@@ -555,7 +555,7 @@ def test_pool_can_be_closed_while_it_starts(launcher: Launcher) -> None:
 
 OWNER = """
 import sys
-from envserve.blocks import PoolConfig
+from envserve.lane import PoolConfig
 from envserve.pool.pool import Pool
 child = "import subprocess; subprocess.Popen(['sleep', '60'])"
 config = PoolConfig(

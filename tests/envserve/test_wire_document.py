@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from envserve.blocks import make_blocks
+from envserve.lane import make_blocks
 from envserve.slab import Rows
 from envserve.spec import EnvSpec
 from envserve.wire import (

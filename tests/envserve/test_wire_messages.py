@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envserve import codec
-from envserve.blocks import Fault, make_blocks
 from envserve.errors import RemoteProtocolError
+from envserve.lane import Fault, make_blocks
 from envserve.slab import Status
 from envserve.spec import EnvSpec
 from envserve.testing import SPACES

@@ -12,9 +12,9 @@ import pytest
 from gymnasium import spaces
 
 from envserve import codec
-from envserve.blocks import Finished, PoolConfig
 from envserve.channel import Frame, FrameReader, Kind, pack_frame
 from envserve.errors import EnvStartError, WorkerError
+from envserve.lane import Outcome, PoolConfig
 from envserve.pool.launcher import Exit, Launcher
 from envserve.pool.pool import Pool
 from envserve.slab import Status
@@ -145,7 +145,7 @@ class Scene:
         self.worker.become_ready()
         return self.worker
 
-    def lose(self, culprit: FakeWorker) -> Finished:
+    def lose(self, culprit: FakeWorker) -> Outcome:
         """What the step has come to, once the next worker has taken over."""
         successor = self.replace(culprit)
         wait_for(self.pool, lambda: self.pool._workers[0].state.name == "SERVING")
@@ -179,7 +179,7 @@ def fault(**changes: Any) -> dict[str, Any]:
 def test_answer_with_the_right_number_finishes_the_step(scene: Scene) -> None:
     frame = scene.start_step()
     scene.worker.send(Kind.DONE, 0, frame.sequence)
-    assert gather(scene.pool, [0]) == [Finished(0)]
+    assert gather(scene.pool, [0]) == [Outcome(0)]
 
 
 def test_every_submission_has_another_number(scene: Scene) -> None:
@@ -253,7 +253,7 @@ def test_second_answer_to_the_same_step_is_a_wrong_one(scene: Scene) -> None:
     culprit = scene.worker
     for _ in range(2):
         culprit.send(Kind.DONE, 0, frame.sequence)
-    assert gather(scene.pool, [0]) == [Finished(0)]
+    assert gather(scene.pool, [0]) == [Outcome(0)]
     scene.replace(culprit)
     assert culprit.was_killed
 
@@ -262,7 +262,7 @@ def test_answer_written_before_the_end_still_counts(scene: Scene) -> None:
     frame = scene.start_step()
     scene.worker.send(Kind.DONE, 0, frame.sequence)
     scene.worker.die(1)
-    assert gather(scene.pool, [0]) == [Finished(0)]
+    assert gather(scene.pool, [0]) == [Outcome(0)]
     assert scene.pool.rows.status[0] == Status.OK
 
 

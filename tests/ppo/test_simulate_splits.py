@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from envserve.blocks import PoolConfig
 from envserve.client import BatchEnv
 from envserve.client.local_lane import LocalLane
+from envserve.lane import PoolConfig
 from ppo.agent import Agent
 from ppo.config import Config
 from ppo.errors import DivergedError

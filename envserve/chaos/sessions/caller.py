@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from envserve import codec
-from envserve.blocks import Block, Call, Finished, Reset
 from envserve.chaos.sessions.clock import Clock, Patient
 from envserve.chaos.sessions.host import Host
 from envserve.chaos.sessions.ledger import SPEC, Ledger, Violation
@@ -32,6 +31,7 @@ from envserve.errors import (
     ServerError,
     ServerLost,
 )
+from envserve.lane import Block, Call, Outcome, Reset
 from envserve.session import ClientSession, ClientState
 from envserve.wire import Attach, Buffer
 
@@ -379,7 +379,7 @@ class Caller(Patient):
 
     # What comes of it.
 
-    def _take(self, session: ClientSession, finished: Finished) -> None:
+    def _take(self, session: ClientSession, finished: Outcome) -> None:
         asked = self._in_flight.pop(finished.block, None)
         self.num_finished += 1
         if asked is None or asked.ticket != finished.ticket:
@@ -400,7 +400,7 @@ class Caller(Patient):
                 raise Violation(f"{asked.kind} was answered with another's result")
 
     def _take_step(
-        self, session: ClientSession, asked: Asked, finished: Finished, block: Block
+        self, session: ClientSession, asked: Asked, finished: Outcome, block: Block
     ) -> None:
         before = {row: self._views[row].observation for row in finished.infos}
         for row, info in finished.infos.items():

@@ -10,12 +10,12 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
-from envserve.blocks import Finished
 from envserve.chaos.sessions.clock import Clock, Patient
 from envserve.chaos.sessions.ledger import SPEC, Ledger, Violation
 from envserve.chaos.sessions.ledger_pool import LedgerPool, Running
 from envserve.chaos.sessions.profile import Profile, log_uniform
 from envserve.errors import EnvError, EnvStartError, ServerError, UnknownEnv
+from envserve.lane import Outcome
 from envserve.session import (
     Decision,
     EndPool,
@@ -290,7 +290,7 @@ class Host(Patient):
         if pool is None or pool.is_closing or session not in self.granted:
             return
         status = self.clock.random.choice((Status.WORKER_DIED, Status.TIMEOUT))
-        finished: list[Finished] = pool.lose_worker(worker, status)
+        finished: list[Outcome] = pool.lose_worker(worker, status)
         for running in list(pool.running.values()):
             if pool.blocks[running.block].worker == worker:
                 self._go_on(session, pool, running)

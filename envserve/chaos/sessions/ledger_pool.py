@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from envserve import codec
-from envserve.blocks import Call, Fault, Finished, PoolConfig, Reset, make_blocks
 from envserve.chaos.sessions.ledger import (
     SPEC,
     Ledger,
@@ -21,9 +20,9 @@ from envserve.chaos.sessions.ledger import (
     first_observation,
 )
 from envserve.errors import CallError, EnvError, EnvserveError
-from envserve.losses import keep_last_observation, write_lost, write_pending
+from envserve.lane import Call, Fault, Outcome, PoolConfig, Reset, make_blocks
 from envserve.session import RunCall, RunReset, RunStep
-from envserve.slab import Rows, Status
+from envserve.slab import Rows, Status, keep_last_observation, write_lost, write_pending
 
 __all__ = ["LedgerPool", "Running"]
 
@@ -117,13 +116,13 @@ class LedgerPool:
                 self.ledger.note_step(state, action)
         return running
 
-    def finish(self, block: int, num_errors: int = 0) -> Finished:
+    def finish(self, block: int, num_errors: int = 0) -> Outcome:
         """Ends an operation; so many rows of a step fail."""
         running = self.running.pop(block)
         if isinstance(running.kind, Call):
             call = running.kind
             result = codec.encode([call.env_index, *call.arguments])
-            return Finished(block, result=result)
+            return Outcome(block, result=result)
         if isinstance(running.kind, Reset):
             return self._finish_reset(running.kind)
         if block in self._lost:
@@ -132,24 +131,24 @@ class LedgerPool:
             raise Violation(f"block {block} found its episodes again")
         return self._finish_step(block, running.actions, num_errors)
 
-    def fail(self, block: int) -> Finished:
+    def fail(self, block: int) -> Outcome:
         """Ends an operation that has failed as a whole; its episodes are lost."""
         running = self.running.pop(block)
         if isinstance(running.kind, Call):
             error: EnvserveError = CallError("the call failed", env_index=0)
-            return Finished(block, error=error)
+            return Outcome(block, error=error)
         self._mark_lost(block, Status.WORKER_DIED)
-        return Finished(block, error=EnvError("the env failed", env_index=None))
+        return Outcome(block, error=EnvError("the env failed", env_index=None))
 
-    def pad(self, block: int) -> Finished:
+    def pad(self, block: int) -> Outcome:
         """Ends a step whose worker is not back yet."""
         del self.running[block]
         write_pending(self.rows, self._parts[block])
-        return Finished(block, is_padding=True)
+        return Outcome(block, is_padding=True)
 
     # Workers.
 
-    def lose_worker(self, worker: int, status: Status) -> list[Finished]:
+    def lose_worker(self, worker: int, status: Status) -> list[Outcome]:
         """Loses all episodes of a worker; returns the calls that end with it."""
         self.down.add(worker)
         ended = []
@@ -195,7 +194,7 @@ class LedgerPool:
         self._states[row] = state
         return state
 
-    def _finish_step(self, block: int, actions: list[int], num_errors: int) -> Finished:
+    def _finish_step(self, block: int, actions: list[int], num_errors: int) -> Outcome:
         part, rows = self._parts[block], self.rows
         last_states = self._states[part]
         states = [
@@ -219,7 +218,7 @@ class LedgerPool:
                 infos[row] = {"episode": last[0]}
                 rows.final_observation[0][row] = rows.observation[0][row]
                 rows.observation[0][row] = self._new_state(row)
-        return Finished(block, faults=faults, infos=infos)
+        return Outcome(block, faults=faults, infos=infos)
 
     def _end_with_error(self, row: int, last: Observation) -> Fault:
         self._rebuild(row)
@@ -228,7 +227,7 @@ class LedgerPool:
         self.rows.observation[0][row] = self._new_state(row)
         return Fault(row, Status.ENV_ERROR, "the env raised")
 
-    def _finish_lost(self, block: int) -> Finished:
+    def _finish_lost(self, block: int) -> Outcome:
         """Ends a step with the one row that a lost episode costs."""
         part, status = self._parts[block], self._lost.pop(block)
         keep_last_observation(self.rows, part)
@@ -239,9 +238,9 @@ class LedgerPool:
                 self.ledger.lose(self._states[row][0])
             self.rows.observation[0][row] = self._new_state(row)
             faults.append(Fault(row, status, "the worker ended"))
-        return Finished(block, faults=faults)
+        return Outcome(block, faults=faults)
 
-    def _finish_reset(self, reset: Reset) -> Finished:
+    def _finish_reset(self, reset: Reset) -> Outcome:
         part = self._parts[reset.block]
         whole = range(part.start, part.stop)
         chosen = whole if reset.env_indices is None else reset.env_indices
@@ -252,4 +251,4 @@ class LedgerPool:
         self.rows.reward[part] = 0.0
         self.rows.terminated[part] = self.rows.truncated[part] = False
         self.rows.status[part] = Status.OK
-        return Finished(reset.block)
+        return Outcome(reset.block)

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from envserve.blocks import Block
 from envserve.chaos.sessions.ledger import (
     Ledger,
     Observation,
@@ -15,6 +14,7 @@ from envserve.chaos.sessions.ledger import (
     apply,
     endings,
 )
+from envserve.lane import Block
 from envserve.slab import Rows, Status
 
 __all__ = ["RowView", "end_steps"]

@@ -23,9 +23,9 @@ __all__ = [
     "Block",
     "Call",
     "Fault",
-    "Finished",
     "Infos",
     "Lane",
+    "Outcome",
     "PoolConfig",
     "Reset",
     "make_blocks",
@@ -200,7 +200,7 @@ class Fault:
     is_violation: bool = False
 
 
-class Finished(NamedTuple):
+class Outcome(NamedTuple):
     """A block's operation has ended, and its rows are as it left them.
 
     Attributes:
@@ -262,7 +262,7 @@ class Lane(Protocol):
 
         Args:
           blocks: Which blocks.
-          ticket: What `Finished` will carry.
+          ticket: What `Outcome` will carry.
           is_alone: Whether the caller has no other rows that are alive: then blocks
             whose envs are not back yet are waited for. Else they finish as padding.
         """
@@ -273,7 +273,7 @@ class Lane(Protocol):
     def submit_call(self, call: Call, ticket: int = 0) -> None:
         """Starts attribute access on one env, as an operation of its block."""
 
-    def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Finished]:
+    def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
         """Waits until so many operations have ended, and returns them.
 
         Fewer come back after the timeout, or when no more are in flight.
