@@ -33,9 +33,9 @@ test: $(VENV)/.installed-dev
 	scripts/check $(ARGS)
 
 bench: $(VENV)/.installed-bench
-	$(VENV)/bin/envserve bench $(or $(ARGS),suite)
+	$(VENV)/bin/python scripts/bench.py $(or $(ARGS),suite)
 
-chaos: $(VENV)/.installed-train
+chaos: $(VENV)/.installed-dev
 	$(VENV)/bin/python scripts/chaos.py $(ARGS)
 
 # The stamps are older than a changed pin, which is what installs again.

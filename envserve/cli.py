@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
+import dataclasses
+import inspect
 import logging
 import os
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, Final, Literal, NoReturn, get_type_hints
 
 import typer
 
 from envserve.cores import num_cores
 from envserve.errors import EnvserveError, ServerError
+from envserve.settings import HostSettings, WorkerSettings, is_private
 
 __all__ = ["main"]
 
@@ -25,6 +31,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+_Import = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import", help="Module that registers envs or wrappers; repeatable."
+    ),
+]
+_Timeout = Annotated[float, typer.Option(min=0.001, help="Seconds to wait for it.")]
+
 
 def main() -> None:
     """Runs the command that the arguments name."""
@@ -34,126 +48,120 @@ def main() -> None:
     app()
 
 
+#: Options that are not called like their setting.
+_FLAGS: Final = {
+    "num_workers": "--workers",
+    "env_names": "--env",
+    "binds": "--bind",
+    "import_modules": "--import",
+    "exposed": "--expose",
+    "allowed_kwargs": "--allow-kwarg",
+    "step_timeout_seconds": "--step-timeout",
+    "reset_timeout_seconds": "--reset-timeout",
+    "drain_grace_seconds": "--drain-grace",
+    "allows_public_binds": "--insecure-no-auth",
+}
+
+
+def _flag(setting: str) -> str:
+    return _FLAGS.get(setting) or f"--{setting.replace('_', '-')}"
+
+
+def _with_host_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command an option for each of a host's settings, in place of `given`."""
+    hints = get_type_hints(HostSettings)
+    helps = _lines_below_fields(WorkerSettings) | _lines_below_fields(HostSettings)
+    parameters = []
+    for field in dataclasses.fields(HostSettings):
+        kind = str if hints[field.name] == str | None else hints[field.name]
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if kind not in (bool, float, int, str):
+            kind, default = list[str] | None, None
+        option = typer.Option(_flag(field.name), help=helps[field.name])
+        parameters.append(_parameter(field.name, Annotated[kind, option], default))
+    for name, own in inspect.signature(command, eval_str=True).parameters.items():
+        if name != "given":
+            parameters.append(_parameter(name, own.annotation, own.default))
+    vars(command)["__signature__"] = inspect.Signature(parameters)
+    return command
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
+
+
+def _lines_below_fields(kind: type) -> dict[str, str]:
+    (body,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for pair in pairwise(body.body):
+        match pair:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                found[name] = " ".join(text.split())
+    return found
+
+
 @app.command()
+@_with_host_settings
 def start(
-    workers: Annotated[
-        int, typer.Option(help="Most worker processes that one client gets.")
-    ] = num_cores(),
-    envs_per_worker: Annotated[
-        int, typer.Option(help="With --workers, how many envs all clients may have.")
-    ] = 64,
-    env: Annotated[
-        list[str] | None,
-        typer.Option(help="Env to offer; repeatable. By default, all registered."),
-    ] = None,
-    bind: Annotated[
-        list[str] | None,
-        typer.Option(help="tcp://host:port or ipc://path; repeatable; port 0 is any."),
-    ] = None,
+    *,
     address_file: Annotated[
         Path | None, typer.Option(help="Where to write the real addresses.")
     ] = None,
-    import_module: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--import", help="Module that registers envs or wrappers; repeatable."
-        ),
-    ] = None,
-    expose: Annotated[
-        list[str] | None,
-        typer.Option(help="Attribute that clients may get, set and call; repeatable."),
-    ] = None,
-    allow_kwarg: Annotated[
-        list[str] | None,
-        typer.Option(help="Env argument that clients may set; repeatable."),
-    ] = None,
-    lease_seconds: Annotated[
-        float, typer.Option(help="Silence after which a client's envs are given up.")
-    ] = 60.0,
-    step_timeout: Annotated[
-        float, typer.Option(help="Seconds that one env's step may take.")
-    ] = 30.0,
-    reset_timeout: Annotated[
-        float, typer.Option(help="Seconds that one env's reset or start may take.")
-    ] = 120.0,
-    padding_after: Annotated[
-        float,
-        typer.Option(
-            help="Seconds that a step waits for envs whose worker is being replaced; "
-            "then their rows are padding."
-        ),
-    ] = 0.1,
-    max_restarts: Annotated[
-        int,
-        typer.Option(
-            help="How often a worker that ends without a step in between is replaced."
-        ),
-    ] = 5,
-    drain_grace: Annotated[
-        float,
-        typer.Option(help="Seconds for running episodes to end in after SIGTERM."),
-    ] = 8.0,
-    crash_dir: Annotated[
-        str,
-        typer.Option(
-            help="Folder for repro files of crashes, by default one of this user's "
-            "under the system's temporary folder; 'none' for no files."
-        ),
-    ] = "",
-    max_message_mib: Annotated[
-        int, typer.Option(help="Longest message accepted from a client.")
-    ] = 1,
-    insecure_no_auth: Annotated[
-        bool, typer.Option(help="Allow addresses that other hosts can reach.")
-    ] = False,
     log_level: Annotated[
-        str, typer.Option(help="debug, info, warning or error; goes to stderr.")
+        Literal["debug", "info", "warning", "error"],
+        typer.Option(help="What goes to stderr."),
     ] = "info",
+    **given: Any,
 ) -> None:
     """Serve envs until SIGTERM, which lets episodes end first, or SIGINT."""
-    from envserve.crash_files import CrashFiles
-    from envserve.server import ServerConfig, serve
+    from envserve.server import serve
 
-    _set_up_logging(log_level)
-    try:
-        config = ServerConfig(
-            num_workers=workers,
-            envs_per_worker=envs_per_worker,
-            env_names=tuple(env) if env else None,
-            binds=tuple(bind or ("tcp://127.0.0.1:5555",)),
-            import_modules=tuple(import_module or ()),
-            exposed=tuple(expose or ()),
-            allowed_kwargs=tuple(allow_kwarg or ()),
-            lease_seconds=lease_seconds,
-            step_timeout_seconds=step_timeout,
-            reset_timeout_seconds=reset_timeout,
-            padding_after_seconds=padding_after,
-            max_restarts=max_restarts,
-            drain_grace_seconds=drain_grace,
-            crash_dir=None if crash_dir == "none" else crash_dir,
-            max_message_bytes=max_message_mib << 20,
-            allows_public_binds=insecure_no_auth,
-        )
-        if crash_dir not in ("", "none"):
-            CrashFiles(Path(crash_dir)).check()
-    except ValueError as error:
-        _fail(error, 2)
-    except OSError as error:
-        _fail(f"--crash-dir: expected a folder that can be written to; {error}", 2)
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=log_level.upper(),
+        format="%(asctime)s %(levelname)s %(message)s",
+    )
+    host = _host_settings(given)
 
     def on_ready(addresses: tuple[str, ...], num_names: int) -> None:
         if address_file is not None:
             _write_addresses(address_file, addresses)
         print(
             f"envserve: ready on {' '.join(addresses)} with {num_names} env names, "
-            f"up to {workers * envs_per_worker} envs in {workers} workers",
+            f"up to {host.total_envs} envs in {host.num_workers} workers",
             flush=True,
         )
 
     try:
-        asyncio.run(serve(config, on_ready))
+        asyncio.run(serve(host, on_ready))
     except (EnvserveError, OSError) as error:
         _fail(error, 1)
+
+
+def _host_settings(given: Mapping[str, Any]) -> HostSettings:
+    """Checks options; ends with an error that names the option."""
+    from envserve.crashes.files import CrashFiles
+
+    folder = given["crash_dir"]
+    given = {name: value for name, value in given.items() if value not in (None, [])}
+    try:
+        if folder not in ("", "none"):
+            CrashFiles(Path(folder)).check()
+        return HostSettings(
+            **given | {"crash_dir": None if folder == "none" else folder}
+        )
+    except OSError as error:
+        _fail(f"--crash-dir: expected a folder that can be written to; {error}", 2)
+    except ValueError as error:
+        name, _, text = str(error).partition(":")
+        _fail(f"{_flag(name)}:{text}", 2)
 
 
 @app.command()
@@ -171,9 +179,7 @@ def health(
             "--ready", help="Are there envs to have? 3, 5: draining, 6: all leased."
         ),
     ] = False,
-    timeout: Annotated[
-        float, typer.Option(min=0.001, help="Seconds to wait for it.")
-    ] = 2.0,
+    timeout: _Timeout = 2.0,
 ) -> None:
     """Ask a server how it is. The exit code is 0 if it is well, 1 if none answers."""
     from envserve.client.connection import ask_welcome
@@ -199,15 +205,8 @@ def envs(
     address: Annotated[
         str | None, typer.Argument(help="Address of a server; by default, here.")
     ] = None,
-    import_module: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--import", help="Module that registers envs or wrappers; repeatable."
-        ),
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option(min=0.001, help="Seconds to wait for it.")
-    ] = 2.0,
+    import_module: _Import = None,
+    timeout: _Timeout = 2.0,
 ) -> None:
     """List the env names that a server offers, or that one here would offer."""
     from envserve.client.connection import ask_welcome
@@ -228,19 +227,14 @@ def envs(
 @app.command()
 def replay(
     file: Annotated[Path, typer.Argument(help="Repro file; the log names it.")],
-    import_module: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--import", help="Module that registers envs or wrappers; repeatable."
-        ),
-    ] = None,
+    import_module: _Import = None,
     timeout: Annotated[
         float | None,
         typer.Option(help="Seconds after which a step hangs; by default, as it was."),
     ] = None,
 ) -> None:
     """Play a crashed env again; exits with 0 if it ends alike, with 1 if not."""
-    from envserve import replay as replays
+    from envserve.pool import replay as replays
     from envserve.pool.launcher import Launcher
 
     try:
@@ -254,36 +248,44 @@ def replay(
     raise typer.Exit(0 if ending.is_reproduced else 1)
 
 
-@app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def bench(context: typer.Context) -> None:
-    """Measure speed, with peers beside us in the same run."""
-    # A command of its own: only who benchmarks waits for what it imports.
-    from envserve.bench.cli import main
+@app.command()
+def bench(
+    env: Annotated[
+        str, typer.Option(help="Registered name of the env to measure.")
+    ] = "CartPole-v1",
+    import_module: Annotated[
+        list[str] | None,
+        typer.Option("--import", help="Module that registers envs; repeatable."),
+    ] = None,
+    num_envs: Annotated[int, typer.Option(min=1, help="Rows of the batch.")] = 16,
+    num_workers: Annotated[
+        int, typer.Option(min=1, help="Processes that step envs.")
+    ] = num_cores(),
+    seconds: Annotated[
+        float, typer.Option(min=0.001, help="Length of one measurement.")
+    ] = 0.6,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Measurements of each case, in turns.")
+    ] = 5,
+) -> None:
+    """Measure an env here, behind a server, and in Gymnasium's vector envs."""
+    from envserve.bench.command import bench as measure
+    from envserve.bench.load import Load
 
-    main(context.args)
+    modules = tuple(import_module or ())
+    workers = min(num_workers, num_envs)
+    load = Load(env, num_envs, workers, seconds, import_modules=modules)
+    try:
+        measure(load, rounds)
+    except EnvserveError as error:
+        _fail(error, 1)
 
 
 def _check_address(address: str) -> None:
-    from envserve.server.config import is_private
-
     try:
         is_private(address)
     except ValueError as error:
         _fail(error, 2)
-
-
-def _set_up_logging(level: str) -> None:
-    names = ("debug", "info", "warning", "error")
-    if level not in names:
-        _fail(ValueError(f"expected --log-level out of {names}; got {level!r}"), 2)
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=level.upper(),
-        format="%(asctime)s %(levelname)s %(message)s",
-    )
 
 
 def _write_addresses(path: Path, addresses: tuple[str, ...]) -> None:

@@ -6,35 +6,24 @@ submitted, answered, numbered and lost. At most one operation on it runs at a ti
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple, Protocol, get_args
-
-import numpy as np
+from typing import Any, Literal, NamedTuple, Protocol
 
 from envserve.errors import EnvserveError
 from envserve.slab import Rows, Status
 from envserve.spec import EnvSpec
-from envserve.wrappers import WrapperSpec
 
 __all__ = [
-    "Autoreset",
     "Block",
     "Call",
     "Fault",
-    "Infos",
     "Lane",
     "Outcome",
-    "PoolConfig",
     "Reset",
     "make_blocks",
 ]
-
-#: When an ended episode's env is reset, as in Gymnasium's `AutoresetMode`.
-Autoreset = Literal["same_step", "next_step", "disabled"]
-#: Which info dicts are reported: of all rows, of rows whose episode ended, or none.
-Infos = Literal["all", "episode_end", "none"]
 
 
 @dataclass(frozen=True)
@@ -75,77 +64,6 @@ def make_blocks(num_envs: int, num_workers: int, num_splits: int) -> tuple[Block
         )
         for index in range(count)
     )
-
-
-_COUNTS: Final = (
-    *("num_envs", "num_workers", "num_splits"),
-    *("seed", "first_env_index", "first_incarnation", "max_restarts"),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolConfig:
-    """What a pool builds: `num_envs` equal envs in up to `num_workers` processes."""
-
-    env_name: str
-    num_envs: int
-    num_workers: int
-    num_splits: int = 1
-    #: Root seed in [0, 2**63); the env seeds follow from it, see `seeding.env_seed`.
-    seed: int
-    #: Row of this pool's first env in the whole batch, over all lanes.
-    first_env_index: int = 0
-    #: How often every env has been built before, for who builds them anew elsewhere.
-    first_incarnation: int = 0
-    env_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    #: What each env is wrapped in, the innermost first.
-    wrappers: tuple[WrapperSpec, ...] = ()
-    #: Modules that register envs when they are imported.
-    import_modules: tuple[str, ...] = ()
-    autoreset: Autoreset = "same_step"
-    infos: Infos = "episode_end"
-    #: Whether each row has a second env that is reset while the first is stepped.
-    spare_envs: bool = False
-    #: Longest that one env's step may take; then its worker is killed.
-    step_timeout_seconds: float = 30.0
-    #: Longest that one env's reset or construction may take.
-    reset_timeout_seconds: float = 120.0
-    #: Longest that a step waits for envs whose worker is being replaced, before their
-    #: rows come back as padding; infinity waits for as long as it takes.
-    padding_after_seconds: float = 0.1
-    #: Folder for repro files of crashes; "" is one of this user's under the system's
-    #: folder for temporary files, and None none at all.
-    crash_dir: str | None = ""
-    #: Failed starts of a worker in a row, without a step in between, before its
-    #: blocks are given up.
-    max_restarts: int = 5
-
-    def __post_init__(self) -> None:
-        """Checks the settings; raises ValueError with name and value."""
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if not isinstance(value, (int, np.integer)):
-                raise TypeError(f"{name}: expected an int; got {value!r}")
-        if not isinstance(self.spare_envs, bool):
-            raise TypeError(f"spare_envs: expected a bool; got {self.spare_envs!r}")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"expected a seed in [0, 2**63); got {self.seed}")
-        for name in ("num_envs", "num_workers", "num_splits"):
-            self._check(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("first_env_index", "first_incarnation", "max_restarts"):
-            self._check(name, getattr(self, name) >= 0, "at least 0")
-        for name in ("step_timeout_seconds", "reset_timeout_seconds"):
-            self._check(name, getattr(self, name) > 0, "more than 0")
-        self._check(
-            "padding_after_seconds", self.padding_after_seconds >= 0, "at least 0"
-        )
-        for name, choices in (("autoreset", Autoreset), ("infos", Infos)):
-            names = get_args(choices)
-            self._check(name, getattr(self, name) in names, f"one of {names}")
-
-    def _check(self, name: str, is_good: bool, expected: str) -> None:
-        if not is_good:
-            raise ValueError(f"{name}: expected {expected}; got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -205,22 +123,17 @@ class Outcome(NamedTuple):
 
     Attributes:
       block: Index of the block.
-      ticket: The one it was submitted with, by which it is told from an older one.
       infos: Info dict by row, as far as asked for.
       faults: Faults of this operation.
       result: Encoded result of a `Call`, else empty.
       error: Set when the operation failed as a whole.
-      is_padding: Whether the step did nothing, since the envs, or their server, are not
-        back yet: all rows are PENDING.
     """
 
     block: int
-    ticket: int = 0
     infos: Mapping[int, Mapping[str, Any]] = MappingProxyType({})
     faults: Sequence[Fault] = ()
     result: bytes = b""
     error: EnvserveError | None = None
-    is_padding: bool = False
 
 
 class Lane(Protocol):
@@ -229,7 +142,18 @@ class Lane(Protocol):
     Actions are written to `rows.action` before `submit_step`; what comes back is in
     `rows` from `collect` until the block's next submission. Submitting a block that
     is in flight raises LocalProtocolError.
+
+    A block is lost once a fault has ended its envs. A step of a lost block resets it;
+    its outcome is the lost row: truncated, with a status and a fault. A block in flight
+    is absent while its envs are not there; its rows of `final_observation` are then the
+    last observation that was seen.
+
+    Attributes:
+      is_waiting: Whether a call that was interrupted did nothing but wait, so that it
+        has cost nothing; else `lose` cleans up after it.
     """
+
+    is_waiting: bool
 
     @property
     def name(self) -> str:
@@ -255,28 +179,42 @@ class Lane(Protocol):
     def is_busy(self) -> bool:
         """Whether anything is in flight, or has ended and was not collected."""
 
-    def submit_step(
-        self, blocks: Sequence[int], ticket: int = 0, is_alone: bool = False
-    ) -> None:
-        """Starts a step of these blocks, with the actions now in `rows.action`.
+    @property
+    def absent(self) -> Collection[int]:
+        """Blocks in flight whose envs are not there now."""
 
-        Args:
-          blocks: Which blocks.
-          ticket: What `Outcome` will carry.
-          is_alone: Whether the caller has no other rows that are alive: then blocks
-            whose envs are not back yet are waited for. Else they finish as padding.
+    @property
+    def given_up(self) -> EnvserveError | None:
+        """Why absent blocks are not worth waiting for, if nothing else is alive."""
+
+    def finish_start(self, deadline: float) -> None:
+        """Waits until all envs are built, at most until an instant of `monotonic`.
+
+        Raises:
+          EnvStartError: An env could not be built, or not in time; the lane is closed.
+          ServerError: A server refuses, or is lost; the lane is closed.
         """
 
-    def submit_reset(self, resets: Sequence[Reset], ticket: int = 0) -> None:
+    def submit_step(self, blocks: Sequence[int]) -> None:
+        """Starts a step of these blocks, with the actions now in `rows.action`."""
+
+    def submit_reset(self, resets: Sequence[Reset]) -> None:
         """Starts resets, each of another block."""
 
-    def submit_call(self, call: Call, ticket: int = 0) -> None:
+    def submit_call(self, call: Call) -> None:
         """Starts attribute access on one env, as an operation of its block."""
 
     def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
         """Waits until so many operations have ended, and returns them.
 
-        Fewer come back after the timeout, or when no more are in flight.
+        Fewer come back after the timeout, when no more are in flight, or when a block
+        in flight has become absent since the last call.
+        """
+
+    def lose(self, text: str) -> None:
+        """Takes all envs for lost, and forgets what is in flight.
+
+        This is how an interrupted call is cleaned up after: by an episode of each row.
         """
 
     def stats(self) -> Mapping[str, int]:

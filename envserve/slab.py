@@ -17,7 +17,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from envserve.journal import Journal, journal_nbytes
 from envserve.spec import EnvSpec
 
 __all__ = [
@@ -171,8 +170,13 @@ def keep_last_observation(rows: Rows, part: slice) -> None:
         final[part] = last[part]
 
 
-def restore_last_observation(rows: Rows, part: slice) -> None:
-    """Makes the final observations, that were kept, the last ones again."""
+def restore_last_observation(rows: Rows, part: Any) -> None:
+    """Makes final observations, that were kept, the last ones again.
+
+    Args:
+      rows: The rows.
+      part: Which: a slice, or an array of indices.
+    """
     for final, last in zip(rows.final_observation, rows.observation, strict=True):
         last[part] = final[part]
 
@@ -194,7 +198,7 @@ def write_pending(rows: Rows, part: slice) -> None:
 
 
 class Slab:
-    """Shared memory with the rows of one pool, a heartbeat per worker, and a journal.
+    """Shared memory with the rows of one pool and a heartbeat per worker.
 
     Attributes:
       fd: Descriptor of the memory, to be sent to workers.
@@ -202,30 +206,29 @@ class Slab:
       heartbeats: int64 `[num_workers, 8]`; column 0 is another one after every call of
         an env, and tells which one it was, see `row_of_beat`; column 1 is 1 while the
         worker is inside a reset. A row is a cache line.
-      journal: What each env has been through lately.
+      extra: What lies behind them, for whoever has asked for it.
     """
 
     def __init__(self, fd: int, spec: EnvSpec, num_envs: int, num_workers: int) -> None:
         """Maps memory that `create` has sized; takes ownership of the descriptor."""
         self.fd = fd
-        nbytes = _slab_nbytes(spec, num_envs, num_workers)
-        self._memory = mmap.mmap(fd, nbytes)
+        self._memory = mmap.mmap(fd, 0)
         self.rows = Rows.map(spec, num_envs, self._memory)
+        at = _aligned(rows_nbytes(spec, num_envs))
         self.heartbeats: Array = np.ndarray(
-            (num_workers, 8),
-            np.int64,
-            self._memory,
-            _aligned(rows_nbytes(spec, num_envs)),
+            (num_workers, 8), np.int64, self._memory, at
         )
-        journal_at = nbytes - journal_nbytes(spec, num_envs)
-        self.journal = Journal(spec, num_envs, self._memory, journal_at)
+        self.extra = memoryview(self._memory)[at + num_workers * _ALIGNMENT :]
 
     @classmethod
-    def create(cls, spec: EnvSpec, num_envs: int, num_workers: int) -> Slab:
+    def create(
+        cls, spec: EnvSpec, num_envs: int, num_workers: int, extra_nbytes: int = 0
+    ) -> Slab:
         """Returns a slab in new memory, all zero."""
+        nbytes = _aligned(rows_nbytes(spec, num_envs)) + num_workers * _ALIGNMENT
         fd = _anonymous_file()
         try:
-            os.ftruncate(fd, _slab_nbytes(spec, num_envs, num_workers))
+            os.ftruncate(fd, nbytes + extra_nbytes)
             return cls(fd, spec, num_envs, num_workers)
         except BaseException:
             os.close(fd)
@@ -241,14 +244,6 @@ class Slab:
         """Returns the size, and whether it is closed."""
         state = "closed" if self.fd < 0 else f"fd {self.fd}"
         return f"<Slab {len(self._memory)} bytes, {state}>"
-
-
-def _slab_nbytes(spec: EnvSpec, num_envs: int, num_workers: int) -> int:
-    return (
-        _aligned(rows_nbytes(spec, num_envs))
-        + num_workers * _ALIGNMENT
-        + journal_nbytes(spec, num_envs)
-    )
 
 
 def _anonymous_file() -> int:

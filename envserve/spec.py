@@ -36,6 +36,8 @@ Array = np.ndarray[Any, Any]
 _MAX_DEPTH: Final = 8
 _MAX_SPACE_BYTES: Final = 64 << 20
 _MAX_TEXT: Final = 500
+#: What Gymnasium's spaces raise for wrong arguments, besides the usual.
+_FROM_GYMNASIUM: Final = (AssertionError, MemoryError, OverflowError)
 
 
 @dataclass(frozen=True)
@@ -241,15 +243,7 @@ def restore(description: Any) -> Space[Any]:
         return _restore(description, _MAX_DEPTH, _Room())
     except SpaceError:
         raise
-    except (
-        codec.CodecError,
-        AssertionError,
-        KeyError,
-        TypeError,
-        ValueError,
-        OverflowError,
-        MemoryError,
-    ) as error:
+    except (LookupError, TypeError, ValueError, *_FROM_GYMNASIUM) as error:
         text = f"{type(error).__name__}: {error}"[:_MAX_TEXT]
         raise SpaceError(f"not a valid description of a space: {text}") from None
 
@@ -291,9 +285,8 @@ def _restore(description: dict[str, Any], depth: int, room: _Room) -> Space[Any]
             values = [description[name] for name in attributes]
             for value in values:
                 if isinstance(value, (dict, list)):
-                    room.take(
-                        value["shape"] if isinstance(value, dict) else value, dtype
-                    )
+                    sizes = value["shape"] if isinstance(value, dict) else value
+                    room.take(sizes, dtype)
             return build(dtype, *values)
     shown = repr(kind[:_MAX_TEXT]) if isinstance(kind, str) else type(kind).__name__
     raise SpaceError(f"expected a kind of space that is known; got {shown}")

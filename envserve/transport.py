@@ -11,7 +11,6 @@ __all__ = [
     "FrameReceiver",
     "Frames",
     "can_receive",
-    "can_send",
     "descriptor_of",
     "set_common_options",
 ]
@@ -19,7 +18,6 @@ __all__ = [
 #: Plain numbers: ZeroMQ's own flags are slow to combine.
 NOBLOCK: Final = int(zmq.NOBLOCK)
 _POLLIN: Final = int(zmq.POLLIN)
-_POLLOUT: Final = int(zmq.POLLOUT)
 
 Frames = list[bytes | memoryview]
 
@@ -52,16 +50,14 @@ def can_receive(socket: zmq.Socket[bytes]) -> bool:
     return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
 
-def can_send(socket: zmq.Socket[bytes]) -> bool:
-    """Tells whether a message can be handed over."""
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLOUT)
-
-
 class FrameReceiver:
     """Receives messages of at most so many frames.
 
     ZeroMQ bounds the size of a frame, but not how many a message has. A message comes
     here when its last frame has come: until then libzmq stores what there is of it.
+
+    Attributes:
+      is_discarding: Whether a message of too many frames is being thrown away.
     """
 
     def __init__(
@@ -78,7 +74,7 @@ class FrameReceiver:
         self._socket = socket
         self._max_frames = max_frames
         self._num_short = num_short
-        self._is_discarding = False
+        self.is_discarding = False
 
     def receive(self) -> Frames | None:
         """Returns the next message; None when there is none yet.
@@ -86,40 +82,31 @@ class FrameReceiver:
         A message of too many frames comes back cut off after the allowed number. Its
         rest is thrown away bit by bit, in this call and the next ones.
         """
-        if self._is_discarding and not self._discard():
+        if self.is_discarding and not self._discard():
             return None
-        if not can_receive(self._socket):  # quicker than to be told by an exception
+        # As `can_receive`, in line; quicker than to be told by an exception.
+        if not int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN:
             return None
-        return self._go_on([self._socket.recv(NOBLOCK)])
+        frame = self._socket.recv(NOBLOCK, copy=False)
+        return self._go_on(frame) if frame.more else [frame.bytes]
 
-    def wait(self) -> Frames | None:
-        """Returns the next message; None after the socket's RCVTIMEO."""
-        if self._is_discarding and not self._discard():
-            return None
-        try:
-            frames: Frames = [self._socket.recv()]
-        except zmq.Again:
-            return None
-        return self._go_on(frames)
-
-    def _go_on(self, frames: Frames) -> Frames:
-        """Receives what belongs to the first frame."""
-        socket = self._socket
-        while socket.getsockopt(zmq.RCVMORE):
+    def _go_on(self, frame: zmq.Frame) -> Frames:
+        """Receives what belongs to a first frame, of which there is more."""
+        frames: Frames = [frame.bytes]
+        while frame.more:
             if len(frames) == self._max_frames:
-                self._is_discarding = True
+                self.is_discarding = True
                 self._discard()
                 break
-            if len(frames) < self._num_short:
-                frames.append(socket.recv(NOBLOCK))
-            else:
-                frames.append(socket.recv(NOBLOCK, copy=False).buffer)
+            frame = self._socket.recv(NOBLOCK, copy=False)
+            is_short = len(frames) < self._num_short
+            frames.append(frame.bytes if is_short else frame.buffer)
         return frames
 
     def _discard(self) -> bool:
         for _ in range(_DISCARD_AT_ONCE):
             if not self._socket.getsockopt(zmq.RCVMORE):
-                self._is_discarding = False
+                self.is_discarding = False
                 return True
             self._socket.recv(NOBLOCK)
         return False

@@ -9,11 +9,11 @@ from typing import Any
 import gymnasium
 import tensorflow as tf
 
+from ppo.actions.action_spaces import action_kind
 from ppo.actions.distributions import Distribution
-from ppo.actions.kinds import action_kind
 from ppo.actions.mask import check_mask
 from ppo.config import Config
-from ppo.networks.choice import choose_networks
+from ppo.networks.build import build_networks
 from ppo.observations import ObservationPreprocessor
 
 __all__ = ["Agent"]
@@ -44,9 +44,7 @@ class Agent:
             normalize=config.normalize_observations,
             clip=config.observation_clip,
         )
-        self._networks = choose_networks(
-            self.preprocess, self._actions, action_space, config
-        )
+        self._networks = build_networks(self.preprocess, self._actions, config)
         self.memories = self._networks.memories
 
     def act(

@@ -1,49 +1,75 @@
 """The settings of a training run: one frozen value, checked when it is made.
 
-The defaults suit continuous control; `ppo.configs` holds what other tasks change.
+The defaults suit continuous control; `ppo.configs` holds what other tasks change, and
+reads configs from files.
 """
 
-import dataclasses
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
 
 from envserve.errors import WrapperError
 from envserve.wrappers import parse_wrappers
-from ppo.errors import ConfigError
+from ppo.errors import ConfigError, suggestion
 
-__all__ = [
-    "ACTIVATIONS",
-    "LEARNING_RATE_SCHEDULES",
-    "NETWORKS",
-    "OBJECTIVES",
-    "Config",
-]
+__all__ = ["Config"]
 
-ACTIVATIONS = ("elu", "gelu", "relu", "silu", "tanh")
-LEARNING_RATE_SCHEDULES = ("constant", "linear", "kl_adaptive")
-NETWORKS = ("auto", "mlp", "cnn")
-OBJECTIVES = ("clip", "penalty", "clip_and_penalty")
-
+_NETWORKS = ("auto", "mlp", "cnn")
 _FUNCTION = re.compile(r"(.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*")
 
+_Count = Annotated[int, Field(ge=1, le=2**53)]
+_Steps = Annotated[int, Field(ge=0, le=2**53)]
+_Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+_Positive = Annotated[float, Field(ge=1e-12, le=1e9)]
+_Seconds = Annotated[float, Field(ge=1e-3, le=1e6)]
+_Weight = Annotated[float, Field(ge=0.0, le=1e6)]
+_LayerSize = Annotated[int, Field(ge=1, le=65_536)]
+# Not strict: files and settings have lists where Python has tuples.
+_Layers = Annotated[tuple[_LayerSize, ...], Field(strict=False, examples=["64,64"])]
+_Words = Annotated[tuple[str, ...], Field(strict=False, examples=["ale_py"])]
+_Table = Annotated[Mapping[str, Any], Field(examples=['{"name": 1}'])]
+_Tables = Annotated[
+    tuple[Mapping[str, Any], ...],
+    Field(strict=False, examples=['[{name = "ActionRepeat", amount = 4}]']),
+]
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """Everything that decides what a run learns from and how."""
 
-    env_name: str
+class Config(BaseModel, frozen=True):
+    """Everything that decides what a run learns from and how.
+
+    Raises:
+        ConfigError: a key is unknown, or a value has the wrong type or range; names
+            each.
+    """
+
+    model_config = ConfigDict(
+        allow_inf_nan=False,
+        extra="forbid",
+        strict=True,  # JSON, which run folders hold, tells numbers from text and truth
+        use_attribute_docstrings=True,
+    )
+
+    env_name: Annotated[str, Field(min_length=1)]
     """Registered Gymnasium name, such as "HalfCheetah-v5"."""
 
-    env_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    env_kwargs: _Table = {}
     """Keyword arguments for the env's constructor."""
 
-    import_modules: tuple[str, ...] = ()
+    import_modules: _Words = ()
     """Modules that register envs or wrappers, for local workers; servers import their
     own."""
 
-    wrappers: tuple[Mapping[str, Any], ...] = ()
+    wrappers: _Tables = ()
     """What each env is wrapped in, the innermost first. Tables with a name and
     arguments, such as `{name = "ActionRepeat", amount = 4}`; see docs/wrappers.md."""
 
@@ -51,91 +77,91 @@ class Config:
     """Whether each row has a second env that is reset while the first is stepped: for
     envs whose resets are slow. Twice the memory."""
 
-    total_steps: int = 1_000_000
+    total_steps: _Count = 1_000_000
     """Env steps to train for. Whole iterations that fit are run, never more."""
 
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """Root of all randomness: networks, actions, shuffling, envs."""
 
-    num_envs: int = 16
+    num_envs: Annotated[int, Field(ge=1, le=65_536)] = 16
     """Rows of the batch of envs."""
 
-    num_splits: int = 1
+    num_splits: Annotated[int, Field(ge=1, le=64)] = 1
     """Parts of the batch that step in turn: with 2, the policy thinks about one part's
     rows while the other part's envs step. Worth it where a step takes the envs longer
     than the policy, or where cores are to spare. A run's data do not depend on it but
     for the rounding of the policy's numbers.
     """
 
-    horizon: int = 128
+    horizon: Annotated[int, Field(ge=1, le=1_000_000)] = 128
     """Batch steps per iteration; an iteration collects num_envs * horizon steps."""
 
-    epochs: int = 10
+    epochs: Annotated[int, Field(ge=1, le=10_000)] = 10
     """Passes over the collected steps per iteration."""
 
-    minibatch_size: int = 64
+    minibatch_size: _Count = 64
     """Steps per gradient step; must divide num_envs * horizon."""
 
-    learning_rate: float = 3e-4
+    learning_rate: _Fraction = 3e-4
     """Step size of Adam in the first iteration."""
 
-    learning_rate_schedule: str = "linear"
+    learning_rate_schedule: Literal["constant", "linear", "kl_adaptive"] = "linear"
     """How the learning rate goes on: "constant"; "linear", to 0 at the end of the run;
     "kl_adaptive", divided by 1.5 after an iteration whose divergence is more than
     2 kl_target, and multiplied by 1.5 after less than half of it, from 1e-6 to 1e-2."""
 
-    adam_epsilon: float = 1e-5
+    adam_epsilon: Annotated[float, Field(ge=1e-12, le=1.0)] = 1e-5
     """Added to the root of Adam's second moment."""
 
-    max_gradient_norm: float = 0.5
+    max_gradient_norm: _Positive = 0.5
     """Gradients of both networks together are scaled down to this norm."""
 
-    discount: float = 0.99
+    discount: _Fraction = 0.99
     """Gamma: weight of the next step's reward against this one's."""
 
-    gae_lambda: float = 0.95
+    gae_lambda: _Fraction = 0.95
     """Lambda of generalised advantage estimation."""
 
-    objective: str = "clip"
+    objective: Literal["clip", "penalty", "clip_and_penalty"] = "clip"
     """What keeps the policy near the one that collected the steps: "clip", clipped
     probability ratios; "penalty", a penalty on the divergence KL(old || new), which
     adapts; or "clip_and_penalty"."""
 
-    clip_range: float = 0.2
+    clip_range: Annotated[float, Field(ge=1e-6, le=1.0)] = 0.2
     """Probability ratios earn nothing beyond 1 - clip_range and 1 + clip_range. Only
     used with an objective that clips."""
 
     decay_clip_range: bool = False
     """Whether the clip range falls linearly to 0 over the run."""
 
-    kl_target: float = 0.01
+    kl_target: Annotated[float, Field(ge=1e-9, le=1000.0)] = 0.01
     """Divergence per iteration, in nats, that the KL penalty and a kl_adaptive learning
     rate aim at."""
 
-    initial_kl_penalty: float = 1.0
+    initial_kl_penalty: Annotated[float, Field(ge=1e-3, le=1e6)] = 1.0
     """Weight of the KL penalty at first; multiplied by 1.5 after an iteration whose
     divergence is more than 1.3 kl_target, divided by 1.5 after less than 0.7 of it,
     from 1e-3 to 1e6. Only used with an objective that has one."""
 
-    kl_cutoff_factor: float = 2.0
+    kl_cutoff_factor: _Weight = 2.0
     """Times kl_target: divergence of a minibatch beyond which its square is penalised
     too. Only used with a KL penalty."""
 
-    kl_cutoff_coefficient: float = 1000.0
+    kl_cutoff_coefficient: Annotated[float, Field(ge=0.0, le=1e9)] = 1000.0
     """Weight of that square; 0 leaves it out. Only used with a KL penalty."""
 
-    max_kl: float = 0.0
+    max_kl: _Weight = 0.0
     """An iteration ends with the epoch after which the divergence is more than this,
     in nats; 0 for no limit."""
 
-    value_coefficient: float = 0.5
+    value_coefficient: _Weight = 0.5
     """Weight of the value loss."""
 
-    value_clip_range: float = 0.0
+    value_clip_range: _Weight = 0.0
     """Values earn nothing by moving further than this in one iteration, in units of
     scaled rewards; 0 for no limit, which is usually better."""
 
-    entropy_coefficient: float = 0.0
+    entropy_coefficient: _Weight = 0.0
     """Weight of the entropy bonus."""
 
     decay_entropy_coefficient: bool = False
@@ -152,13 +178,13 @@ class Config:
     normalize_observations: bool = True
     """Whether Box observations are normalised by running statistics."""
 
-    observation_clip: float = 10.0
+    observation_clip: _Positive = 10.0
     """Normalised observations are clipped to +- this."""
 
     scale_rewards: bool = True
     """Whether rewards are divided by the running std of the discounted return."""
 
-    reward_clip: float = 10.0
+    reward_clip: _Positive = 10.0
     """Scaled rewards are clipped to +- this. Only used with scale_rewards."""
 
     network: str = "auto"
@@ -171,159 +197,96 @@ class Config:
     shared_torso: bool = True
     """Whether policy and value share the convolutions of a "cnn"."""
 
-    policy_layers: tuple[int, ...] = (64, 64)
+    policy_layers: _Layers = (64, 64)
     """Hidden layers of the policy network; those of a "cnn" follow its torso."""
 
-    value_layers: tuple[int, ...] = (64, 64)
+    value_layers: _Layers = (64, 64)
     """Hidden layers of the value network."""
 
-    recurrent_size: int = 0
+    recurrent_size: Annotated[int, Field(ge=0, le=65_536)] = 0
     """Units of a GRU between hidden layers and heads, one in the policy and one in the
     value network: for tasks in which an observation does not tell all; see
     docs/recurrent.md. 0 is none.
     """
 
-    sequence_length: int = 0
+    sequence_length: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     """Batch steps through which a gradient step of a recurrent policy looks back; 0 is
     the horizon, and else it must divide it. Minibatches are made of whole sequences, so
     minibatch_size must be a multiple of it. Only used with recurrent_size.
     """
 
-    activation: str = "tanh"
+    activation: Literal["elu", "gelu", "relu", "silu", "tanh"] = "tanh"
     """Activation of the hidden layers: elu, gelu, relu, silu or tanh."""
 
-    initial_log_std: float = -0.5
+    initial_log_std: Annotated[float, Field(ge=-20.0, le=2.0)] = -0.5
     """Log standard deviation of a Gaussian policy at the start."""
 
     jit_compile: bool = True
     """Whether updates are compiled with XLA: slow to start, several times faster."""
 
-    evaluation_episodes: int = 100
+    evaluation_episodes: _Count = 100
     """Complete episodes of the evaluation that ends a run."""
 
-    evaluate_every: int = 0
+    evaluate_every: _Steps = 0
     """Env steps of training between evaluations on the way; 0 for none. They take envs
     of their own meanwhile, count as no steps, and change nothing of the training. There
     is one after the last iteration besides."""
 
-    curve_episodes: int = 20
+    curve_episodes: _Count = 20
     """Complete episodes of each evaluation on the way: the same ones every time."""
 
-    report_every: int = 0
+    report_every: _Steps = 0
     """Env steps between rows of metrics, which cover all that lies between; 0 for a row
     per iteration. An evaluation is reported at once."""
 
-    checkpoint_every: int = 0
+    checkpoint_every: _Steps = 0
     """Env steps between checkpoints; 0 leaves it to checkpoint_seconds. There is one
     after the first and the last iteration and after the best evaluation besides."""
 
-    checkpoint_seconds: float = 60.0
+    checkpoint_seconds: Annotated[float, Field(ge=0.0, le=1e9)] = 60.0
     """Seconds after which an iteration ends with a checkpoint in any case."""
 
-    checkpoints_to_keep: int = 3
+    checkpoints_to_keep: _Count = 3
     """How many of the newest checkpoints stay on disk, besides the best."""
 
-    step_timeout_seconds: float = 30.0
+    step_timeout_seconds: _Seconds = 30.0
     """Seconds that a step of an env may take; servers have a limit of their own."""
 
-    reset_timeout_seconds: float = 120.0
+    reset_timeout_seconds: _Seconds = 120.0
     """Seconds that a reset of an env may take; servers have a limit of their own."""
 
-    server_lost_after_seconds: float = 60.0
+    server_lost_after_seconds: _Seconds = 60.0
     """Seconds of silence after which an env server is given up."""
 
-    on_server_lost: str = "raise"
+    on_server_lost: Literal["raise", "pad"] = "raise"
     """What a server that was given up does: "raise" ends the training; "pad" leaves its
     rows out of it until the server is back."""
 
-    padding_after_seconds: float = 0.1
+    padding_after_seconds: Annotated[float, Field(ge=0.0, le=1e6)] = 0.1
     """Seconds that a step waits for envs whose worker is being replaced, before the
     others go on without them; servers have a limit of their own."""
 
-    max_restarts: int = 5
+    max_restarts: Annotated[int, Field(ge=0, le=2**31)] = 5
     """How often a worker that ends without a step in between is replaced; servers have
     a limit of their own."""
 
-    on_fault: str = "truncate"
+    on_fault: Literal["truncate", "raise"] = "truncate"
     """What a failed env does: "truncate" ends its episode, "raise" the training."""
 
-    def __post_init__(self) -> None:
-        """Check every value; raises `ConfigError` that names the first bad one."""
-        for name, (low, high) in _BOUNDS.items():
-            value = getattr(self, name)
-            if not _is_number(value, whole=isinstance(low, int)):
-                kind = "a whole number" if isinstance(low, int) else "a number"
-                raise ConfigError(f"{name}: expected {kind}, got {value!r}.")
-            if not low <= value <= high:  # not a number is not, either
-                raise ConfigError(
-                    f"{name}: expected a number from {low:.10g} to {high:.10g}, "
-                    f"got {value}."
-                )
-        for name in ("policy_layers", "value_layers"):
-            layers = getattr(self, name)
-            if not all(_is_number(size, whole=True) for size in layers):
-                raise ConfigError(f"{name}: expected whole numbers, got {layers}.")
-            if not all(1 <= size <= _LARGEST_LAYER for size in layers):
-                raise ConfigError(
-                    f"{name}: expected sizes from 1 to {_LARGEST_LAYER}, got {layers}."
-                )
-        if not self.env_name:
-            raise ConfigError("env_name: expected the name of an env, got ''.")
+    @model_validator(mode="wrap")
+    @classmethod
+    def _check(cls, content: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         try:
-            parse_wrappers(self.wrappers)
+            config = handler(content)
+            parse_wrappers(config.wrappers)
+        except ValidationError as error:
+            raise ConfigError(" ".join(map(_in_words, error.errors()))) from None
         except WrapperError as error:
             raise ConfigError(f"{error}.") from None
-        if self.on_server_lost not in ("raise", "pad"):
-            raise ConfigError(
-                f"on_server_lost: expected raise or pad, got {self.on_server_lost!r}."
-            )
-        if self.on_fault not in ("truncate", "raise"):
-            raise ConfigError(
-                f"on_fault: expected truncate or raise, got {self.on_fault!r}."
-            )
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(
-                    f"{name}: expected one of {', '.join(choices)}, "
-                    f"got {getattr(self, name)!r}."
-                )
-        if self.network not in NETWORKS and not _FUNCTION.fullmatch(self.network):
-            raise ConfigError(
-                f"network: expected {', '.join(NETWORKS)}, package.module:function or "
-                f"path/to/file.py:function, got {self.network!r}."
-            )
-        if self.steps_per_iteration % self.minibatch_size:
-            raise ConfigError(
-                "minibatch_size: expected a divisor of num_envs * horizon = "
-                f"{self.steps_per_iteration}, got {self.minibatch_size}."
-            )
-        if self.recurrent_size:
-            self._check_sequences()
-        if self.total_steps < self.steps_per_iteration:
-            raise ConfigError(
-                "total_steps: expected at least one iteration, num_envs * horizon = "
-                f"{self.steps_per_iteration}, got {self.total_steps}."
-            )
-
-    def _check_sequences(self) -> None:
-        if ":" in self.network:
-            raise ConfigError(
-                f"recurrent_size: expected 0 with a network of your own, {self.network}"
-                f", got {self.recurrent_size}."
-            )
-        length = self.sequence_length or self.horizon
-        if self.horizon % length:
-            raise ConfigError(
-                "sequence_length: expected 0 or a divisor of horizon = "
-                f"{self.horizon}, got {length}."
-            )
-        if self.minibatch_size % length:
-            origin = "sequence_length" if self.sequence_length else "horizon"
-            raise ConfigError(
-                "minibatch_size: expected a multiple of the length of a recurrent "
-                f"policy's sequences, {origin} = {length}, got {self.minibatch_size}; "
-                "change it, or set sequence_length to a divisor of both."
-            )
+        misfit = _misfit(config)
+        if misfit is not None:
+            raise ConfigError(misfit)
+        return config
 
     @property
     def clips_ratios(self) -> bool:
@@ -345,64 +308,67 @@ class Config:
         """Whole iterations that fit into `total_steps`."""
         return self.total_steps // self.steps_per_iteration
 
-    def replace(self, **changes: Any) -> "Config":
+    def replace(self, **changes: Any) -> Self:
         """Return a copy with some values changed, checked like any other."""
-        return dataclasses.replace(self, **changes)
+        return self.model_validate({**dict(self), **changes})
 
 
-def _is_number(value: Any, *, whole: bool) -> bool:
-    # JSON, which run folders hold, has no other numbers; and True is an int to Python.
-    kinds = int if whole else int | float
-    return isinstance(value, kinds) and not isinstance(value, bool)
+def _misfit(config: Config) -> str | None:
+    """Say which setting does not fit the others, if one does not."""
+    steps = config.steps_per_iteration
+    if config.network not in _NETWORKS and not _FUNCTION.fullmatch(config.network):
+        return (
+            f"network: expected {', '.join(_NETWORKS)}, package.module:function or "
+            f"path/to/file.py:function, got {config.network!r}."
+        )
+    if steps % config.minibatch_size:
+        return (
+            f"minibatch_size: expected a divisor of num_envs * horizon = {steps}, "
+            f"got {config.minibatch_size}."
+        )
+    if config.total_steps < steps:
+        return (
+            "total_steps: expected at least one iteration, num_envs * horizon = "
+            f"{steps}, got {config.total_steps}."
+        )
+    return _recurrent_misfit(config) if config.recurrent_size else None
 
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "activation": ACTIVATIONS,
-    "learning_rate_schedule": LEARNING_RATE_SCHEDULES,
-    "objective": OBJECTIVES,
-}
-_LARGEST_LAYER = 65_536
-_COUNT = (1, 2**53)
-_FRACTION = (0.0, 1.0)
-_POSITIVE = (1e-12, 1e9)
-_SECONDS = (0.001, 1e6)
-_BOUNDS: dict[str, tuple[float, float]] = {
-    "total_steps": _COUNT,
-    "seed": (0, 2**31 - 1),
-    "num_envs": (1, 65_536),
-    "num_splits": (1, 64),
-    "horizon": (1, 1_000_000),
-    "epochs": (1, 10_000),
-    "minibatch_size": _COUNT,
-    "recurrent_size": (0, _LARGEST_LAYER),
-    "sequence_length": (0, 1_000_000),
-    "learning_rate": (0.0, 1.0),
-    "adam_epsilon": (1e-12, 1.0),
-    "max_gradient_norm": _POSITIVE,
-    "discount": _FRACTION,
-    "gae_lambda": _FRACTION,
-    "clip_range": (1e-6, 1.0),
-    "kl_target": (1e-9, 1e3),
-    "initial_kl_penalty": (1e-3, 1e6),
-    "kl_cutoff_factor": (0.0, 1e6),
-    "kl_cutoff_coefficient": (0.0, 1e9),
-    "max_kl": (0.0, 1e6),
-    "value_coefficient": (0.0, 1e6),
-    "value_clip_range": (0.0, 1e6),
-    "entropy_coefficient": (0.0, 1e6),
-    "observation_clip": _POSITIVE,
-    "reward_clip": _POSITIVE,
-    "initial_log_std": (-20.0, 2.0),
-    "evaluation_episodes": _COUNT,
-    "evaluate_every": (0, 2**53),
-    "curve_episodes": _COUNT,
-    "report_every": (0, 2**53),
-    "checkpoint_every": (0, 2**53),
-    "checkpoint_seconds": (0.0, 1e9),
-    "checkpoints_to_keep": _COUNT,
-    "step_timeout_seconds": _SECONDS,
-    "reset_timeout_seconds": _SECONDS,
-    "server_lost_after_seconds": _SECONDS,
-    "padding_after_seconds": (0.0, 1e6),
-    "max_restarts": (0, 2**31),
-}
+def _recurrent_misfit(config: Config) -> str | None:
+    length = config.sequence_length or config.horizon
+    if ":" in config.network:
+        return (
+            "recurrent_size: expected 0 with a custom network, "
+            f"{config.network}, got {config.recurrent_size}."
+        )
+    if config.horizon % length:
+        return (
+            "sequence_length: expected 0 or a divisor of horizon = "
+            f"{config.horizon}, got {length}."
+        )
+    if config.minibatch_size % length:
+        origin = "sequence_length" if config.sequence_length else "horizon"
+        return (
+            "minibatch_size: expected a multiple of the length of a recurrent "
+            f"policy's sequences, {origin} = {length}, got {config.minibatch_size}; "
+            "change it, or set sequence_length to a divisor of both."
+        )
+    return None
+
+
+def _in_words(error: ErrorDetails) -> str:
+    """Say which key is wrong, what was expected, and what was got."""
+    key, indices = "".join(map(str, error["loc"][:1])), error["loc"][1:]
+    if error["type"] == "extra_forbidden":
+        near = suggestion(key, Config.model_fields)
+        return f"unknown key {key!r}.{near} `ppo configs NAME` lists all keys."
+    if error["type"] == "missing":
+        return f'expected a key {key}, such as {key} = "CartPole-v1".'
+    expected = re.sub(r"^\w+ should (be|have) ", "expected ", error["msg"])
+    expected = expected.replace("greater than or equal to", "at least")
+    expected = expected.replace("less than or equal to", "at most")
+    field = Config.model_fields.get(key)
+    if field is not None and field.examples:
+        expected += f", such as {field.examples[0]}"
+    where = "".join([key, *(f"[{index}]" for index in indices), ": " if key else ""])
+    return f"{where}{expected}, got {error['input']!r}."

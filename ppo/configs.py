@@ -1,17 +1,27 @@
-"""Named configs: what each task needs that differs from the defaults, and why.
+"""Where a config comes from: a name, a TOML, JSON or Python file, and settings.
 
-The defaults are those of continuous control; a family of tasks shares what differs.
+A named config holds what its task needs that differs from the defaults, and why. The
+defaults are those of continuous control; a family of tasks shares what differs.
 """
 
+import contextlib
+import json
 import runpy
+import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ppo.config import Config
-from ppo.config_text import read_config, suggestion
-from ppo.errors import ConfigError
+from ppo.errors import ConfigError, suggestion
 
-__all__ = ["CONFIGS", "EXPECTED_RETURNS", "load_config"]
+__all__ = [
+    "CONFIGS",
+    "EXPECTED_RETURNS",
+    "apply_settings",
+    "load_config",
+    "read_config",
+]
 
 
 def _mujoco(env_name: str, **changes: Any) -> Config:
@@ -159,6 +169,48 @@ def load_config(name: str) -> Config:
     )
 
 
+def read_config(path: Path) -> Config:
+    """Read a config from a `.toml` or `.json` file; a key left out has its default.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or a value is wrong.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: expected a config file; {error}.") from error
+    try:
+        content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{path}: expected TOML or JSON; {error}.") from error
+    try:
+        return Config.model_validate(content)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def apply_settings(config: Config, settings: Iterable[str]) -> Config:
+    """Change a config by settings such as `learning_rate=1e-4`.
+
+    Numbers may be written as in Python (`300_000`, `1e6`), layers as `64,64`, truth as
+    `true` and `false`, mappings and wrappers as JSON or TOML.
+
+    Raises:
+        ConfigError: a setting is malformed, unknown, or out of range.
+    """
+    changes: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"--set: expected key=value, got {setting!r}.")
+        default = getattr(config, key, "") if key in Config.model_fields else ""
+        changes[key] = _parsed(text.strip(), type(default))
+    try:
+        return config.replace(**changes)
+    except ConfigError as error:
+        raise ConfigError(f"--set: {error}") from None
+
+
 def _run_config(path: Path) -> Config:
     if not path.is_file():
         raise ConfigError(f"{path}: expected a Python file, found none.")
@@ -177,3 +229,34 @@ def _run_config(path: Path) -> Config:
             f"{path}: expected `config = ppo.config.Config(...)`, found {found}."
         )
     return config
+
+
+def _parsed(text: str, kind: type[Any]) -> Any:
+    """Turn the text of a setting into a value that may be of its key's kind."""
+    if kind is bool:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    if kind in (int, float):
+        return _number(text)
+    if kind is str:
+        return text
+    for read in (json.loads, _toml_value):
+        with contextlib.suppress(ValueError):
+            value = read(text)
+            if isinstance(value, list | dict):
+                return value
+    return [_number(word) for word in text.strip("[]()").replace(",", " ").split()]
+
+
+def _number(text: str) -> Any:
+    """Read a number, a whole one also where it is written as 1e6; else the text."""
+    with contextlib.suppress(ValueError):
+        return int(text)
+    with contextlib.suppress(ValueError):
+        number = float(text)
+        return int(number) if number.is_integer() else number
+    return text
+
+
+def _toml_value(text: str) -> Any:
+    (value,) = tomllib.loads(f"value = {text}").values()
+    return value

@@ -1,10 +1,10 @@
 """Where a run's envs come from: workers of this host, or env servers."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from envserve.client import BatchEnv
-from envserve.lane import Autoreset
+from envserve.settings import Autoreset
 from ppo.config import Config
 from ppo.errors import ConfigError
 
@@ -20,64 +20,61 @@ class MakeEnv(Protocol):
 
 def env_maker(
     config: Config,
-    *,
-    addresses: Sequence[str] = (),
+    addresses: Sequence[str] | None = None,
     num_workers: int | None = None,
-    import_modules: Sequence[str] = (),
+    import_modules: Sequence[str] | None = None,
+    *,
     autoreset: Autoreset = "same_step",
 ) -> MakeEnv:
     """Return a function that starts or reaches the envs of a config.
 
     Args:
         config: names the env, its keyword arguments, wrappers and time limits.
-        addresses: env servers to connect to; with none, envs run in worker processes
-            of this host.
+        addresses: env servers; with none, envs run in worker processes of this host.
         num_workers: local worker processes; by default one per core.
-        import_modules: modules that register envs or wrappers of one's own, for local
-            workers.
+        import_modules: modules that register envs or wrappers, for local workers.
         autoreset: when an ended episode's env is reset; rollouts need "same_step".
 
     Raises:
         ConfigError: there are more servers than envs.
     """
-    if config.num_envs < len(addresses):
+    servers = list(addresses or ())
+    if config.num_envs < len(servers):
         raise ConfigError(
             f"num_envs: expected at least one env per server, got {config.num_envs} "
-            f"for {len(addresses)} servers; leave servers out."
+            f"for {len(servers)} servers; leave servers out."
         )
+    shared: dict[str, Any] = {
+        "num_splits": config.num_splits,
+        "env_kwargs": dict(config.env_kwargs),
+        "wrappers": config.wrappers,
+        "autoreset": autoreset,
+        "spare_envs": config.spare_envs,
+        "on_fault": config.on_fault,
+    }
 
     def make_env(*, num_envs: int, seed: int) -> BatchEnv:
-        if addresses:
+        if servers:
             return BatchEnv.connect(
                 config.env_name,
-                list(addresses)[:num_envs],  # an evaluation may have fewer rows
+                servers[:num_envs],  # an evaluation may have fewer rows
                 num_envs=num_envs,
                 seed=seed,
-                num_splits=config.num_splits,
-                env_kwargs=dict(config.env_kwargs),
-                wrappers=config.wrappers,
-                autoreset=autoreset,
-                spare_envs=config.spare_envs,
-                on_fault="raise" if config.on_fault == "raise" else "truncate",
                 server_lost_after=config.server_lost_after_seconds,
-                on_server_lost="pad" if config.on_server_lost == "pad" else "raise",
+                on_server_lost=config.on_server_lost,
+                **shared,
             )
         return BatchEnv.local(
             config.env_name,
             num_envs=num_envs,
             num_workers=num_workers,
             seed=seed,
-            num_splits=config.num_splits,
-            env_kwargs=dict(config.env_kwargs),
-            wrappers=config.wrappers,
-            autoreset=autoreset,
-            spare_envs=config.spare_envs,
-            import_modules=(*config.import_modules, *import_modules),
+            import_modules=(*config.import_modules, *(import_modules or ())),
             step_timeout=config.step_timeout_seconds,
             reset_timeout=config.reset_timeout_seconds,
             padding_after=config.padding_after_seconds,
             max_restarts=config.max_restarts,
-            on_fault="raise" if config.on_fault == "raise" else "truncate",
+            **shared,
         )
 
     return make_env

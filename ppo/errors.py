@@ -4,6 +4,9 @@ A `BadInputError` can be put right by whoever typed the command or wrote the con
 Any other `PpoError` happened while a run was under way.
 """
 
+import difflib
+from collections.abc import Iterable
+
 __all__ = [
     "BadInputError",
     "CheckpointError",
@@ -17,6 +20,7 @@ __all__ = [
     "RunWriteError",
     "UnsupportedSpaceError",
     "VideoError",
+    "suggestion",
 ]
 
 
@@ -66,3 +70,18 @@ class EnvsLostError(PpoError):
 
 class DivergedError(PpoError):
     """The networks' outputs are no longer finite."""
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return ` Did you mean X?` with the nearest known name, or an empty string.
+
+    A name that contains the given one is nearer than any that is spelt alike, the more
+    so if it begins with it.
+    """
+    names = list(known)
+    containing = sorted(
+        (known_name for known_name in names if name and name in known_name),
+        key=lambda known_name: (not known_name.startswith(name), len(known_name)),
+    )
+    nearest = containing or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f" Did you mean {nearest[0]}?" if nearest else ""

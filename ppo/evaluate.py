@@ -5,8 +5,8 @@ favour short ones.
 """
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -15,9 +15,9 @@ from envserve.errors import EnvsBusy
 from ppo.agent import Agent
 from ppo.config import Config
 from ppo.environments import MakeEnv
-from ppo.episodes import Episode, EpisodeTracker
 from ppo.errors import EnvDataError, EnvsLostError
 from ppo.in_graph_batch_env import InGraphBatchEnv
+from ppo.rollout import Episode, EpisodeTracker
 from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import Which
 from ppo.run_folder.folder import RunFolder
@@ -44,6 +44,13 @@ class Evaluation(NamedTuple):
     steps: int | None = None
     """Env steps that the policy was trained for, if it is that of a checkpoint."""
 
+    @classmethod
+    def of(cls, episodes: Iterable[Episode], steps: int | None = None) -> Self:
+        """Return what these episodes earned."""
+        pairs = [(episode.total_reward, episode.length) for episode in episodes]
+        returns, lengths = zip(*pairs, strict=True)
+        return cls(np.array(returns), np.array(lengths), steps)
+
     @property
     def mean_return(self) -> float:
         """Mean over episodes."""
@@ -63,13 +70,7 @@ class Evaluation(NamedTuple):
         }
 
 
-def evaluate(
-    agent: Agent,
-    env: BatchEnv,
-    episodes: int,
-    *,
-    max_batch_steps: int = _MAX_BATCH_STEPS,
-) -> Evaluation:
+def evaluate(agent: Agent, env: BatchEnv, episodes: int) -> Evaluation:
     """Play complete episodes and return what they earned.
 
     The agent's statistics stay as they are. An episode that lost a step is played
@@ -79,14 +80,12 @@ def evaluate(
         agent: acts by the mode of its policy.
         env: envs of its own; with more envs than episodes, some idle.
         episodes: how many to play.
-        max_batch_steps: give up after so many batch steps.
 
     Raises:
-        EnvDataError: an episode did not end within `max_batch_steps`.
+        EnvDataError: an episode did not end within a million batch steps.
         EnvsLostError: an env fails again and again.
     """
-    simulation = _simulation(agent, InGraphBatchEnv(env))
-    return _play(simulation, env, episodes, max_batch_steps)
+    return _play(_simulation(agent, InGraphBatchEnv(env)), env, episodes)
 
 
 class CurveEvaluator:
@@ -199,22 +198,17 @@ def _simulation(
     )
 
 
-def _play(
-    simulation: Simulation,
-    env: BatchEnv,
-    episodes: int,
-    max_batch_steps: int = _MAX_BATCH_STEPS,
-) -> Evaluation:
+def _play(simulation: Simulation, env: BatchEnv, episodes: int) -> Evaluation:
     quotas = np.full(env.num_envs, episodes // env.num_envs)
     quotas[: episodes % env.num_envs] += 1
     played: list[list[Episode]] = [[] for _ in quotas]
     tracker = EpisodeTracker(env.num_envs)
     batch_steps = 0
     while any(len(done) < quota for done, quota in zip(played, quotas, strict=True)):
-        if batch_steps >= max_batch_steps:
+        if batch_steps >= _MAX_BATCH_STEPS:
             missing = episodes - sum(map(len, played))
             raise EnvDataError(
-                f"{env!r}: expected {episodes} episodes within {max_batch_steps} "
+                f"{env!r}: expected {episodes} episodes within {_MAX_BATCH_STEPS} "
                 f"steps, {missing} have not ended; give the env a time limit."
             )
         for episode in tracker.add(simulation.run((0, 0))):
@@ -223,11 +217,7 @@ def _play(
         unfinished = np.array([len(done) for done in played]) < quotas
         _check_losses(env, np.where(unfinished, tracker.lost_in_a_row, 0))
         batch_steps += _HORIZON
-    chosen = [episode for done in played for episode in done]
-    return Evaluation(
-        np.array([episode.total_reward for episode in chosen]),
-        np.array([episode.length for episode in chosen]),
-    )
+    return Evaluation.of(episode for done in played for episode in done)
 
 
 def _have_same_splits(one: BatchEnv, other: BatchEnv) -> bool:

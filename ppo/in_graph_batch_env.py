@@ -6,29 +6,18 @@ env's own dtypes. An exception raised there reaches the caller as itself.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import gymnasium
 import numpy as np
 import tensorflow as tf
 
 from envserve.client import BatchEnv
-from ppo.actions.kinds import action_kind
+from ppo.actions.action_spaces import action_kind
 from ppo.errors import EnvDataError
 from ppo.observations import space_leaves
 
-__all__ = ["InGraphBatchEnv", "StepTensors"]
-
-
-class StepTensors(NamedTuple):
-    """One batch step as tensors with rows `[num_envs, ...]`."""
-
-    observation: Any
-    reward: tf.Tensor
-    terminated: tf.Tensor
-    truncated: tf.Tensor
-    valid: tf.Tensor
-    final_observation: Any
+__all__ = ["InGraphBatchEnv"]
 
 
 class InGraphBatchEnv:
@@ -42,8 +31,6 @@ class InGraphBatchEnv:
     def __init__(self, env: BatchEnv) -> None:
         self.env = env
         self.num_envs = env.num_envs
-        self.observation_space = env.observation_space
-        self.action_space = env.action_space
         spaces = space_leaves(env.observation_space)
         self.observation_spec = tf.nest.map_structure(self._row_spec, spaces)
         """Nest of `tf.TensorSpec` with rows `[num_envs, ...]`."""
@@ -58,29 +45,9 @@ class InGraphBatchEnv:
 
     def reset(self) -> Any:
         """Start new episodes in all envs; returns the observation, rows `[B, ...]`."""
-        leaves = self.host_call(self._reset, [], tf.nest.flatten(self.observation_spec))
-        return tf.nest.pack_sequence_as(self.observation_spec, leaves)
-
-    def step(self, action: tf.Tensor) -> StepTensors:
-        """Step all envs once, with the policy's actions.
-
-        Args:
-            action: as `action_spec` says.
-
-        Returns:
-            The step; envs whose episode ended have already started the next one, and
-            their last observation is in `final_observation`.
-        """
-        flags = tf.TensorSpec([self.num_envs], tf.bool)
-        rewards = tf.TensorSpec([self.num_envs], tf.float64)
-        spec = StepTensors(
-            self.observation_spec, rewards, flags, flags, flags, self.observation_spec
-        )
-        outputs = self.host_call(
-            self._step, [self.to_env_action(action)], tf.nest.flatten(spec)
-        )
-        step: StepTensors = tf.nest.pack_sequence_as(spec, outputs)
-        return step
+        observation = self.env.reset()
+        self.check_finite(observation, np.zeros(self.num_envs))
+        return observation
 
     def to_env_action(self, action: tf.Tensor) -> tf.Tensor:
         """Turn policy actions, of any number of rows, into the env's own."""
@@ -149,16 +116,6 @@ class InGraphBatchEnv:
                     f"{array[row]}; repair the env, or end the episode before "
                     "its numbers overflow."
                 )
-
-    def _reset(self) -> list[np.ndarray]:
-        observation = self.env.reset()
-        self.check_finite(observation, np.zeros(self.num_envs))
-        return list(tf.nest.flatten(observation))
-
-    def _step(self, action: np.ndarray) -> list[np.ndarray]:
-        result = self.env.step(action)
-        self.check_finite(result.observation, result.reward)
-        return list(tf.nest.flatten(StepTensors(*result[:6])))
 
     def _row_spec(self, space: gymnasium.Space[Any]) -> tf.TensorSpec:
         return tf.TensorSpec([self.num_envs, *(space.shape or ())], space.dtype)

@@ -71,11 +71,6 @@ class RunningMoments:
         )
 
     @property
-    def count(self) -> tf.Tensor:
-        """Number of rows seen, float64."""
-        return self._count.read_value()
-
-    @property
     def mean(self) -> tf.Tensor:
         """Mean per element, float64; 0 before the first row."""
         return self._mean.read_value()

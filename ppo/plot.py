@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ppo.config import Config
-from ppo.config_text import suggestion
-from ppo.errors import BadInputError, OutputError
+from ppo.errors import BadInputError, OutputError, suggestion
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics_file import read_metrics
 

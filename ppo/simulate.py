@@ -7,18 +7,18 @@ their rows straight into the rollout's arrays `[T, B, ...]`.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from envserve.client import StepResult
 from envserve.errors import EnvError, LocalProtocolError
 from ppo.errors import DivergedError
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.networks.recurrent import States
+from ppo.rollout import Rollout, SplitRows, allocate_rollout
 
-__all__ = ["DrawNoise", "Policy", "Rollout", "Simulation", "simulate"]
+__all__ = ["DrawNoise", "Policy", "Simulation", "simulate"]
 
 Policy = Callable[..., tuple[tf.Tensor, ...]]
 """Maps a raw observation `[n, ...]` and noise `[n, ...]`, or a seed (int32 pair) where
@@ -27,31 +27,6 @@ states `[n, units]` besides, and gives them as they are after that observation."
 
 DrawNoise = Callable[[int, tf.Tensor], tf.Tensor]
 """Maps a number of rows and a seed (int32 pair) to noise `[rows, ...]`."""
-
-
-class Rollout(NamedTuple):
-    """What T batch steps of B envs gave, as NumPy arrays.
-
-    Row `[t, b]` holds the observation that env b was in, the policy's action there,
-    and what the env answered. `final_observation` is only meaningful where the episode
-    ended; where `valid` is false, everything but the observation is made up.
-    """
-
-    observation: Any  # [T + 1, B, ...]: the last one is still to be acted on
-    action: np.ndarray
-    log_prob: np.ndarray
-    reward: np.ndarray
-    terminated: np.ndarray
-    truncated: np.ndarray
-    valid: np.ndarray
-    final_observation: Any
-    status: np.ndarray  # uint8, see `envserve.slab.Status`
-    state: Any = ()  # of each memory: [K, B, units], before step 0, T / K, 2 T / K, ...
-
-    @property
-    def done(self) -> np.ndarray:
-        """Where an episode ended, bool `[T, B]`."""
-        return self.terminated | self.truncated
 
 
 class Simulation:
@@ -92,30 +67,22 @@ class Simulation:
         self._on_step = on_step
         self._draw_noise = draw_noise
         self._sequence_length = sequence_length or horizon
-        self._rollout = _allocate(
+        self._rollout = allocate_rollout(
             env, horizon, state_sizes, horizon // self._sequence_length
         )
         self._splits = [
-            _Split(self._rollout, env_indices, horizon)
+            SplitRows(self._rollout, env_indices, horizon)
             for env_indices in env.env.splits
         ]
         self._state_sizes = tuple(state_sizes)
         self._states: list[States] = []  # by split, after the last rollout
-        flags = (
-            self._rollout.terminated,
-            self._rollout.truncated,
-            self._rollout.status,
-        )
         self._answer_spec = [env.observation_spec]
         if state_sizes:
+            rollout = self._rollout
+            flags = (rollout.terminated, rollout.truncated, rollout.status)
             self._answer_spec += [tf.TensorSpec(f.shape[1:], f.dtype) for f in flags]
         self._loop = tf.function(self._steps)
         self._is_started = False
-
-    @property
-    def num_traces(self) -> int:
-        """How often the loop has been traced: once, however many rollouts were run."""
-        return int(self._loop.experimental_get_tracing_count())
 
     def run(self, seed: tuple[int, int]) -> Rollout:
         """Collect a rollout.
@@ -137,7 +104,9 @@ class Simulation:
                     states.follow(*split.ends(self._horizon - 1))
                     for split, states in zip(self._splits, self._states, strict=True)
                 ]
-                tf.nest.map_structure(_carry_over, self._rollout.observation)
+                tf.nest.map_structure(
+                    lambda rows: np.copyto(rows[0], rows[-1]), self._rollout.observation
+                )
             else:
                 states = [
                     States.zero(len(split.env_indices), self._state_sizes)
@@ -176,8 +145,11 @@ class Simulation:
                 # Of that rollout; what comes next is a reset.
                 if batch.num_out == num_out:
                     raise
-        first = self._env.reset()
-        tf.nest.map_structure(_write_first, self._rollout.observation, first)
+        tf.nest.map_structure(
+            lambda rows, first: np.copyto(rows[0], first),
+            self._rollout.observation,
+            self._env.reset(),
+        )
 
     def _steps(self, first: list[Any], states: list[States], seed: tf.Tensor) -> Any:
         """Run the loop; returns T and, by split, last states and those to be stored."""
@@ -266,18 +238,18 @@ class Simulation:
         self._on_step()
         return self._answer(following, step)
 
-    def _answer(self, split: "_Split", step: int) -> list[np.ndarray]:
+    def _answer(self, split: SplitRows, step: int) -> list[np.ndarray]:
         """Return what the graph gets of a step that was received; -1: of none yet."""
         leaves = split.observation_leaves(step + 1)
         return [*leaves, *split.ends(step)] if self._state_sizes else leaves
 
-    def _receive(self, split: "_Split", step: int) -> None:
+    def _receive(self, split: SplitRows, step: int) -> None:
         """Wait for a split's step, and store it."""
         self._env.env.recv(env_indices=split.env_indices, out=split.result(step))
         split.store(step)
         self._check(split, step)
 
-    def _check(self, split: "_Split", step: int) -> None:
+    def _check(self, split: SplitRows, step: int) -> None:
         result = split.result(step)
         self._env.check_finite(result.observation, result.reward, split.env_indices)
         bootstrapped = result.truncated & ~result.terminated & result.valid
@@ -288,91 +260,13 @@ class Simulation:
             rows = split.env_indices[bootstrapped]
             self._env.check_finite(final, result.reward[bootstrapped], rows)
 
-    def _raise_diverged(self, split: "_Split", log_prob: np.ndarray) -> None:
+    def _raise_diverged(self, split: SplitRows, log_prob: np.ndarray) -> None:
         row = int(np.argmin(np.isfinite(log_prob)))
         raise DivergedError(
             f"Env {split.env_indices[row]} of {self._env.env!r}: expected a finite "
             f"log-probability of its action, got {log_prob[row]}; training "
             "has diverged, try a lower learning_rate."
         )
-
-
-class _Split:
-    """The rows of one split in a rollout.
-
-    Where they follow each other, results are written straight into the rollout; else,
-    as with several servers, by way of arrays of the split's own.
-    """
-
-    def __init__(self, rollout: Rollout, env_indices: np.ndarray, horizon: int) -> None:
-        self.env_indices = env_indices
-        self._rollout = rollout
-        start, stop = int(env_indices[0]), int(env_indices[-1]) + 1
-        self._is_range = stop - start == len(env_indices)
-        self._rows: Any = slice(start, stop) if self._is_range else env_indices
-        count = horizon if self._is_range else 1
-        self._results = [self._result_rows(step) for step in range(count)]
-        self._observations = [self._observation_rows(step) for step in range(count + 1)]
-
-    def result(self, step: int) -> StepResult:
-        """Return where the envs have to write a step."""
-        return self._results[step if self._is_range else 0]
-
-    def store(self, step: int) -> None:
-        """Take a step into the rollout that was written where `result` says."""
-        if not self._is_range:
-            target = _step_views(self._rollout, step)
-            for rows, row in zip(
-                tf.nest.flatten(target[:7]),
-                tf.nest.flatten(self.result(step)[:7]),
-                strict=True,
-            ):
-                rows[self._rows] = row
-
-    def record(self, step: int, action: np.ndarray, log_prob: np.ndarray) -> None:
-        """Store what the policy gave."""
-        self._rollout.action[step][self._rows] = action
-        self._rollout.log_prob[step][self._rows] = log_prob
-
-    def observation_leaves(self, step: int) -> list[np.ndarray]:
-        """Return the observation that the policy has to act on."""
-        if self._is_range:
-            return self._observations[step]
-        return self._observation_rows(step)
-
-    def observation(self, step: int) -> Any:
-        """Return the same, structured as the space."""
-        leaves = self.observation_leaves(step)
-        return tf.nest.pack_sequence_as(self._rollout.observation, leaves)
-
-    def ends(self, step: int) -> list[np.ndarray]:
-        """Return terminated, truncated and status of a step; -1: as if of none."""
-        rollout = self._rollout
-        flags = (rollout.terminated, rollout.truncated, rollout.status)
-        if step < 0:
-            return [np.zeros(len(self.env_indices), rows.dtype) for rows in flags]
-        return [rows[step][self._rows] for rows in flags]
-
-    def store_states(self, stored: Sequence[tf.Tensor]) -> None:
-        """Store what the policy's memories held at the beginning of each sequence."""
-        for rows, states in zip(self._rollout.state, stored, strict=True):
-            rows[:, self._rows] = states
-
-    def specs(self, batch_specs: Any) -> list[tf.TensorSpec]:
-        """Return the specs of an observation's leaves, given those of the batch."""
-        return [
-            tf.TensorSpec([len(self.env_indices), *spec.shape[1:]], spec.dtype)
-            for spec in tf.nest.flatten(batch_specs)
-        ]
-
-    def _result_rows(self, step: int) -> StepResult:
-        whole: Any = _step_views(self._rollout, step)
-        rows = tf.nest.map_structure(lambda array: array[self._rows], whole[:7])
-        return StepResult._make((*rows, {}))
-
-    def _observation_rows(self, step: int) -> list[np.ndarray]:
-        leaves = tf.nest.flatten(self._rollout.observation)
-        return [leaf[step][self._rows] for leaf in leaves]
 
 
 def simulate(
@@ -383,57 +277,3 @@ def simulate(
     For more than one rollout keep a `Simulation`: it is traced and compiled once.
     """
     return Simulation(env, policy, horizon).run(seed)
-
-
-def _allocate(
-    env: InGraphBatchEnv, horizon: int, state_sizes: Sequence[int], num_sequences: int
-) -> Rollout:
-    def rows(spec: tf.TensorSpec, length: int) -> np.ndarray:
-        return np.zeros((length, *spec.shape), spec.dtype.as_numpy_dtype)
-
-    batch = (horizon, env.num_envs)
-    return Rollout(
-        observation=tf.nest.map_structure(
-            lambda spec: rows(spec, horizon + 1), env.observation_spec
-        ),
-        action=rows(env.action_spec, horizon),
-        log_prob=np.zeros(batch, np.float32),
-        reward=np.zeros(batch, np.float64),
-        terminated=np.zeros(batch, np.bool_),
-        truncated=np.zeros(batch, np.bool_),
-        valid=np.zeros(batch, np.bool_),
-        final_observation=tf.nest.map_structure(
-            lambda spec: rows(spec, horizon), env.observation_spec
-        ),
-        status=np.zeros(batch, np.uint8),
-        state=tuple(
-            np.zeros((num_sequences, env.num_envs, size), np.float32)
-            for size in state_sizes
-        ),
-    )
-
-
-def _step_views(rollout: Rollout, step: int) -> StepResult:
-    """Return the rows of one step, for the envs to write into."""
-    return StepResult(
-        observation=tf.nest.map_structure(
-            lambda leaf: leaf[step + 1], rollout.observation
-        ),
-        reward=rollout.reward[step],
-        terminated=rollout.terminated[step],
-        truncated=rollout.truncated[step],
-        valid=rollout.valid[step],
-        final_observation=tf.nest.map_structure(
-            lambda leaf: leaf[step], rollout.final_observation
-        ),
-        status=rollout.status[step],
-        infos={},
-    )
-
-
-def _write_first(rows: np.ndarray, first: Any) -> None:
-    rows[0] = first
-
-
-def _carry_over(rows: np.ndarray) -> None:
-    rows[0] = rows[-1]

@@ -18,20 +18,18 @@ from envserve.errors import EnvserveError
 from ppo.agent import Agent
 from ppo.config import Config
 from ppo.environments import MakeEnv
-from ppo.episodes import Episode, EpisodeTracker, LostSteps
 from ppo.errors import DivergedError, EnvDataError, EnvsLostError
 from ppo.evaluate import CurveEvaluator, Evaluation
 from ppo.in_graph_batch_env import InGraphBatchEnv
-from ppo.learning.policy_lag import PolicyLag
 from ppo.learning.update import Updater
 from ppo.normalize import ReturnScale
+from ppo.rollout import Episode, EpisodeTracker, LostSteps, Rollout
 from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import Counters
 from ppo.run_folder.folder import RunFolder
-from ppo.run_folder.metrics import MetricsWriter
+from ppo.run_folder.metrics import MetricsWriter, ReportWindow, is_due
 from ppo.run_folder.metrics_file import last_iteration
-from ppo.run_folder.report import ReportWindow, is_due
-from ppo.simulate import Rollout, Simulation
+from ppo.simulate import Simulation
 
 __all__ = ["Progress", "TrainResult", "train"]
 
@@ -42,7 +40,6 @@ class Progress(NamedTuple):
     """State of a run after an iteration."""
 
     steps: int
-    total_steps: int
     steps_per_second: float
     mean_return: float
     """Mean of the last 100 training episodes; NaN before the first has ended."""
@@ -72,17 +69,11 @@ class _Run:
         self.agent = Agent(env.observation_space, env.action_space, config)
         self.updater = Updater(self.agent, config)
         self.return_scale = ReturnScale(config.num_envs, config.discount)
-        self._lag = PolicyLag()
-
-        def stamped_step() -> None:
-            self._lag.stamp()
-            on_step()
-
         self.simulation = Simulation(
             graph_env,
             self.agent.act_on_noise,
             config.horizon,
-            stamped_step,
+            on_step,
             draw_noise=self.agent.draw_noise,
             state_sizes=self.agent.state_sizes,
             sequence_length=config.sequence_length,
@@ -99,7 +90,6 @@ class _Run:
         started = time.perf_counter()
         seeds = np.random.SeedSequence(config.seed, spawn_key=(counters.iteration,))
         act_0, act_1, shuffle_0, shuffle_1 = map(int, seeds.generate_state(4) >> 1)
-        self._lag.begin()
         rollout = self.simulation.run((act_0, act_1))
         collected = time.perf_counter()
         self.recent.extend(self.tracker.add(rollout))
@@ -114,7 +104,6 @@ class _Run:
                 progress=counters.iteration / config.num_iterations,
                 seed=(shuffle_0, shuffle_1),
             )
-            learned["policy_lag"] = self._lag.learned()
         # After the update: log-probabilities were taken with the old statistics.
         self._update_observation_statistics(rollout)
         counters = Counters(counters.iteration + 1, counters.steps + num_valid)
@@ -291,7 +280,6 @@ class _Loop:
             "evaluation_return": evaluation.mean_return,
             "evaluation_return_std": float(np.std(evaluation.returns)),
             "evaluation_length": float(np.mean(evaluation.lengths)),
-            "evaluation_episodes": float(len(evaluation.returns)),
             "evaluation_seconds": time.perf_counter() - started,
         }
         return evaluation
@@ -340,10 +328,8 @@ class _Loop:
         self._saved_iteration = self.counters.iteration
 
     def _progress(self, steps_per_second: float) -> Progress:
-        config = self._config
         return Progress(
             self.counters.steps,
-            config.num_iterations * config.steps_per_iteration,
             steps_per_second,
             self._run.mean_return,
             self._run.lost_steps.total,

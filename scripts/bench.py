@@ -1,14 +1,11 @@
-"""Run a benchmark: `python scripts/bench.py step` is `envserve bench step`."""
+"""Run a benchmark beside other projects: `python scripts/bench.py step`."""
 
-from envserve.bench.cli import main
-from ppo.bench.overlap import overlap
-from ppo.bench.profile import profile
-from ppo.bench.simulate import simulate
-from ppo.bench.train import train
+import sys
+from pathlib import Path
 
 if __name__ == "__main__":
-    # Named here as well as by entry points, so that it works without an installation.
-    more = {
-        command.__name__: command for command in (overlap, profile, simulate, train)
-    }
-    main(more=more)
+    # Within, since the processes of the cases load this file as well.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from benchmarks.cli import main
+
+    main()

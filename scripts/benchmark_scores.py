@@ -7,9 +7,13 @@
 Runs that have ended are kept in runs/scores/ and are not run again.
 """
 
+import sys
+from pathlib import Path
+
 import typer
 
-from ppo.scores.many import main
-
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from benchmarks.scores.many import main
+
     typer.run(main)

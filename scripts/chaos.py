@@ -1,6 +1,11 @@
 """Make things fail under the oracle's eyes: `scripts/chaos.py kill --scale 0.01`."""
 
-from envserve.chaos.cli import main
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.chaos.cli import main
 
 if __name__ == "__main__":
     main()

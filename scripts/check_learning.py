@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ppo.commands.options import start_tensorflow
+from ppo.commands.shared import start_tensorflow
 from ppo.configs import CONFIGS
 from ppo.run_folder.folder import RunFolder
 

@@ -4,12 +4,17 @@
     python scripts/simulate_sessions.py --events 100000000    100 million
     python scripts/simulate_sessions.py --seed 7              one again, with its end
 
-Every failure is a seed: add it to tests/envserve/test_session_simulator.py.
+Every failure is a seed: add it to tests/worlds/test_worlds.py.
 """
+
+import sys
+from pathlib import Path
 
 import typer
 
-from envserve.chaos.sessions.many import main
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.worlds.many import main
 
 if __name__ == "__main__":
     typer.run(main)

@@ -2,7 +2,8 @@
 
     python scripts/train_under_fire.py [--seed 0] [--servers 2]
 
-Prints what it cost, and exits with 1 if the agent has not learned the task.
+Prints what it cost, and exits with 1 if the agent has not learned the task. Needs the
+extra `dev`, for psutil.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import random
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -21,9 +23,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from envserve.lab.processes import kill_all, with_descendants
-from envserve.lab.servers import start_command
-from ppo.commands.options import start_tensorflow
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.lab.processes import kill_all, with_descendants
+from benchmarks.lab.servers import start_command
+from ppo.commands.shared import start_tensorflow
 from ppo.config import Config
 from ppo.configs import CONFIGS
 from ppo.run_folder.folder import RunFolder

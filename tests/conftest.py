@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 import zlib
 from collections.abc import Generator
+from pathlib import Path
 
 import hypothesis
 import numpy as np
 import pytest
 
-from tests.left_behind import MARK_NAME, MARK_VALUE, nothing_left_behind
+from tests.left_behind import MARK_NAME, MARK_VALUE
+from tests.left_behind import nothing_left_behind as nothing_left_behind
 
-__all__ = [
-    "nothing_left_behind",
-    "pytest_addoption",
-    "pytest_configure",
-    "pytest_report_header",
-    "pytest_runtest_makereport",
-    "random_generator",
-    "random_seed",
-    "seeded_global_randomness",
-]
+ROOT = Path(__file__).resolve().parent.parent
 
 # The examples of a slow, shared machine are as valid as those of a fast one. Whether a
 # change passes does not depend on luck: every run has the same examples and seeds.
@@ -43,6 +37,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     os.environ[MARK_NAME] = MARK_VALUE
+    # Servers and other processes of a test import `tests` too, wherever they run.
+    path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    # Repro files of crashes made on purpose stay out of the user's folder.
+    root = os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    folder = os.path.join(root, f"envserve-suite-{os.getuid()}")
+    os.makedirs(folder, exist_ok=True)
+    tempfile.tempdir = os.environ["TMPDIR"] = folder
 
 
 def pytest_report_header(config: pytest.Config) -> str:

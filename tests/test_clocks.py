@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("envserve", "ppo", "scripts")
+PACKAGES = ("benchmarks", "envserve", "ppo", "scripts", "tests/chaos", "tests/worlds")
 
 #: By module, what reads the wall clock there; some only if no instant is given.
 WALL_CLOCKS = {
@@ -22,12 +22,12 @@ WALL_CLOCKS = {
 
 #: Stamps: what they are in is named after the time of day, and nothing waits for it.
 STAMPS = {
-    "envserve/bench/report.py:as_json: datetime.now",
-    "envserve/bench/report.py:publish: datetime.now",
-    "envserve/bench/suite.py:suite: datetime.now",
-    "envserve/chaos/cli.py:chaos: datetime.now",
-    "envserve/chaos/report.py:_circumstances: datetime.now",
-    "ppo/cli.py:_settle: time.strftime",
+    "benchmarks/result.py:as_json: datetime.now",
+    "benchmarks/result.py:publish: datetime.now",
+    "benchmarks/suite.py:suite: datetime.now",
+    "tests/chaos/cli.py:chaos: datetime.now",
+    "tests/chaos/case_tables.py:_circumstances: datetime.now",
+    "ppo/commands/train.py:_prepare: time.strftime",
     "ppo/run_folder/metrics.py:_announce_restart: time.time",
 }
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from envserve.server import ServerConfig
+from envserve.settings import HostSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 HEALTH = ["envserve", "health", "--startup", "--live", "tcp://127.0.0.1:5555"]
@@ -113,13 +113,13 @@ def test_health_command_and_its_probes_exist() -> None:
 def test_server_image_asks_for_health_where_the_server_listens_by_default() -> None:
     (test,) = re.findall(r"^HEALTHCHECK .*\\\n +CMD (.*)$", stages()["server"], re.M)
     assert yaml.safe_load(test) == HEALTH
-    (address,) = ServerConfig(num_workers=1).binds
+    (address,) = HostSettings().binds
     assert address == HEALTH[-1]
 
 
 def test_a_drain_ends_before_docker_kills() -> None:
     assert not any("stop_grace_period" in service for service in SERVICES.values())
-    assert ServerConfig(num_workers=1).drain_grace_seconds + 1 < 10
+    assert HostSettings().drain_grace_seconds + 1 < 10
 
 
 def test_trained_config_exists() -> None:

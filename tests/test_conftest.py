@@ -58,10 +58,8 @@ def test_failure_prints_a_seed_that_repeats_it(tmp_path: Path) -> None:
     assert drawn(first) == drawn(again) != drawn(other)
 
 
-@on_linux
-def test_child_left_running_fails_its_test_and_is_killed(tmp_path: Path) -> None:
-    output = run_suite(
-        tmp_path,
+LEFT = {
+    "child": (
         "import subprocess, sys\n"
         "children = []\n"
         "def test_leaves_a_child():\n"
@@ -70,24 +68,38 @@ def test_child_left_running_fails_its_test_and_is_killed(tmp_path: Path) -> None
         "def test_after():\n"
         "    assert children[0].wait(timeout=10) == -9\n"
         "    children[0].stdin.close()\n",
-    )
-    assert "2 passed, 1 error" in output
-    assert "left behind\n  process " in output
-    assert "-c input()" in output
-
-
-@on_linux
-def test_orphan_left_running_fails_its_test(tmp_path: Path) -> None:
-    output = run_suite(
-        tmp_path,
+        ("2 passed, 1 error", "left behind\n  process ", "-c input()"),
+    ),
+    "orphan": (
         "import subprocess, sys\n"
         "def test_leaves_an_orphan():\n"
         "    start = '''import subprocess, sys; subprocess.Popen(\n"
         "        [sys.executable, '-c', 'import signal; signal.pause()'])'''\n"
         "    subprocess.run([sys.executable, '-c', start], check=True)\n",
-    )
-    assert "1 passed, 1 error" in output
-    assert "signal.pause()" in output
+        ("1 passed, 1 error", "signal.pause()"),
+    ),
+    "thread": (
+        "import threading\n"
+        "release = threading.Event()\n"
+        "def test_leaves_a_thread():\n"
+        "    threading.Thread(target=release.wait, name='straggler').start()\n"
+        "def test_after():\n"
+        "    release.set()\n",
+        ("2 passed, 1 error", "thread straggler"),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [*(pytest.param(kind, marks=on_linux) for kind in ("child", "orphan")), "thread"],
+)
+def test_what_is_left_running_fails_its_test_and_is_ended(
+    tmp_path: Path, kind: str
+) -> None:
+    tests, expected = LEFT[kind]
+    output = run_suite(tmp_path, tests)
+    assert [text for text in expected if text not in output] == []
 
 
 @on_linux
@@ -112,17 +124,3 @@ def test_longer_lived_fixture_may_replace_its_process(tmp_path: Path) -> None:
     )
     assert "1 passed" in output
     assert "error" not in output
-
-
-def test_thread_left_running_fails_its_test(tmp_path: Path) -> None:
-    output = run_suite(
-        tmp_path,
-        "import threading\n"
-        "release = threading.Event()\n"
-        "def test_leaves_a_thread():\n"
-        "    threading.Thread(target=release.wait, name='straggler').start()\n"
-        "def test_after():\n"
-        "    release.set()\n",
-    )
-    assert "2 passed, 1 error" in output
-    assert "thread straggler" in output

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import selectors
+import socket
 import time
+from collections.abc import Callable
 from typing import Final
 
 import zmq
 
 from envserve.errors import ConnectError
+from envserve.session import ClientSession
 from envserve.transport import (
     NOBLOCK,
     FrameReceiver,
     Frames,
-    can_receive,
-    can_send,
     descriptor_of,
     set_common_options,
 )
@@ -29,7 +32,7 @@ from envserve.wire import (
 )
 from envserve.wire.constants import MAX_FRAMES
 
-__all__ = ["SLICE_SECONDS", "Connection", "ask_welcome"]
+__all__ = ["SLICE_SECONDS", "Connection", "Descriptor", "Exchange", "ask_welcome"]
 
 #: Longest that `receive_soon` waits: shorter than a connection is away if it breaks, so
 #: that who looks after each slice sees every break.
@@ -43,8 +46,27 @@ _RECONNECT_MAX_MS: Final = 100
 #: be used.
 _CONNECT_TIMEOUT_MS: Final = 350
 
+#: Plain numbers: ZeroMQ's own flags are slow to combine.
+_POLLIN: Final = int(zmq.POLLIN)
+_POLLOUT: Final = int(zmq.POLLOUT)
+
 #: A result may be large, but not endless.
 _MAX_FRAME_BYTES: Final = 1 << 30
+
+
+class _Receiver(FrameReceiver):
+    """Receives, and waits for that."""
+
+    def wait(self) -> Frames | None:
+        """Returns the next message; None after the socket's RCVTIMEO."""
+        if self.is_discarding:
+            return self.receive()
+        try:
+            # A frame knows whether there is more; to ask the socket takes longer.
+            frame = self._socket.recv(copy=False)
+        except zmq.Again:
+            return None
+        return self._go_on(frame) if frame.more else [frame.bytes]
 
 
 class Connection:
@@ -52,6 +74,8 @@ class Connection:
 
     Attributes:
       address: The server's.
+      receive: Returns the next message, or None.
+      receive_soon: Waits for the next message; None after `SLICE_SECONDS`.
     """
 
     def __init__(self, address: str) -> None:
@@ -59,7 +83,11 @@ class Connection:
         self.address = address
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._receiver = FrameReceiver(self._socket, MAX_FRAMES + 1, 1)
+        # Without a look for options that are not used here.
+        self._send = super(zmq.Socket, self._socket).send
+        receiver = _Receiver(self._socket, MAX_FRAMES + 1, 1)
+        self.receive: Callable[[], Frames | None] = receiver.receive
+        self.receive_soon: Callable[[], Frames | None] = receiver.wait
         set_common_options(self._socket)
         # Else requests are queued for a server that is gone, and reach the next one.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -87,28 +115,17 @@ class Connection:
         """Hands a message over; False if the server cannot be reached now."""
         try:
             if len(frames) == 1:
-                self._socket.send(frames[0], NOBLOCK)
+                self._send(frames[0], NOBLOCK)
             else:
                 self._socket.send_multipart(frames, NOBLOCK)
         except zmq.Again:
             return False
         return True
 
-    def receive(self) -> Frames | None:
-        """Returns the next message, or None."""
-        return self._receiver.receive()
-
-    def receive_soon(self) -> Frames | None:
-        """Waits for the next message; returns None after `SLICE_SECONDS`."""
-        return self._receiver.wait()
-
-    def is_readable(self) -> bool:
-        """Tells whether `receive` has something."""
-        return can_receive(self._socket)
-
-    def is_writable(self) -> bool:
-        """Tells whether the server can be reached now."""
-        return can_send(self._socket)
+    def look(self) -> tuple[bool, bool]:
+        """Tells whether `receive` has something, and if the server can be reached."""
+        events = int(self._socket.getsockopt(zmq.EVENTS))
+        return bool(events & _POLLIN), bool(events & _POLLOUT)
 
     def wait(self, timeout_seconds: float, *, for_writing: bool) -> None:
         """Waits until something can be received (or sent, if asked for)."""
@@ -119,6 +136,105 @@ class Connection:
     def close(self, linger_seconds: float = 0.0) -> None:
         """Closes the socket; messages not sent by then are dropped."""
         self._context.destroy(linger=int(1000 * linger_seconds))
+
+
+class Exchange:
+    """Moves messages between a session and its connection.
+
+    Attributes:
+      session: The session.
+      connection: The connection.
+      due_at: When to `run` at the latest: to see breaks, and to do what is due.
+    """
+
+    def __init__(self, session: ClientSession, connection: Connection) -> None:
+        """Begins without a connection."""
+        self.session = session
+        self.connection = connection
+        self.due_at = -math.inf
+        self._is_connected = False
+
+    def run(self, now: float) -> None:
+        """Receives and sends until neither goes on, and looks at the connection.
+
+        Ends with a look that finds nothing: only then is the next message, or break,
+        sure to show at the descriptor, which shows nothing twice.
+        """
+        session, receive = self.session, self.connection.receive
+        while True:
+            while (frames := receive()) is not None:
+                session.receive(frames, now)
+            is_readable = self._look(now)
+            session.advance(now)
+            if not self.flush() and not is_readable:
+                return
+
+    def flush(self) -> bool:
+        """Sends what can be sent; tells whether there was anything."""
+        outbox = self.session.outbox
+        has_sent = False
+        while outbox and self.connection.send(outbox[key := next(iter(outbox))]):
+            del outbox[key]
+            has_sent = True
+        return has_sent
+
+    def _look(self, now: float) -> bool:
+        """Tells the session of the connection, and the caller whether there is more."""
+        is_readable, is_connected = self.connection.look()
+        if is_connected and not self._is_connected:
+            self.session.connected(now)
+        elif self._is_connected and not is_connected:
+            self.session.disconnected(now)
+        self._is_connected = is_connected
+        # While there is none, a message that waits can be sent at any moment.
+        self.due_at = now + SLICE_SECONDS if is_connected else now
+        return is_readable
+
+    def wait(self, deadline: float) -> None:
+        """Waits for the server, the session's next deadline, or a little while."""
+        now = time.monotonic()
+        until = min(deadline, self.session.next_deadline(), now + SLICE_SECONDS)
+        wants_to_send = bool(self.session.outbox) or not self._is_connected
+        self.connection.wait(until - now, for_writing=wants_to_send)
+
+
+class Descriptor:
+    """One descriptor for what comes, and for what somebody else has received.
+
+    ZeroMQ's own shows an edge, which whoever receives consumes.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        """Joins the connection's with a wake-up of our own."""
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._is_awake = False  # whether a byte is in that pair
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(connection, selectors.EVENT_READ)
+        self._selector.register(self._reader, selectors.EVENT_READ)
+
+    def fileno(self) -> int:
+        """Returns the descriptor."""
+        return self._selector.fileno()
+
+    def wake(self) -> None:
+        """Makes it readable, until `sleep`."""
+        if not self._is_awake:
+            self._is_awake = True
+            self._writer.send(b"!")
+
+    def sleep(self) -> None:
+        """Lets it show again only what comes."""
+        if self._is_awake:
+            with contextlib.suppress(BlockingIOError):
+                self._reader.recv(64)
+            self._is_awake = False
+
+    def close(self) -> None:
+        """Closes all of it."""
+        self._selector.close()
+        self._reader.close()
+        self._writer.close()
 
 
 def ask_welcome(address: str, timeout_seconds: float) -> Welcome:

@@ -1,68 +1,48 @@
 """Submits to several lanes, and waits for all of them or for the first.
 
-Every submission has a ticket, by which its results are told from older ones. A call
-that was cut short leaves the group unsettled; the next one first waits until nothing
-is under way, drops what belongs to nobody, and keeps what was sent to be received.
+A block is out while a caller waits for it, and owed while its step goes on without
+one: see `absence`. An interrupt while waiting costs nothing. One that cuts this
+bookkeeping short costs an episode of each row: the next call takes all lanes for lost.
+docs/decisions.md: "An interrupted lane is a lost lane".
 """
 
 from __future__ import annotations
 
-import logging
-import selectors
+import math
 import time
-from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 
+from envserve.client.absence import Absence, PutAside
+from envserve.client.inbox import Inbox
 from envserve.client.row_set import BatchBlock, RowSet
 from envserve.errors import EnvserveError, LocalProtocolError
-from envserve.lane import Call, Fault, Lane, Outcome, Reset
+from envserve.lane import Call, Lane, Outcome, Reset
 
-__all__ = ["Gathered", "LaneGroup"]
+__all__ = ["LaneGroup"]
 
 Array = np.ndarray[Any, Any]
 
-_LOGGER: Final = logging.getLogger(__name__)
 #: Lanes end every operation by deadlines of their own; this is how often we look.
 _COLLECT_SECONDS: Final = 60.0
-#: The same where more than one lane, or what has become of one, is to be seen.
-_SLICE_SECONDS: Final = 0.1
-#: Between steps of a batch of which nothing is alive.
-_PACE_SECONDS: Final = 0.05
-
-
-@dataclass(slots=True)
-class Gathered:
-    """What came besides rows, by env index of the whole batch."""
-
-    infos: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    faults: dict[int, Fault] = field(default_factory=dict)
-
-    def add(self, finished: Outcome, offset: int) -> None:
-        """Adds a block's; a fault is reported in the row's info."""
-        for row, info in finished.infos.items():
-            self.infos[row + offset] = info
-        for fault in finished.faults:
-            self.faults[fault.env_index + offset] = fault
-            report = {"status": fault.status.name, "text": fault.text}
-            self.infos[fault.env_index + offset] = {"fault": report}
 
 
 class LaneGroup:
     """Lanes whose rows follow each other.
 
-    A block is *out* from `send` until `release`. Only blocks that are not can be
-    reset and called, and only if none is, all can be stepped.
-
     Attributes:
       blocks: The blocks of all lanes, in row order.
       num_envs: Rows of all lanes.
       everything: All rows.
+      out: Positions of the blocks that were sent, and not released.
+      inbox: What has come of blocks in flight, until it is released.
+      absence: The blocks whose envs are not there.
     """
 
-    def __init__(self, lanes: Sequence[Lane]) -> None:
+    def __init__(self, lanes: Sequence[Lane], padding_after_seconds: float) -> None:
         """Gives each lane its rows."""
         blocks: list[BatchBlock] = []
         offset = 0
@@ -79,23 +59,15 @@ class LaneGroup:
         self.blocks = tuple(blocks)
         self.num_envs = offset
         self.everything = RowSet(self.blocks)
+        self.out: set[int] = set()
+        self.inbox = Inbox(lanes, blocks)
         self._lanes = tuple(lanes)
-        self._has_one_lane = len(lanes) == 1
-        self._first_block = {lane: _first_block(lane, blocks) for lane in lanes}
-        self._selector: selectors.BaseSelector | None = None
-        self._ticket = 0
-        self._is_settled = True
-        self._tickets: dict[int, int] = {}  # of blocks that are out, by position
-        self._inbox: dict[int, Outcome] = {}  # of those, the ones that have ended
-        self._lost: set[int] = set()  # of those, the ones whose end was lost
-        self._pending: set[int] = set()  # blocks that came back as padding last
+        self.absence = Absence(self.blocks, padding_after_seconds)
+        self._called: set[int] = set()  # blocks with a reset or call in flight
+        self._interrupted: set[int] = set()  # blocks of a step that nobody waits for
+        self._put_aside: dict[int, PutAside] = {}  # of those, what was owed before
 
-    @property
-    def out(self) -> Set[int]:
-        """Positions of the blocks that are out."""
-        return self._tickets.keys()
-
-    def num_rows(self, positions: Collection[int]) -> int:
+    def num_rows(self, positions: Iterable[int]) -> int:
         """Returns how many rows some blocks have."""
         blocks = self.blocks
         return sum([blocks[at].stop - blocks[at].start for at in positions])
@@ -104,287 +76,274 @@ class LaneGroup:
         """Returns the block that a row belongs to."""
         return next(block for block in self.blocks if env_index < block.stop)
 
-    # All at once.
+    # Steps.
 
-    def step(self, actions: Sequence[Array]) -> Gathered:
-        """Steps all envs with one array of actions `[num_envs, ...]` per leaf."""
-        ticket = self._begin()
-        self._pace()
-        self.everything.write_actions(actions)
-        pieces = self.everything.pieces
-        for piece in pieces:
-            piece.lane.submit_step(piece.blocks, ticket, self._has_one_lane)
-        gathered = Gathered()
-        errors: list[EnvserveError] = []
-        for piece in pieces:
-            self._collect_all(piece.lane, ticket, piece.blocks, gathered, errors)
-        self._end(errors)
-        return gathered
-
-    def reset(self, env_indices: Array, seeds: Sequence[int] | None) -> None:
-        """Resets some rows, each with its seed if there are seeds."""
-        position_of = {int(index): at for at, index in enumerate(env_indices)}
-        chosen_of = {
-            block: [row for row in range(block.start, block.stop) if row in position_of]
-            for block in self.blocks
-        }
-        self._check_not_out(
-            [block.position for block in self.blocks if chosen_of[block]]
-        )
-        resets: dict[Lane, list[Reset]] = {lane: [] for lane in self._lanes}
-        for block, chosen in chosen_of.items():
-            if not chosen:
-                continue
-            rows = tuple(row - block.offset for row in chosen)
-            is_whole = len(chosen) == block.stop - block.start
-            reset = Reset(block.lane_block, None if is_whole else rows)
-            if seeds is not None:
-                values = tuple(seeds[position_of[row]] for row in chosen)
-                reset = Reset(block.lane_block, rows, values)
-            resets[block.lane].append(reset)
-        ticket = self._begin()
-        for lane, of_lane in resets.items():
-            if of_lane:
-                lane.submit_reset(of_lane, ticket)
-        errors: list[EnvserveError] = []
-        gathered = Gathered()
-        for lane, of_lane in resets.items():
-            blocks = [reset.block for reset in of_lane]
-            self._collect_all(lane, ticket, blocks, gathered, errors)
-        self._end(errors)
-
-    def call(self, call: Call) -> bytes:
-        """Carries out attribute access; returns the encoded result."""
-        block = self.block_of(call.env_index)
-        self._check_not_out([block.position])
-        ticket = self._begin()
-        row = call.env_index - block.offset
-        block.lane.submit_call(replace(call, env_index=row), ticket)
-        errors: list[EnvserveError] = []
-        (finished,) = self._collect_all(
-            block.lane, ticket, [block.lane_block], Gathered(), errors
-        )
-        self._end(errors)
-        return finished.result
-
-    # One after the other.
-
-    def send(self, row_set: RowSet, actions: Sequence[Array], together: bool) -> None:
+    def send(
+        self, row_set: RowSet, actions: Sequence[Array], *, together: bool
+    ) -> None:
         """Starts a step of these rows, with an array `[len(row_set), ...]` per leaf.
 
         Unless `together`, blocks are submitted one by one: what is submitted at once, a
         server answers at once.
+
+        Raises:
+          LocalProtocolError: Some of the rows are out.
         """
-        self._check_not_out(row_set.positions)
-        ticket = self._begin()
-        self._pace()
-        row_set.write_actions(actions)
-        for position in row_set.positions:
-            self._tickets[position] = ticket
-        for piece in row_set.pieces:
-            if together:
-                piece.lane.submit_step(piece.blocks, ticket, self._has_one_lane)
-                continue
-            for block in piece.blocks:
-                piece.lane.submit_step([block], ticket, self._has_one_lane)
-        self._is_settled = True
+        if self.inbox.is_midway or self._called or self._interrupted:
+            self._clean_up(row_set.positions)
+        if not self.out.isdisjoint(row_set.positions):
+            raise self._out_error(self.out & row_set.positions)
+        self.inbox.is_midway = True
+        owed = self.absence.owed
+        if owed and not owed.isdisjoint(row_set.positions):
+            self._send_what_is_not_owed(row_set, actions)
+        else:
+            for piece in row_set.pieces:
+                for target, array in zip(piece.actions, actions, strict=True):
+                    target[piece.lane_rows] = array[piece.set_rows]
+                if together:
+                    piece.lane.submit_step(piece.blocks)
+                else:
+                    for lane_block in piece.blocks:
+                        piece.lane.submit_step((lane_block,))
+        self.out.update(row_set.positions)
+        self.inbox.is_midway = False
+
+    def _send_what_is_not_owed(self, row_set: RowSet, actions: Sequence[Array]) -> None:
+        """Steps the other blocks; the actions for those that are owed are not used."""
+        wanted = self.absence.await_owed(row_set.positions)
+        row = 0
+        for block in row_set.blocks:
+            part = slice(row, row + block.stop - block.start)
+            row = part.stop
+            if block.position in wanted:
+                rows = slice(block.start - block.offset, block.stop - block.offset)
+                for target, array in zip(block.lane.rows.action, actions, strict=True):
+                    target[rows] = array[part]
+                block.lane.submit_step((block.lane_block,))
 
     def wait(
-        self, positions: Collection[int], num_rows: int, deadline: float
-    ) -> list[int]:
-        """Waits until so many rows of blocks that are out have finished.
+        self, positions: Set[int], num_rows: int | None, deadline: float
+    ) -> Set[int]:
+        """Waits until blocks that are out have ended, or are padding.
 
         Args:
           positions: The blocks to look at.
-          num_rows: Rows to wait for.
+          num_rows: Rows to wait for; None for all.
           deadline: Instant of `time.monotonic` to give up at.
 
         Returns:
-          Positions of those blocks that have finished, in order; they stay out until
-          `release`.
+          Those that have, maybe fewer than asked for; they stay out until `release`.
 
         Raises:
-          LocalProtocolError: Results were lost by an interrupted call.
+          ServerLost: None of the batch's envs is there, and none is worth waiting for.
         """
-        if not self._is_settled:
-            self._settle()
-        self._is_settled = False
-        is_late = False
-        while not self._lost:
-            ready = [position for position in positions if position in self._inbox]
-            count = self.num_rows(ready)
-            if count >= num_rows or is_late:
-                self._is_settled = True
-                return sorted(ready)
-            remaining = deadline - time.monotonic()
-            is_late = remaining <= 0
-            wants_all = num_rows == self.num_rows(positions)
-            missing = len(positions) - len(ready) if wants_all else 1
-            self._collect_some(max(0.0, remaining), missing)
-        error = self._give_up_lost()
-        self._is_settled = True
-        raise error
+        if self.inbox.is_midway:
+            self._clean_up(positions)
+        outcomes, absence = self.inbox.outcomes, self.absence
+        if num_rows is not None and num_rows == self.num_rows(positions):
+            num_rows = None
+        may_be_absent = bool(absence.awaited)
+        while True:
+            ready = positions & outcomes.keys()
+            if absence.padded:
+                absence.padded -= ready  # they have ended meanwhile
+            if len(ready) == len(positions):
+                return ready
+            timeout = _COLLECT_SECONDS
+            if may_be_absent:
+                ready |= self._pad(positions - ready)
+                if len(ready) == len(positions):
+                    return ready
+                timeout = min(timeout, absence.next_pad() - time.monotonic())
+            if deadline != math.inf or num_rows is not None:
+                remaining = deadline - time.monotonic()
+                is_enough = num_rows is not None and self.num_rows(ready) >= num_rows
+                if is_enough or (remaining <= 0 and may_be_absent):
+                    return ready
+                timeout = min(timeout, remaining)
+            waiting = positions - ready
+            missing = len(waiting) if num_rows is None else 1
+            self.inbox.collect(max(0.0, timeout), waiting, missing)
+            may_be_absent = True
 
-    def finished(self, positions: Sequence[int]) -> list[Outcome]:
-        """Returns what came with blocks that `wait` has returned."""
-        return [self._inbox[position] for position in positions]
+    def _pad(self, waiting: Set[int]) -> Set[int]:
+        """Returns the blocks, of those that are waited for, that are padding now."""
+        absent = self.inbox.absent()
+        self.absence.pad(absent, waiting, time.monotonic())
+        if len(absent) == len(self.blocks) and (error := self.inbox.given_up()):
+            raise error
+        return self.absence.padded
 
-    def release(self, positions: Sequence[int]) -> None:
-        """Takes blocks that have finished for received: they are out no more."""
+    def release(self, positions: Set[int]) -> None:
+        """Takes blocks that `wait` has returned for received: they are out no more."""
+        self.inbox.is_midway = True
+        self.out -= positions
         for position in positions:
-            del self._inbox[position]
-            del self._tickets[position]
+            self.inbox.outcomes.pop(position, None)
+        absence = self.absence
+        if absence.awaited or absence.padded:
+            absence.release(positions)
+        self.inbox.is_midway = False
 
-    def take_back(self, positions: Sequence[int], finished: Sequence[Outcome]) -> None:
-        """Undoes a `release`, even one that was cut short."""
-        for position, item in zip(positions, finished, strict=True):
-            self._tickets[position] = item.ticket
-            self._inbox[position] = item
+    def give_up_step(self, *, is_untold: bool) -> None:
+        """Has nobody wait for a step of everything that was interrupted.
 
-    def close(self) -> None:
-        """Lets go of what the group has besides the lanes."""
-        if self._selector is not None:
-            self._selector.close()
-            self._selector = None
-
-    # Tickets.
-
-    def _begin(self) -> int:
-        """Returns a new ticket; the group is unsettled until the call has ended."""
-        if not self._is_settled:
-            self._settle()
-        self._is_settled = False
-        self._ticket += 1
-        return self._ticket
-
-    def _end(self, errors: Sequence[EnvserveError]) -> None:
-        """Notes that all has ended, or raises the first of the errors."""
-        self._is_settled = True
-        if errors:
-            raise errors[0]
-
-    def _settle(self) -> None:
-        """Waits until nothing is under way that an interrupted call has left."""
-        for lane in self._lanes:
-            # By and by: a lane may find out that nothing more will come.
-            while lane.is_busy:
-                for item in lane.collect(_SLICE_SECONDS):
-                    if not self._keep(lane, item) and item.error is not None:
-                        _LOGGER.warning("of an interrupted call: %s", item.error)
-        self._lost = {at for at in self._tickets if at not in self._inbox}
-        self._is_settled = True
-
-    def _keep(self, lane: Lane, item: Outcome) -> bool:
-        """Puts the end of what was sent into the inbox; False for anything else."""
-        position = self._first_block[lane].position + item.block
-        if self._tickets.get(position) != item.ticket:
-            return False
-        self._inbox[position] = item
-        self._note_padding(position, item)
-        return True
-
-    def _note_padding(self, position: int, item: Outcome) -> None:
-        if item.is_padding:
-            self._pending.add(position)
-        elif self._pending:
-            self._pending.discard(position)
-
-    def _pace(self) -> None:
-        """Waits a moment if nothing at all is alive, lest padding come without end.
-
-        With one lane there is no need to: it is told that it is alone, and waits. Of
-        several, none may: another may be the first that is back.
+        Args:
+          is_untold: Whether it has ended, and nobody has seen how.
         """
-        if len(self._pending) == len(self.blocks) and not self._has_one_lane:
-            self._all_lanes().select(_PACE_SECONDS)
+        self.inbox.is_midway |= is_untold
+        self._interrupted |= self.out
+        self.absence.owe(self.out)
+        self.out.clear()
 
-    def _check_not_out(self, positions: Sequence[int]) -> None:
-        wrong = [at for at in positions if at in self._tickets]
-        if wrong:
-            raise LocalProtocolError(
-                f"the rows {self._rows_of(wrong)} are out; recv() them first"
-            )
+    # Resets and calls.
 
-    def _rows_of(self, positions: Collection[int]) -> list[int]:
-        chosen = [self.blocks[at] for at in sorted(positions)]
-        return [row for block in chosen for row in range(block.start, block.stop)]
+    def reset(self, env_indices: Array, seeds: Sequence[int] | None) -> None:
+        """Resets some rows, each with its seed if there are seeds."""
+        position_of = {int(index): at for at, index in enumerate(env_indices)}
+        resets: dict[Lane, list[Reset]] = {}
+        positions = set()
+        parts: dict[int, tuple[int, ...]] = {}  # rows of blocks that are not all reset
+        for block in self.blocks:
+            chosen = [
+                row for row in range(block.start, block.stop) if row in position_of
+            ]
+            if not chosen:
+                continue
+            positions.add(block.position)
+            rows = tuple(row - block.offset for row in chosen)
+            is_whole = len(chosen) == block.stop - block.start
+            if not is_whole:
+                parts[block.position] = rows
+            reset = Reset(block.lane_block, None if is_whole else rows)
+            if seeds is not None:
+                values = tuple(seeds[position_of[row]] for row in chosen)
+                reset = Reset(block.lane_block, rows, values)
+            resets.setdefault(block.lane, []).append(reset)
 
-    def _give_up_lost(self) -> LocalProtocolError:
-        """Gives up blocks of which nothing more will come, and says so."""
-        rows = self._rows_of(self._lost)
-        for position in self._lost:
-            self._tickets.pop(position, None)
-        self._lost = set()
+        def submit() -> None:
+            for lane, of_lane in resets.items():
+                lane.submit_reset(of_lane)
+
+        if not self.out.isdisjoint(positions):
+            raise self._out_error(self.out & positions)
+        self._clean_up(positions)
+        self._wait_for(positions & self.absence.owed)
+        self.inbox.is_midway = True
+        for position in positions:
+            owed = self.inbox.outcomes.pop(position, None)
+            if owed is not None and position in parts:  # the other rows show it yet
+                rows = parts[position]
+                self._put_aside[position] = PutAside(owed, self.blocks[position], rows)
+            else:
+                self.absence.owed.discard(position)
+        self._run(positions, submit)
+
+    def call(self, call: Call) -> bytes:
+        """Carries out attribute access; returns the encoded result."""
+        block = self.block_of(call.env_index)
+        positions = {block.position}
+        if block.position in self.out:
+            raise self._out_error(positions)
+        self._clean_up(positions)
+        self._wait_for(positions & self.absence.owed)
+        self.inbox.is_midway = True
+        if block.position in self.inbox.outcomes:  # of a step, which is owed still
+            outcome = self.inbox.outcomes.pop(block.position)
+            self._put_aside[block.position] = PutAside(outcome, block)
+        here = replace(call, env_index=call.env_index - block.offset)
+        (outcome,) = self._run(positions, lambda: block.lane.submit_call(here))
+        return outcome.result
+
+    def _run(
+        self, positions: Set[int], submit: Callable[[], None]
+    ) -> Sequence[Outcome]:
+        """Carries out operations that are no steps, and waits for them.
+
+        Raises:
+          EnvserveError: The first error that came, once all have ended.
+        """
+        self._called |= positions
+        try:
+            submit()
+        except EnvserveError:
+            if len(self._lanes) == 1:  # it has refused them as a whole
+                self._take_called(positions)
+                self.inbox.is_midway = False
+            raise
+        self.inbox.is_midway = False
+        self._wait_for(positions)
+        self.inbox.is_midway = True
+        outcomes = self._take_called(positions)
+        self.inbox.is_midway = False
+        for outcome in outcomes:
+            if outcome.error is not None:
+                raise outcome.error
+        return outcomes
+
+    def _take_called(self, positions: Set[int]) -> Sequence[Outcome]:
+        """Takes what has come of resets and calls; what was put aside is back."""
+        found = [
+            self.inbox.outcomes.pop(at)
+            for at in sorted(positions)
+            if at in self.inbox.outcomes
+        ]
+        self._called -= positions
+        for position in positions & self._put_aside.keys():
+            put_aside = self._put_aside.pop(position)
+            self.inbox.outcomes[position] = put_aside.take_back()
+        return found
+
+    def _wait_for(self, positions: Set[int]) -> None:
+        """Waits until operations have ended, however long their envs are absent."""
+        while waiting := positions - self.inbox.outcomes.keys():
+            for position in waiting & self.inbox.absent():
+                error = self.blocks[position].lane.given_up
+                if error is not None:
+                    raise error
+            self.inbox.collect(_COLLECT_SECONDS, waiting, len(waiting))
+
+    # Interrupts.
+
+    def _clean_up(self, positions: Set[int]) -> None:
+        """Mends what an interrupted call has left: all at once, or a call at a time."""
+        if self.inbox.is_midway:
+            self.inbox.lose("a call was interrupted")
+            self.absence.forget()
+            for blocks in (self._called, self._interrupted, self._put_aside):
+                blocks.clear()
+            for position in self.out:  # a step of a lost block gives the lost row
+                block = self.blocks[position]
+                block.lane.submit_step((block.lane_block,))
+            self.inbox.is_midway = False
+        if left := self._called & positions:
+            self._wait_for(left)
+            self._take_called(left)
+        if left := self._interrupted & positions:
+            self._drop_interrupted(left)
+
+    def _drop_interrupted(self, positions: Set[int]) -> None:
+        """Waits for steps that were interrupted; drops what has come of them.
+
+        But for lost episodes, which are told, and for envs that are absent.
+        """
+        outcomes = self.inbox.outcomes
+        while waiting := positions - outcomes.keys() - self.inbox.absent():
+            self.inbox.collect(_COLLECT_SECONDS, waiting, len(waiting))
+        self.inbox.is_midway = True
+        for position in positions & outcomes.keys():
+            if not outcomes[position].faults:
+                del outcomes[position]
+                self.absence.owed.discard(position)
+        self._interrupted -= positions
+        self.inbox.is_midway = False
+
+    def _out_error(self, positions: Set[int]) -> LocalProtocolError:
         return LocalProtocolError(
-            f"an interrupted call has cost the results of the rows {rows}, which are "
-            "out no more; send to them anew, or reset them"
+            f"the rows {self._rows_of(positions)} are out; recv() them first"
         )
 
-    # Waiting.
-
-    def _collect_all(
-        self,
-        lane: Lane,
-        ticket: int,
-        blocks: Sequence[int],
-        gathered: Gathered,
-        errors: list[EnvserveError],
-    ) -> list[Outcome]:
-        """Waits for blocks of a lane; what has another ticket is dropped."""
-        collected: list[Outcome] = []
-        first = self._first_block[lane]
-        offset = first.offset
-        waiting = set(blocks)
-        while waiting:
-            items = lane.collect(_COLLECT_SECONDS, len(waiting))
-            if not items and not lane.is_busy:
-                raise LocalProtocolError(
-                    f"{lane.name}: expected results of blocks {sorted(waiting)}; they "
-                    "are in flight no more; reset the batch"
-                )
-            for item in items:
-                if item.ticket != ticket:
-                    self._keep(lane, item)
-                    continue
-                waiting.discard(item.block)
-                collected.append(item)
-                if item.infos or item.faults:
-                    gathered.add(item, offset)
-                if item.is_padding or self._pending:
-                    self._note_padding(first.position + item.block, item)
-                if item.error is not None:
-                    errors.append(item.error)
-        return collected
-
-    def _collect_some(self, timeout_seconds: float, min_finished: int) -> None:
-        """Waits for blocks, at least for some of them, and keeps what has come."""
-        # With several lanes none may wait for itself alone.
-        timeout = min(timeout_seconds, _COLLECT_SECONDS)
-        is_alone = len(self._lanes) == 1
-        is_any = False
-        for lane in self._lanes:
-            items = (
-                lane.collect(timeout, min_finished) if is_alone else lane.collect(0.0)
-            )
-            for item in items:
-                self._keep(lane, item)
-                is_any = True
-        if is_any:
-            return
-        if not any(lane.is_busy for lane in self._lanes):
-            self._settle()  # finds out what will never come
-        elif not is_alone:
-            self._all_lanes().select(min(timeout, _SLICE_SECONDS))
-
-    def _all_lanes(self) -> selectors.BaseSelector:
-        """Returns what is readable when one of the lanes may have something."""
-        if self._selector is None:
-            selector = selectors.DefaultSelector()
-            for lane in self._lanes:
-                selector.register(lane, selectors.EVENT_READ)
-            self._selector = selector
-        return self._selector
-
-
-def _first_block(lane: Lane, blocks: Sequence[BatchBlock]) -> BatchBlock:
-    return next(block for block in blocks if block.lane is lane)
+    def _rows_of(self, positions: Iterable[int]) -> list[int]:
+        chosen = [self.blocks[at] for at in sorted(positions)]
+        return [row for block in chosen for row in range(block.start, block.stop)]

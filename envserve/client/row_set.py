@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from envserve.errors import LocalProtocolError
 from envserve.lane import Lane
 from envserve.slab import Rows
 
@@ -46,6 +47,9 @@ class Piece:
       lane: The lane.
       blocks: The lane's blocks.
       set_rows: Which of the set's rows.
+      lane_rows: Which of the lane's rows: a slice where they follow each other.
+      actions: The lane's action leaves.
+      view: The rows, where they follow each other.
     """
 
     def __init__(self, blocks: Sequence[BatchBlock], start: int) -> None:
@@ -55,21 +59,16 @@ class Piece:
         rows = np.concatenate([np.arange(b.start, b.stop) for b in blocks])
         self.set_rows = slice(start, start + len(rows))
         rows -= blocks[0].offset
-        self._lane_rows: slice | Array = rows
-        self._view: Rows | None = None
-        self._actions = self.lane.rows.action
+        self.lane_rows: slice | Array = rows
+        self.actions = self.lane.rows.action
+        self.view: Rows | None = None
         if rows[-1] - rows[0] + 1 == len(rows):
-            self._lane_rows = slice(int(rows[0]), int(rows[-1]) + 1)
-            self._view = self.lane.rows.at(self._lane_rows)
+            self.lane_rows = slice(int(rows[0]), int(rows[-1]) + 1)
+            self.view = self.lane.rows.at(self.lane_rows)
 
     def read(self) -> Rows:
         """Returns the rows: views where they follow each other, else copies."""
-        return self._view or self.lane.rows.at(self._lane_rows)
-
-    def write_actions(self, actions: Sequence[Array]) -> None:
-        """Writes the actions of the piece, out of arrays for the whole set."""
-        for target, array in zip(self._actions, actions, strict=True):
-            target[self._lane_rows] = array[self.set_rows]
+        return self.view or self.lane.rows.at(self.lane_rows)
 
 
 class RowSet:
@@ -85,7 +84,7 @@ class RowSet:
     def __init__(self, blocks: Sequence[BatchBlock]) -> None:
         """Prepares to copy; `blocks` are in order."""
         self.blocks = tuple(blocks)
-        self.positions = tuple(block.position for block in blocks)
+        self.positions = frozenset(block.position for block in blocks)
         self.env_indices: Array = np.concatenate(
             [np.arange(block.start, block.stop) for block in blocks] or [np.arange(0)]
         )
@@ -103,11 +102,6 @@ class RowSet:
 
     def __len__(self) -> int:
         return len(self.env_indices)
-
-    def write_actions(self, actions: Sequence[Array]) -> None:
-        """Writes actions, an array `[len(self), ...]` per leaf, to the lanes' rows."""
-        for piece in self.pieces:
-            piece.write_actions(actions)
 
 
 class RowSets:
@@ -146,9 +140,43 @@ class RowSets:
             self._by_rows[key] = found
         return found
 
-    def of_blocks(self, positions: Sequence[int]) -> RowSet:
-        """Returns the set of some blocks, given in order."""
-        key = tuple(positions)
+    def choose(
+        self,
+        out: Set[int],
+        min_envs: int | None,
+        env_indices: Sequence[int] | Array | None,
+    ) -> tuple[Set[int], int]:
+        """Returns the blocks that a `recv` looks at, and how many rows it waits for.
+
+        Raises:
+          LocalProtocolError: They are not out, or fewer are.
+        """
+        positions: Set[int] = frozenset(out)
+        if env_indices is not None:
+            row_set, _ = self.of_rows(env_indices)
+            missing = row_set.positions - out
+            if missing:
+                rows = self.of_blocks(missing).env_indices.tolist()
+                raise LocalProtocolError(
+                    f"expected rows that are out; the rows {rows} are not; send() them "
+                    "first"
+                )
+            positions = row_set.positions
+        num_out = len(self.of_blocks(positions))
+        if not num_out:
+            raise LocalProtocolError("no rows are out; send() some first")
+        if min_envs is None:
+            min_envs = 1 if env_indices is None else num_out
+        if not 1 <= min_envs <= num_out:
+            raise LocalProtocolError(
+                f"min_envs: expected 1 to {num_out}, the rows that are out; "
+                f"got {min_envs}"
+            )
+        return positions, min_envs
+
+    def of_blocks(self, positions: Iterable[int]) -> RowSet:
+        """Returns the set of some blocks."""
+        key = tuple(sorted(positions))
         row_set = self._by_blocks.get(key)
         if row_set is None:
             row_set = RowSet([self._blocks[position] for position in key])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ Array = np.ndarray[Any, Any]
 
 _LARGE_BYTES: Final = 1 << 16
 _OK: Final = int(Status.OK)  # NumPy takes long to see a number in an enum
+_any: Final = np.logical_or.reduce
 
 
 class StepResult(NamedTuple):
@@ -54,34 +55,62 @@ class StepResult(NamedTuple):
     infos: Mapping[int, Mapping[str, Any]]
 
 
+#: `StepResult._make` without its check of the length, and a call of Python.
+_make_result: Final[Callable[[tuple[Any, ...]], StepResult]] = partial(
+    tuple.__new__, StepResult
+)
+
+
 def gather_result(
     spec: EnvSpec, row_set: RowSet, infos: Mapping[int, Mapping[str, Any]]
 ) -> StepResult:
     """Returns what is in lanes' rows in new arrays, which are the caller's to keep."""
     if len(row_set.pieces) > 1:
-        out = _allocate(spec, len(row_set), infos)
-        write_result(spec, row_set, out)
-        return out
-    # Copying is the quickest way to get an array, and this is done at every step.
-    rows = row_set.pieces[0].read()
-    final = [_zeros(leaf.shape, leaf.dtype) for leaf in rows.observation]
-    if _has_ended(rows):
+        return write_result(spec, row_set, infos, _allocate(spec, len(row_set), infos))
+    # Copying is the quickest way to get an array, and this is done at every step; see
+    # docs/decisions.md: "A batch step copies with as few calls as it can".
+    piece = row_set.pieces[0]
+    rows = piece.view or piece.read()
+    terminated, truncated = rows.terminated.copy(), rows.truncated.copy()
+    observation: Any = []
+    final: Any = []
+    for leaf in rows.observation:
+        observation.append(leaf.copy())
+        if leaf.nbytes < _LARGE_BYTES:
+            final.append(np.zeros(leaf.shape, leaf.dtype))
+        else:
+            final.append(_zero_pages(leaf))
+    if _any(terminated) or _any(truncated):
         _write_final(rows, final)
-    space = spec.observation_space
-    return StepResult(
-        unflatten(space, [leaf.copy() for leaf in rows.observation]),
-        rows.reward.copy(),
-        rows.terminated.copy(),
-        rows.truncated.copy(),
-        rows.status == _OK,
-        unflatten(space, final),
-        rows.status.copy(),
-        infos,
+    if spec.observation_leaves[0].space is spec.observation_space:
+        (observation,), (final,) = observation, final
+    else:
+        observation = unflatten(spec.observation_space, observation)
+        final = unflatten(spec.observation_space, final)
+    return _make_result(
+        (
+            observation,
+            rows.reward.copy(),
+            terminated,
+            truncated,
+            rows.status == _OK,
+            final,
+            rows.status.copy(),
+            infos,
+        )
     )
 
 
-def write_result(spec: EnvSpec, row_set: RowSet, out: StepResult) -> None:
+def write_result(
+    spec: EnvSpec,
+    row_set: RowSet,
+    infos: Mapping[int, Mapping[str, Any]],
+    out: StepResult,
+) -> StepResult:
     """Copies what is in lanes' rows into arrays `[len(row_set), ...]`.
+
+    Returns:
+      `out`, with these infos.
 
     Raises:
       ValueError: An array has another shape.
@@ -92,20 +121,6 @@ def write_result(spec: EnvSpec, row_set: RowSet, out: StepResult) -> None:
         raise ValueError(
             f"out: expected arrays of {len(row_set)} rows; got {len(out.reward)}"
         )
-    if len(row_set.pieces) == 1:
-        rows = row_set.pieces[0].read()
-        _write(
-            rows,
-            observation,
-            out.reward,
-            out.terminated,
-            out.truncated,
-            out.valid,
-            out.status,
-        )
-        if _has_ended(rows):
-            _write_final(rows, flatten(space, out.final_observation))
-        return
     final = flatten(space, out.final_observation)
     for piece in row_set.pieces:
         rows, part = piece.read(), piece.set_rows
@@ -118,7 +133,9 @@ def write_result(spec: EnvSpec, row_set: RowSet, out: StepResult) -> None:
             out.valid[part],
             out.status[part],
         )
-        _write_final(rows, [leaf[part] for leaf in final])
+        if _any(rows.terminated) or _any(rows.truncated):
+            _write_final(rows, [leaf[part] for leaf in final])
+    return out._replace(infos=infos) if out.infos or infos else out
 
 
 def _write(
@@ -154,11 +171,6 @@ def _check_shape(target: Array, source: Array) -> None:
         )
 
 
-def _has_ended(rows: Rows) -> bool:
-    """Tells whether any episode has ended: by counting, which is what costs least."""
-    return bool(np.count_nonzero(rows.terminated) or np.count_nonzero(rows.truncated))
-
-
 def _write_final(rows: Rows, targets: Sequence[Array]) -> None:
     """Copies the final observations of rows whose episode has ended."""
     (ended,) = (rows.terminated | rows.truncated).nonzero()
@@ -167,18 +179,15 @@ def _write_final(rows: Rows, targets: Sequence[Array]) -> None:
         target[ended] = source[ended]
 
 
-def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Returns zeros that, where they are many, cost next to nothing until written to.
+def _zero_pages(like: Array) -> Array:
+    """Returns zeros that cost next to nothing until they are written to.
 
     Most steps end no episode. Pages of their own also leave the allocator what it can
     give to the next step's observations, with no page faults.
     """
-    nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < _LARGE_BYTES:
-        return np.zeros(shape, dtype)
     # Private: shared ones would each count as a mapping, of which there are few.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return np.ndarray(shape, dtype, mmap.mmap(-1, nbytes, flags=flags))
+    return np.ndarray(like.shape, like.dtype, mmap.mmap(-1, like.nbytes, flags=flags))
 
 
 def _allocate(
@@ -192,7 +201,7 @@ def _allocate(
         np.empty(num_rows, np.bool_),
         np.empty(num_rows, np.bool_),
         np.empty(num_rows, np.bool_),
-        unflatten(space, [_zeros(leaf.shape, leaf.dtype) for leaf in observation]),
+        unflatten(space, [np.zeros_like(leaf) for leaf in observation]),
         np.empty(num_rows, np.uint8),
         infos,
     )

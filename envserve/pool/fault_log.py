@@ -13,16 +13,17 @@ from typing import Final
 
 import numpy as np
 
-from envserve.channel import Kind
-from envserve.crash_files import CrashFiles
-from envserve.journal import Played
-from envserve.lane import Block, Fault, PoolConfig
-from envserve.pool.launcher import one_line
-from envserve.pool.operations import Operation
+from envserve.crashes.action_ring import ActionRing, Played
+from envserve.crashes.files import CrashFiles
+from envserve.crashes.repro import End, Repro, encode_repro
+from envserve.lane import Block, Fault
+from envserve.pool.launcher import Exit, one_line
 from envserve.pool.supervisor import SupervisedWorker
-from envserve.repro import End, Repro, encode_repro
 from envserve.seeding import env_seed
+from envserve.settings import PoolSettings
 from envserve.slab import Slab, Status, row_of_beat
+from envserve.spec import EnvSpec
+from envserve.worker.channel import Kind
 
 __all__ = ["FaultLog"]
 
@@ -34,7 +35,7 @@ class FaultLog:
     """Reports the faults of one pool."""
 
     def __init__(
-        self, config: PoolConfig, logger: logging.Logger, label: str = ""
+        self, config: PoolSettings, logger: logging.Logger, label: str = ""
     ) -> None:
         """Takes the pool's settings, where lines go, and how they begin."""
         self._config = config
@@ -46,17 +47,16 @@ class FaultLog:
             self._files = CrashFiles(folder)
         self._last_detail = ""
 
-    def env_failed(
-        self,
-        fault: Fault,
-        block: Block,
-        worker: SupervisedWorker,
-        slab: Slab,
-        now: float,
-    ) -> None:
+    def attach(self, slab: Slab, spec: EnvSpec) -> None:
+        """Takes the memory in which workers note what their envs go through."""
+        self._heartbeats = slab.heartbeats
+        self._ring = ActionRing(spec, self._config.num_envs, slab.extra)
+
+    def env_failed(self, fault: Fault, worker: SupervisedWorker, now: float) -> None:
         """Reports an env that has raised, or broken its spaces, and was rebuilt."""
         row = fault.env_index
-        played = self._read(slab, row, block, now, has_failed=True)
+        block = next(b for b in worker.blocks if _holds(b, row))
+        played = self._read(row, block, now, has_failed=True)
         detail, _, cause = fault.text.strip().rpartition("\n")
         end = End(status=fault.status, text=fault.text, is_violation=fault.is_violation)
         path = self._write(row, played, end, self._config.step_timeout_seconds, now)
@@ -76,59 +76,64 @@ class FaultLog:
         worker: SupervisedWorker,
         status: Status,
         text: str,
-        operations: Mapping[int, Operation],
-        slab: Slab,
+        running: Mapping[int, int],
         now: float,
     ) -> None:
         """Reports a worker that has died, or was killed, and the env that it was in.
 
         What its envs had been through is forgotten then, for its successor's sake.
+
+        Args:
+          worker: The worker.
+          status: Kind of fault.
+          text: How it has ended.
+          running: Kind of operation by block, of blocks in flight.
+          now: Monotonic seconds.
         """
-        beats = slab.heartbeats[worker.index]
-        row = row_of_beat(int(beats[0]))
-        block = next(
-            (b for b in worker.blocks if row is not None and b.start <= row < b.stop),
-            None,
+        exit_ = worker.exit or Exit(0, 0)
+        end = End(
+            status=status,
+            text=text,
+            exit_code=None if worker.exit is None else exit_.exit_code,
+            stderr_tail=exit_.stderr_tail,
         )
-        operation = None if block is None else operations.get(block.index)
-        is_slow = bool(beats[1])
-        is_call = operation is not None and operation.kind is Kind.CALL
-        exit_ = worker.exit
-        parts = []
-        path = None
-        if row is None or block is None or not (is_slow or operation is not None):
-            parts.append("no env was at work")
-        else:
-            played = self._read(slab, row, block, now)
-            doing = "a call of" if is_call else "a reset of" if is_slow else "a step of"
-            parts += [f"in {doing} env {self._index_of(row)}"]
-            parts += self._story(row, played)
-            if not is_call:
-                end = End(
-                    status=status,
-                    text=text,
-                    exit_code=None if exit_ is None else exit_.exit_code,
-                    stderr_tail="" if exit_ is None else exit_.stderr_tail,
-                )
-                seconds = (
-                    self._config.reset_timeout_seconds
-                    if is_slow
-                    else self._config.step_timeout_seconds
-                )
-                path = self._write(row, played, end, seconds, now)
-        self._forget(worker, slab)
-        pid = None if exit_ is None else exit_.pid
-        last = "" if exit_ is None else exit_.last_words
-        if last:
-            parts.append(f'its stderr ends with "{_shortened(last, _MAX_CAUSE)}"')
+        parts, path = self._blame(worker, end, running, now)
+        self._heartbeats[worker.index, :2] = 0
+        for block in worker.blocks:
+            for row in range(block.start, block.stop):
+                self._ring.row(row, block.start)
+        if exit_.last_words:
+            last = _shortened(exit_.last_words, _MAX_CAUSE)
+            parts.append(f'its stderr ends with "{last}"')
         cause, _, detail = text.partition("\n")
         if detail:  # a traceback
             cause += f" {detail.splitlines()[-1]}"
         self._log(
-            f"{worker.label}, pid {pid}, {_shortened(cause, _MAX_CAUSE)}",
+            f"{worker.label}, pid {exit_.pid or None}, {_shortened(cause, _MAX_CAUSE)}",
             [*parts, *self._recipe(path)],
-            detail or ("" if exit_ is None else exit_.excerpt),
+            detail or exit_.excerpt,
         )
+
+    def _blame(
+        self, worker: SupervisedWorker, end: End, running: Mapping[int, int], now: float
+    ) -> tuple[list[str], Path | None]:
+        """Says which env a worker was in as it ended, and writes a file of it."""
+        beat, is_slow = self._heartbeats[worker.index, :2].tolist()
+        row = row_of_beat(beat)
+        block = next((b for b in worker.blocks if _holds(b, row)), None)
+        if row is None or block is None or not (is_slow or block.index in running):
+            return ["no env was at work"], None
+        played = self._read(row, block, now)
+        is_call = running.get(block.index) == Kind.CALL
+        doing = "a call of" if is_call else "a reset of" if is_slow else "a step of"
+        parts = [f"in {doing} env {self._index_of(row)}", *self._story(row, played)]
+        if is_call:
+            return parts, None
+        config = self._config
+        seconds = (
+            config.reset_timeout_seconds if is_slow else config.step_timeout_seconds
+        )
+        return parts, self._write(row, played, end, seconds, now)
 
     def _log(self, head: str, parts: list[str], detail: str) -> None:
         """Logs a line; below it what it is about, when that is not as the last time."""
@@ -141,17 +146,11 @@ class FaultLog:
         return self._config.first_env_index + row
 
     def _read(
-        self,
-        slab: Slab,
-        row: int,
-        block: Block,
-        now: float,
-        *,
-        has_failed: bool = False,
+        self, row: int, block: Block, now: float, *, has_failed: bool = False
     ) -> Played | None:
         """Reads all that is needed for a file, or just enough for a line."""
         is_for_file = self._files is not None and self._files.has_room(now)
-        return slab.journal.read(
+        return self._ring.read(
             row,
             block.start,
             has_failed=has_failed,
@@ -208,11 +207,9 @@ class FaultLog:
         )
         return [f"to see it again: envserve replay {shlex.quote(str(path))}{imports}"]
 
-    def _forget(self, worker: SupervisedWorker, slab: Slab) -> None:
-        slab.heartbeats[worker.index, :2] = 0
-        for block in worker.blocks:
-            for row in range(block.start, block.stop):
-                slab.journal.row(row, block.start)
+
+def _holds(block: Block, row: int | None) -> bool:
+    return row is not None and block.start <= row < block.stop
 
 
 def _shortened(text: str, length: int) -> str:

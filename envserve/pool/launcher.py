@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from envserve import codec
 from envserve.errors import WorkerError
-from envserve.worker.template import kill_group, pack_message, take_messages
+from envserve.worker.channel import FrameReader, Kind, pack_frame
+from envserve.worker.template import kill_group
 
-__all__ = ["Exit", "Launcher", "one_line"]
+__all__ = ["Exit", "Forked", "Launcher", "one_line"]
 
 _START: Final = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
@@ -117,11 +122,27 @@ def one_line(text: str) -> str:
     )
 
 
+@dataclass(slots=True, eq=False)
+class Forked:
+    """A worker process, as far as its launcher has heard of it.
+
+    Attributes:
+      number: Of the request to fork it.
+      pid: Its process id, once it is forked.
+      exit: How it has ended, once that is known.
+    """
+
+    number: int
+    pid: int | None = None
+    exit: Exit | None = None
+
+
 class Launcher:
     """Starts worker processes and hears of their end.
 
     One launcher may serve several pools of one process. All methods are called from
-    one thread at a time.
+    one thread at a time. A call that is interrupted midway costs the template, and
+    with it its workers.
     """
 
     def __init__(
@@ -143,21 +164,20 @@ class Launcher:
         self._import_modules = list(import_modules)
         self._preload = list(preload)
         self._clock = clock
-        self._pending: dict[
-            int, tuple[Callable[[int], None], Callable[[Exit], None]]
-        ] = {}
-        self._watchers: dict[int, Callable[[Exit], None]] = {}
-        self._outbox: dict[bytes, socket.socket | None] = {}
+        self._pending: dict[int, Forked] = {}  # by number
+        self._running: dict[int, Forked] = {}  # by process id
+        self._outbox: deque[tuple[bytes, socket.socket | None]] = deque()
         self._num_sent = 0  # bytes of the first message of the outbox
         self._heard_at = 0.0  # or since when a fork is due, if that is later
-        self._next_id = 0
-        self._is_closed = False
+        self._num_forks = 0
+        self._is_midway = self._is_closed = False
         self._start_template()
 
     def _start_template(self) -> None:
         self._socket, theirs = _socket_pair()
         self._socket.setblocking(False)
-        self._lost = self._stuck = ""
+        self._reader = FrameReader()
+        self._lost = ""
         self._has_imported = False
         with theirs:
             # Sent before there is anybody who could have ended already.
@@ -176,16 +196,11 @@ class Launcher:
                 self._lost = f"cannot run: {error}"
                 raise WorkerError(f"{sys.executable} {self._lost}") from None
 
-    def launch(
-        self,
-        on_start: Callable[[int], None],
-        on_exit: Callable[[Exit], None],
-    ) -> tuple[int, socket.socket]:
-        """Forks a worker; returns a handle for `kill`, and this side of its socket.
+    def launch(self) -> tuple[Forked, socket.socket]:
+        """Asks for a worker process; `poll` fills in what becomes of it.
 
-        Args:
-          on_start: Called by `poll` with the process id.
-          on_exit: Called by `poll` once, when the process has ended.
+        Returns:
+          The process, and this side of its socket, by whose closing it ends.
 
         Raises:
           WorkerError: The template process, which is started anew if need be,
@@ -205,10 +220,10 @@ class Launcher:
         ours, theirs = _socket_pair()
         if not self._pending:
             self._heard_at = self._clock()
-        self._next_id += 1
-        self._pending[self._next_id] = (on_start, on_exit)
-        self._send({"fork": self._next_id}, theirs)
-        return self._next_id, ours
+        self._num_forks += 1
+        forked = self._pending[self._num_forks] = Forked(self._num_forks)
+        self._send({"fork": forked.number}, theirs)
+        return forked, ours
 
     @property
     def has_imported(self) -> bool:
@@ -216,82 +231,86 @@ class Launcher:
         self.poll()
         return self._has_imported
 
-    def kill(self, handle: int, *, has_stack: bool = False) -> None:
+    def kill(self, forked: Forked, *, has_stack: bool = False) -> None:
         """Kills a worker and the processes that its envs have started.
 
         The template does it, since only it knows whether the process id is still
         that worker's. A worker that has ended already is left alone.
 
         Args:
-          handle: What `launch` has returned.
+          forked: The worker.
           has_stack: Give it a moment to write its Python stack to stderr first.
         """
-        self._send({"kill": handle, "stack": has_stack})
+        self.poll()  # which ends a template that an interrupt has left midway
+        self._send({"kill": forked.number, "stack": has_stack})
 
     def poll(self) -> None:
-        """Reads what the template reports, without waiting, and calls back.
+        """Reads what the template reports, without waiting.
 
         Sends what is left to, too. A template that is silent for two minutes while a
         fork is due is killed; all its workers are then reported as ended.
         """
         if self._lost:
-            self._on_template_lost()  # an interrupt may have cut it short
             return
+        if self._is_midway:
+            self._end_template("was interrupted, and ")
+            return
+        self._is_midway = True
         self._flush()
-        while self._read():
+        while not self._lost and self._read():
             pass
+        self._is_midway = False
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Waits until `poll` has something to read."""
+        if not self._lost:
+            waiting = select.poll()
+            waiting.register(self._socket, select.POLLIN)
+            waiting.poll(math.ceil(1000 * timeout_seconds))
 
     def _read(self) -> bool:
-        """Handles reports that have come; tells whether there may be more.
-
-        What an interrupt cuts short is done again: nothing is taken from the socket
-        before it is handled, and a report that was handled already changes nothing.
-        """
+        """Handles reports that have come; tells whether there may be more."""
         try:
-            data = self._socket.recv(_MAX_READ_BYTES, socket.MSG_PEEK)
+            data = self._socket.recv(_MAX_READ_BYTES)
         except BlockingIOError:
-            self._check_stuck()
+            if self._pending and self._clock() - self._heard_at > _FORK_SECONDS:
+                modules = ", ".join([*self._import_modules, *self._preload])
+                self._end_template(
+                    f"took longer than {_FORK_SECONDS:g} s to fork a worker; is an "
+                    f"import stuck ({modules or 'gymnasium'})? It "
+                )
             return False
         except ConnectionError:
             data = b""
         if not data:
-            self._on_template_lost()
+            self._end_template("", is_gone=True)
             return False
         self._heard_at = self._clock()
-        rest = bytearray(data)
-        for message in take_messages(rest):
-            self._on_message(message)
-        num_handled = len(data) - len(rest)
-        if num_handled:
-            self._socket.recv(num_handled)
-        return num_handled > 0
+        for frame in self._reader.feed(data):
+            self._on_message(codec.decode(frame.payload))
+        return True
 
     def close(self) -> None:
         """Ends the template process; workers that still run are killed with it."""
         self._socket.close()
         self._is_closed = True
-        self._on_template_lost()
-
-    def _check_stuck(self) -> None:
-        if self._pending and self._clock() - self._heard_at > _FORK_SECONDS:
-            modules = ", ".join([*self._import_modules, *self._preload])
-            self._stuck = (
-                f"took longer than {_FORK_SECONDS:g} s to fork a worker; is an import "
-                f"stuck ({modules or 'gymnasium'})? It "
-            )
-            self._process.kill()
-            self._on_template_lost()
+        if not self._lost:
+            self._end_template("", is_gone=True)
 
     def _send(
         self, message: dict[str, Any], theirs: socket.socket | None = None
     ) -> None:
         """Queues a message, and the socket that goes with it; repeats are dropped."""
-        self._outbox.setdefault(pack_message(message), theirs)
+        self._is_midway = True
+        data = pack_frame(Kind.FORK, payload=codec.encode(message))
+        if all(data != queued for queued, _ in self._outbox):
+            self._outbox.append((data, theirs))
         self._flush()
+        self._is_midway = False
 
     def _flush(self) -> None:
         while self._outbox:
-            data, theirs = next(iter(self._outbox.items()))
+            data, theirs = self._outbox[0]
             fds = [] if theirs is None else [theirs.fileno()]
             try:
                 sent = socket.send_fds(self._socket, [data[self._num_sent :]], fds)
@@ -303,13 +322,13 @@ class Launcher:
             self._num_sent += sent
             if theirs is not None:
                 theirs.close()
-                self._outbox[data] = None
+            self._outbox[0] = data, None
             if self._num_sent == len(data):
-                del self._outbox[data]
+                self._outbox.popleft()
                 self._num_sent = 0
 
     def _clear_outbox(self) -> None:
-        for theirs in self._outbox.values():
+        for _, theirs in self._outbox:
             if theirs is not None:
                 theirs.close()
         self._outbox.clear()
@@ -318,51 +337,54 @@ class Launcher:
     def _on_message(self, message: dict[str, Any]) -> None:
         if "imported" in message:
             self._has_imported = message["imported"]
-            return
-        if "exit" in message:
-            pid = message["pid"]
-            if pid in self._watchers:
-                tail = message["stderr"].decode(errors="backslashreplace")
-                self._watchers[pid](Exit(pid, message["exit"], stderr_tail=tail))
-                del self._watchers[pid]
-        elif message["fork"] in self._pending:
-            on_start, on_exit = self._pending[message["fork"]]
+        elif "exit" in message and message["pid"] in self._running:
+            tail = message["stderr"].decode(errors="backslashreplace")
+            end = Exit(message["pid"], message["exit"], stderr_tail=tail)
+            self._running[message["pid"]].exit = end
+            del self._running[message["pid"]]
+        elif message.get("fork") in self._pending:
+            forked = self._pending[message["fork"]]
             if "error" in message:
-                on_exit(Exit(0, 1, message["error"]))
+                forked.exit = Exit(0, 1, message["error"])
             else:
-                self._watchers[message["pid"]] = on_exit
-                on_start(message["pid"])
-            del self._pending[message["fork"]]
+                self._running[message["pid"]] = forked
+                forked.pid = message["pid"]
+            del self._pending[message["fork"]]  # last: here an interrupt finds it
 
-    def _on_template_lost(self) -> None:
-        """Workers die with the template, so every watcher hears of an end."""
-        if not self._lost:
-            self._lost = self._stuck + self._end_template()
+    def _end_template(self, why: str, *, is_gone: bool = False) -> None:
+        """Has the template be no more; its workers die with it.
+
+        Args:
+          why: What its end is to be told with.
+          is_gone: Whether it may have a moment to end by itself.
+        """
+        if not is_gone:
+            self._process.kill()
+        end = "cannot be killed"
+        for _ in range(2):
+            try:
+                exit_code = self._process.wait(timeout=1.0)
+            except subprocess.TimeoutExpired:  # busy with an import
+                self._process.kill()
+            else:
+                end = str(Exit(self._process.pid, exit_code))
+                break
         self._clear_outbox()
-        while self._watchers:
-            pid, on_exit = next(iter(self._watchers.items()))
+        for pid, forked in self._running.items():
             # On Linux the kernel has done it, if the template is dead indeed.
             if sys.platform != "linux" or self._process.returncode is None:
                 kill_group(pid)
-            on_exit(Exit(pid, -signal.SIGKILL))
-            del self._watchers[pid]
-        while self._pending:
-            number, (_, on_exit) = next(iter(self._pending.items()))
-            on_exit(Exit(0, 1, f"the template process {self._lost}"))
-            del self._pending[number]
-
-    def _end_template(self) -> str:
-        """Says how the template has ended, after a kill if it has not yet."""
-        for _ in range(2):
-            try:
-                return str(Exit(self._process.pid, self._process.wait(timeout=1.0)))
-            except subprocess.TimeoutExpired:  # busy with an import
-                self._process.kill()
-        return "cannot be killed"
+            forked.exit = Exit(pid, -signal.SIGKILL)
+        for forked in self._pending.values():
+            if forked.exit is None:
+                forked.exit = Exit(0, 1, f"the template process {why}{end}")
+        self._running, self._pending = {}, {}
+        self._lost = why + end
+        self._is_midway = False
 
     def __repr__(self) -> str:
         """Returns the process id and the number of workers."""
-        state = self._lost or f"{len(self._watchers)} workers"
+        state = self._lost or f"{len(self._running)} workers"
         return f"<Launcher pid {self._process.pid}, {state}>"
 
 

@@ -1,50 +1,300 @@
-"""What is asked of a block.
+"""What runs on the blocks of a pool, and what comes of it.
 
-Operations are checked in full before anything is sent: an impossible one must cost
-its caller an error, not a worker its life.
+A block is idle or in flight, and beside that it may be lost: its episodes have ended
+with their worker, which costs one made-up transition. A step of a lost block is carried
+out as a reset of it, and ends with that transition; a reset of the whole block leaves
+nothing to pay. Nothing here waits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
 
 from envserve import codec
-from envserve.channel import MAX_CALL_BYTES, Kind, pack_frame
 from envserve.errors import CallError, LocalProtocolError
-from envserve.lane import Block, Call, Reset
+from envserve.lane import Block, Call, Fault, Outcome, Reset
+from envserve.pool.fault_log import FaultLog
+from envserve.pool.states import Event, Lost, Ready, WorkerState
+from envserve.pool.supervisor import SupervisedWorker
+from envserve.pool.workers import Workers
+from envserve.slab import (
+    Rows,
+    Status,
+    keep_last_observation,
+    restore_last_observation,
+    write_lost,
+)
+from envserve.spec import EnvSpec
+from envserve.worker.channel import HEADER, MAX_CALL_BYTES, Frame, Kind, pack_frame
+from envserve.worker.report import read_report
 
-__all__ = ["Operation", "call_operation", "reset_operation"]
+__all__ = ["Operations", "Task", "call_task", "reset_task"]
+
+# Plain ints: members of enums cost more where every step passes.
+_IDLE: Final = 0  # in place of a kind of operation
+_STEP: Final = int(Kind.STEP)
+_PENDING: Final = int(Status.PENDING)
+_PACK: Final = HEADER.pack
+
+#: The payload of an operation, and whether it resets all rows of the block.
+Task = tuple[bytes, bool]
 
 
-@dataclass(slots=True)
-class Operation:
-    """What runs on a block, from its submission until it is finished.
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A block, and what runs on it.
 
     Attributes:
-      kind: STEP, RESET or CALL.
-      block: The block.
-      payload: What the worker needs besides.
-      is_whole_reset: Whether it is a reset of all rows of the block.
+      block: Which rows.
+      worker: Who hosts it.
+      part: The same rows, as a slice.
+      kind: STEP, RESET or CALL from its submission until it has ended; else IDLE.
+      task: What goes with it, unless it is a step.
       sequence: Number by which its answer is known.
-      ticket: The submitter's number for it.
-      started_at: When it was submitted.
+      has_kept: Whether the last observations are the final ones already.
     """
 
-    kind: Kind
     block: Block
-    payload: bytes = b""
-    is_whole_reset: bool = False
+    worker: SupervisedWorker
+    part: slice
+    kind: int = _IDLE
+    task: Task = b"", False
     sequence: int = 0
-    ticket: int = 0
-    started_at: float = 0.0
+    has_kept: bool = False
 
-    def frame(self) -> bytes:
+    def frame(self, is_lost: bool) -> bytes:
         """Returns what to send to the worker."""
-        return pack_frame(self.kind, self.block.index, self.sequence, self.payload)
+        index, sequence = self.block.index, self.sequence
+        if self.kind != _STEP:
+            return pack_frame(self.kind, index, sequence, self.task[0])
+        return pack_frame(Kind.RESET if is_lost else Kind.STEP, index, sequence)
+
+    def keep_last_observation(self, rows: Rows) -> None:
+        """Makes the last observations the final ones, once for each lost step.
+
+        The worker is not writing now. Where it has replaced an env before it died, it
+        has kept that row's itself, and begun to write the next episode's.
+        """
+        if self.kind == _STEP and not self.has_kept:
+            pending = np.flatnonzero(rows.status[self.part] == _PENDING)
+            restore_last_observation(rows, self.part.start + pending)
+            keep_last_observation(rows, self.part)
+            self.has_kept = True
 
 
-def reset_operation(block: Block, reset: Reset) -> Operation:
-    """Makes a reset.
+class Operations:
+    """What runs on the blocks of a pool.
+
+    Attributes:
+      num_running: Blocks in flight.
+      has_news: Whether a block has become absent since this was cleared.
+      outcomes: What has come of operations that have ended.
+      num_losses: How often workers were lost.
+      state: "ready", or why nothing can be submitted.
+    """
+
+    def __init__(
+        self, blocks: Sequence[Block], workers: Workers, fault_log: FaultLog
+    ) -> None:
+        """Begins with blocks that are idle."""
+        self.num_running = self.num_losses = 0
+        self.has_news = False
+        self._plain_outcomes = [Outcome(block.index) for block in blocks]
+        self.outcomes: list[Outcome] = []
+        self.state = "starting"
+        self._workers = workers
+        self._fault_log = fault_log
+        self._places = [
+            _Place(b, workers.all[b.worker], slice(b.start, b.stop)) for b in blocks
+        ]
+        self._losses: dict[int, Lost] = {}  # of blocks that are lost
+        self._sequence = 0
+
+    @property
+    def absent(self) -> Collection[int]:
+        """Blocks in flight that are lost."""
+        if not self._losses:
+            return ()
+        return {index for index in self._losses if self._places[index].kind}
+
+    # Submitting.
+
+    def check_idle(self, indices: Sequence[int]) -> None:
+        """Raises LocalProtocolError for blocks that cannot be submitted."""
+        places = self._places
+        for index in indices:
+            if self.state != "ready" or not 0 <= index < len(places):
+                raise LocalProtocolError(
+                    f"expected a pool that is ready and a block below {len(places)}; "
+                    f"got block {index} of one that is {self.state}"
+                )
+            if places[index].kind:
+                raise LocalProtocolError(
+                    f"block {index} is in flight; collect its result before you submit "
+                    "anew"
+                )
+        if len(set(indices)) < len(indices):
+            raise LocalProtocolError("expected each block once; got one of them twice")
+
+    def begin(
+        self, kind: int, indices: Sequence[int], tasks: Sequence[Task]
+    ) -> dict[SupervisedWorker, list[bytes]]:
+        """Notes operations on blocks that are idle; returns what to send to whom.
+
+        Args:
+          kind: STEP, RESET or CALL.
+          indices: The blocks.
+          tasks: What goes with each; empty for steps.
+        """
+        sequence = self._sequence
+        outbox: dict[SupervisedWorker, list[bytes]] = {}
+        for position, index in enumerate(indices):
+            place = self._places[index]
+            place.sequence = sequence = (sequence + 1) & 0xFFFFFFFF
+            place.kind, place.has_kept = kind, False
+            self.num_running += 1
+            worker = place.worker
+            if not tasks and index not in self._losses:  # the usual case
+                frame = _PACK(_STEP, index, sequence, 0)
+            else:
+                if tasks:
+                    place.task = tasks[position]
+                if index in self._losses:
+                    self._begin_lost(place)
+                frame = place.frame(index in self._losses)
+            if worker.state is WorkerState.SERVING:
+                outbox.setdefault(worker, []).append(frame)
+        self._sequence = sequence
+        return outbox
+
+    def _begin_lost(self, place: _Place) -> None:
+        place.keep_last_observation(self._rows)
+        self.has_news = True
+        if place.worker.error is not None:
+            self._end(place, error=place.worker.error)
+
+    # What happens to workers.
+
+    def handle(self, worker: SupervisedWorker, event: Event, now: float) -> None:
+        """Does what an event asks for."""
+        if type(event) is Frame:
+            index = event.block
+            place = self._places[index] if index < len(self._places) else None
+            if worker.state is not WorkerState.SERVING:
+                return  # it was killed for what it has said before
+            if place is None or not place.kind or place.sequence != event.sequence:
+                worker.fail(f"answered what was not asked, on block {index}", now)
+                return
+            self._workers.likely_last = worker
+            if place.kind != _STEP or event.payload or index in self._losses:
+                self._on_answer(place, event.payload, now)
+                return
+            worker.has_stepped = True  # the usual case
+            place.kind = _IDLE
+            self.num_running -= 1
+            self.outcomes.append(self._plain_outcomes[index])
+        elif isinstance(event, Ready):
+            self._on_ready(worker, event.spec, now)
+        elif isinstance(event, Lost):
+            self._workers.watch_at = now  # its successor is to be started
+            if self.state == "starting":
+                self._workers.error = self._workers.error or worker.error
+            else:
+                self._on_lost(worker, event, now)
+
+    def _on_ready(self, worker: SupervisedWorker, spec: EnvSpec, now: float) -> None:
+        workers = self._workers
+        if not workers.admit(worker, spec, now):
+            return
+        if self.state == "starting":
+            assert workers.slab is not None, "all workers are ready"
+            self._rows = workers.slab.rows
+            self._fault_log.attach(workers.slab, spec)
+            self.state = "ready"
+        frames = [
+            place.frame(place.block.index in self._losses)
+            for place in self._hosted_by(worker)
+            if place.kind
+        ]
+        if frames:
+            worker.send(b"".join(frames), len(frames), now)
+
+    def _on_answer(self, place: _Place, payload: bytes, now: float) -> None:
+        """Ends an operation of which there is more to say than that it is done."""
+        worker, block = place.worker, place.block
+        if place.kind == Kind.CALL:
+            self._end(place, result=payload)
+            return
+        try:
+            report = read_report(payload, block)
+        except ValueError as error:
+            worker.fail(f"sent a report that cannot be read: {error}", now)
+            return
+        for row in report.rebuilt:
+            self._workers.incarnations[row] += 1
+        if place.kind == _STEP and block.index in self._losses:
+            status, text = self._losses.pop(block.index)
+            write_lost(self._rows, place.part, status)
+            rows = range(block.start, block.stop)
+            self._end(place, faults=[Fault(row, status, text) for row in rows])
+            return
+        if place.kind == _STEP:
+            worker.has_stepped = True
+        elif place.task[1]:
+            self._losses.pop(block.index, None)
+        for fault in report.faults:
+            part = slice(fault.env_index, fault.env_index + 1)
+            write_lost(self._rows, part, fault.status)
+            self._fault_log.env_failed(fault, worker, now)
+        self._end(place, faults=report.faults, infos=report.infos)
+
+    def _end(self, place: _Place, **outcome: Any) -> None:
+        place.kind = _IDLE
+        self.num_running -= 1
+        self.outcomes.append(Outcome(place.block.index, **outcome))
+
+    def _on_lost(self, worker: SupervisedWorker, lost: Lost, now: float) -> None:
+        """Marks a worker's blocks lost; what runs on them waits for its successor."""
+        self.num_losses += 1
+        places = self._hosted_by(worker)
+        running = {place.block.index: place.kind for place in places if place.kind}
+        self._fault_log.worker_lost(worker, lost.status, lost.text, running, now)
+        text = f"{worker.label} {lost.text}"
+        loss = Lost(lost.status, f"{text}{worker.excerpt_note}")
+        for place in places:
+            block = place.block
+            for row in range(block.start, block.stop):
+                self._workers.incarnations[row] += 1
+            if block.index not in self._losses:  # else its episodes have ended before
+                self._losses[block.index] = loss
+                self.has_news |= place.kind != _IDLE
+            # Rows that were answered stay as they are: they may still have to be read.
+            place.keep_last_observation(self._rows)
+            if place.kind and worker.error is not None:
+                self._end(place, error=worker.error)
+            elif place.kind == Kind.CALL:
+                self._end(place, error=CallError(f"{text}, during a call"))
+
+    def drop_all(self) -> None:
+        """Forgets all that runs; the rows show what was seen last."""
+        for place in self._places:
+            if place.kind == _STEP and place.has_kept:
+                restore_last_observation(self._rows, place.part)
+            place.kind = _IDLE
+            place.worker = self._workers.all[place.worker.index]
+        self.num_running = 0
+        self.outcomes, self.has_news = [], False
+
+    def _hosted_by(self, worker: SupervisedWorker) -> list[_Place]:
+        return [place for place in self._places if place.worker is worker]
+
+
+def reset_task(block: Block, reset: Reset) -> Task:
+    """Returns what a reset needs.
 
     Raises:
       LocalProtocolError: A row is not of the block, or seeds are too few, too many or
@@ -68,11 +318,11 @@ def reset_operation(block: Block, reset: Reset) -> Operation:
     payload = b""
     if reset.env_indices is not None or seeds is not None:
         payload = codec.encode({"rows": reset.env_indices, "seeds": seeds})
-    return Operation(Kind.RESET, block, payload, set(chosen) == set(rows))
+    return payload, set(chosen) == set(rows)
 
 
-def call_operation(block: Block, call: Call) -> Operation:
-    """Makes a call; raises CallError for arguments that cannot be sent."""
+def call_task(call: Call) -> Task:
+    """Returns what a call needs; raises CallError for what cannot be sent."""
     message = {
         "row": call.env_index,
         "kind": call.kind,
@@ -89,4 +339,4 @@ def call_operation(block: Block, call: Call) -> Operation:
         raise CallError(
             f"Env {call.env_index}: {call.name}: {error}", env_index=call.env_index
         ) from None
-    return Operation(Kind.CALL, block, payload)
+    return payload, False

@@ -1,6 +1,5 @@
-"""The env server: an asyncio front over one pool of workers per lease."""
+"""The env server: an asyncio loop over one pool of workers per lease."""
 
-from envserve.server.config import ServerConfig
 from envserve.server.serve import serve
 
-__all__ = ["ServerConfig", "serve"]
+__all__ = ["serve"]

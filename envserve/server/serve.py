@@ -14,12 +14,10 @@ import zmq
 from envserve.errors import ServerError
 from envserve.pool.launcher import Launcher
 from envserve.registry import Registry
-from envserve.server.config import ServerConfig, is_private
-from envserve.server.front import Front
-from envserve.server.limits import raise_file_limit
-from envserve.server.loop_lag import LoopLag
-from envserve.server.stop_signals import StopSignals
-from envserve.session import ServerSession, Vitals
+from envserve.server.process import LoopLag, StopSignals, raise_file_limit
+from envserve.server.shell import RouterShell
+from envserve.session import Health, ServerSession
+from envserve.settings import HostSettings, is_private
 from envserve.transport import set_common_options
 
 __all__ = ["serve"]
@@ -37,7 +35,7 @@ _LINGER_MS: Final = 100
 
 
 async def serve(
-    config: ServerConfig, on_ready: Callable[[tuple[str, ...], int], None]
+    config: HostSettings, on_ready: Callable[[tuple[str, ...], int], None]
 ) -> None:
     """Serves until SIGINT or SIGTERM, or until it is cancelled.
 
@@ -64,38 +62,38 @@ async def serve(
         lag = LoopLag(loop)
         stack.callback(lag.stop)
         session = ServerSession(
-            config.policy,
+            config,
             registry,
             boot=secrets.randbits(64) | 1,
-            look=lambda: Vitals(
+            check_health=lambda: Health(
                 is_starting=not launcher.has_imported, loop_lag_seconds=lag.seconds
             ),
         )
         socket, addresses = stack.enter_context(_bound_socket(config))
-        front = Front(socket, session, launcher, loop)
+        shell = RouterShell(socket, session, launcher, loop)
         cut_short = ""
         try:
             _warn_of_public(config)
             on_ready(addresses, len(registry.names))
             await signals.asked.wait()
             if config.drain_grace_seconds and not signals.at_once.is_set():
-                cut_short = await _drain(front, signals, config.drain_grace_seconds)
+                cut_short = await _drain(shell, signals, config.drain_grace_seconds)
             _LOGGER.info("stopping")
         finally:
             seconds = _AFTER_DRAIN_SECONDS if cut_short else _STOP_SECONDS
-            await front.stop(seconds, cut_short)
+            await shell.stop(seconds, cut_short)
 
 
-async def _drain(front: Front, signals: StopSignals, grace_seconds: float) -> str:
+async def _drain(shell: RouterShell, signals: StopSignals, grace_seconds: float) -> str:
     """Lets running episodes end; returns what has cut that short, if anything has."""
-    if await signals.wait_for(front.drain(grace_seconds), grace_seconds):
+    if await signals.wait_for(shell.drain(grace_seconds), grace_seconds):
         return ""
     if signals.at_once.is_set():
         return "it was told not to wait"
     return f"its grace period of {grace_seconds:g} s was over"
 
 
-def _warn_of_public(config: ServerConfig) -> None:
+def _warn_of_public(config: HostSettings) -> None:
     for address in config.binds:
         if not is_private(address):
             _LOGGER.warning(
@@ -107,7 +105,7 @@ def _warn_of_public(config: ServerConfig) -> None:
 
 @contextlib.contextmanager
 def _bound_socket(
-    config: ServerConfig,
+    config: HostSettings,
 ) -> Iterator[tuple[zmq.Socket[bytes], tuple[str, ...]]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:

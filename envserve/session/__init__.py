@@ -3,7 +3,7 @@
 No I/O and no clock: bytes and `now` go in, bytes and decisions come out.
 """
 
-from envserve.session.admission import Offer
+from envserve.session.claims import Offer
 from envserve.session.client import ClientSession
 from envserve.session.decisions import (
     Decision,
@@ -14,23 +14,21 @@ from envserve.session.decisions import (
     RunStep,
     StartPool,
 )
-from envserve.session.policy import Policy
+from envserve.session.policy import Health
 from envserve.session.server import ServerSession
 from envserve.session.states import ClientState
-from envserve.session.vitals import Vitals
 
 __all__ = [
     "ClientSession",
     "ClientState",
     "Decision",
     "EndPool",
+    "Health",
     "Offer",
-    "Policy",
     "Reply",
     "RunCall",
     "RunReset",
     "RunStep",
     "ServerSession",
     "StartPool",
-    "Vitals",
 ]

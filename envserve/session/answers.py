@@ -1,26 +1,31 @@
-"""The server's answers as messages, each addressed to where its request came from."""
+"""Answers: messages that repeat the numbers of what they answer; and their texts."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from envserve.session.decisions import Reply
+from envserve.session.policy import Refusal
 from envserve.wire import (
     MIN_VERSION,
     VERSION,
-    Building,
-    Drain,
+    Buffer,
     ErrorBody,
     ErrorCode,
     Executed,
     Message,
     MessageType,
-    Pong,
-    Welcome,
     encode,
 )
 
-__all__ = ["Answers", "refused", "versions"]
+__all__ = [
+    "Answers",
+    "lease_lost",
+    "no_new_leases",
+    "refused",
+    "server_drained",
+    "versions_differ",
+]
 
 
 class Answers:
@@ -35,24 +40,43 @@ class Answers:
         route: bytes,
         asked: Message,
         type_: MessageType,
-        body: Welcome | Building | Drain | Pong | ErrorBody | None = None,
+        body: bytes = b"",
+        *,
+        entries: tuple[tuple[int, int], ...] | None = None,
+        flags: int = 0,
+        payload: Buffer = b"",
+        report: bytes = b"",
     ) -> Reply:
-        """Answers a message with another that repeats its numbers."""
+        """Answers a message with another that repeats its numbers.
+
+        Args:
+          route: Where to send it.
+          asked: What is answered.
+          type_: Type of the answer.
+          body: Its body.
+          entries: The blocks that it is about; None for those of `asked`.
+          flags: Its flags.
+          payload: Its second frame.
+          report: Its third frame.
+        """
         message = Message(
             type=type_,
+            flags=flags,
             session=asked.session,
             boot=self._boot,
             epoch=asked.epoch,
             request=asked.request,
             attempt=asked.attempt,
-            entries=asked.entries,
-            body=b"" if body is None else body.encode(),
+            entries=asked.entries if entries is None else entries,
+            body=body,
+            payload=payload,
+            report=report,
         )
         return Reply(route, encode(message))
 
     def error(self, route: bytes, asked: Message, body: ErrorBody) -> Reply:
         """Answers with an ERROR."""
-        return self.reply(route, asked, MessageType.ERROR, body)
+        return self.reply(route, asked, MessageType.ERROR, body.encode())
 
     def bad_message(self, route: bytes, asked: Message, error: Exception) -> Reply:
         """Says what is wrong with a message."""
@@ -64,27 +88,15 @@ class Answers:
         text = f"this request is from before the {what}; attach anew"
         return self.error(route, asked, refused(asked, text, ErrorCode.FENCED))
 
-    def granted(
-        self, route: bytes, session: int, epoch: int, request: int, body: bytes
+    def session_ended(
+        self, route: bytes, asked: Message, reason: ErrorBody | None
     ) -> Reply:
-        """Grants a lease."""
-        message = Message(
-            type=MessageType.GRANTED,
-            session=session,
-            boot=self._boot,
-            epoch=epoch,
-            request=request,
-            body=body,
-        )
-        return Reply(route, encode(message))
-
-    def farewell(self, route: bytes, asked: Message, ending: ErrorBody | None) -> Reply:
-        """Says that, or why, a session has no envs any more."""
+        """Says that a session has no envs any more, and why; None for a DETACH."""
         is_about_session = asked.type in (MessageType.DETACH, MessageType.ATTACH)
-        if ending is not None:
+        if reason is not None:
             if not is_about_session:  # or only this request would seem to have failed
-                ending = replace(ending, code=ErrorCode.LEASE_LOST)
-            return self.error(route, asked, ending)
+                reason = replace(reason, code=ErrorCode.LEASE_LOST)
+            return self.error(route, asked, reason)
         if is_about_session:
             return self.reply(route, asked, MessageType.DETACHED)
         body = ErrorBody(code=ErrorCode.LEASE_LOST, text="this session has detached")
@@ -100,9 +112,30 @@ def refused(
     return ErrorBody(code=code, executed=executed, text=text)
 
 
-def versions(theirs: object) -> str:
+def versions_differ(theirs: object) -> Refusal:
     """Says that client and server share no version."""
-    return (
+    return Refusal(
+        ErrorCode.VERSION_MISMATCH,
         f"the server speaks protocol versions {MIN_VERSION} to {VERSION}, the client "
-        f"{theirs}; install the same release of envserve on both sides"
+        f"{theirs}; install the same release of envserve on both sides",
+    )
+
+
+def lease_lost(text: str) -> ErrorBody:
+    """Says why a client's envs are gone by the server's will."""
+    return ErrorBody(code=ErrorCode.LEASE_LOST, executed=Executed.UNKNOWN, text=text)
+
+
+def server_drained(why: str) -> ErrorBody:
+    """Says the same while, or after, the server is drained."""
+    return lease_lost(f"the server was drained: {why}")
+
+
+def no_new_leases() -> Refusal:
+    """Says that the server is about to stop."""
+    return Refusal(
+        ErrorCode.ENVS_BUSY,
+        "the server is draining: it gives out no envs any more, and is about to stop; "
+        "attach to another, or again once it was restarted",
+        is_draining=True,
     )

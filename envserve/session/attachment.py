@@ -1,23 +1,35 @@
-"""How a client gets its envs, for the first time or anew: HELLO, then ATTACH.
+"""How a client gets its envs, and gets them anew after each loss: HELLO, then ATTACH.
 
-Whatever it gets later has the shape of what it got first, and seeds of its own.
+What it gets later has the shape of what it got first, and seeds of its own. A loss
+lasts until a lease serves: until something was answered under it, or nothing waits.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import logging
+import math
+from dataclasses import dataclass, replace
 from typing import Final
 
-from envserve.errors import EnvserveError, ProtocolMismatch, RemoteProtocolError
-from envserve.session.away import Away
+from envserve.errors import (
+    ConnectError,
+    EnvserveError,
+    LeaseLost,
+    LocalProtocolError,
+    ProtocolMismatch,
+    RemoteProtocolError,
+    ServerLost,
+)
+from envserve.session.error_codes import exception_of
 from envserve.session.operations import Operations
-from envserve.session.requests import Draft
-from envserve.session.sender import Sender
-from envserve.session.states import ClientState
+from envserve.session.requests import Request, Requests
+from envserve.session.states import ClientState, new_client_machine
 from envserve.wire import (
     MIN_VERSION,
     VERSION,
     Attach,
+    ErrorBody,
+    ErrorCode,
     Granted,
     Hello,
     Message,
@@ -25,10 +37,35 @@ from envserve.wire import (
     Welcome,
 )
 
-__all__ = ["Attachment", "attach_again"]
+__all__ = ["Attachment", "Loss", "attach_again"]
 
+_LOGGER: Final = logging.getLogger(__name__)
+_RETRY_SECONDS: Final = 0.5
+#: How long others may have the envs of a lease that was lost by our own silence.
+_BUSY_SECONDS: Final = 5.0
 #: More often than that no env is rebuilt within a lease.
 _INCARNATIONS_PER_LEASE: Final = 1 << 18
+
+
+@dataclass(slots=True)
+class Loss:
+    """A lease that was lost.
+
+    Attributes:
+      error: What has happened.
+      since: When.
+      given_up: Why nobody should wait for the envs any more.
+      retry_at: When to ask again.
+      busy_until: How long to ask though others have the envs.
+      farewell: Tells the server that the old lease is not needed; may be empty.
+    """
+
+    error: EnvserveError
+    since: float
+    given_up: ServerLost | None = None
+    retry_at: float = math.inf
+    busy_until: float = math.inf
+    farewell: bytes = b""
 
 
 class Attachment:
@@ -36,44 +73,56 @@ class Attachment:
 
     Attributes:
       address: The server's, for messages.
-      state: See `ClientState`.
-      error: Why the session is LOST.
+      machine: Where it is, see `ClientState`.
+      error: Why it is LOST.
       num_leases: How many leases were granted.
       request: Number of the last ATTACH.
       operations: What the envs are up to; None until they are granted.
-      away: Which of them are away; with the operations.
+      loss: What has to be got over; None if all is well.
     """
 
     def __init__(
-        self, address: str, attach: Attach, sender: Sender, client: str
+        self,
+        address: str,
+        attach: Attach,
+        requests: Requests,
+        *,
+        client: str,
+        timeout_seconds: float,
+        lost_after_seconds: float,
+        pads_when_lost: bool,
     ) -> None:
         """Starts CONNECTING; the arguments are those of `ClientSession`."""
         self.address = address
-        self.state = ClientState.CONNECTING
+        self.machine = new_client_machine()
         self.error: EnvserveError | None = None
         self.num_leases = 0
         self.request = 0
         self.operations: Operations | None = None
-        self.away: Away | None = None
+        self.loss: Loss | None = None
         self._attach = attach
-        self._sender = sender
+        self._requests = requests
         self._client = client
+        self._timeout = timeout_seconds
+        self._lost_after = lost_after_seconds
+        self._pads_when_lost = pads_when_lost
         self._max_message_bytes = 0
+
+    # Asking.
 
     def say_hello(self, now: float) -> None:
         """Begins from the beginning."""
-        self._sender.requests.clear()
-        self._sender.boot = 0
-        self.state = ClientState.HELLO_SENT
+        self._requests.clear()
+        self._requests.boot = 0
+        self.machine.move(ClientState.HELLO_SENT)
         body = Hello(client=self._client).encode()
-        draft = Draft(type=MessageType.HELLO, entries=(), body=body)
-        self._sender.request(draft, now)
+        self._requests.send(Request(MessageType.HELLO, body=body), now)
 
-    def welcome(self, message: Message, now: float) -> None:
+    def accept_welcome(self, message: Message, now: float) -> None:
         """Goes on to ATTACH, if the server speaks our version."""
         welcome = Welcome.decode(message.body)
         if welcome.min_version > VERSION or welcome.max_version < MIN_VERSION:
-            self.lose(
+            self.fail(
                 ProtocolMismatch(
                     f"{self.address}: the server speaks protocol versions "
                     f"{welcome.min_version} to {welcome.max_version}, this client "
@@ -81,41 +130,45 @@ class Attachment:
                 )
             )
             return
-        self._sender.requests.clear()
-        self._sender.boot = message.boot
+        self._requests.clear()
+        self._requests.boot = message.boot
         self._max_message_bytes = welcome.max_message_bytes
-        self.ask_for_envs(now)
+        self._ask_for_envs(now)
 
-    def ask_for_envs(self, now: float) -> None:
+    def _ask_for_envs(self, now: float) -> None:
         """Sends an ATTACH, as the present session."""
-        self.state = ClientState.ATTACHING
+        self.machine.move(ClientState.ATTACHING)
         body = attach_again(self._attach, self.num_leases).encode()
-        draft = Draft(type=MessageType.ATTACH, entries=(), body=body)
-        self.request = self._sender.request(draft, now)
+        request = Request(MessageType.ATTACH, body=body)
+        self._requests.send(request, now)
+        self.request = request.id
 
-    def check(self, message: Message) -> Granted:
-        """Decodes a GRANTED.
+    def accept_grant(self, message: Message, now: float) -> None:
+        """Becomes READY; sends what is in flight.
 
         Raises:
-          RemoteProtocolError: They are not the envs that we can use.
+          RemoteProtocolError: They are not envs that we can use.
         """
         granted = Granted.decode(message.body, self._attach.num_envs)
         self._check_usable(granted)
-        if self.operations is not None:
-            _check_equal(granted, self.operations)
-        return granted
-
-    def take(self, granted: Granted) -> None:
-        """Becomes READY with what was granted."""
-        if self.operations is not None and self.away is not None:
-            self.operations.begin_lease()
+        if self.operations is None:
+            self.operations = Operations(
+                self.address, granted.spec, granted.blocks, self._requests.silence
+            )
         else:
-            self.operations = Operations(self.address, granted.spec, granted.blocks)
-            self.away = Away(self.operations, self._sender)
-        self._sender.epoch = granted.epoch
+            _check_equal(granted, self.operations)
+        self._requests.remove(self.request)
+        self._requests.epoch = granted.epoch
         self.num_leases += 1
-        self.state = ClientState.READY
-        self._sender.requests.remove(self.request)
+        self.machine.move(ClientState.READY)
+        in_flight = self.operations.in_flight
+        if self.loss is not None:
+            _LOGGER.info("%s: it has given envs anew", self.address)
+            self.loss.given_up = None
+            if not in_flight:
+                self.loss = None
+        for request in in_flight.values():  # one per block, since the loss
+            self._requests.send(request, now)
 
     def _check_usable(self, granted: Granted) -> None:
         num_envs = self._attach.num_envs
@@ -126,48 +179,182 @@ class Attachment:
                 f"accepts {self._max_message_bytes} at once; start it with a larger "
                 f"--max-message-mib"
             )
-        if self._attach.spare_envs and not granted.spare_envs:
-            raise RemoteProtocolError(
-                "expected envs with spares; got envs without from a server that does "
-                "not know them; update the server, or leave out spare_envs"
+
+    # Losing envs, and asking again.
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether envs are lost, and no new lease is granted yet."""
+        return self.loss is not None and self.machine.state is not ClientState.READY
+
+    def lose_lease(
+        self, error: EnvserveError, now: float, *, knows_us: bool = True
+    ) -> None:
+        """Asks for envs anew, as another session, since those that we had are lost.
+
+        Args:
+          error: Why they are.
+          now: When.
+          knows_us: Whether the server may still keep the old lease.
+        """
+        if self.operations is None:
+            raise LocalProtocolError(f"{self.address}: expected envs to lose")
+        _LOGGER.warning("%s; asking for envs anew", error)
+        requests, before = self._requests, self.loss
+        farewell = requests.pack(MessageType.DETACH) if knows_us else b""
+        self.loss = Loss(error, now, farewell=farewell)
+        self.operations.lose(str(error), error)
+        requests.change_session()
+        if before is None:
+            self.say_hello(now)
+        else:  # in vain, so far: then not all too often
+            self.loss.since, self.loss.given_up = before.since, before.given_up
+            self.loss.retry_at = now + _RETRY_SECONDS
+            self.machine.move(ClientState.HELLO_SENT)
+        self._say_farewell(self.loss)
+
+    def note_restart(self, now: float) -> None:
+        """Handles a server that is another than the one we spoke to."""
+        if self.machine.state is ClientState.CLOSING:
+            self.close()
+        elif self.operations is None:  # nothing is lost yet
+            self._requests.change_session()
+            self.say_hello(now)
+        else:
+            error = ServerLost(
+                f"{self.address}: the server was restarted, and its envs with it"
             )
-        if self._attach.wrappers and not granted.is_wrapped:
-            raise RemoteProtocolError(
-                "expected envs in wrappers; got bare ones from a server that does not "
-                "know of them; update the server, or leave out wrappers"
+            self.lose_lease(error, now, knows_us=False)
+
+    def retry(self, now: float) -> None:
+        """Asks again, if it is time to."""
+        loss = self.loss
+        if loss is None or now < loss.retry_at:
+            return
+        loss.retry_at = math.inf
+        if self.machine.state is ClientState.ATTACHING:
+            # As the same session: a late copy of what was refused may get the envs.
+            self._ask_for_envs(now)
+        elif self.machine.state is ClientState.HELLO_SENT:
+            self.say_hello(now)
+        self._say_farewell(loss)
+
+    def _say_farewell(self, loss: Loss) -> None:
+        if loss.farewell:
+            self._requests.say_farewell(loss.farewell)
+
+    def accept_refusal(self, body: ErrorBody, now: float) -> None:
+        """Takes an ERROR that ends the session, or does not let it begin."""
+        error = exception_of(body, self.address)
+        is_lost = body.code in (ErrorCode.LEASE_LOST, ErrorCode.FENCED)
+        may_pass = body.code in (ErrorCode.ENVS_BUSY, ErrorCode.INTERNAL)
+        if self.operations is not None and is_lost:
+            self.lose_lease(error, now)
+        elif self.loss is None or not (self.is_recovering and may_pass):
+            self.refuse(error)
+        else:
+            self._wait_for_envs(self.loss, body, error, now)
+
+    def _wait_for_envs(
+        self, loss: Loss, body: ErrorBody, error: EnvserveError, now: float
+    ) -> None:
+        """Plans when to ask again, unless the envs are somebody else's for good.
+
+        After a restart others may have been served first, and a server that drains is
+        followed by another; but what our own silence has lost is not given back.
+        """
+        is_full = body.code is ErrorCode.ENVS_BUSY and not body.is_draining
+        if is_full and isinstance(loss.error, LeaseLost):
+            loss.busy_until = min(loss.busy_until, now + _BUSY_SECONDS)
+            if now >= loss.busy_until:
+                self.fail(LeaseLost(f"{loss.error}; and others have them: {error}"))
+                return
+        self._requests.clear()
+        if body.code is not ErrorCode.ENVS_BUSY:  # it remembers how this session ended
+            self._requests.change_session()
+            self.machine.move(ClientState.HELLO_SENT)
+        loss.retry_at = now + _RETRY_SECONDS
+
+    @property
+    def lost_at(self) -> float:
+        """When to `give_up`."""
+        since, loss = self._requests.silence.since, self.loss
+        state = self.machine.state
+        if loss is None or state.has_envs:
+            patience = self._lost_after if state.has_envs else self._timeout
+            return math.inf if since is None else since + patience
+        if loss.given_up is not None:
+            return math.inf
+        lost_at = loss.since + self._lost_after
+        if state is ClientState.ATTACHING and loss.retry_at == math.inf:
+            # The server is building: that may take as long as it says so.
+            patience = min(self._timeout, self._lost_after)
+            return math.inf if since is None else max(lost_at, since + patience)
+        return lost_at
+
+    def give_up(self, now: float) -> None:
+        """Handles a server that is silent, or envs that are lost, for too long."""
+        if self.operations is None:
+            self.fail(
+                ConnectError(
+                    f"{self.address}: no server answered within {self._timeout:g} s; "
+                    f"is `envserve start --bind {self.address}` running there, and can "
+                    f"it be reached?"
+                )
             )
+            return
+        loss, state = self.loss, self.machine.state
+        if loss is None or state.has_envs:
+            silence = now - (self._requests.silence.since or now)
+            what = f"no answer for {silence:.0f} s"
+        else:
+            what = f"its envs are lost for {now - loss.since:.0f} s ({loss.error})"
+        error = ServerLost(
+            f"{self.address}: {what}, so it is given up; look at the server's log, or "
+            f"raise server_lost_after"
+        )
+        if not self._pads_when_lost or state is ClientState.CLOSING:
+            self.fail(error)
+            return
+        _LOGGER.warning("%s; its rows are padding until it is back", error)
+        if loss is None or state.has_envs:
+            self.lose_lease(error, now)
+        if self.loss is not None:
+            self.loss.given_up = error
 
     # How it ends.
 
     def give_back(self, now: float) -> None:
         """Forgets all, and tells the server that the envs are not needed."""
-        was_attached = self.state in (ClientState.ATTACHING, ClientState.READY)
-        self._sender.requests.clear()
-        if self.operations is not None and self.away is not None:
-            self.away.clear()
-            self.operations.abandon()
-        self.state = ClientState.CLOSING if was_attached else ClientState.CLOSED
-        if was_attached:
-            self._sender.request(Draft(type=MessageType.DETACH, entries=()), now)
+        self.loss = None
+        self._requests.clear()
+        if self.operations is not None:
+            self.operations.forget()
+        if self.machine.state in (ClientState.ATTACHING, ClientState.READY):
+            self.machine.move(ClientState.CLOSING)
+            self._requests.send(Request(MessageType.DETACH), now)
+        else:
+            self.machine.move(ClientState.CLOSED)
 
     def close(self) -> None:
         """Ends it, since the server has the envs."""
-        self._sender.requests.clear()
-        self.state = ClientState.CLOSED
+        self._requests.clear()
+        self.machine.move(ClientState.CLOSED)
 
-    def lose(self, error: EnvserveError) -> None:
+    def fail(self, error: EnvserveError) -> None:
         """Ends it with an error, which all that is in flight gets."""
-        self.state = ClientState.LOST
+        self.machine.move(ClientState.LOST)
         self.error = error
-        self._sender.requests.clear()
-        if self.operations is not None and self.away is not None:
-            self.away.clear()
-            self.operations.lose(error)
+        self.loss = None
+        self._requests.clear()
+        if self.operations is not None:
+            self.operations.fail_all(error)
 
     def refuse(self, error: EnvserveError) -> None:
         """Ends it likewise, and tells the server, which may think that it goes on."""
-        self.lose(error)
-        self._sender.say(MessageType.DETACH)
+        farewell = self._requests.pack(MessageType.DETACH)
+        self.fail(error)
+        self._requests.say_farewell(farewell)
 
 
 def _check_equal(granted: Granted, before: Operations) -> None:

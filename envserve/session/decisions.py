@@ -1,12 +1,14 @@
-"""What the server's half of a conversation decides, for the shell to carry out."""
+"""What the server's half decides, for the shell to carry out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from envserve.lane import Call, PoolConfig, Reset
-from envserve.wire import Buffer
+from envserve.errors import RemoteProtocolError
+from envserve.lane import Block, Call, Reset
+from envserve.settings import PoolSettings
+from envserve.wire import Buffer, CallBody, Message, ResetBody
 
 __all__ = [
     "Decision",
@@ -16,11 +18,12 @@ __all__ = [
     "RunReset",
     "RunStep",
     "StartPool",
+    "read_call",
+    "read_resets",
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     """Send frames to a peer; if that is not possible now, drop them.
 
     The client asks again, and the answer is still there.
@@ -30,44 +33,77 @@ class Reply:
     frames: list[Buffer]
 
 
-@dataclass(frozen=True, slots=True)
-class StartPool:
+class StartPool(NamedTuple):
     """Start the pool of a session; report `pool_ready` or `pool_failed`."""
 
     session: int
-    config: PoolConfig
+    config: PoolSettings
 
 
-@dataclass(frozen=True, slots=True)
-class RunStep:
+class RunStep(NamedTuple):
     """Step blocks of a session's pool; report `pool_finished`."""
 
     session: int
     blocks: Sequence[int]
-    is_alone: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class RunReset:
+class RunReset(NamedTuple):
     """Reset blocks of a session's pool; report `pool_finished`."""
 
     session: int
     resets: Sequence[Reset]
 
 
-@dataclass(frozen=True, slots=True)
-class RunCall:
+class RunCall(NamedTuple):
     """Call an env of a session's pool; report `pool_finished`."""
 
     session: int
     call: Call
 
 
-@dataclass(frozen=True, slots=True)
-class EndPool:
+class EndPool(NamedTuple):
     """Close the pool of a session; report `pool_closed`."""
 
     session: int
 
 
 Decision = Reply | StartPool | RunStep | RunReset | RunCall | EndPool
+
+
+def read_resets(message: Message, blocks: Sequence[Block]) -> list[Reset]:
+    """Returns what a RESET asks for; raises RemoteProtocolError."""
+    body = ResetBody.decode(message.body)
+    if len(body.resets) != len(message.entries):
+        raise RemoteProtocolError(
+            f"expected a reset for each of {len(message.entries)} blocks; "
+            f"got {len(body.resets)}"
+        )
+    resets = []
+    for (index, _), (rows, seeds) in zip(message.entries, body.resets, strict=True):
+        allowed = range(blocks[index].start, blocks[index].stop)
+        if rows is not None and (
+            len(set(rows)) < len(rows) or not all(row in allowed for row in rows)
+        ):
+            raise RemoteProtocolError(f"expected distinct rows in {allowed}")
+        count = len(allowed) if rows is None else len(rows)
+        if seeds is not None and len(seeds) != count:
+            raise RemoteProtocolError(
+                f"expected {count} seeds for block {index}; got {len(seeds)}"
+            )
+        resets.append(Reset(index, rows, seeds))
+    return resets
+
+
+def read_call(message: Message, blocks: Sequence[Block]) -> Call:
+    """Returns what a CALL asks for; raises RemoteProtocolError."""
+    body = CallBody.decode(message.body)
+    (index, _), *others = message.entries
+    block = blocks[index]
+    if others or not block.start <= body.env_index < block.stop:
+        raise RemoteProtocolError(
+            f"expected one block, and an env in rows {block.start} to "
+            f"{block.stop - 1}; got env {body.env_index}"
+        )
+    if body.kind == "set" and len(body.arguments) != 1:
+        raise RemoteProtocolError("expected one argument to set")
+    return Call(body.env_index, body.kind, body.name, body.arguments)

@@ -1,308 +1,393 @@
 """A client's blocks: what may be asked of them, their seqs, and what has come of it.
 
-An answer uses up its operation's seq; an operation that was not executed leaves it to
-the next one. What becomes of blocks whose envs are away is up to `away`.
+Answers are kept as messages until they are collected: only then, in the thread that
+collects, are rows written. A block whose envs were lost with their lease is reset when
+it is used next. Instead of a step its caller gets the lost row then.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Container, Sequence
 from typing import Final
 
-from envserve import codec
-from envserve.errors import CallError, EnvserveError, LocalProtocolError
-from envserve.lane import Block, Call, Outcome, Reset
-from envserve.session.parts import BlockParts
-from envserve.session.requests import Draft, Pending
-from envserve.session.translation import exception_of
-from envserve.slab import Rows, Status
+from envserve.errors import (
+    EnvserveError,
+    LocalProtocolError,
+    RemoteProtocolError,
+)
+from envserve.lane import Block, Call, Fault, Outcome, Reset
+from envserve.session.error_codes import exception_of
+from envserve.session.requests import Request, Silence, pack_call
+from envserve.slab import Rows, Status, keep_last_observation, write_lost
 from envserve.spec import EnvSpec
 from envserve.wire import (
-    CallBody,
-    ErrorBody,
-    Executed,
+    BlockParts,
     Flag,
     Message,
     MessageType,
     Report,
     ResetBody,
     RowCodec,
-    split_rows,
+    RowPart,
 )
-from envserve.wire.constants import MAX_BODY_BYTES
 
 __all__ = ["Operations"]
 
 _LOGGER: Final = logging.getLogger(__name__)
-# As plain numbers: flags are slow to combine.
-_INFOS_DROPPED: Final = int(Flag.INFOS_DROPPED)
-_ALONE: Final = int(Flag.ALONE)
-_PADDED: Final = int(Flag.PADDED)
-_PENDING: Final = int(Status.PENDING)
+_INFOS_DROPPED: Final = int(Flag.INFOS_DROPPED)  # flags are slow to combine
+
+
+#: Outcomes of what was answered; with the request and the answer if there are rows.
+_Answer = tuple[list[Outcome], Request | None, Message | None]
+
+
+class _RowWriter:
+    """Writes what has come to the rows of a caller, in the caller's thread.
+
+    Attributes:
+      rows: The rows.
+      parts: Pieces of them, by the indexes of their blocks.
+      kept: Blocks whose last observations are final ones already.
+    """
+
+    def __init__(self, spec: EnvSpec, blocks: tuple[Block, ...]) -> None:
+        """Makes rows for these blocks."""
+        self.rows = Rows.allocate(spec, blocks[-1].stop)
+        self.parts = BlockParts(RowCodec(self.rows), blocks)
+        self._blocks = blocks
+        self.kept: set[int] = set()
+
+    def write(
+        self,
+        outcomes: Sequence[Outcome],
+        request: Request,
+        message: Message,
+        lost: Container[int],
+    ) -> None:
+        """Writes the rows of blocks that were stepped or reset.
+
+        Raises:
+          RemoteProtocolError: The message is not what such blocks can have.
+        """
+        part = request.part
+        if part is None or len(outcomes) < len(request.entries):
+            part = self.parts[tuple([outcome.block for outcome in outcomes])]
+        if request.type is MessageType.STEP:
+            part.unpack_results(message.body, message.payload)
+        elif request.is_step:
+            self._write_lost(outcomes[0], part, message)
+        else:
+            # Rows of a lost block that are not reset show what was seen last.
+            blocks = [self._blocks[o.block] for o in outcomes if o.block in lost]
+            left = [row for block in blocks for row in _rows_left(request, block)]
+            kept = [leaf[left] for leaf in self.rows.observation]
+            part.unpack_results(message.body, message.payload)
+            for leaf, values in zip(self.rows.observation, kept, strict=True):
+                leaf[left] = values
+
+    def _write_lost(self, outcome: Outcome, part: RowPart, message: Message) -> None:
+        """Writes the lost row of each env of a block that was reset."""
+        if outcome.error is None:
+            self.keep_last_observation(outcome.block)
+            part.unpack_results(message.body, message.payload)
+            block = self._blocks[outcome.block]
+            write_lost(self.rows, slice(block.start, block.stop), Status.SERVER_LOST)
+
+    def keep_last_observation(self, index: int) -> None:
+        """Keeps what was seen last as final, once per operation."""
+        if index not in self.kept:
+            self.kept.add(index)
+            block = self._blocks[index]
+            keep_last_observation(self.rows, slice(block.start, block.stop))
 
 
 class Operations:
-    """The operations on a lease's blocks, at most one on each at a time.
+    """The operations on a client's blocks, at most one on each at a time.
 
     Attributes:
       spec: Spaces of every env.
       blocks: The blocks.
       rows: Where actions are read from and results are written to.
-      busy: Blocks in flight, each with the ticket of its operation.
+      in_flight: Blocks whose operation is not answered, each with its request.
+      ended: Blocks that were answered, and not collected.
+      lost: Blocks whose episodes have ended by a fault, each with what has happened.
+      absent: Blocks in flight whose envs were not there at the last `refresh_absent`.
+      is_stale: Whether that may have changed.
+      violation: How a result that was collected has broken the protocol, if one has.
     """
 
-    def __init__(self, address: str, spec: EnvSpec, blocks: tuple[Block, ...]) -> None:
-        """Starts with all blocks idle; `address` is for messages."""
+    def __init__(
+        self, address: str, spec: EnvSpec, blocks: tuple[Block, ...], silence: Silence
+    ) -> None:
+        """Starts with all blocks idle; `silence` knows if a server is unreachable."""
         self.spec = spec
         self.blocks = blocks
-        self.rows = Rows.allocate(spec, blocks[-1].stop)
-        self.busy: dict[int, int] = {}
-        self._finished: list[Outcome] = []
-        self._address = address
-        self._parts = BlockParts(RowCodec(self.rows), blocks)
-        self._seq = {block.index: 0 for block in blocks}  # of its last operation
+        self._writer = _RowWriter(spec, blocks)
+        self.rows = self._writer.rows
+        self.in_flight: dict[int, Request] = {}
+        self.ended: set[int] = set()
+        self.lost: dict[int, str] = {}
+        self.absent: frozenset[int] = frozenset()
+        self.is_stale = False
+        self.violation: RemoteProtocolError | None = None
+        self._address, self._silence = address, silence
+        self._parts = self._writer.parts
+        self._plain_outcomes = [Outcome(block.index) for block in blocks]
+        self._seqs = [0] * len(blocks)  # of each block's last operation
+        self._answers: list[_Answer] = []
+        self._told: set[int] = set()  # absent, as the server says
 
-    @property
-    def has_finished(self) -> bool:
-        """Whether `take_finished` has something."""
-        return bool(self._finished)
+    # What is asked. Nothing is changed by what is refused.
 
-    def take_finished(self) -> list[Outcome]:
-        """Returns the operations that have ended since the last call."""
-        finished, self._finished = self._finished, []
-        return finished
+    def step(self, blocks: Sequence[int]) -> list[Request]:
+        """Drafts a step with the actions now in `rows.action`."""
+        self._check_idle(blocks)
+        in_flight, lost = self.in_flight, self.lost
+        requests = []
+        if lost:
+            for block in blocks:
+                if block in lost:
+                    requests.append(self._reset((Reset(block),), is_step=True))
+            blocks = [block for block in blocks if block not in lost]
+            if not blocks:
+                return requests
+        part = self._parts[tuple(blocks)]
+        body, payload = part.pack_actions()
+        seqs, entries = self._seqs, []
+        for block in blocks:
+            entries.append((block, seqs[block] + 1))
+        request = Request(
+            MessageType.STEP, tuple(entries), body, payload, part, is_step=True
+        )
+        for block in blocks:
+            in_flight[block] = request
+        requests.append(request)
+        return requests
 
-    def begin_lease(self) -> None:
-        """Counts seqs anew, since the envs are those of another lease."""
-        self._seq = dict.fromkeys(self._seq, 0)
+    def reset(self, resets: Sequence[Reset]) -> list[Request]:
+        """Drafts resets, each of another block."""
+        self._check_idle([reset.block for reset in resets])
+        lost = self.lost
+        requests = [self._reset((r,)) for r in resets if r.block in lost]
+        alive = tuple([reset for reset in resets if reset.block not in lost])
+        if alive:
+            requests.append(self._reset(alive))
+        return requests
 
-    # What is asked.
+    def call(self, call: Call) -> list[Request]:
+        """Drafts attribute access; raises CallError for arguments of no plain form."""
+        body = pack_call(call, len(self.rows.reward), self._address)
+        block = next(b.index for b in self.blocks if call.env_index < b.stop)
+        self._check_idle([block])
+        entries = ((block, self._seqs[block] + 1),)
+        request = Request(MessageType.CALL, entries, body)
+        return [self._begin(request)]
 
-    def check_idle(self, blocks: Collection[int]) -> None:
+    def _reset(self, resets: tuple[Reset, ...], *, is_step: bool = False) -> Request:
+        blocks = tuple([reset.block for reset in resets])
+        body = ResetBody(resets=tuple([(r.env_indices, r.seeds) for r in resets]))
+        request = Request(
+            MessageType.RESET,
+            tuple([(block, self._seqs[block] + 1) for block in blocks]),
+            body.encode(),
+            part=self._parts[blocks],
+            resets=resets,
+            is_step=is_step,
+        )
+        return self._begin(request)
+
+    def _begin(self, request: Request) -> Request:
+        for block, _ in request.entries:
+            self.in_flight[block] = request
+        if self.lost:
+            self.is_stale = True
+        return request
+
+    def _check_idle(self, blocks: Sequence[int]) -> None:
         """Raises LocalProtocolError unless these are blocks, each once, and idle."""
-        if len(set(blocks)) < len(blocks):
+        if len({*blocks}) < len(blocks):
             raise LocalProtocolError(
                 f"{self._address}: expected each block once; got {list(blocks)}"
             )
+        in_flight, count = self.in_flight, len(self.blocks)
         for block in blocks:
-            if not 0 <= block < len(self.blocks):
+            if not 0 <= block < count:
                 raise LocalProtocolError(
-                    f"{self._address}: expected a block below {len(self.blocks)}; "
-                    f"got {block}"
+                    f"{self._address}: expected a block below {count}; got {block}"
                 )
-            if block in self.busy:
+            if block in in_flight or block in self.ended:
                 raise LocalProtocolError(
                     f"{self._address}: block {block} is in flight; collect its "
                     f"result before you submit anew"
                 )
 
-    def step(
-        self, blocks: Sequence[int], ticket: int = 0, is_alone: bool = False
-    ) -> Draft:
-        """Drafts a step with the actions now in `rows.action`."""
-        entries = self._begin(blocks, ticket)
-        part = self._parts[tuple(blocks)]
-        body, payload = split_rows(part.action_buffers())
-        return Draft(
-            type=MessageType.STEP,
-            entries=entries,
-            flags=_ALONE if is_alone else 0,
-            part=part,
-            body=body,
-            payload=bytes(payload),  # what is sent again must be the same
-            ticket=ticket,
-            is_alone=is_alone,
-        )
-
-    def reset(self, resets: Sequence[Reset], ticket: int = 0) -> Draft:
-        """Drafts resets, each of another block."""
-        self._begin([reset.block for reset in resets], ticket)
-        return self.draft_reset(resets, ticket)
-
-    def call(self, call: Call, ticket: int = 0) -> Draft:
-        """Drafts attribute access; raises CallError for arguments of no plain form."""
-        body = self.encode_call(call)
-        block = self.block_of(call)
-        self._begin([block], ticket)
-        return self.draft_call(block, body, ticket)
-
-    def draft_reset(self, resets: Sequence[Reset], ticket: int = 0) -> Draft:
-        """Drafts resets of blocks that are busy with it, or that nobody waits for."""
-        blocks = [reset.block for reset in resets]
-        body = ResetBody(resets=tuple((r.env_indices, r.seeds) for r in resets))
-        return Draft(
-            type=MessageType.RESET,
-            entries=self._entries(blocks),
-            part=self._parts[tuple(blocks)],
-            body=body.encode(),
-            ticket=ticket,
-            resets=tuple(resets),
-        )
-
-    def draft_call(self, block: int, body: bytes, ticket: int) -> Draft:
-        """Drafts attribute access on a block that is busy with it."""
-        entries = self._entries([block])
-        return Draft(type=MessageType.CALL, entries=entries, body=body, ticket=ticket)
-
-    def block_of(self, call: Call) -> int:
-        """Returns the block of a call; raises LocalProtocolError if there is none."""
-        num_envs = self.blocks[-1].stop
-        if not 0 <= call.env_index < num_envs:
-            raise LocalProtocolError(
-                f"{self._address}: expected an env_index below {num_envs}; "
-                f"got {call.env_index}"
-            )
-        return next(b.index for b in self.blocks if call.env_index < b.stop)
-
-    def encode_call(self, call: Call) -> bytes:
-        """Encodes attribute access; raises CallError as `call` does."""
-        self.block_of(call)
-        body = CallBody(
-            env_index=call.env_index,
-            kind=call.kind,
-            name=call.name,
-            arguments=call.arguments,
-        )
-        try:
-            encoded = body.encode()
-            if len(encoded) > MAX_BODY_BYTES:
-                raise codec.CodecError(
-                    f"expected arguments of at most {MAX_BODY_BYTES} bytes; "
-                    f"got {len(encoded)}"
-                )
-        except codec.CodecError as error:
-            raise CallError(
-                f"{self._address}: Env {call.env_index}: {call.name}: {error}",
-                env_index=call.env_index,
-            ) from None
-        return encoded
-
-    def _begin(self, blocks: Sequence[int], ticket: int) -> tuple[tuple[int, int], ...]:
-        """Marks blocks busy; returns the entries of their next operation."""
-        self.check_idle(blocks)
-        self.busy.update(dict.fromkeys(blocks, ticket))
-        return self._entries(blocks)
-
-    def _entries(self, blocks: Iterable[int]) -> tuple[tuple[int, int], ...]:
-        return tuple([(block, self._seq[block] + 1) for block in blocks])
-
     # What comes of it.
 
-    def finish(self, pending: Pending, message: Message) -> None:
-        """Takes a RESULT or CALL_RESULT.
+    def end(self, request: Request, message: Message) -> None:
+        """Keeps a RESULT or CALL_RESULT, of all blocks of a request or of one.
 
         Raises:
-          RemoteProtocolError: It is not what the operation can have for a result.
+          RemoteProtocolError: Its report is none; then nothing is changed.
         """
-        if self.has_ended(pending):
-            return  # an interrupt came between its end and its removal
-        if pending.part is None:  # a call
-            result = bytes(message.payload)
-            self._end(pending)
-            block = pending.entries[0][0]
-            self._finished.append(Outcome(block, pending.ticket, result=result))
-            return
-        pending.part.unpack_results(message.body, message.payload)
-        finished = self.outcomes(pending, message, self.rows)
-        self._end(pending)
-        self._finished += finished
-
-    def outcomes(self, pending: Pending, message: Message, rows: Rows) -> list[Outcome]:
-        """Returns what a RESULT says besides rows, which were written to `rows`."""
         if message.flags & _INFOS_DROPPED:
             _LOGGER.warning(
                 "%s: infos were too long for a message, and are dropped", self._address
             )
-        if not message.report:  # the usual case
-            finished = [Outcome(block, pending.ticket) for block, _ in pending.entries]
-        else:
-            report = Report.decode(message.report)
-            finished = [
-                self._outcome(self.blocks[index], pending.ticket, report)
-                for index, _ in pending.entries
-            ]
-        if message.flags & _PADDED:
-            finished = [
-                item._replace(is_padding=self._is_pending(item.block, rows))
-                for item in finished
-            ]
-        return finished
+        report = Report.decode(message.report) if message.report else None
+        outcomes = []
+        for block, seq in message.entries:
+            self._seqs[block] = seq
+            del self.in_flight[block]
+            self.ended.add(block)
+            if report is None and not self.lost and request.part is not None:
+                outcomes.append(self._plain_outcomes[block])  # the usual case
+            else:
+                outcomes.append(self._outcome(block, request, message, report))
+        has_rows = request.part is not None
+        self._answers.append((outcomes, request if has_rows else None, message))
+        if self.absent or self._told:
+            self.is_stale = True
+            self._told.difference_update([block for block, _ in message.entries])
 
-    def _is_pending(self, index: int, rows: Rows) -> bool:
+    def _outcome(
+        self, index: int, request: Request, message: Message, report: Report | None
+    ) -> Outcome:
+        """Says what came of a block, and notes that its envs are back."""
+        if request.type is MessageType.CALL:
+            return Outcome(index, result=bytes(message.payload))
+        report = report or Report()
+        if (error := report.errors.get(index)) is not None:
+            return Outcome(index, error=exception_of(error, self._address))
         block = self.blocks[index]
-        return bool((rows.status[block.start : block.stop] == _PENDING).all())
-
-    def _outcome(self, block: Block, ticket: int, report: Report) -> Outcome:
-        """Picks what concerns a block."""
         rows = range(block.start, block.stop)
-        error = report.errors.get(block.index)
-        return Outcome(
-            block.index,
-            ticket,
-            infos={row: info for row, info in report.infos.items() if row in rows},
-            faults=[fault for fault in report.faults if fault.env_index in rows],
-            error=None if error is None else exception_of(error, self._address),
-        )
+        is_reset = request.type is MessageType.RESET
+        if index in self.lost and is_reset and not _rows_left(request, block):
+            text = self.lost.pop(index)
+            if request.is_step:
+                status = Status.SERVER_LOST
+                faults = [Fault(row, status, text) for row in rows]
+                return Outcome(index, faults=faults)
+        infos = {row: info for row, info in report.infos.items() if row in rows}
+        faults = [fault for fault in report.faults if fault.env_index in rows]
+        return Outcome(index, infos, faults)
 
-    def fail(self, pending: Pending, body: ErrorBody) -> None:
-        """Takes an ERROR: the operation has failed on all its blocks."""
-        self._end(pending, uses_seq=body.executed is not Executed.NO)
-        error = exception_of(body, self._address)
-        self._finished += [
-            Outcome(block, pending.ticket, error=error) for block, _ in pending.entries
-        ]
-
-    def finish_block(self, finished: Outcome) -> None:
-        """Ends the operation of one block, whatever has come of it."""
-        self.busy.pop(finished.block, None)
-        self._finished.append(finished)
-
-    def use_seqs(self, pending: Pending) -> None:
-        """Notes that a request was executed."""
-        self._seq.update(pending.entries)
-
-    def lose(self, error: EnvserveError) -> None:
-        """Ends everything that is in flight, since the lease is lost."""
-        self._finished += [
-            Outcome(block, ticket, error=error)
-            for block, ticket in sorted(self.busy.items())
-        ]
-        self.busy.clear()
-
-    def settle(
-        self, pending: Iterable[Pending], waiting: Collection[tuple[int, int]] = ()
+    def fail(
+        self, request: Request, error: EnvserveError, *, uses_seq: bool = True
     ) -> None:
-        """Forgets blocks whose submission was interrupted before it was a request.
+        """Ends a request with an error, on all its blocks that have no answer yet."""
+        for block, seq in request.entries:
+            if block not in request.answered:
+                if uses_seq:
+                    self._seqs[block] = seq
+                self._fail_block(block, error)
+
+    def fail_all(self, error: EnvserveError) -> None:
+        """Ends everything that is in flight."""
+        for block in sorted(self.in_flight):
+            self._fail_block(block, error)
+
+    def _fail_block(self, block: int, error: EnvserveError) -> None:
+        del self.in_flight[block]
+        self._answers.append(([Outcome(block, error=error)], None, None))
+        self.ended.add(block)
+        self._told.discard(block)
+        self.is_stale = True
+
+    def note_absent(self, request: Request, message: Message) -> None:
+        """Takes an ABSENT: the server says which blocks have no envs now."""
+        for block, _ in message.entries:
+            if self.in_flight.get(block) is request:
+                self._told.add(block)
+                self.is_stale = True
+
+    def lose(self, text: str, error: EnvserveError) -> None:
+        """Takes all envs for lost; drafts anew what is in flight, as far as it may be.
 
         Args:
-          pending: Requests.
-          waiting: Blocks, with tickets, that wait for something else.
+          text: What has happened, for the rows that this costs.
+          error: The same for calls, which may have been carried out.
         """
-        asked = {
-            (block, p.ticket) for p in pending if not p.asked for block, _ in p.entries
-        }
-        asked.update(waiting)
-        self.busy = {b: t for b, t in self.busy.items() if (b, t) in asked}
+        self._seqs = [0] * len(self.blocks)  # those of the next lease
+        self._told.clear()
+        for block in range(len(self.blocks)):
+            self.lost.setdefault(block, text)
+        for block, request in sorted(self.in_flight.items()):
+            if request.type is MessageType.CALL:
+                if request.id:  # else it was not sent
+                    self._fail_block(block, error)
+            elif request.is_step:
+                self._reset((Reset(block),), is_step=True)
+            else:
+                resets = tuple([r for r in request.resets if r.block == block])
+                self._reset(resets)
+        self.is_stale = True
 
-    def has_ended(self, pending: Pending) -> bool:
-        """Tells whether a request was answered, if only in part, and not removed."""
-        if pending.asked is not None:
-            return pending.asked.outcomes is not None
-        for block, _ in pending.entries:
-            if self.busy.get(block) != pending.ticket:
-                return True
-        return False
+    def forget(self) -> None:
+        """Forgets what is in flight, and what has come of it."""
+        self.in_flight.clear()
+        self._answers.clear()
+        self._told.clear()
+        self._writer.kept.clear()
+        self.ended.clear()
+        self.absent = frozenset()
 
-    def abandon(self) -> None:
-        """Forgets everything, since the lease is given back."""
-        self._finished.clear()
-        self.busy.clear()
+    # What is collected, in the thread of who reads the rows.
 
-    def _end(self, pending: Pending, *, uses_seq: bool = True) -> None:
-        # First, and in one go: if an interrupt cuts this short, the blocks' next
-        # operations must not be taken for copies of this one.
-        if uses_seq:
-            self._seq.update(pending.entries)
-        for block, _ in pending.entries:
-            self.busy.pop(block, None)
+    def take_outcomes(self) -> list[Outcome]:
+        """Writes rows; returns the outcomes that have come since the last call.
+
+        What a result has that it may not have is an error of its blocks, and stays as
+        `violation`.
+        """
+        answers, self._answers = self._answers, []
+        self.ended.clear()
+        taken: list[Outcome] = []
+        for outcomes, request, message in answers:
+            if request is not None and message is not None:
+                try:
+                    self._writer.write(outcomes, request, message, self.lost)
+                except RemoteProtocolError as error:
+                    self.violation = error
+                    outcomes = [o._replace(error=error) for o in outcomes]
+            taken += outcomes
+        if self._writer.kept:
+            self._writer.kept.difference_update([outcome.block for outcome in taken])
+        return taken
+
+    def is_ready(self, min_ended: int) -> bool:
+        """Tells whether to wait no longer: so many blocks have ended, or all.
+
+        Or a block has become absent.
+        """
+        if self.is_stale and self.refresh_absent():
+            return True
+        return len(self.ended) >= min_ended or not self.in_flight
+
+    def refresh_absent(self) -> bool:
+        """Brings `absent` up to date; tells whether a block has become so.
+
+        The last observations of its rows are kept then, if it is being stepped.
+        """
+        self.is_stale = False
+        before, lost, told = self.absent, self.lost, self._told
+        is_unreachable = self._silence.is_unreachable
+        self.absent = frozenset(
+            [
+                block
+                for block in self.in_flight
+                if is_unreachable or block in lost or block in told
+            ]
+        )
+        for index in self.absent - before:
+            if self.in_flight[index].is_step:
+                self._writer.keep_last_observation(index)
+        return not self.absent <= before
+
+
+def _rows_left(request: Request, block: Block) -> list[int]:
+    """Returns the rows of a block that a RESET does not reset."""
+    (chosen,) = [r.env_indices for r in request.resets if r.block == block.index]
+    if chosen is None:
+        return []
+    return [row for row in range(block.start, block.stop) if row not in chosen]

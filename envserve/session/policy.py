@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from envserve.settings import HostSettings
 from envserve.wire import ErrorBody, ErrorCode
 
-__all__ = ["Policy", "Refusal"]
+__all__ = ["Health", "Refusal", "check_call", "check_kwargs"]
 
 _ATTRIBUTE_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _ALWAYS_EXPOSED: Final = {
@@ -36,56 +37,41 @@ class Refusal(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
-    """Limits of a server. Durations are in seconds."""
+class Health:
+    """How the process that serves is, as far as its clients are told.
 
-    #: Most processes that one lease gets.
-    num_workers: int
-    #: Together with `num_workers`, how many envs all leases may have.
-    envs_per_worker: int = 64
-    #: Arguments of env constructors that clients may set.
-    allowed_kwargs: frozenset[str] = frozenset()
-    #: Attributes of envs that clients may get, set and call.
-    exposed: frozenset[str] = frozenset()
-    #: Silence after which a client's envs are given up.
-    lease_seconds: float = 60.0
-    step_timeout_seconds: float = 30.0
-    reset_timeout_seconds: float = 120.0
-    padding_after_seconds: float = 0.1
-    max_restarts: int = 5
-    crash_dir: str | None = ""
-    #: Longest frame that the server accepts.
-    max_message_bytes: int = 1 << 20
-    #: Modules that register envs when workers import them.
-    import_modules: tuple[str, ...] = ()
+    Attributes:
+      is_starting: Whether workers cannot be started yet.
+      loop_lag_seconds: How late the serving loop was lately, at worst.
+    """
 
-    @property
-    def total_envs(self) -> int:
-        """How many envs all leases may have together."""
-        return self.num_workers * self.envs_per_worker
+    is_starting: bool = False
+    loop_lag_seconds: float = 0.0
 
-    def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
-        """Raises Refusal for an argument that clients may not set."""
-        for name, value in kwargs.items():
-            is_rgb = isinstance(value, str) and value == "rgb_array"
-            if name in self.allowed_kwargs or (name == "render_mode" and is_rgb):
-                continue
-            allowed = ", ".join(sorted(self.allowed_kwargs)) or "none"
-            raise Refusal(
-                ErrorCode.REFUSED,
-                f"env argument {name[:64]!r} is not allowed (allowed: {allowed}, and "
-                f"render_mode='rgb_array'); start the server with --allow-kwarg NAME",
-            )
 
-    def check_call(self, kind: str, name: str, env_index: int) -> None:
-        """Raises Refusal for an attribute that clients may not use in this way."""
-        is_exposed = name in self.exposed or kind in _ALWAYS_EXPOSED.get(name, ())
-        if _ATTRIBUTE_NAME.fullmatch(name) and is_exposed:
-            return
-        exposed = ", ".join(sorted(self.exposed | _ALWAYS_EXPOSED.keys()))
+def check_kwargs(host: HostSettings, kwargs: Mapping[str, Any]) -> None:
+    """Raises Refusal for an argument of env constructors that clients may not set."""
+    for name, value in kwargs.items():
+        is_rgb = isinstance(value, str) and value == "rgb_array"
+        if name in host.allowed_kwargs or (name == "render_mode" and is_rgb):
+            continue
+        allowed = ", ".join(sorted(host.allowed_kwargs)) or "none"
         raise Refusal(
             ErrorCode.REFUSED,
-            f"Env {env_index}: {kind} of {name[:64]!r} is not allowed (exposed: "
-            f"{exposed}); start the server with --expose NAME",
-            env_index=env_index,
+            f"env argument {name[:64]!r} is not allowed (allowed: {allowed}, and "
+            f"render_mode='rgb_array'); start the server with --allow-kwarg NAME",
         )
+
+
+def check_call(host: HostSettings, kind: str, name: str, env_index: int) -> None:
+    """Raises Refusal for an attribute that clients may not use in this way."""
+    is_exposed = name in host.exposed or kind in _ALWAYS_EXPOSED.get(name, ())
+    if _ATTRIBUTE_NAME.fullmatch(name) and is_exposed:
+        return
+    exposed = ", ".join(sorted(host.exposed | _ALWAYS_EXPOSED.keys()))
+    raise Refusal(
+        ErrorCode.REFUSED,
+        f"Env {env_index}: {kind} of {name[:64]!r} is not allowed (exposed: "
+        f"{exposed}); start the server with --expose NAME",
+        env_index=env_index,
+    )

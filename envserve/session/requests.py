@@ -1,220 +1,319 @@
-"""A client's requests: what waits for an answer, and what waits to be sent.
+"""A client's requests: what waits for an answer, what waits to be sent, how long.
 
 A request is sent again, byte for byte but for its attempt, after 1 s, then 2 s, then
 every 4 s, and at once when a connection is made anew. At most one copy of it waits to
-be sent, so the outbox is bounded.
+be sent, so the outbox is bounded. What needs no answer of its own is sent once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
-from envserve.lane import Outcome, Reset
+from envserve import codec
+from envserve.errors import CallError, LocalProtocolError
+from envserve.lane import Call, Reset
 from envserve.wire import (
     Buffer,
+    CallBody,
     Message,
     MessageType,
     RowPart,
-    encode,
+    pack_request,
     set_attempt,
 )
+from envserve.wire.constants import MAX_BODY_BYTES
 
-__all__ = ["Asked", "Draft", "Outbox", "Pending", "Requests"]
+__all__ = ["Request", "Requests", "Silence", "next_session", "pack_call"]
 
 _FIRST_RESEND_SECONDS: Final = 1.0
 _MAX_RESEND_SECONDS: Final = 4.0
-
-
-class Outbox:
-    """Frames that wait until the transport takes them, by request."""
-
-    def __init__(self) -> None:
-        """Starts empty."""
-        self._frames: dict[int, list[Buffer]] = {}
-
-    def put(self, request: int, frames: list[Buffer]) -> None:
-        """Adds frames, or replaces an unsent copy of the same request."""
-        self._frames[request] = frames
-
-    def first(self) -> list[Buffer] | None:
-        """Returns the frames to send next."""
-        return next(iter(self._frames.values()), None)
-
-    def pop(self) -> None:
-        """Forgets the first, which has been sent."""
-        del self._frames[next(iter(self._frames))]
-
-    def discard(self, request: int) -> None:
-        """Forgets a request that needs no sending any more."""
-        self._frames.pop(request, None)
-
-    def clear(self) -> None:
-        """Forgets everything."""
-        self._frames.clear()
-
-    def __contains__(self, request: int) -> bool:
-        return request in self._frames
-
-    def __len__(self) -> int:
-        return len(self._frames)
+_PING_SECONDS: Final = 1.0
+#: Silence, though something was asked, after which a server counts as unreachable.
+_UNREACHABLE_SECONDS: Final = 3.5
+#: The same for a connection that is broken.
+_BROKEN_SECONDS: Final = 1.0
+#: Longer than any wait of ours: after such a gap, it is we who have slept.
+_NAP_SECONDS: Final = 5.0
+_ANSWERS: Final[Mapping[MessageType, MessageType]] = {
+    MessageType.STEP: MessageType.RESULT,
+    MessageType.RESET: MessageType.RESULT,
+    MessageType.CALL: MessageType.CALL_RESULT,
+}
+#: Places in the outbox of what has no request number.
+_PING_PLACE: Final = 0
+_FAREWELL_PLACE: Final = -1
+#: An odd number: all session numbers differ before they repeat.
+_STRIDE: Final = 0x9E3779B97F4A7C15
 
 
 @dataclass(slots=True)
-class Asked:
-    """A request that no caller waits for: an overdue step, or a reset of our own.
+class Request:
+    """Something asked of the server, from its drafting to its answer.
 
     Attributes:
-      id: Number of the request.
-      is_recovery: Whether it resets envs of a new lease.
-      outcomes: What has come of it, by block; None until then. Of a block for which
-        nothing has happened, there is None.
+      type: STEP, RESET or CALL; or HELLO, ATTACH or DETACH, which have no entries.
+      entries: The blocks that it is about, each with its seq.
+      body: What it says.
+      payload: More rows.
+      part: Where rows of the answer go.
+      resets: Of a RESET, per block.
+      is_step: Whether its caller waits for a step; of a block that is lost, the server
+        is sent a RESET.
+      id: Its number; 0 until it is sent.
+      answered: Blocks that were answered on their own.
+      frames: What was sent.
+      attempt: How often it was sent before.
+      resend_at: When to send it again.
+      delay: How long to wait for an answer then.
     """
-
-    id: int
-    is_recovery: bool
-    outcomes: Mapping[int, Outcome | None] | None = None
-
-
-@dataclass(slots=True, kw_only=True)
-class Draft:
-    """A request that is about to be sent; see `Pending`."""
 
     type: MessageType
-    entries: tuple[tuple[int, int], ...]
-    flags: int = 0
-    part: RowPart | None = None
+    entries: tuple[tuple[int, int], ...] = ()
     body: bytes = b""
     payload: Buffer = b""
-    ticket: int = 0
+    part: RowPart | None = None
     resets: tuple[Reset, ...] = ()
-    is_alone: bool = False
-    asked: Asked | None = None
+    is_step: bool = False
+    id: int = 0
+    answered: set[int] = field(default_factory=set)
+    frames: list[Buffer] = field(default_factory=list)
+    attempt: int = 0
+    resend_at: float = math.inf
+    delay: float = _FIRST_RESEND_SECONDS
 
 
-@dataclass(slots=True)
-class Pending:
-    """A request that has not been answered.
+class Silence:
+    """How long the server has not answered, as far as it is to blame for that.
+
+    Counted from the first message that is not answered.
 
     Attributes:
-      id: Its number.
-      type: What it asks for.
-      entries: Blocks and seqs.
-      part: Where rows of the answer go.
-      ticket: What its caller knows it by.
-      frames: What is sent.
-      resend_at: When to send it again.
-      resets: Of a RESET, per entry.
-      is_alone: Of a STEP, whether its caller waits for as long as it takes.
-      asked: Set when no caller waits for it.
-      delay: How long to wait for an answer.
-      attempt: How often it was sent before.
+      since: When it began; None while nothing is unanswered.
+      ping_at: When to ask for a sign of life.
+      is_unreachable: Whether that is so long ago that nobody need wait; until the
+        server is heard.
+      total_seconds: All silences that were longer than a ping takes.
     """
 
-    id: int
-    type: MessageType | int
-    entries: tuple[tuple[int, int], ...]
-    part: RowPart | None
-    ticket: int
-    frames: list[Buffer]
-    resend_at: float
-    resets: tuple[Reset, ...] = ()
-    is_alone: bool = False
-    asked: Asked | None = None
-    delay: float = _FIRST_RESEND_SECONDS
-    attempt: int = 0
+    def __init__(self, now: float) -> None:
+        """Begins, since the server has said nothing yet."""
+        self.since: float | None = now
+        self.ping_at = math.inf
+        self.is_unreachable = False
+        self.total_seconds = 0.0
+        self._broken_since: float | None = None
+        self._looked_at = now
+
+    def hear(self, now: float) -> None:
+        """Notes a message of the server."""
+        if self.since is not None:
+            if now - self.since > _PING_SECONDS:
+                self.total_seconds += now - self.since
+            self.since = None
+        self.ping_at = now + _PING_SECONDS
+        self.is_unreachable = False
+
+    def expect_answer(self, now: float) -> None:
+        """Notes that the server was asked something."""
+        if self.since is None:
+            self.since = now
+
+    def break_off(self, now: float) -> None:
+        """Notes that the connection has broken."""
+        if self._broken_since is None:
+            self._broken_since = now
+
+    def mend(self) -> None:
+        """Notes that there is a connection again."""
+        self._broken_since = None
+
+    def look(self, now: float) -> None:
+        """Notes that we are awake; does not count time in which we were not."""
+        if now - self._looked_at > _NAP_SECONDS:
+            if self.since is not None:
+                self.since = now
+            if self._broken_since is not None:
+                self._broken_since = now
+        self._looked_at = now
 
     @property
-    def can_be_padded(self) -> bool:
-        """Whether its caller goes on without its answer if that takes too long."""
-        is_step = self.type is MessageType.STEP
-        return is_step and not self.is_alone and self.asked is None
+    def unreachable_at(self) -> float:
+        """From when on the server counts as unreachable; inf if it does already."""
+        if self.is_unreachable:
+            return math.inf
+        at = math.inf if self.since is None else self.since + _UNREACHABLE_SECONDS
+        if self._broken_since is not None:
+            at = min(at, self._broken_since + _BROKEN_SECONDS)
+        return at
 
 
 class Requests:
-    """Requests in flight, with their resends.
+    """Numbers what is sent, and keeps it until it is answered.
 
     Attributes:
-      num_resends: How often a request was sent again.
+      session: Number of the session.
+      boot: Number of the server's start; 0 until it has said WELCOME.
+      epoch: Number of the lease; 0 until it is granted.
+      outbox: Frames to send, by request, in their order; who has sent some deletes
+        them.
+      waiting: What has no answer yet, by number.
+      silence: Since when an answer is missing.
+      num_resends: How many copies were sent.
     """
 
-    def __init__(self, outbox: Outbox) -> None:
-        """Takes where to put what is to be sent."""
+    def __init__(self, session: int, now: float) -> None:
+        """Starts with nothing to send; `session` as for `ClientSession`."""
+        self.session = session
+        self.boot = 0
+        self.epoch = 0
+        self.outbox: dict[int, list[Buffer]] = {}
+        self.waiting: dict[int, Request] = {}
+        self.silence = Silence(now)
         self.num_resends = 0
-        self._outbox = outbox
-        self._pending: dict[int, Pending] = {}
+        self._last_id = 0
 
-    def add(self, message: Message, draft: Draft, now: float) -> None:
-        """Sends a request for the first time."""
-        frames = encode(message)
-        self._pending[message.request] = Pending(
-            message.request,
-            message.type,
-            message.entries,
-            draft.part,
-            draft.ticket,
-            frames,
-            now + _FIRST_RESEND_SECONDS,
-            draft.resets,
-            draft.is_alone,
-            draft.asked,
+    def send(self, request: Request, now: float) -> None:
+        """Sends a request for the first time, or anew under another number."""
+        self._last_id += 1
+        number = request.id = self._last_id
+        numbers = (self.session, self.boot, self.epoch)
+        head = pack_request(
+            request.type, numbers, number, request.entries, request.body
         )
-        self._outbox.put(message.request, frames)
+        frames: list[Buffer] = [head, request.payload] if request.payload else [head]
+        request.frames = frames
+        request.attempt = 0
+        request.resend_at = now + _FIRST_RESEND_SECONDS
+        request.delay = _FIRST_RESEND_SECONDS
+        self.waiting[number] = request
+        self.outbox[number] = frames
+        if self.silence.since is None:
+            self.silence.since = now
 
-    def get(self, request: int) -> Pending | None:
-        """Returns a request that waits for its answer."""
-        return self._pending.get(request)
+    def answered_by(self, message: Message) -> Request | None:
+        """Returns the request that a RESULT or CALL_RESULT answers, if one waits.
+
+        As a whole, or, of several blocks, one that was not answered yet.
+        """
+        request = self.waiting.get(message.request)
+        if (
+            request is None
+            or message.type is not _ANSWERS.get(request.type)
+            or message.epoch != self.epoch
+        ):
+            return None
+        entries = message.entries
+        if entries == request.entries and not request.answered:
+            return request
+        is_part = len(entries) == 1 and entries[0] in request.entries
+        if is_part and entries[0][0] not in request.answered:
+            return request
+        return None
+
+    def note_answer(self, request: Request, message: Message) -> None:
+        """Forgets a request, or notes which of its blocks was answered."""
+        if message.entries != request.entries:
+            request.answered.add(message.entries[0][0])
+            if len(request.answered) < len(request.entries):
+                return
+        self.remove(request.id)
 
     def remove(self, request: int) -> None:
         """Forgets a request, now answered."""
-        self._pending.pop(request, None)
-        self._outbox.discard(request)
+        self.waiting.pop(request, None)
+        self.outbox.pop(request, None)
 
     def clear(self) -> None:
-        """Forgets all requests."""
-        self._pending.clear()
-        self._outbox.clear()
+        """Forgets all requests, and what waits to be sent."""
+        self.waiting.clear()
+        self.outbox.clear()
 
-    def resend(self, now: float) -> bool:
-        """Sends again what is due; tells whether there was anything."""
-        is_due = False
-        for pending in self._pending.values():
-            if now >= pending.resend_at:
-                is_due = True
-                pending.delay = min(2 * pending.delay, _MAX_RESEND_SECONDS)
-                self._send_again(pending, now)
-        return is_due
+    def resend_due(self, now: float) -> None:
+        """Sends again what has waited for long enough."""
+        for request in self.waiting.values():
+            if now >= request.resend_at:
+                request.delay = min(2 * request.delay, _MAX_RESEND_SECONDS)
+                self._send_again(request, now)
+                self.silence.expect_answer(now)
 
     def resend_all(self, now: float) -> None:
         """Sends again what the last connection may have swallowed: everything sent."""
-        for pending in self._pending.values():
-            if pending.id not in self._outbox:
-                pending.delay = _FIRST_RESEND_SECONDS
-                self._send_again(pending, now)
+        for request in self.waiting.values():
+            if request.id not in self.outbox:
+                request.delay = _FIRST_RESEND_SECONDS
+                self._send_again(request, now)
+        self.silence.expect_answer(now)
 
-    def _send_again(self, pending: Pending, now: float) -> None:
-        pending.attempt += 1
-        head, *rest = pending.frames
-        pending.frames = [set_attempt(head, pending.attempt), *rest]
-        pending.resend_at = now + pending.delay
+    def _send_again(self, request: Request, now: float) -> None:
+        request.attempt += 1
+        head, *rest = request.frames
+        request.frames = [set_attempt(head, request.attempt), *rest]
+        request.resend_at = now + request.delay
         self.num_resends += 1
-        self._outbox.put(pending.id, pending.frames)
+        self.outbox[request.id] = request.frames
 
-    def postpone(self, pending: Pending, now: float) -> None:
-        """Puts off a resend, since the server is known to have the request."""
-        pending.resend_at = now + pending.delay
+    def postpone_running(self, running: Container[int], now: float) -> None:
+        """Puts off resends, since the server is at work at these blocks."""
+        for request in self.waiting.values():
+            for block, _ in request.entries:
+                if block in running and block not in request.answered:
+                    request.resend_at = now + request.delay
 
     def next_resend(self) -> float:
-        """When `resend` has to be called next."""
-        return min((p.resend_at for p in self._pending.values()), default=math.inf)
+        """When `resend_due` has to be called next."""
+        return min((r.resend_at for r in self.waiting.values()), default=math.inf)
 
-    def __contains__(self, request: int) -> bool:
-        return request in self._pending
+    def ping(self, now: float) -> None:
+        """Asks for a sign of life."""
+        self.outbox[_PING_PLACE] = [self.pack(MessageType.PING)]
+        self.silence.ping_at = now + _PING_SECONDS
+        self.silence.expect_answer(now)
 
-    def __iter__(self) -> Iterator[Pending]:
-        return iter(self._pending.values())
+    def pack(self, type_: MessageType) -> bytes:
+        """Packs a message without number and content, of the present lease."""
+        return pack_request(type_, (self.session, self.boot, self.epoch), 0)
 
-    def __len__(self) -> int:
-        return len(self._pending)
+    def say_farewell(self, farewell: bytes) -> None:
+        """Sends once that a lease is not needed any more."""
+        self.outbox[_FAREWELL_PLACE] = [farewell]
+
+    def change_session(self) -> None:
+        """Begins another session: answers to this one are strange from now on."""
+        self.clear()
+        self.session = next_session(self.session)
+        self.boot = self.epoch = 0
+
+
+def next_session(session: int) -> int:
+    """Returns another number, so that answers to the old one are told apart."""
+    return (session + _STRIDE) & 0xFFFFFFFFFFFFFFFF or _STRIDE
+
+
+def pack_call(call: Call, num_envs: int, address: str) -> bytes:
+    """Returns the body of a CALL; raises CallError for arguments of no plain form."""
+    if not 0 <= call.env_index < num_envs:
+        raise LocalProtocolError(
+            f"{address}: expected an env_index below {num_envs}; got {call.env_index}"
+        )
+    body = CallBody(
+        env_index=call.env_index,
+        kind=call.kind,
+        name=call.name,
+        arguments=call.arguments,
+    )
+    try:
+        encoded = body.encode()
+        if len(encoded) > MAX_BODY_BYTES:
+            raise codec.CodecError(
+                f"expected arguments of at most {MAX_BODY_BYTES} bytes; "
+                f"got {len(encoded)}"
+            )
+    except codec.CodecError as error:
+        raise CallError(
+            f"{address}: Env {call.env_index}: {call.name}: {error}",
+            env_index=call.env_index,
+        ) from None
+    return encoded

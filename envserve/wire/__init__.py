@@ -9,6 +9,7 @@ from envserve.wire.bodies import (
     Building,
     CallBody,
     Drain,
+    Granted,
     Hello,
     Pong,
     ResetBody,
@@ -22,15 +23,29 @@ from envserve.wire.constants import (
     Flag,
     MessageType,
 )
-from envserve.wire.granted import Granted
-from envserve.wire.message import Buffer, Message, decode, encode, peek, set_attempt
+from envserve.wire.message import (
+    Buffer,
+    Message,
+    decode,
+    encode,
+    pack_request,
+    peek,
+    set_attempt,
+)
 from envserve.wire.report import ErrorBody, Report
-from envserve.wire.rows import RowCodec, RowPart, merge_ranges, split_rows
+from envserve.wire.rows import (
+    BlockParts,
+    RowCodec,
+    RowPart,
+    merge_ranges,
+    split_rows,
+)
 
 __all__ = [
     "MIN_VERSION",
     "VERSION",
     "Attach",
+    "BlockParts",
     "Buffer",
     "Building",
     "CallBody",
@@ -52,6 +67,7 @@ __all__ = [
     "decode",
     "encode",
     "merge_ranges",
+    "pack_request",
     "peek",
     "set_attempt",
     "split_rows",

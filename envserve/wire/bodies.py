@@ -1,51 +1,102 @@
-"""The bodies of control messages, as frozen dataclasses.
+"""The bodies of control messages, as typed and bounded structs.
 
-`encode` gives the msgpack map that stands in frame 0, `decode` checks every field of
-one and raises RemoteProtocolError.
+`encode` gives the msgpack map that stands in frame 0. `decode` holds every field of one
+to its type and bounds, passes over fields that are not known, and raises
+RemoteProtocolError and nothing else.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, get_args
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
+
+import msgspec
+from msgspec import Meta, Raw, Struct
 
 from envserve import codec
-from envserve.errors import RemoteProtocolError, WrapperError
-from envserve.lane import Autoreset, Infos
+from envserve.errors import RemoteProtocolError, SpaceError
+from envserve.lane import Block
+from envserve.settings import EnvRequest, Name, convert
+from envserve.spec import EnvSpec, describe, restore
 from envserve.wire.constants import (
     MAX_ATTACH_BYTES,
+    MAX_BODY_BYTES,
     MAX_ENTRIES,
-    MAX_NAME_LENGTH,
     MAX_NAMES,
     MIN_VERSION,
     VERSION,
 )
-from envserve.wire.fields import Fields
-from envserve.wrappers import WrapperSpec, plain_wrappers, wrappers_from_plain
 
 __all__ = [
     "Attach",
+    "Body",
     "Building",
     "CallBody",
     "Drain",
+    "Granted",
     "Hello",
+    "Milliseconds",
     "Pong",
     "ResetBody",
+    "Row",
     "Welcome",
+    "read",
+    "read_values",
 ]
 
-#: Rows of one lease.
-_MAX_ENVS: Final = 1 << 16
-_MAX_SEED: Final = 2**63 - 1
-_U32: Final = 2**32 - 1
+Type = TypeVar("Type")
 
-CallKind = Literal["call", "get", "set"]
-_CALL_KINDS: Final[tuple[CallKind, ...]] = get_args(CallKind)
+_Version = Annotated[int, Meta(ge=0, le=255)]
+_U32 = Annotated[int, Meta(ge=0, lt=2**32)]
+_U63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_BlockIndex = Annotated[int, Meta(ge=0, lt=MAX_ENTRIES)]
+_Seconds = Annotated[float, Meta(ge=0, lt=2.0**63)]
+Milliseconds = _U63
+#: One of a lease.
+Row = Annotated[int, Meta(ge=0, lt=1 << 16)]
+
+#: NumPy's integers go as integers.
+_ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=operator.index)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hello:
+def read(data: bytes | bytearray | memoryview, kind: type[Type], where: str) -> Type:
+    """Decodes a value of some type, whose length has been checked.
+
+    Raises:
+      RemoteProtocolError: It is not of that type; names the place in it.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"{where}: {error!s:.500}") from None
+
+
+def read_values(
+    data: bytes | bytearray | memoryview, kind: type[Type], where: str
+) -> Type:
+    """Decodes the same where it holds values of any kind, with the codec's limits."""
+    try:
+        return convert(codec.decode(data, max_bytes=len(data)), kind)
+    except ValueError as error:
+        raise RemoteProtocolError(f"{where}: {error!s:.500}") from None
+
+
+class Body(Struct, frozen=True, kw_only=True):
+    """What all bodies do."""
+
+    def encode(self) -> bytes:
+        """Returns the body."""
+        return _ENCODER.encode(self)
+
+    @classmethod
+    def decode(cls, body: bytes) -> Self:
+        """Reads a body."""
+        return read(body, cls, cls.__name__)
+
+
+class Hello(Body, frozen=True, kw_only=True):
     """Opens a conversation.
 
     Attributes:
@@ -54,27 +105,12 @@ class Hello:
       client: Who asks, for the server's log.
     """
 
-    min_version: int = MIN_VERSION
-    max_version: int = VERSION
-    client: str = ""
-
-    def encode(self) -> bytes:
-        """Returns the body."""
-        return codec.encode(vars(self))
-
-    @classmethod
-    def decode(cls, body: bytes) -> Hello:
-        """Reads a body."""
-        fields = Fields.decode(body, "HELLO")
-        return cls(
-            min_version=fields.integer("min_version", 0, 255),
-            max_version=fields.integer("max_version", 0, 255),
-            client=fields.text("client", MAX_NAME_LENGTH, default=""),
-        )
+    min_version: _Version = MIN_VERSION
+    max_version: _Version = VERSION
+    client: Name = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Welcome:
+class Welcome(Body, frozen=True, kw_only=True):
     """What the server is and has.
 
     Attributes:
@@ -91,78 +127,32 @@ class Welcome:
       loop_lag_ms: How late its serving loop was lately, at worst.
     """
 
-    min_version: int = MIN_VERSION
-    max_version: int = VERSION
-    max_message_bytes: int
-    lease_seconds: float
-    env_names: tuple[str, ...]
-    num_names: int
-    total_envs: int
-    free_envs: int
+    min_version: _Version = MIN_VERSION
+    max_version: _Version = VERSION
+    max_message_bytes: _U63
+    lease_seconds: _Seconds
+    env_names: Annotated[tuple[str, ...], Meta(max_length=MAX_NAMES)]
+    num_names: _U32
+    total_envs: _U32
+    free_envs: _U32
     is_starting: bool = False
     is_draining: bool = False
-    loop_lag_ms: int = 0
+    loop_lag_ms: Milliseconds = 0
 
     def encode(self) -> bytes:
-        """Returns the body."""
-        fields = {**vars(self), "env_names": self.env_names[:MAX_NAMES]}
-        for name in ("is_starting", "is_draining", "loop_lag_ms"):
-            if not fields[name]:
-                del fields[name]
-        return codec.encode(fields)
-
-    @classmethod
-    def decode(cls, body: bytes) -> Welcome:
-        """Reads a body."""
-        fields = Fields.decode(body, "WELCOME")
-        names = fields.items("env_names", MAX_NAMES)
-        if not all(isinstance(name, str) for name in names):
-            raise RemoteProtocolError("WELCOME.env_names: expected a list of str")
-        return cls(
-            min_version=fields.integer("min_version", 0, 255),
-            max_version=fields.integer("max_version", 0, 255),
-            max_message_bytes=fields.integer("max_message_bytes", 0, 2**63 - 1),
-            lease_seconds=fields.number("lease_seconds"),
-            env_names=tuple(names),
-            num_names=fields.integer("num_names", 0, _U32),
-            total_envs=fields.integer("total_envs", 0, _U32),
-            free_envs=fields.integer("free_envs", 0, _U32),
-            is_starting=fields.boolean("is_starting", default=False),
-            is_draining=fields.boolean("is_draining", default=False),
-            loop_lag_ms=fields.integer("loop_lag_ms", 0, _MAX_SEED, default=0),
-        )
+        """Returns the body, with as many names as one may have."""
+        names = self.env_names[:MAX_NAMES]
+        return _ENCODER.encode(msgspec.structs.replace(self, env_names=names))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attach:
-    """Asks for equal envs. The fields mean what they do in `lane.PoolConfig`."""
-
-    env_name: str
-    num_envs: int
-    num_splits: int = 1
-    #: Root seed in [0, 2**63).
-    seed: int
-    first_env_index: int = 0
-    first_incarnation: int = 0
-    env_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    wrappers: tuple[WrapperSpec, ...] = ()
-    autoreset: Autoreset = "same_step"
-    infos: Infos = "episode_end"
-    spare_envs: bool = False
-
-    @property
-    def num_hosted(self) -> int:
-        """How many envs the server has to host."""
-        return 2 * self.num_envs if self.spare_envs else self.num_envs
+class Attach(EnvRequest):
+    """Asks for envs."""
 
     def encode(self) -> bytes:
         """Returns the body; raises CodecError if an argument cannot be sent."""
-        fields = {**vars(self), "env_kwargs": dict(self.env_kwargs)}
-        fields["wrappers"] = plain_wrappers(self.wrappers)
-        for name in ("wrappers", "spare_envs", "first_incarnation"):
-            if not fields[name]:  # as from a client that has not heard of it
-                del fields[name]
-        body = codec.encode(fields)
+        wrappers = [[spec.name, spec.arguments] for spec in self.wrappers]
+        body = codec.encode({**vars(self), "wrappers": wrappers})
         if len(body) > MAX_ATTACH_BYTES:
             raise codec.CodecError(
                 f"expected env_kwargs and wrappers that encode to less than "
@@ -171,86 +161,110 @@ class Attach:
         return body
 
     @classmethod
-    def decode(cls, body: bytes) -> Attach:
+    def decode(cls, body: bytes) -> Self:
         """Reads a body."""
-        fields = Fields.decode(body, "ATTACH")
+        return read_values(body, cls, "Attach")
+
+
+class Building(Body, frozen=True, kw_only=True):
+    """Says that the envs asked for are still being built, for so many ms."""
+
+    elapsed_ms: Milliseconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Granted:
+    """Grants a lease: enough to lay out its rows.
+
+    Attributes:
+      epoch: Number of the lease, which every request on it repeats.
+      lease_seconds: Silence after which the server gives the envs up.
+      spec: Spaces of every env.
+      blocks: The blocks, which partition the rows.
+    """
+
+    epoch: int
+    lease_seconds: float
+    spec: EnvSpec
+    blocks: tuple[Block, ...]
+
+    def encode(self) -> bytes:
+        """Returns the body; raises CodecError if the spaces are too large to send."""
+        body = _Granted(
+            epoch=self.epoch,
+            lease_seconds=self.lease_seconds,
+            env_name=self.spec.env_name,
+            observation_space=Raw(codec.encode(describe(self.spec.observation_space))),
+            action_space=Raw(codec.encode(describe(self.spec.action_space))),
+            blocks=tuple((b.start, b.stop, b.worker, b.split) for b in self.blocks),
+        ).encode()
+        if len(body) > MAX_BODY_BYTES:
+            raise codec.CodecError(
+                f"expected spaces whose description fits into {MAX_BODY_BYTES} bytes; "
+                f"got {len(body)}; give large Boxes one low and one high for all"
+            )
+        return body
+
+    @classmethod
+    def decode(cls, body: bytes, num_envs: int) -> Self:
+        """Reads a body; its blocks must partition `num_envs` rows."""
+        fields = read(body, _Granted, "Granted")
+        try:
+            observation_space, action_space = (
+                restore(codec.decode(memoryview(space), max_bytes=MAX_BODY_BYTES))
+                for space in (fields.observation_space, fields.action_space)
+            )
+        except (codec.CodecError, SpaceError) as error:
+            raise RemoteProtocolError(f"Granted: {error}") from None
+        edges = [0, *(block[1] for block in fields.blocks)]
+        if (
+            edges[-1] != num_envs
+            or edges[:-1] != [block[0] for block in fields.blocks]
+            or any(start >= stop for start, stop, *_ in fields.blocks)
+        ):
+            raise RemoteProtocolError(
+                f"Granted: blocks: expected [start, stop, worker, split] for each of "
+                f"consecutive blocks over {num_envs} rows"
+            )
         return cls(
-            env_name=fields.text("env_name", MAX_NAME_LENGTH),
-            num_envs=fields.integer("num_envs", 1, _MAX_ENVS),
-            num_splits=fields.integer("num_splits", 1, MAX_ENTRIES, default=1),
-            seed=fields.integer("seed", 0, _MAX_SEED),
-            first_env_index=fields.integer("first_env_index", 0, _U32, default=0),
-            first_incarnation=fields.integer("first_incarnation", 0, _U32, default=0),
-            env_kwargs=fields.mapping("env_kwargs"),
-            wrappers=_read_wrappers(fields),
-            autoreset=fields.choice("autoreset", get_args(Autoreset)),
-            infos=fields.choice("infos", get_args(Infos)),
-            spare_envs=fields.boolean("spare_envs", default=False),
+            epoch=fields.epoch,
+            lease_seconds=fields.lease_seconds,
+            spec=EnvSpec(fields.env_name, observation_space, action_space),
+            blocks=tuple(Block(i, *block) for i, block in enumerate(fields.blocks)),
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Building:
-    """Says that the envs asked for are still being built, for so many ms."""
-
-    elapsed_ms: int
-
-    def encode(self) -> bytes:
-        """Returns the body."""
-        return codec.encode(vars(self))
-
-    @classmethod
-    def decode(cls, body: bytes) -> Building:
-        """Reads a body."""
-        fields = Fields.decode(body, "BUILDING")
-        return cls(elapsed_ms=fields.integer("elapsed_ms", 0, _MAX_SEED))
+class _Granted(Body, frozen=True, kw_only=True):
+    epoch: Annotated[int, Meta(ge=1, lt=2**32)]
+    lease_seconds: _Seconds
+    env_name: Name
+    observation_space: Raw
+    action_space: Raw
+    blocks: Annotated[
+        tuple[tuple[_U32, _U32, _U32, _BlockIndex], ...], Meta(max_length=MAX_ENTRIES)
+    ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pong:
+class Pong(Body, frozen=True, kw_only=True):
     """Answers a PING: for how many ms each busy block has been running."""
 
-    running: Mapping[int, int]
-
-    def encode(self) -> bytes:
-        """Returns the body."""
-        return codec.encode({"running": [list(pair) for pair in self.running.items()]})
-
-    @classmethod
-    def decode(cls, body: bytes) -> Pong:
-        """Reads a body."""
-        running: dict[int, int] = {}
-        for pair in Fields.decode(body, "PONG").items("running", MAX_ENTRIES):
-            if not _are_integers(pair, 2):
-                raise RemoteProtocolError(
-                    "PONG.running: expected pairs of block and ms"
-                )
-            running[pair[0]] = pair[1]
-        return cls(running=running)
+    running: Annotated[Mapping[_U32, Milliseconds], Meta(max_length=MAX_ENTRIES)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Drain:
+class Drain(Body, frozen=True, kw_only=True):
     """Says that the server gives out no envs any more, and stops after so many ms.
 
     A lease ends earlier, once each of its rows has ended an episode.
     """
 
-    grace_ms: int
-
-    def encode(self) -> bytes:
-        """Returns the body."""
-        return codec.encode(vars(self))
-
-    @classmethod
-    def decode(cls, body: bytes) -> Drain:
-        """Reads a body."""
-        fields = Fields.decode(body, "DRAIN")
-        return cls(grace_ms=fields.integer("grace_ms", 0, _MAX_SEED))
+    grace_ms: Milliseconds
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResetBody:
+_Rows = Annotated[tuple[Row, ...], Meta(max_length=1 << 16)]
+_Seeds = Annotated[tuple[_U63, ...], Meta(max_length=1 << 16)]
+
+
+class ResetBody(Body, frozen=True, kw_only=True):
     """Which rows of each listed block to reset, and with which seeds.
 
     Attributes:
@@ -258,70 +272,24 @@ class ResetBody:
         a seed for each (None: the env's own choice).
     """
 
-    resets: tuple[tuple[tuple[int, ...] | None, tuple[int, ...] | None], ...]
-
-    def encode(self) -> bytes:
-        """Returns the body."""
-        return codec.encode(
-            {"resets": [{"rows": rows, "seeds": seeds} for rows, seeds in self.resets]}
-        )
-
-    @classmethod
-    def decode(cls, body: bytes) -> ResetBody:
-        """Reads a body."""
-        resets = []
-        for item in Fields.decode(body, "RESET").items("resets", MAX_ENTRIES):
-            fields = Fields(item, "RESET.resets")
-            rows = (
-                None
-                if fields.anything("rows") is None
-                else fields.integers("rows", _MAX_ENVS, _MAX_ENVS)
-            )
-            seeds = (
-                None
-                if fields.anything("seeds") is None
-                else fields.integers("seeds", _MAX_ENVS, _MAX_SEED)
-            )
-            resets.append((rows, seeds))
-        return cls(resets=tuple(resets))
+    resets: Annotated[
+        tuple[tuple[_Rows | None, _Seeds | None], ...], Meta(max_length=MAX_ENTRIES)
+    ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class CallBody:
+class CallBody(Body, frozen=True, kw_only=True):
     """Attribute access on one env; the fields mean what they do in `lane.Call`."""
 
-    env_index: int
-    kind: CallKind
-    name: str
-    arguments: tuple[Any, ...]
+    env_index: Row
+    kind: Literal["call", "get", "set"]
+    name: Name
+    arguments: Annotated[tuple[Any, ...], Meta(max_length=64)]
 
     def encode(self) -> bytes:
         """Returns the body; raises CodecError for arguments that cannot be sent."""
-        return codec.encode({**vars(self), "arguments": list(self.arguments)})
+        return codec.encode(msgspec.structs.asdict(self))
 
     @classmethod
-    def decode(cls, body: bytes) -> CallBody:
+    def decode(cls, body: bytes) -> Self:
         """Reads a body."""
-        fields = Fields.decode(body, "CALL")
-        return cls(
-            env_index=fields.integer("env_index", 0, _MAX_ENVS),
-            kind=fields.choice("kind", _CALL_KINDS),
-            name=fields.text("name", MAX_NAME_LENGTH),
-            arguments=tuple(fields.items("arguments", 64)),
-        )
-
-
-def _read_wrappers(fields: Fields) -> tuple[WrapperSpec, ...]:
-    value = fields.anything("wrappers")
-    try:
-        return () if value is None else wrappers_from_plain(value)
-    except WrapperError as error:
-        raise RemoteProtocolError(f"ATTACH: {error}") from None
-
-
-def _are_integers(value: Any, count: int) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == count
-        and all(type(item) is int and 0 <= item <= _MAX_SEED for item in value)
-    )
+        return read_values(body, cls, "CallBody")

@@ -16,7 +16,6 @@ __all__ = [
     "MAX_FRAMES",
     "MAX_INLINE_BYTES",
     "MAX_NAMES",
-    "MAX_NAME_LENGTH",
     "MAX_REPORT_BYTES",
     "MAX_RESULT_BYTES",
     "MAX_SHORT_BODY_BYTES",
@@ -53,7 +52,6 @@ MAX_RESULT_BYTES: Final = 1 << 30
 MAX_TEXT_BYTES: Final = 4 << 10
 MAX_TRACEBACK_BYTES: Final = 16 << 10
 MAX_NAMES: Final = 1000
-MAX_NAME_LENGTH: Final = 200
 
 
 class MessageType(enum.IntEnum):
@@ -74,6 +72,7 @@ class MessageType(enum.IntEnum):
     PONG = 134
     DETACHED = 135
     DRAIN = 136
+    ABSENT = 137
     ERROR = 143
 
     @property
@@ -117,29 +116,22 @@ class Flag(enum.IntFlag):
     """Bits of a message's flags; unknown bits are ignored."""
 
     INFOS_DROPPED = 1  # of RESULT: infos were too long for a message
-    ALONE = 2  # of STEP: the client has no other rows that are alive
-    PADDED = 4  # of RESULT: all rows of some block are PENDING
-
-
-_SHORT: Final = frozenset(
-    {
-        MessageType.HELLO,
-        MessageType.PING,
-        MessageType.DETACH,
-        MessageType.BUILDING,
-        MessageType.DETACHED,
-        MessageType.DRAIN,
-    }
-)
-_OF_ROWS: Final = frozenset({MessageType.STEP, MessageType.RESULT})
 
 
 def body_limit(message_type: MessageType) -> int:
     """Returns how long the body of such a message may be, in bytes."""
-    if message_type is MessageType.CALL_RESULT:
-        return 0
-    if message_type in _OF_ROWS:
-        return MAX_INLINE_BYTES
-    if message_type in _SHORT:
-        return MAX_SHORT_BODY_BYTES
-    return MAX_ATTACH_BYTES if message_type is MessageType.ATTACH else MAX_BODY_BYTES
+    return _BODY_LIMITS.get(message_type, MAX_SHORT_BODY_BYTES)
+
+
+_BODY_LIMITS: Final = {
+    MessageType.CALL_RESULT: 0,
+    MessageType.STEP: MAX_INLINE_BYTES,
+    MessageType.RESULT: MAX_INLINE_BYTES,
+    MessageType.ATTACH: MAX_ATTACH_BYTES,
+    MessageType.RESET: MAX_BODY_BYTES,
+    MessageType.CALL: MAX_BODY_BYTES,
+    MessageType.WELCOME: MAX_BODY_BYTES,
+    MessageType.GRANTED: MAX_BODY_BYTES,
+    MessageType.PONG: MAX_BODY_BYTES,
+    MessageType.ERROR: MAX_BODY_BYTES,
+}

@@ -8,43 +8,47 @@ Which rows and blocks have failed is never lost.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Final
+
+import numpy as np
+from msgspec import Meta, Raw, Struct
+from msgspec.structs import replace
 
 from envserve import codec
-from envserve.errors import RemoteProtocolError
 from envserve.lane import Fault
+from envserve.settings import Name
 from envserve.slab import Status
+from envserve.wire.bodies import Body, Milliseconds, Row, read, read_values
 from envserve.wire.constants import (
     MAX_ENTRIES,
-    MAX_NAME_LENGTH,
     MAX_REPORT_BYTES,
     MAX_TEXT_BYTES,
     MAX_TRACEBACK_BYTES,
     ErrorCode,
     Executed,
 )
-from envserve.wire.fields import Fields, clip
-from envserve.wire.indices import pack_indices, unpack_indices
 from envserve.wire.message import Buffer
 
 __all__ = ["ErrorBody", "Report"]
 
-_MAX_ROW: Final = 1 << 16
-_MAX_MS: Final = 2**63 - 1
 #: To how many bytes texts are cut, one after the other, until the report fits.
 _TEXT_BYTES: Final = (MAX_TEXT_BYTES, 1024, 256, 64)
 #: The same when there is one text per kind only: 6 kinds of at most 65,536 rows, and
 #: one error, are then surely below the limit.
 _MERGED_TEXT_BYTES: Final = 256
+#: Longest set of rows or blocks that goes as numbers. Longer ones go as a bitmap: bit
+#: i % 8 of byte i // 8 is index i, so that a set has a bound however it is scattered.
+_MAX_LISTED: Final = 64
 
 #: Rows by status, is_violation and text; blocks by error.
 _Faults = dict[tuple[Status, bool, str], list[int]]
 _Errors = dict["ErrorBody", list[int]]
 
+_Indices = tuple[Row, ...] | Annotated[bytes, Meta(max_length=(1 << 16) // 8)]
 
-@dataclass(frozen=True, kw_only=True)
-class ErrorBody:
+
+class ErrorBody(Body, frozen=True, kw_only=True):
     """Why a request failed.
 
     Attributes:
@@ -60,50 +64,36 @@ class ErrorBody:
 
     code: ErrorCode
     executed: Executed = Executed.NO
-    text: str
-    traceback: str = ""
-    env_index: int | None = None
-    holder: str = ""
-    held_ms: int = 0
+    text: Annotated[str, Meta(max_length=MAX_TEXT_BYTES)]
+    traceback: Annotated[str, Meta(max_length=MAX_TRACEBACK_BYTES)] = ""
+    env_index: Row | None = None
+    holder: Name = ""
+    held_ms: Milliseconds = 0
     is_draining: bool = False
 
     def encode(self) -> bytes:
-        """Returns the body of an ERROR."""
-        return codec.encode(self.as_map(MAX_TEXT_BYTES, MAX_TRACEBACK_BYTES))
+        """Returns the body of an ERROR, with texts that fit."""
+        return Body.encode(self.clipped(MAX_TEXT_BYTES, MAX_TRACEBACK_BYTES))
 
-    def as_map(self, text_bytes: int, traceback_bytes: int) -> dict[str, Any]:
-        """Returns the fields, with texts cut to so many bytes."""
-        fields: dict[str, Any] = {
-            "code": int(self.code),
-            "executed": int(self.executed),
-            "text": clip(self.text, text_bytes),
-            "traceback": clip(self.traceback, traceback_bytes, keep_end=True),
-            "env_index": self.env_index,
-        }
-        for name in ("holder", "held_ms", "is_draining"):
-            if value := getattr(self, name):
-                fields[name] = value
-        return fields
+    def clipped(self, text_bytes: int, traceback_bytes: int) -> ErrorBody:
+        """Returns the same with texts of at most so many bytes."""
+        traceback = _clip(self.traceback, traceback_bytes, keep_end=True)
+        return replace(self, text=_clip(self.text, text_bytes), traceback=traceback)
 
-    @classmethod
-    def decode(cls, body: bytes) -> ErrorBody:
-        """Reads the body of an ERROR; raises RemoteProtocolError."""
-        return cls.from_fields(Fields.decode(body, "ERROR"))
 
-    @classmethod
-    def from_fields(cls, fields: Fields) -> ErrorBody:
-        """Reads the fields; raises RemoteProtocolError."""
-        has_env = fields.anything("env_index") is not None
-        return cls(
-            code=ErrorCode(fields.integer("code", 1, max(ErrorCode))),
-            executed=Executed(fields.integer("executed", 0, max(Executed))),
-            text=fields.text("text", MAX_TEXT_BYTES),
-            traceback=fields.text("traceback", MAX_TRACEBACK_BYTES, default=""),
-            env_index=fields.integer("env_index", 0, _MAX_ROW) if has_env else None,
-            holder=fields.text("holder", MAX_NAME_LENGTH, default=""),
-            held_ms=fields.integer("held_ms", 0, _MAX_MS, default=0),
-            is_draining=fields.boolean("is_draining", default=False),
-        )
+class _FaultGroup(Struct, array_like=True):
+    status: Status
+    is_violation: bool
+    text: str
+    rows: _Indices
+
+
+class _Report(Body, frozen=True, kw_only=True):
+    """A report on the wire: one text often concerns all rows of a worker."""
+
+    infos: Raw
+    faults: Sequence[_FaultGroup]
+    errors: Sequence[tuple[_Indices, ErrorBody]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +111,7 @@ class Report:
     errors: Mapping[int, ErrorBody] = field(default_factory=dict)
 
     def encode(self) -> tuple[bytes, bool]:
-        """Returns the frame, empty if there is nothing to say; and if infos are lost.
-
-        One text often concerns all rows of a worker; it is sent once.
-        """
+        """Returns the frame, empty if there is nothing to say; if infos are lost."""
         if not (self.infos or self.faults or self.errors):
             return b"", False
         faults: _Faults = {}
@@ -150,25 +137,22 @@ class Report:
         """Reads a frame; raises RemoteProtocolError."""
         if not frame:
             return cls()
-        fields = Fields.decode(frame, "report")
-        infos = fields.anything("infos")
-        if not isinstance(infos, dict) or not all(
-            _is_row(row) and isinstance(info, dict) for row, info in infos.items()
-        ):
-            raise RemoteProtocolError("report.infos: expected a map by row")
-        faults = [
-            fault
-            for item in fields.items("faults", _MAX_ROW)
-            for fault in _read_faults(item)
-        ]
-        errors = {}
-        for item in fields.items("errors", _MAX_ROW):
-            if not isinstance(item, list) or len(item) != 2:
-                raise RemoteProtocolError("report.errors: expected [blocks, error]")
-            error = ErrorBody.from_fields(Fields(item[1], "report.errors"))
-            for block in unpack_indices(item[0], _MAX_ROW, "report.errors"):
-                errors[block] = error
-        return cls(infos=infos, faults=tuple(faults), errors=errors)
+        report = read(frame, _Report, "report")
+        return cls(
+            infos=read_values(
+                memoryview(report.infos), dict[Row, Mapping[str, Any]], "report.infos"
+            ),
+            faults=tuple(
+                Fault(row, group.status, group.text, group.is_violation)
+                for group in report.faults
+                for row in _unpack_indices(group.rows)
+            ),
+            errors={
+                block: error
+                for blocks, error in report.errors
+                for block in _unpack_indices(blocks)
+            },
+        )
 
 
 def _pack(
@@ -177,19 +161,19 @@ def _pack(
     errors: _Errors,
     text_bytes: int,
 ) -> bytes:
-    return codec.encode(
-        {
-            "infos": infos,
-            "faults": [
-                [int(status), is_violation, clip(text, text_bytes), pack_indices(rows)]
-                for (status, is_violation, text), rows in faults.items()
-            ],
-            "errors": [
-                [pack_indices(blocks), error.as_map(text_bytes, text_bytes)]
-                for error, blocks in errors.items()
-            ],
-        }
-    )
+    return _Report(
+        infos=Raw(codec.encode(infos)),
+        faults=[
+            _FaultGroup(
+                status, is_violation, _clip(text, text_bytes), _pack_indices(rows)
+            )
+            for (status, is_violation, text), rows in faults.items()
+        ],
+        errors=[
+            (_pack_indices(blocks), error.clipped(text_bytes, text_bytes))
+            for error, blocks in errors.items()
+        ],
+    ).encode()
 
 
 def _merge_faults(faults: _Faults) -> _Faults:
@@ -212,24 +196,26 @@ def _merge_errors(errors: _Errors) -> _Errors:
     return {error: blocks}
 
 
-def _is_row(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _MAX_ROW
+def _pack_indices(indices: Sequence[int]) -> tuple[int, ...] | bytes:
+    if len(indices) <= _MAX_LISTED:
+        return tuple(indices)
+    bits = np.zeros(max(indices) + 1, np.uint8)
+    bits[list(indices)] = 1
+    return np.packbits(bits, bitorder="little").tobytes()
 
 
-def _read_faults(item: Any) -> list[Fault]:
-    if not (
-        isinstance(item, list)
-        and len(item) == 4
-        and _is_row(item[0])
-        and item[0] <= max(Status)
-        and isinstance(item[1], bool)
-        and isinstance(item[2], str)
-    ):
-        raise RemoteProtocolError(
-            "report.faults: expected [status, is_violation, text, rows]"
-        )
-    status, is_violation, text, rows = item
-    return [
-        Fault(row, Status(status), text, is_violation)
-        for row in unpack_indices(rows, _MAX_ROW, "report.faults")
-    ]
+def _unpack_indices(indices: tuple[int, ...] | bytes) -> Sequence[int]:
+    if isinstance(indices, tuple):
+        return indices
+    bits = np.unpackbits(np.frombuffer(indices, np.uint8), bitorder="little")
+    found: list[int] = np.flatnonzero(bits).tolist()
+    return found
+
+
+def _clip(text: str, max_bytes: int, *, keep_end: bool = False) -> str:
+    """Cuts a text to so many bytes of UTF-8; a traceback's end is what counts."""
+    data = text.encode(errors="replace")
+    if len(data) <= max_bytes:
+        return data.decode()
+    part = data[-max_bytes:] if keep_end else data[:max_bytes]
+    return part.decode(errors="ignore")

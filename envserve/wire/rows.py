@@ -15,22 +15,27 @@ from typing import Any, Final
 import numpy as np
 
 from envserve.errors import LocalProtocolError, RemoteProtocolError
+from envserve.lane import Block
 from envserve.slab import Rows, Status
 from envserve.wire.constants import MAX_INLINE_BYTES
 from envserve.wire.message import Buffer
 
-__all__ = ["RowCodec", "RowPart", "merge_ranges", "split_rows"]
+__all__ = ["BlockParts", "RowCodec", "RowPart", "merge_ranges", "split_rows"]
 
 Array = np.ndarray[Any, Any]
 #: First row, and row after the last.
 Range = tuple[int, int]
 
-#: SERVER_LOST and LATE are what a client says of rows, and no server.
-_STATUSES: Final = bytes({*Status} - {Status.SERVER_LOST, Status.LATE})
+#: The others are what a client says of rows, and no server.
+_STATUSES: Final = bytes(
+    [Status.OK, Status.ENV_ERROR, Status.WORKER_DIED, Status.TIMEOUT]
+)
 #: Bytes per row of reward; with terminated and truncated; with status.
 _FLAGS_OFFSET: Final = 8
 _STATUS_OFFSET: Final = 10
 _HEAD_BYTES: Final = 11
+#: Any set of blocks may be asked for; mostly it is one per split.
+_MAX_PARTS: Final = 64
 
 
 def merge_ranges(ranges: Iterable[Range]) -> list[Range]:
@@ -115,9 +120,15 @@ class RowPart:
         self._result_bytes = sum(map(len, self._results))
         self._final_bytes = sum(array.shape[1] for array in codec.finals)
 
-    def action_buffers(self) -> Sequence[Buffer]:
-        """Returns the actions, piece by piece: the rows themselves."""
-        return self._actions
+    def pack_actions(self) -> tuple[bytes, bytes]:
+        """Returns the actions as body and payload of a STEP, both copied.
+
+        What is sent again must be the same, whatever the rows hold by then.
+        """
+        if self._action_bytes <= MAX_INLINE_BYTES:  # the usual case
+            return b"".join(self._actions), b""
+        body, payload = split_rows(self._actions)
+        return body, bytes(payload)
 
     def unpack_actions(self, first: Buffer, rest: Buffer = b"") -> None:
         """Writes actions; raises RemoteProtocolError on their size."""
@@ -126,8 +137,24 @@ class RowPart:
             raise RemoteProtocolError(
                 f"expected {self._action_bytes} bytes of actions; got {size}"
             )
+        if not len(rest):  # the usual case, in line
+            source, start = memoryview(first), 0
+            for target, end in zip(self._actions, self._action_ends, strict=True):
+                target[:] = source[start:end]
+                start = end
+            return
         first, rest = _cut_at_fields(first, rest, self._action_ends, 0)
         _write(self._actions, self._action_ends, first, rest)
+
+    def pack_results(self) -> tuple[bytes, Buffer]:
+        """Returns what envs wrote as a body and a payload, see `split_rows`."""
+        if self._result_bytes <= MAX_INLINE_BYTES:  # the usual case, in line
+            for view in self._flags:
+                if b"\1" in bytes(view):
+                    break
+            else:
+                return b"".join(self._results), b""
+        return split_rows(self.result_buffers())
 
     def result_buffers(self) -> Sequence[Buffer]:
         """Returns what envs wrote, piece by piece; mostly the rows themselves."""
@@ -151,6 +178,15 @@ class RowPart:
         """
         count, fixed = self._count, self._result_bytes
         size = len(first) + len(rest)
+        # The usual case, in place: all valid, no episode ended, all in one piece.
+        if size == fixed == len(first) and not any(
+            first[_FLAGS_OFFSET * count : _HEAD_BYTES * count]
+        ):
+            source, offset = memoryview(first), 0
+            for target, end in zip(self._results, self._result_ends, strict=True):
+                target[:] = source[offset:end]
+                offset = end
+            return
         if size < fixed:
             raise RemoteProtocolError(
                 f"expected at least {fixed} bytes of results; got {size}"
@@ -233,3 +269,27 @@ def _write(
             source, base = rest, offset
         target[:] = source[offset - base : end - base]
         offset = end
+
+
+class BlockParts(dict[tuple[int, ...], RowPart]):
+    """The rows of sets of blocks, by the indexes of the blocks in their order.
+
+    A set that is stepped together is prepared once.
+    """
+
+    def __init__(self, codec: RowCodec, blocks: Sequence[Block]) -> None:
+        """Starts empty."""
+        super().__init__()
+        self._codec = codec
+        self._blocks = blocks
+
+    def __missing__(self, indexes: tuple[int, ...]) -> RowPart:
+        """Prepares the rows of blocks that were not asked for lately."""
+        blocks = [self._blocks[index] for index in indexes]
+        part = self._codec.part(
+            merge_ranges((block.start, block.stop) for block in blocks)
+        )
+        if len(self) == _MAX_PARTS:
+            self.clear()
+        self[indexes] = part
+        return part

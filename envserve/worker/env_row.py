@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from envserve.crashes.action_ring import RowRecord
 from envserve.errors import SpaceError
-from envserve.journal import RowJournal
 from envserve.registry import make_env
 from envserve.seeding import env_seed
 from envserve.slab import BEAT, Rows, next_beat
@@ -36,7 +36,7 @@ class EnvRow:
       row: Row of the pool.
       env_index: Row of the whole batch, from which the seeds follow.
       incarnation: How often the env has been rebuilt, over all its processes.
-      journal: Journal of the row, once attached.
+      record: What the row has been through, once attached.
       inner_env: The env without its wrappers, once built.
     """
 
@@ -101,7 +101,7 @@ class EnvRow:
         self,
         rows: Rows,
         heartbeat: memoryview,
-        journal: RowJournal,
+        record: RowRecord,
         autoreset: str = "same_step",
     ) -> None:
         """Sets where to write.
@@ -109,21 +109,17 @@ class EnvRow:
         Args:
           rows: Rows of the pool.
           heartbeat: What shows that it goes on, and whose env is at work; see `Slab`.
-          journal: Journal of the row.
+          record: Where to note what it goes through.
           autoreset: See `lane.Autoreset`.
         """
-        self.write_to(rows)
-        self._heartbeat = heartbeat
-        self._beat = next_beat(self._beat, self.row)
-        self.journal = journal
-        self._is_same_step = autoreset == "same_step"
-        self._is_next_step = autoreset == "next_step"
-
-    def write_to(self, rows: Rows) -> None:
-        """Sets where observations go from now on."""
         self._observation = rows.observation
         self._final_observation = rows.final_observation
         self._only_row = rows.observation[0][self.row, ...]
+        self._heartbeat = heartbeat
+        self._beat = next_beat(self._beat, self.row)
+        self.record = record
+        self._is_same_step = autoreset == "same_step"
+        self._is_next_step = autoreset == "next_step"
 
     def step(self, action: Any) -> tuple[float, bool, bool, Mapping[str, Any]]:
         """Steps the env and writes its observation.
@@ -184,8 +180,8 @@ class EnvRow:
             seed = self._fresh_seed
         self._fresh_seed = None
         self._needs_reset = False
-        if not (is_autoreset and self.journal.begin_as_before()):
-            self.journal.begin(
+        if not (is_autoreset and self.record.begin_as_before()):
+            self.record.begin(
                 self.inner_env,
                 self.incarnation,
                 seed,

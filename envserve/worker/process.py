@@ -10,33 +10,33 @@ import contextlib
 import gc
 import logging
 import math
-import os
 import random
 import socket
-import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from envserve import codec
-from envserve.channel import MAX_CALL_BYTES, Frame, FrameReader, Kind, pack_frame
 from envserve.cores import num_cores
+from envserve.crashes.action_ring import ActionRing
 from envserve.errors import EnvStartError, UnknownEnv, WorkerError, WrapperError
-from envserve.reports import (
+from envserve.slab import Slab, Status, next_beat
+from envserve.spec import EnvSpec, action_values
+from envserve.worker import play
+from envserve.worker.channel import MAX_CALL_BYTES, Frame, Inbox, Kind, pack_frame
+from envserve.worker.env_row import EnvRow, SpaceViolation
+from envserve.worker.report import (
     describe_error,
     encode_report,
+    encode_spaces,
     error_message,
     printable,
 )
-from envserve.slab import Rows, Slab, Status, next_beat
-from envserve.spec import EnvSpec, action_values, describe
-from envserve.worker import replay
-from envserve.worker.env_row import EnvRow, SpaceViolation
-from envserve.worker.reset_threads import ResetThreads
-from envserve.worker.spare_row import SpareRow
+from envserve.worker.spare_row import SpareRow, reset_threads
 from envserve.wrappers import wrappers_from_plain
 
 __all__ = ["run"]
@@ -46,6 +46,9 @@ _Row = EnvRow | SpareRow
 #: To wake a core that sleeps takes longer than a light env's step; a policy thinks for
 #: about as long as this. Only where no other worker waits for that core.
 _SPIN_SECONDS: Final = 400e-6
+#: How long closing waits for resets that run; the pool's patience is twice that.
+_CLOSE_SECONDS: Final = 0.5
+_OK: Final = int(Status.OK)
 
 
 def run(channel: socket.socket, import_error: str = "") -> None:
@@ -57,7 +60,7 @@ def run(channel: socket.socket, import_error: str = "") -> None:
     """
     with channel:
         try:
-            inbox = _Inbox(channel)
+            inbox = Inbox(channel)
             frames = inbox.frames()
             build = next(frames, None)
             if build is None or build.kind not in (Kind.BUILD, Kind.REPLAY):
@@ -65,7 +68,7 @@ def run(channel: socket.socket, import_error: str = "") -> None:
             if import_error:
                 raise EnvStartError(import_error)
             if build.kind is Kind.REPLAY:
-                replay.run(channel, build.payload)
+                play.run(channel, build.payload)
                 return
             config = codec.decode(build.payload, max_bytes=1 << 26)
             if config["num_workers"] <= num_cores():
@@ -94,53 +97,14 @@ def run(channel: socket.socket, import_error: str = "") -> None:
                 channel.sendall(failed)
 
 
-class _Inbox:
-    """What the pool sends.
-
-    Attributes:
-      fds: Descriptors that have come.
-      spin_seconds: How long to look for a frame, giving way to others, before sleeping.
-    """
-
-    def __init__(self, channel: socket.socket) -> None:
-        self.fds: list[int] = []
-        self.spin_seconds = 0.0
-        self._channel = channel
-
-    def frames(self) -> Iterator[Frame]:
-        """Yields frames until the pool closes its end."""
-        reader = FrameReader()
-        has_slab = False
-        while True:
-            if has_slab:
-                data = self._receive()
-            else:
-                data, fds, _, _ = socket.recv_fds(self._channel, 1 << 16, 1)
-                self.fds += fds
-                has_slab = bool(fds)
-            if not data:
-                return
-            yield from reader.feed(data)
-
-    def _receive(self) -> bytes:
-        give_up_at = time.perf_counter() + self.spin_seconds
-        while time.perf_counter() < give_up_at:
-            try:
-                return self._channel.recv(1 << 16, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                os.sched_yield()
-        return self._channel.recv(1 << 16)
-
-
 class _Worker:
     def __init__(self, channel: socket.socket, build: dict[str, Any]) -> None:
         self._send: Callable[[bytes], None] = channel.sendall
         self._build = build
         self._infos_of_all = build["infos"] == "all"
         self._infos_of_ends = build["infos"] == "episode_end"
-        self._prepared: Rows | None = None
         self._threads = (
-            ResetThreads(len(build["incarnations"])) if build["spare_envs"] else None
+            reset_threads(len(build["incarnations"])) if build["spare_envs"] else None
         )
         self._envs = {
             row: self._make_row(row, incarnation)
@@ -163,11 +127,7 @@ class _Worker:
         }
         gc.collect()
         gc.freeze()
-        spaces = {
-            "observation": describe(self._spec.observation_space),
-            "action": describe(self._spec.action_space),
-        }
-        self._send(pack_frame(Kind.READY, payload=codec.encode(spaces)))
+        self._send(pack_frame(Kind.READY, payload=encode_spaces(self._spec)))
 
     def _make_row(self, row: int, incarnation: int) -> _Row:
         build = self._build
@@ -201,11 +161,11 @@ class _Worker:
         self._rows = self._slab.rows
         heartbeat = memoryview(self._slab.heartbeats[build["worker"]])
         self._heartbeat = heartbeat
-        self._journal = journal = self._slab.journal
+        self._ring = ring = ActionRing(self._spec, build["num_envs"], self._slab.extra)
         for envs in self._blocks.values():
             for env in envs:
-                row_journal = journal.row(env.row, envs[0].row)
-                env.attach(self._rows, heartbeat, row_journal, build["autoreset"])
+                record = ring.row(env.row, envs[0].row)
+                env.attach(self._rows, heartbeat, record, build["autoreset"])
         self._float_observations = [
             array for array in self._rows.observation if array.dtype.kind == "f"
         ]
@@ -222,10 +182,6 @@ class _Worker:
             payload = self._reset(envs, frame.payload)
         elif frame.kind is Kind.CALL:
             payload = self._call(frame.payload)
-        elif frame.kind is Kind.PREPARE:
-            payload = self._prepare(envs)
-        elif frame.kind is Kind.PUBLISH:
-            payload = self._publish(envs)
         else:
             raise WorkerError(f"expected an operation on a block; got {frame.kind!r}")
         self._send(pack_frame(Kind.DONE, frame.block, frame.sequence, payload))
@@ -233,7 +189,10 @@ class _Worker:
     def close(self) -> None:
         """Closes the envs; one that fails to does not keep the others open."""
         if self._threads is not None:
-            self._threads.close()
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            spares = [env for env in self._envs.values() if isinstance(env, SpareRow)]
+            warming = [each.warming for each in spares if each.warming is not None]
+            wait([each for each in warming if not each.cancelled()], _CLOSE_SECONDS)
         for env in self._envs.values():
             env.close()
 
@@ -244,7 +203,8 @@ class _Worker:
         faults: list[dict[str, Any]] = []
         infos: dict[int, Mapping[str, Any]] = {}
         infos_of_all, infos_of_ends = self._infos_of_all, self._infos_of_ends
-        self._journal.note_step(rows.action, start, stop)
+        self._ring.note_step(rows.action, start, stop)
+        rows.status[start:stop] = _OK
         # Copies: envs may keep what they get.
         actions = action_values(
             self._spec, [array[start:stop].copy() for array in rows.action]
@@ -253,8 +213,9 @@ class _Worker:
             try:
                 reward, terminated, truncated, info = env.step(action)
             except Exception as error:
-                reward, terminated, truncated, info = 0.0, False, True, {}
                 faults.append(self._recover(env, error, is_over=False))
+                rewards.append(0.0)
+                continue
             rewards.append(reward)
             if terminated or truncated:
                 ended.append((env.row, terminated, truncated))
@@ -265,7 +226,6 @@ class _Worker:
         rows.reward[start:stop] = rewards
         rows.terminated[start:stop] = False
         rows.truncated[start:stop] = False
-        rows.status[start:stop] = Status.OK
         for row, terminated, truncated in ended:
             rows.terminated[row] = terminated
             rows.truncated[row] = truncated
@@ -273,9 +233,6 @@ class _Worker:
         if not self._is_finite(rewards, start, stop, ended_rows):
             faults += self._recover_non_finite(envs, ended_rows)
         for fault in faults:
-            self._mark_lost(fault["row"])
-            if not fault["violation"]:
-                self._show_prepared(slice(fault["row"], fault["row"] + 1))
             infos.pop(fault["row"], None)
         return encode_report(faults, infos)
 
@@ -317,33 +274,29 @@ class _Worker:
         return faults
 
     def _recover(self, env: _Row, error: Exception, *, is_over: bool) -> dict[str, Any]:
-        """Rebuilds an env that failed; that this may fail too ends the worker."""
+        """Replaces an env that failed; that this may fail too ends the worker.
+
+        The pool makes a lost row of it. Until then it is PENDING, by which the pool
+        knows, should this worker die before it answers, that the last observation of
+        the row is the final one already.
+        """
         is_violation = isinstance(error, SpaceViolation)
         text = printable(str(error)) if is_violation else describe_error(error)
         for final, last in zip(
             self._rows.final_observation, self._rows.observation, strict=True
         ):
             final[env.row] = 0 if is_violation else last[env.row]
-        env.journal.keep_failed(is_over=is_over)
+        self._rows.status[env.row] = Status.PENDING
+        env.record.keep_failed(is_over=is_over)
         self._heartbeat[1] = 1
         env.rebuild()
-        if is_violation:
-            env.reset(None)  # its row may hold anything
-        else:
-            self._reset_aside(env)
+        env.reset(None)
         return {
             "row": env.row,
             "status": int(Status.ENV_ERROR),
             "text": text,
             "violation": is_violation,
         }
-
-    def _mark_lost(self, row: int) -> None:
-        rows = self._rows
-        rows.reward[row] = 0.0
-        rows.terminated[row] = False
-        rows.truncated[row] = True
-        rows.status[row] = Status.ENV_ERROR
 
     def _reset(self, envs: list[_Row], payload: bytes) -> bytes:
         request = codec.decode(payload) if payload else {}
@@ -364,47 +317,8 @@ class _Worker:
             rows = self._rows
             rows.reward[row] = 0.0
             rows.terminated[row] = rows.truncated[row] = False
-            rows.status[row] = Status.OK
+            rows.status[row] = _OK
         return encode_report([], infos, rebuilt)
-
-    def _prepare(self, envs: list[_Row]) -> bytes:
-        """Resets envs while their rows are still read by others; see `_publish`."""
-        rebuilt = []
-        for env in envs:
-            incarnation = env.incarnation
-            self._reset_aside(env)
-            if env.incarnation != incarnation:
-                rebuilt.append(env.row)
-        return encode_report([], {}, rebuilt)
-
-    def _reset_aside(self, env: _Row) -> None:
-        """Resets an env, and leaves what its row shows for `_show_prepared`.
-
-        Should this worker die before it answers, the row is still what was seen last.
-        """
-        if self._prepared is None:
-            self._prepared = Rows.allocate(self._spec, self._build["num_envs"])
-        env.write_to(self._prepared)
-        try:
-            self._reset_or_rebuild(env, None)
-        finally:
-            env.write_to(self._rows)
-
-    def _show_prepared(self, part: slice) -> None:
-        if self._prepared is None:
-            raise WorkerError("expected a reset aside before its rows are shown")
-        for target, source in zip(
-            self._rows.observation, self._prepared.observation, strict=True
-        ):
-            target[part] = source[part]
-
-    def _publish(self, envs: list[_Row]) -> bytes:
-        rows, part = self._rows, slice(envs[0].row, envs[-1].row + 1)
-        self._show_prepared(part)
-        rows.reward[part] = 0.0
-        rows.terminated[part] = rows.truncated[part] = False
-        rows.status[part] = Status.OK
-        return b""
 
     def _reset_or_rebuild(self, env: _Row, seed: int | None) -> Mapping[str, Any]:
         """Gives an env whose reset fails one new incarnation, unless it is new."""
@@ -428,7 +342,7 @@ class _Worker:
         self._heartbeat[0] = next_beat(self._heartbeat[0], env.row)
         self._heartbeat[1] = 1
         if request["kind"] != "get":
-            env.journal.touch()
+            env.record.touch()
         try:
             value = env.call(request["kind"], request["name"], request["arguments"])
             result = codec.encode({"value": value})

@@ -9,22 +9,31 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
-from envserve.journal import RowJournal
+from envserve.crashes.action_ring import RowRecord
 from envserve.seeding import spare_seed
 from envserve.slab import Rows, next_beat
 from envserve.spec import EnvSpec
 from envserve.worker.env_row import EnvRow, SpaceViolation
-from envserve.worker.reset_threads import ResetThreads
 
-__all__ = ["SpareRow"]
+__all__ = ["SpareRow", "reset_threads"]
 
 #: The two envs never reset themselves: their row does it.
 _OWN_AUTORESET: Final = "disabled"
+#: More would only get in the way of the stepping thread when resets need the processor.
+_MAX_THREADS: Final = 16
+#: How soon a reset that computes gives way to the stepping thread.
+_SWITCH_SECONDS: Final = 0.5e-3
+
+
+def reset_threads(num_envs: int) -> ThreadPoolExecutor:
+    """Returns threads that reset some envs of this process while it steps others."""
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    return ThreadPoolExecutor(min(num_envs, _MAX_THREADS), "reset")
 
 
 class SpareRow:
@@ -38,10 +47,11 @@ class SpareRow:
       row: Row of the pool.
       env_index: Row of the whole batch, from which the seeds follow.
       incarnation: How often one of the envs, or both with their process, was rebuilt.
-      journal: Journal of the row, once attached.
+      record: What the row has been through, once attached.
+      warming: The reset of the spare, from its first to the next turn of the row.
     """
 
-    def __init__(self, make: Callable[[], EnvRow], threads: ResetThreads) -> None:
+    def __init__(self, make: Callable[[], EnvRow], threads: ThreadPoolExecutor) -> None:
         """Only stores; `build` and `build_spare` make the envs.
 
         Args:
@@ -53,7 +63,7 @@ class SpareRow:
         self.row = self._active.row
         self.env_index = self._active.env_index
         self.incarnation = self._active.incarnation
-        self._warming: Future[Mapping[str, Any]] | None = None
+        self.warming: Future[Mapping[str, Any]] | None = None
         self._spare_seed: int | None = spare_seed(self.seed)
         self._is_over = False
         self._attributes: dict[str, Any] = {}  # those that have been set
@@ -89,24 +99,19 @@ class SpareRow:
         self,
         rows: Rows,
         heartbeat: memoryview,
-        journal: RowJournal,
+        record: RowRecord,
         autoreset: str = "same_step",
     ) -> None:
         """Sets where to write; see `EnvRow.attach`."""
         self._rows = rows
         self._heartbeat = heartbeat
-        self.journal = journal
-        self._warm_journal = RowJournal.private()
+        self.record = record
+        self._warm_record = RowRecord.private()
         self._is_same_step = autoreset == "same_step"
         self._is_next_step = autoreset == "next_step"
         self._warm_rows = Rows.allocate(self._spec, 1)
         self._warm_heartbeat = memoryview(bytearray(16)).cast("q")  # nobody's
-        self._active.attach(rows, heartbeat, journal, _OWN_AUTORESET)
-
-    def write_to(self, rows: Rows) -> None:
-        """Sets where the active env's observations go from now on."""
-        self._rows = rows
-        self._active.write_to(rows)
+        self._active.attach(rows, heartbeat, record, _OWN_AUTORESET)
 
     def step(self, action: Any) -> tuple[float, bool, bool, Mapping[str, Any]]:
         """Steps the active env; see `EnvRow.step`."""
@@ -138,11 +143,11 @@ class SpareRow:
             info = self._take_turns()
         else:
             if seed is not None:
-                if self._warming is not None:
-                    self._take_spare(self._warming)
+                if self.warming is not None:
+                    self._take_spare(self.warming)
                 self._spare_seed = spare_seed(seed)
             info = self._active.reset(seed)
-        if self._warming is None:
+        if self.warming is None:
             self._warm_spare()
         return info
 
@@ -157,7 +162,7 @@ class SpareRow:
         value = copy.deepcopy(arguments[0])
         self._active.call("set", name, arguments)
         self._attributes[name] = value
-        if self._warming is None:
+        if self.warming is None:
             self._set_attributes(self._spare, {name: value})
         else:
             self._missed_attributes[name] = value
@@ -165,7 +170,7 @@ class SpareRow:
     def close(self) -> None:
         """Closes both envs, except one that a thread has not given back."""
         self._active.close()
-        if self._warming is None or self._warming.done():
+        if self.warming is None or self.warming.done():
             self._spare.close()
 
     def check_finite(self, *, final: bool = False) -> None:
@@ -174,9 +179,9 @@ class SpareRow:
 
     def _take_turns(self) -> Mapping[str, Any]:
         """Begins the episode that the spare has been made ready for."""
-        assert self._warming is not None, "it begins with the first reset of the row"
+        assert self.warming is not None, "it begins with the first reset of the row"
         is_stale = bool(self._missed_attributes)
-        info = self._take_spare(self._warming)
+        info = self._take_spare(self.warming)
         if is_stale:
             return self._active.reset(None)
         for target, warm in zip(
@@ -192,7 +197,7 @@ class SpareRow:
           Exception: Whatever that reset has raised. The env is active nevertheless, and
             is to be rebuilt.
         """
-        self._warming = None
+        self.warming = None
         self._active, self._spare = self._spare, self._active
         missed, self._missed_attributes = self._missed_attributes, {}
         self._heartbeat[0] = next_beat(self._heartbeat[0], self.row)
@@ -203,9 +208,9 @@ class SpareRow:
         finally:
             self._active.row = self.row
             self._active.attach(
-                self._rows, self._heartbeat, self.journal, _OWN_AUTORESET
+                self._rows, self._heartbeat, self.record, _OWN_AUTORESET
             )
-            self.journal.adopt(self._warm_journal, self.incarnation)
+            self.record.adopt(self._warm_record, self.incarnation)
         self._heartbeat[1] = 0
         self._set_attributes(self._active, missed)
         return info
@@ -214,10 +219,10 @@ class SpareRow:
         """Hands the spare to a thread, which resets it."""
         self._spare.row = 0
         self._spare.attach(
-            self._warm_rows, self._warm_heartbeat, self._warm_journal, _OWN_AUTORESET
+            self._warm_rows, self._warm_heartbeat, self._warm_record, _OWN_AUTORESET
         )
         seed, self._spare_seed = self._spare_seed, None
-        self._warming = self._threads.start(partial(self._spare.reset, seed))
+        self.warming = self._threads.submit(self._spare.reset, seed)
 
     def _set_attributes(self, env: EnvRow, attributes: Mapping[str, Any]) -> None:
         for name, value in attributes.items():

@@ -16,42 +16,22 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 from typing import Any, Final
 
 from envserve import codec
+from envserve.worker.channel import FrameReader, Kind, pack_frame
 from envserve.worker.stderr_pipes import StderrPipes
 
-__all__ = ["kill_group", "main", "pack_message", "take_messages"]
+__all__ = ["kill_group", "main"]
 
-_LENGTH: Final = struct.Struct("<I")
 _PR_SET_PDEATHSIG: Final = 1
 #: Has a worker write its Python stack to stderr; an env may use it for something else.
 _STACK_SIGNAL: Final = signal.SIGUSR2
 #: How long it has for that before it is killed, and how long once it has begun.
 _STACK_SECONDS: Final = 0.08
 _STACK_REST_SECONDS: Final = 0.005
-
-
-def pack_message(message: dict[str, Any]) -> bytes:
-    """Returns a message between launcher and template as bytes."""
-    body = codec.encode(message)
-    return _LENGTH.pack(len(body)) + body
-
-
-def take_messages(buffer: bytearray) -> list[dict[str, Any]]:
-    """Removes the messages that are complete from a buffer, and returns them."""
-    messages = []
-    while len(buffer) >= _LENGTH.size:
-        (length,) = _LENGTH.unpack_from(buffer)
-        end = _LENGTH.size + length
-        if len(buffer) < end:
-            break
-        messages.append(codec.decode(bytes(buffer[_LENGTH.size : end])))
-        del buffer[:end]
-    return messages
 
 
 def main(fd: int) -> None:
@@ -75,7 +55,7 @@ class _Template:
         self._wakeup_writer = wakeup_writer
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wakeup_writer.fileno(), warn_on_full_buffer=False)
-        self._buffer = bytearray()
+        self._reader = FrameReader()
         self._fds: list[int] = []
         self._import_error = ""
         self._workers: dict[int, int] = {}  # process id by request
@@ -139,9 +119,9 @@ class _Template:
             data, fds, _, _ = socket.recv_fds(self._owner, 1 << 16, 64)
         except ConnectionError:
             return False
-        self._buffer += data
         self._fds += fds
-        for message in take_messages(self._buffer):
+        for frame in self._reader.feed(data):
+            message = codec.decode(frame.payload)
             if "import" in message:
                 self._import(message["import"], message["preload"])
             elif "kill" in message:
@@ -253,7 +233,7 @@ class _Template:
     def _report(self, message: dict[str, Any]) -> None:
         # A closed owner is noticed by the next read.
         with contextlib.suppress(OSError):
-            self._owner.sendall(pack_message(message))
+            self._owner.sendall(pack_frame(Kind.FORK, payload=codec.encode(message)))
 
 
 def kill_group(pid: int) -> None:

@@ -4,16 +4,23 @@ Specs and their checks load no Gymnasium, so that configs and the wire can use t
 `envserve.wrappers.apply` builds, in the worker.
 """
 
-from envserve.wrappers.arguments import Boolean, Choice, Integer, Integers, Number
 from envserve.wrappers.specs import (
     MAX_WRAPPERS,
+    Wrappers,
     WrapperSpec,
     check_wrappers,
     parse_wrappers,
     plain_wrappers,
     wrappers_from_plain,
 )
-from envserve.wrappers.table import register_wrapper
+from envserve.wrappers.table import (
+    Boolean,
+    Choice,
+    Integer,
+    Integers,
+    Number,
+    register_wrapper,
+)
 
 __all__ = [
     "MAX_WRAPPERS",
@@ -23,6 +30,7 @@ __all__ = [
     "Integers",
     "Number",
     "WrapperSpec",
+    "Wrappers",
     "check_wrappers",
     "parse_wrappers",
     "plain_wrappers",

@@ -15,7 +15,7 @@ import gymnasium
 from gymnasium import spaces
 
 from envserve.errors import EnvStartError, WrapperError
-from envserve.wrappers.range_normalize import check_float
+from envserve.wrappers.own import check_float
 from envserve.wrappers.specs import WrapperSpec, check_wrappers, converted_arguments
 from envserve.wrappers.table import find
 

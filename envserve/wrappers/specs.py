@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+import msgspec
 
 from envserve.errors import WrapperError
 from envserve.wrappers.table import find, is_known
@@ -17,6 +18,7 @@ from envserve.wrappers.table import find, is_known
 __all__ = [
     "MAX_WRAPPERS",
     "WrapperSpec",
+    "Wrappers",
     "check_wrappers",
     "converted_arguments",
     "parse_wrappers",
@@ -26,27 +28,34 @@ __all__ = [
 
 #: Of one env.
 MAX_WRAPPERS: Final = 16
-_MAX_NAME_LENGTH: Final = 200
 _FORM: Final = 'a list of tables such as [{name = "ActionRepeat", amount = 4}]'
 
 
-@dataclass(frozen=True)
-class WrapperSpec:
+class WrapperSpec(msgspec.Struct, frozen=True, array_like=True):
     """One wrapper.
 
     Attributes:
       name: Its name in the table of those that are known.
-      arguments: Plain values by name, in alphabetical order; those that are missing
-        have the wrapper's defaults.
+      arguments: Plain values by name, in alphabetical order, so that equal wrappers
+        are equal bytes; those that are missing have the wrapper's defaults.
     """
 
-    name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    name: Annotated[str, msgspec.Meta(max_length=200)]
+    arguments: Mapping[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        """Sorts the arguments."""
+        in_order = dict(sorted(self.arguments.items()))
+        msgspec.structs.force_setattr(self, "arguments", in_order)
 
     def __str__(self) -> str:
         """Returns a form for messages, like `ActionRepeat(amount=4)`."""
         shown = [f"{key[:64]}={_shown(value)}" for key, value in self.arguments.items()]
         return f"{self.name[:64]}({', '.join(shown)})"
+
+
+#: Those of one env, the innermost first.
+Wrappers = Annotated[tuple[WrapperSpec, ...], msgspec.Meta(max_length=MAX_WRAPPERS)]
 
 
 def parse_wrappers(tables: Any) -> tuple[WrapperSpec, ...]:
@@ -71,7 +80,7 @@ def parse_wrappers(tables: Any) -> tuple[WrapperSpec, ...]:
                 f"wrappers[{position}]: expected a table with a name, such as "
                 f'{{name = "ActionRepeat", amount = 4}}; got {_shown(table)}'
             )
-        arguments = {key: table[key] for key in sorted(table) if key != "name"}
+        arguments = {key: value for key, value in table.items() if key != "name"}
         specs.append(WrapperSpec(name, arguments))
     check_wrappers(specs, may_be_unknown=True)
     return tuple(specs)
@@ -107,23 +116,23 @@ def converted_arguments(spec: WrapperSpec, position: int) -> dict[str, Any]:
                 f"{where}: expected arguments among {takes}; got {name[:64]!r}"
             )
         argument = known.arguments[name]
-        if not argument.accepts(value):
+        try:
+            converted[name] = argument.convert(value)
+        except ValueError:
             raise WrapperError(
-                f"{where}: {name}: expected {argument}; got {_shown(value)}"
-            )
-        converted[name] = argument.convert(value)
+                f"{where}: {name}: expected {argument.text}; got {_shown(value)}"
+            ) from None
     for name, argument in known.arguments.items():
         if argument.required and name not in converted:
-            raise WrapperError(f"{where}: {name}: expected {argument}; got nothing")
+            raise WrapperError(
+                f"{where}: {name}: expected {argument.text}; got nothing"
+            )
     return converted
 
 
 def plain_wrappers(specs: Iterable[WrapperSpec]) -> list[list[Any]]:
     """Returns the pairs that stand for wrappers in messages and files."""
-    return [
-        [spec.name, {key: spec.arguments[key] for key in sorted(spec.arguments)}]
-        for spec in specs
-    ]
+    return [[spec.name, dict(spec.arguments)] for spec in specs]
 
 
 def wrappers_from_plain(value: Any) -> tuple[WrapperSpec, ...]:
@@ -132,24 +141,12 @@ def wrappers_from_plain(value: Any) -> tuple[WrapperSpec, ...]:
     Raises:
       WrapperError: They are no list of [name, arguments], or too many.
     """
-    if not isinstance(value, list) or len(value) > MAX_WRAPPERS:
-        raise WrapperError(f"wrappers: expected a list of at most {MAX_WRAPPERS}")
-    specs = []
-    for pair in value:
-        if not (
-            isinstance(pair, list)
-            and len(pair) == 2
-            and isinstance(pair[0], str)
-            and len(pair[0]) <= _MAX_NAME_LENGTH
-            and isinstance(pair[1], dict)
-            and all(isinstance(key, str) for key in pair[1])
-        ):
-            raise WrapperError("wrappers: expected pairs of a name and arguments")
-        name, arguments = pair
-        specs.append(
-            WrapperSpec(name, {key: arguments[key] for key in sorted(arguments)})
-        )
-    return tuple(specs)
+    try:
+        return msgspec.convert(value, Wrappers)
+    except (msgspec.ValidationError, AttributeError) as error:  # an array for a map
+        raise WrapperError(
+            f"wrappers: expected pairs of a name and arguments; {error}"
+        ) from None
 
 
 def _shown(value: Any) -> str:

@@ -9,19 +9,78 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
 
 from envserve.errors import WrapperError
-from envserve.wrappers.arguments import (
-    Argument,
-    Boolean,
-    Choice,
-    Integer,
-    Integers,
-    Number,
-)
 
-__all__ = ["KNOWN", "Known", "find", "is_known", "register_wrapper"]
+__all__ = [
+    "KNOWN",
+    "Argument",
+    "Boolean",
+    "Choice",
+    "Integer",
+    "Integers",
+    "Known",
+    "Number",
+    "find",
+    "is_known",
+    "register_wrapper",
+]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A kind of plain value, in bounds: they are all that holds who asks from afar.
+
+    Attributes:
+      kind: Type with bounds, for `msgspec.convert`.
+      text: What is expected, for messages.
+      required: Whether the wrapper has no default for it.
+    """
+
+    kind: Any
+    text: str
+    required: bool
+
+    def convert(self, value: Any) -> Any:
+        """Returns a value as the wrapper takes it; raises ValueError for others."""
+        return msgspec.convert(value, self.kind)
+
+
+def Integer(low: int, high: int, *, required: bool = False) -> Argument:
+    """An int in [low, high]."""
+    kind = Annotated[int, Meta(ge=low, le=high)]
+    return Argument(kind, f"an int from {low} to {high}", required)
+
+
+def Number(low: float, high: float, *, required: bool = False) -> Argument:
+    """An int or a float in [low, high]; wrappers get a float."""
+    kind = Annotated[float, Meta(ge=low, le=high)]
+    return Argument(kind, f"a number from {low:g} to {high:g}", required)
+
+
+def Boolean(*, required: bool = False) -> Argument:
+    """True or false."""
+    return Argument(bool, "true or false", required)
+
+
+def Choice(words: tuple[str, ...], *, required: bool = False) -> Argument:
+    """One of some words."""
+    return Argument(Literal[words], f"one of {', '.join(words)}", required)
+
+
+def Integers(
+    low: int, high: int, min_length: int, max_length: int, *, required: bool = False
+) -> Argument:
+    """A list of ints in [low, high]; wrappers get a tuple."""
+    item = Annotated[int, Meta(ge=low, le=high)]
+    length = Meta(min_length=min_length, max_length=max_length)
+    count = f"{min_length}" + (f" to {max_length}" if max_length > min_length else "")
+    text = f"a list of {count} ints from {low} to {high}"
+    return Argument(Annotated[tuple[item, ...], length], text, required)
 
 
 @dataclass(frozen=True)
@@ -41,82 +100,55 @@ class Known:
 _SCALE: Final = Number(-1e6, 1e6, required=True)
 _REWARD: Final = Number(-1e9, 1e9)
 
+#: Gymnasium's, by the names of their classes.
+_GYMNASIUM: Final[dict[str, dict[str, Argument]]] = {
+    "AtariPreprocessing": {
+        "noop_max": Integer(0, 1000),
+        "frame_skip": Integer(1, 100),
+        "screen_size": Integer(1, 1024),
+        "terminal_on_life_loss": Boolean(),
+        "grayscale_obs": Boolean(),
+        "grayscale_newaxis": Boolean(),
+        "scale_obs": Boolean(),
+    },
+    "ClipAction": {},
+    "ClipReward": {"min_reward": _REWARD, "max_reward": _REWARD},
+    "DtypeObservation": {
+        "dtype": Choice(("float32", "float64", "int32", "int64"), required=True)
+    },
+    "FlattenObservation": {},
+    "FrameStackObservation": {
+        "stack_size": Integer(1, 64, required=True),
+        "padding_type": Choice(("reset", "zero")),
+    },
+    "GrayscaleObservation": {"keep_dim": Boolean()},
+    "MaxAndSkipObservation": {"skip": Integer(2, 100)},
+    "RescaleAction": {"min_action": _SCALE, "max_action": _SCALE},
+    "RescaleObservation": {"min_obs": _SCALE, "max_obs": _SCALE},
+    "ResizeObservation": {"shape": Integers(1, 1024, 2, 2, required=True)},
+    "TimeAwareObservation": {"flatten": Boolean(), "normalize_time": Boolean()},
+    "TimeLimit": {"max_episode_steps": Integer(1, 10**9, required=True)},
+}
+
+#: Ours: Gymnasium has none that does the same.
+_OWN: Final[dict[str, dict[str, Argument]]] = {
+    "ActionRepeat": {"amount": Integer(1, 1000, required=True)},
+    "FrameDelta": {},
+    "FrameHistory": {
+        "past_indices": Integers(0, 63, 1, 64, required=True),
+        "flatten": Boolean(),
+    },
+    "RandomStart": {"max_steps": Integer(1, 10_000, required=True)},
+    "RangeNormalize": {"observation": Boolean(), "action": Boolean()},
+}
+
 KNOWN: dict[str, Known] = {
-    # Gymnasium's.
-    "AtariPreprocessing": Known(
-        "gymnasium.wrappers:AtariPreprocessing",
-        {
-            "noop_max": Integer(0, 1000),
-            "frame_skip": Integer(1, 100),
-            "screen_size": Integer(1, 1024),
-            "terminal_on_life_loss": Boolean(),
-            "grayscale_obs": Boolean(),
-            "grayscale_newaxis": Boolean(),
-            "scale_obs": Boolean(),
-        },
-    ),
-    "ClipAction": Known("gymnasium.wrappers:ClipAction", {}),
-    "ClipReward": Known(
-        "gymnasium.wrappers:ClipReward", {"min_reward": _REWARD, "max_reward": _REWARD}
-    ),
-    "DtypeObservation": Known(
-        "gymnasium.wrappers:DtypeObservation",
-        {"dtype": Choice(("float32", "float64", "int32", "int64"), required=True)},
-    ),
-    "FlattenObservation": Known("gymnasium.wrappers:FlattenObservation", {}),
-    "FrameStackObservation": Known(
-        "gymnasium.wrappers:FrameStackObservation",
-        {
-            "stack_size": Integer(1, 64, required=True),
-            "padding_type": Choice(("reset", "zero")),
-        },
-    ),
-    "GrayscaleObservation": Known(
-        "gymnasium.wrappers:GrayscaleObservation", {"keep_dim": Boolean()}
-    ),
-    "MaxAndSkipObservation": Known(
-        "gymnasium.wrappers:MaxAndSkipObservation", {"skip": Integer(2, 100)}
-    ),
-    "RescaleAction": Known(
-        "gymnasium.wrappers:RescaleAction",
-        {"min_action": _SCALE, "max_action": _SCALE},
-    ),
-    "RescaleObservation": Known(
-        "gymnasium.wrappers:RescaleObservation", {"min_obs": _SCALE, "max_obs": _SCALE}
-    ),
-    "ResizeObservation": Known(
-        "gymnasium.wrappers:ResizeObservation",
-        {"shape": Integers(1, 1024, 2, 2, required=True)},
-    ),
-    "TimeAwareObservation": Known(
-        "gymnasium.wrappers:TimeAwareObservation",
-        {"flatten": Boolean(), "normalize_time": Boolean()},
-    ),
-    "TimeLimit": Known(
-        "gymnasium.wrappers:TimeLimit",
-        {"max_episode_steps": Integer(1, 10**9, required=True)},
-    ),
-    # Ours: Gymnasium has none that does the same.
-    "ActionRepeat": Known(
-        "envserve.wrappers.action_repeat:ActionRepeat",
-        {"amount": Integer(1, 1000, required=True)},
-    ),
-    "FrameDelta": Known("envserve.wrappers.frame_delta:FrameDelta", {}),
-    "FrameHistory": Known(
-        "envserve.wrappers.frame_history:FrameHistory",
-        {
-            "past_indices": Integers(0, 63, 1, 64, required=True),
-            "flatten": Boolean(),
-        },
-    ),
-    "RandomStart": Known(
-        "envserve.wrappers.random_start:RandomStart",
-        {"max_steps": Integer(1, 10_000, required=True)},
-    ),
-    "RangeNormalize": Known(
-        "envserve.wrappers.range_normalize:range_normalize",
-        {"observation": Boolean(), "action": Boolean()},
-    ),
+    name: Known(f"{module}:{name}", arguments)
+    for module, wrappers in (
+        ("gymnasium.wrappers", _GYMNASIUM),
+        ("envserve.wrappers.own", _OWN),
+    )
+    for name, arguments in wrappers.items()
 }
 
 #: What became of batch-ppo's wrappers that have another name here, or none.

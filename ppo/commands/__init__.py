@@ -1,3 +1,3 @@
-"""What the `ppo` command shares and shows; `ppo.cli` is the command."""
+"""The commands of `ppo`, one per file; `ppo.cli` puts them together."""
 
 __all__: list[str] = []

@@ -4,7 +4,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 __all__ = ["StopSignals"]
@@ -40,12 +40,7 @@ class StopSignals:
         self._listener.start()
         return self
 
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Put the previous handlers back."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)

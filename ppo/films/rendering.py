@@ -37,7 +37,9 @@ _REMEDIES = (
 
 
 def rendering_env_maker(
-    config: Config, *, addresses: Sequence[str] = (), import_modules: Sequence[str] = ()
+    config: Config,
+    addresses: Sequence[str] | None = None,
+    import_modules: Sequence[str] | None = None,
 ) -> MakeEnv:
     """Return a function that starts or reaches envs which can be filmed.
 
@@ -52,13 +54,7 @@ def rendering_env_maker(
     env_kwargs = {**config.env_kwargs, "render_mode": "rgb_array"}
     # Spares are other episodes, and reset in threads that may not draw.
     config = config.replace(env_kwargs=env_kwargs, spare_envs=False, num_splits=1)
-    make_env = env_maker(
-        config,
-        addresses=addresses,
-        num_workers=1,
-        import_modules=import_modules,
-        autoreset="disabled",
-    )
+    make_env = env_maker(config, addresses, 1, import_modules, autoreset="disabled")
 
     def make_rendering_env(*, num_envs: int, seed: int) -> BatchEnv:
         try:

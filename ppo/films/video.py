@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -67,17 +66,18 @@ class VideoWriter:
         """Return the writer."""
         return self
 
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Complete the file, or remove it after an exception."""
-        if exception is None:
-            self.close()
-        else:
+    def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
+        """Complete the file, if there were any frames, or remove it after an exception.
+
+        Raises:
+            OutputError: ffmpeg could not write it; nothing is left of it.
+        """
+        try:
+            if exception_type is None and self._process is not None:
+                self._complete(self._process)
+        finally:
             self.discard()
+            self._messages.close()
 
     def add(self, frame: np.ndarray) -> None:
         """Append a frame, uint8 `[height, width, 3]`.
@@ -101,59 +101,26 @@ class VideoWriter:
             self._process.wait(_FINISH_SECONDS)
             raise self._failure() from error
 
-    def close(self) -> None:
-        """Complete the file, if there were any frames; a second call does nothing.
-
-        Raises:
-            OutputError: ffmpeg could not write it; nothing is left of it.
-        """
-        try:
-            if self._process is not None:
-                self._process.communicate(timeout=_FINISH_SECONDS)
-                if self._process.returncode != 0:
-                    raise self._failure()
-                self._partial.replace(self._path)
-                self._process = None
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise OutputError(
-                f"{self._path}: expected a video that can be completed; {error}."
-            ) from error
-        finally:
-            self.discard()
-
     def discard(self) -> None:
-        """Give up the file, unless it is complete; nothing is left of it."""
+        """Give up the frames so far; nothing is left of them."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.communicate()
             self._partial.unlink(missing_ok=True)
-        self._messages.close()
 
     def _start(self, height: int, width: int) -> subprocess.Popen[bytes]:
-        options = {
-            "-f": "rawvideo",
-            "-pix_fmt": "rgb24",
-            "-s": f"{width}x{height}",
-            "-r": f"{self._frames_per_second:g}",
-            "-i": "-",
-        }
-        # Players want this pixel format, which takes even sizes only.
-        coding = {
-            "-vf": "pad=ceil(iw/2)*2:ceil(ih/2)*2",
-            "-c:v": "libx264",
-            "-preset": "veryfast",
-            "-pix_fmt": "yuv420p",
-            "-f": "mp4",
-        }
+        # Players want yuv420p, which takes even sizes only.
+        options = f"""
+            -y -loglevel error
+            -f rawvideo -pix_fmt rgb24 -s {width}x{height}
+            -r {self._frames_per_second:g} -i -
+            -vf pad=ceil(iw/2)*2:ceil(ih/2)*2
+            -c:v libx264 -preset veryfast -pix_fmt yuv420p -f mp4
+        """
         try:
             return subprocess.Popen(
-                [
-                    *(self._ffmpeg, "-y", "-loglevel", "error"),
-                    *(part for option in options.items() for part in option),
-                    *(part for option in coding.items() for part in option),
-                    str(self._partial.absolute()),
-                ],
+                [self._ffmpeg, *options.split(), str(self._partial.absolute())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=self._messages,
@@ -162,6 +129,17 @@ class VideoWriter:
             raise VideoError(
                 f"{self._ffmpeg}: expected an ffmpeg that runs; {error.strerror}. "
                 "pip install 'envserve[video]' brings one."
+            ) from error
+
+    def _complete(self, process: subprocess.Popen[bytes]) -> None:
+        try:
+            process.communicate(timeout=_FINISH_SECONDS)
+            if process.returncode != 0:
+                raise self._failure()
+            self._partial.replace(self._path)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise OutputError(
+                f"{self._path}: expected a video that can be completed; {error}."
             ) from error
 
     def _failure(self) -> OutputError:

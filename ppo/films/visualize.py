@@ -16,13 +16,13 @@ from envserve.client import BatchEnv
 from ppo.agent import Agent
 from ppo.config import Config
 from ppo.environments import MakeEnv
-from ppo.episodes import Episode
 from ppo.errors import EnvDataError, EnvsLostError, OutputError
 from ppo.evaluate import Evaluation, evaluation_seed
 from ppo.films.rendering import frames_per_second, render_frame
 from ppo.films.video import VideoWriter, find_ffmpeg
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.networks.recurrent import States
+from ppo.rollout import Episode
 from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import Which
 from ppo.run_folder.folder import RunFolder
@@ -70,8 +70,7 @@ def visualize_run(
     ffmpeg = find_ffmpeg()
     checkpoint.checkpoint_at(run_folder.checkpoints, which)  # sooner than an env starts
     seed = evaluation_seed(config.seed) if seed is None else seed
-    played: list[Episode] = []
-    videos: list[Path] = []
+    played: dict[Path, Episode] = {}
     with make_env(num_envs=1, seed=seed) as env:
         agent = Agent(env.observation_space, env.action_space, config)
         counters = checkpoint.load_agent(run_folder.checkpoints, agent, which)
@@ -80,21 +79,12 @@ def visualize_run(
         _make_folder(outdir)
         for number in range(1, episodes + 1):
             path = outdir / f"step-{counters.steps}-episode-{number}.mp4"
-            played.append(_film(path, env, begin, rate, ffmpeg))
-            videos.append(path)
-            on_episode(path, played[-1])
-    evaluation = Evaluation(
-        np.array([episode.total_reward for episode in played]),
-        np.array([episode.length for episode in played]),
-        counters.steps,
-    )
-    summary = {
-        "env_name": config.env_name,
-        "seed": seed,
-        **evaluation.as_dict(),
-        "lengths": evaluation.lengths.tolist(),
-        "videos": [path.name for path in videos],
-    }
+            played[path] = _film(path, env, begin, rate, ffmpeg)
+            on_episode(path, played[path])
+    evaluation = Evaluation.of(played.values(), counters.steps)
+    summary = {"env_name": config.env_name, "seed": seed, **evaluation.as_dict()}
+    summary["lengths"] = evaluation.lengths.tolist()
+    summary["videos"] = [path.name for path in played]
     path = outdir / f"step-{counters.steps}.json"
     try:
         path.write_text(json.dumps(summary, indent=2) + "\n")

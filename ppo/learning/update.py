@@ -17,10 +17,9 @@ from ppo.config import Config
 from ppo.errors import DivergedError
 from ppo.learning import losses
 from ppo.learning.returns import advantages_and_targets, next_values
+from ppo.learning.samples import Sequences, Steps
 from ppo.learning.schedules import Coefficients, Schedules
-from ppo.learning.sequences import Sequences
-from ppo.learning.steps import Steps
-from ppo.simulate import Rollout
+from ppo.rollout import Rollout
 
 __all__ = ["METRICS", "Updater"]
 
@@ -55,11 +54,6 @@ class Updater:
         self.optimizer.build(self._variables)
         self._schedules = Schedules(config)
         self._compiled = tf.function(self._update, jit_compile=config.jit_compile)
-
-    @property
-    def num_traces(self) -> int:
-        """How often the update has been traced; each time is a compilation."""
-        return int(self._compiled.experimental_get_tracing_count())
 
     @property
     def trackables(self) -> dict[str, Any]:

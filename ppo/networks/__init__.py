@@ -1,6 +1,6 @@
-"""What an agent thinks with: perceptrons, convolutions, memories, models of one's own.
+"""What an agent thinks with: perceptrons, convolutions, memories, custom models.
 
-`choice` makes those that a config asks for.
+`build` makes those that a config asks for.
 """
 
 __all__: list[str] = []

@@ -17,11 +17,9 @@ __all__ = [
     "CategoricalNetwork",
     "GaussianNetwork",
     "NoTorso",
-    "OwnGaussian",
-    "OwnLogits",
-    "OwnValue",
     "ValueNetwork",
     "flatten_observation",
+    "log_std_variable",
     "mlp",
 ]
 
@@ -83,7 +81,40 @@ class NoTorso:
         return observation
 
 
-class GaussianNetwork:
+class _Network:
+    """A perceptron on the joined leaves of observations.
+
+    Attributes:
+        trackables: what a checkpoint must hold, by name.
+        trainable_variables: the Keras variables that the optimizer changes.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        hidden_sizes: Sequence[int],
+        activation: str,
+        seed: int,
+        output_gain: float = 0.01,
+    ) -> None:
+        self._layers = mlp(
+            input_size,
+            hidden_sizes,
+            output_size,
+            output_gain=output_gain,
+            activation=activation,
+            seed=seed,
+        )
+        self.trackables: dict[str, Any] = {"layers": self._layers}
+        self.trainable_variables: list[Any] = self._layers.trainable_variables
+
+    def _outputs(self, observation: Any) -> tf.Tensor:
+        return self._layers(flatten_observation(observation))
+
+
+class GaussianNetwork(_Network):
     """Means from a perceptron; one log standard deviation per action dimension.
 
     The log standard deviations are parameters that do not depend on the observation.
@@ -94,145 +125,38 @@ class GaussianNetwork:
         input_size: int,
         action_size: int,
         *,
-        hidden_sizes: Sequence[int],
-        activation: str,
         initial_log_std: float,
-        seed: int,
+        **layers: Any,
     ) -> None:
-        self._mean = mlp(
-            input_size,
-            hidden_sizes,
-            action_size,
-            output_gain=0.01,
-            activation=activation,
-            seed=seed,
-        )
-        self._log_std = keras.Variable(
-            [initial_log_std] * action_size, dtype="float32", name="log_std"
-        )
+        super().__init__(input_size, action_size, **layers)
+        self._log_std = log_std_variable(action_size, initial_log_std)
+        self.trackables["log_std"] = self._log_std
+        self.trainable_variables = [*self.trainable_variables, self._log_std]
 
     def __call__(self, observation: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the mean `[N, A]` and the log standard deviation `[A]`."""
-        return self._mean(flatten_observation(observation)), self._log_std.value
-
-    @property
-    def trackables(self) -> dict[str, Any]:
-        """What a checkpoint must hold, by name."""
-        return {"mean": self._mean, "log_std": self._log_std}
-
-    @property
-    def trainable_variables(self) -> list[Any]:
-        """The Keras variables that the optimizer changes."""
-        return [*self._mean.trainable_variables, self._log_std]
+        return self._outputs(observation), self._log_std.value
 
 
-class CategoricalNetwork:
+class CategoricalNetwork(_Network):
     """Logits: of the actions of a Discrete space, of several choices, or of bits."""
-
-    def __init__(
-        self,
-        input_size: int,
-        num_actions: int,
-        *,
-        hidden_sizes: Sequence[int],
-        activation: str,
-        seed: int,
-    ) -> None:
-        self._logits = mlp(
-            input_size,
-            hidden_sizes,
-            num_actions,
-            output_gain=0.01,
-            activation=activation,
-            seed=seed,
-        )
 
     def __call__(self, observation: Any) -> tuple[tf.Tensor]:
         """Return the logits, `[N, K]`."""
-        return (self._logits(flatten_observation(observation)),)
-
-    @property
-    def trackables(self) -> dict[str, Any]:
-        """What a checkpoint must hold, by name."""
-        return {"logits": self._logits}
-
-    @property
-    def trainable_variables(self) -> list[Any]:
-        """The Keras variables that the optimizer changes."""
-        return list(self._logits.trainable_variables)
+        return (self._outputs(observation),)
 
 
-class ValueNetwork:
+class ValueNetwork(_Network):
     """Expected discounted return of an observation."""
 
-    def __init__(
-        self,
-        input_size: int,
-        *,
-        hidden_sizes: Sequence[int],
-        activation: str,
-        seed: int,
-    ) -> None:
-        self._value = mlp(
-            input_size,
-            hidden_sizes,
-            1,
-            output_gain=1.0,
-            activation=activation,
-            seed=seed,
-        )
+    def __init__(self, input_size: int, **layers: Any) -> None:
+        super().__init__(input_size, 1, output_gain=1.0, **layers)
 
     def __call__(self, observation: Any) -> tf.Tensor:
         """Return one value per sample, `[N]`."""
-        return tf.squeeze(self._value(flatten_observation(observation)), axis=-1)
-
-    @property
-    def trackables(self) -> dict[str, Any]:
-        """What a checkpoint must hold, by name."""
-        return {"value": self._value}
-
-    @property
-    def trainable_variables(self) -> list[Any]:
-        """The Keras variables that the optimizer changes."""
-        return list(self._value.trainable_variables)
+        return tf.squeeze(self._outputs(observation), axis=-1)
 
 
-class OwnGaussian:
-    """Means that a model of one's own gave; log standard deviations as usual."""
-
-    def __init__(self, action_size: int, initial_log_std: float) -> None:
-        self._log_std = keras.Variable(
-            [initial_log_std] * action_size, dtype="float32", name="log_std"
-        )
-
-    def __call__(
-        self, outputs: tuple[tf.Tensor, tf.Tensor]
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the mean `[N, A]` and the log standard deviation `[A]`."""
-        return outputs[0], self._log_std.value
-
-    @property
-    def trackables(self) -> dict[str, Any]:
-        """What a checkpoint must hold, by name."""
-        return {"log_std": self._log_std}
-
-    @property
-    def trainable_variables(self) -> list[Any]:
-        """The Keras variables that the optimizer changes."""
-        return [self._log_std]
-
-
-class OwnLogits(NoTorso):
-    """Logits that a model of one's own gave."""
-
-    def __call__(self, outputs: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor]:
-        """Return the logits, `[N, K]`."""
-        return (outputs[0],)
-
-
-class OwnValue(NoTorso):
-    """Values that a model of one's own gave."""
-
-    def __call__(self, outputs: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
-        """Return one value per sample, `[N]`."""
-        return outputs[1]
+def log_std_variable(action_size: int, initial: float) -> keras.Variable:
+    """Return log standard deviations that are parameters, `[A]`."""
+    return keras.Variable([initial] * action_size, dtype="float32", name="log_std")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo.config import Config
-from ppo.config_text import config_to_json, read_config
+from ppo.configs import read_config
 from ppo.errors import ConfigError, RunFolderError, RunWriteError
 
 __all__ = ["RunFolder"]
@@ -30,10 +30,6 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-
-    def __repr__(self) -> str:
-        """Tell where the run is."""
-        return f"<RunFolder {self.path}>"
 
     @property
     def config_path(self) -> Path:
@@ -80,7 +76,7 @@ class RunFolder:
             )
         run = cls(path)
         try:
-            _write_atomically(run.config_path, config_to_json(config))
+            _write_atomically(run.config_path, _as_json(config))
         except OSError as error:
             raise RunFolderError(
                 f"{path}: cannot be written; {_reason(error)}."
@@ -121,7 +117,7 @@ class RunFolder:
     def save_config(self, config: Config) -> None:
         """Replace the saved config, for a run that goes on with changed settings."""
         with self.writing():
-            _write_atomically(self.config_path, config_to_json(config))
+            _write_atomically(self.config_path, _as_json(config))
 
     def save_evaluation(self, values: Mapping[str, Any]) -> None:
         """Write `evaluation.json`."""
@@ -140,6 +136,10 @@ class RunFolder:
             raise RunWriteError(
                 f"{self.path}: cannot be written, {_reason(error)}; {remedy}."
             ) from error
+
+
+def _as_json(config: Config) -> str:
+    return config.model_dump_json(indent=2) + "\n"
 
 
 def _reason(error: OSError) -> str:

@@ -1,18 +1,24 @@
-"""Numbers of a run over time: one JSON object per line, and TensorBoard events."""
+"""Numbers of a run over time: one JSON object per line, and TensorBoard events.
+
+A report covers all iterations since the last one: counts and times are added up, what
+is a state is that of the last iteration, and all else is averaged over iterations.
+"""
 
 import json
 import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import tensorflow as tf
 
 from ppo.run_folder.metrics_file import cut_off_after
 
-__all__ = ["MetricsWriter"]
+__all__ = ["MetricsWriter", "ReportWindow", "is_due"]
+
+_SUM = {"invalid_steps", "lost_episodes", "rollout_seconds", "update_seconds"}
+_LAST = {"iteration", "kl_penalty", "learning_rate", "mean_length", "mean_return"}
 
 
 class MetricsWriter:
@@ -42,12 +48,7 @@ class MetricsWriter:
         """Return the writer."""
         return self
 
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the files."""
         self.close()
 
@@ -95,3 +96,52 @@ def _announce_restart(folder: Path, step: int) -> None:
     with tf.io.TFRecordWriter(str(path)) as records:
         for event in (version, start, start):
             records.write(event.SerializeToString())
+
+
+def is_due(every: int, before: int, after: int) -> bool:
+    """Whether a multiple of `every` steps was reached on the way; never if it is 0."""
+    return every > 0 and before // every < after // every
+
+
+class ReportWindow:
+    """Joins the numbers of iterations to one row."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._values: dict[str, list[float]] = {}
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to report."""
+        return bool(self._values)
+
+    def add(self, steps: int, values: Mapping[str, float]) -> None:
+        """Take in an iteration that collected so many valid steps."""
+        self._steps += steps
+        for name, value in values.items():
+            self._values.setdefault(name, []).append(value)
+
+    def take(self) -> dict[str, float]:
+        """Return the row, with throughputs, and begin a new one."""
+        row = {name: _joined(name, values) for name, values in self._values.items()}
+        rollout, update = row["rollout_seconds"], row["update_seconds"]
+        row["steps_per_second"] = _per_second(self._steps, rollout + update)
+        row["rollout_steps_per_second"] = _per_second(self._steps, rollout)
+        row["update_steps_per_second"] = _per_second(self._steps, update)
+        self._steps = 0
+        self._values = {}
+        return row
+
+
+def _joined(name: str, values: list[float]) -> float:
+    if name in _LAST:
+        return values[-1]
+    known = [value for value in values if not math.isnan(value)]
+    if name in _SUM:
+        return sum(known)
+    if not known:
+        return math.nan
+    return max(known) if name == "ratio_deviation" else sum(known) / len(known)
+
+
+def _per_second(steps: int, seconds: float) -> float:
+    return steps / seconds if seconds > 0 else math.nan

@@ -1,7 +1,7 @@
 """Reads the `metrics.jsonl` of a run, however that run has ended.
 
-A run that was killed may leave a line that is cut, and iterations after its newest
-checkpoint. Neither shows in what is read; a run that is resumed first cuts them off.
+A run that was killed may leave a line that is cut, which is not read, and iterations
+after its newest checkpoint. A run that is resumed first cuts both off.
 """
 
 import json
@@ -43,13 +43,12 @@ def last_iteration(path: Path) -> int:
     Raises:
         OSError: the file cannot be read.
     """
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    rows = [row for row in map(_complete_row, lines) if row is not None]
+    rows = _complete_rows(path) if path.exists() else []
     return int(rows[-1].get("iteration", 0)) if rows else 0
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a run; `steps` rises from each to the next.
+    """Read the rows of a run; `steps` never falls from one to the next.
 
     Args:
         path: the file, one JSON object per line.
@@ -61,20 +60,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         RunFolderError: the file cannot be read, or has no complete row.
     """
     try:
-        lines = path.read_bytes().splitlines()
+        rows = _complete_rows(path)
     except OSError as error:
         raise RunFolderError(
             f"{path}: expected the metrics of a run; {error.strerror or error}."
         ) from error
-    rows: list[dict[str, Any]] = []
-    for line in lines:
-        row = _complete_row(line)
-        if row is None:
-            continue
-        # What a resumed run does again, it has not done before.
-        while rows and rows[-1]["steps"] >= row["steps"]:
-            rows.pop()
-        rows.append(row)
     if not rows:
         raise RunFolderError(
             f"{path}: expected the metrics of at least one iteration, found none; "
@@ -83,8 +73,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def _complete_rows(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_bytes().splitlines()
+    return [row for row in map(_complete_row, lines) if row is not None]
+
+
 def _complete_row(line: bytes) -> dict[str, Any] | None:
-    """Parse a line; None for one that a killed run has cut, or gone on writing in."""
+    """Parse a line; None for one that a killed run has cut."""
     try:
         row = json.loads(line)
     except ValueError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import time
@@ -13,24 +14,27 @@ from typing import Any
 import pytest
 
 from envserve.client import BatchEnv
+from envserve.client.remote_lane import RemoteLane
 from envserve.pool.launcher import Launcher
-from tests.envserve.pool_driver import PoolMaker, odd_launcher
+from tests.envserve.pool_driver import (
+    ODD_ENVS,
+    PoolMaker,
+    attach_lane,
+    launcher_with,
+)
 from tests.envserve.server_process import ServerProcess
-
-__all__ = [
-    "MakeBatch",
-    "StartServer",
-    "launcher",
-    "make_batch",
-    "make_pool",
-    "start_server",
-]
+from tests.envserve.session_client import SessionClient
+from tests.oracle.probe_envs import MODULE
 
 #: So long that a loaded machine makes no padding where a test expects none.
 PATIENCE = 30.0
 
 MakeBatch = Callable[..., BatchEnv]
 StartServer = Callable[..., str]
+Serve = Callable[..., ServerProcess]
+Join = Callable[..., SessionClient]
+Attach = Callable[..., RemoteLane]
+WaitUntil = Callable[..., None]
 
 #: What the contract's envs need to be given and asked through a server.
 OPENINGS = [
@@ -42,39 +46,65 @@ OPENINGS = [
 ]
 
 
-class Servers:
-    """Servers that are stopped together."""
+@contextlib.contextmanager
+def servers_in(folder: Path) -> Iterator[StartServer]:
+    """Gives a function that starts a server; checks that each ends well."""
+    with contextlib.ExitStack() as stack:
+        servers: list[ServerProcess] = []
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._servers: list[ServerProcess] = []
+        def start(bind: str = "tcp://127.0.0.1:0", *options: str) -> str:
+            """Starts one, and returns its address once it is ready."""
+            own_folder = folder / f"server-{len(servers)}"
+            own_folder.mkdir()
+            server = ServerProcess(own_folder, *OPENINGS, *options, bind=(bind,))
+            servers.append(stack.enter_context(server))
+            return server.address
 
-    def start(self, bind: str = "tcp://127.0.0.1:0", *options: str) -> str:
-        """Starts one, and returns its address once it is ready."""
-        folder = self._folder / f"server-{len(self._servers)}"
-        folder.mkdir()
-        patience = ("--padding-after", str(PATIENCE))
-        server = ServerProcess(folder, *OPENINGS, *patience, *options, bind=(bind,))
-        self._servers.append(server)
-        return server.address
-
-    def stop(self) -> None:
-        """Stops all, and checks that each ends well."""
-        with contextlib.ExitStack() as stack:
-            for server in self._servers:
-                stack.enter_context(server)
-                server.signal(signal.SIGTERM)
-            for server in self._servers:
-                log = server.end()
-                assert server.process.returncode == 0, log
+        yield start
+        for server in servers:
+            server.signal(signal.SIGTERM)
+        for server in servers:
+            log = server.end()
+            assert server.process.returncode == 0, log
 
 
 @pytest.fixture
 def start_server(tmp_path: Path) -> Iterator[StartServer]:
     """Starts a server of the test's own."""
-    servers = Servers(tmp_path)
-    yield servers.start
-    servers.stop()
+    with servers_in(tmp_path) as start:
+        yield start
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    """Starts servers of the test's own, which are killed in the end."""
+    with contextlib.ExitStack() as stack:
+        numbers = itertools.count()
+
+        def start(*options: str, **more: Any) -> ServerProcess:
+            folder = tmp_path / f"own-{next(numbers)}"
+            folder.mkdir()
+            return stack.enter_context(ServerProcess(folder, *options, **more))
+
+        yield start
+
+
+@pytest.fixture
+def join(serve: Serve) -> Iterator[Join]:
+    """Attaches clients that say nothing by themselves."""
+    with contextlib.ExitStack() as stack:
+        yield lambda server, *arguments, **more: stack.enter_context(
+            SessionClient(server.address, *arguments, **more)
+        )
+
+
+@pytest.fixture
+def attach(serve: Serve) -> Iterator[Attach]:
+    """Makes lanes to servers, their envs reset; they are closed in the end."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *arguments, **changes: stack.enter_context(
+            contextlib.closing(attach_lane(*arguments, **changes))
+        )
 
 
 def bind_for(lane_kind: str, folder: Path) -> str:
@@ -92,9 +122,8 @@ def shared_address(
 ) -> Iterator[str]:
     """The address of a server that all tests of a module use, one after the other."""
     folder = tmp_path_factory.mktemp("server")
-    servers = Servers(folder)
-    yield "" if lane_kind == "local" else servers.start(bind_for(lane_kind, folder))
-    servers.stop()
+    with servers_in(folder) as start:
+        yield "" if lane_kind == "local" else start(bind_for(lane_kind, folder))
 
 
 @pytest.fixture
@@ -119,7 +148,7 @@ def make_batch(
                 env_name,
                 num_envs,
                 num_workers,
-                import_modules=["envserve.testing"],
+                import_modules=[MODULE],
                 **{"padding_after": PATIENCE, **options},
             )
         else:
@@ -128,7 +157,9 @@ def make_batch(
                 address = start_server(
                     bind_for(lane_kind, tmp_path), "--step-timeout", str(step_timeout)
                 )
-            batch = BatchEnv.connect(env_name, [address], num_envs, **options)
+            batch = BatchEnv.connect(
+                env_name, [address], num_envs, **{"padding_after": PATIENCE, **options}
+            )
         batches.append(batch)
         return batch
 
@@ -152,7 +183,9 @@ def wait_until() -> Callable[[Callable[[], bool]], None]:
 
 @pytest.fixture(scope="module")
 def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    with odd_launcher(tmp_path_factory.mktemp("modules")) as launcher:
+    with launcher_with(
+        tmp_path_factory.mktemp("modules"), odd_envs=ODD_ENVS
+    ) as launcher:
         yield launcher
 
 

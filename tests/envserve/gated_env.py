@@ -8,7 +8,7 @@ from typing import Any
 
 import gymnasium
 
-from envserve.testing import LedgerEnv
+from tests.oracle.ledger_env import LedgerEnv
 
 GATED = "tests/Gated-v0"
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import linecache
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["Place", "is_ours", "run_traced"]
+import envserve
 
+PACKAGE = str(Path(envserve.__file__).parent)
 #: A line of a file.
 Place = tuple[str, int]
 
 
 def is_ours(path: str) -> bool:
-    """Whether a file is one of the package's, and none of its tests'."""
-    return "/envserve/" in path.replace("/tests/envserve/", "")
+    """Whether a file is one of the package's."""
+    return path.startswith(PACKAGE)
 
 
 def run_traced(
@@ -34,7 +36,7 @@ def run_traced(
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         if not is_traced(frame.f_code.co_filename):
             return None
-        if event == "line" and not _is_with(frame):
+        if event == "line" and not _is_spared(frame):
             places.append((frame.f_code.co_filename, frame.f_lineno))
             if len(places) == line:
                 sys.settrace(None)
@@ -52,7 +54,7 @@ def run_traced(
     return places
 
 
-def _is_with(frame: FrameType) -> bool:
-    """Tells the lines before an `__exit__`, where Python handles no signals."""
+def _is_spared(frame: FrameType) -> bool:
+    """Tells lines before an `__exit__`, and of `try`, where no signals are handled."""
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    return line.lstrip().startswith("with ")
+    return line.lstrip().startswith(("with ", "try:"))

@@ -1,393 +1,394 @@
-"""Bugs that would be easy to make, on either side of the wire.
+"""Bugs that would be easy to make, planted where something passes from hand to hand.
 
-Each takes something real away, or puts something wrong in its place.
+A message, a decision, an outcome or a row is dropped, copied, altered or swapped. The
+few that need to know the inside of anything stand at the end.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pytest
 
-from envserve.client import batch_env, lane_group, step_result
-from envserve.client.lane_group import Gathered, LaneGroup
-from envserve.client.row_set import Piece, RowSet, RowSets
-from envserve.lane import Reset
-from envserve.session import ClientSession, ServerSession, client
-from envserve.session.lease import Lease, _Verdict
-from envserve.session.operations import Operations
-from envserve.session.requests import Requests
-from envserve.wire import MessageType, RowPart, decode, encode
+from envserve.client import batch_env, lane_group
+from envserve.client.absence import Absence
+from envserve.client.lane_group import LaneGroup
+from envserve.client.row_set import RowSets
+from envserve.lane import Outcome, Reset
+from envserve.session import (
+    ClientSession,
+    EndPool,
+    RunStep,
+    ServerSession,
+    attachment,
+    claims,
+    lease,
+    operations,
+)
+from envserve.slab import Status
+from envserve.wire import BlockParts, RowPart, decode, encode
+from tests.worlds.profile import Profile
 
-__all__ = ["BUGS", "QUICK_WORLD", "WORLD_OF"]
-
-Array = np.ndarray[Any, Any]
 Patch = pytest.MonkeyPatch
 
-BUGS: dict[str, Callable[[Patch], None]] = {}
-#: A network without surprises but for lost replies.
-QUICK_WORLD: dict[str, Any] = {
-    "request_loss": 0.0,
-    "reply_loss": 0.3,
-    "copies": 0.0,
-    "max_delay": 0.2,
-    "max_work": 0.2,
-}
-#: Where a bug shows only in a world of its own.
-WORLD_OF: dict[str, dict[str, Any]] = {"a resend has a new seq": QUICK_WORLD}
+#: Messages that come again, and minutes later, whatever has become of the connection.
+LINGERING: Final = Profile(
+    num_callers=2, copies=0.5, max_delay=60.0, delay_power=8, is_sticky=True, pace=0.1
+)
+#: Batches of which envs and servers are away every now and then.
+BATCHES: Final = Profile(
+    num_hosts=2,
+    num_callers=0,
+    num_trainers=2,
+    fault_rate=0.01,
+    faults={"pause_host": 3.0, "lose_worker": 2.0, "crash_host": 0.5},
+    max_outage=15.0,
+)
 
 
-def bug(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
-    BUGS[plant.__name__.replace("_", " ")] = plant
-    return plant
+def suffer(kind: str, profile: Profile = LINGERING, **changes: Any) -> Profile:
+    return dataclasses.replace(profile, fault_rate=0.01, faults={kind: 1.0}, **changes)
 
 
-# The server's half.
+class Bug(NamedTuple):
+    """A bug to plant, and where it shows, unless that is anywhere."""
+
+    plant: Callable[[Patch], None]
+    profile: Profile | None = None
 
 
-def judging(
-    patch: Patch, judge_anew: Callable[[Lease, _Verdict, Any], _Verdict]
-) -> None:
-    judge = Lease._judge
-    patch.setattr(
-        Lease,
-        "_judge",
-        lambda self, entries: judge_anew(self, judge(self, entries), entries),
+BUGS: Final[list[Bug]] = []
+
+
+def bug(profile: Profile | None = None) -> Callable[[Callable[[Patch], None]], None]:
+    return lambda plant: BUGS.append(Bug(plant, profile))
+
+
+def around(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> None:
+    """Has `change(real, ...)` stand for a function."""
+    real = getattr(owner, name)
+    patch.setattr(owner, name, lambda *args, **options: change(real, *args, **options))
+
+
+# Messages.
+
+
+def alter_messages(patch: Patch, half: type[Any], alter: Callable[..., Any]) -> None:
+    """Changes what a half of the conversation gets; None drops it."""
+
+    def receive(real: Any, self: Any, *route_frames_now: Any) -> Any:
+        *route, frames, now = route_frames_now
+        message = alter(self, decode(frames))
+        return [] if message is None else real(self, *route, encode(message), now)
+
+    around(patch, half, "receive", receive)
+
+
+@bug(Profile(loss=0.1))
+def requests_are_not_sent_again(patch: Patch) -> None:
+    alter_messages(patch, ServerSession, lambda _, m: None if m.attempt else m)
+
+
+@bug(suffer("send_stray"))
+def a_stale_epoch_is_accepted(patch: Patch) -> None:
+    def mend(self: Any, asked: Any) -> Any:
+        claim = self._claims.get(asked.session)
+        if claim is not None and claim.lease is not None:
+            asked.epoch = claim.lease.epoch
+        return asked
+
+    alter_messages(patch, ServerSession, mend)
+
+
+@bug(suffer("send_stray"))
+def a_stale_boot_is_accepted(patch: Patch) -> None:
+    def mend(self: Any, asked: Any) -> Any:
+        asked.boot = asked.boot and self.boot
+        return asked
+
+    alter_messages(patch, ServerSession, mend)
+
+
+@bug()
+def answers_to_other_sessions_are_accepted(patch: Patch) -> None:
+    def mend(self: Any, answer: Any) -> Any:
+        answer.session = self.requests.session
+        return answer
+
+    alter_messages(patch, ClientSession, mend)
+
+
+@bug()
+def a_late_reply_answers_a_new_request(patch: Patch) -> None:
+    def mend(self: Any, answer: Any) -> Any:
+        waiting = self.requests.waiting
+        blocks = [block for block, _ in answer.entries]
+        for request in waiting.values() if answer.request not in waiting else ():
+            if blocks and blocks == [block for block, _ in request.entries]:
+                answer.request, answer.entries = request.id, request.entries
+        return answer
+
+    alter_messages(patch, ClientSession, mend)
+
+
+# Decisions.
+
+
+@bug()
+def envs_are_not_freed(patch: Patch) -> None:
+    def keep(real: Any, *arguments: Any) -> Any:
+        return [d for d in real(*arguments) if not isinstance(d, EndPool)]
+
+    for name in ("receive", "poll", "stop", "pool_failed", "pool_finished"):
+        around(patch, ServerSession, name, keep)
+
+
+@bug()
+def a_step_is_answered_before_it_is_done(patch: Patch) -> None:
+    finish = ServerSession.pool_finished
+    answered: set[tuple[int, int]] = set()
+
+    def answer_at_once(real: Any, self: Any, *arguments: Any) -> Any:
+        decisions = real(self, *arguments)
+        for step in [d for d in decisions if isinstance(d, RunStep)]:
+            answered.update((step.session, block) for block in step.blocks)
+            decisions += finish(self, step.session, [Outcome(b) for b in step.blocks])
+        return decisions
+
+    def finish_others(real: Any, self: Any, session: int, ended: Any, _: Any) -> Any:
+        return real(
+            self, session, [o for o in ended if (session, o.block) not in answered]
+        )
+
+    around(patch, ServerSession, "receive", answer_at_once)
+    around(patch, ServerSession, "pool_finished", finish_others)
+
+
+@bug(suffer("kill_caller", Profile()))
+def leases_never_expire(patch: Patch) -> None:
+    patch.setattr(ServerSession, "next_deadline", lambda self: math.inf)
+
+
+@bug()
+def capacity_is_not_looked_at(patch: Patch) -> None:
+    patch.setattr(claims.Claims, "free_envs", 1 << 20)
+
+
+@bug(suffer("cut_one_way", Profile(), max_outage=1000.0))
+def silence_is_never_noticed(patch: Patch) -> None:
+    patch.setattr(attachment.Attachment, "lost_at", math.inf)
+
+
+@bug()
+def leases_use_the_same_seeds_again(patch: Patch) -> None:
+    patch.setattr(attachment, "attach_again", lambda attach, num_leases: attach)
+
+
+# Outcomes, and what is known of blocks.
+
+
+@bug()
+def refused_operations_use_up_a_seq(patch: Patch) -> None:
+    around(
+        patch,
+        operations.Operations,
+        "fail",
+        lambda real, *args, uses_seq=True: real(*args),
     )
 
 
-def is_running(self: Lease, entries: Sequence[tuple[int, int]]) -> bool:
-    requests = [self._requests[block] for block, _ in entries]
-    return any(request is not None and request.waiting for request in requests)
+@bug()
+def a_block_that_was_lost_is_stepped_on(patch: Patch) -> None:
+    def forget(real: Any, self: Any, *arguments: Any) -> None:
+        real(self, *arguments)
+        self.lost.clear()
+
+    around(patch, operations.Operations, "lose", forget)
 
 
-@bug
-def a_copy_of_a_running_request_is_executed(patch: Patch) -> None:
-    def judge(self: Lease, verdict: _Verdict, entries: Any) -> _Verdict:
-        is_copy = verdict is _Verdict.KNOWN and is_running(self, entries)
-        return _Verdict.RUN if is_copy else verdict
+@bug()
+def a_lost_lease_is_not_marked(patch: Patch) -> None:
+    def mend(real: Any, self: Any) -> Any:
+        outcomes = real(self)
+        self.rows.truncated[self.rows.status == Status.SERVER_LOST] = False
+        self.rows.status[:] = Status.OK
+        return outcomes
 
-    judging(patch, judge)
-
-
-@bug
-def a_copy_of_an_answered_request_is_executed(patch: Patch) -> None:
-    def judge(self: Lease, verdict: _Verdict, entries: Any) -> _Verdict:
-        is_copy = verdict is _Verdict.KNOWN and not is_running(self, entries)
-        return _Verdict.RUN if is_copy else verdict
-
-    judging(patch, judge)
+    around(patch, ClientSession, "take_outcomes", mend)
 
 
-@bug
-def a_late_copy_of_an_older_request_is_executed(patch: Patch) -> None:
-    def judge(self: Lease, verdict: _Verdict, entries: Any) -> _Verdict:
-        is_old = verdict is _Verdict.LATE and not is_running(self, entries)
-        return _Verdict.RUN if is_old else verdict
-
-    handle = Lease.handle
-
-    def keep_last(self: Lease, *arguments: Any) -> Any:
-        last = list(self._last_seq)
-        decisions = handle(self, *arguments)
-        self._last_seq = [max(pair) for pair in zip(last, self._last_seq, strict=True)]
-        return decisions
-
-    judging(patch, judge)
-    patch.setattr(Lease, "handle", keep_last)
+@bug(BATCHES)
+def the_last_observation_is_not_kept(patch: Patch) -> None:
+    patch.setattr(operations, "keep_last_observation", lambda rows, part: None)
 
 
-@bug
-def a_seq_beyond_the_next_is_accepted(patch: Patch) -> None:
-    def judge(self: Lease, verdict: _Verdict, entries: Any) -> _Verdict:
-        is_gap = verdict is _Verdict.GAP and not is_running(self, entries)
-        return _Verdict.RUN if is_gap else verdict
+@bug(BATCHES)
+def what_is_owed_answers_the_next_action(patch: Patch) -> None:
+    def forget(real: Any, self: Any, positions: Any) -> Any:
+        others = real(self, positions)
+        self.awaited.clear()
+        return others
 
-    judging(patch, judge)
-
-
-@bug
-def a_stale_epoch_is_accepted(patch: Patch) -> None:
-    dispatch = ServerSession._dispatch
-
-    def ignore_epoch(self: ServerSession, message: Any, *others: Any) -> Any:
-        claim = self._claims.get(message.session)
-        if claim is not None and claim.lease is not None:
-            message = dataclasses.replace(message, epoch=claim.lease.epoch)
-        return dispatch(self, message, *others)
-
-    patch.setattr(ServerSession, "_dispatch", ignore_epoch)
+    around(patch, Absence, "await_owed", forget)
 
 
-@bug
-def a_stale_boot_is_accepted(patch: Patch) -> None:
-    dispatch = ServerSession._dispatch
+@bug(BATCHES)
+def a_reset_gives_up_what_is_owed_to_other_rows(patch: Patch) -> None:
+    def give_up(real: Any, self: Any, *arguments: Any) -> None:
+        real(self, *arguments)
+        for position in self.absence.owed & self.inbox.outcomes.keys():
+            self.absence.owed.remove(position)
+            del self.inbox.outcomes[position]
 
-    def ignore_boot(self: ServerSession, message: Any, *others: Any) -> Any:
-        message = dataclasses.replace(message, boot=self.boot)
-        return dispatch(self, message, *others)
-
-    patch.setattr(ServerSession, "_dispatch", ignore_boot)
-
-
-@bug
-def a_request_is_answered_before_it_is_done(patch: Patch) -> None:
-    handle = Lease.handle
-
-    def answer_at_once(self: Lease, message: Any, *others: Any) -> Any:
-        decisions = handle(self, message, *others)
-        request = self._requests[message.entries[0][0]]
-        if decisions and request is not None and request.waiting:
-            decisions.append(self._answer(request))
-        return decisions
-
-    patch.setattr(Lease, "handle", answer_at_once)
+    around(patch, LaneGroup, "reset", give_up)
 
 
-@bug
-def blocks_are_answered_in_another_order(patch: Patch) -> None:
-    answer = Lease._answer
+def pass_for_valid(patch: Patch, status: Status) -> None:
+    def show(real: Any, self: Any, spec: Any, row_set: Any, result: Any) -> None:
+        real(self, spec, row_set, result)
+        chosen = result.status == status
+        result.valid[chosen], result.status[chosen] = True, Status.OK
 
-    def answer_reversed(self: Lease, request: Any) -> Any:
-        turned = dataclasses.replace(request, blocks=request.blocks[::-1])
-        return answer(self, turned)
-
-    patch.setattr(Lease, "_answer", answer_reversed)
+    around(patch, Absence, "show", show)
 
 
-@bug
+@bug(BATCHES)
+def padding_passes_for_valid(patch: Patch) -> None:
+    pass_for_valid(patch, Status.PENDING)
+
+
+@bug(BATCHES)
+def late_results_pass_for_valid(patch: Patch) -> None:
+    pass_for_valid(patch, Status.LATE)
+
+
+# Rows of a batch.
+
+
+@bug()
 def an_action_is_dropped_and_the_last_one_applied_again(patch: Patch) -> None:
-    unpack, count = RowPart.unpack_actions, itertools.count(1)
+    count = itertools.count(1)
 
-    def unpack_some(self: RowPart, *buffers: Any) -> None:
+    def unpack(real: Any, *part_and_buffers: Any) -> None:
         if next(count) % 20:
-            unpack(self, *buffers)
+            real(*part_and_buffers)
 
-    patch.setattr(RowPart, "unpack_actions", unpack_some)
-
-
-@bug
-def two_clients_share_their_rows(patch: Patch) -> None:
-    begin = Lease.__init__
-    rows_of: dict[int, Any] = {}
-
-    def begin_with_others_rows(self: Lease, **options: Any) -> None:
-        rows = rows_of.setdefault(options["boot"], options["rows"])
-        begin(self, **{**options, "rows": rows})
-
-    patch.setattr(Lease, "__init__", begin_with_others_rows)
+    around(patch, RowPart, "unpack_actions", unpack)
 
 
-# The client's half.
+def alter_actions(patch: Patch, alter: Callable[..., Any]) -> None:
+    def send(real: Any, self: Any, row_set: Any, actions: Any, **how: Any) -> None:
+        real(self, row_set, alter(row_set, actions), **how)
+
+    around(patch, LaneGroup, "send", send)
 
 
-@bug
-def a_seq_lags_by_one(patch: Patch) -> None:
-    begin = Operations._begin
-
-    def begin_late(self: Operations, *arguments: Any) -> Any:
-        entries = begin(self, *arguments)
-        return tuple((block, max(1, seq - 1)) for block, seq in entries)
-
-    patch.setattr(Operations, "_begin", begin_late)
-
-
-@bug
-def a_resend_has_a_new_seq(patch: Patch) -> None:
-    resend = Requests.resend
-
-    def resend_as_new(self: Requests, now: float) -> bool:
-        due = [p for p in self if now >= p.resend_at and p.entries]
-        is_any = resend(self, now)
-        for pending in due:
-            message = decode(pending.frames)
-            self.remove(pending.id)
-            message.request += 500_000
-            message.entries = tuple((block, seq + 1) for block, seq in message.entries)
-            pending.id, pending.entries = message.request, message.entries
-            pending.frames = encode(message)
-            self._pending[pending.id] = pending
-            self._outbox.put(pending.id, pending.frames)
-        return is_any
-
-    patch.setattr(Requests, "resend", resend_as_new)
-
-
-@bug
-def a_resend_is_the_same_attempt(patch: Patch) -> None:
-    patch.setattr("envserve.session.requests.set_attempt", lambda frame, _: frame)
-
-
-@bug
-def a_late_reply_answers_a_new_request(patch: Patch) -> None:
-    def take_any(self: ClientSession, message: Any, now: float) -> None:
-        blocks = {block for block, _ in message.entries}
-        for pending in list(self._requests):
-            if {block for block, _ in pending.entries} == blocks:
-                self._granted.finish(pending, message)
-                self._requests.remove(pending.id)
-
-    patch.setitem(client._HANDLERS, MessageType.RESULT, take_any)
-
-
-@bug
-def a_reply_is_written_to_another_block(patch: Patch) -> None:
-    finish = Operations.finish
-
-    def finish_elsewhere(self: Operations, pending: Any, message: Any) -> None:
-        if pending.part is not None and len(pending.entries) == 1:
-            block = pending.entries[0][0]
-            pending.part = self._parts[((block + 1) % len(self.blocks),)]
-        finish(self, pending, message)
-
-    patch.setattr(Operations, "finish", finish_elsewhere)
-
-
-# What a batch makes of its lanes.
-
-
-@bug
-def rows_of_two_lanes_are_swapped(patch: Patch) -> None:
-    begin = RowSet.__init__
-
-    def swap(self: RowSet, blocks: Any) -> None:
-        begin(self, blocks)
-        if len(self.pieces) == 2 and len({p.set_rows.stop for p in self.pieces}) == 2:
-            first, second = self.pieces
-            if 2 * first.set_rows.stop == second.set_rows.stop:
-                first.set_rows, second.set_rows = second.set_rows, first.set_rows
-
-    patch.setattr(RowSet, "__init__", swap)
-
-
-@bug
+@bug(BATCHES)
 def an_action_goes_to_the_neighbour(patch: Patch) -> None:
-    write = Piece.write_actions
-
-    def write_shifted(self: Piece, actions: Sequence[Array]) -> None:
-        write(self, [np.roll(array, 1, axis=0) for array in actions])
-
-    patch.setattr(Piece, "write_actions", write_shifted)
+    alter_actions(patch, lambda _, actions: [np.roll(a, 1, axis=0) for a in actions])
 
 
-@bug
+@bug(BATCHES)
 def actions_are_written_once_the_step_was_submitted(patch: Patch) -> None:
-    def step(self: LaneGroup, actions: Sequence[Array]) -> Gathered:
-        ticket = self._begin()
-        for piece in self.everything.pieces:
-            piece.lane.submit_step(piece.blocks, ticket)
-        self.everything.write_actions(actions)
-        gathered = Gathered()
-        for piece in self.everything.pieces:
-            self._collect_all(piece.lane, ticket, piece.blocks, gathered, [])
-        self._end([])
-        return gathered
+    last: dict[Any, Any] = {}
 
-    patch.setattr(LaneGroup, "step", step)
+    def delay(row_set: Any, actions: Any) -> Any:
+        before = last.get(row_set, actions)
+        last[row_set] = actions
+        return before
+
+    alter_actions(patch, delay)
 
 
-@bug
+@bug(BATCHES)
 def a_send_ignores_the_order_of_its_rows(patch: Patch) -> None:
-    of_rows = RowSets.of_rows
-    patch.setattr(RowSets, "of_rows", lambda self, rows: (of_rows(self, rows)[0], None))
+    around(patch, RowSets, "of_rows", lambda real, *args: (real(*args)[0], None))
 
 
-@bug
-def a_received_block_is_read_from_the_rows_of_another(patch: Patch) -> None:
-    read = Piece.read
+@bug(BATCHES)
+def a_step_waits_for_its_first_block_only(patch: Patch) -> None:
+    def wait(real: Any, self: Any, positions: Any, _: Any, deadline: float) -> Any:
+        real(self, positions, 1, deadline)
+        return positions
 
-    def read_elsewhere(self: Piece) -> Any:
-        if len(self.blocks) > 1:
-            return read(self)
-        other = self.lane.blocks[(self.blocks[0] + 1) % len(self.lane.blocks)]
-        return self.lane.rows.at(slice(other.start, other.stop))
-
-    patch.setattr(Piece, "read", read_elsewhere)
+    around(patch, LaneGroup, "wait", wait)
 
 
-@bug
-def a_step_waits_for_its_first_lane_only(patch: Patch) -> None:
-    collect = LaneGroup._collect_all
-
-    def collect_first(self: LaneGroup, lane: Any, *others: Any) -> Any:
-        return collect(self, lane, *others) if lane is self._lanes[0] else []
-
-    patch.setattr(LaneGroup, "_collect_all", collect_first)
-
-
-@bug
-def the_result_of_an_interrupted_call_answers_the_next(patch: Patch) -> None:
-    def begin(self: LaneGroup) -> int:
-        self._is_settled = False
-        return 0
-
-    submit = ClientSession.submit_step
-
-    def submit_idle(self: ClientSession, blocks: Any, *others: Any) -> None:
-        idle = [block for block in blocks if block not in self._granted.busy]
-        submit(self, idle, *others)
-
-    patch.setattr(LaneGroup, "_begin", begin)
-    patch.setattr(ClientSession, "submit_step", submit_idle)
-
-
-@bug
+@bug(BATCHES)
 def a_reset_of_a_row_resets_its_block(patch: Patch) -> None:
     patch.setattr(lane_group, "Reset", lambda block, *_: Reset(block, None, None))
 
 
-def gathering(patch: Patch, change: Callable[[Any], Any]) -> None:
-    gather = step_result.gather_result
-    patch.setattr(
-        batch_env, "gather_result", lambda *arguments: change(gather(*arguments))
-    )
+def alter_results(patch: Patch, alter: Callable[[Any], Any]) -> None:
+    around(patch, batch_env, "gather_result", lambda real, *args: alter(real(*args)))
 
 
-@bug
+@bug(BATCHES)
 def the_reward_is_that_of_the_step_before(patch: Patch) -> None:
-    last: dict[int, Array] = {}
+    last: dict[int, Any] = {}
 
     def keep(result: Any) -> Any:
-        reward = last.get(len(result.reward), np.zeros_like(result.reward))
-        last[len(reward)] = result.reward
-        return result._replace(reward=reward)
+        before = last.get(len(result.reward), np.zeros_like(result.reward))
+        last[len(before)] = result.reward
+        return result._replace(reward=before)
 
-    gathering(patch, keep)
-
-
-@bug
-def a_lost_row_is_valid(patch: Patch) -> None:
-    gathering(patch, lambda result: result._replace(valid=np.ones_like(result.valid)))
+    alter_results(patch, keep)
 
 
-@bug
+@bug(BATCHES)
 def final_observations_are_the_next_first_ones(patch: Patch) -> None:
-    write = step_result._write_final
-
-    def write_next(rows: Any, targets: Any) -> None:
-        write(dataclasses.replace(rows, final_observation=rows.observation), targets)
-
-    patch.setattr(step_result, "_write_final", write_next)
+    alter_results(patch, lambda r: r._replace(final_observation=r.observation))
 
 
-@bug
-def final_observations_of_truncated_rows_are_forgotten(patch: Patch) -> None:
-    patch.setattr(step_result, "_has_ended", lambda rows: rows.terminated.any())
+# Inside: a lease takes for the next request what is not, and forgets that it did.
 
 
-@bug
-def a_result_is_read_from_the_rows_of_the_step_before(patch: Patch) -> None:
-    read = Piece.read
-    last: dict[Piece, Any] = {}
+def take_for_next(patch: Patch, is_taken: Callable[[int], bool]) -> None:
+    def handle(real: Any, self: Any, message: Any, *others: Any) -> Any:
+        last = list(self._last_seq)
+        ahead = max(seq - last[block] for block, seq in message.entries)
+        is_idle = not any(self._states[b] in lease._BUSY for b, _ in message.entries)
+        if not (is_idle and is_taken(ahead)):
+            return real(self, message, *others)
+        message.entries = tuple(
+            [(block, last[block] + 1) for block, _ in message.entries]
+        )
+        decisions = real(self, message, *others)
+        self._last_seq = last
+        return decisions
 
-    def read_last(self: Piece) -> Any:
-        rows = read(self).at(np.arange(self.set_rows.stop - self.set_rows.start))
-        before = last.get(self, rows)
-        last[self] = rows
-        return before
+    around(patch, lease.Lease, "handle", handle)
 
-    patch.setattr(Piece, "read", read_last)
+
+@bug()
+def a_copy_of_an_answered_request_is_executed(patch: Patch) -> None:
+    take_for_next(patch, lambda ahead: ahead == 0)
+
+
+@bug()
+def a_late_copy_of_an_older_request_is_executed(patch: Patch) -> None:
+    take_for_next(patch, lambda ahead: ahead < 0)
+
+
+@bug(suffer("send_stray"))
+def a_seq_beyond_the_next_is_accepted(patch: Patch) -> None:
+    take_for_next(patch, lambda ahead: ahead > 1)
+
+
+@bug()
+def blocks_are_answered_in_another_order(patch: Patch) -> None:
+    class Sorted(BlockParts):
+        def __missing__(self, indexes: tuple[int, ...]) -> RowPart:
+            return super().__missing__(tuple(sorted(indexes)))
+
+    patch.setattr(lease, "BlockParts", Sorted)
+
+
+@bug(suffer("close_caller"))
+def ended_sessions_are_forgotten(patch: Patch) -> None:
+    patch.setattr(claims._Recent, "note", lambda *_: None)

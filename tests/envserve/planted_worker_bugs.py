@@ -1,306 +1,204 @@
-"""Bugs of pools and of workers, planted beside real processes.
-
-Those of workers are planted in the process itself, by the env that it builds: import
-this module where the envs are built.
-"""
+"""Bugs of pools, and of workers, which are planted there by the env that they build."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
 import pytest
 
-from envserve.lane import Outcome
-from envserve.pool import pool as pool_module
+from envserve.client.absence import Absence
+from envserve.pool import operations
 from envserve.pool.pool import Pool
-from envserve.slab import Rows, Status, write_lost, write_pending
-from envserve.spec import action_values
-from envserve.testing import LedgerEnv
+from envserve.pool.supervisor import SupervisedWorker
+from envserve.slab import Status, write_lost
 from envserve.worker import process
+from envserve.worker.channel import Kind, pack_frame
 from envserve.worker.env_row import EnvRow
-from envserve.worker.process import _Worker
-
-__all__ = ["PLANTED", "POOL_BUGS", "WORKER_BUGS"]
+from tests.envserve.planted_bugs import around
+from tests.oracle.ledger_env import LedgerEnv
 
 PLANTED = "tests/PlantedLedger-v0"
 
-WORKER_BUGS: dict[str, Callable[[], None]] = {}
-POOL_BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
+Patch = pytest.MonkeyPatch
+WORKER_BUGS: dict[str, Callable[[Patch], None]] = {}
+POOL_BUGS: dict[str, Callable[[Patch], None]] = {}
 
 
-def worker_bug(plant: Callable[[], None]) -> Callable[[], None]:
-    WORKER_BUGS[plant.__name__.replace("_", " ")] = plant
-    return plant
-
-
-def pool_bug(
-    plant: Callable[[pytest.MonkeyPatch], None],
-) -> Callable[[pytest.MonkeyPatch], None]:
-    POOL_BUGS[plant.__name__.replace("_", " ")] = plant
-    return plant
+def plant_in(
+    bugs: dict[str, Callable[[Patch], None]],
+) -> Callable[[Callable[[Patch], None]], None]:
+    return lambda plant: bugs.update({plant.__name__.replace("_", " "): plant})
 
 
 class PlantedLedger(LedgerEnv):
     """A ledger that spoils the worker which builds it."""
 
+    planted: ClassVar[set[str]] = set()
+
     def __init__(self, bug: str = "", **options: Any) -> None:
-        if bug:
-            WORKER_BUGS[bug]()
+        if bug and bug not in self.planted:
+            self.planted.add(bug)
+            WORKER_BUGS[bug](Patch())
         super().__init__(**options)
 
 
 gymnasium.register(PLANTED, f"{__name__}:PlantedLedger")
 
 
-# In the worker; each is planted once for each env, so none may add up.
-
-_Step = EnvRow.step
-_WORKER: dict[str, Any] = {
-    name: getattr(_Worker, name)
-    for name in ("_step", "_recover", "_mark_lost", "_publish", "close")
-}
+# In the worker.
 
 
-@worker_bug
-def an_env_is_stepped_twice() -> None:
-    def step(self: EnvRow, action: Any) -> Any:
-        self._step_env(action)
-        return _Step(self, action)
+@plant_in(WORKER_BUGS)
+def an_env_is_stepped_twice(patch: Patch) -> None:
+    def step(real: Any, self: EnvRow, action: Any) -> Any:
+        real(self, action)
+        return real(self, action)
 
-    EnvRow.step = step  # type: ignore[method-assign]
-
-
-@worker_bug
-def an_action_goes_to_the_neighbour() -> None:
-    def values(*arguments: Any) -> Any:
-        return list(action_values(*arguments))[::-1]
-
-    process.action_values = values  # type: ignore[assignment,attr-defined]
+    around(patch, EnvRow, "step", step)
 
 
-@worker_bug
-def the_reward_is_that_of_the_step_before() -> None:
-    def step(self: Any, envs: Any) -> Any:
-        part = slice(envs[0].row, envs[-1].row + 1)
-        before = self._rows.reward[part].copy()
-        report = _WORKER["_step"](self, envs)
-        self._rows.reward[part] = before
-        return report
-
-    _Worker._step = step  # type: ignore[method-assign]
+@plant_in(WORKER_BUGS)
+def an_action_goes_to_the_neighbour(patch: Patch) -> None:
+    around(patch, process, "action_values", lambda real, *args: list(real(*args))[::-1])
 
 
-@worker_bug
-def the_rows_are_answered_before_they_are_written() -> None:
-    later: dict[int, Any] = {}
+@plant_in(WORKER_BUGS)
+def the_reward_is_that_of_the_step_before(patch: Patch) -> None:
+    last: dict[EnvRow, float] = {}
 
-    def step(self: Any, envs: Any) -> Any:
-        part = slice(envs[0].row, envs[-1].row + 1)
-        report = _WORKER["_step"](self, envs)
-        target = self._rows.observation[0]
-        written = target[part].copy()
-        target[part] = later.get(part.start, written)
-        later[part.start] = written
-        return report
+    def step(real: Any, self: EnvRow, action: Any) -> Any:
+        reward, *others = real(self, action)
+        before = last.get(self, 0.0)
+        last[self] = reward
+        return before, *others
 
-    _Worker._step = step  # type: ignore[method-assign]
+    around(patch, EnvRow, "step", step)
 
 
-@worker_bug
-def termination_and_truncation_are_mixed_up() -> None:
-    def step(self: EnvRow, action: Any) -> Any:
-        reward, terminated, truncated, info = _Step(self, action)
+@plant_in(WORKER_BUGS)
+def a_step_is_answered_before_it_is_done(patch: Patch) -> None:
+    def handle(real: Any, self: Any, frame: Any) -> None:
+        send = self._send
+        if frame.kind is Kind.STEP:
+            send(pack_frame(Kind.DONE, frame.block, frame.sequence))
+            time.sleep(0.01)
+            self._send = lambda _: None
+        real(self, frame)
+        self._send = send
+
+    around(patch, process._Worker, "handle", handle)
+
+
+@plant_in(WORKER_BUGS)
+def termination_and_truncation_are_mixed_up(patch: Patch) -> None:
+    def step(real: Any, self: EnvRow, action: Any) -> Any:
+        reward, terminated, truncated, info = real(self, action)
         return reward, truncated, terminated, info
 
-    EnvRow.step = step  # type: ignore[method-assign]
+    around(patch, EnvRow, "step", step)
 
 
-@worker_bug
-def an_env_that_failed_has_its_old_seed() -> None:
-    def rebuild(self: EnvRow) -> None:
-        self.close()
-        self.build()
-
-    EnvRow.rebuild = rebuild  # type: ignore[method-assign]
+@plant_in(WORKER_BUGS)
+def an_env_that_failed_has_its_old_seed(patch: Patch) -> None:
+    patch.setattr(EnvRow, "rebuild", EnvRow.build)
 
 
-@worker_bug
-def an_env_that_failed_goes_on() -> None:
-    def recover(self: Any, env: Any, error: Exception, **options: Any) -> Any:
-        return {
-            "row": env.row,
-            "status": int(Status.ENV_ERROR),
-            "text": "x",
-            "violation": False,
-        }
-
-    _Worker._recover = recover  # type: ignore[method-assign]
+@plant_in(WORKER_BUGS)
+def an_env_that_failed_goes_on(patch: Patch) -> None:
+    patch.setattr(EnvRow, "rebuild", lambda self: None)
 
 
-@worker_bug
-def an_env_that_failed_has_terminated() -> None:
-    def mark_lost(self: Any, row: int) -> None:
-        _WORKER["_mark_lost"](self, row)
-        self._rows.terminated[row] = True
+@plant_in(WORKER_BUGS)
+def a_fresh_env_is_stepped_with_an_action_that_was_lost(patch: Patch) -> None:
+    def reset(real: Any, self: EnvRow, seed: Any) -> Any:
+        info = real(self, seed)
+        self.inner_env.step(np.int64(5))
+        return info
 
-    _Worker._mark_lost = mark_lost  # type: ignore[method-assign]
-
-
-@worker_bug
-def an_env_that_failed_has_no_final_observation() -> None:
-    def recover(self: Any, env: Any, error: Exception, **options: Any) -> Any:
-        fault = _WORKER["_recover"](self, env, error, **options)
-        self._rows.final_observation[0][env.row] = 0
-        return fault
-
-    _Worker._recover = recover  # type: ignore[method-assign]
+    around(patch, EnvRow, "reset", reset)
 
 
-@worker_bug
-def a_fresh_env_is_stepped_with_the_action_that_was_lost() -> None:
-    def publish(self: Any, envs: Any) -> Any:
-        payload = _WORKER["_publish"](self, envs)
-        for env in envs:
-            env.step(self._rows.action[0][env.row])
-        return payload
+@plant_in(WORKER_BUGS)
+def the_last_action_is_applied_once_more_at_the_end(patch: Patch) -> None:
+    def close(real: Any, self: EnvRow) -> None:
+        self.inner_env.step(np.int64(5))
+        real(self)
 
-    _Worker._publish = publish  # type: ignore[method-assign]
-
-
-@worker_bug
-def the_last_action_is_applied_once_more_at_the_end() -> None:
-    def close(self: Any) -> None:
-        for env in self._envs.values():
-            env.step(self._rows.action[0][env.row])
-        _WORKER["close"](self)
-
-    _Worker.close = close  # type: ignore[method-assign]
+    around(patch, EnvRow, "close", close)
 
 
 # In the pool.
 
 
-@pool_bug
-def a_replaced_env_has_its_old_seed(patch: pytest.MonkeyPatch) -> None:
-    on_lost = Pool.on_lost
+@plant_in(POOL_BUGS)
+def a_replaced_env_has_its_old_seed(patch: Patch) -> None:
+    def start(real: Any, self: Any, incarnations: Any, now: float) -> Any:
+        return real(self, [0] * len(incarnations), now)
 
-    def keep_incarnations(self: Pool, *arguments: Any) -> None:
-        before = list(self._incarnations)
-        on_lost(self, *arguments)
-        self._incarnations[:] = before
-
-    patch.setattr(Pool, "on_lost", keep_incarnations)
+    around(patch, SupervisedWorker, "start", start)
 
 
-@pool_bug
-def a_loss_is_reported_twice(patch: pytest.MonkeyPatch) -> None:
-    report_lost = Pool._report_lost
-    reported: set[int] = set()
+@plant_in(POOL_BUGS)
+def a_loss_is_reported_twice(patch: Patch) -> None:
+    told: dict[int, Any] = {}
 
-    def report_again(self: Pool, block: Any) -> Any:
-        loss = self._losses[block.index]
-        faults = report_lost(self, block)
-        if block.index not in reported:
-            reported.add(block.index)
-            self._losses[block.index] = loss
-        return faults
+    def collect(real: Any, self: Pool, *arguments: Any) -> Any:
+        outcomes = real(self, *arguments)
+        for at, outcome in enumerate(outcomes):
+            faults = told.pop(outcome.block, ())
+            if faults:
+                outcomes[at] = outcome._replace(faults=faults)
+                block = self.blocks[outcome.block]
+                part = slice(block.start, block.stop)
+                write_lost(self.rows, part, Status.WORKER_DIED)
+            elif len(outcome.faults) > 1:
+                told[outcome.block] = outcome.faults
+        return outcomes
 
-    patch.setattr(Pool, "_report_lost", report_again)
-
-
-@pool_bug
-def a_loss_is_not_reported(patch: pytest.MonkeyPatch) -> None:
-    def forget(self: Pool, block: Any) -> Any:
-        del self._losses[block.index]
-        return []
-
-    patch.setattr(Pool, "_report_lost", forget)
+    around(patch, Pool, "collect", collect)
 
 
-def lost_rows(patch: pytest.MonkeyPatch, name: str, value: Any) -> None:
-    def write(rows: Rows, part: slice, status: Status) -> None:
-        write_lost(rows, part, status)
-        getattr(rows, name)[part] = value
+def lost_rows(patch: Patch, alter: Callable[[Any], None]) -> None:
+    def write(real: Any, rows: Any, part: slice, status: Status) -> None:
+        real(rows, part, status)
+        alter(rows.at(part))
 
-    patch.setattr(pool_module, "write_lost", write)
-
-
-@pool_bug
-def a_lost_row_is_not_truncated(patch: pytest.MonkeyPatch) -> None:
-    lost_rows(patch, "truncated", False)
+    around(patch, operations, "write_lost", write)
 
 
-@pool_bug
-def a_lost_row_is_terminated(patch: pytest.MonkeyPatch) -> None:
-    lost_rows(patch, "terminated", True)
+@plant_in(POOL_BUGS)
+def a_loss_is_not_reported(patch: Patch) -> None:
+    patch.setattr(operations, "write_lost", lambda rows, part, status: None)
 
 
-@pool_bug
-def a_lost_row_has_no_status(patch: pytest.MonkeyPatch) -> None:
-    lost_rows(patch, "status", Status.OK)
+@plant_in(POOL_BUGS)
+def a_lost_row_is_not_truncated(patch: Patch) -> None:
+    lost_rows(patch, lambda rows: rows.truncated.fill(False))
 
 
-@pool_bug
-def a_lost_row_is_only_late(patch: pytest.MonkeyPatch) -> None:
-    lost_rows(patch, "status", Status.LATE)
+@plant_in(POOL_BUGS)
+def a_lost_row_is_terminated(patch: Patch) -> None:
+    lost_rows(patch, lambda rows: rows.terminated.fill(True))
 
 
-@pool_bug
-def a_lost_row_has_the_next_observation_for_its_final_one(
-    patch: pytest.MonkeyPatch,
-) -> None:
-    def write(rows: Rows, part: slice, status: Status) -> None:
-        write_lost(rows, part, status)
-        rows.final_observation[0][part] = rows.observation[0][part]
-
-    patch.setattr(pool_module, "write_lost", write)
+@plant_in(POOL_BUGS)
+def a_lost_row_is_late(patch: Patch) -> None:
+    lost_rows(patch, lambda rows: rows.status.fill(Status.LATE))
 
 
-@pool_bug
-def padding_is_truncated(patch: pytest.MonkeyPatch) -> None:
-    def write(rows: Rows, part: slice) -> None:
-        write_pending(rows, part)
-        rows.truncated[part] = True
-
-    patch.setattr(pool_module, "write_pending", write)
+@plant_in(POOL_BUGS)
+def a_lost_row_ends_with_the_next_observation(patch: Patch) -> None:
+    lost_rows(patch, lambda r: np.copyto(r.final_observation[0], r.observation[0]))
 
 
-@pool_bug
-def padding_keeps_the_last_reward(patch: pytest.MonkeyPatch) -> None:
-    def write(rows: Rows, part: slice) -> None:
-        rewards = rows.action[0][part].copy()
-        write_pending(rows, part)
-        rows.reward[part] = 1.0 + rewards
+@plant_in(POOL_BUGS)
+def padding_is_truncated(patch: Patch) -> None:
+    def show(real: Any, self: Absence, spec: Any, row_set: Any, result: Any) -> None:
+        real(self, spec, row_set, result)
+        result.truncated[result.status == Status.PENDING] = True
 
-    patch.setattr(pool_module, "write_pending", write)
-
-
-@pool_bug
-def padding_counts_as_valid(patch: pytest.MonkeyPatch) -> None:
-    def write(rows: Rows, part: slice) -> None:
-        write_pending(rows, part)
-        rows.status[part] = Status.OK
-
-    patch.setattr(pool_module, "write_pending", write)
-
-
-@pool_bug
-def a_padded_action_is_applied(patch: pytest.MonkeyPatch) -> None:
-    collect = Pool.collect
-
-    def pad_what_is_done(self: Pool, *arguments: Any) -> list[Outcome]:
-        finished = collect(self, *arguments)
-        padded = []
-        for item in finished:
-            block = self.blocks[item.block]
-            part = slice(block.start, block.stop)
-            if not item.faults and np.all(self.rows.reward[part] > 900):
-                write_pending(self.rows, part)
-                item = item._replace(is_padding=True)
-            padded.append(item)
-        return padded
-
-    patch.setattr(Pool, "collect", pad_what_is_done)
+    around(patch, Absence, "show", show)

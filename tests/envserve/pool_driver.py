@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,9 +14,13 @@ from typing import Any
 import pytest
 
 from envserve import codec
-from envserve.lane import Call, Outcome, PoolConfig, Reset
+from envserve.client.remote_lane import RemoteLane
+from envserve.lane import Call, Lane, Outcome, Reset
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
+from envserve.settings import PoolSettings
+from tests.envserve.server_process import ServerProcess, make_config
+from tests.oracle.probe_envs import MODULE
 
 SEED = 11
 LEDGER = "envserve/Ledger-v0"
@@ -69,16 +74,14 @@ gymnasium.register("odd_envs/Script-v0", "odd_envs:ScriptEnv")
 
 
 @contextlib.contextmanager
-def odd_launcher(folder: Path) -> Iterator[Launcher]:
-    """A launcher whose workers know the envs of `odd_envs` and `envserve.testing`."""
-    (folder / "odd_envs.py").write_text(ODD_ENVS)
+def launcher_with(folder: Path, **modules: str) -> Iterator[Launcher]:
+    """A launcher whose workers know the probe envs, and modules of these texts."""
+    for name, text in modules.items():
+        (folder / f"{name}.py").write_text(text)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
-        launcher = Launcher(["envserve.testing", "odd_envs"])
-        try:
+        with contextlib.closing(Launcher([MODULE, *modules])) as launcher:
             yield launcher
-        finally:
-            launcher.close()
 
 
 class PoolMaker:
@@ -105,13 +108,13 @@ class PoolMaker:
     @staticmethod
     def config(
         env_name: str, num_envs: int, num_workers: int, **options: Any
-    ) -> PoolConfig:
-        return PoolConfig(
+    ) -> PoolSettings:
+        return PoolSettings(
             env_name=env_name,
             num_envs=num_envs,
             num_workers=num_workers,
             seed=SEED,
-            **{"padding_after_seconds": 30.0, **options},
+            **options,
         )
 
     def close(self) -> None:
@@ -123,40 +126,53 @@ def wait_for(pool: Pool, condition: Callable[[], bool], seconds: float = 20.0) -
     give_up_at = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < give_up_at, f"waited {seconds} s for {pool!r}"
-        assert pool.collect(0.05) == []
+        select.select([pool], [], [], 0.02)
+        assert pool.collect(0.0) == []
 
 
-def gather(pool: Pool, blocks: Iterable[int], seconds: float = 20.0) -> list[Outcome]:
+def attach_lane(
+    server: ServerProcess | str, *args: object, **changes: object
+) -> RemoteLane:
+    """Returns a lane to a server, its envs reset; arguments are of `make_config`."""
+    address = server if isinstance(server, str) else server.address
+    lane = RemoteLane(address, make_config(*args, **changes))  # type: ignore[arg-type]
+    lane.finish_start(time.monotonic() + 20)
+    for outcome in reset(lane):
+        assert outcome.error is None
+    return lane
+
+
+def gather(lane: Lane, blocks: Iterable[int], seconds: float = 20.0) -> list[Outcome]:
     """Collects until each of these blocks has finished, and nothing else has."""
     awaited = set(blocks)
     finished: dict[int, Outcome] = {}
     give_up_at = time.monotonic() + seconds
     while missing := awaited - set(finished):
-        assert time.monotonic() < give_up_at, f"waited {seconds} s for {pool!r}"
-        for outcome in pool.collect(0.2, len(missing)):
+        assert time.monotonic() < give_up_at, f"waited {seconds} s for {lane!r}"
+        for outcome in lane.collect(0.2, len(missing)):
             assert outcome.block not in finished
             finished[outcome.block] = outcome
     assert set(finished) == awaited
     return [finished[block] for block in sorted(finished)]
 
 
-def reset(pool: Pool, *resets: Reset) -> list[Outcome]:
-    wanted = resets or [Reset(block.index) for block in pool.blocks]
-    pool.submit_reset(wanted)
-    return gather(pool, [each.block for each in wanted])
+def reset(lane: Lane, *resets: Reset) -> list[Outcome]:
+    wanted = resets or [Reset(block.index) for block in lane.blocks]
+    lane.submit_reset(wanted)
+    return gather(lane, [each.block for each in wanted])
 
 
-def step(pool: Pool, actions: Any, blocks: Sequence[int] = ()) -> list[Outcome]:
-    chosen = blocks or [block.index for block in pool.blocks]
-    pool.rows.action[0][:] = actions
-    pool.submit_step(chosen)
-    return gather(pool, chosen)
+def step(lane: Lane, actions: Any, blocks: Sequence[int] = ()) -> list[Outcome]:
+    chosen = blocks or [block.index for block in lane.blocks]
+    lane.rows.action[0][:] = actions
+    lane.submit_step(chosen)
+    return gather(lane, chosen)
 
 
-def call(pool: Pool, env_index: int, name: str, *arguments: Any) -> Any:
-    pool.submit_call(Call(env_index, "call", name, arguments))
-    block = next(b for b in pool.blocks if env_index < b.stop)
-    (outcome,) = gather(pool, [block.index])
+def call(lane: Lane, env_index: int, name: str, *arguments: Any) -> Any:
+    lane.submit_call(Call(env_index, "call", name, arguments))
+    block = next(b for b in lane.blocks if env_index < b.stop)
+    (outcome,) = gather(lane, [block.index])
     if outcome.error is not None:
         raise outcome.error
     return codec.decode(outcome.result, max_bytes=1 << 26)

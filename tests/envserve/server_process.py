@@ -1,34 +1,42 @@
-"""An `envserve start` process for tests, and what to know about it."""
+"""An `envserve start` process, and what to know about it."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-import threading
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+from benchmarks.lab.processes import kill_all, vitals_of, with_descendants
 from envserve.client.connection import ask_welcome
-from envserve.lane import PoolConfig
+from envserve.settings import PoolSettings
 from envserve.wire import Welcome
+from tests.oracle.probe_envs import MODULE
 
 LEDGER = "envserve/Ledger-v0"
+#: What a server must allow for ledgers with journals.
+LEDGER_OPENINGS = ("--allow-kwarg", "journal", "--allow-kwarg", "length")
 #: What Python is told to run.
 PROGRAM = ("-m", "envserve.cli")
+#: Where Python finds the modules of `tests`.
+ROOT = Path(__file__).resolve().parents[2]
+_END_SECONDS = 10.0
 
 
 def make_config(
     env_name: str = LEDGER, num_envs: int = 4, **changes: object
-) -> PoolConfig:
+) -> PoolSettings:
     arguments: dict[str, object] = {
         "env_name": env_name,
         "num_envs": num_envs,
         "num_workers": 1,
         "seed": 3,
     }
-    return PoolConfig(**{**arguments, **changes})  # type: ignore[arg-type]
+    return PoolSettings(**{**arguments, **changes})  # type: ignore[arg-type]
 
 
 def command(*options: str, program: Sequence[str] = PROGRAM) -> list[str]:
@@ -36,53 +44,93 @@ def command(*options: str, program: Sequence[str] = PROGRAM) -> list[str]:
 
 
 class ServerProcess:
-    """A server that has said that it is ready; killed at the end if it still runs.
+    """A server that can be started again at its addresses; killed at the end.
 
     Attributes:
       process: The process.
-      addresses: Its real addresses.
-      ready_line: What it printed.
+      addresses: Its real addresses, once it is ready.
+      ready_line: What it printed then.
     """
 
     def __init__(
         self,
         folder: Path,
         *options: str,
-        bind: tuple[str, ...] = (),
-        cwd: Path | None = None,
+        bind: tuple[str, ...] = ("tcp://127.0.0.1:0",),
+        cwd: Path | None = ROOT,
         environment: Mapping[str, str] | None = None,
         program: Sequence[str] = PROGRAM,
         prefix: Sequence[str] = (),
+        is_awaited: bool = True,
     ) -> None:
-        address_file = folder / "addresses"
-        binds = bind or ("tcp://127.0.0.1:0",)
-        self.process = subprocess.Popen(
-            [
-                *prefix,
-                *command(
-                    *("--import", "envserve.testing", "--workers", "2"), program=program
-                ),
-                *(part for address in binds for part in ("--bind", address)),
-                *("--address-file", str(address_file)),
-                *options,
-            ],
+        """Starts it, and by default waits until it is ready.
+
+        Args:
+          folder: For its files.
+          options: More options of `envserve start`.
+          bind: Addresses to listen on.
+          cwd: Its working directory.
+          environment: More environment variables.
+          program: What Python is told to run.
+          prefix: Words before the command.
+          is_awaited: Else `wait_until_ready` is left to the caller.
+        """
+        modules = ("--import", MODULE, "--workers", "2")
+        self._command = [*prefix, *command(*modules, program=program)]
+        self._command += options
+        self._address_file = folder / "addresses"
+        self._cwd, self._environment = cwd, environment or {}
+        self._log = tempfile.TemporaryFile("a+")  # noqa: SIM115
+        self.addresses: list[str] = []
+        self.ready_line = ""
+        self.process = self._start(bind)
+        if is_awaited:
+            self.wait_until_ready()
+
+    def _start(self, addresses: Sequence[str]) -> subprocess.Popen[str]:
+        binds = [part for address in addresses for part in ("--bind", address)]
+        file = ("--address-file", str(self._address_file))
+        return subprocess.Popen(
+            [*self._command, *binds, *file],
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._log,
             text=True,
-            cwd=cwd,
-            env={**os.environ, **(environment or {})},
+            cwd=self._cwd,
+            env={**os.environ, **self._environment},
         )
+
+    def wait_until_ready(self) -> None:
+        """Waits for its word; raises RuntimeError with its log if it ends instead."""
         assert self.process.stdout is not None
         self.ready_line = self.process.stdout.readline()
-        self._log: list[str] = []
-        self._reader = threading.Thread(target=self._read_log, daemon=True)
-        self._reader.start()
-        assert self.ready_line, self.end()
-        self.addresses = address_file.read_text().split()
+        if not self.ready_line:
+            raise RuntimeError(
+                f"expected a server to get ready, but it ended with exit code "
+                f"{self.process.wait()}:\n{self.log[-2000:]}"
+            )
+        self.addresses = self._address_file.read_text().split()
 
     @property
     def address(self) -> str:
         return self.addresses[0]
+
+    @property
+    def log(self) -> str:
+        """All that it has written to stderr so far."""
+        self._log.seek(0)
+        return self._log.read()
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids of what its template has forked."""
+        return with_descendants(self.process.pid)[2:]
+
+    @property
+    def resident_bytes(self) -> int:
+        """Its memory."""
+        vitals = vitals_of(self.process.pid)
+        assert vitals is not None
+        return vitals.resident_bytes
 
     def welcome(self) -> Welcome:
         return ask_welcome(self.address, 5.0)
@@ -90,22 +138,40 @@ class ServerProcess:
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 
-    def end(self) -> str:
-        """Waits for the end of the process; returns its log."""
-        self.process.wait(timeout=10)
-        self._reader.join()
-        return "".join(self._log)
+    def kill(self) -> None:
+        """Kills it, and waits until it is gone."""
+        self.process.kill()
+        self.wait()
 
-    def _read_log(self) -> None:
-        assert self.process.stderr is not None
-        self._log.extend(self.process.stderr)
+    def start_again(self) -> None:
+        """Starts it at the same addresses, and does not wait until it is ready."""
+        self.process = self._start(self.addresses)
+
+    def wait(self) -> int:
+        """Waits for its end, and kills what takes too long; returns its exit code."""
+        ours = with_descendants(self.process.pid)
+        try:
+            return self.process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            kill_all(ours)
+            return self.process.wait()
+        finally:
+            assert self.process.stdout is not None
+            self.process.stdout.close()
+
+    def end(self, number: int | None = None) -> str:
+        """Waits for its end, after a signal if one is given; returns its log."""
+        if number is not None:
+            self.signal(number)
+        code = self.process.wait(_END_SECONDS)
+        assert number is None or code == 0, self.log
+        return self.log
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.end()
-        for stream in (self.process.stdout, self.process.stderr):
-            assert stream is not None
-            stream.close()
+        if self.process.poll() is None:
+            self.signal(signal.SIGCONT)
+        self.kill()
+        self._log.close()

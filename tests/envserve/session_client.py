@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Self
 
-from envserve.client.connection import Connection
+from envserve.client.connection import Connection, Exchange
 from envserve.lane import Outcome, Reset
 from envserve.session import ClientState
 from envserve.wire import Attach
@@ -37,6 +37,7 @@ class SessionClient:
             timeout_seconds=20.0,
             client=client,
         )
+        self._exchange = Exchange(self.session, self.connection)
         self.wait_for(
             lambda: self.session.state is ClientState.READY or self.is_over,
         )
@@ -58,37 +59,30 @@ class SessionClient:
         return self.collect()
 
     def collect(self) -> list[Outcome]:
-        finished: list[Outcome] = []
-        while len(finished) < len(self.session.blocks):
-            self.wait_for(lambda: self.session.has_finished)
-            finished += self.session.take_finished()
-        return finished
+        outcomes: list[Outcome] = []
 
-    def wait_for_end(self) -> None:
+        def are_all_there() -> bool:
+            outcomes.extend(self.session.take_outcomes())
+            return len(outcomes) == len(self.session.blocks)
+
+        self.wait_for(are_all_there)
+        return outcomes
+
+    def wait_for_end(self) -> str:
+        """Waits until the session is over; returns why."""
         self.wait_for(lambda: self.is_over)
+        return str(self.session.error)
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         give_up_at = time.monotonic() + 20
+        self.pump()
         while not condition():
             assert time.monotonic() < give_up_at, repr(self.session)
+            self._exchange.wait(give_up_at)
             self.pump()
-            if not condition():
-                wants_to_send = self.session.state is ClientState.CONNECTING
-                self.connection.wait(0.05, for_writing=wants_to_send)
-        self.pump()
 
     def pump(self) -> None:
-        now = time.monotonic()
-        while (frames := self.connection.receive()) is not None:
-            self.session.receive(frames, now)
-        is_connecting = self.session.state is ClientState.CONNECTING
-        if is_connecting and self.connection.is_writable():
-            self.session.connected(now)
-        self.session.advance(now)
-        while (outgoing := self.session.outbox.first()) is not None:
-            if not self.connection.send(outgoing):
-                return
-            self.session.outbox.pop()
+        self._exchange.run(time.monotonic())
 
     def close(self) -> None:
         self.session.begin_close(time.monotonic())

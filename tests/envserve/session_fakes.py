@@ -9,25 +9,23 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from envserve import codec
 from envserve.errors import CallError, EnvserveError, UnknownEnv
-from envserve.lane import Call, Fault, Outcome, PoolConfig, Reset, make_blocks
+from envserve.lane import Call, Fault, Outcome, Reset
 from envserve.session import (
     ClientSession,
     ClientState,
     Decision,
     EndPool,
-    Policy,
     Reply,
-    RunCall,
-    RunReset,
     RunStep,
     ServerSession,
     StartPool,
 )
-from envserve.slab import Rows, Status
+from envserve.settings import HostSettings, PoolSettings
+from envserve.slab import Status
 from envserve.spec import EnvSpec
 from envserve.wire import Attach, Buffer
+from tests.worlds.pool import MemoryPool, Operation
 
 ADDRESS = "tcp://fake:1"
 SPEC = EnvSpec(
@@ -43,83 +41,62 @@ class FakeOffer:
             raise UnknownEnv(f"no env named {name!r} is offered; did you mean Fake-v0?")
 
 
-class FakePool:
+class FakePool(MemoryPool):
     """Steps are counted per row; an operation ends when `finish` says so.
 
     `executed` has every operation that was begun, in order: block, and the block's
     actions for a step, or None.
     """
 
-    def __init__(self, config: PoolConfig) -> None:
-        self.config = config
-        self.blocks = make_blocks(
-            config.num_envs, config.num_workers, config.num_splits
-        )
-        self.rows = Rows.allocate(SPEC, config.num_envs)
-        self.running: dict[int, RunStep | Reset | Call] = {}
+    spec = SPEC
+
+    def __init__(self, config: PoolSettings) -> None:
+        super().__init__(config)
         self.executed: list[tuple[int, tuple[int, ...] | None]] = []
         self.count = np.zeros(config.num_envs, np.int64)
 
-    def run(self, decision: RunStep | RunReset | RunCall) -> None:
-        if isinstance(decision, RunCall):
-            row = decision.call.env_index
-            block = next(b.index for b in self.blocks if row < b.stop)
-            self._begin(block, decision.call, None)
-        elif isinstance(decision, RunReset):
-            for reset in decision.resets:
-                self._begin(reset.block, reset, None)
-        else:
-            for block in decision.blocks:
-                part = slice(self.blocks[block].start, self.blocks[block].stop)
-                actions = tuple(int(a) for a in self.rows.action[0][part])
-                self._begin(block, decision, actions)
-
-    def _begin(
-        self,
-        block: int,
-        operation: RunStep | Reset | Call,
-        actions: tuple[int, ...] | None,
-    ) -> None:
+    def _begin(self, block: int, operation: Operation) -> None:
         assert block not in self.running, "one operation per block at a time"
         self.running[block] = operation
-        self.executed.append((block, actions))
+        actions = tuple(self.rows.action[0][self.parts[block]].tolist())
+        is_step = isinstance(operation, RunStep)
+        self.executed.append((block, actions if is_step else None))
 
     def finish(
         self,
-        index: int,
+        block: int,
+        num_errors: int = 0,
+        *,
         faults: Sequence[Fault] = (),
         error: EnvserveError | None = None,
     ) -> Outcome:
-        """Ends the operation of a block; even rows of 7, 14, ... steps are ended."""
-        operation = self.running.pop(index)
-        if isinstance(operation, Call):
-            if operation.name == "broken":
-                return Outcome(index, error=CallError("it is broken"))
-            return Outcome(index, result=codec.encode([operation.name]))
-        block = self.blocks[index]
-        part = slice(block.start, block.stop)
-        rows = self.rows
-        if isinstance(operation, Reset):
-            self.count[part] = 0
-            rows.observation[0][part] = 0
-            rows.reward[part] = 0
-            rows.terminated[part] = rows.truncated[part] = False
-            return Outcome(index, infos={block.start: {"reset": True}})
-        self.count[part] += 1
-        rows.reward[part] = rows.action[0][part]
-        rows.observation[0][part, 0] = self.count[part]
-        rows.observation[0][part, 1] = rows.action[0][part]
-        rows.terminated[part] = self.count[part] % 7 == 0
-        rows.final_observation[0][part] = rows.observation[0][part] + 1000
-        rows.status[part] = Status.OK
-        return Outcome(index, faults=faults, error=error)
+        operation = self.running[block]
+        if isinstance(operation, Call) and operation.name == "broken":
+            error = CallError("it is broken")
+        outcome = super().finish(block, num_errors)
+        return outcome._replace(faults=faults, error=error)
+
+    def _reset(self, row: int, seed: int | None = None) -> Any:
+        self.count[row] = 0
+        self.rows.observation[0][row] = 0
+        return {"reset": True}
+
+    def _step(self, row: int) -> None:
+        """Ends an episode after 7, 14, ... steps."""
+        rows, action = self.rows, self.rows.action[0][row]
+        self.count[row] += 1
+        rows.reward[row] = action
+        rows.observation[0][row] = self.count[row], action
+        rows.terminated[row] = self.count[row] % 7 == 0
+        rows.final_observation[0][row] = rows.observation[0][row] + 1000
+        rows.status[row] = Status.OK
 
 
 @dataclass
 class FakeServer:
     """Carries out what a ServerSession decides, except for the replies."""
 
-    policy: Policy = field(default_factory=lambda: Policy(num_workers=2))
+    policy: HostSettings = field(default_factory=lambda: HostSettings(num_workers=2))
     boot: int = 77
     builds_at_once: bool = True
     pools: dict[int, FakePool] = field(default_factory=dict)
@@ -140,15 +117,16 @@ class FakeServer:
                 if self.builds_at_once:
                     self.build(decision.session, now)
             elif isinstance(decision, EndPool):
-                del self.pools[decision.session]
+                self.pools.pop(decision.session).close()
                 self.carry_out(self.session.pool_closed(decision.session), now)
             else:
-                self.pools[decision.session].run(decision)
+                self.pools[decision.session].begin(decision)
 
     def build(self, session: int, now: float) -> None:
         pool = self.pools[session]
         self.carry_out(
-            self.session.pool_ready(session, SPEC, pool.blocks, pool.rows, now), now
+            self.session.pool_ready(session, pool.spec, pool.blocks, pool.rows, now),
+            now,
         )
 
     def finish(self, session: int, block: int, now: float) -> None:
@@ -174,12 +152,10 @@ class OneLease(ClientSession):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._recovery.begin = self._end  # type: ignore[method-assign]
+        self.attachment.lose_lease = self._end  # type: ignore[method-assign]
 
-    def _end(
-        self, error: EnvserveError, now: float, *, is_restart: bool = False
-    ) -> None:
-        self._attachment.refuse(error)
+    def _end(self, error: EnvserveError, now: float, *, knows_us: bool = True) -> None:
+        self.attachment.refuse(error)
 
 
 def make_attach(**changes: object) -> Attach:
@@ -221,11 +197,32 @@ def state_of(client: ClientSession) -> ClientState:
 
 def take_outgoing(client: ClientSession) -> list[list[Buffer]]:
     """What the client wants to send, as if it had been sent."""
-    taken = []
-    while (frames := client.outbox.first()) is not None:
-        client.outbox.pop()
-        taken.append(frames)
+    taken = list(client.outbox.values())
+    client.outbox.clear()
     return taken
+
+
+def collect(client: ClientSession) -> list[Outcome]:
+    """What a lane would collect now, by block."""
+    client.operations.is_ready(1)
+    return sorted(client.take_outcomes(), key=lambda outcome: outcome.block)
+
+
+def finish(client: ClientSession, server: FakeServer, now: float) -> list[Outcome]:
+    """Lets everything come to its end, and collects it."""
+    for _ in range(3):
+        client.advance(now)
+        exchange(client, server, now)
+        server.finish_all(now)
+        exchange(client, server, now)
+    return collect(client)
+
+
+def advance_to(client: ClientSession, now: float) -> None:
+    """Lets time pass in which nothing comes."""
+    while client.next_deadline() < now:
+        client.advance(client.next_deadline())
+    client.advance(now)
 
 
 def exchange(
@@ -257,3 +254,53 @@ def attach(
     exchange(client, server, now)
     assert client.state is ClientState.READY, client.error
     return client
+
+
+def step_all(
+    client: ClientSession, server: FakeServer, now: float, action: int = 3
+) -> list[Outcome]:
+    client.rows.action[0][:] = action
+    client.submit_step([0, 1], now)
+    return finish(client, server, now)
+
+
+def attach_and_step(num_steps: int = 3, **changes: object) -> ClientSession:
+    """A client that has seen some steps of the server with boot id 1."""
+    server = FakeServer(boot=1)
+    client = make_client(**changes)  # type: ignore[arg-type]
+    client.connected(0.0)
+    exchange(client, server, 0.0)
+    client.submit_reset([Reset(0), Reset(1)], 0.0)
+    finish(client, server, 0.0)
+    for action in range(num_steps):
+        step_all(client, server, 0.0, action)
+    return client
+
+
+def executed(server: FakeServer) -> list[tuple[int, tuple[int, ...] | None]]:
+    (pool,) = server.pools.values()
+    return pool.executed
+
+
+def check_lost(client: ClientSession, outcomes: list[Outcome], last: int) -> None:
+    """Checks that these are the lost rows of an episode of so many steps."""
+    rows = client.rows
+    assert [(item.block, item.error) for item in outcomes] == [(0, None), (1, None)]
+    assert rows.status.tolist() == [Status.SERVER_LOST] * 4
+    assert rows.truncated.all()
+    assert not rows.terminated.any()
+    assert not rows.reward.any()
+    np.testing.assert_array_equal(rows.final_observation[0][:, 0], last)
+    np.testing.assert_array_equal(rows.observation[0], 0)
+    faults = [fault for item in outcomes for fault in item.faults]
+    assert [fault.env_index for fault in faults] == [0, 1, 2, 3]
+    assert {fault.status for fault in faults} == {Status.SERVER_LOST}
+
+
+def run_until_over(client: ClientSession, server: FakeServer, now: float) -> float:
+    while not client.state.is_over:
+        now = max(now, client.next_deadline())
+        assert now < 1000.0
+        client.advance(now)
+        exchange(client, server, now)
+    return now

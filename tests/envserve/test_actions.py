@@ -13,7 +13,7 @@ from envserve.actions import check_action_rows, check_actions
 from envserve.errors import ActionError
 from envserve.slab import Rows
 from envserve.spec import EnvSpec, flatten
-from envserve.testing import SPACES
+from tests.oracle.probe_envs import SPACES
 
 inf, nan = np.inf, np.nan
 NESTED = spaces.Dict(

@@ -13,20 +13,21 @@ import pytest
 
 from envserve.client import BatchEnv
 from envserve.client.connection import ask_welcome
-from envserve.client.local_lane import LocalLane
 from envserve.client.remote_lane import RemoteLane
 from envserve.errors import ConnectError, SpaceError
-from envserve.lane import Lane, PoolConfig
+from envserve.lane import Lane
+from envserve.pool.pool import Pool
+from envserve.settings import PoolSettings
 
 from .conftest import StartServer
 
 ECHO = "envserve/Echo-v0"
 
 
-def lanes_of(configs: Sequence[tuple[str, PoolConfig]]) -> list[Lane]:
+def lanes_of(configs: Sequence[tuple[str, PoolSettings]]) -> list[Lane]:
     """Starts a lane per address; an empty one is local."""
     lanes = [
-        RemoteLane(address, config) if address else LocalLane(config)
+        RemoteLane(address, config) if address else Pool(config)
         for address, config in configs
     ]
     for lane in lanes:
@@ -35,8 +36,8 @@ def lanes_of(configs: Sequence[tuple[str, PoolConfig]]) -> list[Lane]:
 
 
 def test_local_and_remote_lanes_make_one_batch(start_server: StartServer) -> None:
-    def config(first: int, num_envs: int) -> PoolConfig:
-        return PoolConfig(
+    def config(first: int, num_envs: int) -> PoolSettings:
+        return PoolSettings(
             env_name="CartPole-v1",
             num_envs=num_envs,
             num_workers=2,
@@ -65,7 +66,7 @@ def test_unequal_spaces_are_an_error_that_names_the_server(
 ) -> None:
     addresses = [start_server(), start_server()]
     configs = [
-        PoolConfig(
+        PoolSettings(
             env_name=ECHO,
             num_envs=1,
             num_workers=1,
@@ -130,7 +131,7 @@ def test_one_address_is_no_list_of_addresses() -> None:
     [
         ({"num_envs": "3"}, "num_envs: expected an int; got '3'"),
         ({"num_envs": 2, "seed": "x"}, "seed: expected an int; got 'x'"),
-        ({"num_envs": 2, "num_workers": 0}, "num_workers: expected at least 1; got 0"),
+        ({"num_envs": 2, "num_workers": 0}, "num_workers: expected an int >= 1; got 0"),
     ],
 )
 def test_arguments_of_the_wrong_type_or_size_are_named(

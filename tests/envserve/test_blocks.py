@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from envserve.lane import PoolConfig, make_blocks
+from envserve.lane import make_blocks
+from envserve.settings import PoolSettings
 
 SMALL = list(itertools.product(range(1, 14), range(1, 7), range(1, 5)))
 
@@ -51,9 +52,9 @@ def test_all_splits_and_workers_are_used_when_there_are_envs_enough() -> None:
             assert len(blocks) == num_workers * num_splits
 
 
-def config(**changes: Any) -> PoolConfig:
+def config(**changes: Any) -> PoolSettings:
     plain: dict[str, Any] = {"env_name": "CartPole-v1", "num_envs": 4, "num_workers": 2}
-    return PoolConfig(**plain | {"seed": 0} | changes)
+    return PoolSettings(**plain | {"seed": 0} | changes)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def test_bad_setting_is_refused_by_name_and_value(name: str, value: Any) -> None
 
 
 def test_spare_envs_are_asked_for_by_a_bool() -> None:
-    with pytest.raises(TypeError, match="spare_envs: expected a bool; got 2"):
+    with pytest.raises(ValueError, match="spare_envs: expected a bool; got 2"):
         config(spare_envs=2)
 
 

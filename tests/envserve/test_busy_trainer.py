@@ -1,40 +1,40 @@
-"""A trainer that reads no answers, for longer than any network would bear."""
+"""A trainer that reads no answers, for longer than any network would bear.
+
+Run as a program, with a server's address, this file is the trainer. It stops itself
+when its answers are on their way, until its parent lets it go on; then it does the same
+again, but only holds Python's lock, so that nothing of it runs but libzmq's threads.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
+from collections.abc import Callable
+from typing import Final
 
+import numpy as np
 import pytest
 import zmq
 
+from envserve.client import BatchEnv
 from envserve.client.connection import Connection
-from tests.envserve.server_process import ServerProcess
+from tests.envserve.conftest import Serve
 
-ROOT = Path(__file__).resolve().parents[2]
-STOPPED_SECONDS = 1.0
+NUM_ENVS: Final = 96  # whose results are more than a connection's buffers hold
+STOPPED_SECONDS: Final = 1
+COMMAND: Final = (sys.executable, "-m", "tests.envserve.test_busy_trainer")
 
 
 def test_a_trainer_that_does_not_read_for_a_while_gets_its_answers(
-    tmp_path: Path,
+    serve: Serve,
 ) -> None:
-    with (
-        ServerProcess(
-            tmp_path,
-            *("--allow-kwarg", "space"),
-            *("--max-message-mib", "16"),
-        ) as server,
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.envserve.busy_trainer", server.address],
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as trainer,
-    ):
+    server = serve("--allow-kwarg", "space", "--max-message-mib", "16")
+    command = [*COMMAND, server.address]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as trainer:
         try:
             os.waitid(os.P_PID, trainer.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
             threading.Event().wait(STOPPED_SECONDS)
@@ -62,3 +62,34 @@ def test_a_client_sends_no_zmtp_heartbeats_and_always_has_room_for_answers(
     assert socket.getsockopt(zmq.HEARTBEAT_IVL) == 0
     assert socket.getsockopt(zmq.RCVHWM) == 0
     connection.close()
+
+
+def stop() -> None:
+    signal.raise_signal(signal.SIGSTOP)
+
+
+def hold_the_lock() -> None:
+    ctypes.PyDLL(None).sleep(STOPPED_SECONDS)
+
+
+def step(batch: BatchEnv, pause: Callable[[], None]) -> None:
+    shape = (NUM_ENVS, *(batch.action_space.shape or ()))
+    actions = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    batch.send(actions)
+    pause()
+    _, result = batch.recv(NUM_ENVS)
+    assert result.valid.all()
+    np.testing.assert_array_equal(result.observation, actions)
+
+
+if __name__ == "__main__":
+    with BatchEnv.connect(
+        "envserve/Echo-v0",
+        [sys.argv[1]],
+        NUM_ENVS,
+        num_splits=4,
+        env_kwargs={"space": "image"},
+    ) as batch:
+        batch.reset()
+        step(batch, stop)
+        step(batch, hold_the_lock)

@@ -1,28 +1,43 @@
-"""A cable is pulled between client and server, on hosts that do not see it."""
+"""A cable is pulled between client and server, on hosts that do not see it.
+
+Run as a program, with a server's address and the folder of its envs' journal, this file
+steps envs of the server, each row checked, until its input ends. It prints a line when
+it has begun, and at the end what the ledger has counted.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import select
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.envserve.ledger_player import LEDGER_OPENINGS
-from tests.envserve.play_ledger import NUM_ENVS
-from tests.envserve.server_process import ServerProcess
+from envserve.client import BatchEnv
+from tests.envserve.server_process import (
+    LEDGER,
+    LEDGER_OPENINGS,
+    ServerProcess,
+)
 from tests.network_hosts import Hosts, needs_namespaces
+from tests.oracle.ledger import Ledger
+from tests.oracle.player import Player
 
 pytestmark = needs_namespaces
 
-ROOT = Path(__file__).resolve().parents[2]
 #: Longer than it takes to notice that the connection is broken.
 PULLED_SECONDS = 4.0
+NUM_ENVS = 4
+#: Pauses that are worth telling.
+PAUSE_SECONDS = 0.2
 
 
 @pytest.fixture
@@ -86,11 +101,10 @@ def start_player(
         )
     )
     journal = str(folder / "journal")
-    words = [sys.executable, "-m", "tests.envserve.play_ledger", address, journal]
+    words = [sys.executable, "-m", "tests.envserve.test_cable", address, journal]
     player = stack.enter_context(
         subprocess.Popen(
             hosts.command("trainer", *words),
-            cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -113,3 +127,34 @@ def test_a_pulled_cable_costs_time_and_beyond_the_lease_an_episode(
     assert patient["unseen"] == 0
     assert impatient["losses"] == {"SERVER_LOST": NUM_ENVS}
     assert impatient["valid"] == impatient["rows"] - NUM_ENVS
+
+
+def main(address: str, journal: str) -> None:
+    pauses = []
+    with BatchEnv.connect(
+        LEDGER, [address], NUM_ENVS, env_kwargs={"journal": journal}
+    ) as batch:
+        # No root seed: a new lease skips more incarnations than a ledger looks for.
+        player = Player(batch, Ledger(NUM_ENVS, None), np.random.default_rng())
+        print("playing", flush=True)
+        while not select.select([sys.stdin], [], [], 0)[0]:
+            began = time.monotonic()
+            player.step()
+            ended = time.monotonic()
+            if ended - began > PAUSE_SECONDS:
+                pauses.append((began, ended))
+    ledger = player.ledger
+    ledger.finish(journal)
+    counts = {
+        "rows": ledger.num_rows,
+        "valid": ledger.num_valid,
+        "padding": ledger.num_padding,
+        "unseen": ledger.num_unseen,
+        "losses": {status.name: count for status, count in ledger.losses.items()},
+        "pauses": pauses,  # instants of the monotonic clock, which hosts here share
+    }
+    print(json.dumps(counts), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -11,13 +11,14 @@ import pytest
 
 from envserve.client import BatchEnv
 from envserve.errors import EnvTimeout
-from envserve.testing import Ledger
-from tests.envserve.ledger_player import LEDGER_OPENINGS, SEED
-from tests.envserve.server_process import LEDGER, ServerProcess
+from tests.envserve.server_process import LEDGER, LEDGER_OPENINGS, ServerProcess
+from tests.oracle.ledger import Ledger
+from tests.oracle.player import Player
 
 NUM_ENVS = 8
+SEED = 3
 NUM_TIMEOUTS = 500
-#: Few: one that falls into the receiving of an answer costs a second.
+#: Few: one that falls into bookkeeping costs the episodes, and new envs.
 NUM_CANCELLED = 20
 #: About twice as long as a step takes.
 MOST_SECONDS = 0.002
@@ -39,64 +40,57 @@ def alarm() -> Iterator[None]:
 
 
 @pytest.fixture
-def batch(tmp_path: Path) -> Iterator[BatchEnv]:
+def player(tmp_path: Path, random_generator: np.random.Generator) -> Iterator[Player]:
+    """Checks in the end that each action was applied that ought to be."""
     kwargs = {"journal": str(tmp_path / "journal")}
-    with (
-        ServerProcess(tmp_path, *LEDGER_OPENINGS) as server,
-        BatchEnv.connect(
+    with ServerProcess(tmp_path, *LEDGER_OPENINGS) as server:
+        with BatchEnv.connect(
             LEDGER,
             [server.address],
             NUM_ENVS,
             seed=SEED,
             num_splits=2,
             env_kwargs=kwargs,
-        ) as batch,
-    ):
-        yield batch
+        ) as batch:
+            player = Player(batch, Ledger(NUM_ENVS, SEED), random_generator)
+            yield player
+        player.ledger.finish(tmp_path / "journal")
 
 
 def test_a_cancelled_step_never_answers_a_later_one(
-    batch: BatchEnv, alarm: None, tmp_path: Path, random_generator: np.random.Generator
+    player: Player, alarm: None
 ) -> None:
-    ledger = Ledger(NUM_ENVS, SEED)
-    ledger.reset(batch.reset())
     num_cancelled = 0
     while num_cancelled < NUM_CANCELLED:
-        actions = random_generator.integers(0, 1000, NUM_ENVS)
+        actions = player.draw()
         try:
-            delay = random_generator.uniform(1e-6, MOST_SECONDS)
+            delay = player.random.uniform(1e-6, MOST_SECONDS)
             signal.setitimer(signal.ITIMER_REAL, delay)
-            result = batch.step(actions)
+            result = player.batch.step(actions)
             signal.setitimer(signal.ITIMER_REAL, 0)
         except Cancelled:
             num_cancelled += 1
-            ledger.unanswered(actions)
-            actions = random_generator.integers(0, 1000, NUM_ENVS)
-            result = batch.step(actions)
-        ledger.step(actions, result)
-    batch.close()
-    ledger.finish(tmp_path / "journal")
-    assert ledger.num_valid == ledger.num_rows
+            player.ledger.unanswered(actions)
+            player.step()
+        else:
+            player.ledger.step(actions, result)
+    num_valid = player.ledger.num_valid
+    player.step()
+    assert player.ledger.num_valid == num_valid + NUM_ENVS
 
 
 def test_what_a_timeout_leaves_is_received_by_the_next_call(
-    batch: BatchEnv, tmp_path: Path, random_generator: np.random.Generator
+    player: Player, tmp_path: Path
 ) -> None:
-    ledger = Ledger(NUM_ENVS, SEED)
-    ledger.reset(batch.reset())
     num_timeouts = 0
     while num_timeouts < NUM_TIMEOUTS:
-        actions = random_generator.integers(0, 1000, NUM_ENVS)
-        batch.send(actions)
-        while batch.num_out:
+        player.send(np.arange(NUM_ENVS))
+        while player.batch.num_out:
             try:
-                timeout = random_generator.uniform(0, MOST_SECONDS / 4)
-                rows, result = batch.recv(batch.num_out, timeout)
+                timeout = player.random.uniform(0, MOST_SECONDS / 4)
+                player.receive(timeout, player.batch.num_out)
             except EnvTimeout:
                 num_timeouts += 1
-            else:
-                ledger.step(actions[rows], result, rows)
-    batch.close()
-    ledger.finish(tmp_path / "journal")
-    assert ledger.num_valid == ledger.num_rows
-    assert ledger.num_unseen == 0
+    assert player.ledger.num_valid == player.ledger.num_rows
+    player.batch.close()
+    player.check_nothing_was_seen(tmp_path / "journal")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envserve.channel import Frame, FrameReader, Kind, pack_frame
 from envserve.errors import WorkerError
+from envserve.worker.channel import Frame, FrameReader, Kind, pack_frame
 
 frames = st.builds(
     Frame,

@@ -6,88 +6,81 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from envserve.client.health import Probe, diagnose
-from envserve.server import ServerConfig
-from envserve.server.config import is_private
+from envserve.settings import HostSettings, is_private
 from envserve.wire import Welcome
-from tests.envserve.server_process import ServerProcess
-from tests.envserve.session_client import SessionClient
+from tests.envserve.conftest import Join, Serve, WaitUntil
+
+PROGRAM = (sys.executable, "-m", "envserve.cli")
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "envserve.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
+def run(
+    *arguments: str, program: Sequence[str] = PROGRAM, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    command = [*program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=cwd)
+
+
+def test_one_ready_line_and_the_address_file(serve: Serve) -> None:
+    server = serve("--env", "CartPole-v1")
+    assert server.ready_line == (
+        f"envserve: ready on {server.address} with 1 env names, "
+        f"up to 128 envs in 2 workers\n"
     )
+    assert not server.address.endswith(":0")
 
 
-def test_one_ready_line_and_the_address_file(tmp_path: Path) -> None:
-    with ServerProcess(tmp_path, "--env", "CartPole-v1") as server:
-        assert server.ready_line == (
-            f"envserve: ready on {server.address} with 1 env names, "
-            f"up to 128 envs in 2 workers\n"
-        )
-        assert not server.address.endswith(":0")
+def test_health_of_a_server_that_serves(serve: Serve) -> None:
+    result = run("health", serve().address)
+    assert result.returncode == 0
+    assert "128 of 128 envs free" in result.stdout
+    assert result.stdout.count("\n") == 1
 
 
-def test_health_of_a_server_that_serves(tmp_path: Path) -> None:
-    with ServerProcess(tmp_path) as server:
-        result = run("health", server.address)
-        assert result.returncode == 0
-        assert "128 of 128 envs free" in result.stdout
-        assert result.stdout.count("\n") == 1
+def test_health_answers_each_probe_with_an_exit_code_of_its_own(
+    serve: Serve, join: Join, wait_until: WaitUntil
+) -> None:
+    server = serve("--envs-per-worker", "2", "--drain-grace", "60")
+    probes = ("--startup", "--live", "--ready")
+    join(server, 1)  # so that a worker was started
+    assert run("health", server.address, *probes).returncode == 0
+    rest = join(server, 3, session=6)
+    result = run("health", server.address, *probes)
+    assert (result.returncode, result.stdout) == (6, "")
+    text = f"envserve: {server.address}: all of its 4 envs are leased\n"
+    assert result.stderr == text
+    rest.close()
+    server.signal(signal.SIGTERM)
+    wait_until(lambda: server.welcome().is_draining)
+    assert run("health", server.address, "--ready").returncode == 5
+    assert run("health", server.address, *probes[:2]).returncode == 0
 
 
-def test_health_answers_each_probe_with_an_exit_code_of_its_own(tmp_path: Path) -> None:
-    options = ("--envs-per-worker", "2", "--drain-grace", "60")
-    with ServerProcess(tmp_path, *options) as server:
-        probes = ("--startup", "--live", "--ready")
-        with SessionClient(server.address, 1):  # so that a worker was started
-            assert run("health", server.address, *probes).returncode == 0
-            with SessionClient(server.address, 3, session=6) as rest:
-                result = run("health", server.address, *probes)
-                assert (result.returncode, result.stdout) == (6, "")
-                assert result.stderr == (
-                    f"envserve: {server.address}: all of its 4 envs are leased\n"
-                )
-                rest.close()
-            server.signal(signal.SIGTERM)
-            wait_for_drain(server)
-            assert run("health", server.address, "--ready").returncode == 5
-            assert run("health", server.address, *probes[:2]).returncode == 0
-
-
-def wait_for_drain(server: ServerProcess) -> None:
-    while not server.welcome().is_draining:
-        os.sched_yield()
-
-
-def test_health_of_a_server_whose_imports_take_long(tmp_path: Path) -> None:
+def test_health_of_a_server_whose_imports_take_long(
+    tmp_path: Path, serve: Serve, wait_until: WaitUntil
+) -> None:
     # The template process imports what the server has imported before: only there does
     # this module wait until somebody opens the pipe.
     (tmp_path / "slow_envs.py").write_text(
         "import sys\nif sys.argv[0] == '-c':\n    open('pipe').close()\n"
     )
     os.mkfifo(tmp_path / "pipe")
-    with ServerProcess(tmp_path, "--import", "slow_envs", cwd=tmp_path) as server:
-        try:
-            result = run("health", server.address, "--startup")
-            assert result.returncode == 3
-            assert "workers cannot be started yet" in result.stderr
-            welcome = server.welcome()
-            assert diagnose(welcome, {Probe.LIVE}) is None
-            assert diagnose(welcome, {Probe.READY}) is not None
-        finally:
-            os.close(os.open(tmp_path / "pipe", os.O_RDWR))
-        while server.welcome().is_starting:
-            os.sched_yield()
+    server = serve("--import", "slow_envs", cwd=tmp_path)
+    try:
+        result = run("health", server.address, "--startup")
+        assert result.returncode == 3
+        assert "workers cannot be started yet" in result.stderr
+        welcome = server.welcome()
+        assert diagnose(welcome, {Probe.LIVE}) is None
+        assert diagnose(welcome, {Probe.READY}) is not None
+    finally:
+        os.close(os.open(tmp_path / "pipe", os.O_RDWR))
+    wait_until(lambda: not server.welcome().is_starting, 20.0)
 
 
 @pytest.mark.parametrize(("lag_ms", "expected"), [(5000, None), (5001, 4)])
@@ -116,13 +109,11 @@ def test_health_of_no_server_fails_with_one_line() -> None:
     )
 
 
-def test_envs_lists_the_names_of_a_server_or_of_this_host(tmp_path: Path) -> None:
-    with ServerProcess(
-        tmp_path, "--env", "CartPole-v1", "--env", "envserve/Ledger-v0"
-    ) as server:
-        result = run("envs", server.address)
-        assert result.stdout.split() == ["CartPole-v1", "envserve/Ledger-v0"]
-    result = run("envs", "--import", "envserve.testing")
+def test_envs_lists_the_names_of_a_server_or_of_this_host(serve: Serve) -> None:
+    server = serve("--env", "CartPole-v1", "--env", "envserve/Ledger-v0")
+    result = run("envs", server.address)
+    assert result.stdout.split() == ["CartPole-v1", "envserve/Ledger-v0"]
+    result = run("envs", "--import", "tests.oracle.probe_envs")
     assert {"CartPole-v1", "envserve/Ledger-v0"} <= set(result.stdout.split())
 
 
@@ -132,14 +123,7 @@ def test_modules_of_the_working_directory_can_be_imported(tmp_path: Path) -> Non
         "gymnasium.register('My-v0', 'gymnasium.envs.classic_control:CartPoleEnv')\n"
     )
     script = Path(sys.executable).parent / "envserve"
-    result = subprocess.run(
-        [script, "envs", "--import", "my_envs"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=30,
-        check=False,
-    )
+    result = run("envs", "--import", "my_envs", program=[str(script)], cwd=tmp_path)
     assert result.stderr == ""
     assert "My-v0" in result.stdout.split()
 
@@ -150,12 +134,12 @@ def test_modules_of_the_working_directory_can_be_imported(tmp_path: Path) -> Non
         (["--bind", "tcp://*:0"], 2, "--insecure-no-auth"),
         (["--bind", "tcp://0.0.0.0:0"], 2, "--insecure-no-auth"),
         (["--bind", "tcp://[::]:0"], 2, "--insecure-no-auth"),
-        (["--bind", "udp://127.0.0.1:1"], 2, "expected an address like"),
-        (["--bind", "tcp://127.0.0.1"], 2, "expected an address like"),
-        (["--workers", "0"], 2, "num_workers"),
-        (["--lease-seconds", "nan"], 2, "lease_seconds"),
-        (["--drain-grace", "-1"], 2, "drain_grace_seconds"),
-        (["--drain-grace", "inf"], 2, "drain_grace_seconds"),
+        (["--bind", "udp://127.0.0.1:1"], 2, "--bind: expected an address like"),
+        (["--bind", "tcp://127.0.0.1"], 2, "--bind: expected an address like"),
+        (["--workers", "0"], 2, "--workers: expected an int >= 1; got 0"),
+        (["--lease-seconds", "nan"], 2, "--lease-seconds: expected a number > 0"),
+        (["--drain-grace", "-1"], 2, "--drain-grace: expected"),
+        (["--drain-grace", "inf"], 2, "--drain-grace: expected"),
         (["--address-file", "/nowhere/file"], 1, "--address-file /nowhere/file"),
         (["--log-level", "loud"], 2, "--log-level"),
         (["--no-such-option"], 2, "--no-such-option"),
@@ -192,19 +176,16 @@ def test_a_wrong_command_line_is_no_server_that_is_ill(
     assert not result.stdout
 
 
-def test_an_address_that_is_taken_is_an_error(tmp_path: Path) -> None:
-    with ServerProcess(tmp_path) as server:
-        result = run("start", "--bind", server.address)
-        assert result.returncode == 1
-        assert f"cannot listen on {server.address}" in result.stderr
+def test_an_address_that_is_taken_is_an_error(serve: Serve) -> None:
+    server = serve()
+    result = run("start", "--bind", server.address)
+    assert result.returncode == 1
+    assert f"cannot listen on {server.address}" in result.stderr
 
 
-def test_a_public_address_needs_consent_and_gives_a_warning(tmp_path: Path) -> None:
-    with ServerProcess(
-        tmp_path, "--insecure-no-auth", bind=("tcp://0.0.0.0:0",)
-    ) as server:
-        server.process.terminate()
-        assert "can be reached from other hosts" in server.end()
+def test_a_public_address_needs_consent_and_gives_a_warning(serve: Serve) -> None:
+    server = serve("--insecure-no-auth", bind=("tcp://0.0.0.0:0",))
+    assert "can be reached from other hosts" in server.end(signal.SIGTERM)
 
 
 @pytest.mark.parametrize(
@@ -231,4 +212,4 @@ def test_only_loopback_and_ipc_are_private(address: str, expected: bool) -> None
 )
 def test_other_addresses_are_errors(address: str) -> None:
     with pytest.raises(ValueError, match="expected an address like"):
-        ServerConfig(num_workers=1, binds=(address,))
+        HostSettings(binds=(address,))

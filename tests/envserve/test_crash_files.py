@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from envserve.crash_files import CrashFiles, default_folder
+from envserve.crashes.files import CrashFiles, default_folder
 
 
 def test_file_is_private_whole_and_named_after_its_subject(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_file_is_private_whole_and_named_after_its_subject(tmp_path: Path) -> No
 def test_one_file_a_second_and_the_newest_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("envserve.crash_files._MAX_FILES", 3)
+    monkeypatch.setattr("envserve.crashes.files._MAX_FILES", 3)
     strangers = [tmp_path / name for name in ("notes.txt", "download.part")]
     leftover = tmp_path / "a-0.repro.part"  # of a process that was killed
     for file in (*strangers, leftover):
@@ -98,7 +98,7 @@ def test_default_folder_that_is_not_ours_alone_is_refused(
     else:
         folder.mkdir(mode=0o700)
         monkeypatch.setattr(os, "getuid", lambda: 123_456)
-        monkeypatch.setattr("envserve.crash_files.default_folder", lambda: folder)
+        monkeypatch.setattr("envserve.crashes.files.default_folder", lambda: folder)
     files = CrashFiles(None)
     assert files.write("a", b"content", 0.0) is None
     assert "only this user can use" in caplog.text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 import shlex
@@ -15,10 +14,11 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv
+from envserve.crashes.action_ring import ActionRing
 from envserve.lane import Call
 from envserve.pool.fault_log import FaultLog
 from envserve.pool.launcher import Launcher
-from envserve.replay import load_repro
+from envserve.pool.replay import load_repro
 from envserve.seeding import env_seed
 from envserve.slab import Status
 
@@ -30,6 +30,7 @@ from .pool_driver import (
     PoolMaker,
     gather,
     kill,
+    launcher_with,
     reset,
     step,
     wait_for,
@@ -89,7 +90,7 @@ def test_line_of_a_worker_that_dies(
         2,
         env_kwargs={"fault": "segfault"},
         crash_dir=str(tmp_path),
-        import_modules=("envserve.testing",),
+        import_modules=("tests.oracle.probe_envs",),
     )
     reset(pool)
     pid = pool.worker_pids[1]
@@ -103,7 +104,7 @@ def test_line_of_a_worker_that_dies(
         f"last action 1"
     )
     assert tail.startswith('"Fatal Python error: Segmentation fault: File ')
-    assert tail.endswith(f"envserve replay {path} --import envserve.testing")
+    assert tail.endswith(f"envserve replay {path} --import tests.oracle.probe_envs")
     text = lost.faults[0].text
     assert text.startswith("worker 1 (of envs 2 to 3) was killed by SIGSEGV; ")
     assert "in string_at" in text
@@ -114,15 +115,9 @@ def test_line_of_a_worker_that_dies(
 @pytest.fixture(scope="module")
 def patient_launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
     """One whose template waits for a stack for as long as a loaded machine needs."""
-    folder = tmp_path_factory.mktemp("patient")
-    (folder / "patience.py").write_text(
-        "import envserve.worker.template as template; template._STACK_SECONDS = 20.0"
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)
-        launcher = Launcher(["envserve.testing", "patience"])
-        with contextlib.closing(launcher):
-            yield launcher
+    text = "import envserve.worker.template as it; it._STACK_SECONDS = 20.0"
+    with launcher_with(tmp_path_factory.mktemp("patient"), patience=text) as launcher:
+        yield launcher
 
 
 @pytest.mark.parametrize("fault", ["hang", "spin"])
@@ -180,17 +175,20 @@ def test_worker_that_stops_by_itself_says_why_on_the_line(
     assert line.endswith('its stderr ends with "SystemExit: 3"')
     caplog.clear()
     log = FaultLog(pool.config, logging.getLogger(LOGGER), "session 7")
-    worker = pool._workers[0]
-    assert pool._slab is not None
+    worker = pool._workers.all[0]
+    slab = pool._workers.slab
+    assert slab is not None
+    ring = ActionRing(pool.spec, 1, slab.extra)
+    log.attach(slab, pool.spec)
     text = "stopped:\nTraceback:\nValueError: no level"
-    assert pool._slab.journal.read(0, 0) is not None
-    log.worker_lost(worker, Status.WORKER_DIED, text, {}, pool._slab, 0.0)
+    assert ring.read(0, 0) is not None
+    log.worker_lost(worker, Status.WORKER_DIED, text, {}, 0.0)
     (line,) = lines(caplog)
     assert line.startswith("session 7: worker 0 (of envs 0 to 0), pid ")
     assert "stopped: ValueError: no level; no env was at work" in line
     # What is known of the old envs must not be taken for the new ones'.
-    assert pool._slab.journal.read(0, 0) is None
-    assert not pool._slab.heartbeats.any()
+    assert ring.read(0, 0) is None
+    assert not slab.heartbeats.any()
 
 
 @pytest.mark.parametrize("kind", ["call", "set", "get"])
@@ -262,7 +260,7 @@ def test_last_words_are_printable_and_on_one_line(
 def test_storm_of_crashes_writes_a_file_and_a_line_for_each(
     make_pool: PoolMaker, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    pool = make_pool(FAULTY, 64, 1, crash_dir=str(tmp_path), padding_after_seconds=1e9)
+    pool = make_pool(FAULTY, 64, 1, crash_dir=str(tmp_path))
     clock = pool._clock
     frozen = clock()
     pool._clock = lambda: frozen
@@ -286,7 +284,7 @@ def test_server_keeps_files_where_it_is_told_to(tmp_path: Path) -> None:
     (line,) = [line for line in log.splitlines() if "lost its balance;" in line]
     assert re.search(r" WARNING session [0-9a-f]{16}: Env 1 \(worker 1, pid ", line)
     assert repro_in(line) == path
-    assert line.endswith(" --import envserve.testing")
+    assert line.endswith(" --import tests.oracle.probe_envs")
 
 
 def test_folder_that_cannot_be_written_costs_a_line_and_no_step(

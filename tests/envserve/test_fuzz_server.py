@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import signal
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,6 @@ import zmq
 
 from envserve import codec
 from envserve.client.remote_lane import RemoteLane
-from envserve.lane import Reset
-from envserve.testing import ledger_hash
 from envserve.transport import can_receive
 from envserve.wire import (
     Attach,
@@ -31,45 +28,33 @@ from envserve.wire import (
     encode,
 )
 from envserve.wrappers import WrapperSpec
-from tests.envserve.processes import resident_kib
-from tests.envserve.server_process import ServerProcess, make_config
+from tests.envserve.conftest import Attach as AttachLane
+from tests.envserve.conftest import Serve
+from tests.envserve.pool_driver import step
+from tests.oracle.ledger_env import ledger_hash
 
 NUM_RANDOM = 10_000
 NUM_MUTATED = 100_000
 NUM_ODD = 10_000
 #: The attacker's own; few changed bytes do not make it out of another.
 LEASED_SESSION = 0x2345_6789_ABCD_EF01
-MAX_GROWTH_KIB = 32 << 10
+MAX_GROWTH_BYTES = 32 << 20
 
 
 class Client:
     """An honest client that steps now and then, and checks every result."""
 
-    def __init__(self, address: str) -> None:
-        self.lane = RemoteLane(address, make_config(env_kwargs={"length": 10**6}))
-        self.lane.finish_start(time.monotonic() + 20)
-        self.lane.submit_reset([Reset(block.index) for block in self.lane.blocks])
-        self._collect()
+    def __init__(self, lane: RemoteLane) -> None:
+        self.lane = lane
         self._hash = 0
 
     def step(self, action: int) -> None:
-        self.lane.rows.action[0][:] = action
-        self.lane.submit_step(range(len(self.lane.blocks)))
-        self._collect()
+        for outcome in step(self.lane, action):
+            assert outcome.error is None
+            assert not outcome.faults
         self._hash = ledger_hash(self._hash, action)
         observed = self.lane.rows.observation[0][:, 3]
         np.testing.assert_array_equal(observed, [self._hash] * self.lane.num_envs)
-
-    def close(self) -> None:
-        self.lane.close()
-
-    def _collect(self) -> None:
-        left = len(self.lane.blocks)
-        while left:
-            for finished in self.lane.collect(20):
-                assert finished.error is None
-                assert not finished.faults
-                left -= 1
 
 
 class Attacker:
@@ -238,60 +223,64 @@ def mutated_messages(
         yield frames
 
 
+@pytest.fixture
+def attacker_of() -> Iterator[Callable[[str], Attacker]]:
+    with contextlib.ExitStack() as stack:
+        yield lambda address: stack.enter_context(contextlib.closing(Attacker(address)))
+
+
+LONG: dict[str, Any] = {"env_kwargs": {"length": 10**6}}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.timeout(120)
 def test_garbage_neither_stops_nor_grows_the_server(
-    tmp_path: Path, random_generator: np.random.Generator
+    serve: Serve,
+    attach: AttachLane,
+    attacker_of: Callable[[str], Attacker],
+    random_generator: np.random.Generator,
 ) -> None:
     options = ("--allow-kwarg", "length", "--log-level", "error", "--drain-grace", "0")
-    with (
-        ServerProcess(tmp_path, *options) as server,
-        closing(Client(server.address)) as client,
-        closing(Attacker(server.address)) as attacker,
-    ):
-        boot = boot_of(server.address)
-        valid = valid_messages(boot)
-        garbage: Iterator[Sequence[Buffer]] = itertools.chain(
-            itertools.islice(random_messages(random_generator), NUM_RANDOM),
-            itertools.islice(mutated_messages(valid, random_generator), NUM_MUTATED),
-            itertools.islice(
-                messages_of_odd_values(boot, attacker.attach(boot), random_generator),
-                NUM_ODD,
-            ),
-        )
-        client.step(1)
-        before = 0
-        for number, frames in enumerate(garbage):
-            attacker.send(frames)
-            if number % 1000 == 0:
-                client.step(number // 1000)
-            if number == NUM_RANDOM:
-                attacker.wait_for_answer(1 << 50)
-                before = resident_kib(server.process.pid)
-        attacker.wait_for_answer(1 << 51)
-        client.step(2)
-        growth = resident_kib(server.process.pid) - before
-        assert growth < MAX_GROWTH_KIB, f"grew by {growth} KiB"
-        assert attacker.num_answers > NUM_MUTATED // 20
-        with closing(Client(server.address)) as newcomer:
-            newcomer.step(3)
-        client.close()
-        server.process.terminate()
-        log = server.end()
-        assert server.process.returncode == 0
-        assert "Traceback" not in log
+    server = serve(*options)
+    client, attacker = Client(attach(server, **LONG)), attacker_of(server.address)
+    boot = boot_of(server.address)
+    valid = valid_messages(boot)
+    odd = messages_of_odd_values(boot, attacker.attach(boot), random_generator)
+    garbage: Iterator[Sequence[Buffer]] = itertools.chain(
+        itertools.islice(random_messages(random_generator), NUM_RANDOM),
+        itertools.islice(mutated_messages(valid, random_generator), NUM_MUTATED),
+        itertools.islice(odd, NUM_ODD),
+    )
+    client.step(1)
+    before = 0
+    for number, frames in enumerate(garbage):
+        attacker.send(frames)
+        if number % 1000 == 0:
+            client.step(number // 1000)
+        if number == NUM_RANDOM:
+            attacker.wait_for_answer(1 << 50)
+            before = server.resident_bytes
+    attacker.wait_for_answer(1 << 51)
+    client.step(2)
+    growth = server.resident_bytes - before
+    assert growth < MAX_GROWTH_BYTES, f"grew by {growth} bytes"
+    assert attacker.num_answers > NUM_MUTATED // 20
+    newcomer = attach(server, **LONG)
+    Client(newcomer).step(3)
+    for lane in (newcomer, client.lane):
+        lane.close()
+    assert "Traceback" not in server.end(signal.SIGTERM)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_endless_frames_neither_stop_nor_grow_the_server(tmp_path: Path) -> None:
-    with (
-        ServerProcess(tmp_path, "--allow-kwarg", "length") as server,
-        closing(Client(server.address)) as client,
-        closing(Attacker(server.address)) as attacker,
-    ):
-        before = resident_kib(server.process.pid)
-        for number in range(20):
-            attacker.send([b""] * 10_000)
-            client.step(number)
-        attacker.wait_for_answer(1 << 50)
-        assert resident_kib(server.process.pid) - before < MAX_GROWTH_KIB
+def test_endless_frames_neither_stop_nor_grow_the_server(
+    serve: Serve, attach: AttachLane, attacker_of: Callable[[str], Attacker]
+) -> None:
+    server = serve("--allow-kwarg", "length")
+    client, attacker = Client(attach(server, **LONG)), attacker_of(server.address)
+    before = server.resident_bytes
+    for number in range(20):
+        attacker.send([b""] * 10_000)
+        client.step(number)
+    attacker.wait_for_answer(1 << 50)
+    assert server.resident_bytes - before < MAX_GROWTH_BYTES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from envserve.errors import LocalProtocolError
 
 from .conftest import MakeBatch
 from .interrupts import run_traced
+from .pool_driver import LEDGER
 
 NUM_POINTS = 12
 
@@ -23,6 +25,12 @@ def points(num_lines: int) -> list[int]:
     return [*spread, num_lines - 1, num_lines]
 
 
+def options_of(lane_kind: str) -> dict[str, Any]:
+    # A frame whose sending was interrupted costs its worker the step timeout.
+    timeout = {"step_timeout": 0.5} if lane_kind == "local" else {}
+    return {"env_kwargs": {"length": 1000}, **timeout}
+
+
 def step_traced(batch: BatchEnv, action: int, line: int) -> int:
     call = partial(batch.step, np.full(batch.num_envs, action))
     return len(run_traced(call, line))
@@ -31,15 +39,12 @@ def step_traced(batch: BatchEnv, action: int, line: int) -> int:
 def test_an_interrupted_step_never_answers_a_later_one(
     make_batch: MakeBatch, lane_kind: str
 ) -> None:
-    # A frame whose sending was interrupted costs its worker the step timeout.
-    options = {"step_timeout": 0.5} if lane_kind == "local" else {}
-    with make_batch("envserve/Ledger-v0", 4, 2, env_kwargs={"length": 1000}) as probe:
+    options = options_of(lane_kind)
+    with make_batch(LEDGER, 4, 2, **options) as probe:
         probe.reset()
         num_lines = step_traced(probe, 1, -1)
     for line in points(num_lines):
-        with make_batch(
-            "envserve/Ledger-v0", 4, 2, env_kwargs={"length": 1000}, **options
-        ) as batch:
+        with make_batch(LEDGER, 4, 2, **options) as batch:
             batch.reset()
             step_traced(batch, 50, line)
             for action in (101, 102):
@@ -72,17 +77,8 @@ def receive_all(batch: BatchEnv, action: int) -> int:
 def test_an_interrupted_send_or_recv_neither_mixes_up_nor_loses_rows(
     make_batch: MakeBatch, lane_kind: str, interrupted: str
 ) -> None:
-    options = {"step_timeout": 0.5} if lane_kind == "local" else {}
-
     def run(line: int) -> int:
-        with make_batch(
-            "envserve/Ledger-v0",
-            4,
-            2,
-            num_splits=2,
-            env_kwargs={"length": 1000},
-            **options,
-        ) as batch:
+        with make_batch(LEDGER, 4, 2, num_splits=2, **options_of(lane_kind)) as batch:
             batch.reset()
             batch.step(np.full(4, 9))
             if interrupted == "send":
@@ -112,10 +108,12 @@ def has_come(batch: BatchEnv) -> None:
         batch.recv(env_indices=everything, out=wrong)
 
 
+# An interrupt before a new socket is kept leaves it to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_as_recv_returns_leaves_the_rows_to_be_received(
     make_batch: MakeBatch,
 ) -> None:
-    with make_batch("envserve/Ledger-v0", 4, 2, num_splits=2) as batch:
+    with make_batch(LEDGER, 4, 2, num_splits=2) as batch:
         batch.reset()
         batch.send(np.arange(4))
         has_come(batch)
@@ -127,4 +125,8 @@ def test_an_interrupt_as_recv_returns_leaves_the_rows_to_be_received(
             run_traced(lambda: batch.recv(4), line)
             assert batch.num_out == 4
         rows, result = batch.recv(4)
-        assert rows.tolist() == result.reward.tolist() == [0, 1, 2, 3]
+        assert rows.tolist() == [0, 1, 2, 3]
+        assert result.reward.tolist() == np.where(result.valid, rows, 0).tolist()
+        batch.send(np.full(4, 7))
+        _, result = batch.recv(4)
+        assert result.reward.tolist() == [7] * 4

@@ -19,7 +19,8 @@ from envserve.errors import (
 )
 from envserve.seeding import env_seed, spare_seed
 from envserve.spec import flatten, spaces_equal
-from envserve.testing import SPACES, ledger_hash
+from tests.oracle.ledger_env import ledger_hash
+from tests.oracle.probe_envs import SPACES
 
 from .conftest import MakeBatch
 
@@ -529,6 +530,7 @@ def test_a_call_that_was_cut_short_does_not_leak_into_the_next(
     with monkeypatch.context() as patch:
 
         def interrupt(*_: Any) -> list[Any]:
+            lane.is_waiting = True  # as Ctrl-C finds it
             raise KeyboardInterrupt
 
         patch.setattr(lane, "collect", interrupt)

@@ -6,18 +6,17 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from envserve.errors import EnvsBusy
-from envserve.testing import ledger_hash
+from tests.envserve.conftest import Join, Serve, WaitUntil
 from tests.envserve.server_process import ServerProcess
 from tests.envserve.session_client import SessionClient
+from tests.oracle.ledger_env import ledger_hash
 
-WaitUntil = Callable[..., None]
 NUM_ROUNDS = 2
 LEASE_SECONDS = 2.0  # longer than a loaded machine keeps anybody waiting
 
@@ -38,8 +37,8 @@ with SessionClient(sys.argv[1], session=number, client="late:1") as client:
     late = Message(
         type=MessageType.STEP,
         session=number,
-        boot=session._sender.boot,
-        epoch=session._sender.epoch,
+        boot=session.requests.boot,
+        epoch=session.requests.epoch,
         request=1 << 40,
         entries=tuple((block.index, 1 << 30) for block in session.blocks),
         body=session.rows.action[0].tobytes(),
@@ -81,15 +80,13 @@ class LateClient:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    options = ("--envs-per-worker", "2", "--lease-seconds", str(LEASE_SECONDS))
-    with ServerProcess(tmp_path, *options) as server:
-        yield server
+def server(serve: Serve) -> ServerProcess:
+    return serve("--envs-per-worker", "2", "--lease-seconds", str(LEASE_SECONDS))
 
 
-def test_who_has_the_envs_is_named(server: ServerProcess) -> None:
-    with LateClient(server, 1), SessionClient(server.address, session=9) as refused:
-        error = refused.session.error
+def test_who_has_the_envs_is_named(server: ServerProcess, join: Join) -> None:
+    with LateClient(server, 1):
+        error = join(server, session=9).session.error
         assert isinstance(error, EnvsBusy)
         assert error.holder == "late:1"
         assert error.since > 0
@@ -97,22 +94,21 @@ def test_who_has_the_envs_is_named(server: ServerProcess) -> None:
 
 
 def test_a_client_that_wakes_up_late_is_refused_and_steps_nothing(
-    server: ServerProcess, wait_until: WaitUntil
+    server: ServerProcess, join: Join, wait_until: WaitUntil
 ) -> None:
     for round_ in range(NUM_ROUNDS):
         with LateClient(server, 100 + round_) as late:
             late.process.send_signal(signal.SIGSTOP)
             wait_until(lambda: server.welcome().free_envs == 4, 20.0)
-            with SessionClient(server.address, session=200 + round_) as heir:
-                heir.reset()
-                step_by_the_ledger(heir, lambda num_steps: num_steps == 20)
-                late.process.send_signal(signal.SIGCONT)
-                step_by_the_ledger(heir, lambda _, late=late: late.has_spoken)  # type: ignore[misc]
-                step_by_the_ledger(heir, lambda num_steps: num_steps == 20)
-                heir.close()
+            heir = join(server, session=200 + round_)
+            heir.reset()
+            step_by_the_ledger(heir, lambda num_steps: num_steps == 20)
+            late.process.send_signal(signal.SIGCONT)
+            step_by_the_ledger(heir, lambda _, late=late: late.has_spoken)  # type: ignore[misc]
+            step_by_the_ledger(heir, lambda num_steps: num_steps == 20)
+            heir.close()
             assert late.output.readline() == "LeaseLost LEASE_LOST\n"
-    server.signal(signal.SIGTERM)
-    log = server.end()
+    log = server.end(signal.SIGTERM)
     assert log.count("its client was silent for") == NUM_ROUNDS
 
 

@@ -8,70 +8,53 @@ from typing import Any
 import numpy as np
 import pytest
 
-from envserve.client import BatchEnv
+from envserve.client import BatchEnv, StepResult
 from envserve.slab import Status
-from envserve.testing import Ledger
 from tests.envserve.conftest import MakeBatch, StartServer
+from tests.oracle.ledger import Ledger
+from tests.oracle.player import Player
 
 LEDGER = "envserve/Ledger-v0"
 NUM_ENVS = 8
 LENGTH = 6
 SEED = 5
 KILL, RAISE = 998, 999
-SECONDS = 60.0
 
 Array = np.ndarray[Any, Any]
 
 
-class Checked:
-    """A batch of ledgers, driven and checked; some of its actions are fatal."""
+class Fatal(Player):
+    """Plays with actions of which some are fatal."""
+
+    num_actions = KILL
+    num_steps = 0
 
     def __init__(self, batch: BatchEnv, seed: int, autoreset: str = "same_step"):
-        self.batch = batch
-        self.random = np.random.default_rng(seed)
+        ledger = Ledger(NUM_ENVS, SEED, length=LENGTH, autoreset=autoreset)
+        super().__init__(batch, ledger, np.random.default_rng(seed))
         self.autoreset = autoreset
-        self.ledger = Ledger(NUM_ENVS, SEED, length=LENGTH, autoreset=autoreset)
-        self.ledger.reset(batch.reset())
-        self.num_steps = 0
 
-    def act(self) -> Array:
+    def draw(self, num_rows: int | None = None) -> Array:
         self.num_steps += 1
-        actions = self.random.integers(0, 998, NUM_ENVS)
+        actions = super().draw(num_rows)
         fatal = {5: KILL, 12: RAISE}.get(self.num_steps % 15)
         if fatal is not None:
-            actions[self.random.integers(NUM_ENVS)] = fatal
+            actions[self.random.integers(len(actions))] = fatal
         return actions
 
     @property
     def is_enough(self) -> bool:
         losses = self.ledger.losses
         return (
-            self.num_steps >= 100
+            self.num_steps >= 150
             and min(losses[Status.WORKER_DIED], losses[Status.ENV_ERROR]) >= 3
         )
 
-    def step(self) -> None:
-        actions = self.act()
-        with self.ledger.within(SECONDS):
-            result = self.batch.step(actions)
-        self.ledger.step(actions, result)
+    def check(self, result: StepResult, rows: Array | None, began: float) -> None:
+        super().check(result, rows, began)
         ended = np.flatnonzero(result.terminated | result.truncated)
         if self.autoreset == "disabled" and ended.size:
             self.ledger.reset(self.batch.reset(ended), ended)
-
-    def send_and_recv(self) -> None:
-        actions = self.act()
-        with self.ledger.within(SECONDS):
-            for split in self.random.permutation(len(self.batch.splits)):
-                rows = self.batch.splits[split]
-                self.batch.send(actions[rows], rows)
-            while self.batch.num_out:
-                rows, result = self.batch.recv()
-                self.ledger.step(actions[rows], result, rows)
-
-    def finish(self, journal: Path) -> None:
-        self.batch.close()
-        self.ledger.finish(journal)
 
 
 def fatal_kwargs(journal: Path) -> dict[str, Any]:
@@ -97,10 +80,11 @@ def test_books_balance_over_every_kind_of_lane(
         env_kwargs=fatal_kwargs(tmp_path / "journal"),
         autoreset=autoreset,
     )
-    checked = Checked(batch, random_seed, autoreset)
-    while not checked.is_enough:
-        checked.step()
-    checked.finish(tmp_path / "journal")
+    player = Fatal(batch, random_seed, autoreset)
+    while not player.is_enough:
+        player.step()
+    batch.close()
+    player.ledger.finish(tmp_path / "journal")
 
 
 def test_books_balance_over_several_servers_in_splits(
@@ -116,8 +100,10 @@ def test_books_balance_over_several_servers_in_splits(
         env_kwargs=fatal_kwargs(tmp_path / "journal"),
     )
     with batch:
-        checked = Checked(batch, random_seed)
-        while not checked.is_enough:
-            checked.step()
-            checked.send_and_recv()
-        checked.finish(tmp_path / "journal")
+        player = Fatal(batch, random_seed)
+        while not player.is_enough:
+            player.step()
+            for split in player.random.permutation(len(batch.splits)):
+                player.send(batch.splits[split])
+            player.receive_rest()
+    player.ledger.finish(tmp_path / "journal")

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from envserve.errors import CallError, EnvserveError, LocalProtocolError
-from envserve.lane import Call, Outcome, PoolConfig, Reset
+from envserve.lane import Call, Outcome, Reset
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
 from envserve.seeding import env_seed
+from envserve.settings import PoolSettings
 from envserve.slab import Status
 
 from .pool_driver import (
@@ -100,7 +101,7 @@ def test_some_rows_of_a_block_are_reset_with_their_seeds(make_pool: PoolMaker) -
 
 
 def test_pool_that_starts_has_neither_spec_nor_rows(launcher: Launcher) -> None:
-    config = PoolConfig(env_name=LEDGER, num_envs=1, num_workers=1, seed=0)
+    config = PoolSettings(env_name=LEDGER, num_envs=1, num_workers=1, seed=0)
     pool = Pool(config, launcher=launcher)
     try:
         with pytest.raises(LocalProtocolError, match="is_ready"):
@@ -189,7 +190,7 @@ def test_refused_submission_starts_nothing(
     reset(pool)
     with pytest.raises(LocalProtocolError):
         pool.submit_step(blocks)
-    assert pool.running_seconds(0.0) == {}
+    assert not pool.is_busy
     step(pool, 1)
     assert pool.rows.observation[0][:, 2].tolist() == [1, 1]
 
@@ -228,7 +229,7 @@ def test_call_of_an_env_that_is_not_there_is_refused(
 
 
 def test_env_kwargs_that_cannot_be_sent_are_an_error_of_ours() -> None:
-    config = PoolConfig(
+    config = PoolSettings(
         env_name=LEDGER, num_envs=1, num_workers=1, seed=0, env_kwargs={"f": print}
     )
     with pytest.raises(EnvserveError, match="builtin_function_or_method"):

@@ -16,7 +16,7 @@ LEDGER = "envserve/Ledger-v0"
 
 
 def test_without_names_every_registered_env_is_on_offer() -> None:
-    offer = Registry(import_modules=["envserve.testing"])
+    offer = Registry(import_modules=["tests.oracle.probe_envs"])
     assert {"CartPole-v1", LEDGER} <= set(offer.names)
     assert list(offer.names) == sorted(offer.names)
     offer.check(LEDGER)
@@ -32,7 +32,7 @@ def test_with_names_only_they_are_on_offer() -> None:
 
 def test_offer_is_fixed_at_the_start() -> None:
     offer = Registry()
-    gymnasium.register("RegisteredLater-v0", "envserve.testing:LedgerEnv")
+    gymnasium.register("RegisteredLater-v0", "tests.oracle.probe_envs:LedgerEnv")
     try:
         with pytest.raises(UnknownEnv):
             offer.check("RegisteredLater-v0")
@@ -56,8 +56,7 @@ def test_unlike_name_points_to_import_modules() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["this:Env-v0", "os:system", "this", "../CartPole-v1", ""],
+    "name", ["this:Env-v0", "os:system", "this", "../CartPole-v1", ""]
 )
 def test_name_is_never_something_to_import(name: str) -> None:
     sys.modules.pop("this", None)
@@ -67,7 +66,7 @@ def test_name_is_never_something_to_import(name: str) -> None:
 
 
 def test_env_is_built_with_its_arguments() -> None:
-    import_env_modules(["envserve.testing"])
+    import_env_modules(["tests.oracle.probe_envs"])
     env = make_env(LEDGER, {"length": 1})
     env.reset(seed=0)
     assert env.step(5)[2] is True

@@ -12,13 +12,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envserve.chaos.proxy import Proxy
-from envserve.chaos.toxics import Toxics
-from envserve.client import remote_lane
+from envserve.client import connection, remote_lane
 from envserve.client.remote_lane import RemoteLane
-from envserve.errors import ConnectError, EnvStartError, LocalProtocolError
-from envserve.lane import Reset
+from envserve.errors import (
+    ConnectError,
+    EnvStartError,
+    LocalProtocolError,
+    ServerLost,
+)
+from envserve.lane import Outcome, Reset
 from envserve.session import requests
+from envserve.slab import Status
+from tests.chaos.proxy import Proxy
+from tests.chaos.toxics import Toxics
 from tests.envserve.server_process import ServerProcess, make_config
 
 
@@ -107,11 +113,65 @@ def test_long_rows_come_whole_step_after_step(
         lane.close()
 
 
-def test_collect_returns_nothing_after_its_timeout(server: ServerProcess) -> None:
+def test_collect_returns_nothing_after_its_timeout_or_if_nothing_is_in_flight(
+    server: ServerProcess,
+) -> None:
     lane = attach(server.address)
+    started = time.monotonic()
+    assert lane.collect(20.0) == []
+    assert time.monotonic() - started < 2
+    server.signal(signal.SIGSTOP)
+    lane.submit_step([0, 1])
     started = time.monotonic()
     assert lane.collect(0.2) == []
     assert 0.2 <= time.monotonic() - started < 2
+    server.signal(signal.SIGCONT)
+    collect_all(lane)
+    lane.close()
+
+
+def test_a_server_that_is_killed_makes_blocks_absent_and_is_given_up_in_time(
+    server: ServerProcess,
+) -> None:
+    config = make_config()
+    options = {"server_lost_after_seconds": 2.0, "pads_when_lost": True}
+    lane = RemoteLane(server.address, config, **options)  # type: ignore[arg-type]
+    lane.finish_start(time.monotonic() + 20)
+    lane.submit_reset([Reset(block.index) for block in lane.blocks])
+    collect_all(lane)
+    seen = lane.rows.observation[0].copy()
+    server.signal(signal.SIGKILL)
+    lane.submit_step([0, 1])
+    assert lane.collect(20.0) == []
+    assert lane.absent == {0, 1}
+    assert lane.given_up is None
+    np.testing.assert_array_equal(lane.rows.final_observation[0], seen)
+    started = time.monotonic()
+    while lane.given_up is None:
+        assert lane.collect(0.1) == []
+        assert time.monotonic() - started < 20
+    assert isinstance(lane.given_up, ServerLost)
+    assert lane.is_busy
+    lane.close()
+
+
+def test_a_lane_that_loses_its_envs_gets_others(server: ServerProcess) -> None:
+    lane = attach(server.address)
+    step(lane, 1)
+    lane.submit_step([0])
+    lane.lose("it was enough")
+    assert not lane.is_busy
+    lane.rows.action[0][:] = 2
+    lane.submit_step([0, 1])
+    outcomes: list[Outcome] = []
+    while len(outcomes) < 2:
+        outcomes += lane.collect(20)
+    faults = [fault for outcome in outcomes for fault in outcome.faults]
+    assert {fault.status for fault in faults} == {Status.SERVER_LOST}
+    assert "it was enough" in faults[0].text
+    step(lane, 3)
+    np.testing.assert_array_equal(lane.rows.reward, 3)
+    assert lane.stats()["reattaches"] == 1
     lane.close()
 
 
@@ -174,13 +234,17 @@ def test_who_waits_for_the_descriptor_sends_again_once_there_is_a_connection(
     monkeypatch.setattr(requests, "_FIRST_RESEND_SECONDS", 1000.0)
     monkeypatch.setattr(remote_lane, "_KEEPER_SECONDS", 1000.0)
     monkeypatch.setattr(remote_lane, "SLICE_SECONDS", 1000.0)
+    monkeypatch.setattr(connection, "SLICE_SECONDS", 1000.0)
     with Proxy(server.address) as proxy:
         lane = attach(proxy.address)
+        lane.fileno()  # who waits for it has asked for it before
         proxy.change(to_server=Toxics(drop=1.0))
         lane.rows.action[0][:] = 7
         lane.submit_step([0, 1])
     deadline = time.monotonic() + 20
-    while lane._is_connected:  # what the keeper would need half a second to see
+    while (
+        lane._exchange._is_connected
+    ):  # what the keeper would need half a second to see
         assert collect_by_descriptor(lane, deadline) == 0
         assert time.monotonic() < deadline
     with Proxy(server.address, port=int(proxy.address.rpartition(":")[2])):

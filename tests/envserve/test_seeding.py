@@ -28,12 +28,7 @@ def test_seeds_are_the_recorded_ones() -> None:
 
 
 def test_seeds_of_spares_are_the_recorded_ones() -> None:
-    recorded = {
-        0: 673228719,
-        1: 1454127163,
-        2**32 - 1: 908003510,
-        2**63 - 1: 634897576,
-    }
+    recorded = {0: 673228719, 1: 1454127163, 2**32 - 1: 908003510, 2**63 - 1: 634897576}
     assert {seed: spare_seed(seed) for seed in recorded} == recorded
 
 

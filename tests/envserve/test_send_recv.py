@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv, StepResult
-from envserve.client.local_lane import LocalLane
 from envserve.client.remote_lane import RemoteLane
 from envserve.errors import ActionError, EnvError, EnvTimeout, LocalProtocolError
-from envserve.lane import Lane, PoolConfig
-from envserve.testing import ledger_hash
+from envserve.lane import Lane
+from envserve.pool.pool import Pool
+from envserve.settings import PoolSettings
+from tests.oracle.ledger_env import ledger_hash
 
 from .conftest import MakeBatch, StartServer
 
@@ -117,16 +118,16 @@ def test_rows_sent_together_come_as_those_sent_apart(make_batch: MakeBatch) -> N
 
 def local_lane(
     num_envs: int, first: int, env_kwargs: dict[str, Any], *, num_workers: int = 2
-) -> LocalLane:
-    lane = LocalLane(config(num_envs, first, env_kwargs, num_workers))
+) -> Pool:
+    lane = Pool(config(num_envs, first, env_kwargs, num_workers))
     lane.finish_start(time.monotonic() + 60)
     return lane
 
 
 def config(
     num_envs: int, first: int, env_kwargs: dict[str, Any], num_workers: int = 2
-) -> PoolConfig:
-    return PoolConfig(
+) -> PoolSettings:
+    return PoolSettings(
         env_name=LEDGER,
         num_envs=num_envs,
         num_workers=num_workers,
@@ -134,7 +135,7 @@ def config(
         seed=0,
         first_env_index=first,
         env_kwargs=env_kwargs,
-        import_modules=("envserve.testing",),
+        import_modules=("tests.oracle.probe_envs",),
     )
 
 

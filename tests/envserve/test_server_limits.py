@@ -7,14 +7,18 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.lab.processes import with_descendants
 from envserve.errors import EnvStartError
 from envserve.slab import Status
-from tests.envserve.processes import children_of, limited, room_for_descriptors
+from tests.envserve.conftest import Join, Serve
+from tests.envserve.limits import limited, room_for_descriptors
 from tests.envserve.server_process import ServerProcess, command
 from tests.envserve.session_client import SessionClient
 
@@ -23,12 +27,20 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def refused(server: ServerProcess, *args: object, **changes: object) -> EnvStartError:
-    with SessionClient(server.address, *args, session=77, **changes) as client:  # type: ignore[arg-type]
-        error = client.session.error
-    assert isinstance(error, EnvStartError)
-    assert server.address in str(error)
-    return error
+Refused = Callable[..., EnvStartError]
+
+
+@pytest.fixture
+def refused(join: Join) -> Refused:
+    """Asks a server for envs in vain."""
+
+    def ask(server: ServerProcess, *arguments: Any, **changes: Any) -> EnvStartError:
+        error = join(server, *arguments, session=77, **changes).session.error
+        assert isinstance(error, EnvStartError)
+        assert server.address in str(error)
+        return error
+
+    return ask
 
 
 def check_steps(client: SessionClient, num_steps: int = 3) -> None:
@@ -37,41 +49,38 @@ def check_steps(client: SessionClient, num_steps: int = 3) -> None:
         np.testing.assert_array_equal(client.session.rows.reward, [action] * 4)
 
 
-def check_that_envs_can_be_had_again(server: ServerProcess) -> None:
-    with SessionClient(server.address, session=78) as client:
-        client.reset()
-        check_steps(client)
-        client.close()
+def check_that_envs_can_be_had_again(server: ServerProcess, join: Join) -> None:
+    client = join(server, session=78)
+    client.reset()
+    check_steps(client)
+    client.close()
     assert server.process.poll() is None
 
 
-def test_no_descriptors_are_left(tmp_path: Path) -> None:
-    with ServerProcess(tmp_path) as server, SessionClient(server.address) as client:
-        client.reset()
-        pid = server.process.pid
-        # Room for the connection, and then for some of what a pool needs.
-        for room in (2, 4):
-            limit = room_for_descriptors(pid, room)
-            with limited(pid, resource.RLIMIT_NOFILE, limit):
-                assert "Too many open files" in str(refused(server))
-                check_steps(client)
-        check_that_envs_can_be_had_again(server)
-
-
-def test_no_memory_is_left_for_the_rows(tmp_path: Path) -> None:
-    with (
-        ServerProcess(tmp_path, "--allow-kwarg", "space") as server,
-        SessionClient(server.address) as client,
-    ):
-        client.reset()
-        images = {"env_name": "envserve/Echo-v0", "env_kwargs": {"space": "image"}}
-        with limited(server.process.pid, resource.RLIMIT_FSIZE, 1 << 20):
-            error = refused(server, 16, **images)
-            assert "no shared memory for the rows" in str(error)
+def test_no_descriptors_are_left(serve: Serve, join: Join, refused: Refused) -> None:
+    client = join(server := serve())
+    client.reset()
+    pid = server.process.pid
+    # Room for the connection, and then for some of what a pool needs.
+    for room in (2, 4):
+        limit = room_for_descriptors(pid, room)
+        with limited(pid, resource.RLIMIT_NOFILE, limit):
+            assert "Too many open files" in str(refused(server))
             check_steps(client)
-        with SessionClient(server.address, 16, session=79, **images) as large:  # type: ignore[arg-type]
-            assert large.session.error is None
-        check_that_envs_can_be_had_again(server)
+    check_that_envs_can_be_had_again(server, join)
+
+
+def test_no_memory_is_left_for_the_rows(
+    serve: Serve, join: Join, refused: Refused
+) -> None:
+    client = join(server := serve("--allow-kwarg", "space"))
+    client.reset()
+    images = {"env_name": "envserve/Echo-v0", "env_kwargs": {"space": "image"}}
+    with limited(server.process.pid, resource.RLIMIT_FSIZE, 1 << 20):
+        assert "no shared memory for the rows" in str(refused(server, 16, **images))
+        check_steps(client)
+    assert join(server, 16, session=79, **images).session.error is None
+    check_that_envs_can_be_had_again(server, join)
 
 
 #: Limits of processes do not bind root; the process that forks gives that up here.
@@ -89,19 +98,18 @@ if sys.argv[0] == "-c":
 """
 
 
-def test_no_process_can_be_started(tmp_path: Path) -> None:
+def test_no_process_can_be_started(
+    tmp_path: Path, serve: Serve, join: Join, refused: Refused
+) -> None:
     (tmp_path / "meek_envs.py").write_text(_MEEK)
-    with (
-        ServerProcess(tmp_path, "--import", "meek_envs", cwd=tmp_path) as server,
-        SessionClient(server.address) as client,
-    ):
-        client.reset()
-        (template,) = children_of(server.process.pid, is_deep=False)
-        os.kill(template, signal.SIGUSR1)
-        assert "Resource temporarily unavailable" in str(refused(server))
-        check_steps(client)
-        os.kill(template, signal.SIGUSR2)
-        check_that_envs_can_be_had_again(server)
+    client = join(server := serve("--import", "meek_envs", cwd=tmp_path))
+    client.reset()
+    template = with_descendants(server.process.pid)[1]
+    os.kill(template, signal.SIGUSR1)
+    assert "Resource temporarily unavailable" in str(refused(server))
+    check_steps(client)
+    os.kill(template, signal.SIGUSR2)
+    check_that_envs_can_be_had_again(server, join)
 
 
 _HUNGRY = """
@@ -116,28 +124,25 @@ gymnasium.register("Hungry-v0", HungryEnv)
 """
 
 
-def test_no_memory_is_left_in_a_worker(tmp_path: Path) -> None:
+def test_no_memory_is_left_in_a_worker(
+    tmp_path: Path, serve: Serve, join: Join
+) -> None:
     (tmp_path / "hungry_envs.py").write_text(_HUNGRY)
-    with (
-        ServerProcess(tmp_path, "--import", "hungry_envs", cwd=tmp_path) as server,
-        SessionClient(server.address) as client,
-    ):
-        client.reset()
-        others = set(children_of(server.process.pid))
-        with SessionClient(server.address, 2, "Hungry-v0", session=6) as hungry:
-            hungry.reset()
-            worker, _ = sorted(set(children_of(server.process.pid)) - others)
-            status = Path(f"/proc/{worker}/statm").read_text().split()
-            used = int(status[0]) * resource.getpagesize()
-            with limited(worker, resource.RLIMIT_AS, used + (1 << 26)):
-                outcomes = hungry.step(1)
-                faults = [fault for outcome in outcomes for fault in outcome.faults]
-                (fault,) = faults
-                assert fault.status is Status.ENV_ERROR
-                assert "MemoryError" in fault.text or "Unable to allocate" in fault.text
-                check_steps(client)
-            assert not any(outcome.faults for outcome in hungry.step(0))
-            assert not any(outcome.faults for outcome in hungry.step(0))
+    client = join(server := serve("--import", "hungry_envs", cwd=tmp_path))
+    client.reset()
+    others = set(with_descendants(server.process.pid))
+    hungry = join(server, 2, "Hungry-v0", session=6)
+    hungry.reset()
+    worker, _ = sorted(set(with_descendants(server.process.pid)) - others)
+    status = Path(f"/proc/{worker}/statm").read_text().split()
+    used = int(status[0]) * resource.getpagesize()
+    with limited(worker, resource.RLIMIT_AS, used + (1 << 26)):
+        (fault,) = (fault for outcome in hungry.step(1) for fault in outcome.faults)
+        assert fault.status is Status.ENV_ERROR
+        assert "MemoryError" in fault.text or "Unable to allocate" in fault.text
+        check_steps(client)
+    for _ in range(2):
+        assert not any(outcome.faults for outcome in hungry.step(0))
 
 
 _WITHOUT_ROOM = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 from pathlib import Path
 from typing import Self
 
@@ -13,25 +12,18 @@ import pytest
 from envserve.client import BatchEnv, StepResult
 from envserve.errors import ServerLost
 from envserve.slab import Status
-from envserve.testing import ledger_hash
-from tests.envserve.server_process import LEDGER, ServerProcess
-
-
-def kill(server: ServerProcess) -> None:
-    server.signal(signal.SIGKILL)
-    server.end()
+from tests.envserve.conftest import Serve
+from tests.envserve.server_process import LEDGER
+from tests.oracle.ledger_env import ledger_hash
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])
 def test_a_restart_costs_each_row_one_lost_transition(
-    transport: str, tmp_path: Path
+    transport: str, tmp_path: Path, serve: Serve
 ) -> None:
     bind = "tcp://127.0.0.1:0" if transport == "tcp" else f"ipc://{tmp_path}/envs"
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(ServerProcess(tmp_path, bind=(bind,)))
-        batch = stack.enter_context(
-            BatchEnv.connect(LEDGER, [server.address], 4, seed=3)
-        )
+    server = serve(bind=(bind,))
+    with BatchEnv.connect(LEDGER, [server.address], 4, seed=3) as batch:
         seeds = {tuple(batch.reset()[:, 0])}
         for restart in range(3):
             hashes = 0
@@ -40,10 +32,9 @@ def test_a_restart_costs_each_row_one_lost_transition(
                 hashes = ledger_hash(hashes, action)  # and no 77 before it
                 assert result.valid.all()
                 np.testing.assert_array_equal(result.observation[:, 3], hashes)
-            kill(server)
-            server = stack.enter_context(
-                ServerProcess(tmp_path, bind=(server.address,))
-            )
+            server.kill()
+            server.start_again()
+            server.wait_until_ready()
             lost = batch.step(np.full(4, 77))
             assert lost.status.tolist() == [Status.SERVER_LOST] * 4
             assert lost.truncated.all()
@@ -59,15 +50,13 @@ def test_a_restart_costs_each_row_one_lost_transition(
 class Pair:
     """Two servers with two rows each, of which the second is killed."""
 
-    def __init__(self, folder: Path, **options: object) -> None:
-        self.servers = [
-            ServerProcess(folder, bind=(f"ipc://{folder}/{name}",)) for name in "ab"
-        ]
+    def __init__(self, folder: Path, serve: Serve, **options: object) -> None:
+        self.servers = [serve(bind=(f"ipc://{folder}/{name}",)) for name in "ab"]
         addresses = [server.address for server in self.servers]
         self.batch = BatchEnv.connect(LEDGER, addresses, 4, **options)  # type: ignore[arg-type]
         self.batch.reset()
         self.step()
-        kill(self.servers[1])
+        self.servers[1].kill()
 
     def step(self) -> StepResult:
         result = self.batch.step(np.full(4, 9))
@@ -80,13 +69,13 @@ class Pair:
 
     def __exit__(self, *_: object) -> None:
         self.batch.close()
-        for server in self.servers:
-            server.__exit__()
 
 
-def test_other_servers_go_on_until_one_is_given_up(tmp_path: Path) -> None:
+def test_other_servers_go_on_until_one_is_given_up(
+    tmp_path: Path, serve: Serve
+) -> None:
     num_steps = 0
-    with Pair(tmp_path, server_lost_after=3.0) as pair:
+    with Pair(tmp_path, serve, server_lost_after=3.0) as pair:
         with contextlib.suppress(ServerLost):
             while True:
                 result = pair.step()
@@ -98,16 +87,17 @@ def test_other_servers_go_on_until_one_is_given_up(tmp_path: Path) -> None:
     assert num_steps > 20
 
 
-def test_or_for_ever_until_it_is_back(tmp_path: Path) -> None:
-    with Pair(tmp_path, server_lost_after=1.2, on_server_lost="pad") as pair:
+def test_or_for_ever_until_it_is_back(tmp_path: Path, serve: Serve) -> None:
+    with Pair(tmp_path, serve, server_lost_after=1.2, on_server_lost="pad") as pair:
         lane = pair.batch.lanes[1]
         while "HELLO_SENT" not in repr(lane):  # it is given up by now
             result = pair.step()
             assert result.status[2:].tolist() == [Status.PENDING] * 2
-        with ServerProcess(tmp_path, bind=(pair.servers[1].address,)):
-            statuses = [pair.step().status[2:].tolist()]
-            while statuses[-1] != [Status.OK] * 2:
-                statuses.append(pair.step().status[2:].tolist())
+        pair.servers[1].start_again()
+        pair.servers[1].wait_until_ready()
+        statuses = [pair.step().status[2:].tolist()]
+        while statuses[-1] != [Status.OK] * 2:
+            statuses.append(pair.step().status[2:].tolist())
     for column in zip(*statuses, strict=True):
         assert column.count(Status.SERVER_LOST) == 1
         at = column.index(Status.SERVER_LOST)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from envserve.errors import EnvsBusy, LeaseLost, ServerDraining
-from envserve.lane import Reset
+from envserve.lane import Outcome, Reset
 from envserve.session import ClientSession, ClientState
 from envserve.wire import Drain, Hello, Message, MessageType, Welcome, decode, encode
 from tests.envserve.session_fakes import (
@@ -18,6 +18,7 @@ from tests.envserve.session_fakes import (
     exchange,
     make_client,
     state_of,
+    take_outgoing,
 )
 
 GRACE = 8.0
@@ -27,12 +28,22 @@ def drain(server: FakeServer, now: float = 0.0) -> None:
     server.carry_out(server.session.begin_drain(GRACE), now)
 
 
-def step(client: ClientSession, server: FakeServer, *blocks: int) -> None:
+def step(client: ClientSession, server: FakeServer, *blocks: int) -> list[Outcome]:
     """Steps blocks, of which the even rows end an episode at their 7th step."""
     client.submit_step(blocks or range(len(client.blocks)), 0.0)
+    return finish(client, server)
+
+
+def reset(client: ClientSession, server: FakeServer, *resets: Reset) -> None:
+    client.submit_reset(resets, 0.0)
+    finish(client, server)
+
+
+def finish(client: ClientSession, server: FakeServer) -> list[Outcome]:
     exchange(client, server, 0.0)
     server.finish_all(0.0)
     exchange(client, server, 0.0)
+    return client.take_outcomes()
 
 
 def welcome_of(server: FakeServer) -> Welcome:
@@ -80,8 +91,7 @@ def test_who_has_connected_anew_is_told_there() -> None:
     server = FakeServer()
     client = attach(server)
     client.submit_step([0], 0.0)
-    frames = client.outbox.first()
-    assert frames is not None
+    (frames,) = take_outgoing(client)
     server.receive(b"another route", frames, 0.0)
     drain(server)
     assert server.replies[-1].route == b"another route"
@@ -98,13 +108,11 @@ def test_a_lease_ends_once_each_row_has_ended_an_episode() -> None:
         step(client, server)
     step(client, server, 0, 1, 2)
     assert state_of(client) is ClientState.READY
-    client.take_finished()
-    step(client, server, 3)
+    (last,) = step(client, server, 3)
     assert state_of(client) is ClientState.LOST
     assert isinstance(client.error, LeaseLost)
     assert "the server was drained: each of its envs ended" in str(client.error)
     # The step that has ended the last episode is answered before the lease ends.
-    (last,) = client.take_finished()
     assert last.block == 3
     assert last.error is None
     assert client.rows.terminated.all()
@@ -123,12 +131,10 @@ def test_a_reset_ends_an_episode_too_but_an_operation_that_failed_does_not() -> 
     pool.rows.terminated[2:] = True
     server.carry_out(server.session.pool_finished(11, [failed]), 0.0)
     exchange(client, server, 0.0)
+    client.take_outcomes()
     for block in (0, 1):
         assert state_of(client) is ClientState.READY
-        client.submit_reset([Reset(block)], 0.0)
-        exchange(client, server, 0.0)
-        server.finish_all(0.0)
-        exchange(client, server, 0.0)
+        reset(client, server, Reset(block))
     assert state_of(client) is ClientState.LOST
 
 
@@ -139,10 +145,7 @@ def test_a_reset_of_some_rows_does_not_end_the_episodes_of_the_others() -> None:
     drain(server)
     for place in (0, 1):
         assert state_of(client) is ClientState.READY
-        client.submit_reset([Reset(b, (rows[b][place],)) for b in range(2)], 0.0)
-        exchange(client, server, 0.0)
-        server.finish_all(0.0)
-        exchange(client, server, 0.0)
+        reset(client, server, *(Reset(b, (rows[b][place],)) for b in range(2)))
     assert state_of(client) is ClientState.LOST
 
 
@@ -152,7 +155,7 @@ def test_a_client_that_is_silent_for_too_long_is_not_waited_for() -> None:
     drain(server)
     server.carry_out(server.session.poll(1000.0), 1000.0)
     assert not server.pools
-    assert server.session.has_farewelled
+    assert server.session.has_ended
     assert state_of(client) is ClientState.READY
 
 
@@ -177,13 +180,13 @@ def test_what_is_left_at_the_end_of_the_grace_period_is_cut_off() -> None:
     exchange(client, server, GRACE)
     assert isinstance(client.error, LeaseLost)
     assert "drained: its grace period was over" in str(client.error)
-    (cut,) = client.take_finished()
+    (cut,) = client.take_outcomes()
     assert cut.error is client.error
 
 
 def test_a_drain_is_over_when_every_client_knows() -> None:
     server = FakeServer()
-    assert not server.session.has_farewelled
+    assert not server.session.has_ended
     leaving, ended, late = (attach(server, session=number) for number in (1, 2, 3))
     drain(server)
     leaving.begin_close(0.0)
@@ -195,17 +198,17 @@ def test_a_drain_is_over_when_every_client_knows() -> None:
     assert not server.pools
     replies = server.take_replies()
     for client in (ended, late):
-        assert not server.session.has_farewelled
+        assert not server.session.has_ended
         for frames in replies:
             client.receive(frames, 0.0)
         exchange(client, server, 0.0)
-    assert server.session.has_farewelled
+    assert server.session.has_ended
 
 
 def test_a_drain_of_nothing_is_over_at_once() -> None:
     server = FakeServer()
     drain(server)
-    assert server.session.has_farewelled
+    assert server.session.has_ended
 
 
 def test_a_client_that_was_leaving_before_is_not_waited_for() -> None:
@@ -213,10 +216,9 @@ def test_a_client_that_was_leaving_before_is_not_waited_for() -> None:
     client = attach(server)
     client.begin_close(0.0)
     decisions = []
-    while (frames := client.outbox.first()) is not None:
-        client.outbox.pop()
+    for frames in take_outgoing(client):
         decisions += server.session.receive(b"route", frames, 0.0)
     server.carry_out(server.session.stop(), 0.0)
-    assert not server.session.has_farewelled
+    assert not server.session.has_ended
     server.carry_out(decisions, 0.0)  # its workers have ended
-    assert server.session.has_farewelled
+    assert server.session.has_ended

@@ -18,7 +18,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from envserve.chaos.sessions import FAULTS, Profile, World, strike
+from tests.worlds.faults import strike
+from tests.worlds.profile import FAULTS, Profile
+from tests.worlds.world import World
 
 #: Nothing fails by itself, and two callers do not find room at once.
 PROFILE = Profile(num_callers=2, envs_per_worker=2, max_outage=100.0)

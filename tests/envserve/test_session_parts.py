@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from envserve.actions import check_action_rows
+from envserve.actions import ActionBounds, check_action_rows
 from envserve.errors import ActionError
 from envserve.lane import make_blocks
-from envserve.session.bounds import ActionBounds
 from envserve.session.operations import Operations
-from envserve.session.parts import BlockParts
+from envserve.session.requests import Silence
 from envserve.slab import Rows
 from envserve.spec import EnvSpec
-from envserve.testing import SPACES
-from envserve.wire import RowCodec
+from envserve.wire import BlockParts, RowCodec
+from tests.oracle.probe_envs import SPACES
 
 NUM_ENVS = 4
 SPECIAL: dict[str, list[float]] = {
@@ -87,12 +86,12 @@ def test_parts_are_prepared_once_and_not_without_end() -> None:
 
 
 @pytest.mark.parametrize("name", ["image", "discrete"])
-def test_a_draft_keeps_its_actions_whatever_becomes_of_the_rows(name: str) -> None:
+def test_a_request_keeps_its_actions_whatever_becomes_of_the_rows(name: str) -> None:
     spec = EnvSpec("A-v0", SPACES[name], SPACES[name])
-    operations = Operations("tcp://fake:1", spec, make_blocks(8, 2, 1))
+    operations = Operations("tcp://fake:1", spec, make_blocks(8, 2, 1), Silence(0.0))
     rows = operations.rows.action[0]
     rows[:] = 3
     sent = rows.tobytes()
-    draft = operations.step([0, 1])
+    (request,) = operations.step([0, 1])
     rows[:] = 4
-    assert draft.body + bytes(draft.payload) == sent
+    assert request.body + bytes(request.payload) == sent

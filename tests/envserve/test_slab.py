@@ -18,7 +18,7 @@ from gymnasium import spaces
 import envserve
 from envserve.slab import Rows, Slab, Status, rows_nbytes
 from envserve.spec import EnvSpec
-from envserve.testing import SPACES
+from tests.oracle.probe_envs import SPACES
 
 SPEC = EnvSpec("A-v0", SPACES["dict"], spaces.Box(-1.0, 1.0, (2,), np.float32))
 ODD_SPEC = EnvSpec("A-v0", spaces.Box(0, 9, (5,), np.uint8), spaces.Discrete(3))

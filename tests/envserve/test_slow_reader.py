@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import zmq
 
-from envserve.wire import (
-    Attach,
-    Granted,
-    Hello,
-    Message,
-    MessageType,
-    decode,
-    encode,
-)
-from tests.envserve.processes import resident_kib
-from tests.envserve.server_process import ServerProcess
-from tests.envserve.session_client import SessionClient
+from envserve.wire import Attach, Granted, Hello, Message, MessageType, decode, encode
+from tests.envserve.conftest import Join, Serve
 
 NUM_ENVS = 8
 #: Longer, and rows would be sent from where they are: nothing would be kept.
 RESULT_BYTES = NUM_ENVS * 84 * 84 * 4
 #: The protocol's limit, the rest of ZeroMQ and of the kernel, and what a server needs.
 MAX_REPLIES = 64
-MAX_GROWTH_KIB = (MAX_REPLIES * RESULT_BYTES >> 10) + (16 << 10)
+MAX_GROWTH_BYTES = MAX_REPLIES * RESULT_BYTES + (16 << 20)
 #: Were there no limit, they would take four times that.
-NUM_COPIES = 4 * MAX_GROWTH_KIB * 1024 // RESULT_BYTES
+NUM_COPIES = 4 * MAX_GROWTH_BYTES // RESULT_BYTES
 
 
 class SlowReader:
@@ -76,38 +65,28 @@ class SlowReader:
                 return message
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    options = ("--allow-kwarg", "space", "--drain-grace", "0")
-    with ServerProcess(tmp_path, *options) as server:
-        yield server
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_replies_that_nobody_reads_do_not_grow_the_server(
-    server: ServerProcess,
+    serve: Serve, join: Join
 ) -> None:
-    reader = SlowReader(server.address)
-    with SessionClient(server.address) as other:
-        other.reset()
-        reader.send(**reader.step)
-        reader.receive(MessageType.RESULT)
-        before = resident_kib(server.process.pid)
-        for attempt in range(1, NUM_COPIES + 1):
-            reader.send(**reader.step, attempt=attempt)
-            if attempt % 50 == 0:
-                other.step(1)
-        other.step(1)
-        assert resident_kib(server.process.pid) - before < MAX_GROWTH_KIB
-        # It is none the worse for it: what it asks for last is answered.
-        reader.send(**reader.step, attempt=NUM_COPIES + 1)
-        while reader.receive(MessageType.RESULT).attempt < 2:
-            pass
-        other.close()
+    server = serve("--allow-kwarg", "space", "--drain-grace", "0")
+    reader, other = SlowReader(server.address), join(server)
+    other.reset()
+    reader.send(**reader.step)
+    reader.receive(MessageType.RESULT)
+    before = server.resident_bytes
+    for attempt in range(1, NUM_COPIES + 1):
+        reader.send(**reader.step, attempt=attempt)
+        if attempt % 50 == 0:
+            other.step(1)
+    other.step(1)
+    assert server.resident_bytes - before < MAX_GROWTH_BYTES
+    # It is none the worse for it: what it asks for last is answered.
+    reader.send(**reader.step, attempt=NUM_COPIES + 1)
+    while reader.receive(MessageType.RESULT).attempt < 2:
+        pass
+    other.close()
     reader.context.destroy(linger=0)
-    server.process.terminate()
-    log = server.end()
-    (dropped,) = (
-        int(line.split()[3]) for line in log.splitlines() if "replies could not" in line
-    )
+    lines = server.end(signal.SIGTERM).splitlines()
+    (dropped,) = (int(line.split()[3]) for line in lines if "replies could" in line)
     assert dropped > NUM_COPIES // 2

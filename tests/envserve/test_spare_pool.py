@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from envserve.pool.pool import Pool
 from envserve.seeding import env_seed, spare_seed
 from envserve.slab import Status
-from envserve.testing import ledger_hash
+from envserve.worker.spare_row import reset_threads
+from tests.oracle.ledger_env import ledger_hash
 
 from .pool_driver import (
     LEDGER,
@@ -103,9 +107,12 @@ def test_a_spare_that_is_late_is_not_taken_for_a_hang(make_pool: PoolMaker) -> N
 def test_a_process_that_ends_in_a_background_reset_is_replaced_with_both_envs(
     make_pool: PoolMaker, tmp_path: Path
 ) -> None:
-    exits = once_in_background(tmp_path, "os._exit(5)")
+    go_on = tmp_path / "go on"
+    wait = f"\n while not os.path.exists({str(go_on)!r}): time.sleep(0.001)"
+    exits = once_in_background(tmp_path, f"{wait}\n os._exit(5)")
     pool = make_pool(SCRIPT, 1, 1, env_kwargs=exits, spare_envs=True)
     reset(pool)
+    go_on.touch()
     (outcome,) = step(pool, 0)
     (fault,) = outcome.faults
     assert fault.status is Status.WORKER_DIED
@@ -244,3 +251,33 @@ def test_books_of_both_envs_balance_while_random_workers_are_killed(
                 kill(victim)
     assert books.losses >= 5
     assert books.valid >= 3500
+
+
+# Threads.
+
+
+def test_every_env_has_a_thread_so_that_none_waits_for_another() -> None:
+    with reset_threads(8) as threads:
+        together = threading.Barrier(8)
+        seats = [threads.submit(together.wait, 10) for _ in range(8)]
+        assert {seat.result(10) for seat in seats} == set(range(8))
+
+
+def test_threads_are_not_without_number_and_give_way_soon() -> None:
+    before = threading.active_count()
+    interval = sys.getswitchinterval()
+    together = threading.Barrier(17)
+    with reset_threads(1000) as threads:
+        for _ in range(20):
+            threads.submit(together.wait, 10)
+        assert threading.active_count() - before == 16
+        assert sys.getswitchinterval() == pytest.approx(0.5e-3)
+        together.abort()
+    sys.setswitchinterval(interval)
+
+
+def test_a_reset_that_exits_ends_the_worker_where_it_is_waited_for() -> None:
+    with reset_threads(1) as threads:
+        with pytest.raises(SystemExit):
+            threads.submit(sys.exit, 3).result(10)
+        assert threads.submit(int, "7").result(10) == 7

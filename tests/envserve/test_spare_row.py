@@ -10,13 +10,12 @@ from typing import Any
 import gymnasium
 import pytest
 
-from envserve.journal import RowJournal
+from envserve.crashes.action_ring import RowRecord
 from envserve.seeding import env_seed, spare_seed
 from envserve.slab import BEAT, Rows
-from envserve.testing import LedgerEnv
 from envserve.worker.env_row import EnvRow, SpaceViolation
-from envserve.worker.reset_threads import ResetThreads
-from envserve.worker.spare_row import SpareRow
+from envserve.worker.spare_row import SpareRow, reset_threads
+from tests.oracle.ledger_env import LedgerEnv
 
 SEED = env_seed(0, 3, 0)
 WAIT = 10.0
@@ -86,7 +85,7 @@ class Bench:
     """A row of three before it, its threads, and where it writes."""
 
     def __init__(self, autoreset: str = "same_step", length: int = 2) -> None:
-        self.threads = ResetThreads(4)
+        self.threads = reset_threads(4)
 
         def make() -> EnvRow:
             return EnvRow(
@@ -104,7 +103,7 @@ class Bench:
         self.envs = ProbeEnv.made
         self.rows = Rows.allocate(spec, 4)
         self.beats = memoryview(bytearray(16)).cast("q")
-        self.row.attach(self.rows, self.beats, RowJournal.private(), autoreset)
+        self.row.attach(self.rows, self.beats, RowRecord.private(), autoreset)
 
     def reset(self, seed: int | None = None) -> list[int]:
         self.row.reset(seed)
@@ -144,7 +143,7 @@ def bench() -> Iterator[Callable[..., Bench]]:
         for env in each.envs:
             for gate in env.gates.values():
                 gate.set()
-        each.threads.close()
+        each.threads.shutdown()
 
 
 Make = Callable[..., Bench]
@@ -171,7 +170,7 @@ def test_only_the_very_first_reset_is_done_by_the_caller(bench: Make) -> None:
     table.reset()
     for _ in range(6):
         table.play()
-    table.threads.close()
+    table.threads.shutdown()
     here = threading.get_ident()
     first, second = (env.reset_by for env in table.envs)
     assert first[0] == here
@@ -440,7 +439,7 @@ def test_a_bad_reward_at_the_end_is_laid_to_the_env_that_gave_it(bench: Make) ->
 def test_both_envs_are_closed_but_not_one_that_is_away(bench: Make) -> None:
     idle = bench()
     idle.reset()
-    idle.threads.close()
+    idle.threads.shutdown()
     idle.row.close()
     assert [env.closed for env in idle.envs] == [1, 1]
 

@@ -20,16 +20,28 @@ from envserve.worker.stderr_pipes import TAIL_BYTES, StderrPipes
 from .pool_driver import ODD_ENVS, SCRIPT, PoolMaker, reset, step
 
 
+class Pipes(StderrPipes):
+    """Pipes that pass on to a pipe of the test's, of which `out` is the reading end."""
+
+    def __init__(self) -> None:
+        self.out, self.write_fd = os.pipe()
+        os.set_blocking(self.out, False)
+        self.poller = select.poll()
+        super().__init__(self.poller, self.write_fd)
+
+
 @pytest.fixture
-def reader_and_pipes() -> Iterator[tuple[int, StderrPipes, select.poll]]:
-    """The reader of our own stderr, and pipes that pass on to it."""
-    read_fd, write_fd = os.pipe()
-    os.set_blocking(read_fd, False)
-    poller = select.poll()
-    pipes = StderrPipes(poller, write_fd)
-    yield read_fd, pipes, poller
-    for fd in (read_fd, write_fd):
+def pipes() -> Iterator[Pipes]:
+    pipes = Pipes()
+    yield pipes
+    for fd in (pipes.out, pipes.write_fd):
         os.close(fd)
+
+
+def open_for(pipes: StderrPipes, worker: int) -> int:
+    fd = pipes.open(worker)
+    assert fd is not None
+    return fd
 
 
 def handle_all(pipes: StderrPipes, poller: select.poll) -> None:
@@ -49,36 +61,32 @@ def read_all(fd: int) -> bytes:
 
 
 def test_bytes_are_passed_on_unchanged_and_the_last_ones_kept_per_worker(
-    reader_and_pipes: tuple[int, StderrPipes, select.poll],
+    pipes: Pipes,
 ) -> None:
-    out, pipes, poller = reader_and_pipes
-    writers = {worker: pipes.open(worker) for worker in (7, 8)}
+    writers = {worker: open_for(pipes, worker) for worker in (7, 8)}
     texts = {7: b"\xff\x00rubbish \xed\xa0\x80\n", 8: b"x" * 5000 + b"end"}
     for worker, fd in writers.items():
-        assert fd is not None
         os.write(fd, texts[worker])
-        handle_all(pipes, poller)
-        assert read_all(out) == texts[worker]
+        handle_all(pipes, pipes.poller)
+        assert read_all(pipes.out) == texts[worker]
         os.close(fd)
     assert pipes.end(7) == texts[7]
     assert pipes.end(8) == texts[8][-TAIL_BYTES:]
-    assert poller.poll(0) == []
+    assert pipes.poller.poll(0) == []
     assert pipes.end(7) == b""  # forgotten
 
 
 def test_output_of_a_process_that_a_worker_leaves_behind_is_still_passed_on(
-    reader_and_pipes: tuple[int, StderrPipes, select.poll],
+    pipes: Pipes,
 ) -> None:
-    out, pipes, poller = reader_and_pipes
-    fd = pipes.open(1)
-    assert fd is not None
+    fd = open_for(pipes, 1)
     os.write(fd, b"worker")
     assert pipes.end(1) == b"worker"  # without waiting for the end of the pipe
     os.write(fd, b", its child")
-    handle_all(pipes, poller)
-    assert read_all(out) == b"worker, its child"
+    handle_all(pipes, pipes.poller)
+    assert read_all(pipes.out) == b"worker, its child"
     os.close(fd)
-    handle_all(pipes, poller)
+    handle_all(pipes, pipes.poller)
     assert not pipes._workers
 
 
@@ -94,8 +102,7 @@ def test_writer_goes_on_while_nobody_reads_and_what_is_left_out_is_said(
     os.set_blocking(out, False)
     poller = select.poll()
     pipes = StderrPipes(poller, write_fd)
-    fd = pipes.open(1)
-    assert fd is not None
+    fd = open_for(pipes, 1)
     for _ in range(64):
         os.write(fd, b"." * 0x10000)  # blocks, and fails the test, if nobody reads
         handle_all(pipes, poller)
@@ -106,8 +113,7 @@ def test_writer_goes_on_while_nobody_reads_and_what_is_left_out_is_said(
         handle_all(pipes, poller)
         passed_on += read_all(out)
     assert 1 << 19 < len(passed_on) < 3 << 20
-    fd = pipes.open(2)
-    assert fd is not None
+    fd = open_for(pipes, 2)
     os.write(fd, b"again")
     handle_all(pipes, poller)
     note, _, rest = read_all(out).partition(b"\n")
@@ -122,10 +128,8 @@ def test_writer_goes_on_while_nobody_reads_and_what_is_left_out_is_said(
 
 
 def test_the_end_does_not_wait_for_a_reader_that_is_slow(
-    reader_and_pipes: tuple[int, StderrPipes, select.poll],
-    monkeypatch: pytest.MonkeyPatch,
+    pipes: Pipes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, pipes, _ = reader_and_pipes
     monkeypatch.setattr("envserve.worker.stderr_pipes._LAST_FLUSH_MS", 0)
     monkeypatch.setattr(pipes, "_flush", lambda: pipes._unsent.pop())
     pipes._unsent += b"more than it reads in time"
@@ -140,8 +144,7 @@ def test_reader_that_is_gone_and_a_closed_stderr_cost_only_the_output() -> None:
     closed = StderrPipes(poller, 10_000)
     os.close(out)
     for each in (pipes, closed):
-        fd = each.open(1)
-        assert fd is not None
+        fd = open_for(each, 1)
         os.write(fd, b"lost")
         os.close(fd)
         assert each.end(1) == b"lost"
@@ -179,7 +182,7 @@ def test_exit_of_a_worker_brings_the_end_of_its_stderr(
 ) -> None:
     pool = make_pool(SCRIPT, 1, 1, env_kwargs={"step": script})
     reset(pool)
-    process = pool._workers[0].process
+    process = pool._workers.all[0].process
     assert process is not None
     step(pool, 0)
     assert process.exit is not None
@@ -206,10 +209,11 @@ def test_worker_holds_no_reading_end_of_the_others(make_pool: PoolMaker) -> None
 CHATTY = """
 import sys, time
 from envserve.pool.launcher import Launcher
-from envserve.lane import PoolConfig, Reset
+from envserve.lane import Reset
+from envserve.settings import PoolSettings
 from envserve.pool.pool import Pool
 launcher = Launcher(["odd_envs"])
-config = PoolConfig(
+config = PoolSettings(
     env_name="odd_envs/Script-v0", num_envs=2, num_workers=2, seed=1,
     env_kwargs={"step": "sys.stderr.write('spam ' * 40000); print('eggs' * 40000)"},
 )
@@ -249,9 +253,8 @@ def test_chatty_workers_step_on_while_nobody_reads_what_they_say(
 
 def test_worker_that_talks_ends_normally_when_its_template_is_gone() -> None:
     launcher = Launcher()
-    heard: list[int] = []
-    _, channel = launcher.launch(heard.append, lambda exit_: None)
-    while not heard:
+    worker, channel = launcher.launch()
+    while worker.pid is None:
         launcher.poll()
     os.kill(launcher._process.pid, signal.SIGKILL)
     channel.settimeout(20.0)

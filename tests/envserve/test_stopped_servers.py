@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv
-from tests.envserve.ledger_player import LEDGER_OPENINGS, SEED, Player
-from tests.envserve.server_process import LEDGER, ServerProcess
+from tests.envserve.server_process import LEDGER, LEDGER_OPENINGS, ServerProcess
+from tests.oracle.ledger import Ledger
+from tests.oracle.player import Player
 
+SEED = 3
 NUM_SHORT_STOPS = 100
 SHORT_SECONDS = 0.005
 #: Long enough for a request to be sent a second time.
@@ -68,12 +70,12 @@ def test_a_server_that_stops_for_a_while_costs_only_time(
             env_kwargs={"journal": str(journal)},
         ) as batch,
     ):
-        player = Player(batch, random_generator)
+        player = Player(batch, Ledger(8, SEED), random_generator)
         stopper = threading.Thread(target=stop_again_and_again, args=(server,))
         stopper.start()
         while stopper.is_alive():
-            player.step(5)
+            player.step()
             player.send_and_receive(5)
-        player.step(5)
+        player.step()
     player.check_nothing_was_seen(journal)
     assert player.ledger.longest_seconds > LONG_SECONDS / 2

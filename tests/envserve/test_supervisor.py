@@ -19,7 +19,7 @@ from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
 from envserve.seeding import env_seed
 from envserve.slab import Status
-from envserve.testing import ledger_hash
+from tests.oracle.ledger_env import ledger_hash
 
 from .pool_driver import (
     FAULTY,
@@ -443,7 +443,7 @@ def test_module_that_cannot_be_imported_is_an_error_at_once(
 def test_after_the_death_of_the_template_everything_recovers(
     make_pool: PoolMaker,
 ) -> None:
-    own = Launcher(["envserve.testing"])
+    own = Launcher(["tests.oracle.probe_envs"])
     try:
         pool = make_pool(LEDGER, 4, 2, launcher=own)
         reset(pool)
@@ -463,7 +463,7 @@ def test_after_the_death_of_the_template_everything_recovers(
 def test_template_that_dies_just_before_a_restart_costs_a_try(
     make_pool: PoolMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = Launcher(["envserve.testing"])
+    own = Launcher(["tests.oracle.probe_envs"])
     try:
         pool = make_pool(LEDGER, 1, 1, launcher=own)
         reset(pool)
@@ -492,7 +492,7 @@ def test_env_whose_import_never_returns_stalls_no_other_pool(
         "import gymnasium; gymnasium.register('Stuck-v0', 'stuck_envs:Env')"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    own = Launcher(["envserve.testing", "offers_stuck_envs"])
+    own = Launcher(["tests.oracle.probe_envs", "offers_stuck_envs"])
     maker = PoolMaker(own)
     stuck = Pool(maker.config("Stuck-v0", 1, 1), launcher=own)
     try:
@@ -544,7 +544,7 @@ def test_closing_takes_two_seconds_at_most_with_an_env_that_will_not_close(
 
 def test_pool_can_be_closed_while_it_starts(launcher: Launcher) -> None:
     maker = PoolMaker(launcher)
-    own = Launcher(["envserve.testing"])
+    own = Launcher(["tests.oracle.probe_envs"])
     began = time.monotonic()
     pool = Pool(maker.config(LEDGER, 2, 2), launcher=own)
     pool.close()
@@ -555,10 +555,10 @@ def test_pool_can_be_closed_while_it_starts(launcher: Launcher) -> None:
 
 OWNER = """
 import sys
-from envserve.lane import PoolConfig
+from envserve.settings import PoolSettings
 from envserve.pool.pool import Pool
 child = "import subprocess; subprocess.Popen(['sleep', '60'])"
-config = PoolConfig(
+config = PoolSettings(
     env_name="odd_envs/Script-v0", num_envs=3, num_workers=3, seed=0,
     import_modules=("odd_envs",),
     env_kwargs={"init": child, "step": "if action: time.sleep(60)"},

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import time
 from itertools import cycle
 from pathlib import Path
 
 import pytest
 
-from tests.envserve.server_process import ServerProcess
-from tests.envserve.session_client import SessionClient
+from tests.envserve.conftest import Join, Serve
 
 #: Every interpreter that a server starts runs this first.
 _JUMPING = """
@@ -25,27 +25,22 @@ time.time_ns = jumping(time.time_ns, 86400 * 10**9)
 
 
 def test_a_wall_clock_that_jumps_disturbs_neither_side(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, serve: Serve, join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(_JUMPING)
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ['PYTHONPATH']}")
     real_time, jumps = time.time, cycle((0.0, 86400.0, -86400.0))
     monkeypatch.setattr(time, "time", lambda: real_time() + next(jumps))
     options = ("--lease-seconds", "20", "--step-timeout", "10", "--reset-timeout", "20")
-    with ServerProcess(
-        tmp_path, *options, environment={"PYTHONPATH": path.rstrip(os.pathsep)}
-    ) as server:
-        with SessionClient(server.address) as client:
-            client.reset()
-            for action in range(200):
-                for outcome in client.step(action):
-                    assert outcome.error is None
-                    assert not outcome.faults
-            assert server.welcome().loop_lag_ms < 20_000
-            client.close()
-        server.process.terminate()
-        log = server.end()
-    assert server.process.returncode == 0
+    client = join(server := serve(*options))
+    client.reset()
+    for action in range(200):
+        for outcome in client.step(action):
+            assert outcome.error is None
+            assert not outcome.faults
+    assert server.welcome().loop_lag_ms < 20_000
+    client.close()
+    log = server.end(signal.SIGTERM)
     assert "WARNING" not in log
     days = set(re.findall(r"^(\d{4}-\d\d-\d\d) ", log, re.MULTILINE))
     assert len(days) > 1, "the server's clock was to jump"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ SPEC = EnvSpec("Tiny-v0", spaces.Box(-1.0, 1.0, (2,), np.float32), spaces.Discre
 
 
 def example() -> dict[str, list[Buffer]]:
-    """Two envs in two blocks: HELLO to RESULT; the second env's episode ends."""
+    """Two envs in two blocks, HELLO to RESULT: an episode ends, then a worker dies."""
     blocks = make_blocks(2, 2, 1)
     rows = Rows.allocate(SPEC, 2)
     rows.action[0][:] = [1, 0]
@@ -40,6 +41,9 @@ def example() -> dict[str, list[Buffer]]:
     rows.observation[0][:] = [[0.25, 0.5], [0.0, 0.125]]
     rows.terminated[1] = True
     rows.final_observation[0][1] = [1.0, -1.0]
+    later = Rows.allocate(SPEC, 2)
+    later.reward[0] = 1.0
+    later.observation[0][0] = [0.5, 0.5]
     entries = ((0, 1), (1, 1))
     welcome = Welcome(
         max_message_bytes=1 << 20,
@@ -51,56 +55,26 @@ def example() -> dict[str, list[Buffer]]:
     )
     attach = Attach(env_name="Tiny-v0", num_envs=2, seed=7)
     granted = Granted(epoch=1, lease_seconds=60.0, spec=SPEC, blocks=blocks)
-    part = RowCodec(rows).part([(0, 2)])
+    body, _ = RowCodec(rows).part([(0, 2)]).pack_results()
+    later_body, _ = RowCodec(later).part([(0, 1)]).pack_results()
+    actions = rows.action[0].tobytes()
+    kinds = MessageType
     messages = {
-        "HELLO": Message(
-            type=MessageType.HELLO,
-            session=SESSION,
-            request=1,
-            body=Hello(client="docs").encode(),
-        ),
-        "WELCOME": Message(
-            type=MessageType.WELCOME,
-            session=SESSION,
-            boot=BOOT,
-            request=1,
-            body=welcome.encode(),
-        ),
-        "ATTACH": Message(
-            type=MessageType.ATTACH,
-            session=SESSION,
-            boot=BOOT,
-            request=2,
-            body=attach.encode(),
-        ),
-        "GRANTED": Message(
-            type=MessageType.GRANTED,
-            session=SESSION,
-            boot=BOOT,
-            epoch=1,
-            request=2,
-            body=granted.encode(),
-        ),
-        "STEP": Message(
-            type=MessageType.STEP,
-            session=SESSION,
-            boot=BOOT,
-            epoch=1,
-            request=3,
-            entries=entries,
-            body=b"".join(part.action_buffers()),
-        ),
-        "RESULT": Message(
-            type=MessageType.RESULT,
-            session=SESSION,
-            boot=BOOT,
-            epoch=1,
-            request=3,
-            entries=entries,
-            body=b"".join(part.result_buffers()),
-        ),
+        "HELLO": say(kinds.HELLO, 1, Hello(client="docs").encode(), boot=0, epoch=0),
+        "WELCOME": say(kinds.WELCOME, 1, welcome.encode(), epoch=0),
+        "ATTACH": say(kinds.ATTACH, 2, attach.encode(), epoch=0),
+        "GRANTED": say(kinds.GRANTED, 2, granted.encode()),
+        "STEP": say(kinds.STEP, 3, actions, entries=entries),
+        "RESULT": say(kinds.RESULT, 3, body, entries=entries),
+        "ABSENT": say(kinds.ABSENT, 4, entries=((1, 2),)),
+        "RESULT of block 0": say(kinds.RESULT, 4, later_body, entries=((0, 2),)),
     }
     return {name: encode(message) for name, message in messages.items()}
+
+
+def say(kind: MessageType, request: int, body: bytes = b"", **changes: Any) -> Message:
+    numbers = {"session": SESSION, "boot": BOOT, "epoch": 1, "request": request}
+    return Message(type=kind, body=body, **{**numbers, **changes})
 
 
 def hex_lines(frame: Buffer) -> str:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from envserve.errors import RemoteProtocolError
 from envserve.slab import Rows
 from envserve.spec import EnvSpec, flatten
-from envserve.testing import SPACES
 from envserve.wire import RowCodec, RowPart, merge_ranges, split_rows
 from envserve.wire.constants import MAX_INLINE_BYTES
+from tests.oracle.probe_envs import SPACES
 
 NUM_ENVS = 6
 RANGES = [(0, 2), (4, 5)]
@@ -51,7 +51,7 @@ def results(rows: Rows) -> bytes:
 
 
 def actions(rows: Rows) -> bytes:
-    return b"".join(part_of(rows).action_buffers())
+    return b"".join(part_of(rows).pack_actions())
 
 
 def all_arrays(rows: Rows) -> list[Any]:
@@ -154,7 +154,7 @@ def test_a_space_of_no_bytes_is_carried() -> None:
     rows = Rows.allocate(EnvSpec("A-v0", space, space), 2)
     rows.terminated[:] = True
     part = part_of(rows, [(0, 2)])
-    part.unpack_actions(b"".join(part.action_buffers()))
+    part.unpack_actions(b"".join(part.pack_actions()))
     part.unpack_results(b"".join(part.result_buffers()))
 
 
@@ -171,7 +171,7 @@ def test_rows_may_be_cut_in_two_anywhere(name: str, random_seed: int) -> None:
     for cut in range(len(payload) + 1):
         part.unpack_actions(zeros)
         part.unpack_actions(payload[:cut], payload[cut:])
-        assert b"".join(part.action_buffers()) == payload
+        assert b"".join(part.pack_actions()) == payload
 
 
 @pytest.mark.parametrize(

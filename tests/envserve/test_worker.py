@@ -14,12 +14,14 @@ import pytest
 from gymnasium import spaces
 
 from envserve import codec
-from envserve.channel import Frame, FrameReader, Kind, pack_frame
+from envserve.crashes.action_ring import ring_nbytes
 from envserve.seeding import env_seed
 from envserve.slab import Slab, Status, row_of_beat
 from envserve.spec import EnvSpec, flatten, restore
-from envserve.testing import SPACES, ledger_hash
 from envserve.worker import process
+from envserve.worker.channel import Frame, FrameReader, Kind, pack_frame
+from tests.oracle.ledger_env import ledger_hash
+from tests.oracle.probe_envs import SPACES
 
 LEDGER = "envserve/Ledger-v0"
 FAULTY = "envserve/Faulty-v0"
@@ -77,9 +79,15 @@ class Hosted:
         self.spec = EnvSpec(
             "A-v0", restore(described["observation"]), restore(described["action"])
         )
-        self.slab = Slab.create(self.spec, self.num_rows, 1)
+        nbytes = ring_nbytes(self.spec, self.num_rows)
+        self.slab = Slab.create(self.spec, self.num_rows, 1, nbytes)
         self.rows = self.slab.rows
         socket.send_fds(self._socket, [pack_frame(Kind.SLAB)], [self.slab.fd])
+        return self
+
+    def ready(self) -> Hosted:
+        self.start()
+        assert self.ask(Kind.RESET) is None
         return self
 
     def ask(self, kind: Kind, request: dict[str, Any] | None = None) -> Any:
@@ -129,8 +137,7 @@ def test_worker_reports_each_env_built_and_then_its_spaces(host: Host) -> None:
 
 
 def test_step_writes_rows_and_answers_with_an_empty_frame(host: Host) -> None:
-    hosted = host(LEDGER).start()
-    assert hosted.ask(Kind.RESET) is None
+    hosted = host(LEDGER).ready()
     assert hosted.step(3, 4) is None
     assert hosted.rows.reward.tolist() == [3.0, 4.0]
     assert hosted.rows.observation[0].tolist() == [
@@ -140,8 +147,7 @@ def test_step_writes_rows_and_answers_with_an_empty_frame(host: Host) -> None:
 
 
 def test_incarnations_of_the_build_order_choose_the_seeds(host: Host) -> None:
-    hosted = host(LEDGER, incarnations=[[0, 3], [1, 0]], first_env_index=10).start()
-    hosted.ask(Kind.RESET)
+    hosted = host(LEDGER, incarnations=[[0, 3], [1, 0]], first_env_index=10).ready()
     seeds = hosted.rows.observation[0][:, 0].tolist()
     assert seeds == [env_seed(SEED, 10, 3), env_seed(SEED, 11, 0)]
 
@@ -149,10 +155,9 @@ def test_incarnations_of_the_build_order_choose_the_seeds(host: Host) -> None:
 def test_every_env_call_beats_and_only_slow_ones_raise_the_flag(host: Host) -> None:
     hosted = host(LEDGER).start()
     beats = [hosted.slab.heartbeats[0, :2].tolist()]
-    hosted.ask(Kind.RESET)
-    beats.append(hosted.slab.heartbeats[0, :2].tolist())
-    hosted.step(0, 0)
-    beats.append(hosted.slab.heartbeats[0, :2].tolist())
+    for kind in (Kind.RESET, Kind.STEP):
+        hosted.ask(kind)
+        beats.append(hosted.slab.heartbeats[0, :2].tolist())
     assert len({beat for beat, _ in beats}) == 3
     assert [row_of_beat(beat) for beat, _ in beats] == [None, 1, 1]
     assert [is_slow for _, is_slow in beats] == [0, 0, 0]
@@ -162,8 +167,7 @@ def test_every_env_call_beats_and_only_slow_ones_raise_the_flag(host: Host) -> N
 
 
 def test_same_step_reset_keeps_the_last_observation_apart(host: Host) -> None:
-    hosted = host(LEDGER, env_kwargs={"length": 2}).start()
-    hosted.ask(Kind.RESET)
+    hosted = host(LEDGER, env_kwargs={"length": 2}).ready()
     hosted.step(1, 1)
     hosted.step(2, 2)
     assert hosted.rows.terminated.tolist() == [True, True]
@@ -176,8 +180,7 @@ def test_same_step_reset_keeps_the_last_observation_apart(host: Host) -> None:
 
 
 def test_next_step_reset_takes_the_step_after_the_end(host: Host) -> None:
-    hosted = host(LEDGER, env_kwargs={"length": 1}, autoreset="next_step").start()
-    hosted.ask(Kind.RESET)
+    hosted = host(LEDGER, env_kwargs={"length": 1}, autoreset="next_step").ready()
     hosted.step(7, 7)
     assert hosted.rows.terminated.all()
     assert hosted.rows.observation[0][:, 1:3].tolist() == [[0, 1], [0, 1]]
@@ -188,8 +191,7 @@ def test_next_step_reset_takes_the_step_after_the_end(host: Host) -> None:
 
 
 def test_without_autoreset_an_ended_episode_waits_for_its_reset(host: Host) -> None:
-    hosted = host(LEDGER, env_kwargs={"length": 1}, autoreset="disabled").start()
-    hosted.ask(Kind.RESET)
+    hosted = host(LEDGER, env_kwargs={"length": 1}, autoreset="disabled").ready()
     hosted.step(7, 7)
     assert hosted.rows.terminated.all()
     assert hosted.rows.observation[0][:, 1:3].tolist() == [[0, 1], [0, 1]]
@@ -234,17 +236,15 @@ def test_infos_are_reported_as_far_as_asked_for(
 def test_violation_of_the_spaces_costs_its_row_and_says_what_came(
     host: Host, fault: str, text: str
 ) -> None:
-    hosted = host(FAULTY, env_kwargs={"fault": fault}).start()
-    hosted.ask(Kind.RESET)
+    hosted = host(FAULTY, env_kwargs={"fault": fault}).ready()
     hosted.step(0, 0)
     (reported,) = hosted.step(0, 1)["faults"]
     assert reported["row"] == 1
     assert reported["violation"] is True
     assert text in reported["text"]
     rows = hosted.rows
-    assert list(rows.status) == [Status.OK, Status.ENV_ERROR]
-    assert rows.truncated.tolist() == [False, True]
-    assert rows.reward.tolist() == [1.0, 0.0]
+    assert list(rows.status) == [Status.OK, Status.PENDING]  # the pool says the rest
+    assert rows.reward[0] == 1.0
     assert rows.observation[0].tolist() == [[2, 2, 2], [0, 0, 0]]
     assert np.isfinite(rows.final_observation[0]).all()
     assert hosted.step(0, 0) is None
@@ -255,8 +255,7 @@ def test_violation_of_the_spaces_costs_its_row_and_says_what_came(
 def test_envs_of_every_space_take_and_give_their_own_values(
     host: Host, name: str
 ) -> None:
-    hosted = host("envserve/Echo-v0", env_kwargs={"space": name}).start()
-    hosted.ask(Kind.RESET)
+    hosted = host("envserve/Echo-v0", env_kwargs={"space": name}).ready()
     SPACES[name].seed(1)
     samples = [flatten(SPACES[name], SPACES[name].sample()) for _ in range(2)]
     for row, sample in enumerate(samples):
@@ -290,8 +289,7 @@ def keeping_env() -> Iterator[str]:
 
 
 def test_action_that_an_env_keeps_never_changes(host: Host, keeping_env: str) -> None:
-    hosted = host(keeping_env).start()
-    hosted.ask(Kind.RESET)
+    hosted = host(keeping_env).ready()
     hosted.step([1, 2], [3, 4])
     hosted.step([5, 6], [7, 8])
     assert hosted.rows.observation[0].tolist() == [[1, 2], [3, 4]]
@@ -320,8 +318,7 @@ def test_attributes_are_called_got_and_set(host: Host) -> None:
 def test_call_that_fails_gives_the_traceback_and_costs_nothing(
     host: Host, name: str, arguments: list[Any], text: str
 ) -> None:
-    hosted = host(LEDGER).start()
-    hosted.ask(Kind.RESET)
+    hosted = host(LEDGER).ready()
     answer = hosted.call("call", name, *arguments)
     assert text in answer["traceback"]
     assert answer["error"] in answer["traceback"]
@@ -331,23 +328,27 @@ def test_call_that_fails_gives_the_traceback_and_costs_nothing(
 # The end of the worker.
 
 
-def test_env_that_cannot_be_built_is_reported_with_its_traceback(host: Host) -> None:
-    hosted = host(FAULTY, env_kwargs={"fault": "raise_in_init"})
-    failed = hosted.receive()
-    assert failed.kind is Kind.FAILED
-    assert "RuntimeError: no simulator licence" in failed.payload.decode()
-
-
-def test_import_error_is_reported_when_envs_are_to_be_built(host: Host) -> None:
-    failed = host(LEDGER, import_error="importing 'my_envs' failed").receive()
-    assert failed.kind is Kind.FAILED
-    assert "importing 'my_envs' failed" in failed.payload.decode()
-
-
-def test_unknown_env_is_reported_with_near_names(host: Host) -> None:
-    failed = host("CartPool-v1").receive()
-    assert failed.kind is Kind.UNKNOWN_ENV
-    assert "did you mean CartPole-v1" in failed.payload.decode()
+@pytest.mark.parametrize(
+    ("env_name", "build", "kind", "text"),
+    [
+        (
+            *(FAULTY, {"env_kwargs": {"fault": "raise_in_init"}}, Kind.FAILED),
+            "RuntimeError: no simulator licence",
+        ),
+        (
+            *(LEDGER, {"import_error": "importing 'my_envs' failed"}, Kind.FAILED),
+            "importing 'my_envs' failed",
+        ),
+        ("CartPool-v1", {}, Kind.UNKNOWN_ENV, "did you mean CartPole-v1"),
+    ],
+    ids=["constructor", "import", "name"],
+)
+def test_envs_that_cannot_be_built_are_reported_with_what_failed(
+    host: Host, env_name: str, build: dict[str, Any], kind: Kind, text: str
+) -> None:
+    failed = host(env_name, **build).receive()
+    assert failed.kind is kind
+    assert text in failed.payload.decode()
 
 
 def test_reset_that_fails_twice_ends_the_worker(host: Host) -> None:

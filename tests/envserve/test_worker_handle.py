@@ -12,13 +12,15 @@ import pytest
 from gymnasium import spaces
 
 from envserve import codec
-from envserve.channel import Frame, FrameReader, Kind, pack_frame
 from envserve.errors import EnvStartError, WorkerError
-from envserve.lane import Outcome, PoolConfig
-from envserve.pool.launcher import Exit, Launcher
+from envserve.lane import Outcome
+from envserve.pool.launcher import Exit, Forked, Launcher
 from envserve.pool.pool import Pool
+from envserve.pool.states import WorkerState
+from envserve.settings import PoolSettings
 from envserve.slab import Status
 from envserve.spec import describe
+from envserve.worker.channel import Frame, FrameReader, Kind, pack_frame
 
 from .pool_driver import gather, wait_for
 
@@ -28,12 +30,11 @@ DISCRETE = describe(spaces.Discrete(3))
 class FakeWorker:
     """The far end of a worker's socket, with no process behind it."""
 
-    def __init__(self, pid: int, on_exit: Callable[[Exit], None]) -> None:
-        self.pid = pid
+    def __init__(self, number: int) -> None:
         self.was_killed = False
         self.ours, self.theirs = socket.socketpair()
+        self.forked = Forked(number, pid=1000 + number)
         self.theirs.settimeout(5.0)
-        self._on_exit = on_exit
         self._reader = FrameReader()
         self._frames: list[Frame] = []
 
@@ -72,7 +73,7 @@ class FakeWorker:
         self.theirs.close()
 
     def exit(self, code: int) -> None:
-        self._on_exit(Exit(self.pid, code))
+        self.forked.exit = Exit(1000, code)
 
     def die(self, code: int) -> None:
         self.close()
@@ -86,20 +87,15 @@ class FakeLauncher:
         self.workers: list[FakeWorker] = []
         self.can_kill = True
 
-    def launch(
-        self,
-        on_start: Callable[[int], None],
-        on_exit: Callable[[Exit], None],
-    ) -> tuple[int, socket.socket]:
-        worker = FakeWorker(1000 + len(self.workers), on_exit)
+    def launch(self) -> tuple[Forked, socket.socket]:
+        worker = FakeWorker(len(self.workers))
         self.workers.append(worker)
-        on_start(worker.pid)
-        return len(self.workers) - 1, worker.ours
+        return worker.forked, worker.ours
 
-    def kill(self, handle: int, *, has_stack: bool = False) -> None:
-        self.workers[handle].was_killed = True
+    def kill(self, forked: Forked, *, has_stack: bool = False) -> None:
+        self.workers[forked.number].was_killed = True
         if self.can_kill:
-            self.workers[handle].die(-9)
+            self.workers[forked.number].die(-9)
 
     def poll(self) -> None:
         """Exits are reported by the test itself."""
@@ -111,14 +107,13 @@ class Scene:
     def __init__(self, num_workers: int = 1, num_splits: int = 2) -> None:
         self.launcher = FakeLauncher()
         self.seconds_gone = 0.0
-        config = PoolConfig(
+        config = PoolSettings(
             env_name="Fake-v0",
             num_envs=2,
             num_workers=num_workers,
             num_splits=num_splits,
             seed=0,
             max_restarts=2,
-            padding_after_seconds=30.0,
         )
         self.pool = Pool(
             config,
@@ -148,9 +143,9 @@ class Scene:
     def lose(self, culprit: FakeWorker) -> Outcome:
         """What the step has come to, once the next worker has taken over."""
         successor = self.replace(culprit)
-        wait_for(self.pool, lambda: self.pool._workers[0].state.name == "SERVING")
+        wait_for(self.pool, lambda: self.pool._workers.all[0].state.name == "SERVING")
         assert successor.receive().kind is Kind.SLAB
-        successor.take_over(self.pool, Kind.PREPARE, Kind.PREPARE, Kind.PUBLISH)
+        successor.take_over(self.pool, Kind.RESET)
         (outcome,) = gather(self.pool, [0])
         assert self.pool.rows.status[0] == Status.WORKER_DIED
         assert self.pool.rows.truncated[0]
@@ -241,11 +236,19 @@ def test_report_on_the_reset_of_a_lost_block_is_checked_too(scene: Scene) -> Non
     first = scene.worker
     first.die(1)
     second = scene.replace(first)
-    wait_for(scene.pool, lambda: scene.pool._workers[0].state.name == "SERVING")
+    wait_for(scene.pool, lambda: scene.pool._workers.all[0].state.name == "SERVING")
     assert second.receive().kind is Kind.SLAB
     second.answer(report(rebuilt=[1]))  # a row of another block
     scene.lose(second)
     assert second.was_killed
+
+
+def test_a_move_that_the_table_does_not_have_is_an_error(scene: Scene) -> None:
+    scene.start_step()
+    (worker,) = scene.pool._workers.all
+    with pytest.raises(AssertionError, match=r"SERVING.* cannot become STARTING"):
+        worker._move(WorkerState.STARTING)
+    assert worker.state is WorkerState.SERVING
 
 
 def test_second_answer_to_the_same_step_is_a_wrong_one(scene: Scene) -> None:
@@ -273,9 +276,9 @@ def test_traceback_is_not_missed_when_the_pool_writes_first(scene: Scene) -> Non
     culprit.die(0)
     scene.pool.submit_step([1])
     successor = scene.replace(culprit)
-    wait_for(scene.pool, lambda: scene.pool._workers[0].state.name == "SERVING")
+    wait_for(scene.pool, lambda: scene.pool._workers.all[0].state.name == "SERVING")
     assert successor.receive().kind is Kind.SLAB
-    successor.take_over(scene.pool, *[Kind.PREPARE] * 2, *[Kind.PUBLISH] * 2)
+    successor.take_over(scene.pool, *[Kind.RESET] * 2)
     for outcome in gather(scene.pool, [0, 1]):
         assert "Traceback: no licence" in outcome.faults[0].text
 

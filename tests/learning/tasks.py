@@ -1,7 +1,7 @@
-"""Tasks that take a policy seconds to learn, one for each kind of space.
+"""Tasks that take a policy seconds to learn: one per kind of space, and one to recall.
 
-In each an episode has `LENGTH` steps, of which each earns at most 1. Importing this
-module registers them with Gymnasium.
+Where an episode has `LENGTH` steps, each of them earns at most 1. Importing this module
+registers the tasks with Gymnasium.
 """
 
 from typing import Any
@@ -10,18 +10,30 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-__all__ = ["BITS", "CHOICES", "IMAGE", "LENGTH", "MASKED", "MASKED_CHOICES"]
+__all__ = [
+    "BITS",
+    "CHOICES",
+    "IMAGE",
+    "LENGTH",
+    "MASKED",
+    "MASKED_CHOICES",
+    "RECALL",
+]
 
 CHOICES = "learning-tests/Choices-v0"
 BITS = "learning-tests/Bits-v0"
 MASKED = "learning-tests/Masked-v0"
 MASKED_CHOICES = "learning-tests/MaskedChoices-v0"
 IMAGE = "learning-tests/Image-v0"
+RECALL = "learning-tests/Recall-v0"
 LENGTH = 8
 
 
 class _Task(gymnasium.Env[Any, Any]):
     """Asks a new question at every step, whatever was answered."""
+
+    length = LENGTH
+    action_space: Any
 
     def __init__(self) -> None:
         self._count = 0
@@ -39,7 +51,7 @@ class _Task(gymnasium.Env[Any, Any]):
         )
         reward = self._judge(action)
         self._count += 1
-        return self._ask(), reward, self._count == LENGTH, False, {}
+        return self._ask(), reward, self._count == self.length, False, {}
 
     def _ask(self) -> Any:
         raise NotImplementedError
@@ -105,7 +117,7 @@ class MaskedTask(_Task):
         asked = int(self.np_random.integers(2))
         self._wanted = allowed[asked] + 1
         self._mask = np.isin(np.arange(6), allowed).astype(np.int8)
-        if self._count == LENGTH:  # as many do when nothing can be done any more
+        if self._count == self.length:  # as many do when nothing can be done any more
             self._mask[:] = 0
         return {
             "observation": {"asked": asked, "where": allowed.astype(np.float32)},
@@ -172,11 +184,47 @@ class ImageTask(_Task):
         return float(action == self._side)
 
 
+class RecallTask(_Task):
+    """Shows a cue, -1 or 1, then nothing, and asks for it in the last of its 5 steps.
+
+    Observes the cue, which is 0 from the second step on, and whether this is the last
+    step. All that came before is hidden then: whoever sees one observation alone can do
+    no better than to guess.
+
+    Where actions are discrete, naming the cue (1 for 1, 0 for -1) earns 1, so guessing
+    earns 0.5. Else the answer earns 1 minus its squared distance from the cue, so the
+    best guess, 0, earns 0.
+    """
+
+    length = 5
+
+    def __init__(self, is_discrete: bool = True) -> None:
+        super().__init__()
+        self.observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+        self.action_space = spaces.Box(-2.0, 2.0, (1,), np.float32)
+        if is_discrete:
+            self.action_space = spaces.Discrete(2)
+
+    def _ask(self) -> Any:
+        if self._count == 0:
+            self._cue = float(self.np_random.choice([-1.0, 1.0]))
+            return np.array([self._cue, 0.0], np.float32)
+        return np.array([0.0, self._count == self.length - 1], np.float32)
+
+    def _judge(self, action: Any) -> float:
+        if self._count < self.length - 1:
+            return 0.0
+        if isinstance(self.action_space, spaces.Discrete):
+            return float(action == (self._cue > 0))
+        return 1.0 - (float(action[0]) - self._cue) ** 2
+
+
 for _name, _task in (
     (CHOICES, ChoicesTask),
     (BITS, BitsTask),
     (MASKED, MaskedTask),
     (MASKED_CHOICES, MaskedChoicesTask),
     (IMAGE, ImageTask),
+    (RECALL, RecallTask),
 ):
     gymnasium.register(_name, f"{__name__}:{_task.__name__}")

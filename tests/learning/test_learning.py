@@ -1,6 +1,7 @@
-"""The short form of `scripts/check_learning.py`: one seed of two tasks is learned."""
+"""The short form of `scripts/check_learning.py`, and a task for each kind of policy."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,31 +11,98 @@ from ppo.environments import env_maker
 from ppo.evaluate import evaluate_run
 from ppo.run_folder.folder import RunFolder
 from ppo.train import train
+from tests.learning import tasks
+from tests.ppo.runs import rows_of
+
+CONFIG = Config(
+    env_name="set by each test",
+    num_envs=16,
+    horizon=32,
+    total_steps=20 * 512,
+    minibatch_size=128,
+    epochs=5,
+    learning_rate=3e-3,
+    discount=0.0,  # no answer changes what is asked next
+    evaluation_episodes=64,
+    on_fault="raise",  # what is forbidden is an error of the env
+    jit_compile=False,  # compiling takes longer than so few steps
+)
+IMAGES = {"total_steps": 12 * 512, "epochs": 4, "learning_rate": 2e-3}
+RECALL = CONFIG.replace(
+    env_name=tasks.RECALL,
+    total_steps=6_400,
+    horizon=20,
+    minibatch_size=80,
+    epochs=4,
+    discount=0.9,
+    evaluation_episodes=100,
+    recurrent_size=16,
+    policy_layers=(16,),
+    value_layers=(16,),
+)
+
+pytestmark = pytest.mark.timeout(180)
 
 
-def learned_return(folder: Path, config: Config) -> float:
-    """Train, then return the mean over 100 episodes of most likely actions."""
+def learned_return(folder: Path, config: Config, num_workers: int = 1) -> float:
+    """Train, then return the mean over episodes of most likely actions."""
     run_folder = RunFolder.create(folder, config)
-    make_env = env_maker(config, num_workers=2)
-    result = train(config, run_folder, make_env)
-    evaluation = evaluate_run(config, run_folder, make_env, result.agent)
-    assert len(evaluation.returns) == 100
+    make_env = env_maker(config, None, num_workers, [tasks.__name__])
+    train(config, run_folder, make_env)
+    evaluation = evaluate_run(config, run_folder, make_env)
+    assert len(evaluation.returns) == config.evaluation_episodes
     return evaluation.mean_return
 
 
-@pytest.mark.timeout(180)
 def test_cartpole_is_learned_in_80_000_steps(tmp_path: Path) -> None:
     config = CONFIGS["cartpole"].replace(total_steps=80_000)
-    assert learned_return(tmp_path / "run", config) >= 475
+    assert learned_return(tmp_path / "run", config, num_workers=2) >= 475
 
 
 # Random actions give -1,200. Of the seeds 0, 1 and 2, clipping reached -150, -173 and
 # -195, and the penalty -186 with each: with more envs than the config has, which is
 # faster.
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("objective", ["clip", "penalty"])
 def test_pendulum_is_learned_in_100_000_steps(tmp_path: Path, objective: str) -> None:
     config = CONFIGS["pendulum"].replace(
         total_steps=100_000, objective=objective, num_envs=16, horizon=128
     )
-    assert learned_return(tmp_path / "run", config) >= -300
+    assert learned_return(tmp_path / "run", config, num_workers=2) >= -300
+
+
+@pytest.mark.parametrize(
+    ("env_name", "changes"),
+    [
+        (tasks.CHOICES, {}),
+        (tasks.BITS, {}),
+        (tasks.MASKED, {}),
+        (tasks.MASKED_CHOICES, {"env_kwargs": {"split": True}}),
+        (tasks.IMAGE, IMAGES),
+    ],
+)
+def test_a_policy_learns_the_task_of_each_space(
+    env_name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    config = CONFIG.replace(env_name=env_name, **changes)
+    # 0.998 and more with seeds 0 to 2.
+    assert learned_return(tmp_path / "run", config) >= 0.95 * tasks.LENGTH
+    rows = rows_of(tmp_path / "run")
+    assert rows[0]["mean_return"] < 0.65 * tasks.LENGTH
+    # Acting and learning agree on what was allowed and seen.
+    assert max(row["ratio_deviation"] for row in rows) < 1e-4
+
+
+def test_a_cue_is_recalled_by_choosing(tmp_path: Path) -> None:
+    assert learned_return(tmp_path / "run", RECALL) >= 0.9
+
+
+def test_without_memory_the_cue_is_guessed(tmp_path: Path) -> None:
+    # At the end all observations are the same, and 0.5 is the best there is.
+    config = RECALL.replace(recurrent_size=0)
+    assert learned_return(tmp_path / "run", config) <= 0.7
+
+
+def test_a_cue_is_recalled_by_a_number(tmp_path: Path) -> None:
+    config = RECALL.replace(total_steps=9_600, env_kwargs={"is_discrete": False})
+    # The best guess is worth 0.
+    assert learned_return(tmp_path / "run", config) >= 0.8

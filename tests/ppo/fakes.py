@@ -1,7 +1,6 @@
 """A batch of envs whose every answer is known beforehand."""
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self, cast
 
 import gymnasium
@@ -9,6 +8,7 @@ import numpy as np
 
 from envserve.client import BatchEnv, StepResult
 from envserve.slab import Status
+from ppo.in_graph_batch_env import InGraphBatchEnv
 
 BOX = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64)
 ACTIONS = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
@@ -50,12 +50,7 @@ class CountingBatchEnv:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def reset(self) -> Any:
@@ -170,6 +165,11 @@ class ScriptedBatchEnv:
 def as_batch_env(env: Any) -> BatchEnv:
     """Pass a fake off as the real thing, which it resembles as far as it is used."""
     return cast(BatchEnv, env)
+
+
+def in_graph(env: Any) -> InGraphBatchEnv:
+    """Put a fake inside a graph."""
+    return InGraphBatchEnv(as_batch_env(env))
 
 
 def _copy(result: Any, out: Any) -> None:

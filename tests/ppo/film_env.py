@@ -4,13 +4,23 @@ Importing this module registers it with Gymnasium.
 """
 
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 
-__all__ = ["MASKED", "NAME", "WITHOUT_RENDER_MODE", "FilmEnv", "read_frame"]
+from ppo.films.video import find_ffmpeg
+
+__all__ = [
+    "MASKED",
+    "NAME",
+    "WITHOUT_RENDER_MODE",
+    "FilmEnv",
+    "read_frame",
+    "read_video",
+]
 
 NAME = "ppo-tests/Film-v0"
 MASKED = "ppo-tests/FilmMasked-v0"
@@ -89,8 +99,8 @@ class WithoutRenderMode(FilmEnv):
 class FilmMasked(FilmEnv):
     """Observes an image and a mask; rewards are the first choice, always 1."""
 
-    def __init__(self, render_mode: str | None = None) -> None:
-        super().__init__(render_mode=render_mode)
+    def __init__(self, **named: Any) -> None:
+        super().__init__(**named)
         spaces = gymnasium.spaces
         self.observation_space = spaces.Dict(
             action_mask=spaces.MultiBinary(5),
@@ -107,6 +117,18 @@ def read_frame(frame: np.ndarray) -> tuple[int, int]:
     """Return episode and step of a frame, also of one that a video has blurred."""
     episode, step, _ = frame[:35, :49].reshape(-1, 3).mean(axis=0)
     return round(episode / 40), round(step / 20)
+
+
+def read_video(path: Path, height: int, width: int) -> np.ndarray:
+    """Decode all frames of a film, uint8 `[N, height, width, 3]`."""
+    command = [find_ffmpeg(), "-loglevel", "error", "-i", str(path)]
+    decoded = subprocess.run(
+        [*command, "-f", "rawvideo", "-pix_fmt", "rgb24", "-"],
+        capture_output=True,
+        check=True,
+        timeout=110,
+    )
+    return np.frombuffer(decoded.stdout, np.uint8).reshape(-1, height, width, 3)
 
 
 gymnasium.register(NAME, f"{__name__}:{FilmEnv.__name__}")

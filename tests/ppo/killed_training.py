@@ -19,29 +19,21 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from envserve.client import BatchEnv
-from ppo.config import Config
 from ppo.errors import RunFolderError
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics_file import last_iteration
 from ppo.train import train
-from tests.ppo.fakes import CountingBatchEnv, as_batch_env
+from tests.ppo.fakes import CountingBatchEnv
+from tests.ppo.runs import SMALL, Maker, parameters
 
-CONFIG = Config(
-    env_name="fake",
-    num_envs=2,
+CONFIG = SMALL.replace(
     horizon=4,
     total_steps=96,  # 12 iterations
-    epochs=1,
-    minibatch_size=8,
-    policy_layers=(4,),
-    value_layers=(4,),
     checkpoint_every=16,
     checkpoint_seconds=1e9,
     checkpoints_to_keep=2,
     evaluate_every=24,
     curve_episodes=2,
-    jit_compile=False,
 )
 _ACCESSES = ("open", "os.")  # audit events: open, os.rename, os.remove, os.truncate ...
 
@@ -77,11 +69,6 @@ class Moments:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def make_env(*, num_envs: int, seed: int) -> BatchEnv:
-    # Episodes end with each rollout, so that nothing is cut off by resuming.
-    return as_batch_env(CountingBatchEnv([4] * num_envs))
-
-
 def run(folder: Path, result: Path, moments: Moments) -> None:
     """Train, or go on where an earlier process ended; saves the parameters."""
     tf.config.run_functions_eagerly(True)  # tracing takes longer than these few steps
@@ -92,12 +79,11 @@ def run(folder: Path, result: Path, moments: Moments) -> None:
     except RunFolderError:
         run_folder, config = RunFolder.create(folder, CONFIG), CONFIG
         is_resumed = False
-    trained = train(
-        config, run_folder, make_env, resume=is_resumed, on_step=moments.step
-    )
+    # Episodes end with each rollout, so that nothing is cut off by resuming.
+    maker = Maker(lambda num_envs: CountingBatchEnv([4] * num_envs))
+    trained = train(config, run_folder, maker, resume=is_resumed, on_step=moments.step)
     assert trained.is_finished
-    variables = trained.agent.trainable_variables
-    np.save(result, np.concatenate([np.ravel(v.numpy()) for v in variables]))
+    np.save(result, parameters(trained.agent))
 
 
 def in_process(function: Callable[[], None]) -> int:

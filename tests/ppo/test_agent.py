@@ -40,34 +40,29 @@ def test_images_stay_bytes_until_they_are_scaled_and_keep_their_shape() -> None:
     np.testing.assert_allclose(inputs.numpy(), 0.2)
 
 
-def test_bytes_with_other_bounds_are_no_image() -> None:
-    space = SPACES.Box(0, 9, (2, 2), np.uint8)
-    preprocess = ObservationPreprocessor(space, normalize=True, clip=10.0)
-    assert list(preprocess.trackables) == ["leaf_0"]
-    assert preprocessed(space, np.full((1, 2, 2), 5, np.uint8)).numpy().max() == 5.0
-
-
-def test_discrete_observations_are_one_hot_encoded() -> None:
-    features = preprocessed(SPACES.Discrete(3, start=-1), np.array([-1, 1]))
-    assert features.numpy().tolist() == [[1, 0, 0], [0, 0, 1]]
-
-
-def test_each_component_of_a_multi_discrete_is_one_hot_encoded() -> None:
-    space = SPACES.MultiDiscrete([2, 3], start=[0, 5])
-    features = preprocessed(space, np.array([[1, 5], [0, 7]]))
-    assert features.numpy().tolist() == [[0, 1, 1, 0, 0], [1, 0, 0, 0, 1]]
-
-
-def test_bits_are_numbers() -> None:
-    features = preprocessed(SPACES.MultiBinary(2), np.array([[0, 1]], np.int8))
-    assert features.numpy().tolist() == [[0.0, 1.0]]
-
-
-def test_a_row_of_bytes_is_not_an_image() -> None:
-    features = preprocessed(
-        SPACES.Box(0, 255, (2,), np.uint8), np.array([[3, 4]], np.uint8)
-    )
-    assert features.numpy().tolist() == [[3.0, 4.0]]
+@pytest.mark.parametrize(
+    ("space", "rows", "expected"),
+    [
+        (SPACES.Discrete(3, start=-1), np.array([-1, 1]), [[1, 0, 0], [0, 0, 1]]),
+        (
+            SPACES.MultiDiscrete([2, 3], start=[0, 5]),
+            np.array([[1, 5], [0, 7]]),
+            [[0, 1, 1, 0, 0], [1, 0, 0, 0, 1]],
+        ),
+        (SPACES.MultiBinary(2), np.array([[0, 1]], np.int8), [[0, 1]]),
+        # Neither a row of bytes nor bytes with other bounds are an image.
+        (SPACES.Box(0, 255, (2,), np.uint8), np.array([[3, 4]], np.uint8), [[3, 4]]),
+        (
+            SPACES.Box(0, 9, (1, 2), np.uint8),
+            np.array([[[3, 4]]], np.uint8),
+            [[[3, 4]]],
+        ),
+    ],
+)
+def test_choices_become_one_hot_and_numbers_stay(
+    space: gymnasium.Space[Any], rows: np.ndarray, expected: list[Any]
+) -> None:
+    assert preprocessed(space, rows).numpy().tolist() == expected
 
 
 def test_only_box_leaves_have_statistics() -> None:
@@ -94,6 +89,9 @@ def test_without_normalisation_numbers_stay_as_they_are() -> None:
     )
     assert preprocess(tf.constant([[99.0]])).numpy().tolist() == [[99.0]]
     assert preprocess.trackables == {}
+    bytes_of_a_board = SPACES.Box(0, 9, (2, 2), np.uint8)
+    preprocess = ObservationPreprocessor(bytes_of_a_board, normalize=True, clip=10.0)
+    assert list(preprocess.trackables) == ["leaf_0"]
 
 
 def test_acting_gives_actions_with_their_log_probabilities() -> None:

@@ -1,24 +1,26 @@
-"""The command: fast answers to bad input, exit codes, one line of error."""
+"""The command: fast answers to bad input, exit codes, what is shown, and signals."""
 
+import io
 import logging
+import math
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from rich.console import Console
 
 from envserve.errors import ServerLost, WrapperError
-from ppo.cli import _hints_at_resuming, app
-from ppo.commands.options import plain_warnings, which_checkpoint
+from ppo.commands.shared import plain_warnings, which_checkpoint
+from ppo.commands.stop_signals import StopSignals
+from ppo.commands.train import hints_at_resuming, progress_bar
 from ppo.config import Config
 from ppo.run_folder.folder import RunFolder
-
-
-def ppo(*arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, list(arguments))
-    return result.exit_code, result.stdout, result.stderr
+from ppo.train import Progress
+from tests.ppo.runs import ppo
 
 
 @pytest.mark.parametrize(
@@ -27,8 +29,11 @@ def ppo(*arguments: str) -> tuple[int, str, str]:
         (["cartpol"], "Did you mean cartpole?"),
         ([], "Expected a CONFIG: one of cartpole"),
         (["cartpole", "--set", "learnin_rate=1"], "Did you mean learning_rate?"),
-        (["cartpole", "--set", "num_envs=zero"], "expected a whole number, got 'zero'"),
-        (["cartpole", "--seed", "-1"], "seed: expected a number from 0"),
+        (
+            ["cartpole", "--set", "num_envs=zero"],
+            "expected a valid integer, got 'zero'",
+        ),
+        (["cartpole", "--seed", "-1"], "seed: expected at least 0, got -1"),
         (["--run-dir", "a", "--resume", "b"], "leave out --run-dir and --seed"),
         (["--seed", "3", "--resume", "b"], "leave out --run-dir and --seed"),
         (["--resume", "nowhere"], "nowhere: expected the folder of a run, found none"),
@@ -51,14 +56,11 @@ def test_bad_input_is_one_line_and_exit_code_2(
 def test_a_taken_run_folder_is_refused(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, Config(env_name="CartPole-v1"))
     (tmp_path / "metrics.jsonl").touch()
-    code, _, error = ppo("train", "cartpole", "--run-dir", str(tmp_path))
+    code, _, error = ppo("train", "cartpole", "--run-dir", tmp_path)
     assert code == 2
     assert f"--resume {tmp_path}" in error
-
-
-def test_a_run_is_not_resumed_with_the_config_of_another_env(tmp_path: Path) -> None:
-    RunFolder.create(tmp_path, Config(env_name="CartPole-v1"))
-    code, _, error = ppo("train", "pendulum", "--resume", str(tmp_path))
+    # Nor is it resumed with the config of another env.
+    code, _, error = ppo("train", "pendulum", "--resume", tmp_path)
     assert code == 2
     assert "whose env is CartPole-v1: leave out CONFIG" in error
 
@@ -67,7 +69,7 @@ def test_resuming_is_not_proposed_where_it_would_fail_too(tmp_path: Path) -> Non
     (tmp_path / "checkpoints" / "00000001").mkdir(parents=True)
     notes = []
     for error in (WrapperError("no such wrapper"), ServerLost("gone")):
-        with pytest.raises(type(error)), _hints_at_resuming(RunFolder(tmp_path)):
+        with pytest.raises(type(error)), hints_at_resuming(RunFolder(tmp_path)):
             raise error
         notes.append(getattr(error, "__notes__", []))
     assert notes == [[], [f"Go on with: ppo train --resume {tmp_path}"]]
@@ -137,3 +139,53 @@ def test_help_and_bad_input_do_not_load_tensorflow() -> None:
         timeout=110,
     )
     assert "loaded: []" in result.stdout
+
+
+def shown(is_terminal: bool) -> str:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=is_terminal, width=120)
+    with progress_bar(console, total_steps=4096) as show:
+        show(Progress(1024, 900.0, math.nan, 0))
+        show(Progress(2048, 1234.5, 21.25, 0))
+        show(Progress(4096, 2345.6, 33.75, 1234))
+    return stream.getvalue()
+
+
+def test_a_terminal_shows_a_bar_with_steps_speed_and_return() -> None:
+    text = shown(is_terminal=True)
+    for part in ("4,096/4,096 steps", "2,346 steps/s", "return 33.8, 1,234 lost"):
+        assert part in text
+
+
+def test_elsewhere_there_is_a_line_at_first_and_at_the_end() -> None:
+    assert shown(is_terminal=False).splitlines() == [
+        "1,024/4,096 steps, 900 steps/s, return -",
+        "4,096/4,096 steps, 2,346 steps/s, return 33.8, 1,234 lost",
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_noted_and_the_second_interrupts(number: int) -> None:
+    before = signal.getsignal(number)
+    with StopSignals() as stop:
+        assert not stop.has_fired()
+        os.kill(os.getpid(), number)
+        assert stop.has_fired()
+        assert stop.received == number
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before
+
+
+def test_a_thread_learns_of_signals_while_the_main_thread_runs_no_python() -> None:
+    announced = threading.Event()
+    with StopSignals(announced.set) as stop:
+        stop.check()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert announced.wait(10)
+        stop.check()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    # Leaving has waited for the listener, so both have been counted.
+    with pytest.raises(KeyboardInterrupt):
+        stop.check()

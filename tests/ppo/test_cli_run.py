@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ppo.runs import rows_of
+
 #: Every start of TensorFlow takes seconds, and many on a machine with other work.
 _PATIENCE = 280
 pytestmark = pytest.mark.timeout(600)
@@ -31,14 +33,23 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
+def finished(process: subprocess.Popen[str]) -> str:
+    """Wait for a command that does what was asked; returns the rest of its output."""
+    with process:
+        try:
+            output, error = process.communicate(timeout=_PATIENCE)
+        finally:
+            process.kill()
+    assert (process.returncode, error) == (0, "")
+    return output
+
+
 def interrupt(process: subprocess.Popen[str], number: signal.Signals) -> str:
     """Send a signal once training is under way; returns the rest of the output."""
-    with process:
-        assert process.stdout is not None
-        assert "steps/s" in process.stdout.readline()
-        process.send_signal(number)
-        output, error = process.communicate(timeout=_PATIENCE)
-    assert (process.returncode, error) == (0, "")
+    assert process.stdout is not None
+    assert "steps/s" in process.stdout.readline()
+    process.send_signal(number)
+    output = finished(process)
     assert "Stopping after this iteration" in output
     assert f"Stopped by {number.name} after" in output
     return output
@@ -53,20 +64,13 @@ def test_signals_save_and_a_resumed_run_ends_with_an_evaluation(tmp_path: Path) 
     newest = max((folder / "checkpoints").iterdir())
     stopped_at = json.loads((newest / "counters.json").read_text())["steps"]
     more = f"total_steps={stopped_at + 256}"
-    with start("train", "--resume", str(folder), "--set", more) as process:
-        output, error = process.communicate(timeout=_PATIENCE)
-    assert (process.returncode, error) == (0, "")
+    output = finished(start("train", "--resume", str(folder), "--set", more))
     assert "over 5 episodes" in output
     assert f"Run folder: {folder}" in output
-    steps = [
-        json.loads(line)["steps"]
-        for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
+    steps = [row["steps"] for row in rows_of(folder)]
     assert steps == list(range(128, stopped_at + 257, 128))
     assert json.loads((folder / "evaluation.json").read_text())["episodes"] == 5
-    with start("train", "cartpole", "--resume", str(folder)) as process:
-        output, error = process.communicate(timeout=_PATIENCE)
-    assert (process.returncode, error) == (0, "")
+    output = finished(start("train", "cartpole", "--resume", str(folder)))
     assert f"already at {stopped_at + 256:,} steps; --set total_steps=" in output
 
 
@@ -95,13 +99,7 @@ def test_a_recurrent_policy_needs_no_more_threads_than_the_command_has(
         *("--set", "recurrent_size=4", "--set", "sequence_length=8"),
     )
     folder = tmp_path / "run"
-    process = start("train", "cartpole", *arguments, "--run-dir", str(folder))
-    with process:
-        try:
-            output, error = process.communicate(timeout=_PATIENCE)
-        finally:
-            process.kill()
-    assert (process.returncode, error) == (0, "")
+    output = finished(start("train", "cartpole", *arguments, "--run-dir", str(folder)))
     assert "over 5 episodes" in output
 
 

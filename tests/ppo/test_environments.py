@@ -1,12 +1,23 @@
-"""Where envs come from."""
+"""Where envs come from, and that their wrappers are there wherever they are."""
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import tensorflow as tf
 
 from envserve.client import BatchEnv
 from ppo.config import Config
 from ppo.environments import env_maker
+from ppo.evaluate import evaluate_run
+from ppo.export import export_run
+from ppo.films.rendering import rendering_env_maker
+from ppo.films.visualize import visualize_run
+from ppo.run_folder.folder import RunFolder
+from ppo.train import train
+from tests.ppo import film_env
+from tests.ppo.runs import SMALL, ppo
 
 CONFIG = Config(
     env_name="CartPole-v1",
@@ -71,3 +82,53 @@ def test_addresses_lead_to_servers(asked: list[tuple[Any, ...]]) -> None:
         "autoreset": "same_step",
         "spare_envs": True,
     }
+
+
+#: Episodes of 5 steps, observations float64 [2].
+WRAPPED = SMALL.replace(
+    env_name=film_env.NAME,
+    wrappers=(
+        {"name": "ActionRepeat", "amount": 2},
+        {"name": "FrameHistory", "past_indices": [0, 1], "flatten": True},
+        {"name": "DtypeObservation", "dtype": "float32"},
+    ),
+    num_envs=4,
+    horizon=16,
+    total_steps=128,
+    minibatch_size=32,
+)
+
+
+def test_training_evaluation_films_and_exports_are_of_the_wrapped_env(
+    tmp_path: Path,
+) -> None:
+    make_env = env_maker(WRAPPED, num_workers=1, import_modules=[film_env.__name__])
+    run_folder = RunFolder.create(tmp_path / "run", WRAPPED)
+    train(WRAPPED, run_folder, make_env)
+    run_folder, config = RunFolder.open(tmp_path / "run")
+    assert config == WRAPPED
+
+    evaluation = evaluate_run(config, run_folder, make_env)
+    assert evaluation.lengths.tolist() == [3, 3, 3]  # of 2, 2 and 1 steps
+
+    make_rendering_env = rendering_env_maker(config, import_modules=[film_env.__name__])
+    visualize_run(
+        config, run_folder, make_rendering_env, tmp_path / "films", episodes=1
+    )
+    film = min((tmp_path / "films").glob("*.mp4"))
+    steps = [
+        film_env.read_frame(frame)[1] for frame in film_env.read_video(film, 36, 50)
+    ]
+    assert steps == [0, 2, 4, 5]
+
+    export_run(config, run_folder, make_env, tmp_path / "policy")
+    policy = tf.saved_model.load(str(tmp_path / "policy"))
+    assert policy.mode(np.zeros((7, 4), np.float32)).shape == (7, 1)
+
+
+def test_wrong_wrappers_end_the_command_with_what_to_do(tmp_path: Path) -> None:
+    setting = 'wrappers=[{name = "ActionRepeat", amount = 0}]'
+    run_dir = tmp_path / "run"
+    code, _, error = ppo("train", "pendulum", "--set", setting, "--run-dir", run_dir)
+    assert code == 2
+    assert "amount: expected an int from 1 to 1000; got 0" in error

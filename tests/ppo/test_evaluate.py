@@ -1,28 +1,47 @@
-"""Evaluation: exact numbers of complete episodes, no favour to short ones."""
+"""Evaluation: exact numbers of complete episodes, no favour to short ones.
 
-from typing import Any
+On the way they are the same episodes every time, at no cost to the training.
+"""
 
-import gymnasium
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from envserve.errors import EnvsBusy
 from ppo.agent import Agent
-from ppo.config import Config
+from ppo.configs import CONFIGS
+from ppo.environments import env_maker
 from ppo.errors import EnvDataError, EnvsLostError
-from ppo.evaluate import evaluate
+from ppo.evaluate import CurveEvaluator, Evaluation, evaluate, evaluation_seed
+from ppo.run_folder import checkpoint
+from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.metrics import is_due
+from ppo.train import train
 from tests.ppo.fakes import ACTIONS, BOX, CountingBatchEnv, as_batch_env
+from tests.ppo.runs import SMALL, Maker, counters, parameters, rows_of, run
 
-CONFIG = Config(env_name="fake", policy_layers=(4,), value_layers=(4,))
+CONFIG = SMALL.replace(evaluate_every=32, checkpoint_every=0, checkpoint_seconds=1e9)
 
 
-def agent(action_space: gymnasium.Space[Any] = ACTIONS) -> Agent:
-    return Agent(BOX, action_space, CONFIG)
+def evaluating(
+    evaluation: Callable[[int], CountingBatchEnv] = lambda number: CountingBatchEnv(
+        [3, 5]
+    ),
+) -> Maker:
+    """Makes the envs of the training first, and then those of each evaluation."""
+    return Maker(evaluation=evaluation)
+
+
+def played(fake: CountingBatchEnv, episodes: int) -> Evaluation:
+    return evaluate(Agent(BOX, ACTIONS, SMALL), as_batch_env(fake), episodes)
 
 
 def test_every_env_plays_its_quota_however_long_its_episodes() -> None:
-    fake = CountingBatchEnv([2, 130, 7])
-    evaluation = evaluate(agent(), as_batch_env(fake), episodes=7)
+    evaluation = played(CountingBatchEnv([2, 130, 7]), 7)
     # Whichever seven ended first would be of lengths 2 and 7 only.
     assert evaluation.lengths.tolist() == [2, 2, 2, 130, 130, 7, 7]
     assert evaluation.returns.tolist() == [2, 2, 2, 130, 130, 7, 7]
@@ -30,23 +49,20 @@ def test_every_env_plays_its_quota_however_long_its_episodes() -> None:
 
 
 def test_fewer_episodes_than_envs() -> None:
-    fake = CountingBatchEnv([5, 4, 3])
-    evaluation = evaluate(agent(), as_batch_env(fake), episodes=2)
-    assert evaluation.lengths.tolist() == [5, 4]
+    assert played(CountingBatchEnv([5, 4, 3]), 2).lengths.tolist() == [5, 4]
 
 
 def test_a_lost_episode_is_played_again() -> None:
     fake = CountingBatchEnv([4, 4], lost=frozenset({(1, 0)}))
-    evaluation = evaluate(agent(), as_batch_env(fake), episodes=4)
-    assert evaluation.lengths.tolist() == [4, 4, 4, 4]
+    assert played(fake, 4).lengths.tolist() == [4, 4, 4, 4]
 
 
 def test_actions_are_modes_and_statistics_stay() -> None:
-    subject = agent()
+    subject = Agent(BOX, ACTIONS, SMALL)
     subject.preprocess.update(np.arange(8.0).reshape(4, 2), tf.ones([4], tf.bool))
     before = subject.preprocess(tf.constant([[1.0, 2.0]], tf.float64)).numpy()
     fake = CountingBatchEnv([3])
-    evaluate(subject, as_batch_env(fake), episodes=1)
+    evaluate(subject, as_batch_env(fake), 1)
     after = subject.preprocess(tf.constant([[1.0, 2.0]], tf.float64)).numpy()
     np.testing.assert_array_equal(before, after)
     mode, _ = subject.mode(tf.constant([[0.0, 0.0]], tf.float64), tf.constant([0, 0]))
@@ -55,11 +71,11 @@ def test_actions_are_modes_and_statistics_stay() -> None:
 
 
 def test_a_recurrent_policy_remembers_until_its_episode_ends() -> None:
-    subject = Agent(BOX, ACTIONS, CONFIG.replace(recurrent_size=3, minibatch_size=128))
+    subject = Agent(BOX, ACTIONS, SMALL.replace(recurrent_size=3))
     for variable in subject.trainable_variables:
         variable.assign(variable + 0.3)
     fake = CountingBatchEnv([3])
-    evaluate(subject, as_batch_env(fake), episodes=2)
+    evaluate(subject, as_batch_env(fake), 2)
     state = tf.zeros([1, 3])
     for step in range(6):
         if step % 3 == 0:
@@ -70,20 +86,190 @@ def test_a_recurrent_policy_remembers_until_its_episode_ends() -> None:
         np.testing.assert_allclose(fake.actions[step], wanted, atol=1e-6)
 
 
-def test_episodes_without_end_are_an_error() -> None:
+def test_episodes_without_end_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ppo.evaluate._MAX_BATCH_STEPS", 300)
     fake = CountingBatchEnv([3, 10**9])
     with pytest.raises(EnvDataError, match="1 have not ended; give the env a time lim"):
-        evaluate(agent(), as_batch_env(fake), episodes=2, max_batch_steps=300)
+        played(fake, 2)
 
 
 def test_an_env_that_always_fails_is_an_error() -> None:
     lost = frozenset((step, 1) for step in range(1000) if step % 3 == 2)
     fake = CountingBatchEnv([4, 4], lost=lost)
     with pytest.raises(EnvsLostError, match=r"Env 1 .* the last 33 were lost in a row"):
-        evaluate(agent(), as_batch_env(fake), episodes=2)
+        played(fake, 2)
 
 
 def test_failures_of_an_env_that_has_played_its_quota_do_not_matter() -> None:
     lost = frozenset((step, 1) for step in range(4, 1000))
     fake = CountingBatchEnv([130, 4], lost=lost)
-    assert evaluate(agent(), as_batch_env(fake), 2).lengths.tolist() == [130, 4]
+    assert played(fake, 2).lengths.tolist() == [130, 4]
+
+
+def test_something_is_due_whenever_a_multiple_is_reached() -> None:
+    ends = range(0, 120, 12)
+    due = [b for a, b in itertools.pairwise(ends) if is_due(30, a, b)]
+    assert due == [36, 60, 96]
+    assert is_due(5, 3, 31)
+    assert not is_due(0, 3, 31)
+    assert not is_due(30, 30, 59)
+
+
+def test_evaluations_are_in_the_rows_of_their_iterations(tmp_path: Path) -> None:
+    maker = evaluating()
+    run(tmp_path, CONFIG.replace(total_steps=80), maker)
+    found = rows_of(tmp_path)
+    # Every 32 steps, and after the last iteration.
+    evaluated = [row["steps"] for row in found if "evaluation_return" in row]
+    assert evaluated == [32, 64, 80]
+    last = found[-1]
+    assert last["evaluation_return"] == pytest.approx(11 / 3)
+    assert last["evaluation_return_std"] == pytest.approx(np.std([3, 3, 5]))
+    assert last["evaluation_length"] == pytest.approx(11 / 3)
+    assert last["evaluation_seconds"] > 0
+    assert all(env.is_closed for env in maker.made)
+    # The same seeds every time, and neither the training's nor the last evaluation's.
+    assert [num_envs for num_envs, _ in maker.asked] == [2, 2, 2, 2]
+    assert len({seed for _, seed in maker.asked[1:]}) == 1
+    assert maker.asked[1][1] not in (CONFIG.seed, evaluation_seed(CONFIG.seed))
+
+
+def test_evaluating_changes_nothing_of_the_training(tmp_path: Path) -> None:
+    # Real envs, with several splits and episodes that run on from rollout to rollout.
+    config = CONFIGS["cartpole"].replace(
+        total_steps=512,
+        num_envs=4,
+        horizon=32,
+        epochs=2,
+        evaluation_episodes=2,
+        curve_episodes=6,
+        jit_compile=False,
+    )
+    agents, metrics = [], []
+    for every in (0, 100):
+        chosen = config.replace(evaluate_every=every)
+        run_folder = RunFolder.create(tmp_path / str(every), chosen)
+        result = train(chosen, run_folder, env_maker(chosen, num_workers=1))
+        assert result.steps == 512
+        agents.append(result.agent)
+        metrics.append(rows_of(run_folder.path))
+    np.testing.assert_array_equal(parameters(agents[0]), parameters(agents[1]))
+    observation = np.array([[0.1, 0.2, 0.3, 0.4]], np.float32)
+    np.testing.assert_array_equal(
+        agents[0].preprocess(observation), agents[1].preprocess(observation)
+    )
+    assert [row["mean_return"] for row in metrics[0]] == [
+        row["mean_return"] for row in metrics[1]
+    ]
+    assert "evaluation_return" not in metrics[0][-1]
+    assert sum("evaluation_return" in row for row in metrics[1]) == 4
+
+
+def test_time_for_evaluations_is_not_time_for_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = {"now": 0.0}
+
+    def evaluation(number: int) -> CountingBatchEnv:
+        clock["now"] += 1000.0  # so long do the envs take to start
+        return CountingBatchEnv([3, 5])
+
+    def tick() -> float:
+        clock["now"] += 1.0
+        return clock["now"]
+
+    monkeypatch.setattr("ppo.train.time.perf_counter", tick)
+    run(tmp_path, CONFIG, evaluating(evaluation))
+    rows = rows_of(tmp_path)
+    assert [row["steps_per_second"] > 1 for row in rows] == [True] * 4
+    assert [row["evaluation_seconds"] > 1000 for row in rows[1::2]] == [True] * 2
+    assert not any("evaluation_seconds" in row for row in rows[::2])
+
+
+def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
+    config = CONFIG.replace(total_steps=96, evaluate_every=16, checkpoints_to_keep=1)
+    lengths = [0, 4, 9, 5, 9, 2, 1]  # of the episodes of each evaluation
+    maker = evaluating(lambda number: CountingBatchEnv([lengths[number]] * 2))
+    checkpoints = tmp_path / "checkpoints"
+    run(tmp_path, config, maker)
+    names = sorted(path.name for path in checkpoints.iterdir())
+    assert names == ["00000002", "00000006"]
+    assert checkpoint.best_return(checkpoints) == 9.0
+    # Resumed, it knows what is to be beaten.
+    maker = evaluating(lambda number: CountingBatchEnv([8 + number] * 2))
+    run(tmp_path, config.replace(total_steps=128), maker, resume=True)
+    assert checkpoint.best_return(checkpoints) == 10.0
+    assert checkpoint.checkpoint_at(checkpoints, "best").name == "00000008"
+
+
+def test_a_resumed_run_evaluates_when_the_other_one_would_have(tmp_path: Path) -> None:
+    run(tmp_path, CONFIG, evaluating(), should_stop=lambda: True)
+    assert "evaluation_return" not in rows_of(tmp_path)[-1]
+    run(tmp_path, CONFIG, evaluating(), resume=True)
+    rows = rows_of(tmp_path)
+    assert [r["steps"] for r in rows if "evaluation_return" in r] == [32, 64]
+
+
+def test_an_evaluation_is_traced_once() -> None:
+    agent = Agent(BOX, ACTIONS, CONFIG)
+    maker = evaluating()
+    maker(num_envs=2, seed=0)  # as a training would
+    evaluator = CurveEvaluator(agent, CONFIG, maker)
+    simulations = []
+    for _ in range(3):
+        assert evaluator.evaluate().lengths.tolist() == [3, 3, 5]
+        simulations.append(evaluator._simulation)
+    assert simulations[0] is simulations[2]
+    assert simulations[0] is not None
+    assert simulations[0]._loop.experimental_get_tracing_count() == 1
+
+
+@pytest.mark.parametrize(
+    ("episodes", "num_envs", "expected"),
+    [(20, 16, 10), (20, 64, 20), (3, 2, 2), (1, 16, 1), (100, 16, 15)],
+)
+def test_no_more_envs_are_asked_for_than_have_something_to_do(
+    episodes: int, num_envs: int, expected: int
+) -> None:
+    config = CONFIG.replace(num_envs=num_envs, curve_episodes=episodes, total_steps=999)
+    maker = Maker()
+    evaluation = CurveEvaluator(Agent(BOX, ACTIONS, config), config, maker)
+    assert len(evaluation.evaluate().returns) == episodes
+    assert maker.asked[0][0] == expected
+    assert len(maker.asked) == 1
+
+
+def test_servers_without_room_are_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    def refuse(number: int) -> CountingBatchEnv:
+        raise EnvsBusy("0 of 16 envs are free")
+
+    with pytest.raises(EnvsBusy, match="0 of 16") as caught:
+        run(tmp_path, CONFIG, evaluating(refuse))
+    assert "take 2 envs besides those of the training" in caught.value.__notes__[0]
+    # What was learned is saved, and reported.
+    assert counters(tmp_path) == (2, 32)
+    assert [row["steps"] for row in rows_of(tmp_path)] == [16, 32]
+
+
+def test_envs_that_fail_in_an_evaluation_end_the_run_but_lose_nothing(
+    tmp_path: Path,
+) -> None:
+    lost = frozenset((step, b) for step in range(100) for b in range(2))
+    maker = evaluating(lambda number: CountingBatchEnv([3, 5], lost=lost))
+    with pytest.raises(EnvsLostError, match="lost in a row"):
+        run(tmp_path, CONFIG, maker)
+    assert counters(tmp_path) == (2, 32)
+    assert all(env.is_closed for env in maker.made)
+
+
+def test_an_interrupt_ends_an_evaluation_at_once(tmp_path: Path) -> None:
+    maker = evaluating()
+
+    def interrupt() -> None:
+        if len(maker.made) == 2 and len(maker.made[1].actions) == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, CONFIG, maker, on_step=interrupt)
+    assert len(maker.made[1].actions) == 7
+    assert all(env.is_closed for env in maker.made)

@@ -12,16 +12,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from gymnasium import spaces
-from typer.testing import CliRunner
 
 from ppo.agent import Agent
-from ppo.cli import app
 from ppo.config import Config
 from ppo.errors import OutputError
 from ppo.export import export_policy
 from ppo.in_graph_batch_env import InGraphBatchEnv
-from tests.ppo.fakes import BOX, CountingBatchEnv, as_batch_env
-from tests.ppo.saved_run import save_run
+from tests.ppo.fakes import BOX, CountingBatchEnv, in_graph
+from tests.ppo.runs import ppo, save_run
 
 CONFIG = Config(env_name="fake", policy_layers=(8,), value_layers=(8,))
 SEED = [3, 4]
@@ -82,15 +80,13 @@ def policy_of(name: str, config: Config = CONFIG) -> tuple[Agent, InGraphBatchEn
     """An agent that has seen observations, and acts far from 0."""
     observation_space, action_space = CASES[name]
     fake = CountingBatchEnv(
-        [3],
-        observation_space=observation_space,
-        action_space=action_space,
+        [3], observation_space=observation_space, action_space=action_space
     )
     agent = Agent(observation_space, action_space, config)
     agent.preprocess.update(sampled(observation_space, 20), tf.ones([20], tf.bool))
     for variable in agent.trainable_variables:
         variable.assign(variable + 0.3)
-    return agent, InGraphBatchEnv(as_batch_env(fake))
+    return agent, in_graph(fake)
 
 
 def assert_allowed(mask: np.ndarray, action: np.ndarray) -> None:
@@ -109,16 +105,11 @@ def test_a_fresh_process_gets_the_actions_of_the_live_policy(tmp_path: Path) -> 
         observations[name] = [sampled(observation_space, n) for n in (1, 5)]
     (tmp_path / "observations.pickle").write_bytes(pickle.dumps(observations))
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    subprocess.run(
-        [sys.executable, "-c", LOAD_AND_ACT],
-        cwd=tmp_path,
-        check=True,
-        env=environment,
-        timeout=110,
-    )
+    command = [sys.executable, "-c", LOAD_AND_ACT]
+    subprocess.run(command, cwd=tmp_path, check=True, env=environment, timeout=110)
     actions = pickle.loads((tmp_path / "actions.pickle").read_bytes())
     for name, (agent, env) in policies.items():
-        space = env.action_space
+        space = env.env.action_space
         for rows, (mode, sample) in zip(observations[name], actions[name], strict=True):
             tensors = tf.nest.map_structure(tf.constant, rows)
             seed = tf.constant(SEED)
@@ -192,22 +183,19 @@ def test_a_folder_with_files_is_left_alone(tmp_path: Path) -> None:
         export_policy(*policy_of("box"), tmp_path / "file" / "model")
 
 
-def test_the_command_exports_the_checkpoint_that_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ppo.commands.tools.start_tensorflow", lambda **threads: None)
+def test_the_command_exports_the_checkpoint_that_is_asked_for(tmp_path: Path) -> None:
     config = CONFIG.replace(env_name="CartPole-v1")
     save_run(tmp_path / "run", config, iterations=(1, 2))
     models = []
     for number, option in enumerate([[], ["--checkpoint", "100"]]):
-        arguments = ["export", str(tmp_path / "run"), str(tmp_path / str(number))]
-        result = CliRunner().invoke(app, [*arguments, *option])
-        assert result.exit_code == 0, result.output
-        assert f"the policy after {(200, 100)[number]} steps" in result.output
-        models.append(tf.saved_model.load(str(tmp_path / str(number))))
+        folder = tmp_path / str(number)
+        code, output, error = ppo("export", tmp_path / "run", folder, *option)
+        assert code == 0, error
+        assert f"the policy after {(200, 100)[number]} steps" in output
+        models.append(tf.saved_model.load(str(folder)))
     rows = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
     newest, first = (model.mode(rows).numpy() for model in models)
     assert (newest != first).any()
-    result = CliRunner().invoke(app, [*arguments[:2], "x", "--checkpoint", "7"])
-    assert result.exit_code == 2
-    assert "expected a checkpoint at 7 steps, found those at 100, 200;" in result.stderr
+    code, _, error = ppo("export", tmp_path / "run", "x", "--checkpoint", "7")
+    assert code == 2
+    assert "expected a checkpoint at 7 steps, found those at 100, 200;" in error

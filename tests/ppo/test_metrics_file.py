@@ -19,27 +19,8 @@ def test_a_last_line_that_is_cut_is_left_out(tmp_path: Path) -> None:
     assert read(tmp_path, '{"steps": 16, "a": 1}\n{"ste') == [16]
 
 
-def test_a_cut_line_that_a_resumed_run_has_gone_on_in_is_left_out(
-    tmp_path: Path,
-) -> None:
-    text = '{"steps": 16}\n{"steps": 32, "a{"steps": 32}\n{"steps": 48}\n'
-    assert read(tmp_path, text) == [16, 48]
-
-
 def test_what_is_no_row_is_left_out(tmp_path: Path) -> None:
     assert read(tmp_path, '7\n{"a": 1}\n{"steps": null}\n{"steps": 2}\n') == [2]
-
-
-def test_iterations_that_a_resumed_run_repeats_count_once(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(
-        "".join(
-            f'{{"steps": {steps}, "a": {value}}}\n'
-            for value, steps in enumerate([16, 32, 48, 64, 32, 48])
-        )
-    )
-    rows = [(row["steps"], row["a"]) for row in read_metrics(path)]
-    assert rows == [(16, 0), (32, 4), (48, 5)]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +31,6 @@ def test_iterations_that_a_resumed_run_repeats_count_once(tmp_path: Path) -> Non
         ("", 0, 0),
         ('{"iteration": 4, "ste', 3, 3),
         ('{"iteration": 4, "steps": 64}', 9, 3),  # no end of line: it may be cut
-        ('{"ste{"iteration": 4, "steps": 64}\n{"iteration": 5, "steps": 80}\n', 5, 3),
     ],
 )
 def test_what_a_resumed_run_will_do_again_is_cut_off(

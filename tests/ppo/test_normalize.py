@@ -19,7 +19,7 @@ def test_batches_give_the_statistics_of_their_concatenation(
         moments.update(tf.constant(values), tf.constant(mask))
         seen.append(values[mask])
     everything = np.concatenate(seen)
-    assert moments.count.numpy() == len(everything)
+    assert moments.trackables["count"].numpy() == len(everything)
     np.testing.assert_allclose(moments.mean.numpy(), everything.mean(axis=0))
     np.testing.assert_allclose(
         moments.variance.numpy(), everything.var(axis=0), rtol=1e-7
@@ -29,7 +29,7 @@ def test_batches_give_the_statistics_of_their_concatenation(
 def test_a_batch_without_valid_rows_changes_nothing() -> None:
     moments = RunningMoments((2,))
     moments.update(tf.ones([4, 2]), tf.zeros([4], tf.bool))
-    assert moments.count.numpy() == 0
+    assert moments.trackables["count"].numpy() == 0
     assert moments.mean.numpy().tolist() == [0.0, 0.0]
     assert moments.variance.numpy().tolist() == [1.0, 1.0]
 

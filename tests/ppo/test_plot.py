@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from ppo.cli import app
 from ppo.config import Config
 from ppo.errors import BadInputError, RunFolderError
 from ppo.plot import draw_curves, read_curves
 from ppo.run_folder.folder import RunFolder
+from tests.ppo.runs import ppo
 
 CONFIG = Config(env_name="CartPole-v1")
 
@@ -93,16 +92,14 @@ def test_without_matplotlib_the_error_names_the_extra(
 
 def test_the_command_draws_a_png_or_says_why_not(tmp_path: Path) -> None:
     runs = [
-        str(run(tmp_path / str(seed), [(10, 1.0), (20, 1.0 + seed)], seed=seed))
+        run(tmp_path / str(seed), [(10, 1.0), (20, 1.0 + seed)], seed=seed)
         for seed in range(3)
     ]
     out = tmp_path / "curves.png"
-    result = CliRunner().invoke(app, ["plot", *runs, "--out", str(out)])
-    assert (result.exit_code, result.output) == (0, f"Plot: {out}\n")
+    assert ppo("plot", *runs, "--out", out) == (0, f"Plot: {out}\n", "")
     assert out.read_bytes().startswith(b"\x89PNG")
     for name in ("curves.gif7", "missing/curves.png"):
-        arguments = ["plot", *runs, "--out", str(tmp_path / name)]
-        result = CliRunner().invoke(app, arguments)
-        assert result.exit_code == 2
-        assert "expected an image file that can be written" in result.stderr
-        assert result.stderr.count("\n") == 1
+        code, _, error = ppo("plot", *runs, "--out", tmp_path / name)
+        assert code == 2
+        assert "expected an image file that can be written" in error
+        assert error.count("\n") == 1

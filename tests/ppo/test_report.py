@@ -1,7 +1,6 @@
 """What a row of metrics holds, and that the docs know every name."""
 
 import itertools
-import json
 import math
 import re
 from pathlib import Path
@@ -10,42 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from envserve.client import BatchEnv
 from ppo.config import Config
 from ppo.errors import DivergedError
-from ppo.learning.policy_lag import PolicyLag
 from ppo.learning.update import Updater
-from ppo.run_folder.folder import RunFolder
-from ppo.run_folder.report import ReportWindow
-from ppo.train import train
-from tests.ppo.fakes import CountingBatchEnv, as_batch_env
+from ppo.run_folder.metrics import ReportWindow
+from tests.ppo.fakes import CountingBatchEnv
+from tests.ppo.runs import SMALL, Maker, rows_of, run
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
-CONFIG = Config(
-    env_name="fake",
-    num_envs=2,
-    horizon=8,
-    total_steps=80,
-    epochs=1,
-    minibatch_size=8,
-    policy_layers=(4,),
-    value_layers=(4,),
-    checkpoint_seconds=1e9,
-    curve_episodes=2,
-    jit_compile=False,
-)
+CONFIG = SMALL.replace(total_steps=80, curve_episodes=2)
 
 
-def rows_of(folder: Path, config: Config) -> list[dict[str, Any]]:
-    """Train on envs of which one loses a step."""
-
-    def make_env(*, num_envs: int, seed: int) -> BatchEnv:
-        lost = frozenset({(3, 0)})
-        return as_batch_env(CountingBatchEnv([3] * num_envs, lost=lost))
-
-    train(config, RunFolder.create(folder, config), make_env)
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+def trained(folder: Path, config: Config) -> list[dict[str, Any]]:
+    """Train on envs of which one loses a step; returns the rows of metrics."""
+    lost = frozenset({(3, 0)})
+    maker = Maker(lambda num_envs: CountingBatchEnv([3] * num_envs, lost=lost))
+    run(folder, config, maker)
+    return rows_of(folder)
 
 
 def documented() -> set[str]:
@@ -54,26 +34,22 @@ def documented() -> set[str]:
 
 def test_the_docs_have_every_name_and_no_other(tmp_path: Path) -> None:
     config = CONFIG.replace(total_steps=16, evaluate_every=16, objective="penalty")
-    (row,) = rows_of(tmp_path, config)
+    (row,) = trained(tmp_path, config)
     assert set(row) - {"steps"} == documented()
 
 
 def test_numbers_of_features_that_are_off_are_left_out(tmp_path: Path) -> None:
     config = CONFIG.replace(normalize_observations=False, scale_rewards=False)
-    names = {name for row in rows_of(tmp_path, config) for name in row}
+    names = {name for row in trained(tmp_path, config) for name in row}
     missing = documented() - names
-    assert {name.partition("_")[0] for name in missing} == {
-        "observation",
-        "reward",
-        "evaluation",
-        "kl",
-    }
+    kinds = {name.partition("_")[0] for name in missing}
+    assert kinds == {"observation", "reward", "evaluation", "kl"}
 
 
 def test_rows_cover_all_iterations_since_the_last(tmp_path: Path) -> None:
     config = CONFIG.replace(objective="clip_and_penalty", kl_target=1.0)
-    single = rows_of(tmp_path / "single", config)
-    joined = rows_of(tmp_path / "joined", config.replace(report_every=32))
+    single = trained(tmp_path / "single", config)
+    joined = trained(tmp_path / "joined", config.replace(report_every=32))
     # Of 16 steps each, one lost in the first: 15, 31, 47, 63, 79.
     assert [row["steps"] for row in single] == [15, 31, 47, 63, 79]
     assert [row["steps"] for row in joined] == [47, 79]
@@ -90,7 +66,7 @@ def test_rows_cover_all_iterations_since_the_last(tmp_path: Path) -> None:
 
 def test_an_evaluation_is_reported_at_once(tmp_path: Path) -> None:
     config = CONFIG.replace(report_every=64, evaluate_every=30)
-    rows = rows_of(tmp_path, config)
+    rows = trained(tmp_path, config)
     assert [row["steps"] for row in rows] == [31, 63, 79]
     assert [row["iteration"] for row in rows] == [2, 4, 5]
 
@@ -107,14 +83,13 @@ def test_what_was_learned_before_diverging_is_reported(
 
     monkeypatch.setattr(Updater, "update", diverges)
     with pytest.raises(DivergedError):
-        rows_of(tmp_path, CONFIG.replace(report_every=1000))
-    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(line)["iteration"] == 2
+        trained(tmp_path, CONFIG.replace(report_every=1000))
+    (row,) = rows_of(tmp_path)
+    assert row["iteration"] == 2
 
 
 def test_statistics_are_those_of_the_normalisers(tmp_path: Path) -> None:
-    config = CONFIG.replace(total_steps=16)
-    (row,) = rows_of(tmp_path, config)
+    (row,) = trained(tmp_path, CONFIG.replace(total_steps=16))
     # Env 0 observes (0, count) and env 1 (1, count); env 0 loses its fourth step, at
     # which it observed a first one.
     counts = [0, 1, 2] + [0, 1, 2, 0] + [0, 1, 2, 0, 1, 2, 0, 1]
@@ -125,7 +100,6 @@ def test_statistics_are_those_of_the_normalisers(tmp_path: Path) -> None:
     assert row["observation_std_min"] == pytest.approx(columns.std(axis=1).min())
     assert 0 < row["reward_scale"] < 10
     assert row["learning_rate"] == pytest.approx(3e-4)
-    assert row["policy_lag"] == 0
 
 
 def test_throughput_is_over_all_iterations_of_a_row() -> None:
@@ -145,18 +119,3 @@ def test_throughput_is_over_all_iterations_of_a_row() -> None:
         "update_steps_per_second": 10.0,
     }
     assert not window
-
-
-def test_the_policy_lag_counts_updates_since_the_policy_acted() -> None:
-    lag = PolicyLag()
-    for _ in range(2):  # in turn: no lag
-        lag.begin()
-        lag.stamp()
-        lag.stamp()
-        assert lag.learned() == 0
-    assert lag.learned() == 1  # a second time from the same rollout
-    lag.begin()
-    lag.stamp()
-    lag.learned()
-    lag.stamp()  # collected while learning
-    assert lag.learned() == 0.5

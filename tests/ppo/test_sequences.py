@@ -11,11 +11,11 @@ import tensorflow as tf
 from envserve.slab import Status
 from ppo.agent import Agent
 from ppo.config import Config
-from ppo.in_graph_batch_env import InGraphBatchEnv
-from ppo.learning.sequences import Sequences
-from ppo.learning.update import Updater
-from ppo.simulate import Rollout, Simulation
-from tests.ppo.fakes import ACTIONS, BOX, ScriptedBatchEnv, as_batch_env
+from ppo.learning.samples import Sequences
+from ppo.rollout import Rollout
+from ppo.simulate import Simulation
+from tests.ppo.fakes import ACTIONS, BOX, ScriptedBatchEnv, in_graph
+from tests.ppo.runs import Learner, copy
 
 # Ends at all phases of sequences of 4, in every way, also in a row; episodes that go on
 # through padding, and through a late result; and one that never ends.
@@ -61,7 +61,7 @@ def acting(
         SCRIPTS[: config.num_envs], num_splits=num_splits, action_space=SPACES[kind]
     )
     return Simulation(
-        InGraphBatchEnv(as_batch_env(fake)),
+        in_graph(fake),
         agent.act_on_noise,
         config.horizon,
         draw_noise=agent.draw_noise,
@@ -72,10 +72,6 @@ def acting(
 
 def collect(simulation: Simulation, count: int) -> list[Rollout]:
     return [copy(simulation.run((1, number))) for number in range(count)]
-
-
-def copy(rollout: Rollout) -> Rollout:
-    return Rollout(*tf.nest.map_structure(np.copy, tuple(rollout)))
 
 
 class Replay(NamedTuple):
@@ -153,57 +149,32 @@ def test_states_are_stored_where_sequences_begin() -> None:
         np.testing.assert_allclose(stored, wanted.states[:, ::4], atol=1e-5)
 
 
-class Learner:
-    """An agent and its update, which can go back to how they began.
-
-    Building an update takes seconds, so tests share learners.
-    """
-
-    def __init__(self, kind: str, **changes: Any) -> None:
-        self.kind = kind
-        self.changes = changes
-        self.agent = make(kind, **changes)
-        self.updater = Updater(self.agent, CONFIG.replace(**changes))
-        self.rollout = collect(self.acting(), 2)[1]
-        variables = [
-            *self.agent.trainable_variables,
-            *self.updater.optimizer.variables,
-            *self.updater._schedules.trackables.values(),
-        ]
-        self._start = [(variable, variable.numpy()) for variable in variables]
-
-    def acting(self, num_splits: int = 1) -> Simulation:
-        return acting(self.agent, self.kind, num_splits, **self.changes)
-
-    def rewind(self) -> None:
-        for variable, value in self._start:
-            variable.assign(value)
-
-    def outcome(self, rollout: Rollout) -> tuple[dict[str, float], np.ndarray]:
-        """Go back to the start and update once: metrics and parameters."""
-        self.rewind()
-        metrics = self.updater.update(rollout, seed=(3, 4))
-        numbers = [v.numpy().ravel() for v in self.agent.trainable_variables]
-        return metrics, np.concatenate(numbers)
+def learn(kind: str, **changes: Any) -> Learner:
+    agent = make(kind, **changes)
+    rollout = collect(acting(agent, kind, **changes), 2)[1]
+    return Learner(agent, CONFIG.replace(**changes), rollout)
 
 
 @functools.cache
 def learner(name: str) -> Learner:
     return {
-        "compiled": lambda: Learner("gaussian", **EVERYTHING, jit_compile=True),
-        "plain": lambda: Learner("gaussian", **EVERYTHING),
-        "categorical": lambda: Learner("categorical", minibatch_size=24),
+        "compiled": lambda: learn("gaussian", **EVERYTHING, jit_compile=True),
+        "plain": lambda: learn("gaussian", **EVERYTHING),
+        "categorical": lambda: learn("categorical", minibatch_size=24),
     }[name]()
 
 
 @pytest.mark.parametrize("num_splits", [1, 2])
-@pytest.mark.parametrize("name", ["compiled", "categorical"])
+@pytest.mark.parametrize(
+    ("name", "kind", "changes"),
+    [("compiled", "gaussian", EVERYTHING), ("categorical", "categorical", {})],
+)
 def test_the_ratio_is_one_before_the_first_gradient_step(
-    name: str, num_splits: int
+    name: str, kind: str, changes: dict[str, Any], num_splits: int
 ) -> None:
     subject = learner(name)
     subject.rewind()
-    simulation = subject.acting(num_splits)
+    simulation = acting(subject.agent, kind, num_splits, **changes)
     for iteration in range(8):
         rollout = simulation.run((1, iteration))
         learned = subject.updater.update(rollout, seed=(3, iteration))
@@ -342,7 +313,8 @@ def test_the_compiled_update_agrees_with_the_plain_one() -> None:
     rollout = learner("compiled").rollout
     metrics, parameters = learner("compiled").outcome(rollout)
     plain_metrics, plain_parameters = learner("plain").outcome(rollout)
-    assert learner("compiled").updater.num_traces == 1
+    compiled = learner("compiled").updater._compiled
+    assert compiled.experimental_get_tracing_count() == 1
     assert metrics == pytest.approx(plain_metrics, rel=1e-3, abs=1e-5)
     np.testing.assert_allclose(parameters, plain_parameters, atol=2e-5)
 

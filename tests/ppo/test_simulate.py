@@ -8,10 +8,22 @@ import pytest
 import tensorflow as tf
 
 from ppo.errors import DivergedError, EnvDataError
-from ppo.in_graph_batch_env import InGraphBatchEnv
-from ppo.simulate import Rollout, Simulation, simulate
-from tests.ppo.fakes import CountingBatchEnv, as_batch_env
-from tests.ppo.test_in_graph_batch_env import NESTED, observe_nested
+from ppo.simulate import Simulation, simulate
+from tests.ppo.fakes import CountingBatchEnv, in_graph
+
+SPACES = gymnasium.spaces
+NESTED = SPACES.Dict(
+    image=SPACES.Box(0, 255, (2, 2), np.uint8),
+    parts=SPACES.Tuple((SPACES.Discrete(9), SPACES.Box(-1.0, 9.0, (1,), np.float64))),
+)
+
+
+def observe_nested(rows: np.ndarray) -> Any:
+    count = rows[:, 1]
+    return {
+        "image": np.tile(count[:, None, None], (1, 2, 2)).astype(np.uint8),
+        "parts": (count.astype(np.int64), count[:, None]),
+    }
 
 
 def echo(observation: tf.Tensor, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -26,13 +38,9 @@ def noise(observation: tf.Tensor, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor
     return action, action[:, 0]
 
 
-def copy(rollout: Rollout) -> Rollout:
-    return Rollout(*tf.nest.map_structure(np.copy, rollout))
-
-
 def test_rows_hold_what_was_seen_done_and_answered() -> None:
     fake = CountingBatchEnv([2, 3], terminates=[True, False])
-    rollout = simulate(InGraphBatchEnv(as_batch_env(fake)), echo, horizon=4)
+    rollout = simulate(in_graph(fake), echo, horizon=4)
     counts = [[0, 0], [1, 1], [0, 2], [1, 0], [0, 1]]
     assert rollout.observation[:, :, 1].tolist() == counts
     assert rollout.observation[:, :, 0].tolist() == [[0, 1]] * 5
@@ -54,9 +62,7 @@ def test_rows_hold_what_was_seen_done_and_answered() -> None:
 
 
 def test_rollouts_go_on_where_the_last_one_ended() -> None:
-    simulation = Simulation(
-        InGraphBatchEnv(as_batch_env(CountingBatchEnv([5]))), echo, horizon=3
-    )
+    simulation = Simulation(in_graph(CountingBatchEnv([5])), echo, horizon=3)
     simulation.run((0, 0))
     rollout = simulation.run((0, 1))
     assert rollout.observation[:, 0, 1].tolist() == [3, 4, 0, 1]
@@ -64,7 +70,7 @@ def test_rollouts_go_on_where_the_last_one_ended() -> None:
 
 def test_lost_steps_are_marked() -> None:
     fake = CountingBatchEnv([9, 9], lost=frozenset({(1, 0)}))
-    rollout = simulate(InGraphBatchEnv(as_batch_env(fake)), echo, horizon=3)
+    rollout = simulate(in_graph(fake), echo, horizon=3)
     assert rollout.valid.tolist() == [[True, True], [False, True], [True, True]]
     assert rollout.observation[:, 0, 1].tolist() == [0, 1, 0, 1]
 
@@ -84,19 +90,19 @@ def test_python_is_entered_once_per_batch_step_and_the_loop_traced_once(
 
     monkeypatch.setattr(tf, "numpy_function", counting)
     fake = CountingBatchEnv([5, 5])
-    simulation = Simulation(InGraphBatchEnv(as_batch_env(fake)), echo, horizon=7)
+    simulation = Simulation(in_graph(fake), echo, horizon=7)
     simulation.run((0, 0))
     calls.clear()
     simulation.run((0, 1))
     simulation.run((0, 2))
     assert len(calls) == 2 * 7
     assert len(fake.actions) == 3 * 7
-    assert simulation.num_traces == 1
+    assert simulation._loop.experimental_get_tracing_count() == 1
 
 
 def test_noise_depends_on_seed_and_step_only() -> None:
     def actions(seed: tuple[int, int]) -> np.ndarray:
-        env = InGraphBatchEnv(as_batch_env(CountingBatchEnv([9, 9])))
+        env = in_graph(CountingBatchEnv([9, 9]))
         return simulate(env, noise, 4, seed).action
 
     np.testing.assert_array_equal(actions((1, 2)), actions((1, 2)))
@@ -106,18 +112,23 @@ def test_noise_depends_on_seed_and_step_only() -> None:
 
 def test_nested_observations_keep_structure_and_dtype() -> None:
     fake = CountingBatchEnv([3, 5], observation_space=NESTED, observe=observe_nested)
+    seen: list[Any] = []
 
     def policy(observation: Any, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        return observe_count(observation), tf.zeros([2])
+        leaves = tf.nest.flatten(observation)
+        seen.append([(leaf.dtype, leaf.shape.as_list()) for leaf in leaves])
+        return tf.cast(observation["parts"][1], tf.float32), tf.zeros([2])
 
-    def observe_count(observation: Any) -> tf.Tensor:
-        return tf.cast(observation["parts"][1], tf.float32)
-
-    rollout = simulate(InGraphBatchEnv(as_batch_env(fake)), policy, horizon=4)
+    rollout = simulate(in_graph(fake), policy, horizon=4)
+    assert seen == [[(tf.uint8, [2, 2, 2]), (tf.int64, [2]), (tf.float64, [2, 1])]]
+    assert rollout.reward.dtype == np.float64
+    assert rollout.truncated[2].tolist() == [True, False]
     assert rollout.observation["image"].dtype == np.uint8
     assert rollout.observation["image"].shape == (5, 2, 2, 2)
     assert rollout.observation["parts"][0][:, 0].tolist() == [0, 1, 2, 0, 1]
+    assert rollout.observation["image"][:, 0, 1, 1].tolist() == [0, 1, 2, 0, 1]
     assert rollout.final_observation["parts"][0][2].tolist() == [3, 0]
+    assert rollout.final_observation["parts"][1][2].tolist() == [[3.0], [0.0]]
     assert rollout.action[:, 1, 0].tolist() == [0, 1, 2, 3]
 
 
@@ -127,18 +138,22 @@ def test_discrete_actions_arrive_as_integers() -> None:
     def policy(observation: Any, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return tf.constant([2], tf.int64), tf.zeros([1])
 
-    rollout = simulate(InGraphBatchEnv(as_batch_env(fake)), policy, horizon=1)
+    rollout = simulate(in_graph(fake), policy, horizon=1)
     assert rollout.action.tolist() == [[2]]
     assert fake.actions[0].tolist() == [7]
 
 
-def test_an_env_that_gives_nan_ends_the_rollout_by_its_name() -> None:
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_an_env_that_gives_no_number_ends_the_rollout_by_its_name(
+    number: float,
+) -> None:
     def observe(rows: np.ndarray) -> np.ndarray:
-        return np.where(rows[:, 1:] == 2.0, np.nan, rows)
+        return np.where((rows == [1.0, 2.0]).all(axis=1, keepdims=True), number, rows)
 
-    env = InGraphBatchEnv(as_batch_env(CountingBatchEnv([9], observe=observe)))
-    with pytest.raises(EnvDataError, match=r"Env 0 .* finite observation"):
-        simulate(env, echo, horizon=5)
+    fake = CountingBatchEnv([9, 9], observe=observe)
+    with pytest.raises(EnvDataError, match=r"Env 1 .* finite observation leaf 0"):
+        simulate(in_graph(fake), echo, horizon=5)
+    assert len(fake.actions) == 2
 
 
 @pytest.mark.parametrize("terminates", [False, True])
@@ -149,7 +164,7 @@ def test_a_final_observation_has_to_be_finite_where_it_is_learned_from(
         return np.where(rows[:, 1:] == 3.0, np.nan, rows)
 
     fake = CountingBatchEnv([2, 3], terminates=[False, terminates], observe=observe)
-    env = InGraphBatchEnv(as_batch_env(fake))
+    env = in_graph(fake)
     if terminates:
         assert np.isnan(simulate(env, echo, horizon=5).final_observation[2, 1]).all()
     else:
@@ -163,5 +178,5 @@ def test_a_policy_that_diverges_is_told_apart_from_a_bad_env() -> None:
 
     fake = CountingBatchEnv([9, 9])
     with pytest.raises(DivergedError, match=r"Env 1 .* lower learning_rate"):
-        simulate(InGraphBatchEnv(as_batch_env(fake)), diverged, horizon=5)
+        simulate(in_graph(fake), diverged, horizon=5)
     assert fake.actions == []

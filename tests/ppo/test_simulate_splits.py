@@ -7,14 +7,15 @@ import pytest
 import tensorflow as tf
 
 from envserve.client import BatchEnv
-from envserve.client.local_lane import LocalLane
-from envserve.lane import PoolConfig
+from envserve.pool.pool import Pool
+from envserve.settings import PoolSettings
 from ppo.agent import Agent
 from ppo.config import Config
 from ppo.errors import DivergedError
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.learning.update import Updater
-from ppo.simulate import Rollout, Simulation
+from ppo.simulate import Simulation
+from tests.ppo.runs import copy
 
 HORIZON = 30
 NUM_ENVS = 6
@@ -27,8 +28,8 @@ def local(num_splits: int) -> BatchEnv:
 def two_lanes() -> BatchEnv:
     """A batch whose splits are rows that do not follow each other."""
     lanes = [
-        LocalLane(
-            PoolConfig(
+        Pool(
+            PoolSettings(
                 env_name="CartPole-v1",
                 num_envs=NUM_ENVS // 2,
                 num_workers=1,
@@ -54,16 +55,13 @@ def draw(num_rows: int, seed: tf.Tensor) -> tf.Tensor:
     return tf.random.stateless_normal([num_rows, 1], seed)
 
 
-def copies(rollout: Rollout) -> list[np.ndarray]:
-    return [np.copy(array) for array in tf.nest.flatten(tuple(rollout))]
-
-
 def collect(batch: BatchEnv, on_step: Any = lambda: None) -> list[list[np.ndarray]]:
     with batch:
         simulation = Simulation(
             InGraphBatchEnv(batch), act_by_row, HORIZON, on_step, draw_noise=draw
         )
-        return [copies(simulation.run((1, seed))) for seed in range(3)]
+        rollouts = [copy(simulation.run((1, seed))) for seed in range(3)]
+    return [tf.nest.flatten(tuple(rollout)) for rollout in rollouts]
 
 
 @pytest.mark.parametrize("make_batch", [lambda: local(2), lambda: local(3), two_lanes])

@@ -9,11 +9,9 @@ import tensorflow as tf
 from gymnasium import spaces
 
 from ppo.agent import Agent
-from ppo.config import Config
-from ppo.in_graph_batch_env import InGraphBatchEnv
-from ppo.learning.update import Updater
-from ppo.simulate import Rollout, Simulation
-from tests.ppo.fakes import CountingBatchEnv, as_batch_env
+from ppo.simulate import Simulation
+from tests.ppo.fakes import CountingBatchEnv, in_graph
+from tests.ppo.runs import SMALL, Learner, copy
 
 ACTIONS = spaces.MultiDiscrete([2, 3])
 OBSERVATIONS = spaces.Dict(
@@ -23,10 +21,7 @@ OBSERVATIONS = spaces.Dict(
     x=spaces.Box(-np.inf, np.inf, (2,), np.float64),
 )
 LOST = frozenset({(2, 0), (5, 1), (6, 1)})
-CONFIG = Config(
-    env_name="fake",
-    num_envs=2,
-    horizon=8,
+CONFIG = SMALL.replace(
     total_steps=160,
     epochs=2,
     minibatch_size=4,
@@ -34,7 +29,6 @@ CONFIG = Config(
     policy_layers=(8,),
     value_layers=(),
 )
-SEED = (3, 4)
 
 
 def observe(rows: np.ndarray) -> dict[str, Any]:
@@ -49,55 +43,34 @@ def observe(rows: np.ndarray) -> dict[str, Any]:
     }
 
 
-class Learner:
-    """An agent, its compiled update, and a rollout of its own."""
-
-    def __init__(self, config: Config) -> None:
-        self.agent = Agent(OBSERVATIONS, ACTIONS, config)
-        self.updater = Updater(self.agent, config)
-        fake = CountingBatchEnv(
-            [3, 4], terminates=[True, False], lost=LOST,
-            action_space=ACTIONS, observation_space=OBSERVATIONS, observe=observe,
-        )  # fmt: skip
-        env = InGraphBatchEnv(as_batch_env(fake))
-        simulation = Simulation(
-            env,
-            self.agent.act,
-            config.horizon,
-            state_sizes=self.agent.state_sizes,
-            sequence_length=config.sequence_length,
-        )
-        self.rollout = simulation.run((1, 2))
-        variables = [
-            *self.agent.trainable_variables,
-            *self.updater.optimizer.variables,
-            *self.updater._schedules.trackables.values(),
-        ]
-        self._start = [(variable, variable.numpy()) for variable in variables]
-
-    def update(self, rollout: Rollout) -> tuple[dict[str, float], np.ndarray]:
-        """Go back to the start, update once; returns metrics and parameters."""
-        for variable, value in self._start:
-            variable.assign(value)
-        metrics = self.updater.update(rollout, seed=SEED)
-        variables = self.agent.trainable_variables
-        return metrics, np.concatenate([v.numpy().ravel() for v in variables])
+def learn(**changes: Any) -> Learner:
+    config = CONFIG.replace(**changes)
+    agent = Agent(OBSERVATIONS, ACTIONS, config)
+    fake = CountingBatchEnv(
+        [3, 4], terminates=[True, False], lost=LOST,
+        action_space=ACTIONS, observation_space=OBSERVATIONS, observe=observe,
+    )  # fmt: skip
+    simulation = Simulation(
+        in_graph(fake),
+        agent.act,
+        config.horizon,
+        state_sizes=agent.state_sizes,
+        sequence_length=config.sequence_length,
+    )
+    return Learner(agent, config, simulation.run((1, 2)))
 
 
 @functools.cache
 def learner(kind: str) -> Learner:
     """Only one is compiled, to save time."""
     return {
-        "shared": lambda: Learner(CONFIG),
-        "apart": lambda: Learner(CONFIG.replace(shared_torso=False, jit_compile=False)),
-        "recurrent": lambda: Learner(
-            CONFIG.replace(
-                recurrent_size=6,
-                sequence_length=4,
-                objective="clip_and_penalty",
-                value_clip_range=0.2,
-                jit_compile=False,
-            )
+        "shared": lambda: learn(jit_compile=True),
+        "apart": lambda: learn(shared_torso=False),
+        "recurrent": lambda: learn(
+            recurrent_size=6,
+            sequence_length=4,
+            objective="clip_and_penalty",
+            value_clip_range=0.2,
         ),
     }[kind]()
 
@@ -119,13 +92,13 @@ def test_what_was_acted_on_is_learned_from(kind: str) -> None:
     for part in (slice(0, 2), slice(2, 5)):
         allowed = mask[..., part] | ~mask[..., part].any(axis=-1, keepdims=True)
         assert (taken[..., part] <= allowed)[rollout.valid].all()
-    metrics, _ = subject.update(rollout)
+    metrics, _ = subject.outcome()
     assert metrics["ratio_deviation"] < 1e-5
     assert np.isfinite(list(metrics.values())).all()
     assert metrics["gradient_norm"] > 0
-    _, again = subject.update(rollout)
+    _, again = subject.outcome()
     for variable, (_, before) in zip(
-        subject.agent.trainable_variables, subject._start, strict=False
+        subject.agent.trainable_variables, subject.start, strict=False
     ):
         assert (variable.numpy() != before).any(), variable.path
     assert np.isfinite(again).all()
@@ -136,7 +109,7 @@ def test_what_was_acted_on_is_learned_from(kind: str) -> None:
 def test_what_padding_rows_hold_changes_nothing(garbage: int, kind: str) -> None:
     subject = learner(kind)
     clean = subject.rollout
-    dirty = tf.nest.map_structure(np.copy, clean)
+    dirty = copy(clean)
     valid, done = clean.valid, clean.done
     led_to = np.zeros_like(valid)
     led_to[1:] = (valid & ~done)[:-1]
@@ -148,7 +121,7 @@ def test_what_padding_rows_hold_changes_nothing(garbage: int, kind: str) -> None
     # Also where the observation counts, since the row before led there, its mask does
     # not: nobody acted under it.
     dirty.observation["action_mask"][:-1][~valid] = garbage % 2
-    metrics, parameters = subject.update(clean)
-    dirty_metrics, dirty_parameters = subject.update(dirty)
+    metrics, parameters = subject.outcome(clean)
+    dirty_metrics, dirty_parameters = subject.outcome(dirty)
     assert metrics == dirty_metrics
     np.testing.assert_array_equal(parameters, dirty_parameters)

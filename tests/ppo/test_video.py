@@ -8,7 +8,7 @@ import pytest
 
 from ppo.errors import OutputError, VideoError
 from ppo.films.video import VideoWriter, find_ffmpeg
-from tests.ppo.decode import read_video
+from tests.ppo.film_env import read_video
 
 
 def test_all_frames_are_there_in_order(tmp_path: Path) -> None:
@@ -56,12 +56,14 @@ def test_frames_of_several_sizes_are_an_error(tmp_path: Path) -> None:
 
 
 def test_what_ffmpeg_complains_of_is_the_error(tmp_path: Path) -> None:
-    video = VideoWriter(tmp_path / "missing" / "film.mp4", 30, find_ffmpeg())
-    with pytest.raises(OutputError, match=r"that ffmpeg can write; .*No such file"):  # noqa: PT012
-        while True:
-            video.add(np.zeros((480, 480, 3), np.uint8))
-    with pytest.raises(OutputError, match=r"that ffmpeg can write; .*No such file"):
-        video.close()
+    path = tmp_path / "missing" / "film.mp4"
+    for count in (10**9, 1):  # it ends while frames are written, or after the last one
+        with (  # noqa: PT012
+            pytest.raises(OutputError, match=r"ffmpeg can write; .*No such file"),
+            VideoWriter(path, 30, find_ffmpeg()) as video,
+        ):
+            for _ in range(count):
+                video.add(np.zeros((480, 480, 3), np.uint8))
 
 
 def test_an_ffmpeg_that_does_not_run_is_an_error(tmp_path: Path) -> None:

@@ -11,10 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from ppo.agent import Agent
-from ppo.cli import app
 from ppo.config import Config
 from ppo.environments import env_maker
 from ppo.errors import CheckpointError, EnvDataError, EnvsLostError, VideoError
@@ -24,21 +22,17 @@ from ppo.films.visualize import visualize_run
 from ppo.run_folder import checkpoint
 from ppo.run_folder.folder import RunFolder
 from tests.envserve.server_process import ServerProcess
-from tests.ppo.decode import read_video
-from tests.ppo.film_env import MASKED, NAME, WITHOUT_RENDER_MODE, read_frame
-from tests.ppo.saved_run import save_run
+from tests.ppo.film_env import (
+    MASKED,
+    NAME,
+    WITHOUT_RENDER_MODE,
+    read_frame,
+    read_video,
+)
+from tests.ppo.runs import ppo, save_run
 
 MODULES = ["tests.ppo.film_env"]
 CONFIG = Config(env_name=NAME, policy_layers=(8,), value_layers=(8,), num_envs=4)
-
-
-@pytest.fixture(autouse=True)
-def unchanged_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands may choose neither threads nor a renderer for the whole suite."""
-    monkeypatch.setattr("ppo.commands.tools.start_tensorflow", lambda **threads: None)
-    monkeypatch.setattr(
-        "ppo.films.rendering.headless_backend", lambda environment: None
-    )
 
 
 def visualize(folder: Path, config: Config = CONFIG, **named: Any) -> np.ndarray:
@@ -67,14 +61,11 @@ def test_the_command_films_whole_episodes_of_a_run_that_was_moved(
     save_run(tmp_path / "made", config, iterations=(1, 2))
     (tmp_path / "made").rename(tmp_path / "moved")
     outdir = tmp_path / "new" / "films"
-    result = CliRunner().invoke(
-        app,
-        [
-            *("visualize", str(tmp_path / "moved"), "--outdir", str(outdir)),
-            *("--episodes", "3", "--checkpoint", "100", "--import", *MODULES),
-        ],
+    code, output, error = ppo(
+        *("visualize", tmp_path / "moved", "--outdir", outdir, "--episodes", 3),
+        *("--checkpoint", 100, "--import", *MODULES),
     )
-    assert result.exit_code == 0, result.output
+    assert code == 0, error
     # The last frame is the state that ended the episode, not the next one's first.
     assert films(outdir) == [
         [(episode, step) for step in range(5)] for episode in range(3)
@@ -87,7 +78,7 @@ def test_the_command_films_whole_episodes_of_a_run_that_was_moved(
     assert all((outdir / name).is_file() for name in summary["videos"])
     returns = np.array(summary["returns"])
     assert summary["std_return"] == pytest.approx(returns.std())
-    lines = result.output.splitlines()
+    lines = output.splitlines()
     assert len(lines) == 4
     for line, earned in zip(lines, returns, strict=False):
         assert f"return {earned:.1f}, 4 steps" in line
@@ -157,22 +148,19 @@ def test_over_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_run(tmp_path / "other", CONFIG.replace(env_kwargs={"length": 3}))
     outdir = tmp_path / "films"
     with ServerProcess(tmp_path, "--import", *MODULES) as server:
-        results = [
-            CliRunner().invoke(
-                app,
-                [
-                    *("visualize", str(tmp_path / name), "--outdir", str(outdir)),
-                    *("--episodes", "2", "--connect", server.address),
-                ],
+        (code, _, error), (other_code, _, other_error) = (
+            ppo(
+                *("visualize", tmp_path / name, "--outdir", outdir),
+                *("--episodes", 2, "--connect", server.address),
             )
             for name in ("run", "other")
-        ]
-    assert results[0].exit_code == 0, results[0].output
+        )
+    assert code == 0, error
     frames = [[(episode, step) for step in range(6)] for episode in range(2)]
     assert films(outdir) == frames
-    assert results[1].exit_code == 2
-    assert "env argument 'length' is not allowed" in results[1].stderr
-    assert "expected an env that takes" not in results[1].stderr
+    assert other_code == 2
+    assert "env argument 'length' is not allowed" in other_error
+    assert "expected an env that takes" not in other_error
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,132 @@
+"""`guarantees`: what the promises cost beside a loop that keeps none of them."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import multiprocessing
+import socket
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from benchmarks.command import (
+    CORES,
+    Repetitions,
+    Run,
+    Seconds,
+    Workers,
+    sub_command,
+)
+from benchmarks.harness import Case
+from benchmarks.plot import Plot
+from benchmarks.result import median, ratio, spread
+from envserve.bench.cases import stepping_batch_env
+from envserve.bench.load import Load
+from envserve.bench.turns import SPEED, Measure, stepping
+from envserve.registry import make_env
+
+__all__ = ["BARE_SLAB", "OURS", "guarantees"]
+
+BARE_SLAB, OURS = "bare slab", "BatchEnv.local"
+_ENVS = ["HalfCheetah-v5", "CartPole-v1"]
+_SIZES = [16, 64]
+
+
+@sub_command
+def guarantees(
+    run: Run,
+    env: Annotated[
+        list[str] | None, typer.Option(help="Registered name; repeatable.")
+    ] = None,
+    num_envs: Annotated[
+        list[int] | None, typer.Option(min=1, help="Rows of the batch; repeatable.")
+    ] = None,
+    workers: Workers = CORES,
+    seconds: Seconds = 0.6,
+    repetitions: Repetitions = 5,
+) -> None:
+    """Measure BatchEnv beside workers and a slab, with nothing checked or survived."""
+    cases = []
+    for name in env or _ENVS:
+        for size in num_envs or _SIZES:
+            load = Load(name, size, workers, seconds)
+            load.check()
+            work = {"load": load}
+            cases += [
+                Case(f"{name}, {size} envs: {BARE_SLAB}", bare_slab, work),
+                Case(f"{name}, {size} envs: {OURS}", stepping_batch_env, work),
+            ]
+    run.publish(
+        title=f"{workers} workers: env steps per second",
+        measured=run.measure(cases, repetitions),
+        columns={
+            "steps/s": median(SPEED),
+            "lowest - highest": spread(SPEED),
+            "p50 us": median("p50_us"),
+            "p99 us": median("p99_us"),
+            f"/ {BARE_SLAB}": ratio(
+                lambda case: f"{case.partition(':')[0]}: {BARE_SLAB}", SPEED
+            ),
+        },
+        plot=Plot("env steps per second", SPEED),
+        notes=[
+            f"{BARE_SLAB}: forked workers, rows in shared memory, a byte over a socket "
+            "pair each way, results copied out. Nothing is checked, nothing survived."
+        ],
+    )
+
+
+@contextlib.contextmanager
+def bare_slab(load: Load) -> Iterator[Measure]:
+    """The least that workers with rows in shared memory can do."""
+    env = make_env(load.env_name, load.env_kwargs)
+    spaces: Any = env.observation_space, env.action_space
+    env.close()
+    seen, done = (_shared([load.num_envs, *s.shape], s.dtype) for s in spaces)
+    rest = [_shared([load.num_envs], kind) for kind in (np.float64, bool, bool)]
+    context = multiprocessing.get_context("fork")
+    with contextlib.ExitStack() as stack:
+        bells = []
+        for rows in np.array_split(np.arange(load.num_envs), load.num_workers):
+            ours, theirs = socket.socketpair()
+            arguments = (load, rows.tolist(), done, [seen, *rest], theirs)
+            worker = context.Process(target=_work, args=arguments, daemon=True)
+            worker.start()
+            stack.callback(worker.join)
+            stack.callback(worker.terminate)
+            bells.append(stack.enter_context(ours))
+            theirs.close()
+
+        def step(actions: Any) -> list[Any]:
+            done[:] = actions
+            for bell in bells:
+                bell.send(b"s")
+            for bell in bells:
+                bell.recv(1)
+            return [array.copy() for array in (seen, *rest)]
+
+        yield stepping(step, load.actions(), load)
+
+
+def _work(
+    load: Load, rows: list[int], actions: Any, slab: list[Any], bell: socket.socket
+) -> None:
+    observations, rewards, terminated, truncated = slab
+    envs = [(row, make_env(load.env_name, load.env_kwargs)) for row in rows]
+    for row, env in envs:
+        env.reset(seed=row)
+    while bell.recv(1):
+        for row, env in envs:
+            seen, rewards[row], ended, cut, _ = env.step(actions[row])
+            terminated[row], truncated[row] = ended, cut
+            observations[row] = env.reset()[0] if ended or cut else seen
+        bell.send(b"d")
+
+
+def _shared(shape: list[int], dtype: Any) -> np.ndarray[Any, Any]:
+    """Returns an array that forks share."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return np.frombuffer(mmap.mmap(-1, size), dtype).reshape(shape)

@@ -1,0 +1,54 @@
+"""What is ours: a BatchEnv in-process, on a server over ipc or tcp, on two servers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+
+from benchmarks.harness import Case
+from envserve.bench.cases import BINDS, bare_loops, batch_env, stepping_batch_env
+from envserve.bench.load import Load
+from envserve.bench.turns import Measure, stepping
+
+__all__ = [
+    "IN_PROCESS",
+    "IPC",
+    "LIMIT",
+    "TCP",
+    "limit_case",
+    "our_cases",
+    "stepping_in_place",
+]
+
+LIMIT = "limit: bare loops"
+IN_PROCESS, IPC, TCP = "envserve in-process", "envserve ipc", "envserve tcp"
+_WAYS = {
+    IN_PROCESS: (),
+    IPC: BINDS["ipc"],
+    TCP: BINDS["tcp"],
+    "envserve tcp, 2 servers": BINDS["tcp"] * 2,
+}
+
+
+def limit_case(load: Load) -> Case:
+    """Returns the case of the machine's limit."""
+    return Case(LIMIT, bare_loops, {"load": load})
+
+
+def our_cases(load: Load) -> list[Case]:
+    """Returns a case for every way to reach the envs."""
+    return [
+        Case(name, stepping_batch_env, {"load": load, "binds": binds})
+        for name, binds in _WAYS.items()
+        if len(binds) <= load.num_envs
+    ]
+
+
+@contextlib.contextmanager
+def stepping_in_place(load: Load, binds: Sequence[str] = ()) -> Iterator[Measure]:
+    """Steps all envs, and has the rows written to arrays that there are."""
+    with batch_env(load, binds) as batch:
+        actions = load.actions()
+        out = batch.step(actions[0])
+        yield stepping(functools.partial(batch.step, out=out), actions, load)

@@ -1,0 +1,120 @@
+"""`scale`: what an env step costs, and what memory, as the batch grows."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Annotated, Final
+
+import typer
+
+from benchmarks.cases.peers import import_peer
+from benchmarks.command import (
+    CORES,
+    EnvName,
+    Repetitions,
+    Run,
+    Seconds,
+    Workers,
+    sub_command,
+)
+from benchmarks.harness import Case, take_turns
+from benchmarks.plot import Plot
+from benchmarks.result import median, spread
+from envserve.bench.cases import batch_env, stepping_batch_env
+from envserve.bench.load import Load
+from envserve.bench.turns import SPEED, Measure, Measurements, stepping
+
+__all__ = ["scale"]
+
+_MEMORY: Final = "proportional_set_bytes"
+_SIZES: Final = [4, 16, 64, 256, 1024]
+
+
+@sub_command
+def scale(
+    run: Run,
+    env: EnvName = "CartPole-v1",
+    size: Annotated[
+        list[int] | None, typer.Option(min=1, help="Number of envs; repeatable.")
+    ] = None,
+    workers: Workers = CORES,
+    seconds: Seconds = 1.0,
+    repetitions: Repetitions = 3,
+) -> None:
+    """Measure time per env step and memory of ever more envs, in-process."""
+    sizes = sorted(set(size or _SIZES))
+    loads = {f"{n} envs": Load(env, n, min(workers, n), seconds) for n in sizes}
+    cases = [
+        Case(name, stepping_batch_env, {"load": load}) for name, load in loads.items()
+    ]
+    loads[f"{sizes[0]} envs"].check()
+    measured = run.measure_all(cases, repetitions)
+    base = f"{workers} envs"
+    loads[base] = Load(env, workers, workers, seconds)
+    memory = {name: _memory_alone(name, load) for name, load in loads.items()}
+
+    def beyond(_: Measurements, case: str) -> str:
+        taken, without = memory[case], memory[base]
+        return _megabytes(None if taken is None or without is None else taken - without)
+
+    run.publish(
+        title=f"{env}, {workers} workers: time per env step, and memory",
+        measured=measured,
+        columns={
+            "us per env step": median(_microseconds, ".2f"),
+            "lowest - highest": spread(_microseconds, ".2f"),
+            "steps/s": median(SPEED),
+            "p50 us": median("p50_us"),
+            "p99 us": median("p99_us"),
+            f"MB beyond {base}": beyond,
+        },
+        plot=Plot("us per env step", _microseconds, ("envs", sizes)),
+        notes=[
+            "MB (1e6 bytes) of proportional set size of the process that steps and "
+            "all that it has started, each size measured alone in fresh processes, "
+            f"beyond that with one env per worker ({base}), which stands for what "
+            f"the imports alone take: {_megabytes(memory[base])}."
+        ],
+        results={
+            "us_per_env_step": {
+                case: measured.values(case, _microseconds) for case in measured.by_case
+            },
+            _MEMORY: memory,
+            "base": base,
+        },
+    )
+
+
+@contextlib.contextmanager
+def memory_of(load: Load) -> Iterator[Measure]:
+    """Steps a little, and looks at all processes."""
+    processes = import_peer("benchmarks.lab.processes")
+    with batch_env(load) as batch:
+        stepping(batch.step, load.actions(), load)()
+
+        def measure() -> Mapping[str, float]:
+            pids = processes.with_descendants(os.getpid())
+            return {_MEMORY: float(processes.proportional_set_bytes(pids))}
+
+        yield measure
+
+
+def _memory_alone(name: str, load: Load) -> float | None:
+    """Returns bytes, or None where they cannot be had."""
+    if sys.platform != "linux":
+        return None
+    # Alone: the pages of other cases' processes would be shared with these.
+    case = Case(name, memory_of, {"load": replace(load, seconds=0.1)})
+    return take_turns([case], 1).median(name, _MEMORY)
+
+
+def _microseconds(numbers: Mapping[str, float]) -> float:
+    return 1e6 / numbers[SPEED]
+
+
+def _megabytes(number: float | None) -> str:
+    return "-" if number is None else f"{round(number / 1e6):,}"

@@ -1,0 +1,111 @@
+"""`start`: what a user waits for, each time in a fresh process."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from benchmarks.command import EnvName, NumEnvs, Repetitions, Run, Workers, sub_command
+from benchmarks.harness import Case
+from benchmarks.lab.servers import start_command
+from benchmarks.plot import Plot
+from benchmarks.result import median, spread
+from envserve.bench.turns import Measure
+
+__all__ = ["start"]
+
+_SECONDS: Final = "seconds"
+_TIMED: Final = """
+import time
+began = time.perf_counter()
+{code}
+print(time.perf_counter() - began)
+{after}
+"""
+_OURS: Final = """
+from envserve.client import BatchEnv
+batch = BatchEnv.local({env!r}, {num_envs}, {workers}, seed=0)
+batch.reset()
+"""
+_ASYNC: Final = """
+import gymnasium
+envs = gymnasium.vector.AsyncVectorEnv([lambda: gymnasium.make({env!r})] * {num_envs})
+envs.reset(seed=0)
+"""
+
+
+@sub_command
+def start(
+    run: Run,
+    env: EnvName = "HalfCheetah-v5",
+    num_envs: NumEnvs = 64,
+    workers: Workers = 16,
+    repetitions: Repetitions = 3,
+) -> None:
+    """Measure seconds until the first observation, of imports, and of a server."""
+    fill = {"env": env, "num_envs": num_envs, "workers": workers}
+    scripts = {
+        "envserve, first observation": (_OURS.format(**fill), "batch.close()"),
+        "gymnasium AsyncVectorEnv, first observation": (
+            _ASYNC.format(**fill),
+            "envs.close()",
+        ),
+        "import envserve.client": ("import envserve.client", ""),
+        "import gymnasium": ("import gymnasium", ""),
+    }
+    cases = [
+        Case(name, fresh_script, {"code": code, "after": after})
+        for name, (code, after) in scripts.items()
+    ]
+    run.publish(
+        title=f"Seconds to start; first observations of {num_envs} {env}, ours in "
+        f"{workers} workers",
+        measured=run.measure(
+            [*cases, Case("envserve start, ready line", ready_line)], repetitions
+        ),
+        columns={
+            "seconds": median(_SECONDS, ".2f"),
+            "lowest - highest": spread(_SECONDS, ".2f"),
+        },
+        plot=Plot("seconds", _SECONDS),
+        notes=[
+            "First observation: from the first line of a fresh script, imports "
+            "included. Ready line: from the start of the process."
+        ],
+    )
+
+
+@contextlib.contextmanager
+def fresh_script(code: str, after: str) -> Iterator[Measure]:
+    """Runs a script in a new interpreter; it is timed from its first line."""
+    script = _TIMED.format(code=code, after=after)
+    command = [sys.executable, "-W", "ignore", "-c", script]
+
+    def measure() -> Mapping[str, float]:
+        finished = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+        return {_SECONDS: float(finished.stdout)}
+
+    yield measure
+
+
+@contextlib.contextmanager
+def ready_line() -> Iterator[Measure]:
+    """Starts a server, and ends it once it says that it is ready."""
+    command = start_command("--bind", "tcp://127.0.0.1:0", "--log-level", "warning")
+
+    def measure() -> Mapping[str, float]:
+        began = time.perf_counter()
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            elapsed = time.perf_counter() - began
+            process.terminate()
+        if not line:
+            raise RuntimeError(f"expected a ready line of {command}; got none")
+        return {_SECONDS: elapsed}
+
+    yield measure

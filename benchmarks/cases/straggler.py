@@ -1,0 +1,164 @@
+"""`straggler`: what one slow env costs when rows are taken as they get ready.
+
+Every reply says which request it answers, and is compared with what was sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Final
+
+import numpy as np
+import typer
+
+from benchmarks.cases import envs
+from benchmarks.command import NumEnvs, Repetitions, Run, Seconds, sub_command
+from benchmarks.harness import BenchmarkError, Case
+from benchmarks.plot import Plot
+from benchmarks.result import median, ratio, spread
+from envserve.bench.cases import BINDS, batch_env
+from envserve.bench.load import Load
+from envserve.bench.turns import SPEED, Measure
+
+__all__ = ["straggler"]
+
+Array = np.ndarray[Any, Any]
+
+_NONE_SLOW, _ONE_SLOW, _STEP = "none slow", "one slow", "one slow, step()"
+_WAYS: Final[dict[str, tuple[str, ...]]] = {"in-process": (), "tcp": BINDS["tcp"]}
+
+
+@sub_command
+def straggler(
+    run: Run,
+    num_envs: NumEnvs = 32,
+    milliseconds: Annotated[
+        float, typer.Option(min=0.001, help="What a step takes.")
+    ] = 2.0,
+    factor: Annotated[float, typer.Option(help="How much slower one env is.")] = 100.0,
+    min_envs: Annotated[
+        int | None, typer.Option(min=1, help="Rows per recv. Default: what is ready.")
+    ] = None,
+    seconds: Seconds = 2.0,
+    repetitions: Repetitions = 3,
+) -> None:
+    """Measure send and recv with one slow env against none, a worker per env."""
+    name, modules = "envserve/Request-v0", (envs.MODULE,)
+    load = Load(name, num_envs, num_envs, seconds, import_modules=modules)
+    normal = {"load": load, "microseconds": milliseconds * 1e3}
+    slow = {**normal, "factor": factor}
+    some = {"min_envs": min_envs}
+    cases = []
+    for way, binds in _WAYS.items():
+        cases += [
+            Case(f"{way}: {_NONE_SLOW}", sending, {**normal, **some, "binds": binds}),
+            Case(f"{way}: {_ONE_SLOW}", sending, {**slow, **some, "binds": binds}),
+            Case(f"{way}: {_STEP}", stepping_all, {**slow, "binds": binds}),
+        ]
+    measured = run.measure(cases, repetitions)
+    replies = sum(sum(measured.values(case, "replies")) for case in measured.by_case)
+    run.publish(
+        title=f"{num_envs} envs, a step sleeps {milliseconds:g} ms, in one of them "
+        f"{milliseconds * factor:g} ms: env steps per second",
+        measured=measured,
+        columns={
+            "steps/s": median(SPEED),
+            "lowest - highest": spread(SPEED),
+            "/ none slow": ratio(
+                lambda case: f"{case.partition(':')[0]}: {_NONE_SLOW}", SPEED
+            ),
+        },
+        plot=Plot("env steps per second", SPEED),
+        notes=[
+            f"A worker per env; recv waits for {min_envs or 1} of them. Every reply "
+            f"was compared with its request, none was wrong: {replies:,.0f} replies."
+        ],
+    )
+
+
+@contextlib.contextmanager
+def sending(
+    load: Load,
+    binds: tuple[str, ...],
+    microseconds: float,
+    min_envs: int | None,
+    factor: float = 1.0,
+) -> Iterator[Measure]:
+    """Sends each row its next request as soon as a recv has given its last reply."""
+    with batch_env(load, binds) as batch:
+        requests = _Requests(load.num_envs, microseconds, factor)
+        everyone = np.arange(load.num_envs)
+
+        def measure() -> Mapping[str, float]:
+            batch.send(requests.draw(everyone))
+            began, steps = time.perf_counter(), 0
+            while time.perf_counter() - began < load.seconds:
+                rows, result = batch.recv(min_envs)
+                steps += len(rows)
+                requests.check(rows, result.observation, result.valid)
+                batch.send(requests.draw(rows), rows)
+            elapsed = time.perf_counter() - began
+            rows, result = batch.recv(load.num_envs)  # leave nothing under way
+            requests.check(rows, result.observation, result.valid)
+            return {SPEED: steps / elapsed, "replies": requests.take_count()}
+
+        yield measure
+
+
+@contextlib.contextmanager
+def stepping_all(
+    load: Load, binds: tuple[str, ...], microseconds: float, factor: float
+) -> Iterator[Measure]:
+    """Steps all rows together: what the slow env costs without send and recv."""
+    with batch_env(load, binds) as batch:
+        requests = _Requests(load.num_envs, microseconds, factor)
+        everyone = np.arange(load.num_envs)
+
+        def measure() -> Mapping[str, float]:
+            began, steps = time.perf_counter(), 0
+            while time.perf_counter() - began < load.seconds:
+                result = batch.step(requests.draw(everyone))
+                requests.check(everyone, result.observation, result.valid)
+                steps += load.num_envs
+            elapsed = time.perf_counter() - began
+            return {SPEED: steps / elapsed, "replies": requests.take_count()}
+
+        yield measure
+
+
+class _Requests:
+    """Numbers the requests, and knows what each row must answer."""
+
+    def __init__(self, num_envs: int, microseconds: float, factor: float) -> None:
+        self._requests = np.zeros((num_envs, 2), np.int64)
+        self._requests[:, 1] = int(microseconds)
+        self._requests[0, 1] = int(microseconds * factor)
+        self._steps = np.zeros(num_envs, np.int64)
+        self._next = 0
+        self._count = 0
+
+    def draw(self, rows: Array) -> Array:
+        """Returns new requests `[len(rows), 2]` for some rows; no number is reused."""
+        self._requests[rows, 0] = np.arange(self._next, self._next + len(rows))
+        self._next += len(rows)
+        self._steps[rows] += 1
+        return self._requests[rows]
+
+    def check(self, rows: Array, observation: Array, valid: Array) -> None:
+        """Compares replies `[len(rows), 2]` with the requests of their rows."""
+        expected = np.stack([self._requests[rows, 0], self._steps[rows]], axis=1)
+        wrong = np.flatnonzero((observation != expected).any(axis=1) | ~valid)
+        if wrong.size:
+            at = wrong[0]
+            raise BenchmarkError(
+                f"row {rows[at]}: expected the reply to request and step "
+                f"{expected[at].tolist()}; got {observation[at].tolist()}"
+            )
+        self._count += len(rows)
+
+    def take_count(self) -> int:
+        """Returns how many replies have been compared since the last call."""
+        count, self._count = self._count, 0
+        return count

@@ -1,0 +1,187 @@
+"""What the suite's numbers should be on two cores, and whether they are.
+
+A goal is a ratio of cases that took turns, or a plain limit where that is what a user
+feels.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from benchmarks.cases.guarantees import BARE_SLAB, OURS
+from benchmarks.cases.images import REUSING
+from benchmarks.cases.ours import IN_PROCESS, IPC, LIMIT, TCP
+from benchmarks.cases.peers import ASYNC, ENVPOOL
+from benchmarks.lab.tables import as_markdown
+from envserve.bench.turns import MICROSECONDS, SPEED, Measurements
+
+__all__ = ["GOALS", "Goal", "goals_table"]
+
+Result = Mapping[str, Any]
+"""A result.json."""
+Value = Callable[[Result], float | None]
+"""Finds a number in a result; None where a case was skipped."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A number that should be reached.
+
+    Attributes:
+      part: The part of the suite that measures it.
+      meaning: What it is.
+      bound: What it should be at least; at most where `is_upper_bound`.
+      value: Finds it in the part's result.
+      is_upper_bound: Whether less is better.
+    """
+
+    part: str
+    meaning: str
+    bound: float
+    value: Value
+    is_upper_bound: bool = False
+
+    def is_met_by(self, value: float) -> bool:
+        """Returns whether a number is good enough."""
+        return value <= self.bound if self.is_upper_bound else value >= self.bound
+
+
+def _ratio(case: str, base: str, number: str = SPEED) -> Value:
+    """Returns what finds a case's ratio to another."""
+    return lambda result: _measured(result).ratio(case, base, number)
+
+
+def _measured(result: Result) -> Measurements:
+    return Measurements(result["repetitions"])
+
+
+def _median(case: str, number: str = "seconds") -> Value:
+    def find(result: Result) -> float | None:
+        measured = _measured(result)
+        return measured.median(case, number) if case in measured.by_case else None
+
+    return find
+
+
+def _overlap(result: Result) -> float | None:
+    measured = _median("2 splits", MICROSECONDS)(result)
+    if measured is None:
+        return None
+    best: float = result["results"]["best_us"]["2 splits"]
+    return best / measured
+
+
+def _loop_ratio(result: Result) -> float | None:
+    measured = _measured(result)
+    loops = [case for case in measured.by_case if case.startswith("Python loop")]
+    ratios = [measured.ratio(case, "simulate()", MICROSECONDS) for case in loops]
+    return min((value for value in ratios if value is not None), default=None)
+
+
+def _beyond(result: Result) -> float | None:
+    value: float | None = result["results"]["beyond_the_lane_us"].get("simulate()")
+    return value
+
+
+def _gigabytes(case: str) -> Value:
+    def find(result: Result) -> float | None:
+        speed = _median(case, SPEED)(result)
+        return None if speed is None else speed / 1e9 * result["results"]["image_bytes"]
+
+    return find
+
+
+def _growth(result: Result) -> float | None:
+    measured = _measured(result)
+    sizes = itertools.pairwise(measured.by_case)
+    growths = (measured.median(a, SPEED) / measured.median(b, SPEED) for a, b in sizes)
+    return max(growths, default=None)
+
+
+def _megabytes(result: Result) -> float | None:
+    memory = result["results"]["proportional_set_bytes"]
+    most, base = memory.get("1024 envs"), memory[result["results"]["base"]]
+    return None if most is None else float(most - base) / 1e6
+
+
+def _at_most(part: str, meaning: str, bound: float, value: Value) -> Goal:
+    return Goal(part, meaning, bound, value, is_upper_bound=True)
+
+
+def _of_bare_slab(env_name: str, num_envs: int, bound: float) -> Goal:
+    case = f"{env_name}, {num_envs} envs"
+    value = _ratio(f"{case}: {OURS}", f"{case}: {BARE_SLAB}")
+    return Goal("guarantees", f"{case}, {OURS} / {BARE_SLAB}", bound, value)
+
+
+def _of_sb3(meaning: str, bound: float, vec_env: str, number: str) -> Goal:
+    return Goal("train", meaning, bound, _ratio(f"SB3, {vec_env}", "ppo", number))
+
+
+def _of_none_slow(way: str) -> Goal:
+    value = _ratio(f"{way}: one slow", f"{way}: none slow")
+    return Goal("straggler", f"one slow / none slow, {way}", 0.9, value)
+
+
+_SPARE: Final = _ratio("slow resets, spare envs", "quick resets")
+GOALS: Final = (
+    Goal("step-cheetah-16", "in-process / limit", 0.75, _ratio(IN_PROCESS, LIMIT)),
+    Goal("step-cheetah-16", "in-process / Async", 4, _ratio(IN_PROCESS, ASYNC)),
+    Goal("step-cheetah-64", "in-process / limit", 0.85, _ratio(IN_PROCESS, LIMIT)),
+    Goal("step-cheetah-64", "in-process / Async", 7, _ratio(IN_PROCESS, ASYNC)),
+    Goal("step-cheetah-64", "in-process / EnvPool", 1, _ratio(IN_PROCESS, ENVPOOL)),
+    Goal("step-cheetah-64", "ipc / limit", 0.75, _ratio(IPC, LIMIT)),
+    Goal("step-cheetah-64", "ipc / Async", 5, _ratio(IPC, ASYNC)),
+    Goal("step-cheetah-64", "tcp / limit", 0.75, _ratio(TCP, LIMIT)),
+    Goal("step-cheetah-64", "tcp / Async", 5, _ratio(TCP, ASYNC)),
+    Goal("step-cartpole-64", "in-process / limit", 0.7, _ratio(IN_PROCESS, LIMIT)),
+    Goal("step-cartpole-64", "in-process / Async", 12, _ratio(IN_PROCESS, ASYNC)),
+    Goal("step-cartpole-256", "tcp / limit", 0.55, _ratio(TCP, LIMIT)),
+    _of_bare_slab("HalfCheetah-v5", 16, 0.9),
+    _of_bare_slab("HalfCheetah-v5", 64, 0.9),
+    _of_bare_slab("CartPole-v1", 16, 0.8),
+    _of_bare_slab("CartPole-v1", 64, 0.9),
+    _of_sb3("update, SB3 / ppo", 14, "SubprocVecEnv", "update_seconds"),
+    *(
+        _of_sb3(f"end to end, SB3 with {kind} / ppo", bound, kind, "total_seconds")
+        for kind, bound in (("SubprocVecEnv", 8), ("DummyVecEnv", 6))
+    ),
+    Goal("simulate-cartpole-16", "faster Python loop / simulate()", 2, _loop_ratio),
+    _at_most("simulate-cheetah-16", "simulate() beyond the lane, us", 150, _beyond),
+    Goal("overlap", "best possible / measured, 2 splits", 0.9, _overlap),
+    _of_none_slow("in-process"),
+    _of_none_slow("tcp"),
+    Goal("slow-reset", "slow resets with spare envs / quick resets", 0.9, _SPARE),
+    Goal("images", "in-process, GB/s", 2, _gigabytes(IN_PROCESS)),
+    Goal("images", "in-process with out=, GB/s", 2, _gigabytes(REUSING)),
+    Goal("images", "tcp, GB/s", 0.7, _gigabytes(TCP)),
+    _at_most("scale", "largest growth of the cost per env step", 1, _growth),
+    _at_most("scale", "memory of 1,024 envs beyond the imports, MB", 500, _megabytes),
+    *(
+        _at_most("start", f"{meaning}, seconds", bound, _median(case))
+        for meaning, bound, case in (
+            ("first observation", 4, "envserve, first observation"),
+            ("import envserve.client", 0.5, "import envserve.client"),
+            ("envserve start until ready", 2, "envserve start, ready line"),
+        )
+    ),
+)
+
+
+def goals_table(results: Mapping[str, Result]) -> str:
+    """Returns a table in Markdown of the goals of those parts that there are."""
+    rows = []
+    for goal in GOALS:
+        if goal.part not in results:
+            continue
+        value = goal.value(results[goal.part])
+        sign = "<=" if goal.is_upper_bound else ">="
+        measured, met = "-", "skipped"
+        if value is not None:
+            measured, met = f"{value:.3g}", "yes" if goal.is_met_by(value) else "no"
+        cells = [goal.part, goal.meaning, f"{sign} {goal.bound:g}", measured, met]
+        rows.append(cells)
+    return as_markdown(["part", "goal", "", "measured", "met"], rows, num_texts=2)

@@ -1,0 +1,160 @@
+"""`profile`: where the time of a batch step goes, and what to do about it."""
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import typer
+
+from benchmarks.cases import envs
+from benchmarks.cases.ours import stepping_in_place
+from benchmarks.command import (
+    CORES,
+    EnvName,
+    NumEnvs,
+    Repetitions,
+    Run,
+    Seconds,
+    Workers,
+    sub_command,
+)
+from benchmarks.harness import Case
+from benchmarks.learning.rollouts import RolloutLoad, choosing, simulating
+from benchmarks.plot import Plot
+from benchmarks.result import median, spread
+from envserve.bench.cases import BINDS, batch_env
+from envserve.bench.command import REMEDIES, judge
+from envserve.bench.load import Load
+from envserve.bench.turns import MICROSECONDS, THREAD, Measure, Measurements, stepping
+from envserve.cores import num_cores
+
+__all__ = ["longest_worker", "profile"]
+
+Transport = Literal["in-process", "ipc", "tcp"]
+
+_WHOLE, _POLICY, _ENV = "rollout", "policy alone", "envs"
+_LANE, _LOCAL_LANE = "lane alone", "lane alone, in-process"
+_NOTE = (
+    "envs: in the worker that takes longest. client: what the stepping thread computes "
+    "in BatchEnv.step with envs in-process. workers and wake-ups: the rest of that "
+    "step. server and transport: what one over a server takes longer. graph: what a "
+    "rollout takes beyond policy and BatchEnv.step."
+)
+_REMEDIES = {
+    **REMEDIES,
+    "policy": "make the networks smaller, or use two splits, so that envs step "
+    "meanwhile",
+    "graph": "put more envs into the batch: this is paid per batch step",
+}
+
+
+@sub_command
+def profile(
+    run: Run,
+    env: EnvName = "HalfCheetah-v5",
+    num_envs: NumEnvs = 16,
+    workers: Workers = CORES,
+    transport: Annotated[
+        Transport, typer.Option(help="How the envs are reached.")
+    ] = "in-process",
+    horizon: Annotated[int, typer.Option(min=1, help="Steps of a rollout.")] = 128,
+    seconds: Seconds = 1.0,
+    repetitions: Repetitions = 5,
+) -> None:
+    """Tell what a batch step's time is made of: am I env-bound or overhead-bound?"""
+    load = Load(env, num_envs, workers, seconds)
+    binds = BINDS.get(transport, ())
+    reached = {"load": load, "binds": binds}
+    cases = [
+        Case(_WHOLE, simulating, {"work": RolloutLoad(load, horizon, binds)}),
+        Case(_POLICY, choosing, {"work": RolloutLoad(load, horizon)}),
+        Case(_LANE, stepping_in_place, reached),
+        Case(_ENV, timing_envs, reached),
+    ]
+    if binds:
+        cases.append(Case(_LOCAL_LANE, stepping_in_place, {"load": load}))
+    load.check()
+    measured = run.measure_all(cases, repetitions)
+    turns = [_parts(measured, turn) for turn in range(repetitions)]
+    parts = Measurements({n: [{MICROSECONDS: t[n]} for t in turns] for n in turns[0]})
+    medians = {name: parts.median(name, MICROSECONDS) for name in parts.by_case}
+    total = measured.median(_WHOLE, MICROSECONDS)
+    verdict = judge(medians, _REMEDIES)
+    run.publish(
+        title=f"{env}, {num_envs} envs, {workers} workers, {transport}: where the "
+        f"{total:,.0f} us of a batch step go",
+        measured=measured,
+        shown=parts,
+        heading="part",
+        columns={
+            "us per batch step": median(MICROSECONDS),
+            "lowest - highest": spread(MICROSECONDS),
+            "share": lambda _, part: f"{medians[part] / total:.0%}",
+        },
+        plot=Plot("us per batch step", MICROSECONDS),
+        notes=[_NOTE, verdict],
+        results={"verdict": verdict},
+    )
+
+
+@contextlib.contextmanager
+def timing_envs(load: Load, binds: tuple[str, ...]) -> Iterator[Measure]:
+    """Step envs that look at the clock; measures those of the slowest worker."""
+    timed = replace(
+        load,
+        env_name="envserve/Timed-v0",
+        env_kwargs={"env_name": load.env_name},
+        import_modules=(envs.MODULE,),
+    )
+    options = ("--expose", "seconds") if binds else ()
+    with batch_env(timed, binds, options) as batch:
+        steps = itertools.count(1)
+        last = 0
+
+        def step(actions: Any) -> None:
+            nonlocal last
+            batch.step(actions)
+            last = next(steps)
+
+        lane = stepping(step, load.actions(), load)
+
+        def measure() -> Mapping[str, float]:
+            before, first = np.array(batch.get_attr("seconds")), last
+            lane()
+            spent = np.array(batch.get_attr("seconds")) - before
+            longest = longest_worker(spent, load.num_workers, num_cores())
+            return {MICROSECONDS: 1e6 * longest / (last - first)}
+
+        yield measure
+
+
+def longest_worker(spent: np.ndarray, workers: int, cores: int) -> float:
+    """Return what the slowest worker takes; more where workers outnumber cores.
+
+    Args:
+        spent: time of each env, by row.
+        workers: processes that the rows are spread over.
+        cores: how many of them can run at a time.
+    """
+    per_worker = [part.sum() for part in np.array_split(spent, workers)]
+    return float(max(*per_worker, spent.sum() / cores))
+
+
+def _parts(measured: Measurements, turn: int) -> dict[str, float]:
+    """Return the parts of one turn; they sum up to the whole."""
+    value = {c: measured.values(c, MICROSECONDS)[turn] for c in measured.by_case}
+    local_lane = _LOCAL_LANE if _LOCAL_LANE in value else _LANE
+    local, client = value[local_lane], measured.values(local_lane, THREAD)[turn]
+    parts = {
+        "policy": value[_POLICY],
+        "graph": value[_WHOLE] - value[_LANE] - value[_POLICY],
+        "client": client,
+        "workers and wake-ups": local - client - value[_ENV],
+        "envs": value[_ENV],
+    }
+    if _LOCAL_LANE in value:
+        parts["server and transport"] = value[_LANE] - local
+    return parts

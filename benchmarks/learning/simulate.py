@@ -1,0 +1,99 @@
+"""`simulate`: a rollout in one graph call against a loop in Python."""
+
+import statistics
+from typing import Annotated
+
+import typer
+
+from benchmarks.cases.ours import stepping_in_place
+from benchmarks.command import (
+    CORES,
+    EnvName,
+    NumEnvs,
+    Repetitions,
+    Run,
+    Seconds,
+    Workers,
+    sub_command,
+)
+from benchmarks.harness import Case
+from benchmarks.learning.rollouts import (
+    RolloutLoad,
+    choosing,
+    looping_in_python,
+    simulating,
+)
+from benchmarks.plot import Plot
+from benchmarks.result import median, spread
+from envserve.bench.load import Load
+from envserve.bench.turns import MICROSECONDS, Measurements
+
+__all__ = ["simulate"]
+
+_LANE = "BatchEnv.step alone"
+_POLICY = "policy alone, in a graph"
+_SIMULATE = "simulate()"
+_LOOP = "Python loop, policy as tf.function"
+_XLA_LOOP = "Python loop, policy compiled by XLA"
+
+
+@sub_command
+def simulate(
+    run: Run,
+    env: EnvName = "CartPole-v1",
+    num_envs: NumEnvs = 16,
+    workers: Workers = CORES,
+    horizon: Annotated[int, typer.Option(min=1, help="Steps of a rollout.")] = 128,
+    seconds: Seconds = 1.0,
+    repetitions: Repetitions = 5,
+) -> None:
+    """Measure a rollout in the graph against driving the envs from Python."""
+    load = Load(env, num_envs, workers, seconds)
+    work = {"work": RolloutLoad(load, horizon)}
+    load.check()
+    cases = [
+        Case(_LANE, stepping_in_place, {"load": load}),
+        Case(_POLICY, choosing, work),
+        Case(_SIMULATE, simulating, work),
+        Case(_LOOP, looping_in_python, {**work, "jit_compile": False}),
+        Case(_XLA_LOOP, looping_in_python, {**work, "jit_compile": True}),
+    ]
+    measured = run.measure(cases, repetitions)
+    beyond = {case: _beyond(measured, case) for case in measured.by_case}
+    run.publish(
+        title=f"{env}, {num_envs} envs, {workers} workers: us per batch step",
+        measured=measured,
+        columns={
+            "us per batch step": median(MICROSECONDS),
+            "lowest - highest": spread(MICROSECONDS),
+            "beyond the lane": lambda _, case: _number(beyond[case], ",.0f"),
+            "simulate() is faster by": lambda _, case: _number(
+                measured.ratio(case, _SIMULATE, MICROSECONDS)
+                if case in (_LOOP, _XLA_LOOP)
+                else None,
+                ".2f",
+            ),
+        },
+        plot=Plot("us per batch step", MICROSECONDS),
+        notes=[
+            "The lane is BatchEnv.step from Python with actions that are there. What "
+            "simulate() takes beyond it is the policy and what the graph costs."
+        ],
+        results={"beyond_the_lane_us": beyond},
+    )
+
+
+def _beyond(measured: Measurements, case: str) -> float | None:
+    """Return the median of what a case takes more than the lane in the same turn."""
+    if _LANE not in measured.by_case or case in (_LANE, _POLICY):
+        return None
+    pairs = zip(
+        measured.values(case, MICROSECONDS),
+        measured.values(_LANE, MICROSECONDS),
+        strict=True,
+    )
+    return statistics.median(value - lane for value, lane in pairs)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"

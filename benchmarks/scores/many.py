@@ -1,0 +1,97 @@
+"""Runs what is missing, several at a time, and writes what it has come to."""
+
+import concurrent.futures
+import json
+import multiprocessing
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from benchmarks.lab.tables import as_table
+from benchmarks.scores.document import COLUMNS, draw_curves, table_rows, write_document
+from benchmarks.scores.run_one import Score, read_score, run_one
+from benchmarks.scores.tasks import TASKS, Task
+from envserve.cores import num_cores
+from ppo.errors import suggestion
+
+__all__ = ["main"]
+
+_NUM_TEXTS = 5
+
+
+def main(
+    tasks: Annotated[
+        list[str] | None, typer.Argument(help="Such as cheetah-1M. Default: all.")
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Seeds per task. Default: the task's.")
+    ] = None,
+    runs: Annotated[
+        Path, typer.Option(help="Folder of the runs; what is there is not run again.")
+    ] = Path("runs/scores"),
+    document: Annotated[
+        Path | None, typer.Option(help="Document to write the tables into, with plot.")
+    ] = None,
+    processes: Annotated[
+        int, typer.Option(min=0, help="Runs at a time. 0: one per core.")
+    ] = 0,
+) -> None:
+    """Trains configs on several seeds, and compares them with published scores."""
+    console = Console()
+    chosen = list(_chosen(tasks))
+    jobs = [
+        (task, seed, runs / task.name / str(seed))
+        for task in chosen
+        for seed in range(task.num_seeds if seeds is None else seeds)
+    ]
+    missing = [job for job in jobs if read_score(job[2]) is None]
+    for number, score in enumerate(_run(missing, processes or num_cores()), 1):
+        console.print(
+            f"{number}/{len(missing)} {score.task} seed {score.seed}: "
+            f"E {score.final:.1f}, B {score.best:.1f} in {score.seconds:.0f} s",
+            highlight=False,
+        )
+    scores = _read(jobs)
+    console.print(as_table(COLUMNS, table_rows(scores), num_texts=_NUM_TEXTS))
+    if document is not None:
+        write_document(document, scores)
+        draw_curves(scores, document.with_suffix(".png"))
+        _write_numbers(scores, document.with_suffix(".json"))
+
+
+def _chosen(names: list[str] | None) -> Iterator[Task]:
+    by_name = {task.name: task for task in TASKS}
+    for name in names or by_name:
+        if name not in by_name:
+            raise typer.BadParameter(
+                f"expected one of {', '.join(by_name)}, got {name!r}."
+                f"{suggestion(name, by_name)}"
+            )
+        yield by_name[name]
+
+
+def _run(jobs: list[tuple[Task, int, Path]], num_processes: int) -> Iterator[Score]:
+    """Runs each job in a process of its own; yields what they come to, as they do."""
+    with concurrent.futures.ProcessPoolExecutor(
+        num_processes, multiprocessing.get_context("spawn"), max_tasks_per_child=1
+    ) as executor:
+        futures = [executor.submit(run_one, *job) for job in jobs]
+        for future in concurrent.futures.as_completed(futures):
+            yield future.result()
+
+
+def _read(jobs: Iterable[tuple[Task, int, Path]]) -> dict[str, list[Score]]:
+    scores: dict[str, list[Score]] = {}
+    for task, _, folder in jobs:
+        if (score := read_score(folder)) is not None:
+            scores.setdefault(task.name, []).append(score)
+    return scores
+
+
+def _write_numbers(scores: Mapping[str, list[Score]], path: Path) -> None:
+    rows = [score._asdict() for runs in scores.values() for score in runs]
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")

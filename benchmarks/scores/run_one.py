@@ -1,0 +1,110 @@
+"""One run of a task, from its first step to a file with its scores."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.scores.tasks import Task
+from ppo.run_folder.folder import RunFolder
+
+__all__ = ["Score", "read_score", "run_one"]
+
+_RESULT = "result.json"
+_LIBRARIES = ("gymnasium", "mujoco", "numpy", "tensorflow")
+
+
+class Score(NamedTuple):
+    """What one run has come to.
+
+    Attributes:
+      task: Name of the task.
+      seed: Seed of the run.
+      env_name: Of the env, with its version.
+      final: Mean return of 100 episodes at the end.
+      final_std: Their standard deviation.
+      best: Best mean return of 20 episodes along the curve.
+      curve: Env steps and mean returns of 20 episodes, along it.
+      train_return: Mean of the last 100 training episodes, with sampled actions.
+      steps: Env steps of the training.
+      seconds: Its duration, without evaluations.
+      versions: Of the libraries that decide numbers.
+    """
+
+    task: str
+    seed: int
+    env_name: str
+    final: float
+    final_std: float
+    best: float
+    curve: list[tuple[int, float]]
+    train_return: float
+    steps: int
+    seconds: float
+    versions: dict[str, str]
+
+    def value(self, metric: str) -> float:
+        """Return the number that the metric "E" or "B" stands for."""
+        return self.final if metric == "E" else self.best
+
+
+def read_score(folder: Path) -> Score | None:
+    """Return what a run has come to; None if it has not ended."""
+    path = folder / _RESULT
+    if not path.exists():
+        return None
+    return Score(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def run_one(task: Task, seed: int, folder: Path) -> Score:
+    """Train, evaluate and save what it has come to; begins anew what was cut short.
+
+    Loads TensorFlow with one thread, as several runs share the cores.
+    """
+    from ppo.commands.shared import start_tensorflow
+
+    start_tensorflow(1, 1)
+    from ppo.environments import env_maker
+    from ppo.evaluate import evaluate_run
+    from ppo.run_folder.metrics_file import read_metrics
+    from ppo.train import train
+
+    config = task.make_config(seed)
+    shutil.rmtree(folder, ignore_errors=True)
+    run_folder = RunFolder.create(folder, config)
+    make_env = env_maker(config, num_workers=1)
+    result = train(config, run_folder, make_env)
+    evaluation = evaluate_run(config, run_folder, make_env, result.agent)
+    rows = read_metrics(folder / "metrics.jsonl")
+    curve = [
+        (int(row["steps"]), float(row["evaluation_return"]))
+        for row in rows
+        if row.get("evaluation_return") is not None
+    ]
+    score = Score(
+        task=task.name,
+        seed=seed,
+        env_name=config.env_name,
+        final=evaluation.mean_return,
+        final_std=float(evaluation.returns.std()),
+        best=max(mean for _, mean in curve),
+        curve=curve,
+        train_return=float(rows[-1]["mean_return"]),
+        steps=result.steps,
+        seconds=_training_seconds(rows),
+        versions={name: import_module(name).__version__ for name in _LIBRARIES},
+    )
+    text = json.dumps(score._asdict())
+    (folder / _RESULT).write_text(text + "\n", encoding="utf-8")
+    return score
+
+
+def _training_seconds(rows: Sequence[dict[str, Any]]) -> float:
+    """Add up the iterations, which do not count evaluations."""
+    seconds, before = 0.0, 0
+    for row in rows:
+        seconds += (row["steps"] - before) / row["steps_per_second"]
+        before = row["steps"]
+    return seconds

@@ -1,0 +1,114 @@
+"""`suite`: every benchmark in turn, and one file with all tables.
+
+The folder can be filled piece by piece: the file holds what is there.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console
+
+from benchmarks.goals import goals_table
+from benchmarks.harness import BenchmarkError
+from envserve.errors import EnvserveError
+
+__all__ = ["PARTS", "make_suite", "write_tables"]
+
+_CARTPOLE: Final = ("--env", "CartPole-v1", "--num-envs")
+#: Those of the peers that import little into each of 256 processes.
+_LIGHT: Final = tuple(
+    part
+    for word in ("limit", "envserve", "gymnasium", "EnvPool")
+    for part in ("--only", word)
+)
+
+#: Command lines by name, which is also the folder of the result.
+PARTS: Final[dict[str, tuple[str, ...]]] = {
+    "step-cheetah-16": ("step", "--num-envs", "16"),
+    "step-cheetah-64": ("step", "--num-envs", "64"),
+    "step-cartpole-64": ("step", *_CARTPOLE, "64"),
+    "step-cartpole-256": ("step", *_CARTPOLE, "256", *_LIGHT),
+    "guarantees": ("guarantees",),
+    "train": ("train",),
+    "simulate-cartpole-16": ("simulate", *_CARTPOLE, "16"),
+    "simulate-cheetah-16": ("simulate", "--env", "HalfCheetah-v5"),
+    "overlap": ("overlap",),
+    "straggler": ("straggler",),
+    "slow-reset": ("slow-reset",),
+    "slow-reset-staggered": ("slow-reset", "--staggered", "--episodes", "1"),
+    "images": ("images",),
+    "scale": ("scale",),
+    "start": ("start",),
+    "profile-cheetah-16": ("profile",),
+    "profile-cheetah-64-tcp": ("profile", "--num-envs", "64", "--transport", "tcp"),
+}
+
+
+def make_suite(run: Callable[[Sequence[str]], Any]) -> Callable[..., None]:
+    """Returns the sub-command; `run` carries out a command line."""
+
+    def suite(
+        part: Annotated[
+            list[str] | None, typer.Option(help="Run just this part; repeatable.")
+        ] = None,
+        outdir: Annotated[
+            Path | None,
+            typer.Option(help="Folder of all results. Default: runs/bench-suite-TIME."),
+        ] = None,
+    ) -> None:
+        """Run all benchmarks, in about ten minutes, and gather their tables."""
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        folder = outdir or Path("runs", f"bench-suite-{stamp}")
+        console = Console(stderr=True)
+        names = part or list(PARTS)
+        for name in names:
+            if name not in PARTS:
+                raise BenchmarkError(
+                    f"--part: expected one of {', '.join(PARTS)}; got {name!r}"
+                )
+        failed = []
+        for name in names:
+            command = PARTS[name]
+            console.rule(f"scripts/bench.py {' '.join(command)}")
+            try:
+                run([*command, "--outdir", str(folder / name)])
+            except (BenchmarkError, EnvserveError) as error:
+                failed.append(name)
+                text = f"{name}: failed, {error}"
+                console.print(text, markup=False, highlight=False, soft_wrap=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tables(folder)
+        console.print(f"All tables are in {folder / 'tables.md'}", soft_wrap=True)
+        if failed:
+            console.print(f"Failed: {', '.join(failed)}", soft_wrap=True)
+            raise typer.Exit(1)
+
+    return suite
+
+
+def write_tables(folder: Path) -> None:
+    """Writes tables.md: the goals and all tables of the parts in a folder."""
+    results = {
+        name: json.loads((folder / name / "result.json").read_text())
+        for name in PARTS
+        if (folder / name / "result.json").exists()
+    }
+    sections = []
+    if results:
+        machine = next(iter(results.values()))["machine"]
+        versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items())
+        sections = [
+            f"{machine['cores']} cores of {machine['processor']}, "
+            f"{machine['system']}, Python {machine['python']}; {versions}.\n",
+            goals_table(results),
+        ]
+    for name in results:
+        table = (folder / name / "table.md").read_text()
+        sections.append(f"`scripts/bench.py {' '.join(PARTS[name])}`\n\n{table}")
+    folder.joinpath("tables.md").write_text("\n".join(sections))

@@ -1,0 +1,169 @@
+"""Ways to step the same envs, each a context manager that gives a measurement."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+import gymnasium
+import numpy as np
+from gymnasium.vector.utils import iterate
+
+from envserve.bench.load import Load
+from envserve.bench.turns import SPEED, Measure, stepping
+from envserve.client import BatchEnv
+from envserve.errors import ServerError
+from envserve.registry import import_env_modules, make_env
+
+__all__ = ["BINDS", "bare_loops", "batch_env", "stepping_batch_env", "vector_env"]
+
+#: Where a server listens; "{folder}" stands for a temporary folder.
+BINDS: Final = {"ipc": ("ipc://{folder}/envs",), "tcp": ("tcp://127.0.0.1:0",)}
+
+
+@contextlib.contextmanager
+def bare_loops(load: Load) -> Iterator[Measure]:
+    """The machine's limit: as many processes as workers, which only step their envs.
+
+    Each steps its share, with the same actions as the others. A batch step here is one
+    round over all envs of a process.
+    """
+    load.check()
+    context = multiprocessing.get_context("spawn")
+    connections = []
+    with contextlib.ExitStack() as stack:
+        for rows in np.array_split(np.arange(load.num_envs), load.num_workers):
+            ours, theirs = context.Pipe()
+            arguments = (load, rows.tolist(), theirs)
+            process = context.Process(target=_step_alone, args=arguments)
+            process.start()
+            theirs.close()
+            stack.callback(process.join)
+            stack.callback(ours.close)  # first, which ends the process
+            connections.append(ours)
+        for connection in connections:
+            connection.recv()  # its envs are built
+        yield lambda: _measure_all(connections)
+
+
+def _measure_all(connections: Sequence[Connection]) -> Mapping[str, float]:
+    for connection in connections:
+        connection.send("measure")
+    results: list[dict[str, float]] = [connection.recv() for connection in connections]
+    means = {name: float(np.mean([r[name] for r in results])) for name in results[0]}
+    return {**means, SPEED: sum(result[SPEED] for result in results)}
+
+
+def _step_alone(load: Load, rows: list[int], connection: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    import_env_modules(load.import_modules)
+    # As lean as in our workers, or it would be no limit.
+    envs = [make_env(load.env_name, load.env_kwargs) for _ in rows]
+    for row, env in zip(rows, envs, strict=True):
+        env.reset(seed=row)
+    # Cut out beforehand: rows of actions, and what is looked up in an env.
+    steps, resets = [env.step for env in envs], [env.reset for env in envs]
+    space, rounds = load.action_space(), []
+    for batch in load.actions():
+        actions = list(iterate(space, batch))
+        mine = [actions[row] for row in rows]
+        rounds.append(list(zip(steps, resets, mine, strict=True)))
+
+    def step_all(one_round: list[tuple[Any, Any, Any]]) -> None:
+        for step, reset, action in one_round:
+            _, _, terminated, truncated, _ = step(action)
+            if terminated or truncated:
+                reset()
+
+    measure = stepping(step_all, rounds, replace(load, num_envs=len(rows)))
+    connection.send("ready")
+    with contextlib.suppress(EOFError):
+        while connection.recv():
+            connection.send(measure())
+
+
+@contextlib.contextmanager
+def vector_env(load: Load, kind: str) -> Iterator[Measure]:
+    """Gymnasium's own, of which "AsyncVectorEnv" has a process per env."""
+    envs = getattr(gymnasium.vector, kind)(load.env_functions())
+    with contextlib.closing(envs):
+        envs.reset(seed=0)
+        yield stepping(envs.step, load.actions(), load)
+
+
+@contextlib.contextmanager
+def stepping_batch_env(load: Load, binds: Sequence[str] = ()) -> Iterator[Measure]:
+    """A `BatchEnv`; arguments as of `batch_env`."""
+    with batch_env(load, binds) as batch:
+        yield stepping(batch.step, load.actions(), load)
+
+
+@contextlib.contextmanager
+def batch_env(
+    load: Load,
+    binds: Sequence[str] = (),
+    server_options: Sequence[str] = (),
+    **options: Any,
+) -> Iterator[BatchEnv]:
+    """Gives a batch that was reset.
+
+    Args:
+      load: Which envs, in how many workers.
+      binds: Where servers listen, each with its share of the envs and the workers; with
+        none, the envs run in workers of this process.
+      server_options: More options of `envserve start`.
+      options: More arguments of `BatchEnv.local` or `BatchEnv.connect`.
+    """
+    name, num_envs = load.env_name, load.num_envs
+    options |= {"seed": 0, "env_kwargs": load.env_kwargs}
+    with contextlib.ExitStack() as stack:
+        if binds:
+            share = replace(
+                load,
+                num_envs=-(-num_envs // len(binds)),
+                num_workers=-(-load.num_workers // len(binds)),
+            )
+            servers = [_running_server(share, bind, server_options) for bind in binds]
+            addresses = [stack.enter_context(server) for server in servers]
+            batch = BatchEnv.connect(name, addresses, num_envs, **options)
+        else:
+            options["import_modules"] = load.import_modules
+            batch = BatchEnv.local(name, num_envs, load.num_workers, **options)
+        stack.enter_context(batch)
+        batch.reset()
+        yield batch
+
+
+@contextlib.contextmanager
+def _running_server(load: Load, bind: str, options: Sequence[str]) -> Iterator[str]:
+    """Runs a server; gives its address once it is ready."""
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        command = [
+            *(sys.executable, "-m", "envserve.cli", "start", "--env", load.env_name),
+            *("--workers", str(load.num_workers), "--bind", bind.format(folder=folder)),
+            *("--envs-per-worker", str(-(-load.num_envs // load.num_workers))),
+            *("--log-level", "warning", "--drain-grace", "0"),
+            *(part for name in load.import_modules for part in ("--import", name)),
+            *(part for name in load.env_kwargs for part in ("--allow-kwarg", name)),
+            *options,
+        ]
+        # It finds the modules of `--import` where this process finds them.
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+        stack.enter_context(server)
+        stack.callback(server.terminate)
+        assert server.stdout is not None
+        ready = server.stdout.readline()
+        if not ready:
+            raise ServerError(f"expected a server; it did not start: {command}")
+        yield ready.split()[3]  # "envserve: ready on ADDRESS with ..."

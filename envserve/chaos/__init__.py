@@ -1,1 +1,0 @@
-"""Faults made on purpose: a network that fails, between a client and a server."""

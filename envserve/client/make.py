@@ -1,0 +1,212 @@
+"""How a batch is made: of worker processes here, or of envs of servers."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, Protocol, Self, Unpack, get_args
+
+from envserve.client.remote_lane import RemoteLane
+from envserve.lane import Lane
+from envserve.pool.pool import Pool
+from envserve.seeding import draw_root_seed
+from envserve.settings import (
+    Autoreset,
+    EnvOptions,
+    EnvRequest,
+    LocalOptions,
+    PoolSettings,
+)
+from envserve.wrappers import check_wrappers, parse_wrappers
+
+__all__ = ["Builders", "OnFault", "OnServerLost"]
+
+#: What a failed env does besides giving an invalid row.
+OnFault = Literal["truncate", "raise"]
+#: What follows when a server was waited for in vain.
+OnServerLost = Literal["raise", "pad"]
+
+_SECONDS: Final = "_seconds"
+
+
+class Builders(Protocol):
+    """The ways to make a batch, for `BatchEnv` to inherit."""
+
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        *,
+        autoreset: Autoreset,
+        on_fault: OnFault,
+        padding_after: float,
+    ) -> None:
+        """Puts lanes together; see `BatchEnv`."""
+
+    @classmethod
+    def local(
+        cls,
+        env_name: str,
+        num_envs: int,
+        num_workers: int | None = None,
+        *,
+        on_fault: OnFault = "truncate",
+        padding_after: float = 0.1,
+        start_timeout: float = 300.0,
+        **options: Unpack[LocalOptions],
+    ) -> Self:
+        """Starts envs in worker processes of this host.
+
+        Args:
+          env_name: Registered name, like "HalfCheetah-v5".
+          num_envs: Number of rows.
+          num_workers: Processes to spread them over; by default one per core.
+          on_fault: What a failed env does besides giving an invalid row.
+          padding_after: Seconds that a step waits for envs that are not there: their
+            worker is being replaced, or their server is silent. Then their rows come
+            back with status PENDING, and the others go on; `math.inf` waits for as long
+            as it takes. A batch of which nothing is alive waits in any case.
+          start_timeout: Seconds until all envs must be built.
+          **options: See `settings.LocalOptions`: seed, env_kwargs, wrappers and more.
+
+        Raises:
+          EnvStartError: The envs cannot be built; has the worker's traceback.
+          ValueError: An option is out of bounds.
+          WrapperError: A wrapper is not known, or an argument of it is wrong.
+        """
+        given = _settings_of(options)
+        if not options.get("import_modules"):  # nobody else knows more of wrappers
+            check_wrappers(given["wrappers"])
+        if num_workers is not None:
+            given["num_workers"] = num_workers
+        settings = PoolSettings(env_name=env_name, num_envs=num_envs, **given)
+        return cls._start(
+            [Pool(settings)],
+            start_timeout,
+            autoreset=settings.autoreset,
+            on_fault=on_fault,
+            padding_after=padding_after,
+        )
+
+    @classmethod
+    def connect(
+        cls,
+        env_name: str,
+        addresses: Sequence[str],
+        num_envs: int,
+        *,
+        on_fault: OnFault = "truncate",
+        padding_after: float = 0.1,
+        connect_timeout: float = 10.0,
+        start_timeout: float = 300.0,
+        server_lost_after: float = 60.0,
+        on_server_lost: OnServerLost = "raise",
+        **options: Unpack[EnvOptions],
+    ) -> Self:
+        """Takes envs of servers, spread evenly over them.
+
+        Args:
+          env_name: Name of an env that every server offers.
+          addresses: Servers, like "tcp://sim1:5555" or "ipc:///tmp/envs".
+          num_envs: Number of rows in all.
+          on_fault: As for `local`.
+          padding_after: As for `local`.
+          connect_timeout: Seconds within which a server must answer at all.
+          start_timeout: Seconds until all envs must be built.
+          server_lost_after: Seconds to wait for a server that is silent, or was
+            restarted and is not back. Meanwhile its rows are padding, and it is
+            attached to anew by itself, which costs an episode of each row.
+          on_server_lost: What follows: "raise" raises ServerLost; "pad" goes on with
+            padding until the server is back. If no row of the batch is alive,
+            ServerLost is raised all the same.
+          **options: See `settings.EnvOptions`. The same seed gives the same rows as
+            `local`; servers take only `env_kwargs` and wrappers that they know.
+
+        Raises:
+          ConnectError: No server answers at an address.
+          EnvsBusy: A server has not enough free envs.
+          UnknownEnv: A server does not offer the env.
+          WrapperError: A server does not know a wrapper, or an argument is wrong.
+        """
+        _check_addresses(addresses, num_envs)
+        if on_server_lost not in get_args(OnServerLost):
+            raise ValueError(
+                f"on_server_lost: expected one of {get_args(OnServerLost)}; got "
+                f"{on_server_lost!r}"
+            )
+        given = _settings_of(options)
+        whole = EnvRequest(env_name=env_name, num_envs=num_envs, **given)
+        edges = [i * num_envs // len(addresses) for i in range(len(addresses) + 1)]
+        lanes: list[RemoteLane] = []
+        try:
+            for address, start, stop in zip(addresses, edges, edges[1:], strict=False):
+                lane = RemoteLane(
+                    address,
+                    dataclasses.replace(
+                        whole, num_envs=stop - start, first_env_index=start
+                    ),
+                    connect_timeout_seconds=connect_timeout,
+                    server_lost_after_seconds=server_lost_after,
+                    pads_when_lost=on_server_lost == "pad",
+                )
+                lanes.append(lane)
+        except BaseException:
+            for lane in lanes:
+                lane.close()
+            raise
+        return cls._start(
+            lanes,
+            start_timeout,
+            autoreset=whole.autoreset,
+            on_fault=on_fault,
+            padding_after=padding_after,
+        )
+
+    @classmethod
+    def _start(
+        cls,
+        lanes: Sequence[Lane],
+        start_timeout: float,
+        *,
+        autoreset: Autoreset,
+        on_fault: OnFault,
+        padding_after: float,
+    ) -> Self:
+        """Waits for lanes that start side by side."""
+        deadline = time.monotonic() + start_timeout
+        try:
+            for lane in lanes:
+                lane.finish_start(deadline)
+            return cls(
+                lanes,
+                autoreset=autoreset,
+                on_fault=on_fault,
+                padding_after=padding_after,
+            )
+        except BaseException:
+            for lane in lanes:
+                lane.close()
+            raise
+
+
+def _settings_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options as fields of settings; a root seed that is not given is drawn."""
+    names = {field.name for field in dataclasses.fields(PoolSettings)}
+    given = {
+        name + _SECONDS if name + _SECONDS in names else name: value
+        for name, value in options.items()
+        if value is not None or name == "crash_dir"
+    }
+    given["wrappers"] = parse_wrappers(given.get("wrappers", ()))
+    given.setdefault("seed", draw_root_seed())
+    return given
+
+
+def _check_addresses(addresses: Sequence[str], num_envs: int) -> None:
+    if isinstance(addresses, str):
+        raise TypeError(f"expected a list of addresses; got {addresses!r}")
+    if not addresses or num_envs < len(addresses):
+        raise ValueError(
+            f"expected at least one server, and an env for each; got "
+            f"{len(addresses)} servers and num_envs={num_envs}"
+        )

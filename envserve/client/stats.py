@@ -1,0 +1,93 @@
+"""What a batch has been through: steps, faults by kind, latencies."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from envserve.lane import Lane
+from envserve.slab import Status
+
+__all__ = ["BatchStats", "StepRecorder"]
+
+Array = np.ndarray[Any, Any]
+
+#: Steps whose latencies are kept.
+_NUM_LATENCIES: Final = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchStats:
+    """Counts since the batch was made. "Rows" are rows of the batch's steps.
+
+    Attributes:
+      steps: Calls of `step`, and of `recv` that gave rows.
+      rows: Rows that came back from them.
+      valid_rows: Those that can be learned from.
+      invalid_rows: All others, by the name of their status; see `envserve.slab.Status`.
+      latency_seconds: Median ("p50"), 99th percentile ("p99") and longest ("max")
+        duration of the last 1,024 calls of `step`; empty before the first.
+      lanes: What each lane counts, by its name: "restarts" of workers, and for a server
+        "resends", "reattaches" and more.
+    """
+
+    steps: int
+    rows: int
+    valid_rows: int
+    invalid_rows: Mapping[str, int] = field(default_factory=dict)
+    latency_seconds: Mapping[str, float] = field(default_factory=dict)
+    lanes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+    @property
+    def fill(self) -> float:
+        """Share of rows that are valid; 1 before the first step."""
+        return self.valid_rows / self.rows if self.rows else 1.0
+
+
+class StepRecorder:
+    """Counts steps as they end; costs next to nothing while all rows are valid.
+
+    Attributes:
+      steps: How many there were.
+      rows: How many rows they had.
+      latencies: Seconds that the last ones took which were waited for.
+    """
+
+    def __init__(self) -> None:
+        """Starts at zero."""
+        self.steps = 0
+        self.rows = 0
+        self.latencies: deque[float] = deque(maxlen=_NUM_LATENCIES)
+        self._invalid = np.zeros(len(Status), np.int64)
+
+    def count_invalid(self, valid: Array, status: Array) -> None:
+        """Takes the rows of a step that are not all valid."""
+        self._invalid += np.bincount(status[~valid], minlength=len(Status))
+
+    def stats(self, lanes: Sequence[Lane]) -> BatchStats:
+        """Returns the counts, with those of lanes."""
+        latencies = np.array(self.latencies)
+        summary = {}
+        if latencies.size:
+            p50, p99 = np.percentile(latencies, (50, 99))
+            largest = latencies.max()
+            summary = {"p50": float(p50), "p99": float(p99), "max": float(largest)}
+        return BatchStats(
+            steps=self.steps,
+            rows=self.rows,
+            valid_rows=self.rows - int(self._invalid.sum()),
+            invalid_rows={
+                status.name: int(self._invalid[status])
+                for status in Status
+                if self._invalid[status]
+            },
+            latency_seconds=summary,
+            lanes={
+                lane.name if len(lanes) == 1 else f"{index}: {lane.name}": lane.stats()
+                for index, lane in enumerate(lanes)
+            },
+        )

@@ -1,0 +1,181 @@
+"""Plays what a repro file holds in a worker process, and tells whether it ends alike.
+
+The env comes from the registry of the worker; nothing else that a file holds is run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from envserve import codec
+from envserve.crashes.repro import (
+    MAX_REPRO_BYTES,
+    End,
+    Repro,
+    decode_repro,
+    encode_repro,
+)
+from envserve.errors import ReproError
+from envserve.pool.launcher import Launcher, one_line
+from envserve.pool.worker_handle import WorkerHandle
+from envserve.slab import Status
+from envserve.worker.channel import Frame, Kind, pack_frame
+
+__all__ = ["Ending", "describe_repro", "load_repro", "replay"]
+
+#: How long building the env may take.
+_BUILD_SECONDS: Final = 300.0
+_EXIT_SECONDS: Final = 10.0
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a replay has ended.
+
+    Attributes:
+      is_reproduced: Whether that is how, and where, the file says it ended.
+      text: What happened, in words.
+      number: Actions that had been begun; None if the env could not be built.
+    """
+
+    is_reproduced: bool
+    text: str
+    number: int | None
+
+
+def load_repro(path: Path) -> Repro:
+    """Reads a file.
+
+    Raises:
+      ReproError: It is no repro file.
+      OSError: It cannot be read.
+    """
+    with path.open("rb") as file:
+        return decode_repro(file.read(MAX_REPRO_BYTES + 1))
+
+
+def describe_repro(repro: Repro) -> str:
+    """Says in a few lines what a file holds, and how well it can be followed."""
+    played = repro.played
+    start, doubts = "a reset whose random numbers are not known", []
+    if played.seed is not None:
+        start = f"a reset with seed {played.seed}"
+    elif played.generator is not None:
+        start = "a reset with the state that the env's generator had then"
+    else:
+        doubts.append("its random numbers are not")
+    if played.num_missing:
+        missing = f"{_actions(played.num_missing)} before these are not known"
+        doubts.insert(0, missing)
+    if played.is_touched:
+        doubts.append("its attributes or methods were used as well, which is not kept")
+    env = f"env {repro.env_index} of {one_line(repro.env_name)}"
+    if repro.wrappers:
+        env += f" in {one_line(', '.join(map(str, repro.wrappers)))}"
+    # The cause is of a stranger, maybe, and about to be shown on a terminal.
+    cause = one_line(repro.end.text.strip().rpartition("\n")[2])
+    lines = [
+        f"{env}, incarnation {played.incarnation}",
+        f"{start}, then {_actions(len(played.actions[0]))}",
+        f"ended with {repro.end.status.name}: {cause}",
+    ]
+    if doubts:
+        lines.append(f"This may not end alike: {'; '.join(doubts)}.")
+    return "\n".join(lines)
+
+
+def replay(
+    repro: Repro, launcher: Launcher, timeout_seconds: float | None = None
+) -> Ending:
+    """Builds the env anew in a process of its own, and applies the actions.
+
+    Args:
+      repro: What to play.
+      launcher: Starts the process; has imported the modules that register own envs.
+      timeout_seconds: How long a step, or the reset, may take before it counts as a
+        hang; by default what the file says.
+    """
+    if timeout_seconds is None:
+        timeout_seconds = repro.timeout_seconds
+    with contextlib.closing(WorkerHandle(launcher)) as process:
+        process.send(pack_frame(Kind.REPLAY, payload=encode_repro(repro)))
+        try:
+            return _follow(repro, process, timeout_seconds)
+        finally:
+            process.kill("it is done", time.monotonic())
+
+
+def _follow(repro: Repro, process: WorkerHandle, timeout_seconds: float) -> Ending:
+    number: int | None = None
+    for frame in _frames(process, timeout_seconds):
+        if frame is None:
+            end = End(status=Status.TIMEOUT, text=f"hung for {timeout_seconds:g} s")
+            return _judge(repro, number, end)
+        if frame.kind is Kind.DONE:
+            number = frame.sequence
+        elif frame.kind is Kind.READY:
+            text = f"did not crash in {_actions(len(repro.played.actions[0]))}"
+            return Ending(False, text, number)
+        elif frame.kind is Kind.FAILED and frame.block:
+            failure = codec.decode(frame.payload)
+            return _judge(repro, number, End(status=Status.ENV_ERROR, **failure))
+        elif frame.kind is not Kind.BUILT:
+            text = frame.payload.decode(errors="replace").strip()
+            hint = ", ".join(map(one_line, repro.import_modules))
+            if hint:
+                text += f"\nThe file was written where {hint} had been imported."
+            return Ending(False, f"could not be played: {text}", None)
+    end_ = process.wait_exit(_EXIT_SECONDS)
+    if end_ is None:
+        raise ReproError(
+            f"expected {process!r} to end; its socket is closed, but it goes on"
+        )
+    text = "\n".join(filter(None, [str(end_), end_.excerpt]))
+    end = End(status=Status.WORKER_DIED, text=text, exit_code=end_.exit_code)
+    return _judge(repro, number, end)
+
+
+def _frames(process: WorkerHandle, timeout_seconds: float) -> Iterator[Frame | None]:
+    """Yields what the process sends, up to its end; None if it hangs."""
+    limit = _BUILD_SECONDS
+    give_up_at = time.monotonic() + limit
+    while not process.is_at_end:
+        left = give_up_at - time.monotonic()
+        if left <= 0:
+            yield None
+            return
+        process.wait(left)
+        for frame in process.read():
+            if frame.kind is Kind.BUILT:
+                limit = timeout_seconds
+            yield frame
+            give_up_at = time.monotonic() + limit
+
+
+def _judge(repro: Repro, number: int | None, found: End) -> Ending:
+    """Compares an ending with the one in the file."""
+    where = "before the reset"
+    if number is not None:
+        where = f"in action {number}" if number else "in the reset"
+    is_alike = number == len(repro.played.actions[0])
+    is_alike = is_alike and _signs(found) == _signs(repro.end)
+    return Ending(is_alike, f"{where}: {found.text.strip()}", number)
+
+
+def _signs(end: End) -> tuple[object, ...]:
+    """Returns by what an ending is known again."""
+    if end.status is Status.WORKER_DIED:
+        return end.status, end.exit_code
+    if end.status is Status.ENV_ERROR and not end.is_violation:
+        # The class of the exception, by the last line of its traceback.
+        return end.status, end.text.strip().rpartition("\n")[2].partition(":")[0]
+    return end.status, end.is_violation
+
+
+def _actions(number: int) -> str:
+    return "1 action" if number == 1 else f"{number} actions"

@@ -1,0 +1,224 @@
+"""All workers of a pool: started, waited for, watched, replaced, ended; their slab.
+
+What happens to them comes back as events, each with its worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import selectors
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from envserve import codec
+from envserve.cores import num_cores
+from envserve.crashes.action_ring import ring_nbytes
+from envserve.errors import EnvserveError, EnvStartError, WorkerError
+from envserve.lane import Block
+from envserve.pool.launcher import Launcher
+from envserve.pool.states import Event, WorkerState
+from envserve.pool.supervisor import SupervisedWorker
+from envserve.settings import PoolSettings
+from envserve.slab import Slab
+from envserve.spec import EnvSpec
+from envserve.wrappers import plain_wrappers
+
+__all__ = ["Workers"]
+
+_LOGGER: Final = logging.getLogger(__name__)
+
+
+class Workers:
+    """The workers of a pool, and a descriptor to wait for them.
+
+    Attributes:
+      all: The workers.
+      incarnations: How often the env of each row has been built before.
+      watch_at: When to `watch` them, if nothing happens before.
+      spec: Spaces of all envs, once all workers are ready for the first time.
+      slab: The rows, from then on.
+      error: Why there will be none, or why a worker was given up before.
+      likely_last: The one that has answered a step last; None if it need not again.
+    """
+
+    def __init__(
+        self,
+        config: PoolSettings,
+        blocks: Sequence[Block],
+        launcher: Launcher | None,
+        clock: Callable[[], float],
+    ) -> None:
+        """Starts none yet; `watch` does.
+
+        Args:
+          config: What they build.
+          blocks: What they host.
+          launcher: Shared with others; None for one of their own.
+          clock: Monotonic seconds.
+
+        Raises:
+          EnvStartError: The `env_kwargs` or `wrappers` are not plain values.
+        """
+        try:
+            codec.encode(dict(config.env_kwargs))
+            codec.encode(plain_wrappers(config.wrappers))
+        except codec.CodecError as error:
+            raise EnvStartError(f"env_kwargs or wrappers: {error}") from None
+        self.incarnations = [config.first_incarnation] * config.num_envs
+        self.watch_at = clock()
+        self.likely_last: SupervisedWorker | None = None
+        self._config = config
+        self._blocks = blocks
+        self._clock = clock
+        self._owns_launcher = launcher is None
+        self._launcher = launcher or Launcher(config.import_modules, (config.env_name,))
+        self._selector = selectors.DefaultSelector()
+        self._num_workers = 1 + max(block.worker for block in blocks)
+        self._has_cores_for_all = self._num_workers <= num_cores()
+        self.spec: EnvSpec | None = None
+        self.error: EnvserveError | None = None
+        self.slab: Slab | None = None
+        self._specs: dict[int, EnvSpec] = {}  # of the workers that are ready first
+        self.all = [self._new_worker(index) for index in range(self._num_workers)]
+
+    def _new_worker(self, index: int) -> SupervisedWorker:
+        return SupervisedWorker(
+            index,
+            tuple(block for block in self._blocks if block.worker == index),
+            self._num_workers,
+            self._config,
+            self._launcher,
+            self._selector,
+        )
+
+    def admit(self, worker: SupervisedWorker, spec: EnvSpec, now: float) -> bool:
+        """Takes in a worker whose envs are built; tells whether it can be asked.
+
+        Once all are ready for the first time, they get the slab.
+        """
+        if self.spec is not None:
+            different = self.spec.differences(spec)
+            if different:
+                text = f"came back with other spaces: {'; '.join(different)}"
+                worker.fail(text, now)
+            return not different
+        self._specs[worker.index] = spec
+        if len(self._specs) < len(self.all):
+            return False
+        first = self._specs[0]
+        for index, other in self._specs.items():
+            different = first.differences(other)
+            if different:
+                label = self.all[index].label
+                text = f"{label} has other spaces than the first worker: "
+                self.error = EnvStartError(text + "; ".join(different))
+                return False
+        num_envs = self._config.num_envs
+        num_bytes = ring_nbytes(first, num_envs)
+        try:
+            self.slab = Slab.create(first, num_envs, len(self.all), num_bytes)
+        except OSError as error:
+            self.error = WorkerError(f"no shared memory for the rows: {error}")
+            return False
+        for each in self.all:
+            each.attach(self.slab)
+        self.spec = first
+        return True
+
+    @property
+    def pids(self) -> tuple[int | None, ...]:
+        """Process ids; None for a worker that does not run."""
+        self._launcher.poll()
+        return tuple(each.process.pid if each.process else None for each in self.all)
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when there is something to `read`."""
+        return self._selector.fileno()
+
+    def wait(
+        self, timeout_seconds: float, now: float, is_for_all: bool = False
+    ) -> Sequence[SupervisedWorker]:
+        """Waits, at most until `watch_at`; returns whom to `read`.
+
+        Who waits for all workers need not be woken by each: the core that it wakes on
+        is one that another still needs. So it waits for the one that is likely to end
+        last, as it did before. With many workers to each core it is better to read what
+        they have sent while others still run.
+        """
+        timeout_seconds = max(0.0, min(timeout_seconds, self.watch_at - now))
+        last = self.likely_last
+        if (
+            is_for_all
+            and self._has_cores_for_all
+            and last is not None
+            and last.num_unanswered
+            and last.process is not None
+            and last.state is WorkerState.SERVING
+        ):
+            last.process.wait(timeout_seconds)
+            return self.all
+        return [key.data for key, _ in self._selector.select(timeout_seconds)]
+
+    def watch(self, now: float) -> Iterator[tuple[SupervisedWorker, Event]]:
+        """Looks after all, starts whose turn it is, and plans when to do so next."""
+        self.watch_at = math.inf
+        for worker in self.all:
+            for event in worker.watch(now):
+                yield worker, event
+            for event in worker.start(self.incarnations, now):
+                yield worker, event
+            self.watch_at = min(self.watch_at, worker.next_watch(now))
+
+    def replace(self, reason: str, now: float) -> list[SupervisedWorker]:
+        """Ends all processes, whatever state an interrupt has left their workers in.
+
+        Returns:
+          The workers that were replaced, or were not, since they could not be killed.
+        """
+        if self.spec is None:
+            self._specs, self.slab = {}, None
+        old = [worker for worker in self.all if worker.error is None]
+        for worker in old:
+            worker.end(reason, now)
+            if worker.error is None:
+                self.all[worker.index] = successor = self._new_worker(worker.index)
+                if self.slab is not None:
+                    successor.attach(self.slab)
+        for key in list(self._selector.get_map().values()):
+            # Of one that was being started. A process ends with its socket.
+            self._selector.unregister(key.fileobj)
+            assert isinstance(key.fileobj, socket.socket)
+            key.fileobj.close()
+        self.likely_last, self.watch_at = None, now
+        return old
+
+    @property
+    def have_ended(self) -> bool:
+        """Whether no process is left."""
+        return all(worker.process is None for worker in self.all)
+
+    def begin_close(self, grace_seconds: float) -> None:
+        """Asks all to end, and kills who has not after so long."""
+        self.watch_at = now = self._clock()
+        for worker in self.all:
+            worker.begin_close(kill_at=now + grace_seconds)
+
+    def close(self, timeout_seconds: float) -> None:
+        """Waits until all have ended, at most so long, and lets go of them."""
+        give_up_at = self._clock() + timeout_seconds
+        while not self.have_ended and (now := self._clock()) < give_up_at:
+            for worker in self.wait(0.05, now):
+                worker.read(now)
+            for _ in self.watch(now):
+                pass
+        for worker in self.all:
+            if worker.process is not None:
+                _LOGGER.error("%r cannot be killed", worker)
+                worker.drop()
+        if self._owns_launcher:
+            self._launcher.close()
+        if self.slab is not None:
+            self.slab.close()
+        self._selector.close()

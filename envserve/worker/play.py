@@ -1,0 +1,109 @@
+"""Plays an env again in a worker process: the same beginning, the same actions.
+
+It says which action comes next before it applies it, so that whoever listens knows
+how far it has come, however it ends.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Callable
+
+from envserve import codec
+from envserve.crashes.action_ring import RowRecord, restore_rng_state
+from envserve.crashes.repro import Repro, decode_repro
+from envserve.errors import ReproError
+from envserve.slab import Rows
+from envserve.spec import EnvSpec, action_values
+from envserve.worker.channel import Kind, pack_frame
+from envserve.worker.env_row import EnvRow, SpaceViolation
+from envserve.worker.report import describe_error, printable
+
+__all__ = ["play", "run"]
+
+
+def run(channel: socket.socket, payload: bytes) -> None:
+    """Plays the content of a repro file.
+
+    Sends DONE, with its number, before each action, and before that with 0 for the
+    reset. At the end READY, or FAILED with what the env has raised.
+    """
+    repro = decode_repro(payload)
+
+    def on_action(number: int) -> None:
+        channel.sendall(pack_frame(Kind.DONE, sequence=number))
+
+    env = _env_of(repro)
+    spec = env.build()
+    _check_actions(repro, spec)
+    channel.sendall(pack_frame(Kind.BUILT))
+    try:
+        play(repro, env, spec, on_action)
+    except Exception as error:
+        is_violation = isinstance(error, SpaceViolation)
+        text = printable(str(error)) if is_violation else describe_error(error)
+        failure = codec.encode({"text": text, "is_violation": is_violation})
+        channel.sendall(pack_frame(Kind.FAILED, block=1, payload=failure))
+    else:
+        channel.sendall(pack_frame(Kind.READY))
+
+
+def play(
+    repro: Repro, env: EnvRow, spec: EnvSpec, on_action: Callable[[int], None]
+) -> Rows:
+    """Plays an env that has just been built; returns the row that it has written.
+
+    Args:
+      repro: What to play.
+      env: The env.
+      spec: Its spaces.
+      on_action: Called with the number of each action before it is applied, counted
+        from 1, and with 0 before the reset.
+
+    Raises:
+      Exception: What the env raises, or `SpaceViolation`.
+    """
+    rows = Rows.allocate(spec, 1)
+    heartbeat = memoryview(bytearray(16)).cast("q")  # nobody's
+    env.attach(rows, heartbeat, RowRecord.private(), repro.autoreset)
+    played = repro.played
+    if played.generator is not None:
+        env.reset(None)  # which makes the generator
+        restore_rng_state(env.inner_env, played.generator)
+    on_action(0)
+    env.reset(played.seed)
+    for number, action in enumerate(action_values(spec, played.actions), 1):
+        on_action(number)
+        reward, terminated, truncated, _ = env.step(action)
+        if not math.isfinite(reward):
+            raise SpaceViolation(f"expected a finite reward; got {reward}")
+        env.check_finite(final=terminated or truncated)
+    return rows
+
+
+def _env_of(repro: Repro) -> EnvRow:
+    return EnvRow(
+        row=0,
+        env_index=repro.env_index,
+        incarnation=repro.played.incarnation,
+        name=repro.env_name,
+        kwargs=repro.env_kwargs,
+        root_seed=repro.root_seed,
+        wrappers=repro.wrappers,
+    )
+
+
+def _check_actions(repro: Repro, spec: EnvSpec) -> None:
+    arrays = repro.played.actions
+    leaves = spec.action_leaves
+    if len(arrays) != len(leaves) or any(
+        array.shape[1:] != leaf.shape or array.dtype != leaf.dtype
+        for array, leaf in zip(arrays, leaves, strict=False)
+    ):
+        raise ReproError(
+            f"expected actions of {repro.env_name}, which are "
+            f"{', '.join(map(str, leaves))}; got {len(arrays)} arrays of "
+            f"{', '.join(f'{a.dtype}{list(a.shape[1:])}' for a in arrays)}; was the "
+            f"file written with another version of the env?"
+        )

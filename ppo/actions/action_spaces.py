@@ -1,0 +1,169 @@
+"""What a policy has to know of an action space, in one object per kind of space.
+
+How many numbers its network gives per row, which distribution they stand for, how
+sampled actions are stored, and how they become the env's own.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+import tensorflow as tf
+
+from ppo.actions.distributions import (
+    Bernoulli,
+    Categorical,
+    DiagonalGaussian,
+    MultiCategorical,
+    masked_logits,
+)
+from ppo.errors import UnsupportedSpaceError
+
+__all__ = ["ActionKind", "action_kind"]
+
+
+class ActionKind:
+    """One kind of action space.
+
+    Attributes:
+        output_size: numbers per row that the policy network gives: means or logits.
+        noise_size: numbers per row that sampling takes.
+        choice_sizes: options of each choice, which a mask may forbid; None without
+            choices.
+    """
+
+    distribution_type: type[Any]
+    """The type of what `distribution` returns."""
+
+    def __init__(self, space: Any) -> None:
+        self._space = space
+        self.output_size = self.noise_size = math.prod(space.shape)
+        self.choice_sizes: list[int] | None = None
+
+    def draw_noise(self, num_rows: int, seed: tf.Tensor) -> tf.Tensor:
+        """Draw what sampling so many actions needs, `[num_rows, noise_size]`."""
+        return self.distribution_type.draw_noise(num_rows, self.noise_size, seed)
+
+    def distribution(self, parameters: Sequence[tf.Tensor], allowed: Any) -> Any:
+        """Return the distribution for what the policy gave.
+
+        Args:
+            parameters: logits; or means and log standard deviations.
+            allowed: bool `[N, output_size]`, or None if everything is.
+        """
+        return self.distribution_type(*parameters)
+
+    def spec(self, num_rows: int) -> tf.TensorSpec:
+        """Describe so many of the actions that the distribution samples."""
+        return tf.TensorSpec([num_rows, math.prod(self._space.shape)], tf.int64)
+
+    def to_env_action(self, action: tf.Tensor) -> tf.Tensor:
+        """Turn sampled actions, of any number of rows, into the env's own."""
+        dtype = self._space.dtype
+        return tf.reshape(tf.cast(action, dtype), [-1, *self._space.shape])
+
+
+def action_kind(space: gymnasium.Space[Any]) -> ActionKind:
+    """Return what to know of a space.
+
+    Raises:
+        UnsupportedSpaceError: no policy can act in it.
+    """
+    if isinstance(space, gymnasium.spaces.Box):
+        return _BoxActions(space)
+    if isinstance(space, gymnasium.spaces.Discrete):
+        return _DiscreteActions(space)
+    if isinstance(space, gymnasium.spaces.MultiDiscrete) and space.nvec.size:
+        return _MultiDiscreteActions(space)
+    if isinstance(space, gymnasium.spaces.MultiBinary):
+        return _MultiBinaryActions(space)
+    raise UnsupportedSpaceError(
+        "Action space: expected Box, Discrete, MultiDiscrete or MultiBinary, got "
+        f"{space}; wrap the env so that its actions are one of these."
+    )
+
+
+class _BoxActions(ActionKind):
+    """-1 and 1 stand for finite bounds; what lies beyond is clipped."""
+
+    distribution_type = DiagonalGaussian
+
+    def spec(self, num_rows: int) -> tf.TensorSpec:
+        return tf.TensorSpec([num_rows, self.output_size], tf.float32)
+
+    def to_env_action(self, action: tf.Tensor) -> tf.Tensor:
+        space = self._space
+        if len(space.shape) != 1:
+            action = tf.reshape(action, [-1, *space.shape])
+        bounded = np.isfinite(space.low) & np.isfinite(space.high)
+        # float64: the width of a float32 space may not fit into float32.
+        low = np.where(bounded, space.low, -1.0).astype(np.float64)
+        high = np.where(bounded, space.high, 1.0).astype(np.float64)
+        centre, radius = (low + high) / 2, (high - low) / 2
+        if (centre != 0.0).any() or (radius != 1.0).any():
+            action = centre + radius * tf.cast(action, tf.float64)
+        if space.dtype.kind in "iu":  # a cast would wrap around what lies beyond
+            action = tf.round(tf.cast(action, tf.float64))
+            action = tf.clip_by_value(action, low, high)
+        action = tf.cast(action, space.dtype)
+        is_unlimited = np.isinf(space.low).all() and np.isinf(space.high).all()
+        if is_unlimited:
+            return action
+        return tf.clip_by_value(action, space.low, space.high)
+
+
+class _DiscreteActions(ActionKind):
+    """A choice, counted from 0."""
+
+    distribution_type = Categorical
+
+    def __init__(self, space: gymnasium.spaces.Discrete) -> None:
+        super().__init__(space)
+        self.output_size = self.noise_size = int(space.n)
+        self.choice_sizes = [self.output_size]
+
+    def distribution(
+        self, parameters: Sequence[tf.Tensor], allowed: Any
+    ) -> Categorical:
+        (logits,) = parameters
+        return Categorical(
+            logits if allowed is None else masked_logits(logits, allowed)
+        )
+
+    def spec(self, num_rows: int) -> tf.TensorSpec:
+        return tf.TensorSpec([num_rows], tf.int64)
+
+    def to_env_action(self, action: tf.Tensor) -> tf.Tensor:
+        dtype = self._space.dtype
+        return tf.cast(action, dtype) + np.asarray(self._space.start, dtype)
+
+
+class _MultiDiscreteActions(ActionKind):
+    """Choices, each counted from 0, in the order of the flattened space."""
+
+    distribution_type = MultiCategorical
+
+    def __init__(self, space: gymnasium.spaces.MultiDiscrete) -> None:
+        super().__init__(space)
+        sizes = [int(size) for size in np.ravel(space.nvec)]
+        self.choice_sizes = sizes
+        self.output_size, self.noise_size = sum(sizes), len(sizes) * max(sizes)
+
+    def distribution(
+        self, parameters: Sequence[tf.Tensor], allowed: Any
+    ) -> MultiCategorical:
+        (logits,) = parameters
+        assert self.choice_sizes is not None
+        return MultiCategorical.of(logits, self.choice_sizes, allowed)
+
+    def to_env_action(self, action: tf.Tensor) -> tf.Tensor:
+        start = np.asarray(self._space.start, self._space.dtype)
+        return super().to_env_action(action) + start
+
+
+class _MultiBinaryActions(ActionKind):
+    """Bits, in the order of the flattened space."""
+
+    distribution_type = Bernoulli

@@ -1,0 +1,247 @@
+"""Every sub-command of the benchmarks once, as small as can be, in real processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.cases import peers
+from benchmarks.cases.images import REUSING
+from benchmarks.cases.ours import LIMIT
+from benchmarks.cli import main
+from benchmarks.command import Run, sub_command
+from benchmarks.harness import BenchmarkError, Skip
+from benchmarks.lab.processes import proportional_set_bytes, with_descendants
+from benchmarks.learning.learners import learning_sb3
+from benchmarks.learning.trainers import training_sb3
+from envserve.bench.load import Load
+from envserve.bench.turns import MICROSECONDS, SPEED, THREAD
+from ppo.config import Config
+
+TINY = ("--seconds", "0.02", "--repetitions", "1")
+Bench = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    def run(*arguments: str) -> dict[str, Any]:
+        with pytest.raises(SystemExit) as caught:
+            main([*arguments, "--outdir", str(tmp_path)])
+        assert caught.value.code == 0
+        result: dict[str, Any] = json.loads((tmp_path / "result.json").read_text())
+        assert result["benchmark"] == arguments[0]
+        assert all(
+            np.isfinite(list(repetition.values())).all()
+            for repetitions in result["repetitions"].values()
+            for repetition in repetitions
+        )
+        return result
+
+    return run
+
+
+def test_step_measures_ours_and_every_peer_that_is_there(bench: Bench) -> None:
+    # Over ipc and from one server it runs in other tests.
+    cases = ("limit", "in-process", "2 servers", *peers.PEERS)
+    only = [word for case in cases for word in ("--only", case)]
+    result = bench("step", "--env", "CartPole-v1", "--num-envs", "2", *TINY, *only)
+    measured, skipped = result["medians"], result["skipped"]
+    assert {
+        LIMIT,
+        "envserve in-process",
+        "envserve tcp, 2 servers",
+        "gymnasium SyncVectorEnv",
+        "gymnasium AsyncVectorEnv",
+    } <= measured.keys()
+    assert {*measured, *skipped} >= peers.PEERS.keys()
+    assert all("envserve[bench]" in reason for reason in skipped.values())
+    assert measured["envserve in-process"].keys() == {
+        *(SPEED, MICROSECONDS, THREAD, "p50_us", "p99_us")
+    }
+    assert result["results"]["ratio_to_limit"][LIMIT] == 1.0
+    assert result["options"]["num_envs"] == 2
+
+
+def test_images(bench: Bench) -> None:
+    result = bench("images", "--num-envs", "2", *TINY, "--only", "in-process")
+    assert list(result["medians"]) == [REUSING, "envserve in-process"]
+    speed = result["medians"]["envserve in-process"][SPEED]
+    (gigabytes,) = result["results"]["gigabytes_per_second"]["envserve in-process"]
+    assert gigabytes == pytest.approx(speed * 84 * 84 * 4 / 1e9)
+
+
+def test_scale(bench: Bench) -> None:
+    sizes = ("--size", "4", "--size", "2", "--workers", "2")
+    result = bench("scale", *sizes, *TINY)
+    assert list(result["medians"]) == ["2 envs", "4 envs"]
+    memory = result["results"]["proportional_set_bytes"]
+    if sys.platform == "linux":
+        assert all(1e6 < taken < 1e9 for taken in memory.values())
+    else:
+        assert set(memory.values()) == {None}
+
+
+def test_guarantees(bench: Bench) -> None:
+    envs = ("--env", "CartPole-v1", "--num-envs", "3", "--num-envs", "2")
+    result = bench("guarantees", *envs, "--workers", "2", *TINY)
+    cases = [f"CartPole-v1, {size} envs: " for size in (3, 2)]
+    ways = ("bare slab", "BatchEnv.local")
+    assert list(result["medians"]) == [case + way for case in cases for way in ways]
+    assert [row[-1] == "1.00" for row in result["table"]["rows"]][::2] == [True] * 2
+
+
+def test_start(bench: Bench) -> None:
+    envs = ("--env", "CartPole-v1", "--num-envs", "2", "--workers", "2")
+    only = ("--only", "envserve,", "--only", "ready")
+    result = bench("start", *envs, "--repetitions", "1", *only)
+    assert len(result["medians"]) == 2
+
+
+def test_straggler(bench: Bench) -> None:
+    small = ("--num-envs", "2", "--milliseconds", "1", "--factor", "3")
+    result = bench("straggler", *small, *TINY, "--only", "in-process")
+    assert len(result["medians"]) == 3
+    assert all(m["replies"] >= 2 for m in result["medians"].values())
+
+
+def test_slow_reset(bench: Bench) -> None:
+    small = ("--num-envs", "2", "--reset-milliseconds", "2", "--episode-length", "5")
+    result = bench("slow-reset", *small, "--repetitions", "1")
+    assert len(result["medians"]) == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_counts_a_process_and_what_it_has_started() -> None:
+    code = "print('ready', flush=True); input()"
+    nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
+    with subprocess.Popen(
+        [sys.executable, "-c", nested], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        pids = with_descendants(process.pid)
+        alone = proportional_set_bytes([process.pid])
+        both = proportional_set_bytes(pids)
+        process.communicate(b"\n")
+    assert len(pids) == 2
+    assert both > alone > 1e6
+
+
+@pytest.mark.parametrize(
+    ("opener", "arguments", "module"),
+    [
+        (peers.sb3_subprocess, (Load("CartPole-v1", 1, 1, 0.01),), "stable_baselines3"),
+        (peers.tianshou_shared_memory, (Load("CartPole-v1", 1, 1, 0.01),), "tianshou"),
+        (peers.envpool, (Load("CartPole-v1", 1, 1, 0.01),), "envpool"),
+        (learning_sb3, ("cartpole", 475.0, 1000), "torch"),
+        (training_sb3, (Config(env_name="CartPole-v1"), 1, "SubprocVecEnv"), "torch"),
+        (training_sb3, (Config(env_name="CartPole-v1"), 1, "DummyVecEnv"), "torch"),
+    ],
+)
+def test_a_peer_that_is_not_installed_is_skipped(
+    opener: Any,
+    arguments: tuple[Any, ...],
+    module: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with (
+        pytest.raises(Skip, match=r"pip install 'envserve\[bench\]'"),
+        opener(*arguments),
+    ):
+        pass
+
+
+def test_a_wrong_word_is_a_short_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["step", "--only", "udp"])
+    assert caught.value.code == 1
+    assert capsys.readouterr().err.startswith("scripts/bench.py: --only: expected part")
+
+
+@pytest.mark.parametrize(
+    "command", ["step", "scale", "guarantees", "profile", "simulate", "train"]
+)
+def test_a_wrong_env_name_is_one_line(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--env", "CartPole-v9"])
+    assert caught.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("scripts/bench.py: no env named 'CartPole-v9' is registered")
+    assert "did you mean CartPole-v1" in line
+
+
+def test_the_suite_runs_a_part_into_its_folder(tmp_path: Path) -> None:
+    asked = []
+
+    @sub_command
+    def probe(run: Run) -> None:
+        asked.append(run.output.outdir)
+
+    with pytest.raises(SystemExit) as caught:
+        main(["suite", "--part", "train", "--outdir", str(tmp_path)], {"train": probe})
+    assert caught.value.code == 0
+    assert asked == [tmp_path / "train"]
+    assert (tmp_path / "tables.md").read_text() == ""
+
+
+def test_a_part_that_fails_leaves_the_suite_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    @sub_command
+    def fails(run: Run) -> None:
+        raise BenchmarkError("pip install 'envserve[mujoco]'")
+
+    @sub_command
+    def probe(run: Run) -> None:
+        asked.append(run.output.outdir)
+
+    parts = ("--part", "train", "--part", "overlap", "--outdir", str(tmp_path))
+    with pytest.raises(SystemExit) as caught:
+        main(["suite", *parts], {"train": fails, "overlap": probe})
+    assert caught.value.code == 1
+    assert asked == [tmp_path / "overlap"]
+    assert (tmp_path / "tables.md").exists()
+    lines = capsys.readouterr().err.splitlines()
+    assert "train: failed, pip install 'envserve[mujoco]'" in lines
+    assert lines[-1] == "Failed: train"
+
+
+def test_the_suite_checks_all_parts_before_it_runs_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    @sub_command
+    def probe(run: Run) -> None:
+        asked.append(run.output.outdir)
+
+    parts = ("--part", "train", "--part", "trian", "--outdir", str(tmp_path))
+    with pytest.raises(SystemExit) as caught:
+        main(["suite", *parts], {"train": probe})
+    assert caught.value.code == 1
+    assert asked == []
+    assert "scripts/bench.py: --part: expected one of" in capsys.readouterr().err
+
+
+def test_the_script_runs_without_an_installation() -> None:
+    finished = subprocess.run(
+        [sys.executable, "scripts/bench.py", "step", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    assert "Measure raw stepping" in finished.stdout
+    assert "scripts/bench.py step" in finished.stdout

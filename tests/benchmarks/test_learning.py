@@ -1,0 +1,208 @@
+"""The benchmarks that need TensorFlow: each once, as small as can be; their sums.
+
+One runs as users run it. The others open their cases in this process, which has loaded
+TensorFlow already.
+"""
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.cli import main
+from benchmarks.harness import Case, Skip
+from benchmarks.learning.overlap import Pieces
+from benchmarks.learning.profile import longest_worker
+from benchmarks.learning.rollouts import load_tensorflow
+from benchmarks.learning.trainers import Gate
+from envserve.bench.turns import Measurements
+from ppo.errors import BadInputError
+
+TINY = ("--seconds", "0.02", "--repetitions", "1", "--num-envs", "2", "--workers", "2")
+CARTPOLE = ("--env", "CartPole-v1", "--horizon", "4")
+Bench = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    def run(*arguments: str) -> dict[str, Any]:
+        with pytest.raises(SystemExit) as caught:
+            main([*arguments, "--outdir", str(tmp_path)])
+        assert caught.value.code == 0
+        result: dict[str, Any] = json.loads((tmp_path / "result.json").read_text())
+        return result
+
+    return run
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opens cases here."""
+
+    def take_turns(cases: Sequence[Case], repetitions: int, say: Any) -> Measurements:
+        with contextlib.ExitStack() as stack:
+            measures = {
+                case.name: stack.enter_context(case.open(**case.arguments))
+                for case in cases
+            }
+            return Measurements(
+                {
+                    name: [dict(measure()) for _ in range(repetitions)]
+                    for name, measure in measures.items()
+                }
+            )
+
+    for module in ("command", "learning.overlap"):
+        monkeypatch.setattr(f"benchmarks.{module}.take_turns", take_turns)
+    for module in ("learners", "overlap", "rollouts", "trainers"):
+        monkeypatch.setattr(
+            f"benchmarks.learning.{module}.load_tensorflow", lambda: None
+        )
+
+
+def test_simulate_in_processes_of_its_own(bench: Bench) -> None:
+    only = ("--only", "simulate()", "--only", "BatchEnv")
+    result = bench("simulate", *TINY, *CARTPOLE, *only)
+    medians = {c: m["us_per_batch_step"] for c, m in result["medians"].items()}
+    beyond = result["results"]["beyond_the_lane_us"]
+    expected = medians["simulate()"] - medians["BatchEnv.step alone"]
+    assert beyond["simulate()"] == pytest.approx(expected)
+    assert beyond["BatchEnv.step alone"] is None
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_simulate_beside_loops_in_python(bench: Bench) -> None:
+    only = ("--only", "simulate()", "--only", "policy alone", "--only", "function")
+    rows = bench("simulate", *TINY, *CARTPOLE, *only)["table"]["rows"]
+    assert [row[0].split(",")[0] for row in rows] == [
+        *("policy alone", "simulate()", "Python loop")
+    ]
+    assert [row[-1] == "-" for row in rows] == [True, True, False]
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_profile(bench: Bench) -> None:
+    result = bench("profile", *TINY, *CARTPOLE, "--transport", "ipc")
+    parts = [row[0] for row in result["table"]["rows"]]
+    assert parts == [
+        *("policy", "graph", "client", "workers and wake-ups", "envs"),
+        "server and transport",
+    ]
+    assert result["notes"][-1] == result["results"]["verdict"]
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_overlap(bench: Bench) -> None:
+    small = ("--env-milliseconds", "0.2", "--policy-milliseconds", "0.2")
+    result = bench("overlap", *TINY, "--horizon", "4", *small)
+    assert list(result["medians"])[-2:] == ["1 split", "2 splits"]
+    assert result["results"]["pieces"]["env"] > 200
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_train(bench: Bench) -> None:
+    small = ("--num-envs", "2", "--workers", "2", "--minibatch-size", "4")
+    once = ("--repetitions", "1", "--iterations", "2", "--epochs", "1")
+    result = bench("train", *CARTPOLE, *small, *once, "--only", "ppo")
+    ours = result["medians"]["ppo"]
+    assert 0 < ours["rollout_seconds"] < ours["total_seconds"]
+    assert 0 < ours["update_seconds"] < ours["total_seconds"]
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_goal_is_where_training_ends(bench: Bench) -> None:
+    small = ("--max-steps", "6144", "--workers", "2", "--repetitions", "1")
+    easy = bench("goal", *small, "--target", "15", "--only", "ppo")["medians"]["ppo"]
+    assert easy["mean_return"] >= 15
+    assert easy["steps"] < 6_144
+    hard = bench("goal", *small, "--target", "501", "--only", "ppo")
+    assert hard["medians"]["ppo"]["steps"] == 6_144
+    assert hard["table"]["rows"][0][-2] == "0 of 1"
+
+
+def test_an_unknown_goal_is_a_wrong_command_line() -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["goal", "--task", "humanoid"])
+    assert caught.value.code == 2
+
+
+def test_without_tensorflow_cases_are_skipped_with_a_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(**threads: int) -> None:
+        raise BadInputError("Training needs TensorFlow: pip install 'envserve[train]'.")
+
+    monkeypatch.setattr("benchmarks.learning.rollouts.start_tensorflow", start)
+    with pytest.raises(Skip, match="needs TensorFlow"):
+        load_tensorflow()
+
+
+@pytest.mark.parametrize(
+    ("cores", "policy", "expected"),
+    [
+        (2, 1.0, 9.0),  # all work by 2 cores: (16 + 2) / 2
+        (4, 1.0, 8.0),  # a worker's own 8 envs
+        (4, 5.0, 10.0),  # the policy of both splits, one after the other
+    ],
+)
+def test_best_with_two_splits(cores: int, policy: float, expected: float) -> None:
+    assert pieces(policy, 16, cores).best_with_two_splits() == expected
+
+
+def test_best_with_two_splits_is_no_shorter_than_one_of_them() -> None:
+    # One env per worker: it steps for one split only, after that split's policy.
+    chain = pieces(1.5, 2, 8)
+    assert chain.best_with_two_splits() == 3.0
+    assert pieces(1.5, 2, 8, env=4.0).best_with_two_splits() == 5.5
+
+
+def test_best_with_one_split_is_policy_and_then_envs() -> None:
+    assert pieces(1.0, 16, 2).best_with_one_split() == 10.0
+    assert pieces(1.0, 16, 1).best_with_one_split() == 18.0  # workers share a core
+
+
+def pieces(policy: float, num_envs: int, cores: int, env: float = 1.0) -> Pieces:
+    return Pieces(
+        env=env,
+        policy_per_split=policy,
+        policy_all_rows=2 * policy,
+        num_envs=num_envs,
+        workers=2,
+        cores=cores,
+    )
+
+
+def test_the_slowest_worker_counts_and_cores_bound_all() -> None:
+    spent = np.array([1.0, 2.0, 3.0, 4.0])
+    assert longest_worker(spent, workers=2, cores=2) == 7.0
+    assert longest_worker(spent, workers=4, cores=2) == 5.0
+
+
+def test_a_gate_lets_so_many_iterations_pass() -> None:
+    gate, made = Gate(), []
+
+    def train() -> None:
+        while not gate.is_closed:
+            made.append(threading.current_thread())
+            gate.arrive()
+
+    with gate.kept_by(train):
+        gate.let_pass(1)
+        assert len(made) == 1
+        gate.let_pass(3)
+        assert len(made) == 4
+    assert threading.current_thread() not in made
+
+
+def test_a_gate_hands_on_what_the_training_raises() -> None:
+    def train() -> None:
+        raise ZeroDivisionError
+
+    gate = Gate()
+    with gate.kept_by(train), pytest.raises(ZeroDivisionError):
+        gate.let_pass(1)

@@ -1,0 +1,145 @@
+"""What a case has found out: counts, times, and whether its goals were reached."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+#: A wrong transition or a failure; a goal that was missed; or all as it should be.
+Verdict = str
+WRONG: Final[Verdict] = "WRONG"
+FAILED: Final[Verdict] = "failed"
+SHORT: Final[Verdict] = "falls short"
+PASSED: Final[Verdict] = "pass"
+
+
+@dataclass(frozen=True)
+class Check:
+    """A number beside what it should be.
+
+    Attributes:
+      meaning: What it is.
+      measured: The number; nan if nothing was measured, which reaches no goal.
+      bound: What it should be: at most, or as `kind` says.
+      kind: "<=", ">=" or "==".
+    """
+
+    meaning: str
+    measured: float
+    bound: float
+    kind: str = "<="
+
+    @property
+    def is_met(self) -> bool:
+        if self.kind == "==":
+            return self.measured == self.bound
+        if self.kind == ">=":
+            return self.measured >= self.bound
+        return self.measured <= self.bound
+
+    def __str__(self) -> str:
+        """Returns both, like "zombies 2, expected == 0"."""
+        measured, bound = f"{self.measured:.4g}", f"{self.bound:.4g}"
+        return f"{self.meaning} {measured}, goal {self.kind} {bound}"
+
+
+@dataclass
+class CaseResult:
+    """Filled while a case runs, so that what there is survives its failure.
+
+    Attributes:
+      faults: How many faults there were.
+      row_steps: Rows of steps that the ledger has checked.
+      wrong: Wrong transitions; a case ends with its first one.
+      losses: Rows that were lost, by status.
+      padding: Rows that were PENDING.
+      late: Rows that were LATE.
+      seconds: From a fault to the next valid row, each time.
+      checks: Numbers with goals.
+      notes: What else is worth knowing.
+      error: What ended the case early.
+      skipped: Why the case could not run here.
+      elapsed: Seconds that it took.
+    """
+
+    faults: int = 0
+    row_steps: int = 0
+    wrong: int = 0
+    losses: Counter[str] = field(default_factory=Counter)
+    padding: int = 0
+    late: int = 0
+    seconds: list[float] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    error: str = ""
+    skipped: str = ""
+    elapsed: float = 0.0
+
+    def check(
+        self, meaning: str, measured: float, bound: float, kind: str = "<="
+    ) -> None:
+        self.checks.append(Check(meaning, float(measured), float(bound), kind))
+
+    def quantile(self, percent: float) -> float:
+        """Returns a percentile of the seconds; nan if there are none."""
+        return float(np.percentile(self.seconds, percent)) if self.seconds else np.nan
+
+    @property
+    def missed(self) -> list[Check]:
+        return [check for check in self.checks if not check.is_met]
+
+    @property
+    def verdict(self) -> Verdict:
+        """Returns what to say of it in a word."""
+        if self.skipped:
+            return "skipped"
+        if self.wrong:
+            return WRONG
+        if self.error:
+            return FAILED
+        return SHORT if self.missed else PASSED
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing was wrong and nothing failed."""
+        return not (self.wrong or self.error)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "verdict": self.verdict,
+            "faults": self.faults,
+            "row_steps": self.row_steps,
+            "wrong": self.wrong,
+            "losses": dict(self.losses),
+            "padding": self.padding,
+            "late": self.late,
+            "latency_seconds": summary(self.seconds),
+            "checks": [
+                {
+                    "meaning": check.meaning,
+                    "measured": _plain(check.measured),
+                    "goal": f"{check.kind} {check.bound:g}",
+                    "is_met": check.is_met,
+                }
+                for check in self.checks
+            ],
+            "notes": self.notes,
+            "error": self.error,
+            "skipped": self.skipped,
+            "elapsed_seconds": round(self.elapsed, 3),
+        }
+
+
+def summary(seconds: list[float]) -> dict[str, float | None]:
+    """Returns quantiles of some durations; None where there are no durations."""
+    if not seconds:
+        return {"count": 0, "p50": None, "p99": None, "max": None}
+    p50, p99 = np.percentile(seconds, [50, 99]).tolist()
+    return {"count": len(seconds), "p50": p50, "p99": p99, "max": max(seconds)}
+
+
+def _plain(value: float) -> float | None:
+    return value if np.isfinite(value) else None

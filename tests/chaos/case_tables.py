@@ -1,0 +1,146 @@
+"""A run folder, which keeps everything, and its tables for people.
+
+CASE.json     machine, counts, latencies, checks of a case
+CASE.log      what envserve has logged meanwhile
+peers.json    what other projects do at some of the faults
+tables.md     both tables in Markdown, of all that the folder has by now
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.lab.machine import machine_facts
+from benchmarks.lab.tables import as_markdown
+from tests.chaos.case_result import CaseResult
+from tests.chaos.trial import ChaosCase
+
+COLUMNS: Final = (
+    *("case", "what is done", "goal", "result"),
+    *("faults", "row-steps", "wrong", "lost rows by status"),
+    *("p50 ms", "p99 ms", "max ms"),
+)
+_NUM_TEXTS: Final = 4
+PEER_COLUMNS: Final = (
+    *("vectorised env", "fault", "what the caller gets", "what later steps give"),
+    *("wrong pairings", "recovers"),
+)
+_PEERS: Final = "peers"
+
+
+def save_case(
+    folder: Path, case: ChaosCase, result: CaseResult, options: Mapping[str, Any]
+) -> None:
+    """Keeps what has come of a case, and writes the tables anew."""
+    saved = {
+        "case": case.name,
+        "does": case.does,
+        "goal": case.goal,
+        **_circumstances(options),
+        **result.as_json(),
+    }
+    _save(folder, case.name, saved)
+
+
+def save_peers(
+    folder: Path, rows: Sequence[Sequence[str]], options: Mapping[str, Any]
+) -> None:
+    """Keeps the rows of the peers' table, and writes the tables anew."""
+    result = {"columns": PEER_COLUMNS, "rows": rows, **_circumstances(options)}
+    _save(folder, _PEERS, result)
+
+
+def _circumstances(options: Mapping[str, Any]) -> dict[str, Any]:
+    now = datetime.datetime.now().astimezone()
+    return {
+        "finished": now.isoformat("T", "seconds"),
+        "machine": machine_facts(),
+        "options": dict(options),
+    }
+
+
+def _save(folder: Path, name: str, result: Mapping[str, Any]) -> None:
+    folder.joinpath(f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    folder.joinpath("tables.md").write_text(_tables(folder))
+
+
+def _tables(folder: Path) -> str:
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    results = [result for result in found if "case" in result]
+    parts = []
+    if found:
+        machine = found[0]["machine"]
+        every = {k: v for part in found for k, v in part["machine"]["versions"].items()}
+        versions = ", ".join(f"{name} {version}" for name, version in every.items())
+        parts.append(
+            f"{machine['cores']} cores of {machine['processor']}, "
+            f"{machine['system']}, Python {machine['python']}; {versions}.\n"
+        )
+    if results:
+        results.sort(key=lambda result: result["options"].get("position", 0))
+        rows = [row_of(result) for result in results]
+        parts.append(as_markdown(COLUMNS, rows, _NUM_TEXTS))
+        notes = _scale_notes(results)
+        notes += [line for result in results for line in _notes(result)]
+        parts.append("".join(f"* {line}\n" for line in notes))
+    for result in found:
+        if "columns" in result:
+            parts.append(as_markdown(result["columns"], result["rows"], 4))
+    return "\n".join(part for part in parts if part)
+
+
+def row_of(result: Mapping[str, Any]) -> list[str]:
+    """Returns the cells of a case's row.
+
+    Args:
+      result: Its JSON file, or as much of that as `CaseResult.as_json` gives, with
+        `case`, `does` and `goal`.
+    """
+    latency = result["latency_seconds"]
+    losses = ", ".join(f"{n:,} {status}" for status, n in result["losses"].items())
+    if result["padding"]:
+        losses = f"{losses or '-'}; {result['padding']:,} padded"
+    if result["late"]:
+        losses += f"; {result['late']:,} late"
+    return [
+        *(result["case"], result["does"], result["goal"], result["verdict"]),
+        *(f"{result[name]:,}" for name in ("faults", "row_steps", "wrong")),
+        losses or "-",
+        *(_milliseconds(latency[name]) for name in ("p50", "p99", "max")),
+    ]
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:,.1f}"
+
+
+def _scale_notes(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Says which cases had not all of their faults."""
+    scales: dict[float, list[str]] = {}
+    for result in results:
+        scales.setdefault(result["options"]["scale"], []).append(result["case"])
+    return [
+        f"{', '.join(names)}: counts are {scale:g} of the full ones"
+        for scale, names in sorted(scales.items(), reverse=True)
+        if scale != 1.0
+    ]
+
+
+def _notes(result: Mapping[str, Any]) -> list[str]:
+    """Returns what a reader of the table should know of a case."""
+    name = result["case"]
+    lines = [f"{name}: {note}" for note in result["notes"]]
+    if result["skipped"]:
+        lines.append(f"{name}: skipped, {result['skipped']}")
+    if result["error"]:
+        lines.append(f"{name}: {result['error'].splitlines()[0]}")
+    for check in result["checks"]:
+        if not check["is_met"]:
+            measured = check["measured"]
+            number = "nothing" if measured is None else f"{measured:.4g}"
+            lines.append(f"{name}: {check['meaning']}: {number}, goal {check['goal']}")
+    return lines

@@ -1,0 +1,142 @@
+"""Calls that are cut short: the next one never gets the old result."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Final
+
+import numpy as np
+
+from envserve.errors import EnvTimeout
+from tests.chaos.batches import local_driver, remote_driver, running_servers
+from tests.chaos.driver import Driver
+from tests.chaos.striker import Striker
+from tests.chaos.trial import ChaosCase, Trial
+
+_NUM_ENVS: Final = 8
+_SIGNAL: Final = signal.SIGUSR1
+#: What a submission that was interrupted half-way costs.
+_STEP_TIMEOUT: Final = 0.5
+_SHARE_OF_INTERRUPTS: Final = 0.5
+#: Calls between two that are cut short, at most; without, doubts would pile up.
+_MOST_BETWEEN: Final = 3
+
+
+class _Interrupts:
+    """Interrupts this thread as Ctrl-C does, but only while it is armed."""
+
+    def __init__(self) -> None:
+        self._is_armed = False
+        self.num_interrupts = 0
+        self._thread = threading.get_ident()
+        self._old = signal.signal(_SIGNAL, self._on_signal)
+
+    def arm(self) -> None:
+        self._is_armed = True
+
+    def disarm(self) -> None:
+        self._is_armed = False
+
+    def send(self) -> None:
+        signal.pthread_kill(self._thread, _SIGNAL)
+
+    def close(self) -> None:
+        signal.signal(_SIGNAL, self._old)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._is_armed:
+            self._is_armed = False
+            self.num_interrupts += 1
+            raise KeyboardInterrupt
+
+
+def _cancel(trial: Trial) -> None:
+    num_cancels = trial.count(100_000)
+    with (
+        running_servers(trial, 1, _NUM_ENVS) as (server,),
+        local_driver(trial, _NUM_ENVS, 2, step_timeout=_STEP_TIMEOUT) as local,
+        remote_driver(trial, [server.address], _NUM_ENVS) as remote,
+        contextlib.closing(_Interrupts()) as interrupts,
+        Striker() as striker,
+    ):
+        longest = {driver: _usual_seconds(driver) for driver in (local, remote)}
+        while trial.result.faults < num_cancels:
+            driver = (local, remote)[trial.random.integers(2)]
+            if trial.random.random() < _SHARE_OF_INTERRUPTS:
+                with _soon(striker, interrupts, trial, longest[driver]):
+                    trial.result.faults += _interrupted_step(driver, interrupts)
+            else:
+                trial.result.faults += _timed_out_receive(driver)
+            for _ in range(trial.random.integers(1, _MOST_BETWEEN)):
+                driver.step()
+        losses = sum(
+            sum(driver.ledger.losses.values()) + driver.ledger.num_padding
+            for driver in (local, remote)
+        )
+    trial.result.check("rows lost or padded", losses, 0, "==")
+    count = interrupts.num_interrupts
+    trial.result.notes.append(f"{count} calls were interrupted, the others timed out")
+
+
+def _usual_seconds(driver: Driver) -> float:
+    began = time.monotonic()
+    for _ in range(20):
+        driver.step()
+    return (time.monotonic() - began) / 20
+
+
+@contextlib.contextmanager
+def _soon(
+    striker: Striker, interrupts: _Interrupts, trial: Trial, longest: float
+) -> Iterator[None]:
+    """Sends the signal within the time of a call; ends only when it was sent."""
+    is_sent = threading.Event()
+
+    def send() -> None:
+        interrupts.send()
+        is_sent.set()
+
+    striker.strike(trial.random.uniform(0.0, longest), send)
+    yield
+    is_sent.wait()
+
+
+def _interrupted_step(driver: Driver, interrupts: _Interrupts) -> bool:
+    """Steps; returns whether that was interrupted."""
+    driver.actions[:] = driver.draw()
+    began = time.monotonic()
+    try:
+        interrupts.arm()
+        result = driver.batch.step(driver.actions)
+        interrupts.disarm()
+    except KeyboardInterrupt:
+        driver.ledger.unanswered(driver.actions)
+        return True
+    driver.check(result, None, began)
+    return False
+
+
+def _timed_out_receive(driver: Driver) -> bool:
+    """Sends, and does not wait long enough; returns whether that timed out."""
+    has_timed_out = False
+    driver.send(np.arange(_NUM_ENVS))
+    while driver.batch.num_out:
+        with contextlib.suppress(EnvTimeout):
+            driver.receive(0.0 if not has_timed_out else None)
+            continue
+        has_timed_out = True
+    return has_timed_out
+
+
+CANCEL: Final = ChaosCase(
+    "cancel",
+    "calls are interrupted as by Ctrl-C, or time out, in-process and over tcp",
+    "the next call never gets the old result",
+    _cancel,
+    seconds=5400.0,
+)

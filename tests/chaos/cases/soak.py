@@ -1,0 +1,163 @@
+"""Everything at once for ten minutes: nothing grows, and nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from tests.chaos.batches import local_driver, remote_driver, running_servers
+from tests.chaos.cases.servers import kill_and_restart
+from tests.chaos.cases.workers import KillDrill, deadly_traps
+from tests.chaos.driver import Driver
+from tests.chaos.proxy import Proxy
+from tests.chaos.samples import Leftovers, MemorySamples
+from tests.chaos.striker import Striker
+from tests.chaos.toxics import Toxics
+from tests.chaos.trial import ChaosCase, Trial
+from tests.envserve.server_process import ServerProcess
+
+_SECONDS: Final = 600.0
+_LEAST_SECONDS: Final = 3.0
+_NUM_ENVS: Final = 16
+_NUM_WORKERS: Final = 4
+_SERVER_ENVS: Final = 8
+_KILL_SECONDS: Final = 1.0
+_SERVER_KILL_SECONDS: Final = 20.0
+_PAUSE_EVERY_SECONDS: Final = 3.0
+_PAUSE_SECONDS: Final = 0.3
+_LOOK_SECONDS: Final = 1.0
+#: What a growth in memory is counted from and to, as shares of the whole time.
+_FROM: Final = (0.2, 0.25)
+_TO: Final = (0.95, 1.0)
+_MOST_GROWTH: Final = 2 << 20
+_BAD_NETWORK: Final = Toxics(
+    duplicate=0.02, stale_copy=0.02, reorder=0.02, bytes_until_reset=2e6
+)
+
+
+def _soak(trial: Trial) -> None:
+    duration = max(_LEAST_SECONDS, _SECONDS * trial.scale)
+    # What is made at the first use, and stays, counts as there before.
+    _play(trial, MemorySamples(), 0.0)
+    before = Leftovers.now()
+    samples = MemorySamples()
+    _play(trial, samples, duration)
+    after = Leftovers.now(before)
+    for name, growth in samples.growths(duration, _FROM, _TO).items():
+        trial.result.check(f"bytes that {name} grew by", growth, _MOST_GROWTH)
+    for name, (was, is_now) in before.compared_with(after).items():
+        trial.result.check(f"{name} left", is_now - was, 0)
+
+
+class _Scene(NamedTuple):
+    """What is played with.
+
+    Attributes:
+      local: Envs in workers of this process.
+      remote: Envs at both servers.
+      servers: The first is only stopped now and then, the other one killed.
+    """
+
+    local: Driver
+    remote: Driver
+    servers: list[ServerProcess]
+
+    def roles(self) -> dict[str, int]:
+        roles = {"the trainer": os.getpid()}
+        for name, server in zip(("steady", "killed"), self.servers, strict=True):
+            roles[f"the {name} server"] = server.process.pid
+        return roles
+
+
+@contextlib.contextmanager
+def _set_up(trial: Trial) -> Iterator[_Scene]:
+    breakdowns = {**deadly_traps(), "raise": {"probability": 0.0002}}
+    with contextlib.ExitStack() as stack:
+        enter = stack.enter_context
+        servers = enter(running_servers(trial, 2, _SERVER_ENVS))
+        proxies = [enter(Proxy(s.address, seed=trial.seed)) for s in servers]
+        local = enter(
+            local_driver(
+                trial, _NUM_ENVS, _NUM_WORKERS, env_kwargs={"breakdowns": breakdowns}
+            )
+        )
+        addresses = [proxy.address for proxy in proxies]
+        remote = enter(remote_driver(trial, addresses, 2 * _SERVER_ENVS))
+        for proxy in proxies:
+            proxy.change(to_server=_BAD_NETWORK, to_client=_BAD_NETWORK)
+        yield _Scene(local, remote, servers)
+
+
+def _play(trial: Trial, samples: MemorySamples, duration: float) -> None:
+    """Steps all envs for so long, while everything happens to them."""
+    with (
+        _set_up(trial) as scene,
+        Striker() as worker_striker,
+        Striker() as server_striker,
+    ):
+        local, remote, servers = scene
+        killed = np.arange(_SERVER_ENVS, 2 * _SERVER_ENVS)
+        drill = KillDrill(local, worker_striker, trial)
+        began = time.monotonic()
+        kills, server_kills = _Clock(_KILL_SECONDS), _Clock(_SERVER_KILL_SECONDS)
+        pauses, looks = _Clock(_PAUSE_EVERY_SECONDS), _Clock(_LOOK_SECONDS)
+        num_server_faults = 0
+        while (elapsed := time.monotonic() - began) < duration:
+            actions = local.draw()
+            if kills.is_due(elapsed) and drill.kill_any(actions):
+                kills.advance()
+            if server_kills.is_due(elapsed):
+                server_kills.advance()
+                kill = functools.partial(kill_and_restart, servers[1], remote, killed)
+                server_striker.strike(0.0, kill)
+                num_server_faults += 1
+            if pauses.is_due(elapsed):
+                pauses.advance()
+                server_striker.strike(0.0, functools.partial(_pause, servers[0]))
+                num_server_faults += 1
+            if looks.is_due(elapsed):
+                looks.advance()
+                samples.take(elapsed, scene.roles())
+            local.step(actions)
+            remote.step()
+            trial.result.faults = drill.num_kills + num_server_faults
+        while drill.is_under_way:
+            local.step()
+        local.settle()
+        remote.settle()
+
+
+class _Clock:
+    """Something that is due every so often, from the end of the first period on."""
+
+    def __init__(self, period_seconds: float) -> None:
+        self._period = period_seconds
+        self._due_at = period_seconds
+
+    def is_due(self, elapsed: float) -> bool:
+        return elapsed >= self._due_at
+
+    def advance(self) -> None:
+        self._due_at += self._period
+
+
+def _pause(server: ServerProcess) -> None:
+    server.signal(signal.SIGSTOP)
+    time.sleep(_PAUSE_SECONDS)
+    server.signal(signal.SIGCONT)
+
+
+SOAK: Final = ChaosCase(
+    "soak",
+    "all at once for ten minutes, a worker killed every second, a server every 20 s",
+    "<= 2 MiB of growth of any process from minute 2 to 10, nothing left",
+    _soak,
+    seconds=900.0,
+)

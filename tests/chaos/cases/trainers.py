@@ -1,0 +1,229 @@
+"""Trainers that are killed, or that come back when their envs are another's."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import numpy as np
+
+from benchmarks.lab.processes import is_running, with_descendants
+from envserve.client.connection import ask_welcome
+from envserve.errors import EnvsBusy, EnvTimeout, LeaseLost, ServerLost
+from envserve.slab import Status
+from tests.chaos.batches import remote_driver, running_servers
+from tests.chaos.driver import Driver
+from tests.chaos.proxy import Proxy
+from tests.chaos.toxics import Toxics
+from tests.chaos.trial import ChaosCase, OutOfTime, Trial
+from tests.envserve.server_process import ROOT, ServerProcess
+from tests.oracle.player import LONGEST_CALL
+from tests.oracle.result import LedgerError
+
+_NUM_ENVS: Final = 4  # of a trainer's batch
+_AT_ONCE: Final = 8
+#: Idle clients are heard of every second.
+_LEASE_SECONDS: Final = 2.5
+_LOOK_SECONDS: Final = 0.005
+_POLL_SECONDS: Final = 0.05
+_CALM: Final = Toxics()
+#: How long word of a lost lease may take.
+_ANSWER_SECONDS: Final = 0.5
+
+
+def _trainer_kill(trial: Trial) -> None:
+    num_kills = trial.count(200)
+    gone: list[float] = []
+    freed: list[float] = []
+    lease = ("--lease-seconds", str(_LEASE_SECONDS))
+    capacity = _AT_ONCE * _NUM_ENVS
+    with running_servers(trial, 1, capacity, *lease) as (server,):
+        while trial.result.faults < num_kills:
+            _wait_until_free(server, capacity, trial)
+            count = min(_AT_ONCE, num_kills - trial.result.faults)
+            with contextlib.ExitStack() as stack:
+                trainers = [
+                    stack.enter_context(_trainer(server, trial)) for _ in range(count)
+                ]
+                for trainer in trainers:
+                    _wait_until_stepping(trainer)
+                for trainer in trainers:  # all step meanwhile
+                    time.sleep(trial.random.uniform(0.0, 0.02))  # at any phase
+                    gone.append(_kill_with_workers(trainer, trial))
+                    trial.result.faults += 1
+                killed_at = time.monotonic()
+            _wait_until_free(server, capacity, trial)
+            freed.append(time.monotonic() - killed_at)
+        left = len(server.worker_pids)
+    trial.result.seconds += gone
+    trial.result.check("seconds until its workers are gone", max(gone), 2.0)
+    most = _LEASE_SECONDS + 2.0
+    trial.result.check("seconds until its lease is free", max(freed), most)
+    trial.result.check("workers left at the server", left, 0, "==")
+    trial.result.notes.append("the times are those until its own workers are gone")
+
+
+@contextlib.contextmanager
+def _trainer(server: ServerProcess, trial: Trial) -> Iterator[subprocess.Popen[str]]:
+    seed = str(trial.random.integers(2**31))
+    plant = [] if trial.plant is None else ["plant"]
+    command = [sys.executable, "-m", "tests.chaos.trainer"]
+    with subprocess.Popen(
+        [*command, server.address, str(_NUM_ENVS), seed, *plant],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=ROOT,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _wait_until_stepping(trainer: subprocess.Popen[str]) -> None:
+    assert trainer.stdout is not None
+    line = trainer.stdout.readline()
+    if line.startswith("wrong: "):
+        raise LedgerError(line.removeprefix("wrong: ").strip())
+    if not line:
+        raise RuntimeError(
+            f"expected a trainer to step; it ended with exit code {trainer.wait()}"
+        )
+
+
+def _kill_with_workers(trainer: subprocess.Popen[str], trial: Trial) -> float:
+    """Kills a trainer; returns after how long all that it had started was gone."""
+    ours = with_descendants(trainer.pid)
+    began = time.monotonic()
+    trainer.kill()
+    code = trainer.wait()
+    if code != -9:  # it had ended before
+        assert trainer.stdout is not None
+        text = trainer.stdout.read().removeprefix("wrong: ").strip()
+        raise LedgerError(text or f"a trainer ended by itself with exit code {code}")
+    trial.result.row_steps += 2 * _NUM_ENVS * 10  # as many as it has told of
+    while any(is_running(pid) for pid in ours):
+        trial.check_time()
+        time.sleep(_LOOK_SECONDS)
+    return time.monotonic() - began
+
+
+def _wait_until_free(server: ServerProcess, num_envs: int, trial: Trial) -> None:
+    _wait_for(lambda: ask_welcome(server.address, 10.0).free_envs >= num_envs, trial)
+
+
+def _wait_for(condition: Callable[[], bool], trial: Trial) -> None:
+    while not condition():
+        trial.check_time()
+        time.sleep(_LOOK_SECONDS)
+
+
+def _two_trainers(trial: Trial) -> None:
+    num_rounds = trial.count(1000)
+    at_once = min(_AT_ONCE, num_rounds)
+    lease = ("--lease-seconds", str(_LEASE_SECONDS))
+    num_told = 0
+    # As many envs as are taken: were any left, nobody would have to wait for them.
+    with running_servers(trial, 1, at_once * _NUM_ENVS, *lease) as (server,):
+        while trial.result.faults < num_rounds:
+            num_told += _take_over(server, trial, at_once)
+    faults = trial.result.faults
+    trial.result.check("late trainers not told", faults - num_told, 0, "==")
+
+
+def _take_over(server: ServerProcess, trial: Trial, count: int) -> int:
+    """Has trainers lose their envs to others, while their steps are on the way.
+
+    Returns:
+      How many were told so.
+    """
+    rows = np.arange(_NUM_ENVS)
+    with contextlib.ExitStack() as stack:
+        proxy = stack.enter_context(Proxy(server.address, seed=trial.seed))
+        late = [
+            stack.enter_context(_batch_of_all(trial, proxy.address))
+            for _ in range(count)
+        ]
+        for driver in late:
+            driver.step()
+        proxy.change(to_server=Toxics(is_stalled=True))
+        for driver in late:
+            driver.send(rows)
+        with contextlib.ExitStack() as others:
+            second = [_enter_when_free(others, trial, server) for _ in range(count)]
+            for driver in second:
+                driver.step()
+                driver.send(rows)
+            trial.result.faults += count
+            proxy.change(to_server=_CALM)  # now the late steps arrive
+            for driver in second:
+                driver.receive_rest()
+                driver.step()
+            answers = [_is_refused(driver, _ANSWER_SECONDS) for driver in late]
+            for driver in second:
+                driver.step()
+        for index, driver in enumerate(late):
+            if answers[index] is None:  # it asks for the envs again, which are free now
+                answers[index] = _is_refused(driver, LONGEST_CALL)
+    return sum(map(bool, answers))
+
+
+def _batch_of_all(
+    trial: Trial, address: str
+) -> contextlib.AbstractContextManager[Driver]:
+    return remote_driver(trial, [address], _NUM_ENVS, server_lost_after=LONGEST_CALL)
+
+
+def _is_refused(driver: Driver, seconds: float) -> bool | None:
+    """Tells what has come of a step that was sent.
+
+    Returns:
+      Whether it ended with word that the envs are lost; None if it has not ended.
+    """
+    try:
+        _, result = driver.receive(seconds)
+    except EnvTimeout:
+        return None
+    except (LeaseLost, ServerLost, EnvsBusy):
+        driver.ledger.unanswered(driver.actions)
+        return True
+    return bool((result.status == Status.SERVER_LOST).all())
+
+
+def _enter_when_free(
+    stack: contextlib.ExitStack, trial: Trial, server: ServerProcess
+) -> Driver:
+    """Returns a trainer that has the envs as soon as the first one's lease has ended.
+
+    Raises:
+      OutOfTime: They are not given free.
+    """
+    give_up_at = time.monotonic() + _LEASE_SECONDS + 30.0
+    while time.monotonic() < give_up_at:
+        try:
+            return stack.enter_context(_batch_of_all(trial, server.address))
+        except EnvsBusy:
+            trial.check_time()
+            time.sleep(_POLL_SECONDS)
+    raise OutOfTime("expected the lease of a silent trainer to end; it has not")
+
+
+TRAINER_KILL: Final = ChaosCase(
+    "trainer-kill",
+    "trainers with workers of their own, and envs of a server, are killed",
+    "their workers are gone in <= 2 s, their lease ends, nothing is left",
+    _trainer_kill,
+    seconds=1800.0,
+)
+TWO_TRAINERS: Final = ChaosCase(
+    "two-trainers",
+    "a trainer's step comes late, when another one has its envs",
+    "it is told so; no step under an old epoch",
+    _two_trainers,
+    seconds=3000.0,
+)

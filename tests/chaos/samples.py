@@ -1,0 +1,127 @@
+"""What processes take as time goes by, and what they leave behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from pathlib import Path
+from typing import Final, NamedTuple, Self
+
+import numpy as np
+
+from benchmarks.lab.processes import vitals_of, with_descendants
+
+_SHARED_MEMORY: Final = Path("/dev/shm")
+#: Within this, threads and processes that have been told to end are gone.
+_GRACE_SECONDS: Final = 5.0
+
+
+class MemorySamples:
+    """Resident memory of processes, by what they are; a successor goes on in a role."""
+
+    def __init__(self) -> None:
+        self._taken: dict[str, list[tuple[float, int]]] = {}
+
+    def take(self, instant: float, roles: dict[str, int]) -> None:
+        """Looks at processes, and at all that they have started.
+
+        Args:
+          instant: Seconds since the beginning.
+          roles: Process ids by name.
+        """
+        for name, pid in roles.items():
+            for index, each in enumerate(_own_descendants(pid, roles)):
+                vitals = vitals_of(each)
+                if vitals is None:
+                    continue
+                part = name if index == 0 else f"a process below {name}"
+                self._note(part, instant, vitals.resident_bytes)
+
+    def _note(self, name: str, instant: float, value: int) -> None:
+        self._taken.setdefault(name, []).append((instant, value))
+
+    def growths(
+        self, duration: float, start: tuple[float, float], end: tuple[float, float]
+    ) -> dict[str, float]:
+        """Returns how many bytes each has grown by, from one span to another.
+
+        Of several processes that are the same thing, the largest counts.
+
+        Args:
+          duration: Seconds in all.
+          start: First span, as shares of the duration.
+          end: The other one.
+        """
+        found = {}
+        for name, samples in self._taken.items():
+            was, is_now = (self._level(samples, duration, s) for s in (start, end))
+            found[name] = is_now - was
+        return found
+
+    @staticmethod
+    def _level(
+        samples: list[tuple[float, int]], duration: float, span: tuple[float, float]
+    ) -> float:
+        """Returns the median over the instants of a span, or those next to it."""
+        most: dict[float, int] = {}
+        for instant, value in samples:
+            most[instant] = max(value, most.get(instant, 0))
+        low, high = (share * duration for share in span)
+        inside = [value for instant, value in most.items() if low <= instant <= high]
+        if not inside:
+            nearest = min(most, key=lambda instant: abs(instant - (low + high) / 2))
+            inside = [most[nearest]]
+        return float(np.median(inside))
+
+
+class Leftovers(NamedTuple):
+    """What this process holds.
+
+    Attributes:
+      files: Open descriptors.
+      threads: Threads.
+      processes: Processes that it has started, directly or not.
+      segments: Files in shared memory.
+    """
+
+    files: int
+    threads: int
+    processes: int
+    segments: int
+
+    @classmethod
+    def now(cls, before: Leftovers | None = None) -> Self:
+        """Looks; with what there was before, only when no more is left, or in vain."""
+        gc.collect()  # mapped memory goes with the last array that shows it
+        give_up_at = time.monotonic() + _GRACE_SECONDS
+        while True:
+            found = cls._look()
+            is_no_more = before is None or all(
+                is_now <= was for was, is_now in zip(before, found, strict=True)
+            )
+            if is_no_more or time.monotonic() > give_up_at:
+                return found
+            time.sleep(0.01)
+
+    @classmethod
+    def _look(cls) -> Self:
+        pid = os.getpid()
+        vitals = vitals_of(pid)
+        assert vitals is not None
+        segments = len(list(_SHARED_MEMORY.iterdir())) if _SHARED_MEMORY.exists() else 0
+        others = len(with_descendants(pid)) - 1
+        return cls(vitals.num_files, vitals.num_threads, others, segments)
+
+    def compared_with(self, later: Leftovers) -> dict[str, tuple[int, int]]:
+        pairs = zip(self, later, strict=True)
+        return dict(zip(self._fields, pairs, strict=True))
+
+
+def _own_descendants(pid: int, roles: dict[str, int]) -> list[int]:
+    """Returns a process and its descendants, without those that have other roles."""
+    others: set[int] = set()
+    for other in roles.values():
+        if other != pid and other in with_descendants(pid):
+            others |= set(with_descendants(other))
+    return [each for each in with_descendants(pid) if each not in others]

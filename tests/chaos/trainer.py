@@ -1,0 +1,50 @@
+"""A trainer to be killed: `python -m tests.chaos.trainer ADDRESS NUM_ENVS SEED`.
+
+It steps ledgers in workers of its own and at a server, has every row checked, says
+"stepping" once it does, and goes on until it is killed. A wrong row ends it with 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from pathlib import Path
+
+from envserve.client import BatchEnv
+from tests.chaos.driver import Driver
+from tests.chaos.envs import LEDGER, MODULE
+from tests.chaos.plant import Plant
+from tests.chaos.trial import Trial
+from tests.oracle.ledger import Ledger
+from tests.oracle.result import LedgerError
+
+_NUM_WORKERS = 2
+
+
+def main(address: str, num_envs: int, seed: int, is_planted: bool = False) -> None:
+    """Steps for ever; raises LedgerError when a row was wrong."""
+    plant = Plant(after_faults=0) if is_planted else None
+    trial = Trial(
+        "trainer", seed=seed, scale=1, seconds=math.inf, folder=Path(), plant=plant
+    )
+    with (
+        BatchEnv.local(
+            LEDGER, num_envs, _NUM_WORKERS, seed=seed, import_modules=[MODULE]
+        ) as local,
+        BatchEnv.connect(LEDGER, [address], num_envs, seed=seed) as remote,
+    ):
+        drivers = [Driver(trial, b, Ledger(num_envs, seed)) for b in (local, remote)]
+        for num_steps in itertools.count(1):
+            for driver in drivers:
+                driver.step()
+            if num_steps == 10:
+                print("stepping", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), "plant" in sys.argv)
+    except LedgerError as error:
+        print(f"wrong: {error}", flush=True)
+        sys.exit(1)

@@ -1,0 +1,92 @@
+"""Cuts one direction of a ZMTP 3 connection into what may be told apart.
+
+A greeting of 64 bytes, then frames: flags u8 (1 more, 2 long, 4 command), length u8 or,
+if long, u64 big-endian, then so many bytes. A message ends with the first frame without
+"more". No bytes are changed: all pieces together are what was fed.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final, NamedTuple
+
+_GREETING_BYTES: Final = 64
+_MORE: Final = 1
+_LONG: Final = 2
+_COMMAND: Final = 4
+_LONG_LENGTH: Final = struct.Struct(">Q")
+
+
+class Piece(NamedTuple):
+    """Bytes that belong together.
+
+    Attributes:
+      data: The bytes as they are on the wire.
+      is_message: Whether they are a whole message; else they are a part of the
+        handshake, which can be neither left out nor repeated.
+    """
+
+    data: bytes
+    is_message: bool
+
+
+class Splitter:
+    """Takes bytes as they come, and gives back pieces in the same order."""
+
+    def __init__(self) -> None:
+        self._greeting_left = _GREETING_BYTES
+        self._buffer = bytearray()
+        #: Bytes of whole frames at the start of the buffer, their message unfinished.
+        self._parsed = 0
+
+    def feed(self, data: bytes) -> list[Piece]:
+        """Returns what is complete with these bytes."""
+        pieces = []
+        if self._greeting_left:
+            # Not held back until it is whole: the peer answers its first part.
+            greeting = data[: self._greeting_left]
+            self._greeting_left -= len(greeting)
+            data = data[len(greeting) :]
+            pieces.append(Piece(greeting, False))
+        self._buffer += data
+        while (frame := self._next_frame()) is not None:
+            flags, length = frame
+            self._parsed += length
+            if not flags & _MORE:
+                whole = bytes(self._buffer[: self._parsed])
+                pieces.append(Piece(whole, not flags & _COMMAND))
+                del self._buffer[: self._parsed]
+                self._parsed = 0
+        return pieces
+
+    def _next_frame(self) -> tuple[int, int] | None:
+        """Returns flags and length of the next frame, if all of it is there."""
+        header = _read_header(self._buffer, self._parsed)
+        if header is None:
+            return None
+        start, length = header
+        total = start + length
+        if len(self._buffer) < self._parsed + total:
+            return None
+        return self._buffer[self._parsed], total
+
+
+def first_frame(message: bytes) -> slice:
+    """Returns where the contents of a whole message's first frame are."""
+    header = _read_header(message, 0)
+    if header is None:
+        raise ValueError("expected a whole message; got less than a frame's header")
+    start, length = header
+    return slice(start, start + length)
+
+
+def _read_header(data: bytes | bytearray, at: int) -> tuple[int, int] | None:
+    """Returns lengths of header and contents of the frame there, if it can be told."""
+    if len(data) < at + 2:
+        return None
+    if not data[at] & _LONG:
+        return 2, data[at + 1]
+    end = at + 1 + _LONG_LENGTH.size
+    if len(data) < end:
+        return None
+    return end - at, _LONG_LENGTH.unpack_from(data, at + 1)[0]

@@ -1,0 +1,107 @@
+"""A client that keeps no rules: it says to a FakeServer whatever a test wants said."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from envserve.lane import Outcome
+from envserve.wire import (
+    Buffer,
+    CallBody,
+    ErrorBody,
+    Message,
+    MessageType,
+    ResetBody,
+    decode,
+    encode,
+)
+from tests.envserve.session_fakes import FakePool, FakeServer, make_attach
+
+SESSION = 11
+Entries = tuple[tuple[int, int], ...]
+
+
+class RawClient:
+    """Has four envs in two blocks, unless told otherwise."""
+
+    def __init__(self, server: FakeServer, **changes: Any) -> None:
+        self.server = server
+        self._num_requests = 1
+        attach = self.frames(
+            MessageType.ATTACH, (), make_attach(**changes).encode(), epoch=0
+        )
+        assert MessageType.GRANTED in [answer.type for answer in self.send(attach)]
+        self.num_blocks = len(self.pool.blocks)
+
+    @property
+    def pool(self) -> FakePool:
+        return self.server.pools[SESSION]
+
+    def frames(
+        self, kind: MessageType, entries: Entries, body: bytes = b"", **changes: Any
+    ) -> list[Buffer]:
+        """A request of its own number."""
+        self._num_requests += 1
+        numbers = {"session": SESSION, "boot": self.server.boot, "epoch": 1}
+        fields = {"request": self._num_requests, **numbers, **changes}
+        return encode(Message(type=kind, entries=entries, body=body, **fields))
+
+    def step(
+        self, action: int, seq: int = 1, blocks: Sequence[int] = ()
+    ) -> list[Buffer]:
+        """A STEP of blocks, or of all, with one action for all rows."""
+        listed = blocks or range(self.num_blocks)
+        rows = sum(b.stop - b.start for b in self.pool.blocks if b.index in listed)
+        entries = tuple((block, seq) for block in listed)
+        body = action.to_bytes(8, "little", signed=True) * rows
+        return self.frames(MessageType.STEP, entries, body)
+
+    def reset(self, resets: dict[int, Any], seq: int = 1) -> list[Buffer]:
+        """A RESET of blocks, with rows and seeds for each."""
+        body = ResetBody(resets=tuple(resets.values())).encode()
+        entries = tuple((block, seq) for block in resets)
+        return self.frames(MessageType.RESET, entries, body)
+
+    def call(
+        self, row: int, kind: Any, name: str, arguments: Any = (), seq: int = 1
+    ) -> list[Buffer]:
+        """A CALL."""
+        body = CallBody(env_index=row, kind=kind, name=name, arguments=arguments)
+        (block,) = (b.index for b in self.pool.blocks if b.start <= row < b.stop)
+        return self.frames(MessageType.CALL, ((block, seq),), body.encode())
+
+    def send(self, frames: Sequence[Buffer], route: bytes = b"r") -> list[Message]:
+        """Has a message arrive; returns all answers there are."""
+        self.server.receive(route, frames, 0.0)
+        return self.take()
+
+    def end(
+        self, outcomes: Sequence[Outcome], absent: Sequence[int] = ()
+    ) -> list[Message]:
+        """Has the pool say that operations have ended; returns the answers."""
+        session = self.server.session
+        self.server.carry_out(session.pool_finished(SESSION, outcomes, absent), 0.0)
+        return self.take()
+
+    def finish(self, *blocks: int, absent: Sequence[int] = ()) -> list[Message]:
+        """Has the operations of blocks end, all that run by default."""
+        if not blocks and not absent:
+            blocks = tuple(self.pool.running)
+        return self.end([self.pool.finish(block) for block in blocks], absent)
+
+    def take(self) -> list[Message]:
+        return [decode(frames) for frames in self.server.take_replies()]
+
+
+def changed(frames: Sequence[Buffer], **fields: Any) -> list[Buffer]:
+    return encode(dataclasses.replace(decode(frames), **fields))
+
+
+def blocks_of(message: Message) -> list[int]:
+    return [block for block, _ in message.entries]
+
+
+def errors_in(messages: Sequence[Message]) -> list[ErrorBody]:
+    return [ErrorBody.decode(m.body) for m in messages if m.type is MessageType.ERROR]

@@ -1,0 +1,149 @@
+"""`envserve bench`: one env, measured in turns, and where its time goes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gymnasium.error import DependencyNotInstalled
+from typer.testing import CliRunner
+
+from envserve.bench.cases import bare_loops
+from envserve.bench.command import REMEDIES, judge
+from envserve.bench.load import Load
+from envserve.bench.turns import SPEED, Measurements, take_turns
+from envserve.cli import app
+from envserve.errors import EnvStartError, UnknownEnv
+
+#: Its actions are a Dict, so that each way has to cut batches of them into rows.
+OWN_ENV = """
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+
+class OwnEnv(gymnasium.Wrapper):
+    def __init__(self):
+        super().__init__(CartPoleEnv())
+        self.action_space = gymnasium.spaces.Dict({"push": self.env.action_space})
+
+    def step(self, action):
+        return self.env.step(action["push"])
+
+gymnasium.register("Own-v0", "own_env:OwnEnv")
+"""
+
+
+def test_an_own_env_is_measured_in_every_way(tmp_path: Path) -> None:
+    (tmp_path / "own_env.py").write_text(OWN_ENV)
+    finished = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "envserve.cli", "bench"]
+        + ["--env", "Own-v0", "--import", "own_env", "--num-envs", "3"]
+        + ["--num-workers", "2", "--seconds", "0.01", "--rounds", "1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stderr
+    title, *lines = finished.stdout.splitlines()
+    assert title.startswith("Own-v0, 3 envs, 2 workers")
+    cells = [line.split("│") for line in lines if "│" in line]
+    assert [row[1].strip() for row in cells] == [
+        *("limit: bare loops", "gymnasium SyncVectorEnv", "gymnasium AsyncVectorEnv"),
+        *("envserve in-process", "envserve ipc", "envserve tcp"),
+    ]
+    assert cells[0][6].strip() == "1.00"
+    assert "workers and wake-ups" in finished.stdout
+    assert "us over ipc and" in finished.stdout
+    assert "-bound: " in finished.stdout
+
+
+def test_a_wrong_env_name_is_one_line() -> None:
+    result = CliRunner().invoke(app, ["bench", "--env", "CartPole-v9"])
+    assert result.exit_code == 1
+    *_, line = result.stderr.splitlines()
+    assert line.startswith("envserve: no env named 'CartPole-v9' is registered")
+    assert "did you mean CartPole-v1" in line
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            DependencyNotInstalled("MuJoCo is not installed"),
+            r"^CartPole-v1 needs MuJoCo: pip install 'envserve\[mujoco\]'$",
+        ),
+        (
+            DependencyNotInstalled("Box2D is not installed, run `pip install box2d`"),
+            "^CartPole-v1 cannot be built: Box2D is not installed, run `pip install b",
+        ),
+        (
+            ImportError("it has moved to the mujoco package"),
+            "^CartPole-v1 cannot be built: it has moved to the mujoco package$",
+        ),
+    ],
+)
+def test_what_an_env_lacks_is_said_in_one_line(
+    error: Exception, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("gymnasium.make", make)
+    with pytest.raises(EnvStartError, match=text):
+        Load("CartPole-v1", 1, 1, 0).check()
+
+
+def test_the_limit_steps_every_env_with_the_same_actions_as_others() -> None:
+    load = Load("CartPole-v1", 3, 2, 0.01)
+    first, second = load.actions(), load.actions()
+    assert all((a == b).all() for a, b in zip(first, second, strict=True))
+    assert first[0].shape == (3,)
+    with bare_loops(load) as measure:
+        assert measure()[SPEED] > 0
+        assert measure()[SPEED] > 0
+
+
+def test_the_limit_says_itself_that_there_is_no_such_env() -> None:
+    load = Load("CartPole-v9", 1, 1, 0.01)
+    with pytest.raises(UnknownEnv), bare_loops(load):
+        pass
+
+
+def test_cases_take_turns_to_and_fro() -> None:
+    said: list[str] = []
+    order: list[str] = []
+
+    def measure(name: str) -> dict[str, float]:
+        order.append(name)
+        return {"count": float(len(order))}
+
+    cases = {name: lambda name=name: measure(name) for name in "abc"}
+    measured = take_turns(cases, 3, said.append)
+    assert "".join(order) == "abccbaabc"
+    assert measured.values("a", "count") == [1.0, 6.0, 7.0]
+    assert said[:4] == [
+        f"... {n} of 3: {c}" for n, c in zip("1112", "abcc", strict=True)
+    ]
+
+
+def test_medians_and_ratios_are_taken_over_the_turns() -> None:
+    def turns(*values: float) -> list[dict[str, float]]:
+        return [{"speed": value} for value in values]
+
+    measured = Measurements({"us": turns(3, 10, 8), "them": turns(1, 5, 2)})
+    assert measured.median("us", "speed") == 8
+    assert measured.median("us", lambda numbers: 2 * numbers["speed"]) == 16
+    # Of 3, 2 and 4, each within one turn; not 8 / 2.
+    assert measured.ratio("us", "them", "speed") == 3
+    assert measured.ratio("us", "nobody", "speed") is None
+
+
+def test_the_verdict_names_what_bounds_the_speed() -> None:
+    parts = {"client": 10.0, "workers and wake-ups": 20.0, "envs": 70.0}
+    assert judge(parts, REMEDIES).startswith("env-bound: 70%")
+    parts = {"client": 15.0, "workers and wake-ups": 45.0, "envs": 40.0}
+    verdict = judge(parts, REMEDIES)
+    assert verdict.startswith("overhead-bound: only 40%")
+    assert "workers and wake-ups (45%)" in verdict
+    assert verdict.endswith(REMEDIES["workers and wake-ups"])

@@ -1,0 +1,29 @@
+import numpy as np
+import pytest
+
+from envserve.client.stats import BatchStats, StepRecorder
+from envserve.slab import Status
+
+
+def test_nothing_counted_is_a_full_batch() -> None:
+    assert StepRecorder().stats([]) == BatchStats(steps=0, rows=0, valid_rows=0)
+    assert StepRecorder().stats([]).fill == 1.0
+
+
+def test_rows_are_counted_by_status() -> None:
+    recorder = StepRecorder()
+    for status in ([0, 0, 0], [0, Status.PENDING, Status.LATE], [0, 0, Status.PENDING]):
+        array = np.array(status, np.uint8)
+        recorder.steps += 1
+        recorder.rows += len(array)
+        recorder.count_invalid(array == Status.OK, array)
+    stats = recorder.stats([])
+    assert (stats.steps, stats.rows, stats.valid_rows) == (3, 9, 6)
+    assert stats.invalid_rows == {"PENDING": 2, "LATE": 1}
+    assert stats.fill == pytest.approx(2 / 3)
+
+
+def test_latencies_are_those_of_the_last_steps() -> None:
+    recorder = StepRecorder()
+    recorder.latencies.extend([9.0] * 10 + [1.0] * 1024)
+    assert recorder.stats([]).latency_seconds == {"p50": 1.0, "p99": 1.0, "max": 1.0}

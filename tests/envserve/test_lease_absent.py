@@ -1,0 +1,130 @@
+"""Blocks whose envs are not there: their clients know, and the others go on."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import pytest
+
+from envserve.errors import LocalProtocolError
+from envserve.lane import Fault
+from envserve.session.states import ClaimState, new_claim_machine
+from envserve.slab import Status
+from envserve.wire import Message, MessageType, Pong, Report
+from tests.envserve.raw_client import RawClient, blocks_of, changed
+from tests.envserve.session_fakes import FakeServer
+
+RESULT: Final = MessageType.RESULT
+ABSENT: Final = MessageType.ABSENT
+
+
+@pytest.fixture
+def client() -> RawClient:
+    return RawClient(FakeServer())
+
+
+def kinds_and_blocks(messages: list[Message]) -> list[tuple[Any, list[int]]]:
+    return [(message.type, blocks_of(message)) for message in messages]
+
+
+def test_a_block_that_is_done_is_answered_at_once_when_another_is_absent(
+    client: RawClient,
+) -> None:
+    client.send(client.step(1))
+    assert not client.finish(0)
+    told = client.finish(absent=[1])
+    assert kinds_and_blocks(told) == [(ABSENT, [1]), (RESULT, [0])]
+    assert {message.request for message in told} == {told[0].request}
+    assert not told[0].body
+    assert not client.finish(absent=[1])  # it was said
+    (result,) = client.finish(1)
+    assert blocks_of(result) == [1]
+    client.send(client.step(1, seq=2))
+    assert kinds_and_blocks(client.finish()) == [(RESULT, [0, 1])]
+
+
+def test_blocks_are_answered_one_by_one_from_the_first_absent_one_on() -> None:
+    client = RawClient(FakeServer(), num_splits=2)
+    client.send(client.step(1))
+    told = client.finish(0, absent=[2])
+    assert kinds_and_blocks(told) == [(ABSENT, [2]), (RESULT, [0])]
+    told = client.finish(1, absent=[2, 3])
+    assert kinds_and_blocks(told) == [(RESULT, [1]), (ABSENT, [3])]
+    faults = [Fault(3, Status.TIMEOUT, "hung", False)]
+    pool = client.pool
+    lost, late = client.end([pool.finish(3, faults=faults), pool.finish(2)])
+    assert kinds_and_blocks([lost, late]) == [(RESULT, [3]), (RESULT, [2])]
+    assert list(Report.decode(lost.report).faults) == faults
+    assert not late.report
+
+
+def test_a_copy_of_a_request_is_answered_for_each_block_as_it_is(
+    client: RawClient,
+) -> None:
+    frames = client.step(1)
+    client.send(frames)
+    client.finish(0, absent=[1])
+    told = client.send(changed(frames, attempt=3))
+    assert kinds_and_blocks(told) == [(ABSENT, [1]), (RESULT, [0])]
+    assert [message.attempt for message in told] == [3, 3]
+    assert not client.send(changed(frames, attempt=3))
+    client.finish(1)
+    again = client.send(changed(frames, attempt=4))
+    assert kinds_and_blocks(again) == [(RESULT, [0]), (RESULT, [1])]
+    assert len(client.pool.executed) == 2
+
+
+def test_a_block_may_go_on_while_another_of_its_request_is_absent(
+    client: RawClient,
+) -> None:
+    frames = client.step(1)
+    client.send(frames)
+    client.finish(0, absent=[1])
+    client.send(client.step(2, seq=2, blocks=[0]))
+    told = client.send(changed(frames, attempt=1))
+    assert kinds_and_blocks(told) == [(ABSENT, [1])]  # 0 has a later request
+    told = client.finish(0, 1)
+    assert kinds_and_blocks(told) == [(RESULT, [0]), (RESULT, [1])]
+    assert told[0].request > told[1].request
+    again = client.send(changed(frames, attempt=2))
+    assert kinds_and_blocks(again) == [(RESULT, [1])]
+    client.send(client.step(2, seq=2, blocks=[1]))
+    assert not client.send(changed(frames, attempt=3))
+    assert client.pool.executed[2:] == [(0, (2, 2)), (1, (2, 2))]
+
+
+def test_a_reset_and_a_call_are_said_to_be_absent_too(client: RawClient) -> None:
+    client.send(client.reset({0: (None, None)}), b"one")
+    client.send(client.call(2, "call", "render"), b"two")
+    told = client.finish(absent=[0, 1])
+    assert kinds_and_blocks(told) == [(ABSENT, [0]), (ABSENT, [1])]
+    done = client.finish(0, 1)
+    kinds = [(RESULT, [0]), (MessageType.CALL_RESULT, [1])]
+    assert kinds_and_blocks(done) == kinds
+
+
+def test_absent_blocks_are_listed_as_running(client: RawClient) -> None:
+    client.send(client.step(1))
+    client.finish(0, absent=[1])
+    client.server.receive(b"r", client.frames(MessageType.PING, ()), 2.5)
+    (pong,) = client.take()
+    assert Pong.decode(pong.body).running == {1: 2500}
+
+
+# States.
+
+
+def test_what_was_not_asked_cannot_end(client: RawClient) -> None:
+    client.send(client.step(1, blocks=[0]))
+    outcome = client.pool.finish(0)
+    client.end([outcome])
+    with pytest.raises(LocalProtocolError, match="block 0: DONE cannot follow DONE"):
+        client.end([outcome])
+
+
+def test_a_claim_moves_only_forward() -> None:
+    machine = new_claim_machine()
+    for state in (ClaimState.GRANTED, ClaimState.CLOSING, ClaimState.ENDED):
+        machine.move(state)
+        with pytest.raises(LocalProtocolError, match=f"from {state.name}"):
+            machine.move(ClaimState.BUILDING)

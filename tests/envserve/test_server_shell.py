@@ -1,0 +1,237 @@
+"""The server's shell when something of its own fails: it logs, answers, and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import resource
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from envserve.pool.launcher import Launcher
+from envserve.pool.pool import Pool
+from envserve.registry import Registry
+from envserve.server import shell as shell_module
+from envserve.server.process import raise_file_limit
+from envserve.server.shell import RouterShell
+from envserve.session import Decision, ServerSession
+from envserve.settings import HostSettings
+from envserve.slab import Status
+from envserve.wire import (
+    Attach,
+    Buffer,
+    ErrorBody,
+    ErrorCode,
+    Executed,
+    Hello,
+    Message,
+    MessageType,
+    Report,
+    ResetBody,
+    Welcome,
+    decode,
+    encode,
+)
+
+BOOT = 77
+FAULTY = "envserve/Faulty-v0"
+ATTACH = Attach(env_name="CartPole-v1", num_envs=4, seed=1).encode()
+
+
+class Peer:
+    """A DEALER that speaks without rules."""
+
+    def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.connect(address)
+
+    async def send(
+        self, kind: MessageType, request: int, body: bytes = b"", **fields: Any
+    ) -> None:
+        numbers: dict[str, Any] = {
+            "session": 5,
+            "boot": BOOT,
+            "epoch": 1,
+            "request": request,
+        }
+        message = Message(type=kind, body=body, **numbers, **fields)
+        await self._socket.send_multipart(encode(message))
+
+    async def receive(self, *kinds: MessageType) -> Message:
+        while True:
+            async with asyncio.timeout(20):
+                message = decode(await self._socket.recv_multipart())
+            if message.type in kinds:
+                return message
+
+    async def ask(
+        self, kind: MessageType, answer: MessageType, body: bytes = b"", **fields: Any
+    ) -> Message:
+        await self.send(kind, 1, body, **fields)
+        return await self.receive(answer)
+
+    async def free_envs(self) -> int:
+        body = Hello().encode()
+        answer = await self.ask(MessageType.HELLO, MessageType.WELCOME, body)
+        return Welcome.decode(answer.body).free_envs
+
+
+@asynccontextmanager
+async def running(
+    folder: Path, kind: type[ServerSession] = ServerSession
+) -> AsyncIterator[tuple[RouterShell, Peer]]:
+    """A shell in this process; it must not stay deaf, whatever happens."""
+    policy = HostSettings(num_workers=2, allowed_kwargs=frozenset({"fault"}))
+    registry = Registry(("CartPole-v1", FAULTY), ("tests.oracle.probe_envs",))
+    session = kind(policy, registry, BOOT)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    peers = zmq.asyncio.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    address = f"ipc://{folder}/shell"
+    socket.bind(address)
+    launcher = Launcher(["tests.oracle.probe_envs"])
+    shell = RouterShell(socket, session, launcher, asyncio.get_running_loop())
+    try:
+        yield shell, Peer(peers, address)
+    finally:
+        await shell.stop(0.0)
+        launcher.close()
+        peers.destroy(linger=0)
+        context.destroy(linger=0)
+
+
+class FailingSession(ServerSession):
+    def receive(
+        self, route: bytes, frames: Sequence[Buffer], now: float
+    ) -> list[Decision]:
+        if decode(frames).type is MessageType.PING:
+            raise ValueError("truth value of an array")
+        return super().receive(route, frames, now)
+
+
+async def test_a_message_at_which_the_server_fails_is_answered_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tmp_path, FailingSession) as (shell, peer):
+        for _ in range(100):  # more than are read in one go
+            await peer.send(MessageType.PING, 9)
+        for _ in range(100):
+            answer = await peer.receive(MessageType.ERROR)
+            body = ErrorBody.decode(answer.body)
+            assert answer.request == 9
+            assert (body.code, body.executed) == (ErrorCode.INTERNAL, Executed.UNKNOWN)
+        assert await peer.free_envs() == 128
+        assert shell.failures == 100
+    assert "ValueError: truth value of an array" in caplog.text
+
+
+async def test_too_many_open_files_fail_one_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(shell_module, "Pool", fail)
+    async with running(tmp_path) as (_, peer):
+        answer = await peer.ask(MessageType.ATTACH, MessageType.ERROR, ATTACH)
+        body = ErrorBody.decode(answer.body)
+        assert body.code is ErrorCode.ENV_START_FAILED
+        assert "Too many open files" in body.text
+        assert "ulimit -n" in body.text
+        assert await peer.free_envs() == 128
+
+
+async def test_a_pool_at_which_the_server_fails_costs_its_session_only(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the pool broke")
+
+    async with running(tmp_path) as (shell, peer):
+        monkeypatch.setattr(Pool, "collect", fail)
+        answer = await peer.ask(MessageType.ATTACH, MessageType.ERROR, ATTACH)
+        body = ErrorBody.decode(answer.body)
+        assert body.code is ErrorCode.INTERNAL
+        assert "the pool broke" in body.text
+        assert await peer.free_envs() == 128
+        assert shell.failures == 1
+    assert "RuntimeError: the pool broke" in caplog.text
+
+
+async def test_a_worker_that_dies_makes_its_block_absent_and_then_lost(
+    tmp_path: Path,
+) -> None:
+    kinds = MessageType
+    resets = ResetBody(resets=((None, None), (None, None))).encode()
+    async with running(tmp_path) as (shell, peer):
+        await peer.ask(kinds.ATTACH, kinds.GRANTED, ATTACH)
+        first = ((0, 1), (1, 1))
+        await peer.ask(kinds.RESET, kinds.RESULT, resets, entries=first)
+        (leased,) = shell._pools.values()
+        pid = leased.pool.worker_pids[1]
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        actions = bytes(4 * 8)
+        await peer.send(kinds.STEP, 2, actions, entries=((0, 2), (1, 2)))
+        answers = [await peer.receive(kinds.ABSENT, kinds.RESULT) for _ in range(3)]
+        told = [(answer.type, answer.entries) for answer in answers]
+        assert sorted(told[:2]) == [
+            (kinds.RESULT, ((0, 2),)),
+            (kinds.ABSENT, ((1, 2),)),
+        ]
+        assert told[2] == (kinds.RESULT, ((1, 2),))
+        (fault, _) = Report.decode(answers[2].report).faults
+        assert (fault.env_index, fault.status) == (2, Status.WORKER_DIED)
+        # It goes on, and is answered as a whole again.
+        await peer.send(kinds.STEP, 3, actions, entries=((0, 3), (1, 3)))
+        result = await peer.receive(kinds.ABSENT, kinds.RESULT)
+        assert (result.type, len(result.entries)) == (kinds.RESULT, 2)
+
+
+async def test_what_was_dropped_is_logged_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "envserve.server.shell"):
+        async with running(tmp_path) as (_, peer):
+            await peer.send(MessageType.RESULT, 1)
+            assert await peer.free_envs() == 128
+    assert "0 replies could not be sent; 1 messages were none of ours" in caplog.text
+
+
+async def test_a_stop_hastens_workers_that_are_ending_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shell_module, "_CLOSE_SECONDS", 3600.0)
+    attach = Attach(
+        env_name=FAULTY, num_envs=1, seed=1, env_kwargs={"fault": "hang_in_close"}
+    )
+    async with running(tmp_path) as (shell, peer):
+        await peer.ask(MessageType.ATTACH, MessageType.GRANTED, attach.encode())
+        await peer.send(MessageType.DETACH, 2)
+        await peer.ask(MessageType.HELLO, MessageType.WELCOME, Hello().encode())
+        await shell.stop(2.0)
+        await peer.receive(MessageType.DETACHED)
+    assert "stopped before" not in caplog.text
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = [(256, 4096)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.append(new))
+    for _ in range(2):
+        raise_file_limit()
+    assert limits == [(256, 4096), (4096, 4096)]

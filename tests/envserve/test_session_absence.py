@@ -1,0 +1,381 @@
+"""Blocks in flight whose envs are not there: which, since when, and what is shown."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from envserve.errors import ActionError, LocalProtocolError
+from envserve.lane import Fault, Outcome, Reset
+from envserve.session import ClientSession, ClientState
+from envserve.slab import Status
+from envserve.wire import Buffer, Message, MessageType, decode, encode
+from tests.envserve.session_fakes import (
+    FakeServer,
+    advance_to,
+    attach,
+    attach_and_step,
+    check_lost,
+    collect,
+    exchange,
+    executed,
+    finish,
+    state_of,
+    step_all,
+    take_outgoing,
+)
+
+OK = [Status.OK] * 4
+
+
+def absent(client: ClientSession) -> set[int]:
+    """The blocks that are absent, as a lane would find them out."""
+    client.operations.is_ready(3)
+    return set(client.operations.absent)
+
+
+def fall_silent(
+    server: FakeServer, client: ClientSession, action: int = 50
+) -> list[list[Buffer]]:
+    """Steps at 1 s, with no answer until 5 s; the server has it, and executes it."""
+    client.rows.action[0][:] = action
+    client.submit_step([0, 1], 1.0)
+    for frames in take_outgoing(client):
+        server.receive(b"r", frames, 1.0)
+    server.finish_all(1.0)
+    replies = server.take_replies()
+    advance_to(client, 5.0)
+    return replies
+
+
+# A server that is silent.
+
+
+def test_a_step_without_answer_is_absent_after_some_seconds() -> None:
+    client = attach_and_step()
+    client.submit_step([0, 1], 1.0)
+    take_outgoing(client)
+    advance_to(client, 3.4)
+    assert not client.operations.is_ready(1)
+    advance_to(client, 4.6)
+    assert client.operations.is_ready(1)
+    assert client.operations.absent == {0, 1}
+    assert not client.operations.is_ready(1)  # they have not become so once more
+    assert collect(client) == []
+    assert client.num_in_flight == 2
+    assert state_of(client) is ClientState.READY
+    assert client.rows.final_observation[0][:, 0].tolist() == [3] * 4
+
+
+def test_a_step_on_a_broken_connection_is_absent_after_a_second() -> None:
+    client = attach(FakeServer())
+    client.disconnected(1.0)
+    client.submit_step([0, 1], 1.2)
+    client.advance(1.9)
+    assert not absent(client)
+    assert client.next_deadline() <= 2.0
+    client.advance(2.0)
+    assert absent(client) == {0, 1}
+    client.connected(2.1)
+    assert absent(client) == {0, 1}  # until it is heard
+
+
+def test_a_connection_that_is_mended_in_time_costs_nothing() -> None:
+    server = FakeServer()
+    client = attach(server)
+    client.submit_step([0, 1], 1.0)
+    take_outgoing(client)
+    client.disconnected(1.1)
+    client.connected(1.3)
+    client.advance(2.5)
+    assert not absent(client)
+    assert len(finish(client, server, 2.5)) == 2
+
+
+def test_a_long_step_is_not_absent_while_the_server_answers() -> None:
+    server = FakeServer()
+    client = attach(server)
+    client.submit_step([0, 1], 0.0)
+    now = 0.0
+    while now < 100.0:
+        exchange(client, server, now)
+        now = client.next_deadline()
+        client.advance(now)
+        assert not absent(client)
+
+
+def test_what_is_submitted_to_a_silent_server_is_absent_at_once() -> None:
+    server = FakeServer()
+    client = attach(server)
+    client.submit_step([0], 1.0)
+    take_outgoing(client)
+    advance_to(client, 5.0)
+    assert absent(client) == {0}
+    client.submit_reset([Reset(1)], 5.0)
+    assert client.operations.is_ready(1)
+    assert client.operations.absent == {0, 1}
+    with pytest.raises(LocalProtocolError, match="block 0 is in flight"):
+        client.submit_step([0], 5.0)
+    exchange(client, server, 6.0)  # it is heard
+    assert absent(client) == set()
+
+
+def test_a_late_result_is_that_of_the_action_that_was_sent() -> None:
+    server = FakeServer()
+    client = attach(server)
+    replies = fall_silent(server, client)
+    client.rows.action[0][:] = 60  # what its caller has thought of since
+    for frames in replies:
+        client.receive(frames, 6.0)
+    np.testing.assert_array_equal(client.rows.observation[0], 0)  # not touched yet
+    outcomes = collect(client)
+    assert [outcome.block for outcome in outcomes] == [0, 1]
+    assert not client.operations.absent
+    np.testing.assert_array_equal(client.rows.reward, 50)
+    np.testing.assert_array_equal(client.rows.observation[0], [[1, 50]] * 4)
+    step_all(client, server, 6.0, 70)
+    assert client.rows.status.tolist() == OK
+    actions = [actions for _, actions in server.pools[11].executed]
+    assert actions == [(50, 50)] * 2 + [(70, 70)] * 2
+
+
+def test_a_late_row_that_is_not_valid_keeps_its_status_and_its_fault() -> None:
+    server = FakeServer()
+    client = attach(server)
+    client.submit_step([0], 1.0)
+    for frames in take_outgoing(client):
+        server.receive(b"r", frames, 1.0)
+    advance_to(client, 5.0)
+    fault = Fault(1, Status.ENV_ERROR, "it failed")
+    outcome = server.pools[11].finish(0, faults=[fault])
+    server.pools[11].rows.status[1] = Status.ENV_ERROR
+    server.carry_out(server.session.pool_finished(11, [outcome]), 5.0)
+    exchange(client, server, 5.0)
+    (late,) = collect(client)
+    assert list(late.faults) == [fault]
+    assert client.rows.status.tolist()[:2] == [Status.OK, Status.ENV_ERROR]
+
+
+def test_a_late_refusal_is_an_error_of_its_block() -> None:
+    server = FakeServer()
+    client = attach(server)
+    for frames in fall_silent(server, client, action=100):
+        client.receive(frames, 5.0)
+    assert [type(item.error) for item in collect(client)] == [ActionError] * 2
+    step_all(client, server, 6.0)
+    assert client.rows.status.tolist() == OK
+
+
+def test_a_server_that_was_restarted_meanwhile_costs_one_lost_row() -> None:
+    server = FakeServer(boot=1)
+    client = attach(server)
+    fall_silent(server, client)
+    restarted = FakeServer(boot=2)
+    client.connected(6.0)
+    check_lost(client, finish(client, restarted, 6.0), last=0)
+    assert executed(restarted) == [(0, None), (1, None)]
+
+
+def test_a_client_that_was_stopped_itself_does_not_blame_the_server() -> None:
+    server = FakeServer()
+    client = attach(server)
+    client.submit_step([0, 1], 1.0)
+    exchange(client, server, 1.0)
+    client.advance(1.5)
+    server.finish_all(1.5)
+    client.advance(2.0)  # asks for a sign of life, and is stopped
+    client.advance(100.0)
+    assert not absent(client)
+    exchange(client, server, 100.0)
+    assert len(collect(client)) == 2
+
+
+def test_a_break_before_a_client_was_stopped_does_not_count_either() -> None:
+    client = attach(FakeServer())
+    client.advance(1.0)
+    client.disconnected(1.0)
+    client.submit_step([0, 1], 1.1)
+    client.advance(100.0)
+    assert not absent(client)
+    client.advance(101.0)
+    assert absent(client) == {0, 1}
+
+
+def test_a_break_counts_from_the_first_time_that_it_is_told() -> None:
+    client = attach(FakeServer())
+    client.submit_step([0, 1], 1.0)
+    client.disconnected(1.0)
+    client.disconnected(1.9)
+    client.advance(2.0)
+    assert absent(client) == {0, 1}
+
+
+def test_seconds_without_an_answer_are_counted() -> None:
+    server = FakeServer()
+    client = attach(server)
+    fall_silent(server, client)
+    exchange(client, server, 6.0)
+    assert client.stats()["unreachable_ms"] == 5000
+
+
+def test_the_usual_wait_for_an_answer_is_no_silence() -> None:
+    server = FakeServer()
+    client = attach(server)
+    client.submit_step([0, 1], 1.0)
+    exchange(client, server, 1.9)
+    server.finish_all(1.9)
+    exchange(client, server, 1.9)
+    assert client.stats()["unreachable_ms"] == 0
+
+
+def test_a_server_that_does_not_answer_is_a_line_in_the_log_each_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = FakeServer()
+    client = attach(server)
+    for began_at in (1.0, 101.0):
+        client.disconnected(began_at)
+        for now in (began_at, began_at + 1.0, began_at + 2.0):
+            client.advance(now)
+        client.connected(began_at + 3.0)
+        exchange(client, server, began_at + 3.0)
+    assert [line.partition(";")[0] for line in caplog.messages] == [
+        "tcp://fake:1: no answer, or no connection"
+    ] * 2
+
+
+# A server that says so.
+
+
+def tell_absent(server: FakeServer, *blocks: int, now: float = 1.0) -> None:
+    server.carry_out(server.session.pool_finished(11, [], set(blocks)), now)
+
+
+def submit_and_split(server: FakeServer, client: ClientSession) -> None:
+    """Steps at 1 s; block 1 is absent, and block 0 is done."""
+    client.rows.action[0][:] = 5
+    client.submit_step([0, 1], 1.0)
+    exchange(client, server, 1.0)
+    tell_absent(server, 1)
+    server.finish(11, 0, 1.0)
+
+
+def blocks_of(outcomes: list[Outcome]) -> list[int]:
+    return [outcome.block for outcome in outcomes]
+
+
+def test_an_absent_block_does_not_hold_up_the_others_of_its_request() -> None:
+    server = FakeServer()
+    client = attach(server)
+    submit_and_split(server, client)
+    exchange(client, server, 1.0)
+    assert blocks_of(collect(client)) == [0]
+    assert client.operations.absent == {1}
+    assert client.rows.reward.tolist() == [5, 5, 0, 0]
+    client.submit_step([0], 2.0)
+    assert blocks_of(finish(client, server, 2.0)) == [0, 1]
+    assert not client.operations.absent
+    assert client.rows.reward.tolist() == [5] * 4
+    step_all(client, server, 2.0)
+    assert client.rows.status.tolist() == OK
+
+
+def test_an_answer_for_one_block_that_comes_twice_counts_once() -> None:
+    server = FakeServer()
+    client = attach(server)
+    submit_and_split(server, client)
+    replies = server.take_replies()
+    for frames in replies * 2:
+        client.receive(frames, 1.0)
+    assert blocks_of(collect(client)) == [0]
+    client.rows.action[0][:] = 6
+    client.submit_step([0], 2.0)
+    for frames in replies:
+        client.receive(frames, 2.0)
+    assert collect(client) == []
+    assert client.late_messages == 2
+    finish(client, server, 2.0)
+    assert client.rows.reward.tolist() == [6, 6, 5, 5]
+
+
+def test_what_was_answered_in_part_is_sent_again_until_the_rest_is_answered() -> None:
+    server = FakeServer()
+    client = attach(server)
+    submit_and_split(server, client)
+    exchange(client, server, 1.0)
+    collect(client)
+    client.submit_step([0], 1.0)
+    exchange(client, server, 1.0)
+    server.finish_all(1.0)
+    server.take_replies()  # all of which are lost
+    now = 1.0
+    while client.operations.in_flight:
+        now = client.next_deadline()
+        assert now < 10.0
+        client.advance(now)
+        exchange(client, server, now)
+    assert blocks_of(collect(client)) == [0, 1]
+    assert len(server.pools[11].executed) == 3
+
+
+def test_what_is_absent_is_told_anew_to_who_asks_again() -> None:
+    server = FakeServer()
+    client = attach(server)
+    submit_and_split(server, client)
+    server.take_replies()  # ABSENT and the answer are lost
+    advance_to(client, 3.0)
+    exchange(client, server, 3.0)
+    assert blocks_of(collect(client)) == [0]
+    assert client.operations.absent == {1}
+
+
+def test_an_answer_to_all_after_one_to_a_block_is_dropped() -> None:
+    server = FakeServer()
+    client = attach(server)
+    submit_and_split(server, client)
+    exchange(client, server, 1.0)
+    collect(client)
+    (request,) = client.requests.waiting.values()
+    answer = Message(
+        type=MessageType.RESULT,
+        session=11,
+        boot=server.boot,
+        epoch=client.requests.epoch,
+        request=request.id,
+        entries=request.entries,
+        body=bytes(4 * (8 + 3 + 16)),
+    )
+    client.receive(encode(answer), 1.0)
+    assert client.late_messages == 1
+    assert collect(client) == []
+
+
+@pytest.mark.parametrize("field", ["request", "epoch", "session"])
+def test_an_absent_of_another_request_says_nothing(field: str) -> None:
+    server = FakeServer()
+    client = attach(server)
+    submit_and_split(server, client)
+    told, _ = server.take_replies()
+    message = decode(told)
+    assert message.type is MessageType.ABSENT
+    setattr(message, field, getattr(message, field) + 1)
+    client.receive(encode(message), 1.0)
+    assert not absent(client)
+    assert client.late_messages == 1
+
+
+def test_a_restart_in_between_costs_a_row_for_each_answer_and_each_loss() -> None:
+    server = FakeServer(boot=1)
+    client = attach(server)
+    submit_and_split(server, client)
+    exchange(client, server, 1.0)
+    restarted = FakeServer(boot=2)
+    client.connected(2.0)
+    first, second = finish(client, restarted, 2.0)
+    assert not first.faults
+    assert [fault.status for fault in second.faults] == [Status.SERVER_LOST] * 2
+    assert client.rows.reward.tolist() == [5, 5, 0, 0]
+    assert executed(restarted) == [(1, None)]
+    step_all(client, restarted, 2.0)
+    lost = Status.SERVER_LOST
+    assert client.rows.status.tolist() == [lost, lost, Status.OK, Status.OK]

@@ -1,0 +1,143 @@
+"""The client and the server's answers: which it takes, and how it asks again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from envserve.errors import ActionError, LocalProtocolError
+from envserve.session import ClientSession
+from envserve.wire import Buffer, MessageType, decode
+from tests.envserve.raw_client import changed
+from tests.envserve.session_fakes import (
+    FakePool,
+    FakeServer,
+    attach,
+    exchange,
+    take_outgoing,
+)
+
+
+def step_frames(client: ClientSession, action: int, now: float = 0.0) -> list[Buffer]:
+    client.rows.action[0][:] = action
+    client.submit_step(range(len(client.blocks)), now)
+    (frames,) = take_outgoing(client)
+    return frames
+
+
+def pool_of(server: FakeServer) -> FakePool:
+    (pool,) = server.pools.values()
+    return pool
+
+
+def test_a_step_runs_and_its_result_lands_in_the_rows() -> None:
+    server = FakeServer()
+    client = attach(server)
+    client.rows.action[0][:] = [3, 1, 4, 1]
+    client.submit_step([0, 1], 0.0)
+    exchange(client, server, 0.0)
+    server.finish_all(0.0)
+    exchange(client, server, 0.0)
+
+    assert [outcome.block for outcome in client.take_outcomes()] == [0, 1]
+    np.testing.assert_array_equal(client.rows.reward, [3, 1, 4, 1])
+    np.testing.assert_array_equal(client.rows.observation[0][:, 0], [1, 1, 1, 1])
+    assert client.num_in_flight == 0
+
+
+def test_a_lost_reply_is_fetched_by_the_resend() -> None:
+    server = FakeServer()
+    client = attach(server)
+    server.receive(b"r", step_frames(client, 9), 0.0)
+    server.finish_all(0.0)
+    server.take_replies()  # lost
+    client.advance(1.0)
+    exchange(client, server, 1.0)
+
+    assert len(client.take_outcomes()) == 2
+    assert len(pool_of(server).executed) == 2
+    np.testing.assert_array_equal(client.rows.reward, [9, 9, 9, 9])
+
+
+def test_a_late_reply_is_not_taken_for_that_of_the_next_step() -> None:
+    server = FakeServer()
+    client = attach(server)
+    server.receive(b"r", step_frames(client, 1), 0.0)
+    server.finish_all(0.0)
+    (late,) = server.take_replies()
+    client.receive(late, 0.0)
+    client.take_outcomes()
+    server.receive(b"r", step_frames(client, 2), 0.0)
+
+    client.receive(late, 0.0)
+
+    assert client.late_messages == 1
+    assert client.num_in_flight == 2
+    assert not client.take_outcomes()
+
+
+def test_a_refused_action_is_an_error_and_uses_up_no_seq() -> None:
+    server = FakeServer()
+    client = attach(server)
+    client.rows.action[0][:] = [1, 1, 100, 1]
+    client.submit_step([0, 1], 0.0)
+    exchange(client, server, 0.0)
+    outcomes = client.take_outcomes()
+
+    assert [type(outcome.error) for outcome in outcomes] == [ActionError, ActionError]
+    assert "Env 2" in str(outcomes[0].error)
+    assert "tcp://fake:1" in str(outcomes[0].error)
+    assert not pool_of(server).executed
+    client.rows.action[0][:] = 5
+    client.submit_step([0, 1], 0.0)
+    exchange(client, server, 0.0)
+    assert len(pool_of(server).executed) == 2
+
+
+def test_submitting_a_block_in_flight_is_an_error_here() -> None:
+    server = FakeServer()
+    client = attach(server)
+    step_frames(client, 1)
+    with pytest.raises(LocalProtocolError, match="block 0 is in flight"):
+        client.submit_step([0], 0.0)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"session": 12},
+        {"epoch": 2},
+        {"request": 99},
+        {"entries": ((0, 2),)},
+        {"entries": ((0, 2), (1, 2))},
+        {"type": MessageType.CALL_RESULT},
+    ],
+    ids=str,
+)
+def test_an_answer_to_something_else_is_dropped(fields: dict[str, Any]) -> None:
+    server = FakeServer()
+    client = attach(server)
+    server.receive(b"r", step_frames(client, 1), 0.0)
+    server.finish_all(0.0)
+    (answer,) = server.take_replies()
+    client.receive(changed(answer, **fields), 0.0)
+    assert client.late_messages == 1
+    assert not client.take_outcomes()
+    client.receive(answer, 0.0)
+    assert len(client.take_outcomes()) == 2
+
+
+def test_resends_back_off_and_count_their_attempts() -> None:
+    server = FakeServer()
+    client = attach(server)
+    step_frames(client, 1, now=0.0)
+    sent = []
+    while client.next_deadline() < 20.0:
+        now = client.next_deadline()
+        client.advance(now)
+        for message in map(decode, take_outgoing(client)):
+            if message.type is MessageType.STEP:
+                sent.append((now, message.attempt))
+    assert sent == [(1, 1), (3, 2), (7, 3), (11, 4), (15, 5), (19, 6)]

@@ -1,0 +1,374 @@
+"""How sessions live and end: silence, pings, restarts, copies, and what comes late."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from envserve.errors import (
+    ConnectError,
+    LeaseLost,
+    ServerError,
+    ServerLost,
+)
+from envserve.session import ClientState
+from envserve.wire import (
+    Buffer,
+    ErrorBody,
+    ErrorCode,
+    Executed,
+    Message,
+    MessageType,
+    decode,
+    encode,
+)
+from tests.envserve.session_fakes import (
+    FakeServer,
+    OneLease,
+    attach,
+    collect,
+    exchange,
+    make_client,
+    state_of,
+    take_outgoing,
+)
+
+
+def reply_types(server: FakeServer) -> list[MessageType | int]:
+    return [decode(frames).type for frames in server.take_replies()]
+
+
+def test_no_server_is_a_connect_error_at_the_deadline() -> None:
+    client = make_client()
+    client.advance(9.9)
+    assert state_of(client) is ClientState.CONNECTING
+    client.advance(10.0)
+    assert isinstance(client.error, ConnectError)
+    assert "tcp://fake:1" in str(client.error)
+    assert "10 s" in str(client.error)
+
+
+def test_a_server_that_hears_but_never_answers_is_a_connect_error() -> None:
+    client = make_client()
+    client.connected(1.0)
+    now = 1.0
+    while client.state is ClientState.HELLO_SENT:
+        now = client.next_deadline()
+        client.advance(now)
+    assert isinstance(client.error, ConnectError)
+    assert now == 10.0
+
+
+def test_pings_keep_an_idle_lease() -> None:
+    server = FakeServer()
+    client = attach(server)
+    now = 0.0
+    while now < 200.0:
+        now = client.next_deadline()
+        client.advance(now)
+        exchange(client, server, now)
+        server.poll(now)
+    assert state_of(client) is ClientState.READY
+    assert server.pools
+
+
+def test_a_silent_client_loses_its_lease() -> None:
+    server = FakeServer()
+    attach(server)
+    assert server.session.next_deadline() == 60.0
+    server.poll(59.9)
+    assert server.pools
+    server.poll(60.0)
+    assert not server.pools
+    assert server.session.free_envs == 128
+
+
+def test_a_silent_server_is_lost_and_all_in_flight_fails() -> None:
+    server = FakeServer()
+    client = attach(server)
+    client.submit_step([0, 1], 5.0)
+    while client.state is ClientState.READY:
+        now = client.next_deadline()
+        client.advance(now)
+        take_outgoing(client)
+    assert now == 65.0
+    outcomes = collect(client)
+    assert [outcome.block for outcome in outcomes] == [0, 1]
+    assert all(isinstance(outcome.error, ServerLost) for outcome in outcomes)
+
+
+def test_a_client_that_was_stopped_itself_does_not_blame_the_server() -> None:
+    server = FakeServer()
+    client = attach(server)
+    client.advance(500.0)  # it slept; nothing it had sent is unanswered
+    assert state_of(client) is ClientState.READY
+
+
+def test_a_long_step_is_neither_lost_nor_resent_while_pongs_report_it() -> None:
+    server = FakeServer()
+    client = attach(server)
+    client.submit_step([0, 1], 0.0)
+    exchange(client, server, 0.0)
+    steps = 0
+
+    def count(frames: list[Buffer]) -> bool:
+        nonlocal steps
+        steps += decode(frames).type is MessageType.STEP
+        return True
+
+    now = 0.0
+    while now < 300.0:
+        now = client.next_deadline()
+        client.advance(now)
+        exchange(client, server, now, filter_request=count)
+        server.poll(now)
+    assert steps <= 3
+    assert state_of(client) is ClientState.READY
+    server.finish_all(now)
+    exchange(client, server, now)
+    assert len(collect(client)) == 2
+    assert len(server.pools[11].executed) == 2
+
+
+def test_a_server_restarted_while_attaching_is_asked_anew() -> None:
+    first, second = FakeServer(boot=1, builds_at_once=False), FakeServer(boot=2)
+    client = make_client()
+    client.connected(0.0)
+    exchange(client, first, 0.0)
+    assert state_of(client) is ClientState.ATTACHING
+    client.advance(1.0)
+    exchange(client, second, 1.0)
+    assert state_of(client) is ClientState.READY
+
+
+def test_detaching_frees_the_envs_and_may_be_repeated() -> None:
+    server = FakeServer()
+    client = attach(server)
+    client.begin_close(0.0)
+    (frames,) = take_outgoing(client)
+    server.receive(b"r", frames, 0.0)
+    assert server.session.free_envs == 128
+    server.receive(b"r", frames, 0.0)
+    first, second = server.take_replies()
+    client.receive(first, 0.0)
+    client.receive(second, 0.0)
+    assert state_of(client) is ClientState.CLOSED
+
+
+def test_a_late_attach_does_not_revive_a_session_that_has_ended() -> None:
+    server = FakeServer()
+    client = make_client()
+    client.connected(0.0)
+    attaches: list[list[Buffer]] = []
+
+    def keep(frames: list[Buffer]) -> bool:
+        if decode(frames).type is MessageType.ATTACH:
+            attaches.append(frames)
+        return True
+
+    exchange(client, server, 0.0, filter_request=keep)
+    client.begin_close(0.0)
+    exchange(client, server, 0.0)
+    server.receive(b"r", attaches[0], 1.0)
+    assert not server.pools
+    assert server.session.free_envs == 128
+
+
+def test_envs_are_free_only_when_their_workers_are_gone() -> None:
+    server = FakeServer()
+    attach(server, num_envs=100)
+    detach = Message(type=MessageType.DETACH, session=11, boot=77, request=9)
+    decisions = server.session.receive(b"r", encode(detach), 0.0)
+    assert server.session.free_envs == 28
+    server.carry_out(decisions, 0.0)
+    assert server.session.free_envs == 128
+    assert reply_types(server) == [MessageType.DETACHED]
+
+
+def test_messages_that_only_servers_send_are_dropped() -> None:
+    server = FakeServer()
+    for kind in MessageType:
+        if kind.is_from_server:
+            message = Message(type=kind, session=11, boot=server.boot)
+            server.receive(b"r", encode(message), 0.0)
+    assert not server.replies
+
+
+@pytest.mark.parametrize(
+    "kind", [MessageType.STEP, MessageType.PING, MessageType.RESET, MessageType.CALL]
+)
+def test_unknown_sessions_are_told_that_they_have_nothing(kind: MessageType) -> None:
+    server = FakeServer()
+    message = Message(type=kind, session=5, boot=server.boot, attempt=0)
+    server.receive(b"r", encode(message), 0.0)
+    (reply,) = server.take_replies()
+    body = ErrorBody.decode(decode(reply).body)
+    assert body.code is ErrorCode.LEASE_LOST
+    assert body.executed == 0
+
+
+def test_a_message_that_met_a_defect_is_answered_and_ends_its_session_only() -> None:
+    server = FakeServer()
+    attach(server)
+    attach(server, session=12)
+    ping = Message(type=MessageType.PING, session=11, boot=server.boot, request=7)
+    decisions = server.session.receive_failed(b"r", encode(ping))
+    server.carry_out(decisions, 0.0)
+
+    answer, farewell = map(decode, server.take_replies())
+    assert (answer.request, answer.type) == (7, MessageType.ERROR)
+    body = ErrorBody.decode(answer.body)
+    assert (body.code, body.executed) == (ErrorCode.INTERNAL, Executed.UNKNOWN)
+    assert ErrorBody.decode(farewell.body) == body
+    assert list(server.pools) == [12]
+
+
+def test_a_pool_that_broke_frees_its_envs_in_any_state() -> None:
+    server = FakeServer()
+    attach(server)
+    decisions = server.session.pool_broken(11, ServerError("it broke"))
+    server.carry_out(decisions, 0.0)
+    (reply,) = server.take_replies()
+    assert "it broke" in ErrorBody.decode(decode(reply).body).text
+    assert server.session.free_envs == 128
+    assert server.session.pool_broken(11, ServerError("again")) == []
+
+
+def test_a_client_that_missed_its_sessions_end_learns_it_from_any_answer() -> None:
+    server = FakeServer()
+    client = attach(server, kind=OneLease)
+    decisions = server.session.pool_broken(11, ServerError("it broke"))
+    server.carry_out(decisions, 0.0)
+    assert server.take_replies()  # and this one is lost
+    client.submit_step([0], 1.0)
+    exchange(client, server, 1.0)
+    assert state_of(client) is ClientState.LOST
+    assert isinstance(client.error, LeaseLost)
+    assert "it broke" in str(client.error)
+
+
+def test_a_lease_ends_at_the_very_deadline_that_was_asked_for() -> None:
+    server = FakeServer()
+    heard_at = 31.1  # adding 60 to it and taking it away again gives less than 60
+    attach(server, heard_at)
+    server.poll(server.session.next_deadline())
+    assert not server.pools
+
+
+@pytest.mark.parametrize("is_greeted", [False, True])
+def test_copies_sent_to_a_server_before_do_not_end_an_attempt_to_attach(
+    is_greeted: bool,
+) -> None:
+    client = make_client()
+    client.connected(0.0)
+    first = FakeServer(boot=1, builds_at_once=False)
+    (hello,) = take_outgoing(client)
+    first.receive(b"r", hello, 0.0)
+    (welcome,) = first.take_replies()
+    client.receive(welcome, 0.0)
+    (attach_1,) = take_outgoing(client)
+
+    second = FakeServer(boot=2)
+    for _ in range(
+        2
+    ):  # the first tells that there is another server, the second is late
+        second.receive(b"r", attach_1, 1.0)
+    restarted, late = second.take_replies()
+    client.receive(restarted, 1.0)
+    (hello,) = take_outgoing(client)
+    if is_greeted:
+        second.receive(b"r", hello, 1.0)
+        (welcome,) = second.take_replies()
+        client.receive(welcome, 1.0)
+    client.receive(late, 1.0)
+    if not is_greeted:
+        second.receive(b"r", hello, 1.0)
+    exchange(client, second, 1.0)
+    assert state_of(client) is ClientState.READY, client.error
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("kind", [MessageType.RESULT, MessageType.CALL_RESULT])
+def test_a_result_answers_no_request_to_attach(
+    kind: MessageType, is_first: bool
+) -> None:
+    client = make_client() if is_first else attach(FakeServer(boot=1))
+    server = FakeServer(boot=2)
+    sent: list[Message] = []
+
+    def note(frames: list[Buffer]) -> bool:
+        sent.append(decode(frames))
+        return sent[-1].type is MessageType.PING
+
+    client.connected(1.0)
+    exchange(client, server, 1.0, filter_request=note)
+    hello = sent[-1]
+    assert hello.type is MessageType.HELLO
+    answer = Message(
+        type=kind, session=hello.session, boot=server.boot, request=hello.request
+    )
+    client.receive(encode(answer), 1.0)
+    assert client.late_messages == 1
+    client.connected(1.1)
+    exchange(client, server, 1.1)
+    assert state_of(client) is ClientState.READY
+
+
+def test_every_client_message_may_arrive_twice() -> None:
+    """HELLO, ATTACH, RESET, STEP, CALL, PING and DETACH, each with its copy."""
+    server = FakeServer()
+    client = make_client()
+
+    def deliver_twice(now: float) -> None:
+        for _ in range(4):
+            for frames in take_outgoing(client):
+                server.receive(b"r", frames, now)
+                server.receive(b"r", list(frames), now)
+            for frames in server.take_replies():
+                client.receive(frames, now)
+                client.receive(list(frames), now)
+
+    client.connected(0.0)
+    deliver_twice(0.0)
+    assert state_of(client) is ClientState.READY
+    client.rows.action[0][:] = 3
+    for step in range(3):
+        client.submit_step([0, 1], step)
+        deliver_twice(step)
+        server.finish_all(step)
+        deliver_twice(step)
+        assert len(collect(client)) == 2
+    client.advance(50.0)
+    deliver_twice(50.0)
+    assert len(server.pools[11].executed) == 6
+    client.begin_close(51.0)
+    deliver_twice(51.0)
+    assert state_of(client) is ClientState.CLOSED
+    assert server.session.free_envs == 128
+
+
+def test_what_is_in_flight_is_sent_again_when_the_connection_is_made_anew() -> None:
+    server = FakeServer()
+    client = attach(server)
+    client.submit_step([0, 1], 1.0)
+    (first,) = take_outgoing(client)  # the connection swallows it
+    client.connected(1.05)
+    (second,) = take_outgoing(client)
+    assert decode(second) == dataclasses.replace(decode(first), attempt=1)
+
+
+def test_what_was_not_sent_yet_is_not_sent_twice() -> None:
+    client = attach(FakeServer())
+    client.submit_step([0, 1], 1.0)
+    client.connected(1.05)
+    (only,) = take_outgoing(client)
+    assert decode(only).attempt == 0
+
+
+def test_an_idle_client_pings_when_the_connection_is_made_anew() -> None:
+    client = attach(FakeServer())
+    assert client.next_deadline() > 0.1
+    client.connected(0.1)
+    (ping,) = take_outgoing(client)
+    assert decode(ping).type is MessageType.PING

@@ -1,0 +1,112 @@
+"""Reports: round trips, their limit, and input that nobody should send."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from envserve import codec
+from envserve.errors import RemoteProtocolError
+from envserve.lane import Fault
+from envserve.slab import Status
+from envserve.wire import ErrorBody, ErrorCode, Report
+from envserve.wire.constants import MAX_REPORT_BYTES
+from tests.envserve.mutation import mutate, read_or_refuse
+
+REPORT = Report(
+    infos={0: {"x": 1.5}, 7: {}},
+    faults=(
+        Fault(1, Status.TIMEOUT, "hung"),
+        Fault(2, Status.TIMEOUT, "hung"),
+        Fault(5, Status.ENV_ERROR, "nan", is_violation=True),
+    ),
+    errors={3: ErrorBody(code=ErrorCode.ENV_FAILED, text="gave up")},
+)
+
+
+def test_reports_make_the_round_trip() -> None:
+    frame, infos_dropped = REPORT.encode()
+    assert not infos_dropped
+    assert Report.decode(frame) == REPORT
+    assert frame.count(b"hung") == 1
+
+
+def test_an_empty_report_needs_no_frame() -> None:
+    assert Report().encode() == (b"", False)
+    assert Report.decode(b"") == Report()
+
+
+def test_a_report_that_is_too_long_loses_its_infos_only() -> None:
+    faults = (Fault(1, Status.TIMEOUT, "hung"),)
+    report = Report(infos={0: {"x": bytes(MAX_REPORT_BYTES)}}, faults=faults)
+    frame, infos_dropped = report.encode()
+    assert infos_dropped
+    assert Report.decode(frame) == Report(faults=faults)
+
+
+def test_many_long_texts_are_cut_until_they_fit() -> None:
+    faults = [
+        Fault(row, Status.ENV_ERROR, f"{row} " + "é" * 9000) for row in range(500)
+    ]
+    frame, infos_dropped = Report(faults=faults).encode()
+    again = Report.decode(frame)
+    assert not infos_dropped
+    assert len(frame) <= MAX_REPORT_BYTES
+    assert [fault.env_index for fault in again.faults] == list(range(500))
+    assert again.faults[499].text.startswith("499 ")
+
+
+@pytest.mark.parametrize("num_rows", [1, 300, 5000, 1 << 16])
+def test_a_report_keeps_its_limit_whatever_it_says(num_rows: int) -> None:
+    """Rows and blocks are all named, even if few of their texts are."""
+    kinds = [(status, flag) for status in Status for flag in (False, True)]
+    faults = [
+        Fault(row, kinds[row % 7][0], f"{row} " + "é" * 300, kinds[row % 7][1])
+        for row in range(num_rows)
+    ]
+    errors = {
+        block: ErrorBody(
+            code=ErrorCode.ENV_FAILED,
+            text=f"{block} gave up",
+            traceback="x" * 400,
+            env_index=block,
+        )
+        for block in range(min(num_rows, 4096))
+    }
+    infos = {row: {"x": bytes(10)} for row in range(num_rows)}
+    frame, infos_dropped = Report(infos=infos, faults=faults, errors=errors).encode()
+    assert len(frame) <= MAX_REPORT_BYTES
+    again = Report.decode(frame)
+    assert infos_dropped == (num_rows > 1) == (not again.infos)
+    assert {(f.env_index, f.status) for f in again.faults} == {
+        (f.env_index, f.status) for f in faults
+    }
+    assert again.errors.keys() == errors.keys()
+    assert "gave up" in again.errors[0].text
+
+
+def test_one_error_of_many_blocks_is_sent_once() -> None:
+    error = ErrorBody(code=ErrorCode.ENV_FAILED, text="gave up", traceback="t" * 9000)
+    errors = dict.fromkeys(range(4096), error)
+    frame, _ = Report(errors=errors).encode()
+    assert len(frame) < 6000
+    texts = {again.text for again in Report.decode(frame).errors.values()}
+    assert texts == {"gave up"}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [-1, None, "x", [1 << 16], [-1], [True], [1.0], bytes((1 << 13) + 1)],
+    ids=repr,
+)
+def test_rows_that_cannot_be_are_protocol_errors(rows: object) -> None:
+    fault = [1, False, "text", rows]
+    frame = codec.encode({"infos": {}, "faults": [fault], "errors": []})
+    with pytest.raises(RemoteProtocolError, match="faults"):
+        Report.decode(frame)
+
+
+@given(st.data())
+def test_mutated_reports_raise_nothing_but_protocol_errors(data: st.DataObject) -> None:
+    read_or_refuse(Report.decode, mutate(REPORT.encode()[0], data))

@@ -1,0 +1,145 @@
+"""An env that keeps the books, so that a wrong transition shows."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from tests.oracle.breakdowns import BreakdownPlan
+from tests.oracle.journal import Journal, Writer
+
+Array = np.ndarray[Any, Any]
+
+HASH_FACTOR: Final = 6364136223846793005
+HASH_TERM: Final = 1442695040888963407
+
+
+def ledger_hash(previous: int, action: int) -> int:
+    """Returns the running hash of a ledger after one more action, an int64.
+
+    Arithmetic is modulo 2**64, as that of NumPy's int64 is.
+    """
+    value = previous * HASH_FACTOR + action + HASH_TERM
+    return ((value + 2**63) & (2**64 - 1)) - 2**63
+
+
+class LedgerEnv(gymnasium.Env[Array, np.int64]):
+    """Keeps the books.
+
+    Its observation is int64 `[4]`: the seed of this incarnation, the episode within
+    it, the step within the episode, and a running hash of all actions since the
+    seed. Its reward echoes the action. Episodes last `length` steps and end
+    alternately by termination and truncation.
+
+    The env is told no more than its seed. Which row and incarnation that is of follows
+    from `envserve.seeding.env_seed`, and is the business of `Ledger`, which checks what
+    a batch of these envs gives.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"]}  # noqa: RUF012
+
+    def __init__(
+        self,
+        length: int = 10,
+        reset_seconds: float = 0.0,
+        render_mode: str | None = None,
+        *,
+        step_seconds: float = 0.0,
+        journal: str | Writer | None = None,
+        breakdowns: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Opens the books.
+
+        Args:
+          length: Steps of an episode.
+          reset_seconds: How long a reset takes.
+          render_mode: As in Gymnasium.
+          step_seconds: How long a step takes.
+          journal: Where to append each applied action to: a folder of files, or
+            something like a `Journal`.
+          breakdowns: When to fail, by `BREAKDOWNS`, like `{"kill": {"probability":
+            0.001, "when": "after"}, "hang": {"actions": [999], "seconds": 2.0},
+            "raise": {"steps": [3, 7]}}`. "after" means that the action has been
+            applied and is in the journal; chances follow from the seed.
+        """
+        low, high = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+        self.observation_space = spaces.Box(low, high, (4,), np.int64)
+        self.action_space = spaces.Discrete(1000)
+        self.render_mode = render_mode
+        self.difficulty = 1
+        self._length = length
+        self._reset_seconds = reset_seconds
+        self._step_seconds = step_seconds
+        self._journal = Journal(journal) if isinstance(journal, str) else journal
+        self._breakdowns = BreakdownPlan(breakdowns) if breakdowns else None
+        self._seed = -1
+        self._episode = 0
+        self._step = 0
+        self._hash = 0
+        self._count = 0  # of all steps since the seed
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Array, dict[str, Any]]:
+        """Starts the next episode, or with a seed a new ledger."""
+        super().reset(seed=seed)
+        if self._reset_seconds:
+            time.sleep(self._reset_seconds)
+        if self._breakdowns is not None:
+            self._breakdowns.reach("reset", self.np_random)
+        if seed is not None:
+            self._seed, self._episode, self._hash, self._count = seed, 0, 0, 0
+        else:
+            self._episode += 1
+        self._step = 0
+        return self._observation(), {"reset_of_episode": self._episode}
+
+    def step(self, action: np.int64) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        value = int(action)
+        self._count += 1
+        if self._step_seconds:
+            time.sleep(self._step_seconds)
+        if self._breakdowns is not None:
+            self._breakdowns.reach("before", self.np_random, value, self._count)
+        self._step += 1
+        self._hash = ledger_hash(self._hash, value)
+        if self._journal is not None:
+            self._journal.write(self._seed, self._episode, self._step, value)
+        if self._breakdowns is not None:
+            self._breakdowns.reach("after", self.np_random, value, self._count)
+        is_over = self._step >= self._length
+        is_termination = self._episode % 2 == 0
+        return (
+            self._observation(),
+            float(value),
+            is_over and is_termination,
+            is_over and not is_termination,
+            {"step": self._step, "weights": np.full(2, self._step, np.float32)},
+        )
+
+    def render(self) -> Any:
+        """Returns an image uint8 `[2, 3, 3]` that shows the step."""
+        return np.full((2, 3, 3), self._step, np.uint8)
+
+    def close(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+
+    def echo(self, *arguments: Any) -> list[Any]:
+        return list(arguments)
+
+    def complain(self, text: str) -> None:
+        raise ValueError(text)
+
+    def loaded_modules(self) -> list[str]:
+        """Returns the names of the modules that this process has imported."""
+        return sorted(sys.modules)
+
+    def _observation(self) -> Array:
+        return np.array([self._seed, self._episode, self._step, self._hash], np.int64)

@@ -1,0 +1,151 @@
+"""Ledgers stepped in this process, and the rows that a batch would make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from envserve.client import StepResult
+from envserve.seeding import env_seed
+from envserve.slab import Status
+from tests.oracle.ledger import Ledger
+from tests.oracle.ledger_env import LedgerEnv
+
+ROOT_SEED = 5
+#: Steps of an episode of a `Run`.
+LENGTH = 3
+
+Array = np.ndarray[Any, Any]
+
+
+class LedgerRows:
+    """Rows as the specification has them, fault by fault as told.
+
+    With `in_flight`, an action is under way when its row turns out to be pending: it
+    is applied, unseen, and shows when the row is late.
+    """
+
+    def __init__(
+        self, num_envs: int = 3, *, autoreset: str = "same_step", **options: Any
+    ) -> None:
+        self.num_envs = num_envs
+        self._autoreset = autoreset
+        self._options = options
+        self._envs = [LedgerEnv(**options) for _ in range(num_envs)]
+        self._incarnations = [0] * num_envs
+        self._has_ended = [False] * num_envs
+        self._waiting: dict[int, tuple[Any, ...]] = {}
+        self.observation = np.zeros((num_envs, 4), np.int64)
+
+    def reset(self) -> Array:
+        for row in range(self.num_envs):
+            self.observation[row] = self._fresh(row)
+        return self.observation.copy()
+
+    def reset_row(self, row: int) -> Array:
+        self._has_ended[row] = False
+        self.observation[row] = self._envs[row].reset()[0]
+        return self.observation[[row]]
+
+    def step(
+        self,
+        actions: Array,
+        *,
+        lost: Mapping[int, Status] | None = None,
+        pending: Collection[int] = (),
+        in_flight: Collection[int] = (),
+        late: Collection[int] = (),
+    ) -> StepResult:
+        n = self.num_envs
+        lost = lost or {}
+        status = np.zeros(n, np.uint8)
+        reward = np.zeros(n)
+        terminated, truncated = np.zeros(n, np.bool_), np.zeros(n, np.bool_)
+        final = np.zeros_like(self.observation)
+        for row in range(n):
+            if row in lost:
+                status[row], truncated[row] = lost[row], True
+                final[row] = self.observation[row]
+                self._envs[row] = LedgerEnv(**self._options)
+                self._incarnations[row] += 1
+                self._waiting.pop(row, None)
+                self.observation[row] = self._fresh(row)
+                self._has_ended[row] = False
+                continue
+            if row in in_flight:
+                self._waiting[row] = self._apply(row, int(actions[row]))
+            if row in pending or row in in_flight:
+                status[row] = Status.PENDING
+                continue
+            if row in late:
+                status[row] = Status.LATE
+                outcome = self._waiting.pop(row)
+            else:
+                outcome = self._apply(row, int(actions[row]))
+            self.observation[row], final[row], *others = outcome
+            reward[row], terminated[row], truncated[row] = others
+        return StepResult(
+            self.observation.copy(),
+            reward,
+            terminated,
+            truncated,
+            status == Status.OK,
+            final,
+            status,
+            {},
+        )
+
+    def _fresh(self, row: int) -> Array:
+        seed = env_seed(ROOT_SEED, row, self._incarnations[row])
+        return self._envs[row].reset(seed=seed)[0]
+
+    def _apply(self, row: int, action: int) -> tuple[Any, ...]:
+        """Returns observation, final observation, reward, terminated, truncated."""
+        env = self._envs[row]
+        nothing = np.zeros(4, np.int64)
+        if self._has_ended[row]:
+            self._has_ended[row] = False
+            return env.reset()[0], nothing, 0.0, False, False
+        observation, reward, terminated, truncated, _ = env.step(np.int64(action))
+        if not (terminated or truncated):
+            return observation, nothing, reward, False, False
+        if self._autoreset == "same_step":
+            return env.reset()[0], observation, reward, terminated, truncated
+        self._has_ended[row] = True
+        return observation, observation, reward, terminated, truncated
+
+
+class Run:
+    """Rows and their ledger, side by side."""
+
+    def __init__(self, random_seed: int = 0, **options: Any) -> None:
+        self.rows = LedgerRows(length=LENGTH, **options)
+        self.ledger = Ledger(
+            self.rows.num_envs,
+            ROOT_SEED,
+            length=LENGTH,
+            autoreset=options.get("autoreset", "same_step"),
+        )
+        self.random = np.random.default_rng(random_seed)
+        self.ledger.reset(self.rows.reset())
+
+    def act(self) -> Array:
+        return self.random.integers(0, 1000, self.rows.num_envs)
+
+    def give(self, **faults: Any) -> tuple[Array, StepResult]:
+        """Returns what a batch would give for some actions, for the ledger to see."""
+        actions = self.act()
+        return actions, self.rows.step(actions, **faults)
+
+    def step(self, **faults: Any) -> StepResult:
+        actions, result = self.give(**faults)
+        self.ledger.step(actions, result)
+        return result
+
+    def step_row(self, actions: Array, result: StepResult, *rows: int) -> None:
+        """Has the ledger see some rows of a result."""
+        chosen = list(rows)
+        part = StepResult._make([*(array[chosen] for array in result[:-1]), {}])
+        self.ledger.step(actions[chosen], part, chosen)

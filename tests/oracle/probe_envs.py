@@ -1,0 +1,132 @@
+"""Envs that probe: a ledger, every space there is, and every way to fail.
+
+Import this module where the envs are built (`import_modules=[MODULE]`, or `envserve
+start --import tests.oracle.probe_envs`): importing it registers them, as with every
+module that offers envs to Gymnasium.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any, Final
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from tests.oracle.breakdowns import BREAKDOWNS
+from tests.oracle.ledger_env import LedgerEnv
+
+Array = np.ndarray[Any, Any]
+
+#: What registers the envs when it is imported.
+MODULE: Final = __name__
+
+#: A space of every kind that can be carried.
+SPACES: Final[dict[str, spaces.Space[Any]]] = {
+    **{
+        f"box_{dtype.__name__}": spaces.Box(0, 9, (2, 3), dtype)
+        for dtype in (
+            *(np.int8, np.int16, np.int32, np.int64),
+            *(np.uint8, np.uint16, np.uint32, np.uint64),
+            *(np.float16, np.float32, np.float64),
+        )
+    },
+    "image": spaces.Box(0, 255, (84, 84, 4), np.uint8),
+    "scalar_box": spaces.Box(-1.0, 1.0, (), np.float32),
+    "uneven_box": spaces.Box(
+        np.array([-1.0, -np.inf, 0.0]), np.array([1.0, np.inf, 5.0]), dtype=np.float64
+    ),
+    "discrete": spaces.Discrete(5),
+    "discrete_start": spaces.Discrete(5, start=-2),
+    "multi_binary": spaces.MultiBinary((2, 2)),
+    "multi_discrete": spaces.MultiDiscrete([3, 4, 5]),
+    "multi_discrete_grid": spaces.MultiDiscrete(np.array([[3, 4], [5, 6]])),
+    "dict": spaces.Dict(
+        {
+            "velocity": spaces.Box(-1.0, 1.0, (3,), np.float32),
+            "camera": spaces.Box(0, 255, (4, 4), np.uint8),
+            "nested": spaces.Dict({"mode": spaces.Discrete(3)}),
+        }
+    ),
+    "tuple": spaces.Tuple(
+        [spaces.Discrete(4), spaces.Tuple([spaces.MultiBinary(3), spaces.Discrete(2)])]
+    ),
+}
+
+
+class EchoEnv(gymnasium.Env[Any, Any]):
+    """Observes its last action; its two spaces are the same one of `SPACES`."""
+
+    def __init__(self, space: str) -> None:
+        self.observation_space = SPACES[space]
+        self.action_space = SPACES[space]
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        if seed is not None:
+            self.observation_space.seed(seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Observes the action, if it belongs to the space."""
+        if not self.action_space.contains(action):
+            raise ValueError(f"{action!r} ({type(action)}) is not in the action space")
+        return action, 0.0, False, False, {}
+
+
+class FaultyEnv(gymnasium.Env[Array, np.int64]):
+    """Fails in one way, in the step whose action is 1, or in another method.
+
+    Faults of step: nan, inf_reward, wrong_shape, wrong_dtype, and `BREAKDOWNS`. Of
+    other methods: raise_in_init, exit_in_init, raise_in_reset, hang_in_close.
+    """
+
+    def __init__(self, fault: str = "raise") -> None:
+        self.observation_space = spaces.Box(-10.0, 10.0, (3,), np.float32)
+        self.action_space = spaces.Discrete(2)
+        self._fault = fault
+        self._steps = 0
+        if fault == "raise_in_init":
+            raise RuntimeError("no simulator licence")
+        if fault == "exit_in_init":
+            os._exit(7)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Array, dict[str, Any]]:
+        super().reset(seed=seed)
+        if self._fault == "raise_in_reset":
+            raise RuntimeError("no level to load")
+        self._steps = 0
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action: np.int64) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        self._steps += 1
+        observation = np.full(3, min(self._steps, 10), np.float32)
+        reward = 1.0
+        if action == 1:
+            if self._fault == "nan":
+                observation[1] = np.nan
+            elif self._fault == "inf_reward":
+                reward = float("inf")
+            elif self._fault == "wrong_shape":
+                observation = np.zeros(2, np.float32)
+            elif self._fault == "wrong_dtype":
+                observation = observation.astype(np.float64)
+            elif self._fault in BREAKDOWNS:
+                BREAKDOWNS[self._fault](math.inf)
+        return observation, reward, False, False, {}
+
+    def close(self) -> None:
+        if self._fault == "hang_in_close":
+            BREAKDOWNS["hang"](math.inf)
+
+
+for _name, _class in (("Ledger", LedgerEnv), ("Echo", EchoEnv), ("Faulty", FaultyEnv)):
+    gymnasium.register(
+        f"envserve/{_name}-v0", f"{_class.__module__}:{_class.__qualname__}"
+    )

@@ -1,0 +1,200 @@
+"""What tests of runs share: a small config, makers of envs, updates, saved runs."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import gymnasium
+import numpy as np
+import tensorflow as tf
+from typer.testing import CliRunner
+
+from envserve.client import BatchEnv
+from ppo.agent import Agent
+from ppo.cli import app
+from ppo.config import Config
+from ppo.learning.update import Updater
+from ppo.normalize import ReturnScale
+from ppo.rollout import Rollout
+from ppo.run_folder import checkpoint
+from ppo.run_folder.checkpoint import Counters
+from ppo.run_folder.folder import RunFolder
+from ppo.train import TrainResult, train
+from tests.ppo.fakes import CountingBatchEnv, as_batch_env
+
+__all__ = [
+    "SMALL",
+    "Learner",
+    "Maker",
+    "copy",
+    "counters",
+    "parameters",
+    "ppo",
+    "rows_of",
+    "run",
+    "save_run",
+]
+
+#: Four iterations of 16 steps.
+SMALL = Config(
+    env_name="fake",
+    num_envs=2,
+    horizon=8,
+    total_steps=64,
+    epochs=1,
+    minibatch_size=8,
+    policy_layers=(4,),
+    value_layers=(4,),
+    curve_episodes=3,
+    evaluation_episodes=3,
+    checkpoint_every=32,
+    jit_compile=False,  # compiling takes longer than these few updates
+)
+
+
+def ppo(*arguments: object) -> tuple[int, str, str]:
+    """Run the command in this process; returns exit code, output and errors.
+
+    It may choose neither threads nor a renderer for the whole suite.
+    """
+    with (
+        mock.patch("ppo.commands.export.start_tensorflow"),
+        mock.patch("ppo.commands.visualize.start_tensorflow"),
+        mock.patch("ppo.films.rendering.headless_backend", return_value=None),
+    ):
+        result = CliRunner().invoke(app, list(map(str, arguments)))
+    return result.exit_code, result.stdout, result.stderr
+
+
+def run(
+    folder: Path,
+    config: Config = SMALL,
+    maker: "Maker | None" = None,
+    *,
+    resume: bool = False,
+    **named: Any,
+) -> TrainResult:
+    """Train in a new folder, or go on in one."""
+    run_folder = RunFolder(folder) if resume else RunFolder.create(folder, config)
+    return train(config, run_folder, maker or Maker(), resume=resume, **named)
+
+
+def counters(folder: Path) -> Counters:
+    """Return how far the newest checkpoint of a run had come."""
+    return checkpoint.read_counters(folder / "checkpoints")
+
+
+class Maker:
+    """Makes fakes, and keeps what it was asked for.
+
+    Args:
+        make: maps a number of envs to a fake.
+        evaluation: maps how many fakes were made before to one for an evaluation: all
+            but the first, if this is given.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], CountingBatchEnv] = lambda num_envs: CountingBatchEnv(
+            [3] * num_envs
+        ),
+        evaluation: Callable[[int], CountingBatchEnv] | None = None,
+    ) -> None:
+        self.made: list[CountingBatchEnv] = []
+        self.asked: list[tuple[int, int]] = []
+        self._make = make
+        self._evaluation = evaluation
+
+    def __call__(self, *, num_envs: int, seed: int) -> BatchEnv:
+        number = len(self.made)
+        self.asked.append((num_envs, seed))
+        if number and self._evaluation is not None:
+            assert all(env.is_closed for env in self.made[1:])
+            self.made.append(self._evaluation(number))
+        else:
+            self.made.append(self._make(num_envs))
+        return as_batch_env(self.made[-1])
+
+    @property
+    def seeds(self) -> list[int]:
+        return [seed for _, seed in self.asked]
+
+
+class Learner:
+    """An agent, its update and a rollout, which can go back to how they began.
+
+    Compiling an update takes seconds, so tests share learners.
+    """
+
+    def __init__(self, agent: Agent, config: Config, rollout: Rollout) -> None:
+        self.agent = agent
+        self.rollout = rollout
+        self.updater = Updater(agent, config)
+        variables = [
+            *agent.trainable_variables,
+            *self.updater.optimizer.variables,
+            *self.updater._schedules.trackables.values(),
+        ]
+        self.start = [(variable, variable.numpy()) for variable in variables]
+
+    def rewind(self) -> None:
+        for variable, value in self.start:
+            variable.assign(value)
+
+    def update(self, rollout: Rollout | None = None, **named: Any) -> dict[str, float]:
+        """Go back to the start, then update once."""
+        self.rewind()
+        rollout = self.rollout if rollout is None else rollout
+        return self.updater.update(rollout, **{"seed": (3, 4), **named})
+
+    def outcome(
+        self, rollout: Rollout | None = None, **named: Any
+    ) -> tuple[dict[str, float], np.ndarray]:
+        """Do the same; returns the parameters, too."""
+        metrics = self.update(rollout, **named)
+        return metrics, parameters(self.agent)
+
+
+def copy(rollout: Rollout) -> Rollout:
+    """Return a rollout that stays as it is when the next one is collected."""
+    return Rollout(*tf.nest.map_structure(np.copy, tuple(rollout)))
+
+
+def parameters(agent: Agent) -> np.ndarray:
+    """Return all that an agent learns, as one vector."""
+    return np.concatenate([v.numpy().ravel() for v in agent.trainable_variables])
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's metrics."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def save_run(folder: Path, config: Config, iterations: tuple[int, ...] = (1,)) -> None:
+    """Make a run with checkpoints of agents that were never trained.
+
+    They are of 100 steps per iteration; each acts in its way.
+    """
+    run_folder = RunFolder.create(folder, config)
+    env = gymnasium.make(config.env_name, **config.env_kwargs)
+    env.observation_space.seed(0)
+    for iteration in iterations:
+        seeded = config.replace(seed=config.seed + iteration)
+        agent = Agent(env.observation_space, env.action_space, seeded)
+        rows = [env.observation_space.sample() for _ in range(9)]
+        agent.preprocess.update(
+            tf.nest.map_structure(lambda *leaves: np.stack(leaves), *rows),
+            tf.ones([9], tf.bool),
+        )
+        checkpoint.save(
+            run_folder.checkpoints,
+            Counters(iteration, 100 * iteration),
+            agent,
+            Updater(agent, config),
+            ReturnScale(config.num_envs, config.discount),
+            keep=len(iterations),
+        )
+    env.close()

@@ -1,0 +1,140 @@
+"""Custom networks: found, tried out, trained, saved and restored."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from gymnasium import spaces
+
+from ppo.agent import Agent
+from ppo.config import Config
+from ppo.environments import env_maker
+from ppo.errors import CheckpointError, ConfigError
+from ppo.evaluate import evaluate_run
+from ppo.networks.custom import load_function
+from ppo.run_folder import checkpoint
+from ppo.run_folder.folder import RunFolder
+from ppo.train import train
+from tests.ppo import custom_networks
+from tests.ppo.runs import SMALL, ppo, save_run
+
+MODULE = custom_networks.__name__
+X = spaces.Box(-1.0, 1.0, (3,))
+CONFIG = SMALL.replace(env_name="CartPole-v1", network=f"{MODULE}:subclass")
+EXAMPLE = Path(__file__).parents[2] / "docs" / "networks.md"
+
+
+def named(function: str) -> Config:
+    return CONFIG.replace(network=f"{MODULE}:{function}")
+
+
+@pytest.mark.parametrize("function", ["subclass", "plain"])
+def test_discrete_actions_take_its_outputs_for_logits(function: str) -> None:
+    agent = Agent(X, spaces.Discrete(4), named(function))
+    features = agent.preprocess(tf.ones([5, 3]))
+    action, log_prob = agent.act(tf.ones([5, 3]), tf.constant([1, 2]))
+    assert (action.shape, log_prob.shape) == (5, 5)
+    distribution, value = agent.distribution_and_value(features)
+    np.testing.assert_array_equal(value, agent.value(features))
+    np.testing.assert_array_equal(
+        distribution.mode(), agent.distribution(features).mode()
+    )
+    assert agent.trackables.keys() == {"torso", "preprocess"}
+
+
+def test_box_actions_take_its_outputs_for_means_and_have_a_deviation() -> None:
+    config = named("subclass").replace(initial_log_std=-1.0)
+    agent = Agent(X, spaces.Box(-1.0, 1.0, (2,)), config)
+    features = agent.preprocess(tf.ones([5, 3]))
+    assert agent.distribution(features).mode().shape == (5, 2)
+    assert agent.trainable_variables[-1].numpy().tolist() == [-1.0, -1.0]
+    assert agent.trackables.keys() == {"torso", "policy", "preprocess"}
+
+
+def test_it_is_told_what_it_gets_and_never_sees_a_mask() -> None:
+    space = spaces.Dict(
+        camera=spaces.Box(0, 255, (8, 8, 3), np.uint8),
+        mode=spaces.Discrete(3),
+        action_mask=spaces.MultiBinary(4),
+    )
+    agent = Agent(space, spaces.Discrete(4), named("inputs_of_a_dict"))
+    rows = {
+        "camera": tf.cast(tf.fill([5, 8, 8, 3], 255), tf.uint8),
+        "mode": tf.zeros([5], tf.int64),
+        "action_mask": tf.constant([[0, 0, 1, 0]] * 5),
+    }
+    action, _ = agent.mode(rows, tf.constant([1, 2]))
+    assert action.numpy().tolist() == [2] * 5
+    assert agent.value(agent.preprocess(rows)).shape == (5,)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("too_few", r"\[N, 4\].*got float32\[2, 3\], float32\[2\]"),
+        ("one_output", r"expected outputs of shapes .* got float32\[2, 4\]\."),
+        ("float64", r"outputs of float32, got float64\[2, 4\], float64\[2\]"),
+        ("nothing", "expected it to return a model, got None"),
+        ("without_checkpoint", r"expected a keras\.Model .* with trackables"),
+        ("without_variables", r"expected trainable_variables, .* got \[\]"),
+        ("forgetful", r"trackables that hold all .* would forget \['"),
+        ("subclas", r"function subclas in .*, found none\. Did you mean subclass"),
+        ("not_a_function", "found 3"),
+    ],
+)
+def test_a_faulty_one_says_what_was_expected(function: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Agent(X, spaces.Discrete(4), named(function))
+
+
+def test_what_it_raises_arrives_with_its_name() -> None:
+    with pytest.raises(KeyError, match="camera") as caught:
+        Agent(X, spaces.Discrete(4), named("raising"))
+    assert f"network {MODULE}:raising" in caught.value.__notes__[0]
+
+
+def test_missing_modules_and_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"module tests\.no\.such to import, found none"
+    ):
+        load_function("tests.no.such:make")
+    with pytest.raises(ConfigError, match=r"Python file no/such\.py, found none in /"):
+        load_function("no/such.py:make")
+    file = tmp_path / "needy.py"
+    file.write_text("import no_such_module\n")
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        load_function(f"{file}:make")
+
+
+def test_the_example_of_the_docs_is_trained_saved_and_restored(tmp_path: Path) -> None:
+    _, _, rest = EXAMPLE.read_text().partition("```python\n")
+    file = tmp_path / "my_networks.py"
+    file.write_text(rest.partition("```")[0])
+    config = CONFIG.replace(network=f"{file}:residual")
+    run_folder = RunFolder.create(tmp_path / "run", config)
+    make_env = env_maker(config, num_workers=1)
+    result = train(config, run_folder, make_env)
+    run_folder, config = RunFolder.open(tmp_path / "run")
+    fresh = Agent(
+        spaces.Box(-np.inf, np.inf, (4,)), spaces.Discrete(2), config.replace(seed=9)
+    )
+    checkpoint.load_agent(run_folder.checkpoints, fresh)
+    for restored, trained in zip(
+        fresh.trainable_variables, result.agent.trainable_variables, strict=True
+    ):
+        np.testing.assert_array_equal(restored, trained)
+    direct = evaluate_run(config, run_folder, make_env, result.agent)
+    again = evaluate_run(config, run_folder, make_env)
+    np.testing.assert_array_equal(direct.returns, again.returns)
+    with pytest.raises(CheckpointError, match="networks that the config describes"):
+        evaluate_run(config.replace(network="mlp"), run_folder, make_env)
+
+
+def test_the_command_says_where_it_looked_for_a_file(tmp_path: Path) -> None:
+    save_run(tmp_path / "run", named("subclass"))
+    run_folder, config = RunFolder.open(tmp_path / "run")
+    run_folder.save_config(config.replace(network="gone.py:make"))
+    code, _, error = ppo("export", tmp_path / "run", tmp_path / "model")
+    assert code == 2
+    assert "expected a Python file gone.py, found none in" in error

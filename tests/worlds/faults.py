@@ -1,0 +1,88 @@
+"""Faults, each of a kind, at a victim and for a time that are drawn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from envserve.errors import EnvError
+from envserve.wire import Buffer, MessageType, decode, encode
+from tests.worlds.caller import Caller
+from tests.worlds.endpoint import Endpoint
+from tests.worlds.host import Host
+from tests.worlds.profile import log_uniform
+
+if TYPE_CHECKING:
+    from tests.worlds.world import World
+
+#: The route of who is no client.
+STRAY: Final = b"0.0"
+
+
+def strike(world: World, kind: str) -> None:
+    """Lets one fault happen."""
+    source, profile = world.clock.random, world.profile
+    host = source.choice(world.hosts)
+    client = source.choice([*world.endpoints.values()]) if world.endpoints else None
+    seconds = log_uniform(source, 0.1, profile.max_outage)
+    soon = log_uniform(source, 0.01, 10.0)
+    world.clock.note(kind, seconds)
+    if kind == "crash_host":
+        host.crash(soon)
+    elif kind == "pause_host":
+        host.pause(seconds)
+    elif kind == "stop_host":
+        host.do(host.stop)
+    elif kind == "drain_host":
+        host.do(host.drain, seconds)
+    elif kind == "meet_defect":
+        host.has_defect = True
+    elif host.granted and kind in ("lose_worker", "fail_pool", "break_pool"):
+        session = source.choice(list(host.granted))
+        if kind == "lose_worker":
+            worker = source.randrange(profile.num_workers)
+            host.do(host.lose_worker, session, worker, soon)
+        elif kind == "fail_pool":
+            host.do(host.fail_pool, session, EnvError("the pool has failed"))
+        else:
+            host.do(host.break_pool, session)
+    elif client is not None:
+        _strike_client(client, kind, seconds, soon)
+
+
+def _strike_client(client: Endpoint, kind: str, seconds: float, soon: float) -> None:
+    source = client.clock.random
+    if kind == "pause_client":
+        client.pause(seconds)
+    elif kind == "kill_caller" and isinstance(client, Caller):
+        client.kill()
+    elif kind == "close_caller" and isinstance(client, Caller):
+        client.do(client.close)
+    elif kind == "reset_link":
+        client.lose_link(soon)
+    elif kind == "cut_link":
+        client.link.cut(seconds, to_host=True, from_host=True)
+    elif kind == "send_stray" and client.link.host is not None:
+        _send_stray(client.link.host, client.link.last_sent, source)
+    elif kind == "cut_one_way":
+        to_host = source.random() < 0.5
+        client.link.cut(seconds, to_host=to_host, from_host=not to_host)
+
+
+def _send_stray(host: Host, frames: Sequence[Buffer], source: random.Random) -> None:
+    """Sends a step as a peer would that is of the past, or has lost count."""
+    if not frames or (message := decode(frames)).type is not MessageType.STEP:
+        return
+    message.request += 1_000_000
+    message.body = bytes(len(message.body))  # all actions 0
+    ahead = 1
+    kind = source.randrange(3)
+    if kind == 0:
+        message.boot += 1_000_000
+    elif kind == 1:
+        message.epoch -= 1
+    else:
+        ahead = 1000
+    message.entries = tuple((block, seq + ahead) for block, seq in message.entries)
+    host.do(host.receive, STRAY, encode(message))

@@ -1,0 +1,310 @@
+"""A host: a server's half of the conversation, with pools that take their time.
+
+It is told when to crash, to pause, to stop; each start has another boot id, and knows
+nothing of the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from envserve.errors import EnvError, EnvStartError, ServerError, UnknownEnv
+from envserve.lane import Outcome
+from envserve.session import Decision, EndPool, Reply, ServerSession, StartPool
+from envserve.settings import HostSettings
+from envserve.slab import Status
+from envserve.wire import Buffer
+from tests.worlds.clock import Patient
+from tests.worlds.journal import Violation
+from tests.worlds.pool import SPEC, MemoryPool, Operation
+from tests.worlds.profile import log_uniform
+
+if TYPE_CHECKING:
+    from tests.worlds.world import World
+
+#: How long a server that stops waits for its clients.
+_STOP_SECONDS: Final = 2.0
+#: How many sessions that have ended a server may remember.
+_MAX_REMEMBERED: Final = 256
+
+
+class Offer:
+    """Has one env."""
+
+    names: tuple[str, ...] = (SPEC.env_name,)
+
+    def check(self, name: str) -> None:
+        """Raises UnknownEnv."""
+        if name not in self.names:
+            raise UnknownEnv(name)
+
+
+class Host(Patient):
+    """Carries out what a ServerSession decides.
+
+    Attributes:
+      session: The server's half; None while there is no server.
+      pools: Pools by session.
+      granted: Sessions whose envs are built.
+      num_starts: How often the server was started.
+      has_defect: Whether the server fails at the next message.
+    """
+
+    def __init__(self, world: World) -> None:
+        """Starts the server."""
+        super().__init__(world.clock)
+        profile = world.profile
+        self.session: ServerSession | None = None
+        self.pools: dict[int, MemoryPool] = {}
+        self.granted: set[int] = set()
+        self.num_starts = 0
+        self.has_defect = False
+        self._world = world
+        self._boot = 0
+        self._started: set[int] = set()
+        self._poll_at = float("inf")
+        self._policy = HostSettings(
+            num_workers=profile.num_workers,
+            envs_per_worker=profile.envs_per_worker,
+            lease_seconds=profile.lease_seconds,
+        )
+        self.start()
+
+    def __repr__(self) -> str:
+        return f"<Host of boot {self._boot}>"
+
+    # Its life.
+
+    def start(self) -> None:
+        """Starts a server, unless there is one."""
+        if self.session is None:
+            self.num_starts += 1
+            self._boot = next(self._world.numbers)
+            self._started = set()
+            self._poll_at = float("inf")
+            self.session = ServerSession(self._policy, Offer(), self._boot)
+
+    def crash(self, seconds: float) -> None:
+        """Ends the server and all its envs at once; starts another after a while."""
+        self.session = None
+        for session, pool in self.pools.items():
+            self._lose(session, pool)
+        self.pools.clear()
+        self.clock.plan(self.clock.now + seconds, self.start)
+
+    def drain(self, seconds: float) -> None:
+        """Has the server end when the running episodes have, or after a while."""
+        if self.session is not None:
+            self.carry_out(self.session.begin_drain(seconds))
+            self._plan(seconds, self.stop)
+            self._check_end()
+
+    def stop(self) -> None:
+        """Has the server end politely."""
+        if self.session is not None:
+            self.carry_out(self.session.stop())
+            self._plan(_STOP_SECONDS, self._end_stop)
+            self._check_end()
+
+    def _check_end(self) -> None:
+        if self.session is not None and self.session.has_ended:
+            self._end_stop()
+
+    def _end_stop(self) -> None:
+        self.crash(log_uniform(self.clock.random, 0.1, 10.0))
+
+    # What comes in.
+
+    def receive(self, route: bytes, frames: Sequence[Buffer]) -> None:
+        """Takes a message, whatever it is."""
+        if self.session is None:
+            return
+        if self.has_defect:
+            self.has_defect = False
+            self.carry_out(self.session.receive_failed(route, frames))
+        else:
+            self.carry_out(self.session.receive(route, frames, self.clock.now))
+        self._check_end()
+
+    def _plan(
+        self, seconds: float, event: Callable[..., None], *arguments: Any
+    ) -> None:
+        """Plans something that this start of the server does, or one of its pools."""
+        at = self.clock.now + seconds
+        self.clock.plan(at, self._happen, self._boot, event, *arguments)
+
+    def _happen(self, boot: int, event: Callable[..., None], *arguments: Any) -> None:
+        self.do(self._if_running, boot, event, *arguments)
+
+    def _if_running(
+        self, boot: int, event: Callable[..., None], *arguments: Any
+    ) -> None:
+        if self.session is not None and boot == self._boot:
+            event(*arguments)
+
+    @property
+    def _running(self) -> ServerSession:
+        if self.session is None:
+            raise Violation("a server was used that is not running")
+        return self.session
+
+    # What the session decides.
+
+    def carry_out(self, decisions: Sequence[Decision]) -> None:
+        """Does what was decided."""
+        for decision in decisions:
+            if isinstance(decision, Reply):
+                self._world.deliver(self, decision)
+            elif isinstance(decision, StartPool):
+                self._start_pool(decision)
+            elif isinstance(decision, EndPool):
+                self._end_pool(decision.session)
+            else:
+                pool = self.pools.get(decision.session)
+                if pool is None or decision.session not in self.granted:
+                    raise Violation(f"session {decision.session} has no envs to use")
+                for block, operation in pool.begin(decision):
+                    self._go_on(decision.session, pool, block, operation)
+                if pool.absent:
+                    self._report(decision.session, pool, [])
+
+    def _start_pool(self, decision: StartPool) -> None:
+        session, source = decision.session, self.clock.random
+        self._note_start(session)
+        pool = MemoryPool(decision.config, self._world.journal)
+        self.pools[session] = pool
+        num_envs = sum(pool.config.num_envs for pool in self.pools.values())
+        if num_envs > self._world.profile.total_envs:
+            raise Violation(
+                f"{num_envs} envs were leased of {self._world.profile.total_envs}"
+            )
+        seconds = log_uniform(source, 0.01, 10.0)
+        if source.random() < self._world.profile.failures:
+            self._plan(seconds, self.fail_pool, session, EnvStartError("no envs"))
+        else:
+            self._plan(seconds, self._announce, session)
+        self._plan_poll()
+
+    def _note_start(self, session: int) -> None:
+        if session in self._started:
+            raise Violation(f"session {session} was started twice")
+        self._started.add(session)
+
+    def _announce(self, session: int) -> None:
+        pool = self.pools.get(session)
+        if pool is not None:
+            self.granted.add(session)
+            self.carry_out(
+                self._running.pool_ready(
+                    session, SPEC, pool.blocks, pool.rows, self.clock.now
+                )
+            )
+
+    def _end_pool(self, session: int) -> None:
+        pool = self.pools[session]
+        if pool.is_closing:
+            raise Violation(f"{pool!r} was ended twice")
+        self._lose(session, pool)
+        self._plan(log_uniform(self.clock.random, 1e-3, 2.0), self._close, session)
+
+    def _lose(self, session: int, pool: MemoryPool) -> None:
+        pool.end(applied=self.clock.random.random() < 0.5)
+        self.granted.discard(session)
+
+    def _close(self, session: int) -> None:
+        if self.pools.pop(session, None) is not None:
+            self.carry_out(self._running.pool_closed(session))
+
+    def fail_pool(self, session: int, error: EnvError) -> None:
+        """Has a pool fail for good."""
+        if session in self.pools:
+            self.carry_out(self._running.pool_failed(session, error))
+
+    def break_pool(self, session: int) -> None:
+        """Has a pool be gone from one moment to the next."""
+        pool = self.pools.pop(session, None)
+        if pool is not None:
+            self._lose(session, pool)
+            error = ServerError("the pool broke")
+            decisions = self._running.pool_broken(session, error)
+            # The pool is gone already: there is nothing to end.
+            self.carry_out([d for d in decisions if not isinstance(d, EndPool)])
+
+    # Operations.
+
+    def _go_on(
+        self, session: int, pool: MemoryPool, block: int, operation: Operation
+    ) -> None:
+        """Plans when an operation ends."""
+        if pool.blocks[block].worker not in pool.down:
+            source = self.clock.random
+            seconds = self._world.profile.pace * 2.0 * source.random() ** 2
+            if source.random() < 0.01:
+                seconds += log_uniform(source, 0.1, 20.0)
+            self._plan(seconds, self._finish, session, pool, block, operation)
+
+    def _finish(
+        self, session: int, pool: MemoryPool, block: int, operation: Operation
+    ) -> None:
+        if pool.running.get(block) is not operation or pool.is_closing:
+            return
+        if pool.blocks[block].worker in pool.down:
+            return  # goes on when the worker is back
+        draw = self.clock.random.random
+        if draw() < self._world.profile.failures:
+            outcome = pool.fail(block)
+        else:
+            outcome = pool.finish(block, int(draw() < self._world.profile.env_errors))
+        self._report(session, pool, [outcome])
+
+    def _report(
+        self, session: int, pool: MemoryPool, outcomes: Sequence[Outcome]
+    ) -> None:
+        self.carry_out(self._running.pool_finished(session, outcomes, pool.absent))
+
+    def lose_worker(self, session: int, worker: int, seconds: float) -> None:
+        """Loses a worker of a pool, and brings it back after a while."""
+        pool = self.pools.get(session)
+        if pool is None or pool.is_closing or session not in self.granted:
+            return
+        source = self.clock.random
+        status = source.choice((Status.WORKER_DIED, Status.TIMEOUT))
+        ended = pool.lose_worker(worker, status, applied=source.random() < 0.5)
+        self._plan(seconds, self._revive, session, pool, worker)
+        self._report(session, pool, ended)
+
+    def _revive(self, session: int, pool: MemoryPool, worker: int) -> None:
+        pool.down.discard(worker)
+        for block, operation in list(pool.running.items()):
+            if pool.blocks[block].worker == worker:
+                self._go_on(session, pool, block, operation)
+
+    # Leases.
+
+    def _plan_poll(self) -> None:
+        deadline = self._running.next_deadline()
+        if deadline < self._poll_at:
+            self._poll_at = deadline
+            self._plan(deadline - self.clock.now, self._poll)
+
+    def _poll(self) -> None:
+        self._poll_at = float("inf")
+        self.carry_out(self._running.poll(self.clock.now))
+        self._plan_poll()
+
+    def check_bounds(self) -> None:
+        """Checks that a server does not keep more and more."""
+        if (
+            self.session is not None
+            and len(self.session._claims.ended) > _MAX_REMEMBERED
+        ):
+            raise Violation("a server remembers more and more sessions")
+
+    def check_free(self) -> None:
+        """Checks that nobody has envs any more."""
+        if self.pools or self._running.free_envs != self._world.profile.total_envs:
+            raise Violation(
+                f"{len(self.pools)} pools are left, and {self._running.free_envs} of "
+                f"{self._world.profile.total_envs} envs are free, after all have closed"
+            )

@@ -1,0 +1,62 @@
+"""What the envs of a world have done, whoever has asked for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tests.oracle.journal import RECORD
+from tests.oracle.ledger import Ledger
+from tests.oracle.lives import audit
+
+if TYPE_CHECKING:
+    from tests.worlds.pool import MemoryPool
+
+
+class Violation(Exception):
+    """Something has happened that never may, whatever fails."""
+
+
+class WorldJournal:
+    """What a `LedgerEnv` needs of a journal; and which calls have been asked for.
+
+    Attributes:
+      pools: Where each seed is, or was, in use.
+      num_lost: How many episodes were lost.
+    """
+
+    def __init__(self) -> None:
+        self.pools: dict[int, MemoryPool] = {}
+        self.num_lost = 0
+        self._records: list[tuple[int, int, int, int, int]] = []
+        self._calls: set[int] = set()
+        self._last_call = 0
+
+    def write(self, seed: int, episode: int, step: int, action: int) -> None:
+        """Enters an action that an env has applied."""
+        self._records.append((seed, episode, step, action, 0))
+
+    def close(self) -> None:
+        """Stays open: it has no file, and other envs go on writing."""
+
+    def new_call(self) -> int:
+        """Returns an argument that no other call has."""
+        self._last_call += 1
+        self._calls.add(self._last_call)
+        return self._last_call
+
+    def note_call(self, argument: int) -> None:
+        """Notes that an env executes a call."""
+        if argument not in self._calls:
+            raise Violation(f"call {argument} was executed twice, or never asked for")
+        self._calls.remove(argument)
+
+    def audit(self, ledgers: Iterable[Ledger]) -> None:
+        """Compares with what callers have seen, each with a ledger."""
+        lives = chain.from_iterable(ledger.lives() for ledger in ledgers)
+        _, wrong = audit(lives, np.array(self._records, RECORD))
+        if wrong:
+            raise Violation("; ".join(wrong[:5]))

@@ -1,0 +1,131 @@
+"""A client's half as a lane: who waits lets the world go on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+from envserve.errors import ConnectError, EnvserveError
+from envserve.lane import Block, Call, Outcome, Reset
+from envserve.session import ClientSession, ClientState
+from envserve.slab import Rows
+from envserve.spec import EnvSpec
+from envserve.wire import Attach
+from tests.worlds.endpoint import Endpoint
+from tests.worlds.host import Host
+
+if TYPE_CHECKING:
+    from tests.worlds.world import World
+
+#: How much time a look may take, which does not wait.
+_LOOK_SECONDS: Final = 0.1
+_CLOSE_SECONDS: Final = 1.5
+
+
+class WorldLane(Endpoint):
+    """Satisfies `envserve.lane.Lane`."""
+
+    def __init__(self, world: World, host: Host, attach: Attach) -> None:
+        super().__init__(world)
+        self.name = f"host {world.hosts.index(host)}"
+        self.is_waiting = False
+        self._reader, self._writer = os.pipe()
+        os.write(self._writer, b"!")  # always readable: nobody waits but for the world
+        self.attach(host, attach)
+
+    def finish_start(self, deadline: float) -> None:
+        client = self._client
+        while client.state is not ClientState.READY:
+            if client.error is not None or self.clock.now >= deadline:
+                self.close()
+                raise client.error or ConnectError("no envs in time")
+            self.world.step(deadline)
+
+    @property
+    def _client(self) -> ClientSession:
+        assert self.session is not None
+        return self.session
+
+    @property
+    def spec(self) -> EnvSpec:
+        return self._client.operations.spec
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return self._client.blocks
+
+    @property
+    def rows(self) -> Rows:
+        return self._client.rows
+
+    @property
+    def is_busy(self) -> bool:
+        return self._client.num_in_flight > 0
+
+    @property
+    def absent(self) -> Collection[int]:
+        return self._client.operations.absent
+
+    @property
+    def given_up(self) -> EnvserveError | None:
+        return self._client.given_up
+
+    def submit_step(self, blocks: Sequence[int]) -> None:
+        self._client.submit_step(blocks, self.clock.now)
+        self.look()
+
+    def submit_reset(self, resets: Sequence[Reset]) -> None:
+        self._client.submit_reset(resets, self.clock.now)
+        self.look()
+
+    def submit_call(self, call: Call) -> None:
+        self._client.submit_call(call, self.clock.now)
+        self.look()
+
+    def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
+        """Lets the world go on until so many operations have ended."""
+        operations, world = self._client.operations, self.world
+        until = self.clock.now + (timeout_seconds or _LOOK_SECONDS)
+        self.is_waiting = False
+        while not operations.is_ready(min_finished) and self.clock.now < until:
+            self.is_waiting, world.is_midway = True, False
+            try:
+                world.step(until)
+            except KeyboardInterrupt:
+                self.is_waiting = not world.is_midway
+                raise
+            self.is_waiting = False
+            if timeout_seconds <= 0:
+                break
+        operations.is_ready(min_finished)
+        return self._client.take_outcomes()
+
+    def lose(self, text: str) -> None:
+        """Gives the envs back, and asks for others; forgets what is in flight."""
+        self._client.lose(text, self.clock.now)
+        self.look()
+
+    def stats(self) -> Mapping[str, int]:
+        return self._client.stats()
+
+    def fileno(self) -> int:
+        """A descriptor that is always readable."""
+        return self._reader
+
+    def begin_close(self) -> None:
+        self._client.begin_close(self.clock.now)
+        self.look()
+
+    def close(self) -> None:
+        """Waits a moment for that to be heard."""
+        if self.session is None:
+            return
+        self.begin_close()
+        until = self.clock.now + _CLOSE_SECONDS
+        while self._client.state is ClientState.CLOSING and self.clock.now < until:
+            self.world.step(until)
+        self.world.leave(self)
+        self.session = None
+        os.close(self._reader)
+        os.close(self._writer)

@@ -1,0 +1,111 @@
+"""The network between a caller and its host: it loses, copies, delays and resets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from envserve.wire import Buffer
+from tests.worlds.clock import Clock
+from tests.worlds.host import Host
+from tests.worlds.profile import Profile
+
+
+class Link:
+    """A connection, made anew now and then; messages of one before may linger.
+
+    Attributes:
+      host: Where it leads.
+      is_connected: Whether messages can be sent.
+      last_sent: Frames that were sent last.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        profile: Profile,
+        name: int,
+        receive: Callable[[Sequence[Buffer]], None],
+    ) -> None:
+        """Starts without a connection.
+
+        Args:
+          clock: What happens when.
+          profile: How bad the network is.
+          name: Tells the routes of callers apart.
+          receive: Gets what arrives.
+        """
+        self.is_connected = False
+        self.host: Host | None = None
+        self.last_sent: Sequence[Buffer] = ()
+        self._clock = clock
+        self._profile = profile
+        self._name = name
+        self._receive = receive
+        self._generation = 0
+        self._cut_until = [0.0, 0.0]  # to the host, and from it
+
+    def connect(self, host: Host) -> None:
+        """Connects, to the same host or another."""
+        self._generation += 1
+        self.host = host
+        self.is_connected = True
+
+    def reset(self) -> None:
+        """Loses the connection, and what is under way, with some luck not all of it."""
+        self._generation += 1
+        self.is_connected = False
+
+    def cut(self, seconds: float, *, to_host: bool, from_host: bool) -> None:
+        """Cuts one direction, or both, without anybody being told."""
+        until = self._clock.now + seconds
+        if to_host:
+            self._cut_until[0] = until
+        if from_host:
+            self._cut_until[1] = until
+
+    def calm(self, profile: Profile) -> None:
+        """Ends cuts, and gets as good as the profile."""
+        self._profile = profile
+        self._cut_until = [0.0, 0.0]
+
+    def send(self, frames: Sequence[Buffer]) -> None:
+        """Sends something to the host."""
+        self.last_sent = frames
+        self._send(0, self._arrive_at_host, self.host, self._generation, frames)
+
+    def reply(self, host: Host, route: bytes, frames: Sequence[Buffer]) -> None:
+        """Sends something from the host, unless that route is no more."""
+        generation = int(route.partition(b".")[2])
+        if generation == self._generation or self._profile.is_sticky:
+            self._send(1, self._arrive_at_caller, host, generation, frames)
+
+    def _send(
+        self, direction: int, arrive: Callable[..., None], *arguments: object
+    ) -> None:
+        clock, profile = self._clock, self._profile
+        draw, now = clock.random.random, clock.now
+        while draw() >= profile.loss:
+            # Most are quick; some are so late that others overtake them by far.
+            at = now + profile.max_delay * draw() ** profile.delay_power
+            if now < self._cut_until[direction]:
+                if draw() < 0.5:
+                    return
+                at += self._cut_until[direction] - now  # TCP sends it again
+            clock.plan(at, arrive, *arguments)
+            if draw() >= profile.copies:
+                return
+
+    def _arrive_at_host(
+        self, host: Host, generation: int, frames: Sequence[Buffer]
+    ) -> None:
+        if self._profile.is_sticky or generation == self._generation:
+            route = b"%d.%d" % (self._name, generation)
+            host.do(host.receive, route, frames)
+
+    def _arrive_at_caller(
+        self, host: Host, generation: int, frames: Sequence[Buffer]
+    ) -> None:
+        if host is self.host and (
+            self._profile.is_sticky or generation == self._generation
+        ):
+            self._receive(frames)

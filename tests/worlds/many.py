@@ -1,0 +1,119 @@
+"""Many simulations, in several processes, and what has come of them."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import logging
+import multiprocessing
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Annotated, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.lab.tables import as_table
+from envserve.cores import num_cores
+from tests.worlds.journal import Violation
+from tests.worlds.world import simulate
+
+
+class WorldResult(NamedTuple):
+    """What has come of one simulation.
+
+    Attributes:
+      seed: Its seed.
+      counts: How much of what there was.
+      failure: What has happened that must not; "" if nothing has.
+    """
+
+    seed: int
+    counts: Counter[str]
+    failure: str = ""
+
+
+def run_one(seed: int, num_events: int) -> WorldResult:
+    try:
+        world = simulate(seed, num_events)
+    except Violation as violation:
+        return WorldResult(seed, Counter(events=num_events), str(violation))
+    counts = Counter(
+        events=world.clock.num_events,
+        episodes_lost=world.journal.num_lost,
+        sessions_and_batches=len(world.ledgers),
+        starts_of_servers=sum(host.num_starts for host in world.hosts),
+    )
+    for ledger in world.ledgers:
+        counts["valid_rows"] += ledger.num_valid
+        counts["lost_rows"] += ledger.losses.total()
+        counts["padding"] += ledger.num_padding
+        counts["late_rows"] += ledger.num_late
+    return WorldResult(seed, counts)
+
+
+def run_many(
+    first_seed: int, num_seeds: int, events_per_seed: int, num_processes: int
+) -> Iterator[WorldResult]:
+    """Runs simulations with consecutive seeds; yields results as they come."""
+    waiting: collections.deque[concurrent.futures.Future[WorldResult]] = (
+        collections.deque()
+    )
+    with concurrent.futures.ProcessPoolExecutor(
+        num_processes, multiprocessing.get_context("spawn"), initializer=logging.disable
+    ) as processes:
+        for seed in range(first_seed, first_seed + num_seeds):
+            waiting.append(processes.submit(run_one, seed, events_per_seed))
+            if len(waiting) > 4 * num_processes:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def main(
+    events: Annotated[int, typer.Option(help="How many in all, at least.")] = 1_000_000,
+    events_per_seed: Annotated[int, typer.Option(help="How many each.")] = 20_000,
+    first_seed: Annotated[int, typer.Option(help="The others follow it.")] = 0,
+    processes: Annotated[int, typer.Option(help="0: one per core.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Run only this one, here.")] = None,
+) -> None:
+    """Simulates sessions; exits with 1 if anything happened that must not."""
+    console = Console()
+    if seed is not None:
+        logging.disable()
+        results = [run_one(seed, events_per_seed)]
+        seconds = 0.0
+    else:
+        num_seeds = -(-events // events_per_seed)
+        started = time.monotonic()
+        results = []
+        with Progress(console=console) as progress:
+            task = progress.add_task("simulations", total=num_seeds)
+            for result in run_many(
+                first_seed, num_seeds, events_per_seed, processes or num_cores()
+            ):
+                results.append(result)
+                progress.advance(task)
+                if result.failure:
+                    progress.console.print(result.failure.partition("\n")[0])
+        seconds = time.monotonic() - started
+    failures = [result for result in results if result.failure]
+    console.print(_table(results, len(failures), seconds))
+    for result in failures[:3]:
+        console.print(result.failure, markup=False, highlight=False)
+    if failures:
+        seeds = " ".join(str(result.seed) for result in failures)
+        console.print(f"failed: {seeds}; look closer with --seed SEED")
+        raise typer.Exit(1)
+
+
+def _table(results: list[WorldResult], num_failures: int, seconds: float) -> object:
+    totals = Counter(simulations=len(results))
+    for result in results:
+        totals += result.counts
+    rows = [(name.replace("_", " "), f"{count:,}") for name, count in totals.items()]
+    rows.append(("seconds", f"{seconds:,.0f}"))
+    rows.append(("failed simulations", f"{num_failures:,}"))
+    return as_table(["", "number"], rows)

@@ -1,0 +1,254 @@
+"""The one pool without processes: what it is asked for ends when it is told to.
+
+It keeps the contract of `envserve.lane`, as far as a server's half sees it. Its envs
+are ledgers, which are stepped when an operation ends; a subclass may have others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final
+
+from envserve import codec
+from envserve.errors import CallError, EnvError, EnvserveError
+from envserve.lane import Call, Fault, Outcome, Reset, make_blocks
+from envserve.seeding import env_seed
+from envserve.session import RunCall, RunReset, RunStep
+from envserve.settings import PoolSettings
+from envserve.slab import Rows, Status, keep_last_observation, write_lost
+from envserve.spec import EnvSpec
+from tests.oracle.ledger_env import LedgerEnv
+from tests.worlds.journal import Violation, WorldJournal
+
+#: Steps of an episode.
+LENGTH: Final = 7
+
+_PROBE: Final = LedgerEnv()
+SPEC: Final = EnvSpec(
+    "envserve/Ledger-v0", _PROBE.observation_space, _PROBE.action_space
+)
+
+#: What a block is asked for.
+Operation = RunStep | Reset | Call
+
+
+class MemoryPool:
+    """Envs of one lease.
+
+    Attributes:
+      config: What the pool was asked for.
+      blocks: Its blocks.
+      parts: Rows of each.
+      rows: All rows.
+      running: Operation by block.
+      down: Workers that are being replaced.
+      is_closing: Whether its envs are gone.
+    """
+
+    spec: ClassVar[EnvSpec] = SPEC
+
+    def __init__(
+        self, config: PoolSettings, journal: WorldJournal | None = None
+    ) -> None:
+        """Has no env yet: each is built for its first reset."""
+        self.config = config
+        self.blocks = make_blocks(
+            config.num_envs, config.num_workers, config.num_splits
+        )
+        self.parts = [slice(block.start, block.stop) for block in self.blocks]
+        self.rows = Rows.allocate(self.spec, config.num_envs)
+        self.running: dict[int, Operation] = {}
+        self.down: set[int] = set()
+        self.is_closing = False
+        self._journal = journal or WorldJournal()
+        self._envs: list[LedgerEnv | None] = [None] * config.num_envs
+        self._incarnations = [config.first_incarnation] * config.num_envs
+        self._lost: dict[int, Status] = {}
+
+    @property
+    def absent(self) -> set[int]:
+        return self.running.keys() & self._lost.keys()
+
+    # Operations.
+
+    def begin(
+        self, decision: RunStep | RunReset | RunCall
+    ) -> list[tuple[int, Operation]]:
+        """Begins what a session has decided; returns it by block."""
+        if self.is_closing:
+            raise Violation(f"{self!r} was used after its end")
+        begun: list[tuple[int, Operation]]
+        if isinstance(decision, RunStep):
+            begun = [(block, decision) for block in decision.blocks]
+        elif isinstance(decision, RunReset):
+            begun = [(reset.block, reset) for reset in decision.resets]
+        else:
+            row = decision.call.env_index
+            block = next(b.index for b in self.blocks if row < b.stop)
+            begun = [(block, decision.call)]
+        for block, operation in begun:
+            self._begin(block, operation)
+        return begun
+
+    def _begin(self, block: int, operation: Operation) -> None:
+        if block in self.running:
+            raise Violation(f"block {block} was used while it was running")
+        self.running[block] = operation
+        if isinstance(operation, Call):
+            self._journal.note_call(operation.arguments[0])
+        elif isinstance(operation, RunStep) and block in self._lost:
+            keep_last_observation(self.rows, self.parts[block])
+
+    def finish(self, block: int, num_errors: int = 0) -> Outcome:
+        """Ends an operation; so many rows of a step fail."""
+        operation = self.running.pop(block)
+        if isinstance(operation, Call):
+            value = [operation.env_index, *operation.arguments]
+            return Outcome(block, result=codec.encode({"value": value}))
+        if isinstance(operation, Reset):
+            return self._finish_reset(operation)
+        if block in self._lost:
+            return self._finish_lost(block)
+        faults, infos = [], {}
+        part = self.parts[block]
+        for row in range(part.start, part.stop):
+            if row < part.start + num_errors:
+                faults.append(self._end_with_error(row))
+            elif info := self._step(row):
+                infos[row] = info
+        return Outcome(block, faults=faults, infos=infos)
+
+    def fail(self, block: int) -> Outcome:
+        """Ends an operation that has failed as a whole; its episodes are lost."""
+        operation = self.running.pop(block)
+        if isinstance(operation, Call):
+            error: EnvserveError = CallError("the call failed", env_index=0)
+        else:
+            error = EnvError("the env failed", env_index=None)
+            self._mark_lost(block, Status.WORKER_DIED)
+        return Outcome(block, error=error)
+
+    # Rows.
+
+    def _reset(self, row: int, seed: int | None = None) -> Any:
+        """Begins an episode; returns an info."""
+        env = self._envs[row]
+        if env is None:
+            env = self._envs[row] = LedgerEnv(length=LENGTH, journal=self._journal)
+            if seed is None:
+                index = self.config.first_env_index + row
+                seed = env_seed(self.config.seed, index, self._incarnations[row])
+        observation, _ = env.reset(seed=seed)
+        self._journal.pools[int(observation[0])] = self
+        self.rows.observation[0][row] = observation
+        return None
+
+    def _step(self, row: int) -> Any:
+        """Steps an env, and resets it if that ends its episode; returns an info."""
+        env, rows = self._envs[row], self.rows
+        if env is None:
+            raise Violation(f"row {row} of {self!r} was stepped before its reset")
+        observation, reward, terminated, truncated, info = env.step(rows.action[0][row])
+        rows.observation[0][row] = observation
+        rows.reward[row] = reward
+        rows.terminated[row], rows.truncated[row] = terminated, truncated
+        rows.status[row] = Status.OK
+        if not (terminated or truncated):
+            return None
+        rows.final_observation[0][row] = observation
+        self._reset(row)
+        return info
+
+    def _end_with_error(self, row: int) -> Fault:
+        self._rebuild(row)
+        part = slice(row, row + 1)
+        keep_last_observation(self.rows, part)
+        write_lost(self.rows, part, Status.ENV_ERROR)
+        self._reset(row)
+        return Fault(row, Status.ENV_ERROR, "the env raised")
+
+    def _finish_reset(self, reset: Reset) -> Outcome:
+        part, rows = self.parts[reset.block], self.rows
+        whole = range(part.start, part.stop)
+        chosen: Sequence[int] = (
+            whole if reset.env_indices is None else reset.env_indices
+        )
+        seeds = reset.seeds or [None] * len(chosen)
+        infos = {}
+        for row, seed in zip(chosen, seeds, strict=True):
+            if info := self._reset(row, seed):
+                infos[row] = info
+            rows.reward[row], rows.status[row] = 0.0, Status.OK
+            rows.terminated[row] = rows.truncated[row] = False
+        if len(chosen) == len(whole):
+            self._lost.pop(reset.block, None)
+        return Outcome(reset.block, infos=infos)
+
+    def _finish_lost(self, block: int) -> Outcome:
+        """Ends a step with the one row that a lost episode costs."""
+        part, status = self.parts[block], self._lost.pop(block)
+        write_lost(self.rows, part, status)
+        faults = []
+        for row in range(part.start, part.stop):
+            self._reset(row)
+            faults.append(Fault(row, status, "the worker ended"))
+        return Outcome(block, faults=faults)
+
+    # Losses.
+
+    def lose_worker(
+        self, worker: int, status: Status, *, applied: bool
+    ) -> list[Outcome]:
+        """Loses all episodes of a worker; returns the calls that end with it.
+
+        Args:
+          worker: Its index.
+          status: How it ended.
+          applied: Whether it has done what it ran, and written it, but not answered.
+        """
+        self.down.add(worker)
+        ended = []
+        for block in self.blocks:
+            if block.worker != worker:
+                continue
+            operation = self.running.get(block.index)
+            if isinstance(operation, Call):
+                ended.append(self.fail(block.index))
+            elif isinstance(operation, RunStep) and block.index not in self._lost:
+                if applied:
+                    self._apply(block.index)
+                keep_last_observation(self.rows, self.parts[block.index])
+            self._mark_lost(block.index, status)
+        return ended
+
+    def end(self, *, applied: bool) -> None:
+        """Loses all envs, since the pool ends; with what runs done, or not."""
+        if self.is_closing:
+            return
+        self.is_closing = True
+        for block, operation in self.running.items():
+            if applied and isinstance(operation, RunStep) and block not in self._lost:
+                self._apply(block)
+        for row in range(len(self._envs)):
+            self._rebuild(row)
+
+    def close(self) -> None:
+        self.end(applied=False)
+
+    def _apply(self, block: int) -> None:
+        for row in range(self.parts[block].start, self.parts[block].stop):
+            self._step(row)
+
+    def _mark_lost(self, block: int, status: Status) -> None:
+        self._lost.setdefault(block, status)
+        for row in range(self.parts[block].start, self.parts[block].stop):
+            self._rebuild(row)
+
+    def _rebuild(self, row: int) -> None:
+        if self._envs[row] is not None:
+            self._journal.num_lost += 1
+        self._envs[row] = None
+        self._incarnations[row] += 1
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of seed {self.config.seed}>"

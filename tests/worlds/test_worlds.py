@@ -1,0 +1,79 @@
+"""Callers and trainers over a network, hosts and workers that fail; virtual time.
+
+`tests.worlds` says what must hold; `scripts/simulate_sessions.py` runs more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+import pytest
+
+from envserve.slab import Status
+from tests.envserve.planted_bugs import BATCHES, BUGS, Bug
+from tests.worlds.journal import Violation
+from tests.worlds.world import simulate
+
+#: Together 1 million events in every run.
+NUM_TESTS = 10
+SEEDS_PER_TEST = 5
+EVENTS_PER_SEED = 20_000
+
+#: What a planted bug may take to be found.
+MAX_SEEDS = 30
+EVENTS_PER_BUG = 4_000
+
+#: Seeds that once failed, with their number of events, and what they have shown.
+REGRESSIONS = {
+    (23, 6_000): "a reset of some rows dropped what was owed to the others",
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet_sessions(caplog: pytest.LogCaptureFixture) -> None:
+    """Faults are logged, a line for each: here there are thousands."""
+    caplog.set_level(logging.CRITICAL, "envserve")
+
+
+@pytest.mark.parametrize("part", range(NUM_TESTS))
+def test_whatever_fails_no_transition_is_wrong(part: int, random_seed: int) -> None:
+    num_valid = num_events = 0
+    for index in range(SEEDS_PER_TEST):
+        world = simulate(random_seed + index, EVENTS_PER_SEED)
+        num_events += world.clock.num_events
+        num_valid += sum(ledger.num_valid for ledger in world.ledgers)
+    assert num_events >= SEEDS_PER_TEST * EVENTS_PER_SEED
+    assert num_valid > num_events // 100
+
+
+def test_a_batch_shows_rows_of_every_kind() -> None:
+    ledgers = simulate(0, 10_000, BATCHES).ledgers
+    assert sum(ledger.num_valid for ledger in ledgers) > 1000
+    assert sum(ledger.num_padding for ledger in ledgers) > 100
+    assert sum(ledger.num_late for ledger in ledgers) > 3
+    losses = sum((ledger.losses for ledger in ledgers), Counter[Status]())
+    assert losses.keys() == {Status.WORKER_DIED, Status.TIMEOUT, Status.SERVER_LOST}
+
+
+@pytest.mark.parametrize(
+    ("seed", "num_events"), REGRESSIONS, ids=[str(seed) for seed, _ in REGRESSIONS]
+)
+def test_seeds_that_failed_once(seed: int, num_events: int) -> None:
+    simulate(seed, num_events)
+
+
+def test_a_seed_gives_the_same_simulation_again() -> None:
+    first, second = simulate(3, 2_000), simulate(3, 2_000)
+    assert first.clock.num_events == second.clock.num_events
+    assert first.clock.trace == second.clock.trace
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.plant.__name__)
+def test_a_planted_bug_is_found_within_a_few_seeds(
+    bug: Bug, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bug.plant(monkeypatch)
+    with pytest.raises(Violation):  # noqa: PT012
+        for seed in range(MAX_SEEDS):
+            simulate(seed, EVENTS_PER_BUG, bug.profile)

@@ -1,0 +1,203 @@
+"""A trainer: uses a batch over real sessions in every way there is, and checks it.
+
+Its calls wait, and whoever waits lets the world go on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from envserve.client import BatchEnv, StepResult
+from envserve.errors import CallError, EnvserveError, ProtocolError
+from envserve.wire import Attach
+from tests.oracle.ledger import Ledger
+from tests.oracle.player import Player
+from tests.worlds.host import Host
+from tests.worlds.journal import Violation
+from tests.worlds.lane import WorldLane
+from tests.worlds.pool import LENGTH, SPEC
+from tests.worlds.profile import log_uniform
+
+if TYPE_CHECKING:
+    from tests.worlds.world import World
+
+Array = np.ndarray[Any, Any]
+
+_START_SECONDS: Final = 100.0
+#: Who may be told that an env of somebody else is slow has this much patience.
+_PADDING_AFTER: Final = (0.0, 0.1, 2.0, math.inf)
+
+
+class Trainer:
+    """Uses one batch after the other.
+
+    Attributes:
+      ledgers: Books of all its batches.
+      player: The batch, with its books; None between two batches.
+      num_batches: How many batches it has had.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.ledgers: list[Ledger] = []
+        self.player: Player | None = None
+        self.num_batches = 0
+        self._random = world.clock.random
+
+    # Batches.
+
+    def go_on(self) -> None:
+        """Does one thing, whatever comes of it."""
+        try:
+            if self.player is None:
+                self._begin_somewhere()
+            else:
+                self._use(self.player)
+        except EnvserveError as error:
+            if isinstance(error, ProtocolError):
+                raise
+            self.close()
+            self.wait(log_uniform(self._random, 0.1, 2.0))
+
+    def _begin_somewhere(self) -> None:
+        source, world = self._random, self.world
+        is_spread = source.random() < 0.7
+        hosts = source.sample(world.hosts, len(world.hosts) if is_spread else 1)
+        most = min(4, world.profile.total_envs)
+        sizes = [source.randint(1, most) for _ in hosts]
+        self.begin(hosts, sizes, source.randint(1, 2), source.choice(_PADDING_AFTER))
+
+    def begin(
+        self,
+        hosts: Sequence[Host],
+        sizes: Sequence[int],
+        num_splits: int,
+        padding_after: float,
+    ) -> None:
+        """Has a batch of so many envs on each host, and resets them."""
+        world, seed = self.world, next(self.world.numbers)
+        lanes: list[WorldLane] = []
+        try:
+            first = 0
+            for host, num_envs in zip(hosts, sizes, strict=True):
+                attach = Attach(
+                    env_name=SPEC.env_name,
+                    num_envs=num_envs,
+                    num_splits=num_splits,
+                    seed=seed,
+                    first_env_index=first,
+                )
+                lanes.append(WorldLane(world, host, attach))
+                first += num_envs
+            for lane in lanes:
+                lane.finish_start(world.clock.now + _START_SECONDS)
+        except EnvserveError:
+            for lane in lanes:
+                lane.close()
+            raise
+        self.num_batches += 1
+        batch = BatchEnv(lanes, padding_after=padding_after)
+        ledger = Ledger(first, seed, length=LENGTH, clock=lambda: world.clock.now)
+        self.ledgers.append(ledger)
+        numbers = np.random.default_rng(seed)
+        try:
+            self.player = Player(batch, ledger, numbers, math.inf)
+        except EnvserveError:
+            batch.close()
+            raise
+
+    def close(self) -> None:
+        if self.player is not None:
+            self.player.batch.close()
+            self.player = None
+
+    def wait(self, seconds: float) -> None:
+        """Does nothing for a while."""
+        until = self.world.clock.now + seconds
+        while self.world.clock.now < until:
+            self.world.step(until)
+
+    def finish(self) -> None:
+        """Steps until every row was valid at once, and closes."""
+        while self.player is None or not self._are_all_valid(self.player):
+            if self.player is None:
+                self.go_on()
+        self.close()
+
+    def _are_all_valid(self, player: Player) -> bool:
+        try:
+            return bool(self.step(player).valid.all())
+        except EnvserveError:
+            self.close()
+            return False
+
+    # What it does with one.
+
+    def _use(self, player: Player) -> None:
+        ways: list[Callable[[Player], Any]]
+        ways = [self.step, self._send_and_receive, self._reset, self._interrupt]
+        ways.append(self._call)
+        (way,) = self._random.choices(ways, [0.5, 0.3, 0.08, 0.08, 0.04])
+        way(player)
+
+    def step(self, player: Player) -> StepResult:
+        try:
+            return player.step()
+        except BaseException:
+            player.ledger.unanswered(player.actions)
+            raise
+
+    def _send_and_receive(self, player: Player) -> None:
+        """Sends blocks in any order, and takes them as they come."""
+        batch, source = player.batch, self._random
+        chosen = source.sample(batch.blocks, source.randint(1, len(batch.blocks)))
+        rows = player.random.permutation(np.concatenate(chosen))
+        out = set(rows.tolist())
+        try:
+            player.send(rows, together=source.random() < 0.5)
+            while batch.num_out:
+                self._plan_interrupt(0.02)
+                try:
+                    came, _ = player.receive(min_envs=source.randint(1, len(out)))
+                except KeyboardInterrupt:
+                    continue
+                out.difference_update(came.tolist())
+        except EnvserveError:
+            left = np.array(sorted(out), np.int64)
+            player.ledger.unanswered(player.actions[left], left)
+            raise
+        finally:
+            self.world.interrupt_in = None
+
+    def _reset(self, player: Player) -> None:
+        rows = np.flatnonzero(player.random.random(player.batch.num_envs) < 0.3)
+        if len(rows):
+            player.ledger.reset(player.batch.reset(rows), rows)
+
+    def _interrupt(self, player: Player) -> None:
+        """Is cut short in a step, and goes on with another."""
+        self._plan_interrupt(1.0)
+        try:
+            self.step(player)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            self.world.interrupt_in = None
+
+    def _plan_interrupt(self, probability: float) -> None:
+        if self._random.random() < probability:
+            self.world.interrupt_in = self._random.randint(1, 40)
+
+    def _call(self, player: Player) -> None:
+        argument = self.world.journal.new_call()
+        row = self._random.randrange(player.batch.num_envs)
+        try:
+            result = player.batch.call(row, "render", argument)
+        except CallError:  # its envs were lost meanwhile
+            return
+        if result[1:] != [argument]:
+            raise Violation(f"call {argument} was answered with {result}")
