@@ -55,6 +55,7 @@ class Absence:
         """Notes that the callers of these steps go on without them."""
         self.owed.update(positions)
         self.awaited -= self.owed
+        self.padded -= self.owed
 
     def await_owed(self, positions: Set[int]) -> Set[int]:
         """Has a caller wait for what is owed; returns the other blocks."""
