@@ -24,8 +24,6 @@ from benchmarks.learning.train import train
 from benchmarks.suite import make_suite
 from envserve.errors import EnvserveError
 
-__all__ = ["main"]
-
 Command = Callable[..., None]
 
 _NAME = "scripts/bench.py"
@@ -48,12 +46,7 @@ _COMMANDS: dict[str, Command] = {
 def main(
     arguments: Sequence[str] | None = None, commands: Mapping[str, Command] = _COMMANDS
 ) -> None:
-    """Runs the sub-command that the arguments name.
-
-    Args:
-      arguments: The words of the command line; by default this process's.
-      commands: The sub-commands by name.
-    """
+    """Runs the sub-command that the arguments name."""
     app = _make_app(commands)
     try:
         app(arguments if arguments is None else list(arguments), prog_name=_NAME)

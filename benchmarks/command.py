@@ -13,21 +13,9 @@ import typer
 from rich.console import Console
 
 from benchmarks.harness import BenchmarkError, Case, chosen, take_turns
-from benchmarks.result import Output, Result, publish
+from benchmarks.result import Result, publish
 from envserve.bench.turns import Measurements
-from envserve.cores import num_cores
-
-__all__ = [
-    "CORES",
-    "EnvName",
-    "NumEnvs",
-    "Repetitions",
-    "Run",
-    "Seconds",
-    "Workers",
-    "say",
-    "sub_command",
-]
+from envserve.settings import num_cores
 
 CORES: Final = num_cores()
 EnvName = Annotated[str, typer.Option(help="Registered name.")]
@@ -42,16 +30,14 @@ class Run:
     """One run of a sub-command.
 
     Attributes:
-      name: The sub-command.
-      options: What it was asked for.
       only: Words, of which a case's name must have one.
-      output: Where its result goes.
+      outdir: Where its result goes; None for a new folder.
     """
 
     name: str
     options: Mapping[str, Any]
     only: Sequence[str]
-    output: Output
+    outdir: Path | None
 
     def measure(self, cases: Sequence[Case], repetitions: int) -> Measurements:
         """Measures the cases that were chosen, in turns."""
@@ -67,7 +53,7 @@ class Run:
 
     def publish(self, **fields: Any) -> None:
         """Prints and saves the result; takes the other fields of `Result`."""
-        publish(Result(name=self.name, options=self.options, **fields), self.output)
+        publish(Result(name=self.name, options=self.options, **fields), self.outdir)
 
 
 def say(text: str) -> None:
@@ -88,18 +74,10 @@ def sub_command(function: Callable[..., None]) -> Callable[..., None]:
             Path | None,
             typer.Option(help="Folder for the result. Default: runs/bench-NAME-TIME."),
         ] = None,
-        json_file: Annotated[
-            Path | None, typer.Option("--json", help="File for a copy of result.json.")
-        ] = None,
-        markdown: Annotated[
-            bool, typer.Option(help="Print the table in Markdown.")
-        ] = False,
         **own: Any,
     ) -> None:
-        output = Output(outdir, json_file, markdown)
-        elsewhere = ("outdir", "json_file", "markdown")
-        options = {k: v for k, v in context.params.items() if k not in elsewhere}
-        function(Run(str(context.info_name), options, only or (), output), **own)
+        options = {k: v for k, v in context.params.items() if k != "outdir"}
+        function(Run(str(context.info_name), options, only or (), outdir), **own)
 
     context, *shared, _ = inspect.signature(common, eval_str=True).parameters.values()
     _, *own = inspect.signature(function, eval_str=True).parameters.values()

@@ -18,8 +18,6 @@ from benchmarks.cases.peers import ASYNC, ENVPOOL
 from benchmarks.lab.tables import as_markdown
 from envserve.bench.turns import MICROSECONDS, SPEED, Measurements
 
-__all__ = ["GOALS", "Goal", "goals_table"]
-
 Result = Mapping[str, Any]
 """A result.json."""
 Value = Callable[[Result], float | None]
@@ -31,11 +29,7 @@ class Goal:
     """A number that should be reached.
 
     Attributes:
-      part: The part of the suite that measures it.
-      meaning: What it is.
       bound: What it should be at least; at most where `is_upper_bound`.
-      value: Finds it in the part's result.
-      is_upper_bound: Whether less is better.
     """
 
     part: str

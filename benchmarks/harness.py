@@ -22,8 +22,6 @@ from envserve.bench import turns
 from envserve.bench.turns import Measure, Measurements
 from envserve.errors import EnvserveError
 
-__all__ = ["BenchmarkError", "Case", "Skip", "chosen", "take_turns"]
-
 #: Closing 64 processes of a peer may take long.
 _CLOSE_SECONDS: Final = 30.0
 _REMEDY: Final = "leave it out by naming the others with --only"
@@ -42,10 +40,8 @@ class Case:
     """Something to measure.
 
     Attributes:
-      name: How it is called in tables.
       open: A function of a module, since it is called in another process; its context
         manager gives a `Measure`.
-      arguments: Its keyword arguments.
     """
 
     name: str
@@ -74,12 +70,7 @@ def take_turns(
     repetitions: int,
     say: Callable[[str], None] = lambda text: None,
 ) -> Measurements:
-    """Measures every case once per repetition, in turns.
-
-    Args:
-      cases: What to measure; all are open at the same time.
-      repetitions: How often.
-      say: Told what is going on.
+    """Measures every case once per repetition, in turns, with all open at once.
 
     Raises:
       BenchmarkError: A case failed, or all must be skipped.

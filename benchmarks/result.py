@@ -1,9 +1,7 @@
 """A benchmark's result: a table on the screen, and a folder that keeps everything.
 
 result.json    machine, options, all repetitions, medians, the table
-table.txt      the table as text
 table.md       the table in Markdown
-plot.png       its plot, where matplotlib is installed
 """
 
 from __future__ import annotations
@@ -20,10 +18,7 @@ from rich.console import Console
 
 from benchmarks.lab.machine import machine_facts
 from benchmarks.lab.tables import TABLE_WIDTH, as_markdown, as_table
-from benchmarks.plot import Plot, save_plot
 from envserve.bench.turns import Measurements, Number
-
-__all__ = ["Column", "Output", "Result", "median", "publish", "ratio", "spread"]
 
 Column = Callable[[Measurements, str], str]
 """Makes the cell of a case."""
@@ -58,35 +53,13 @@ def ratio(base: str | Callable[[str], str], number: Number) -> Column:
     return cell
 
 
-@dataclass(frozen=True)
-class Output:
-    """Where a result goes.
-
-    Attributes:
-      outdir: Its folder; None for a new one in runs/.
-      json_file: A file for a copy of result.json.
-      markdown: Whether the screen gets Markdown, ready to be pasted.
-    """
-
-    outdir: Path | None = None
-    json_file: Path | None = None
-    markdown: bool = False
-
-
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """What a sub-command has found out.
 
     Attributes:
-      name: The sub-command.
-      options: What it was asked for.
-      title: A line that says what was measured.
-      measured: All numbers.
       columns: The table's, by head, without the first, which names the row.
-      plot: What to draw.
-      shown: Whose numbers the table and the plot show, where not those measured.
-      heading: Head of the first column.
-      notes: Lines below the table.
+      shown: Whose numbers the table shows, where not those measured.
       results: What else came out, for the JSON file.
     """
 
@@ -95,7 +68,6 @@ class Result:
     title: str
     measured: Measurements
     columns: Mapping[str, Column]
-    plot: Plot
     shown: Measurements | None = None
     heading: str = "case"
     notes: Sequence[str] = ()
@@ -145,32 +117,17 @@ class Result:
         notes = "\n".join(f"* {note}" for note in self.all_notes)
         return f"**{self.title}**\n\n{table}\n{notes}".strip() + "\n"
 
-    def print_to(self, console: Console) -> None:
-        """Prints the table, with its title and notes."""
-        table = as_table(self.heads, self.rows)
-        for part in (self.title, table, *self.all_notes):
-            console.print(part, markup=False, highlight=False, soft_wrap=part != table)
 
-
-def publish(result: Result, output: Output) -> Path:
-    """Prints a result and saves it; returns its folder."""
+def publish(result: Result, outdir: Path | None) -> None:
+    """Prints a result and saves it, by default in a new folder in runs/."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = output.outdir or Path("runs", f"bench-{result.name}-{stamp}")
+    folder = outdir or Path("runs", f"bench-{result.name}-{stamp}")
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(result.as_json(), indent=2) + "\n"
     folder.joinpath("result.json").write_text(text)
-    if output.json_file is not None:
-        output.json_file.write_text(text)
     folder.joinpath("table.md").write_text(result.as_markdown())
-    with folder.joinpath("table.txt").open("w") as file:
-        result.print_to(Console(file=file, width=TABLE_WIDTH))
-    shown = result.shown or result.measured
-    reason = save_plot(result.plot, shown, result.title, folder / "plot.png")
-    if output.markdown:
-        print(result.as_markdown(), end="")
-    else:
-        result.print_to(Console(width=None if sys.stdout.isatty() else TABLE_WIDTH))
-    if reason:
-        Console(stderr=True).print(f"plot: skipped, {reason}", markup=False)
+    table = as_table(result.heads, result.rows)
+    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
+    for part in (result.title, table, *result.all_notes):
+        console.print(part, markup=False, highlight=False, soft_wrap=part != table)
     Console(stderr=True).print(f"Saved in {folder}", soft_wrap=True, highlight=False)
-    return folder

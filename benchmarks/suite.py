@@ -16,9 +16,8 @@ from rich.console import Console
 
 from benchmarks.goals import goals_table
 from benchmarks.harness import BenchmarkError
+from benchmarks.lab.machine import in_words
 from envserve.errors import EnvserveError
-
-__all__ = ["PARTS", "make_suite", "write_tables"]
 
 _CARTPOLE: Final = ("--env", "CartPole-v1", "--num-envs")
 #: Those of the peers that import little into each of 256 processes.
@@ -102,12 +101,7 @@ def write_tables(folder: Path) -> None:
     sections = []
     if results:
         machine = next(iter(results.values()))["machine"]
-        versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items())
-        sections = [
-            f"{machine['cores']} cores of {machine['processor']}, "
-            f"{machine['system']}, Python {machine['python']}; {versions}.\n",
-            goals_table(results),
-        ]
+        sections = [in_words(machine), goals_table(results)]
     for name in results:
         table = (folder / name / "table.md").read_text()
         sections.append(f"`scripts/bench.py {' '.join(PARTS[name])}`\n\n{table}")

@@ -31,7 +31,7 @@ class ActionBounds:
     def __init__(self, spec: EnvSpec, rows: Rows) -> None:
         """Takes the arrays that hold the actions, and finite bounds for each."""
         self._leaves = [
-            (array, *_finite_bounds(leaf))
+            (array, *leaf.limits)
             for leaf, array in zip(spec.action_leaves, rows.action, strict=True)
             if array.size
         ]
@@ -70,14 +70,17 @@ def check_actions(
     if (
         leaf is not None
         and leaf.space is spec.action_space
-        and leaf.finite_range
         and type(actions) is np.ndarray
         and actions.dtype == leaf.dtype
         and actions.shape == (num_envs, *leaf.shape)
     ):
-        least, most = leaf.finite_range
-        # NaN comes through both.
-        if _smallest(actions, None) >= least and _greatest(actions, None) <= most:
+        low, high = leaf.limits
+        if (
+            type(low) is not np.ndarray
+            # NaN comes through both.
+            and _smallest(actions, None) >= low
+            and _greatest(actions, None) <= high
+        ):
             return [actions]
     try:
         values = flatten(spec.action_space, actions)
@@ -140,13 +143,12 @@ def _as_array(leaf: Leaf, value: Any, num_envs: int) -> Array:
 def _check_values(
     leaf: Leaf, array: Array, env_indices: Sequence[int] | Array | None, where: str
 ) -> None:
-    low, high, has_finite_bounds = leaf.bounds
-    # NaN fails both comparisons; infinity can only pass where a bound is infinite.
-    good = (array >= low).all() and (array <= high).all()
-    if good and (has_finite_bounds or np.isfinite(array).all()):
+    low, high = leaf.limits
+    is_good = (array >= low) & (array <= high)  # NaN is neither
+    if is_good.all():
         return
-    wrong = ~((array >= low) & (array <= high) & np.isfinite(array))
-    row, *inner = (int(i) for i in np.argwhere(wrong)[0])
+    low, high = leaf.bounds
+    row, *inner = (int(i) for i in np.argwhere(~is_good)[0])
     env_index = row if env_indices is None else int(np.ravel(env_indices)[row])
     position = "".join(f"[{i}]" for i in inner)
     least = np.broadcast_to(low, leaf.shape)[tuple(inner)]
@@ -164,14 +166,3 @@ def _check_values(
 
 def _label(leaf: Leaf) -> str:
     return f"action {leaf.path!r}" if leaf.path else "action"
-
-
-def _finite_bounds(leaf: Leaf) -> tuple[Any, Any]:
-    """Returns least and greatest values, as one number each if that is all it takes."""
-    low, high, _ = leaf.bounds
-    if leaf.dtype.kind == "f":  # whatever its bounds, an action must be finite
-        limits = np.finfo(leaf.dtype)
-        low, high = np.maximum(low, limits.min), np.minimum(high, limits.max)
-    if (low == low.flat[0]).all() and (high == high.flat[0]).all():
-        return low.flat[0], high.flat[0]
-    return np.broadcast_to(low, leaf.shape), np.broadcast_to(high, leaf.shape)

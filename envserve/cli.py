@@ -10,7 +10,6 @@ import inspect
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -18,9 +17,8 @@ from typing import Annotated, Any, Final, Literal, NoReturn, get_type_hints
 
 import typer
 
-from envserve.cores import num_cores
 from envserve.errors import EnvserveError, ServerError
-from envserve.settings import HostSettings, WorkerSettings, is_private
+from envserve.settings import HostSettings, WorkerSettings, is_private, num_cores
 
 __all__ = ["main"]
 
@@ -183,15 +181,14 @@ def health(
 ) -> None:
     """Ask a server how it is. The exit code is 0 if it is well, 1 if none answers."""
     from envserve.client.connection import ask_welcome
-    from envserve.client.health import Ailment, Probe, diagnose
+    from envserve.client.health import Ailment, diagnose
 
-    asked = {Probe.STARTUP: startup, Probe.LIVE: live, Probe.READY: ready}
     _check_address(address)
     try:
         welcome = ask_welcome(address, timeout)
     except EnvserveError as error:
         _fail(error, Ailment.NO_ANSWER)
-    found = diagnose(welcome, {probe for probe, is_asked in asked.items() if is_asked})
+    found = diagnose(welcome, startup=startup, live=live, ready=ready)
     if found is not None:
         _fail(f"{address}: {found[1]}", found[0])
     print(
@@ -253,10 +250,7 @@ def bench(
     env: Annotated[
         str, typer.Option(help="Registered name of the env to measure.")
     ] = "CartPole-v1",
-    import_module: Annotated[
-        list[str] | None,
-        typer.Option("--import", help="Module that registers envs; repeatable."),
-    ] = None,
+    import_module: _Import = None,
     num_envs: Annotated[int, typer.Option(min=1, help="Rows of the batch.")] = 16,
     num_workers: Annotated[
         int, typer.Option(min=1, help="Processes that step envs.")
@@ -290,16 +284,14 @@ def _check_address(address: str) -> None:
 
 def _write_addresses(path: Path, addresses: tuple[str, ...]) -> None:
     """Writes all or nothing: whoever waits for the file never reads half of it."""
-    name = ""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            name = file.name
-            file.write("".join(f"{address}\n" for address in addresses))
-        os.chmod(name, 0o644)
-        os.replace(name, path)
+        draft.write_text("".join(f"{address}\n" for address in addresses))
+        draft.chmod(0o644)
+        draft.replace(path)
     except OSError as error:
-        if name:
-            os.unlink(name)
+        with contextlib.suppress(OSError):
+            draft.unlink()
         raise ServerError(
             f"--address-file {path} cannot be written: {error.strerror}; name a file "
             f"in a folder that exists and has room"

@@ -27,18 +27,9 @@ __all__ = [
 DTYPES: Final = tuple(
     np.dtype(name)
     for name in (
-        "bool",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "uint8",
-        "uint16",
-        "uint32",
-        "uint64",
-        "float16",
-        "float32",
-        "float64",
+        *("bool", "int8", "int16", "int32", "int64"),
+        *("uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64"),
     )
 )
 _CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}

@@ -149,8 +149,8 @@ class Lane(Protocol):
     last observation that was seen.
 
     Attributes:
-      is_waiting: Whether a call that was interrupted did nothing but wait, so that it
-        has cost nothing; else `lose` cleans up after it.
+      is_waiting: Whether a call that was interrupted did nothing but wait, or send what
+        it had submitted, so that it has cost nothing; else `lose` cleans up after it.
     """
 
     is_waiting: bool

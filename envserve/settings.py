@@ -8,10 +8,11 @@ these gets a ValueError that names the setting, what was expected, and what came
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, partial
 from typing import (
     Annotated,
     Any,
@@ -25,10 +26,8 @@ from typing import (
 )
 
 import msgspec
-from msgspec import Meta, Struct
-from msgspec.structs import asdict
+from msgspec import Meta
 
-from envserve.cores import num_cores
 from envserve.wrappers import Wrappers
 
 __all__ = [
@@ -43,6 +42,7 @@ __all__ = [
     "WorkerSettings",
     "convert",
     "is_private",
+    "num_cores",
 ]
 
 Type = TypeVar("Type")
@@ -91,35 +91,27 @@ class _Checked:
     def __post_init__(self) -> None:
         """Checks every field, and brings it to its type; raises ValueError."""
         kind: Any = type(self)
-        form = _form(kind)
-        given = {name: getattr(self, name) for name in form.__struct_fields__}
-        for name, value in given.items():
+        for name, hint in _hints_of(kind).items():
+            value = getattr(self, name)
             if getattr(value, "shape", None) == ():  # a number of NumPy's
-                given[name] = value.item()
-        try:
-            vars(self).update(asdict(convert(given, form)))
-        except ValueError:
-            raise ValueError(_complaint(given, form)) from None
+                value = value.item()
+            try:
+                vars(self)[name] = convert(value, hint)
+            except ValueError as error:
+                text = re.sub(r", got .*?(?= - at |$)", "", str(error))
+                if hint in (Autoreset, Infos):
+                    text = f"expected one of {', '.join(get_args(hint))}"
+                raise ValueError(f"{name}: {text}; got {value!r:.200}") from None
 
 
-@cache
-def _form(kind: Hashable) -> type[Struct]:
-    """Returns a struct with the fields of some settings, to check them all at once."""
-    hints = get_type_hints(kind, include_extras=True)
-    return msgspec.defstruct("Form", list(hints.items()))
+_hints_of: Final = cache(partial(get_type_hints, include_extras=True))
 
 
-def _complaint(given: Mapping[str, Any], form: type[Struct]) -> str:
-    """Returns what is wrong with the first field that is."""
-    for name, hint in form.__annotations__.items():
-        try:
-            convert(given[name], hint)
-        except ValueError as error:
-            text = re.sub(r", got .*?(?= - at |$)", "", str(error))
-            if hint in (Autoreset, Infos):
-                text = f"expected one of {', '.join(get_args(hint))}"
-            return f"{name}: {text}; got {given[name]!r:.200}"
-    raise AssertionError
+def num_cores() -> int:
+    """Returns how many cores this process may use: fewer than all, where pinned."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,14 +229,9 @@ class PoolSettings(WorkerSettings, EnvRequest):
     @classmethod
     def of(cls, request: EnvRequest, host: WorkerSettings) -> Self:
         """Puts a request and a host's settings together."""
-        sources = ((EnvRequest, request), (WorkerSettings, host))
-        return cls(
-            **{
-                f.name: getattr(of, f.name)
-                for kind, of in sources
-                for f in fields(kind)
-            }
-        )
+        asked = {f.name for f in fields(EnvRequest)}
+        names = [f.name for f in fields(cls)]
+        return cls(**{n: getattr(request if n in asked else host, n) for n in names})
 
 
 class EnvOptions(TypedDict, total=False):

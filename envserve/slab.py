@@ -11,7 +11,7 @@ import math
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,7 +24,9 @@ __all__ = [
     "Rows",
     "Slab",
     "Status",
+    "arrays_nbytes",
     "keep_last_observation",
+    "map_arrays",
     "next_beat",
     "restore_last_observation",
     "row_of_beat",
@@ -34,6 +36,8 @@ __all__ = [
 ]
 
 Array = np.ndarray[Any, Any]
+#: Shapes and dtypes of arrays.
+Layout = Sequence[tuple[tuple[int, ...], np.dtype[Any]]]
 
 _ALIGNMENT: Final = 64  # a cache line: no two arrays, and no two heartbeats, share one
 
@@ -98,12 +102,7 @@ class Rows:
     @classmethod
     def map(cls, spec: EnvSpec, num_envs: int, buffer: Any) -> Rows:
         """Returns rows that live in a buffer of at least `rows_nbytes` bytes."""
-        arrays = []
-        offset = 0
-        for shape, dtype in _fields(spec):
-            array: Array = np.ndarray((num_envs, *shape), dtype, buffer, offset)
-            arrays.append(array)
-            offset += _aligned(array.nbytes)
+        arrays = map_arrays(_layout(spec, num_envs), buffer)
         num_observations = len(spec.observation_leaves)
         num_actions = len(spec.action_leaves)
         head = num_observations + num_actions
@@ -136,22 +135,31 @@ def row_of_beat(beat: int) -> int | None:
 
 def rows_nbytes(spec: EnvSpec, num_envs: int) -> int:
     """Returns how many bytes `Rows.map` needs."""
-    return sum(
-        _aligned(num_envs * math.prod(shape) * dtype.itemsize)
-        for shape, dtype in _fields(spec)
-    )
+    return arrays_nbytes(_layout(spec, num_envs))
 
 
-def _fields(spec: EnvSpec) -> Iterator[tuple[tuple[int, ...], np.dtype[Any]]]:
-    """Yields shape and dtype of every array, in the order of the slab."""
-    for leaf in (*spec.observation_leaves, *spec.action_leaves):
-        yield leaf.shape, leaf.dtype
-    yield (), np.dtype(np.float64)  # reward
-    yield (), np.dtype(np.bool_)  # terminated
-    yield (), np.dtype(np.bool_)  # truncated
-    yield (), np.dtype(np.uint8)  # status
-    for leaf in spec.observation_leaves:
-        yield leaf.shape, leaf.dtype
+def _layout(spec: EnvSpec, num_envs: int) -> Layout:
+    observations = [(leaf.shape, leaf.dtype) for leaf in spec.observation_leaves]
+    actions = [(leaf.shape, leaf.dtype) for leaf in spec.action_leaves]
+    # Reward, terminated, truncated, status.
+    others = [((), np.dtype(kind)) for kind in (np.float64, bool, bool, np.uint8)]
+    fields = [*observations, *actions, *others, *observations]
+    return [((num_envs, *shape), dtype) for shape, dtype in fields]
+
+
+def arrays_nbytes(layout: Layout) -> int:
+    """Returns how many bytes `map_arrays` needs."""
+    return sum(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in layout)
+
+
+def map_arrays(layout: Layout, buffer: Any) -> list[Array]:
+    """Returns arrays that lie one behind the other in a buffer."""
+    arrays: list[Array] = []
+    offset = 0
+    for shape, dtype in layout:
+        arrays.append(np.ndarray(shape, dtype, buffer, offset))
+        offset += _aligned(arrays[-1].nbytes)
+    return arrays
 
 
 def _aligned(nbytes: int) -> int:

@@ -62,28 +62,27 @@ class Leaf:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @cached_property
-    def bounds(self) -> tuple[Array, Array, bool]:
-        """Least and greatest values, inclusive, and whether all of them are finite."""
+    def bounds(self) -> tuple[Array, Array]:
+        """Least and greatest values, inclusive, as the space says them."""
         space = self.space
         if isinstance(space, spaces.Box):
-            low, high = space.low, space.high
-        elif isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
+            return space.low, space.high
+        if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
             count = space.n if isinstance(space, spaces.Discrete) else space.nvec
             low = np.asarray(space.start)
-            high = low + (np.asarray(count) - 1)  # start + count may overflow
-        else:
-            low, high = np.asarray(0), np.asarray(1)
-        return low, high, bool(np.isfinite(low).all() and np.isfinite(high).all())
+            return low, low + (np.asarray(count) - 1)  # start + count may overflow
+        return np.asarray(0), np.asarray(1)
 
     @cached_property
-    def finite_range(self) -> tuple[Any, Any] | None:
-        """Least and greatest value, if all elements share them and they are finite."""
-        low, high, is_finite = self.bounds
-        if not is_finite or low.size == 0:
-            return None
-        if (low != low.flat[0]).any() or (high != high.flat[0]).any():
-            return None
-        return low.flat[0].item(), high.flat[0].item()
+    def limits(self) -> tuple[Any, Any]:
+        """The same, and finite: one number each if all elements share them."""
+        low, high = self.bounds
+        if self.dtype.kind == "f":
+            limits = np.finfo(self.dtype)
+            low, high = np.maximum(low, limits.min), np.minimum(high, limits.max)
+        if low.size and (low == low.flat[0]).all() and (high == high.flat[0]).all():
+            return low.flat[0].item(), high.flat[0].item()
+        return np.broadcast_to(low, self.shape), np.broadcast_to(high, self.shape)
 
     def __str__(self) -> str:
         """Returns a form for messages, like `float32[3]`."""

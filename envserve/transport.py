@@ -10,7 +10,6 @@ __all__ = [
     "NOBLOCK",
     "FrameReceiver",
     "Frames",
-    "can_receive",
     "descriptor_of",
     "set_common_options",
 ]
@@ -41,13 +40,8 @@ def set_common_options(socket: zmq.Socket[bytes]) -> None:
 
 
 def descriptor_of(socket: zmq.Socket[bytes]) -> int:
-    """Returns a descriptor that shows an edge when `can_receive` may have changed."""
+    """Returns a descriptor that shows an edge when EVENTS may have changed."""
     return int(socket.getsockopt(zmq.FD))
-
-
-def can_receive(socket: zmq.Socket[bytes]) -> bool:
-    """Tells whether a frame is there to be received."""
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
 
 class FrameReceiver:
@@ -74,31 +68,35 @@ class FrameReceiver:
         self._socket = socket
         self._max_frames = max_frames
         self._num_short = num_short
+        self._readable = [(socket, _POLLIN)]
         self.is_discarding = False
 
-    def receive(self) -> Frames | None:
+    def receive(self, *, waits: bool = False) -> Frames | None:
         """Returns the next message; None when there is none yet.
 
         A message of too many frames comes back cut off after the allowed number. Its
         rest is thrown away bit by bit, in this call and the next ones.
+
+        Args:
+          waits: Whether to wait for it, at most for the socket's RCVTIMEO.
         """
+        socket = self._socket
         if self.is_discarding and not self._discard():
             return None
-        # As `can_receive`, in line; quicker than to be told by an exception.
-        if not int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN:
+        # Quicker than to be told by an exception, or to ask for EVENTS.
+        if not waits and not zmq.zmq_poll(self._readable, 0):
             return None
-        frame = self._socket.recv(NOBLOCK, copy=False)
-        return self._go_on(frame) if frame.more else [frame.bytes]
-
-    def _go_on(self, frame: zmq.Frame) -> Frames:
-        """Receives what belongs to a first frame, of which there is more."""
+        try:
+            frame = socket.recv(0 if waits else NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
         frames: Frames = [frame.bytes]
-        while frame.more:
+        while frame.more:  # a frame knows; to ask the socket takes longer
             if len(frames) == self._max_frames:
                 self.is_discarding = True
                 self._discard()
                 break
-            frame = self._socket.recv(NOBLOCK, copy=False)
+            frame = socket.recv(NOBLOCK, copy=False)
             is_short = len(frames) < self._num_short
             frames.append(frame.bytes if is_short else frame.buffer)
         return frames

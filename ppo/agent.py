@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from ppo.actions.action_spaces import action_kind
 from ppo.actions.distributions import Distribution
-from ppo.actions.mask import check_mask
 from ppo.config import Config
 from ppo.networks.build import build_networks
 from ppo.observations import ObservationPreprocessor
@@ -38,7 +37,7 @@ class Agent:
         config: Config,
     ) -> None:
         self._actions = action_kind(action_space)
-        check_mask(observation_space, action_space, self._actions.choice_sizes)
+        self._actions.check_mask(observation_space)
         self.preprocess = ObservationPreprocessor(
             observation_space,
             normalize=config.normalize_observations,
@@ -68,13 +67,7 @@ class Agent:
     def act_on_noise(
         self, observation: Any, noise: tf.Tensor, *state: tf.Tensor
     ) -> tuple[tf.Tensor, ...]:
-        """Sample an action per row, as `act` does, with noise that was drawn before.
-
-        Args:
-            observation: raw observation, rows `[N, ...]`.
-            noise: N rows of what `draw_noise` gave.
-            state: as for `act`.
-        """
+        """Sample as `act` does, with N rows of what `draw_noise` gave."""
         distribution, state = self._perceive(observation, state)
         action = distribution.sample(noise)
         return action, distribution.log_prob(action), *state
@@ -137,21 +130,18 @@ class Agent:
     def embed(self, features: Any, count: int = 2) -> list[tf.Tensor]:
         """Return what memories take of preprocessed rows `[N, ...]`: `[N, D]` each.
 
-        Args:
-            features: preprocessed rows.
-            count: 1 for the policy's memory, 2 for the value's as well; a torso that
-                they share is passed once.
+        A count of 1 is for the policy's memory, 2 for the value's as well; a torso that
+        they share is passed once.
         """
         networks = self._networks
         inputs, _ = self.preprocess.inputs(features)
-        seen = [networks.policy_torso(inputs)]
+        seen = networks.policy_torso(inputs)
+        embeddings = [self.memories[0].embed(seen)]
         if count > 1:
-            is_shared = networks.is_torso_shared
-            seen.append(seen[0] if is_shared else networks.value_torso(inputs))
-        return [
-            memory.embed(rows)
-            for memory, rows in zip(self.memories, seen, strict=False)
-        ]
+            if not networks.is_torso_shared:
+                seen = networks.value_torso(inputs)
+            embeddings.append(self.memories[1].embed(seen))
+        return embeddings
 
     def _perceive(
         self, observation: Any, state: tuple[tf.Tensor, ...]

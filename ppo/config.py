@@ -263,8 +263,8 @@ class Config(BaseModel, frozen=True):
     rows out of it until the server is back."""
 
     padding_after_seconds: Annotated[float, Field(ge=0.0, le=1e6)] = 0.1
-    """Seconds that a step waits for envs whose worker is being replaced, before the
-    others go on without them; servers have a limit of their own."""
+    """Seconds that a step waits for envs that are not there (their worker is being
+    replaced, or their server is silent) before the others go on without them."""
 
     max_restarts: Annotated[int, Field(ge=0, le=2**31)] = 5
     """How often a worker that ends without a step in between is replaced; servers have

@@ -29,7 +29,7 @@ def env_maker(
     """Return a function that starts or reaches the envs of a config.
 
     Args:
-        config: names the env, its keyword arguments, wrappers and time limits.
+        config: names the env, and what goes with it.
         addresses: env servers; with none, envs run in worker processes of this host.
         num_workers: local worker processes; by default one per core.
         import_modules: modules that register envs or wrappers, for local workers.
@@ -51,6 +51,7 @@ def env_maker(
         "autoreset": autoreset,
         "spare_envs": config.spare_envs,
         "on_fault": config.on_fault,
+        "padding_after": config.padding_after_seconds,
     }
 
     def make_env(*, num_envs: int, seed: int) -> BatchEnv:
@@ -72,7 +73,6 @@ def env_maker(
             import_modules=(*config.import_modules, *(import_modules or ())),
             step_timeout=config.step_timeout_seconds,
             reset_timeout=config.reset_timeout_seconds,
-            padding_after=config.padding_after_seconds,
             max_restarts=config.max_restarts,
             **shared,
         )

@@ -26,6 +26,7 @@ from ppo.simulate import Simulation
 __all__ = [
     "CurveEvaluator",
     "Evaluation",
+    "derived_seed",
     "evaluate",
     "evaluate_run",
     "evaluation_seed",
@@ -47,8 +48,7 @@ class Evaluation(NamedTuple):
     @classmethod
     def of(cls, episodes: Iterable[Episode], steps: int | None = None) -> Self:
         """Return what these episodes earned."""
-        pairs = [(episode.total_reward, episode.length) for episode in episodes]
-        returns, lengths = zip(*pairs, strict=True)
+        _, returns, lengths = zip(*episodes, strict=True)
         return cls(np.array(returns), np.array(lengths), steps)
 
     @property
@@ -71,15 +71,10 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(agent: Agent, env: BatchEnv, episodes: int) -> Evaluation:
-    """Play complete episodes and return what they earned.
+    """Play so many complete episodes by the mode of the policy.
 
     The agent's statistics stay as they are. An episode that lost a step is played
-    again, up to 20 times in a row per env.
-
-    Args:
-        agent: acts by the mode of its policy.
-        env: envs of its own; with more envs than episodes, some idle.
-        episodes: how many to play.
+    again, up to 20 times in a row per env. With more envs than episodes, some idle.
 
     Raises:
         EnvDataError: an episode did not end within a million batch steps.
@@ -115,7 +110,7 @@ class CurveEvaluator:
         self._num_envs = math.ceil(self._episodes / rounds)
         # Not the seed of the evaluation at the end: the best of the curve is chosen by
         # these episodes, and has to show what it can do on others.
-        self._seed = _derived_seed(config.seed, 3)
+        self._seed = derived_seed(config.seed, 0, 3)
         self._make_env = make_env
         self._on_step = on_step
         self._graph_env: InGraphBatchEnv | None = None
@@ -164,10 +159,10 @@ def evaluate_run(
 
     Args:
         config: names the number of episodes.
-        run_folder: where `evaluation.json` goes.
+        run_folder: has the checkpoints; `evaluation.json` goes there.
         make_env: makes the envs, which are closed at the end.
         agent: that of the newest checkpoint; by default it is loaded.
-        which: another checkpoint to load, instead of the newest.
+        which: the checkpoint to load.
 
     Raises:
         CheckpointError: there is no checkpoint, or it does not fit the config.
@@ -237,9 +232,10 @@ def _check_losses(env: BatchEnv, lost_in_a_row: np.ndarray) -> None:
 
 def evaluation_seed(seed: int) -> int:
     """Return a seed for envs that training never used."""
-    return _derived_seed(seed, 2)
+    return derived_seed(seed, 0, 2)
 
 
-def _derived_seed(seed: int, purpose: int) -> int:
-    sequence = np.random.SeedSequence(seed, spawn_key=(0, purpose))
+def derived_seed(seed: int, iteration: int, purpose: int) -> int:
+    """Return a seed of its own for envs that a run makes."""
+    sequence = np.random.SeedSequence(seed, spawn_key=(iteration, purpose))
     return int(sequence.generate_state(1)[0] >> 1)

@@ -32,17 +32,9 @@ def export_run(
     *,
     which: Which = None,
 ) -> Counters:
-    """Export the policy of a run.
+    """Export the policy of a run's checkpoint; returns how far it had come.
 
-    Args:
-        config: describes the networks.
-        run_folder: where the checkpoints are.
-        make_env: makes one env, for its spaces; it is closed at the end.
-        folder: becomes the SavedModel.
-        which: which checkpoint; by default the newest.
-
-    Returns:
-        How far the run had come.
+    One env is made for its spaces, and closed at the end.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it does not fit the config.

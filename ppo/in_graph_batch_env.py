@@ -8,7 +8,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import gymnasium
 import numpy as np
 import tensorflow as tf
 
@@ -32,7 +31,10 @@ class InGraphBatchEnv:
         self.env = env
         self.num_envs = env.num_envs
         spaces = space_leaves(env.observation_space)
-        self.observation_spec = tf.nest.map_structure(self._row_spec, spaces)
+        self.observation_spec = tf.nest.map_structure(
+            lambda space: tf.TensorSpec([env.num_envs, *space.shape], space.dtype),
+            spaces,
+        )
         """Nest of `tf.TensorSpec` with rows `[num_envs, ...]`."""
         self._actions = action_kind(env.action_space)
         self.action_spec = self._actions.spec(env.num_envs)
@@ -116,6 +118,3 @@ class InGraphBatchEnv:
                     f"{array[row]}; repair the env, or end the episode before "
                     "its numbers overflow."
                 )
-
-    def _row_spec(self, space: gymnasium.Space[Any]) -> tf.TensorSpec:
-        return tf.TensorSpec([self.num_envs, *(space.shape or ())], space.dtype)

@@ -9,49 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["ReturnScale", "RunningMoments", "masked_moments", "merge_moments"]
-
-Moments = tuple[Any, Any, Any]
-
-
-def masked_moments(values: tf.Tensor, mask: tf.Tensor) -> Moments:
-    """Count rows and take their mean and sum of squared deviations.
-
-    Args:
-        values: `[N, ...]`, any numeric dtype.
-        mask: bool `[N]`; only rows where it is true count.
-
-    Returns:
-        count `[]`, mean `[...]` and sum of squared deviations `[...]`, float64.
-    """
-    rank = len(values.shape)
-    mask = tf.reshape(mask, [-1] + [1] * (rank - 1))
-    values = tf.cast(values, tf.float64)
-    zero = tf.zeros_like(values)
-    count = tf.reduce_sum(tf.cast(mask, tf.float64))
-    divisor = tf.maximum(count, 1.0)
-    mean = tf.reduce_sum(tf.where(mask, values, zero), axis=0) / divisor
-    deviation = tf.where(mask, values - mean, zero)
-    return count, mean, tf.reduce_sum(tf.square(deviation), axis=0)
-
-
-def merge_moments(first: Moments, second: Moments) -> Moments:
-    """Join the moments of two sets of rows (Chan, Golub and LeVeque 1979).
-
-    Args:
-        first: count, mean, sum of squared deviations.
-        second: the same of the other set.
-
-    Returns:
-        The same of the union.
-    """
-    count_a, mean_a, squares_a = first
-    count_b, mean_b, squares_b = second
-    count = count_a + count_b
-    share = count_b / tf.maximum(count, 1.0)
-    shift = mean_b - mean_a
-    mean = mean_a + shift * share
-    return count, mean, squares_a + squares_b + tf.square(shift) * count_a * share
+__all__ = ["ReturnScale", "RunningMoments"]
 
 
 class RunningMoments:
@@ -91,22 +49,27 @@ class RunningMoments:
         self._merge(tf.cast(values, tf.float64), mask)
 
     def _take_in(self, values: tf.Tensor, mask: tf.Tensor) -> None:
-        merged = merge_moments(
-            (self._count, self._mean, self._squares), masked_moments(values, mask)
-        )
-        for variable, value in zip(
-            (self._count, self._mean, self._squares), merged, strict=True
-        ):
-            variable.assign(value)
+        """Join the moments of rows with those so far (Chan et al. 1979)."""
+        mask = tf.reshape(mask, [-1] + [1] * (len(values.shape) - 1))
+        zero = tf.zeros_like(values)
+        count = tf.reduce_sum(tf.cast(mask, tf.float64))
+        total = tf.reduce_sum(tf.where(mask, values, zero), axis=0)
+        mean = total / tf.maximum(count, 1.0)
+        deviation = tf.where(mask, values - mean, zero)
+        squares = tf.reduce_sum(tf.square(deviation), axis=0)
+
+        shift = mean - self._mean
+        share = count / tf.maximum(self._count + count, 1.0)
+        between = tf.square(shift) * self._count * share
+        self._squares.assign(self._squares + squares + between)
+        self._mean.assign(self._mean + shift * share)
+        self._count.assign(self._count + count)
 
     def normalize(self, values: tf.Tensor, clip: float) -> tf.Tensor:
         """Shift and scale to mean 0 and variance 1, then clip to +-`clip`.
 
-        The subtraction happens in float64: positions far from the origin would lose
-        their digits in float32.
-
-        Returns:
-            float32, the shape of `values`.
+        Returns float32. The subtraction happens in float64: positions far from the
+        origin would lose their digits in float32.
         """
         centred = tf.cast(values, tf.float64) - self.mean
         scaled = centred * tf.math.rsqrt(self.variance + 1e-8)

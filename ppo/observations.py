@@ -5,14 +5,13 @@ leaves one-hot encoded. The structure (dict, tuple) of the observation space is 
 Images stay bytes until a network needs them, and an action mask is set apart.
 """
 
-import math
 from typing import Any
 
 import gymnasium
 import numpy as np
 import tensorflow as tf
 
-from ppo.actions.mask import MASK_KEY, has_mask, joined_flags, without_mask
+from ppo.actions.action_spaces import MASK_KEY
 from ppo.errors import UnsupportedSpaceError
 from ppo.normalize import RunningMoments
 
@@ -49,8 +48,10 @@ class ObservationPreprocessor:
     def __init__(
         self, space: gymnasium.Space[Any], *, normalize: bool, clip: float
     ) -> None:
-        self._has_mask = has_mask(space)
-        self._spaces = space_leaves(without_mask(space))
+        self._spaces = space_leaves(space)
+        self._has_mask = isinstance(self._spaces, dict) and MASK_KEY in self._spaces
+        if self._has_mask:
+            del self._spaces[MASK_KEY]
         self._leaves = [
             _Leaf(leaf, normalize=normalize, clip=clip)
             for leaf in tf.nest.flatten(self._spaces)
@@ -59,12 +60,7 @@ class ObservationPreprocessor:
     @property
     def size(self) -> int:
         """Number of network inputs over all leaves."""
-        return sum(self.leaf_sizes)
-
-    @property
-    def leaf_sizes(self) -> list[int]:
-        """Number of network inputs, leaf by leaf."""
-        return [leaf.size for leaf in self._leaves]
+        return sum(leaf.size for leaf in self._leaves)
 
     @property
     def leaf_spaces(self) -> list[gymnasium.Space[Any]]:
@@ -80,11 +76,10 @@ class ObservationPreprocessor:
     @property
     def trackables(self) -> dict[str, Any]:
         """What a checkpoint must hold, by name."""
-        moments = [leaf.moments for leaf in self._leaves]
         return {
-            f"leaf_{index}": tf.train.Checkpoint(**leaf_moments.trackables)
-            for index, leaf_moments in enumerate(moments)
-            if leaf_moments is not None
+            f"leaf_{index}": tf.train.Checkpoint(**leaf.moments.trackables)
+            for index, leaf in enumerate(self._leaves)
+            if leaf.moments is not None
         }
 
     def __call__(self, observation: Any) -> Any:
@@ -101,7 +96,9 @@ class ObservationPreprocessor:
         ]
         packed = tf.nest.pack_sequence_as(self._spaces, features)
         if self._has_mask:
-            packed[MASK_KEY] = joined_flags(observation[MASK_KEY])
+            flags = tf.nest.flatten(observation[MASK_KEY])  # of all choices, or of each
+            flags = [tf.cast(part, tf.bool) for part in flags]
+            packed[MASK_KEY] = tf.concat(flags, axis=1)
         return packed
 
     def inputs(self, features: Any) -> tuple[Any, tf.Tensor | None]:
@@ -154,7 +151,7 @@ class _Leaf:
         self._space: Any = space
         self._kind = _leaf_kind(space)
         self._clip = clip
-        self.size = _encoded_size(space)
+        self.size = gymnasium.spaces.flatdim(space)
         self.moments: RunningMoments | None = None
         if normalize and self._kind == "box":
             self.moments = RunningMoments(tuple(space.shape or ()))
@@ -178,17 +175,12 @@ class _Leaf:
             zero_based = tf.cast(array, tf.int64) - int(self._space.start)
             return tf.one_hot(zero_based, int(self._space.n))
         if self._kind == "multi_discrete":
-            return _one_hot_each(array, self._space)
+            sizes = np.ravel(self._space.nvec)
+            start = np.asarray(self._space.start, np.int64)
+            columns = tf.reshape(tf.cast(array, tf.int64) - start, [-1, len(sizes)])
+            codes = [tf.one_hot(columns[:, i], int(n)) for i, n in enumerate(sizes)]
+            return tf.concat(codes, axis=1)
         return tf.cast(array, tf.float32)
-
-
-def _one_hot_each(array: tf.Tensor, space: Any) -> tf.Tensor:
-    """Encode each component of a MultiDiscrete row, and join the codes, `[N, D]`."""
-    sizes = np.ravel(space.nvec)
-    zero_based = tf.cast(array, tf.int64) - np.asarray(space.start, np.int64)
-    columns = tf.reshape(zero_based, [-1, len(sizes)])
-    codes = [tf.one_hot(columns[:, i], int(size)) for i, size in enumerate(sizes)]
-    return tf.concat(codes, axis=1)
 
 
 def is_image(space: gymnasium.Space[Any]) -> bool:
@@ -221,11 +213,3 @@ def _leaf_kind(space: gymnasium.Space[Any]) -> str | None:
     if isinstance(space, gymnasium.spaces.MultiBinary):
         return "multi_binary"
     return None
-
-
-def _encoded_size(space: Any) -> int:
-    if isinstance(space, gymnasium.spaces.Discrete):
-        return int(space.n)
-    if isinstance(space, gymnasium.spaces.MultiDiscrete):
-        return int(np.sum(space.nvec))
-    return math.prod(space.shape)

@@ -44,7 +44,7 @@ def read_curves(runs: Sequence[Path], metric: str = "mean_return") -> list[Curve
     followed.
 
     Args:
-        runs: the folders, at least one.
+        runs: at least one run's folder.
         metric: a name in `metrics.jsonl`.
 
     Returns:
@@ -64,12 +64,7 @@ def read_curves(runs: Sequence[Path], metric: str = "mean_return") -> list[Curve
 
 
 def draw_curves(curves: Sequence[Curve], metric: str, out: Path) -> None:
-    """Draw curves to an image file.
-
-    Args:
-        curves: what to draw.
-        metric: what the numbers are.
-        out: the file; its suffix says of which kind.
+    """Draw curves of a metric to an image file, whose suffix says of which kind.
 
     Raises:
         BadInputError: matplotlib is not installed.

@@ -47,7 +47,7 @@ class Rollout(NamedTuple):
     state: Any = ()  # of each memory: [K, B, units], before step 0, T / K, 2 T / K, ...
 
     @property
-    def done(self) -> np.ndarray:
+    def done(self) -> Any:
         """Where an episode ended, bool `[T, B]`."""
         return self.terminated | self.truncated
 
@@ -96,7 +96,12 @@ class SplitRows:
         self._is_range = stop - start == len(env_indices)
         self._rows: Any = slice(start, stop) if self._is_range else env_indices
         count = horizon if self._is_range else 1
-        self._results = [self._result_rows(step) for step in range(count)]
+        self._results = [
+            tf.nest.map_structure(
+                lambda array: array[self._rows], _step_views(rollout, step)
+            )
+            for step in range(count)
+        ]
         self._observations = [self._observation_rows(step) for step in range(count + 1)]
 
     def result(self, step: int) -> StepResult:
@@ -108,8 +113,8 @@ class SplitRows:
         if not self._is_range:
             target = _step_views(self._rollout, step)
             for rows, row in zip(
-                tf.nest.flatten(target[:7]),
-                tf.nest.flatten(self.result(step)[:7]),
+                tf.nest.flatten(target),
+                tf.nest.flatten(self.result(step)),
                 strict=True,
             ):
                 rows[self._rows] = row
@@ -149,11 +154,6 @@ class SplitRows:
             tf.TensorSpec([len(self.env_indices), *spec.shape[1:]], spec.dtype)
             for spec in tf.nest.flatten(batch_specs)
         ]
-
-    def _result_rows(self, step: int) -> StepResult:
-        whole: Any = _step_views(self._rollout, step)
-        rows = tf.nest.map_structure(lambda array: array[self._rows], whole[:7])
-        return StepResult._make((*rows, {}))
 
     def _observation_rows(self, step: int) -> list[np.ndarray]:
         leaves = tf.nest.flatten(self._rollout.observation)

@@ -19,11 +19,11 @@ from ppo.agent import Agent
 from ppo.config import Config
 from ppo.environments import MakeEnv
 from ppo.errors import DivergedError, EnvDataError, EnvsLostError
-from ppo.evaluate import CurveEvaluator, Evaluation
+from ppo.evaluate import CurveEvaluator, Evaluation, derived_seed
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.learning.update import Updater
 from ppo.normalize import ReturnScale
-from ppo.rollout import Episode, EpisodeTracker, LostSteps, Rollout
+from ppo.rollout import Episode, EpisodeTracker, LostSteps
 from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import Counters
 from ppo.run_folder.folder import RunFolder
@@ -105,7 +105,10 @@ class _Run:
                 seed=(shuffle_0, shuffle_1),
             )
         # After the update: log-probabilities were taken with the old statistics.
-        self._update_observation_statistics(rollout)
+        acted_on = tf.nest.map_structure(
+            lambda leaf: leaf[:-1].reshape(-1, *leaf.shape[2:]), rollout.observation
+        )  # [T + 1, B, ...] -> [T * B, ...]
+        self.agent.preprocess.update(acted_on, rollout.valid.reshape(-1))
         counters = Counters(counters.iteration + 1, counters.steps + num_valid)
         finished = time.perf_counter()
         return counters, {
@@ -130,12 +133,6 @@ class _Run:
     @property
     def mean_return(self) -> float:
         return _mean([episode.total_reward for episode in self.recent])
-
-    def _update_observation_statistics(self, rollout: Rollout) -> None:
-        acted_on = tf.nest.map_structure(
-            lambda leaf: leaf[:-1].reshape(-1, *leaf.shape[2:]), rollout.observation
-        )  # [T + 1, B, ...] -> [T * B, ...]
-        self.agent.preprocess.update(acted_on, rollout.valid.reshape(-1))
 
 
 def train(
@@ -175,7 +172,9 @@ def train(
         envserve.errors.EnvserveError: the envs failed for good.
     """
     first = _first_counters(run_folder) if resume else Counters()
-    env_seed = _env_seed(config.seed, first.iteration)
+    env_seed = config.seed
+    if first.iteration > 0:  # a resumed run must not replay its first episodes
+        env_seed = derived_seed(config.seed, first.iteration, 1)
     with make_env(num_envs=config.num_envs, seed=env_seed) as env:
         run = _Run(config, env, on_step)
         if resume and run_folder.has_checkpoint():
@@ -251,7 +250,14 @@ class _Loop:
                 self._report()
             if self._is_best(evaluation) or is_last or self._is_save_due(before):
                 self._save(evaluation)
-            on_progress(self._progress(steps_per_second))
+            on_progress(
+                Progress(
+                    self.counters.steps,
+                    steps_per_second,
+                    self._run.mean_return,
+                    self._run.lost_steps.total,
+                )
+            )
 
     @property
     def _is_finished(self) -> bool:
@@ -327,14 +333,6 @@ class _Loop:
         self._last_saved = time.monotonic()
         self._saved_iteration = self.counters.iteration
 
-    def _progress(self, steps_per_second: float) -> Progress:
-        return Progress(
-            self.counters.steps,
-            steps_per_second,
-            self._run.mean_return,
-            self._run.lost_steps.total,
-        )
-
 
 def _first_counters(run_folder: RunFolder) -> Counters:
     """Return where to go on; a run that ended within its first iteration has no place.
@@ -346,14 +344,6 @@ def _first_counters(run_folder: RunFolder) -> Counters:
     if is_at_start and not run_folder.has_checkpoint():
         return Counters()
     return checkpoint.read_counters(run_folder.checkpoints)
-
-
-def _env_seed(seed: int, iteration: int) -> int:
-    """Return the seed of the envs; a resumed run must not replay its first episodes."""
-    if iteration == 0:
-        return seed
-    sequence = np.random.SeedSequence(seed, spawn_key=(iteration, 1))
-    return int(sequence.generate_state(1)[0] >> 1)
 
 
 def _mean(values: list[float]) -> float:

@@ -23,16 +23,14 @@ from ppo.run_folder.folder import RunFolder
 GOALS = {"cartpole": 475.0, "pendulum": -200.0, "cheetah": 3000.0}
 
 
-def run_once(
-    name: str, seed: int, connect: list[str], num_workers: int | None
-) -> tuple[int, float, float]:
+def run_once(name: str, seed: int) -> tuple[int, float, float]:
     """Return the steps, the seconds of training, and the mean evaluation return."""
     from ppo.environments import env_maker
     from ppo.evaluate import evaluate_run
     from ppo.train import train
 
     config = CONFIGS[name].replace(seed=seed)
-    make_env = env_maker(config, addresses=connect, num_workers=num_workers)
+    make_env = env_maker(config)
     with tempfile.TemporaryDirectory() as folder:
         run_folder = RunFolder.create(Path(folder), config)
         started = time.perf_counter()
@@ -45,8 +43,6 @@ def run_once(
 def main(
     configs: Annotated[list[str] | None, typer.Argument(help="Default: all.")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="Default: 0, 1, 2.")] = None,
-    connect: Annotated[list[str] | None, typer.Option(help="Env servers.")] = None,
-    num_workers: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
     start_tensorflow(1, 1)
     console = Console()
@@ -54,18 +50,12 @@ def main(
     has_missed = False
     for name in configs or GOALS:
         for number in seed or (0, 1, 2):
-            steps, seconds, mean = run_once(name, number, connect or [], num_workers)
+            steps, seconds, mean = run_once(name, number)
             is_reached = mean >= GOALS[name]
             has_missed |= not is_reached
-            row = (
-                name,
-                str(number),
-                f"{steps:,}",
-                f"{steps / seconds:,.0f}",
-                f"{mean:.1f}",
-                f"{GOALS[name]:.0f}",
-                "reached" if is_reached else "MISSED",
-            )
+            row = [name, str(number), f"{steps:,}", f"{steps / seconds:,.0f}"]
+            row += [f"{mean:.1f}", f"{GOALS[name]:.0f}"]
+            row.append("reached" if is_reached else "MISSED")
             console.print(*row)
             table.add_row(*row)
     console.print(table)

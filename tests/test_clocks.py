@@ -26,7 +26,7 @@ STAMPS = {
     "benchmarks/result.py:publish: datetime.now",
     "benchmarks/suite.py:suite: datetime.now",
     "tests/chaos/cli.py:chaos: datetime.now",
-    "tests/chaos/case_tables.py:_circumstances: datetime.now",
+    "tests/chaos/case_tables.py:_save: datetime.now",
     "ppo/commands/train.py:_prepare: time.strftime",
     "ppo/run_folder/metrics.py:_announce_restart: time.time",
 }

@@ -14,8 +14,6 @@ from gymnasium import spaces
 
 from envserve.registry import make_env
 
-__all__ = ["MODULE", "BusyEnv", "ImageEnv", "RequestEnv", "SleepEnv", "TimedEnv"]
-
 Array = np.ndarray[Any, Any]
 Transition = tuple[Array, float, bool, bool, dict[str, Any]]
 
@@ -88,7 +86,6 @@ class BusyEnv(_ConstantEnv):
     """Computes in step, for so much time of the processor."""
 
     def __init__(self, step_seconds: float = 0.001) -> None:
-        """Sets how long a step computes."""
         super().__init__(spaces.Box(-1.0, 1.0, (4,), np.float32), 0)
         self._step_seconds = step_seconds
 
@@ -105,7 +102,6 @@ class ImageEnv(_ConstantEnv):
     """Observes an image, uint8 `[84, 84, 4]`, and does nothing else."""
 
     def __init__(self) -> None:
-        """Makes the image."""
         super().__init__(spaces.Box(0, 255, (84, 84, 4), np.uint8), 0)
 
 
@@ -117,7 +113,6 @@ class RequestEnv(gymnasium.Env[Array, Array]):
     """
 
     def __init__(self) -> None:
-        """Has carried out nothing."""
         self.observation_space = spaces.Box(-1, 2**62, (2,), np.int64)
         self.action_space = spaces.Box(0, 2**62, (2,), np.int64)
         self._steps = 0
@@ -146,7 +141,6 @@ class TimedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     """
 
     def __init__(self, env_name: str) -> None:
-        """Builds the env of that name."""
         super().__init__(make_env(env_name, {}))
         self.seconds = 0.0
 
@@ -167,14 +161,6 @@ class TimedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         return result
 
 
-for _name, _class in (
-    ("Sleep", SleepEnv),
-    ("Busy", BusyEnv),
-    ("Image", ImageEnv),
-    ("Request", RequestEnv),
-    ("Timed", TimedEnv),
-):
-    gymnasium.register(
-        f"envserve/{_name}-v0",
-        f"{MODULE}:{_class.__qualname__}",
-    )
+for _class in (SleepEnv, BusyEnv, ImageEnv, RequestEnv, TimedEnv):
+    _name = _class.__name__.removesuffix("Env")
+    gymnasium.register(f"envserve/{_name}-v0", f"{MODULE}:{_class.__name__}")

@@ -21,14 +21,11 @@ from benchmarks.command import (
     sub_command,
 )
 from benchmarks.harness import Case
-from benchmarks.plot import Plot
 from benchmarks.result import median, ratio, spread
 from envserve.bench.cases import stepping_batch_env
 from envserve.bench.load import Load
 from envserve.bench.turns import SPEED, Measure, stepping
 from envserve.registry import make_env
-
-__all__ = ["BARE_SLAB", "OURS", "guarantees"]
 
 BARE_SLAB, OURS = "bare slab", "BatchEnv.local"
 _ENVS = ["HalfCheetah-v5", "CartPole-v1"]
@@ -71,7 +68,6 @@ def guarantees(
                 lambda case: f"{case.partition(':')[0]}: {BARE_SLAB}", SPEED
             ),
         },
-        plot=Plot("env steps per second", SPEED),
         notes=[
             f"{BARE_SLAB}: forked workers, rows in shared memory, a byte over a socket "
             "pair each way, results copied out. Nothing is checked, nothing survived."

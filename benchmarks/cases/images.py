@@ -18,12 +18,9 @@ from benchmarks.command import (
     sub_command,
 )
 from benchmarks.harness import Case
-from benchmarks.plot import Plot
 from benchmarks.result import median, ratio, spread
 from envserve.bench.load import Load
 from envserve.bench.turns import SPEED
-
-__all__ = ["REUSING", "images"]
 
 REUSING: Final = "envserve in-process, out="
 _CASES: Final = (REUSING, IN_PROCESS, IPC, TCP, ASYNC, SB3, TIANSHOU)
@@ -58,17 +55,11 @@ def images(
             "p99 us": median("p99_us"),
             "/ Async": ratio(ASYNC, SPEED),
         },
-        plot=Plot("GB/s of observations", _gigabytes),
         notes=[
             "A GB is 1e9 bytes of images that the caller has got in arrays of its own; "
             "with out= in the same ones at each step, as rollouts are written."
         ],
-        results={
-            "image_bytes": _IMAGE_BYTES,
-            "gigabytes_per_second": {
-                case: measured.values(case, _gigabytes) for case in measured.by_case
-            },
-        },
+        results={"image_bytes": _IMAGE_BYTES},
     )
 
 

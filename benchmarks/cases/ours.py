@@ -11,16 +11,6 @@ from envserve.bench.cases import BINDS, bare_loops, batch_env, stepping_batch_en
 from envserve.bench.load import Load
 from envserve.bench.turns import Measure, stepping
 
-__all__ = [
-    "IN_PROCESS",
-    "IPC",
-    "LIMIT",
-    "TCP",
-    "limit_case",
-    "our_cases",
-    "stepping_in_place",
-]
-
 LIMIT = "limit: bare loops"
 IN_PROCESS, IPC, TCP = "envserve in-process", "envserve ipc", "envserve tcp"
 _WAYS = {

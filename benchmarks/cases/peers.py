@@ -18,8 +18,6 @@ from envserve.bench.cases import vector_env
 from envserve.bench.load import Load
 from envserve.bench.turns import Measure, stepping
 
-__all__ = ["ASYNC", "ENVPOOL", "PEERS", "SB3", "SYNC", "TIANSHOU", "peer_cases"]
-
 SYNC = "gymnasium SyncVectorEnv"
 ASYNC = "gymnasium AsyncVectorEnv"
 SB3 = "SB3 SubprocVecEnv"

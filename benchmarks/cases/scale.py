@@ -22,13 +22,10 @@ from benchmarks.command import (
     sub_command,
 )
 from benchmarks.harness import Case, take_turns
-from benchmarks.plot import Plot
 from benchmarks.result import median, spread
 from envserve.bench.cases import batch_env, stepping_batch_env
 from envserve.bench.load import Load
 from envserve.bench.turns import SPEED, Measure, Measurements, stepping
-
-__all__ = ["scale"]
 
 _MEMORY: Final = "proportional_set_bytes"
 _SIZES: Final = [4, 16, 64, 256, 1024]
@@ -72,20 +69,13 @@ def scale(
             "p99 us": median("p99_us"),
             f"MB beyond {base}": beyond,
         },
-        plot=Plot("us per env step", _microseconds, ("envs", sizes)),
         notes=[
             "MB (1e6 bytes) of proportional set size of the process that steps and "
             "all that it has started, each size measured alone in fresh processes, "
             f"beyond that with one env per worker ({base}), which stands for what "
             f"the imports alone take: {_megabytes(memory[base])}."
         ],
-        results={
-            "us_per_env_step": {
-                case: measured.values(case, _microseconds) for case in measured.by_case
-            },
-            _MEMORY: memory,
-            "base": base,
-        },
+        results={_MEMORY: memory, "base": base},
     )
 
 

@@ -13,13 +13,10 @@ import typer
 from benchmarks.cases import envs
 from benchmarks.command import NumEnvs, Repetitions, Run, sub_command
 from benchmarks.harness import Case
-from benchmarks.plot import Plot
 from benchmarks.result import median, ratio, spread
 from envserve.bench.cases import batch_env
 from envserve.bench.load import Load
 from envserve.bench.turns import SPEED, Measure, summary, time_each
-
-__all__ = ["slow_reset"]
 
 _FAST: Final = "quick resets"
 
@@ -76,7 +73,6 @@ def slow_reset(
             "p99 us": median("p99_us"),
             f"/ {_FAST}": ratio(_FAST, SPEED),
         },
-        plot=Plot("env steps per second", SPEED),
         notes=[
             "A worker per env, in-process. Whole episodes of each env per "
             f"measurement: {episodes}."

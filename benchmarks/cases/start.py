@@ -11,12 +11,8 @@ from typing import Final
 
 from benchmarks.command import EnvName, NumEnvs, Repetitions, Run, Workers, sub_command
 from benchmarks.harness import Case
-from benchmarks.lab.servers import start_command
-from benchmarks.plot import Plot
 from benchmarks.result import median, spread
 from envserve.bench.turns import Measure
-
-__all__ = ["start"]
 
 _SECONDS: Final = "seconds"
 _TIMED: Final = """
@@ -71,7 +67,6 @@ def start(
             "seconds": median(_SECONDS, ".2f"),
             "lowest - highest": spread(_SECONDS, ".2f"),
         },
-        plot=Plot("seconds", _SECONDS),
         notes=[
             "First observation: from the first line of a fresh script, imports "
             "included. Ready line: from the start of the process."
@@ -95,7 +90,8 @@ def fresh_script(code: str, after: str) -> Iterator[Measure]:
 @contextlib.contextmanager
 def ready_line() -> Iterator[Measure]:
     """Starts a server, and ends it once it says that it is ready."""
-    command = start_command("--bind", "tcp://127.0.0.1:0", "--log-level", "warning")
+    command = [sys.executable, "-m", "envserve.cli", "start", "--log-level", "warning"]
+    command += ["--bind", "tcp://127.0.0.1:0"]
 
     def measure() -> Mapping[str, float]:
         began = time.perf_counter()

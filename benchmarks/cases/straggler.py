@@ -16,13 +16,10 @@ import typer
 from benchmarks.cases import envs
 from benchmarks.command import NumEnvs, Repetitions, Run, Seconds, sub_command
 from benchmarks.harness import BenchmarkError, Case
-from benchmarks.plot import Plot
 from benchmarks.result import median, ratio, spread
 from envserve.bench.cases import BINDS, batch_env
 from envserve.bench.load import Load
 from envserve.bench.turns import SPEED, Measure
-
-__all__ = ["straggler"]
 
 Array = np.ndarray[Any, Any]
 
@@ -70,7 +67,6 @@ def straggler(
                 lambda case: f"{case.partition(':')[0]}: {_NONE_SLOW}", SPEED
             ),
         },
-        plot=Plot("env steps per second", SPEED),
         notes=[
             f"A worker per env; recv waits for {min_envs or 1} of them. Every reply "
             f"was compared with its request, none was wrong: {replies:,.0f} replies."

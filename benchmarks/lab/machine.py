@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import platform
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-from envserve.cores import num_cores
-
-__all__ = ["machine_facts"]
+from envserve.settings import num_cores
 
 _PACKAGES: Final = (
     *("envserve", "numpy", "gymnasium", "pyzmq", "mujoco"),
@@ -29,10 +28,18 @@ def machine_facts() -> dict[str, Any]:
         "cores": num_cores(),
         "processor": _processor(),
         "system": f"{platform.system()} {platform.machine()}",
-        "platform": platform.platform(),
         "python": platform.python_version(),
         "versions": versions,
     }
+
+
+def in_words(machine: Mapping[str, Any]) -> str:
+    """Returns a line about a machine and what takes part."""
+    versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items())
+    return (
+        f"{machine['cores']} cores of {machine['processor']}, "
+        f"{machine['system']}, Python {machine['python']}; {versions}.\n"
+    )
 
 
 def _processor() -> str:

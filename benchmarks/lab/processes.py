@@ -10,26 +10,14 @@ from typing import NamedTuple
 
 import psutil
 
-__all__ = [
-    "Vitals",
-    "is_running",
-    "kill_all",
-    "proportional_set_bytes",
-    "vitals_of",
-    "with_descendants",
-]
-
 
 class Vitals(NamedTuple):
     """What a process takes.
 
     Attributes:
-      pid: Its process id.
       state: As psutil names it; a zombie has ended, and nobody has asked for its exit
         status.
       resident_bytes: Memory, shared pages included.
-      num_threads: Threads.
-      num_files: Open descriptors.
     """
 
     pid: int

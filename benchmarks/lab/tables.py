@@ -7,8 +7,6 @@ from typing import Final
 
 from rich.table import Table
 
-__all__ = ["TABLE_WIDTH", "as_markdown", "as_table"]
-
 #: Of lines in files, where nothing needs to be wrapped.
 TABLE_WIDTH: Final = 200
 
@@ -16,13 +14,7 @@ TABLE_WIDTH: Final = 200
 def as_markdown(
     columns: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int = 1
 ) -> str:
-    """Returns a table in Markdown.
-
-    Args:
-      columns: Its heads.
-      rows: Its cells.
-      num_texts: How many columns, from the left, hold text; the others hold numbers.
-    """
+    """Returns a table in Markdown; the first `num_texts` columns hold no numbers."""
     numbers = len(columns) - num_texts
     lines = [columns, ["---"] * num_texts + ["---:"] * numbers, *rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)

@@ -2,32 +2,36 @@
 
 Each trainer has the settings that its own project recommends for the task: ours the
 named config, Stable-Baselines3 those of RL Baselines3 Zoo. Both count the training
-returns of sampled actions, which both note anyway; every repetition has another seed.
+returns of sampled actions, which both note anyway; every repetition trains anew with
+another seed, and counts everything but the loading of libraries.
 """
 
+import contextlib
+import itertools
+import math
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from benchmarks.cases.peers import import_peer
 from benchmarks.command import CORES, Repetitions, Run, Workers, sub_command
 from benchmarks.harness import Case
-from benchmarks.learning.learners import (
-    RETURN,
-    SECONDS,
-    STEPS,
-    learning_ours,
-    learning_sb3,
-)
-from benchmarks.plot import Plot
+from benchmarks.learning.rollouts import load_tensorflow
 from benchmarks.result import median, ratio
 from envserve.bench.load import Load
-from envserve.bench.turns import Measurements
+from envserve.bench.turns import Measure, Measurements
 from ppo.configs import CONFIGS
-
-__all__ = ["GOALS", "goal"]
+from ppo.run_folder.folder import RunFolder
 
 GOALS = {"cartpole": 475.0, "cheetah": 3000.0}
 """Mean return of the last training episodes, 100 at most."""
+
+SECONDS, STEPS, RETURN = "seconds", "steps", "mean_return"
+"""Until the goal, or until it was given up; and what was reached then."""
 
 _OURS, _SB3 = "ppo", "SB3, rl-zoo's settings"
 
@@ -77,9 +81,118 @@ def goal(
             "reached": reached,
             "takes longer by": ratio(_OURS, SECONDS),
         },
-        plot=Plot("seconds to the goal", SECONDS),
         notes=[
             "Medians over seeds. Of a seed that did not reach it, the seconds until it "
             "was given up count."
         ],
     )
+
+
+@contextlib.contextmanager
+def learning_ours(
+    task: str, goal: float, max_steps: int, workers: int
+) -> Iterator[Measure]:
+    """Train a named config with `ppo.train.train`."""
+    load_tensorflow()
+    from ppo.environments import env_maker
+    from ppo.train import Progress, train
+
+    seeds = itertools.count()
+
+    def measure() -> Mapping[str, float]:
+        config = CONFIGS[task].replace(seed=next(seeds), total_steps=max_steps)
+        last: list[Progress] = []
+
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            train(
+                config,
+                RunFolder.create(Path(folder, "run"), config),
+                env_maker(config, num_workers=workers),
+                on_progress=last.append,
+                # Asked before the iteration's progress is told: it ends one later.
+                should_stop=lambda: bool(last) and last[-1].mean_return >= goal,
+            )
+        seconds = time.perf_counter() - began
+        return {
+            SECONDS: seconds,
+            STEPS: last[-1].steps,
+            RETURN: last[-1].mean_return,
+        }
+
+    yield measure
+
+
+@contextlib.contextmanager
+def learning_sb3(task: str, goal: float, max_steps: int) -> Iterator[Measure]:
+    """Train with Stable-Baselines3's PPO and RL Baselines3 Zoo's settings."""
+    torch = import_peer("torch")
+    stable_baselines3 = import_peer("stable_baselines3")
+    torch.set_num_threads(1)
+    seeds = itertools.count()
+
+    def measure() -> Mapping[str, float]:
+        began = time.perf_counter()
+        envs, settings = _zoo(task, stable_baselines3, torch)
+        with contextlib.closing(envs):
+            model = stable_baselines3.PPO(
+                "MlpPolicy", envs, seed=next(seeds), device="cpu", **settings
+            )
+            reached = math.nan
+
+            def goes_on(local: Mapping[str, Any], _: object) -> bool:
+                nonlocal reached
+                returns = [episode["r"] for episode in model.ep_info_buffer]
+                if returns:
+                    reached = sum(returns) / len(returns)
+                return not reached >= goal
+
+            model.learn(max_steps, callback=goes_on)
+            steps = model.num_timesteps
+        return {
+            SECONDS: time.perf_counter() - began,
+            STEPS: steps,
+            RETURN: reached,
+        }
+
+    yield measure
+
+
+def _zoo(task: str, stable_baselines3: Any, torch: Any) -> tuple[Any, dict[str, Any]]:
+    """Return envs and settings as in `hyperparams/ppo.yml` of RL Baselines3 Zoo."""
+    vec_env = stable_baselines3.common.vec_env
+    monitor = stable_baselines3.common.monitor.Monitor
+    num_envs = {"cartpole": 8, "cheetah": 1}[task]
+    load = Load(CONFIGS[task].env_name, num_envs, 1, 0)
+    envs = vec_env.DummyVecEnv(
+        [lambda make=make: monitor(make()) for make in load.env_functions()]
+    )
+    if task == "cartpole":
+        return envs, {
+            "n_steps": 32,
+            "batch_size": 256,
+            "gae_lambda": 0.8,
+            "gamma": 0.98,
+            "n_epochs": 20,
+            "ent_coef": 0.0,
+            "learning_rate": lambda remaining: 1e-3 * remaining,
+            "clip_range": lambda remaining: 0.2 * remaining,
+        }
+    return vec_env.VecNormalize(envs, gamma=0.98), {
+        "n_steps": 512,
+        "batch_size": 64,
+        "gae_lambda": 0.92,
+        "gamma": 0.98,
+        "n_epochs": 20,
+        "ent_coef": 0.000401762,
+        "learning_rate": 2.0633e-05,
+        "clip_range": 0.1,
+        "max_grad_norm": 0.8,
+        "vf_coef": 0.58096,
+        "policy_kwargs": {
+            "log_std_init": -2,
+            "ortho_init": False,
+            "activation_fn": torch.nn.ReLU,
+            "net_arch": {"pi": [256, 256], "vf": [256, 256]},
+        },
+    }

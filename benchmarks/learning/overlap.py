@@ -21,15 +21,12 @@ from benchmarks.command import (
 )
 from benchmarks.harness import Case, take_turns
 from benchmarks.learning.rollouts import load_tensorflow, repeating
-from benchmarks.plot import Plot
 from benchmarks.result import median, spread
 from envserve.bench.cases import batch_env
 from envserve.bench.load import Load
 from envserve.bench.turns import MICROSECONDS, Measure
-from envserve.cores import num_cores
 from envserve.registry import make_env
-
-__all__ = ["Pieces", "overlap"]
+from envserve.settings import num_cores
 
 _WIDTH = 128
 _ENV = "env step alone"
@@ -132,7 +129,6 @@ def overlap(
                 else "-"
             ),
         },
-        plot=Plot("ms per batch step", _milliseconds),
         notes=[_NOTE],
         results={"best_us": best, "pieces": pieces._asdict(), "layers": layers},
     )

@@ -23,15 +23,12 @@ from benchmarks.command import (
 )
 from benchmarks.harness import Case
 from benchmarks.learning.rollouts import RolloutLoad, choosing, simulating
-from benchmarks.plot import Plot
 from benchmarks.result import median, spread
 from envserve.bench.cases import BINDS, batch_env
 from envserve.bench.command import REMEDIES, judge
 from envserve.bench.load import Load
 from envserve.bench.turns import MICROSECONDS, THREAD, Measure, Measurements, stepping
-from envserve.cores import num_cores
-
-__all__ = ["longest_worker", "profile"]
+from envserve.settings import num_cores
 
 Transport = Literal["in-process", "ipc", "tcp"]
 
@@ -82,7 +79,6 @@ def profile(
     parts = Measurements({n: [{MICROSECONDS: t[n]} for t in turns] for n in turns[0]})
     medians = {name: parts.median(name, MICROSECONDS) for name in parts.by_case}
     total = measured.median(_WHOLE, MICROSECONDS)
-    verdict = judge(medians, _REMEDIES)
     run.publish(
         title=f"{env}, {num_envs} envs, {workers} workers, {transport}: where the "
         f"{total:,.0f} us of a batch step go",
@@ -94,9 +90,7 @@ def profile(
             "lowest - highest": spread(MICROSECONDS),
             "share": lambda _, part: f"{medians[part] / total:.0%}",
         },
-        plot=Plot("us per batch step", MICROSECONDS),
-        notes=[_NOTE, verdict],
-        results={"verdict": verdict},
+        notes=[_NOTE, judge(medians, _REMEDIES)],
     )
 
 

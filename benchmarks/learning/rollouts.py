@@ -20,15 +20,6 @@ from ppo.commands.shared import start_tensorflow
 from ppo.config import Config
 from ppo.errors import BadInputError
 
-__all__ = [
-    "RolloutLoad",
-    "choosing",
-    "load_tensorflow",
-    "looping_in_python",
-    "repeating",
-    "simulating",
-]
-
 
 @dataclass(frozen=True)
 class RolloutLoad:

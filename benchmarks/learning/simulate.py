@@ -23,12 +23,9 @@ from benchmarks.learning.rollouts import (
     looping_in_python,
     simulating,
 )
-from benchmarks.plot import Plot
 from benchmarks.result import median, spread
 from envserve.bench.load import Load
 from envserve.bench.turns import MICROSECONDS, Measurements
-
-__all__ = ["simulate"]
 
 _LANE = "BatchEnv.step alone"
 _POLICY = "policy alone, in a graph"
@@ -74,7 +71,6 @@ def simulate(
                 ".2f",
             ),
         },
-        plot=Plot("us per batch step", MICROSECONDS),
         notes=[
             "The lane is BatchEnv.step from Python with actions that are there. What "
             "simulate() takes beyond it is the policy and what the graph costs."

@@ -1,10 +1,22 @@
-"""`train`: PPO end to end, ours beside Stable-Baselines3's at equal settings."""
+"""`train`: PPO end to end, ours beside Stable-Baselines3's at equal settings.
 
-from collections.abc import Mapping
-from typing import Annotated
+Both run as their users run them; the seconds of rollouts and updates are read off
+from what they report or call.
+"""
+
+import contextlib
+import functools
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
+from benchmarks.cases.peers import import_peer, sb3_vec_env
 from benchmarks.command import (
     CORES,
     EnvName,
@@ -15,20 +27,17 @@ from benchmarks.command import (
     sub_command,
 )
 from benchmarks.harness import Case
-from benchmarks.learning.trainers import (
-    ROLLOUT,
-    TOTAL,
-    UPDATE,
-    training_ours,
-    training_sb3,
-)
-from benchmarks.plot import Plot
+from benchmarks.learning.rollouts import load_tensorflow
 from benchmarks.result import median, ratio, spread
 from envserve.bench.load import Load
-from envserve.bench.turns import Number
+from envserve.bench.turns import Measure, Number
 from ppo.config import Config
+from ppo.run_folder.folder import RunFolder
 
-__all__ = ["train"]
+ROLLOUT, UPDATE, TOTAL = "rollout_seconds", "update_seconds", "total_seconds"
+"""Seconds per iteration."""
+
+_ENDLESS = 10**9
 
 _OURS = "ppo"
 _SUBPROCESS, _DUMMY = "SB3, SubprocVecEnv", "SB3, DummyVecEnv"
@@ -83,19 +92,155 @@ def train(
             **{f"{n} ms": median(milliseconds(k)) for n, k in _NUMBERS.items()},
             **{f"{n} x": ratio(_OURS, key) for n, key in _NUMBERS.items()},
         },
-        plot=Plot("env steps per second, end to end", speed),
         notes=[
             f"ppo trains in {workers} workers with two TensorFlow threads, "
             "SB3 with one torch thread. Both as they train: ours normalises "
             "observations and scales rewards besides, and writes metrics. x: how many "
             "times as long as ppo's.",
         ],
-        results={
-            "ratios": {
-                case: {
-                    key: measured.ratio(case, _OURS, key) for key in _NUMBERS.values()
-                }
-                for case in measured.by_case
-            }
-        },
     )
+
+
+@contextlib.contextmanager
+def training_ours(config: Config, iterations: int, workers: int) -> Iterator[Measure]:
+    """Train with `ppo.train.train`, which waits between the turns."""
+    load_tensorflow()
+    from ppo.environments import env_maker
+    from ppo.train import train
+
+    # No checkpoints but the first: the other trainer writes none.
+    config = config.replace(
+        total_steps=_ENDLESS,
+        checkpoint_seconds=float(_ENDLESS),
+    )
+    gate = Gate()
+    with tempfile.TemporaryDirectory() as folder:
+        run_folder = RunFolder.create(Path(folder, "run"), config)
+        run = functools.partial(
+            train,
+            config,
+            run_folder,
+            env_maker(config, num_workers=workers),
+            on_progress=lambda progress: gate.arrive(),
+            should_stop=lambda: gate.is_closed,
+        )
+        with gate.kept_by(run):
+            gate.let_pass(1)  # compiles
+
+            def measure() -> Mapping[str, float]:
+                seconds = gate.let_pass(iterations)
+                lines = run_folder.path.joinpath("metrics.jsonl").read_text()
+                last = [json.loads(line) for line in lines.splitlines()[-iterations:]]
+                return {
+                    ROLLOUT: sum(m["rollout_seconds"] for m in last) / iterations,
+                    UPDATE: sum(m["update_seconds"] for m in last) / iterations,
+                    TOTAL: seconds / iterations,
+                }
+
+            yield measure
+
+
+class Gate:
+    """Lets a training in another thread make so many iterations, and then wait."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        self._permits = threading.Semaphore(0)
+        self._arrivals = threading.Semaphore(0)
+        self._error: BaseException | None = None
+
+    def arrive(self) -> None:
+        """Report the end of an iteration, and wait for leave to make the next."""
+        self._arrivals.release()
+        if not self.is_closed:
+            self._permits.acquire()
+
+    def let_pass(self, iterations: int) -> float:
+        """Wait for so many iterations; returns the seconds that they took."""
+        began = time.perf_counter()
+        for _ in range(iterations):
+            self._permits.release()
+            self._arrivals.acquire()
+            if self._error is not None:
+                raise self._error
+        return time.perf_counter() - began
+
+    @contextlib.contextmanager
+    def kept_by(self, train: Callable[[], Any]) -> Iterator[None]:
+        """Run a training; its end is waited for."""
+
+        def run() -> None:
+            self._permits.acquire()
+            try:
+                train()
+            except BaseException as error:  # raised again where it is waited for
+                self._error = error
+                self._arrivals.release()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield
+        finally:
+            self.is_closed = True
+            self._permits.release()
+            thread.join()
+
+
+@contextlib.contextmanager
+def training_sb3(config: Config, iterations: int, vec_env: str) -> Iterator[Measure]:
+    """Train with Stable-Baselines3's PPO and its own vectorised envs."""
+    torch = import_peer("torch")
+    stable_baselines3 = import_peer("stable_baselines3")
+    torch.set_num_threads(1)
+    load = Load(config.env_name, config.num_envs, 1, 0)
+    with contextlib.closing(sb3_vec_env(load, vec_env)) as envs:
+        model = stable_baselines3.PPO(
+            "MlpPolicy",
+            envs,
+            learning_rate=config.learning_rate,
+            n_steps=config.horizon,
+            batch_size=config.minibatch_size,
+            n_epochs=config.epochs,
+            gamma=config.discount,
+            gae_lambda=config.gae_lambda,
+            policy_kwargs={
+                "net_arch": {
+                    "pi": list(config.policy_layers),
+                    "vf": list(config.value_layers),
+                }
+            },
+            seed=config.seed,
+            device="cpu",
+        )
+        clock = _Clock()
+        model.collect_rollouts = clock.timed(ROLLOUT, model.collect_rollouts)
+        model.train = clock.timed(UPDATE, model.train)
+        model.learn(config.steps_per_iteration)
+
+        def measure() -> Mapping[str, float]:
+            clock.seconds = {}
+            learn = clock.timed(TOTAL, model.learn)
+            learn(iterations * config.steps_per_iteration, reset_num_timesteps=False)
+            return {name: s / iterations for name, s in clock.seconds.items()}
+
+        yield measure
+
+
+class _Clock:
+    """Adds up the seconds of calls by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with its calls timed."""
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            result = function(*arguments, **named)
+            elapsed = time.perf_counter() - began
+            self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
+            return result
+
+        return call

@@ -1,7 +1,5 @@
 """What the named configs reach, over many seeds, beside published scores.
 
-`tasks` lists what is run; `run_one` runs one; `many` runs what is missing; `statistics`
-and `report` make a table and a plot of it. `scripts/benchmark_scores.py` is the way in.
+`tasks` lists what is run; `run_one` runs one; `many` runs what is missing; `document`
+makes a table and a plot of it. `scripts/benchmark_scores.py` is the way in.
 """
-
-__all__: list[str] = []

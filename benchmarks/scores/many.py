@@ -14,10 +14,8 @@ from benchmarks.lab.tables import as_table
 from benchmarks.scores.document import COLUMNS, draw_curves, table_rows, write_document
 from benchmarks.scores.run_one import Score, read_score, run_one
 from benchmarks.scores.tasks import TASKS, Task
-from envserve.cores import num_cores
+from envserve.settings import num_cores
 from ppo.errors import suggestion
-
-__all__ = ["main"]
 
 _NUM_TEXTS = 5
 

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 from benchmarks.scores.tasks import Task
 from ppo.run_folder.folder import RunFolder
 
-__all__ = ["Score", "read_score", "run_one"]
-
 _RESULT = "result.json"
 _LIBRARIES = ("gymnasium", "mujoco", "numpy", "tensorflow")
 
@@ -20,15 +18,12 @@ class Score(NamedTuple):
     """What one run has come to.
 
     Attributes:
-      task: Name of the task.
-      seed: Seed of the run.
       env_name: Of the env, with its version.
       final: Mean return of 100 episodes at the end.
       final_std: Their standard deviation.
       best: Best mean return of 20 episodes along the curve.
       curve: Env steps and mean returns of 20 episodes, along it.
       train_return: Mean of the last 100 training episodes, with sampled actions.
-      steps: Env steps of the training.
       seconds: Its duration, without evaluations.
       versions: Of the libraries that decide numbers.
     """

@@ -11,18 +11,14 @@ from typing import Any, Literal
 from ppo.config import Config
 from ppo.configs import CONFIGS
 
-__all__ = ["TASKS", "Task"]
-
 Metric = Literal["E", "B"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Task:
     """One row of the table.
 
     Attributes:
-      config: Name of the config, in `ppo.configs`.
-      total_steps: Env steps to train for.
       metric: "E" for the mean of 100 episodes at the end, "B" for the best mean of 20
         episodes along the curve; both with mode actions, on envs that training never
         saw.
@@ -61,42 +57,22 @@ def _short(steps: int) -> str:
     return f"{steps // 10**6}M" if steps % 10**6 == 0 else f"{steps // 1000}k"
 
 
-def _task(
-    config: str,
-    total_steps: int,
-    metric: Metric,
-    num_seeds: int,
-    goal: float,
-    anchor: str,
-    **changes: Any,
-) -> Task:
-    return Task(
-        config=config,
-        total_steps=total_steps,
-        metric=metric,
-        num_seeds=num_seeds,
-        goal=goal,
-        anchor=anchor,
-        changes=changes,
-    )
-
-
 TASKS: tuple[Task, ...] = (
-    _task("cartpole", 100_000, "E", 5, 500, "rl-zoo 500.0"),
-    _task("acrobot", 300_000, "E", 5, -81, "SLM-Lab -81.3"),
-    _task("pendulum", 100_000, "E", 5, -172, "rl-zoo -172.2"),
-    _task("pendulum", 300_000, "E", 5, -155, "RPO -151.1 at 8M"),
-    _task("inverted_pendulum", 300_000, "E", 5, 1000, "Tianshou 1000 at 1M"),
-    _task("double_pendulum", 1_000_000, "B", 5, 9350, "TF-Agents 9353"),
-    _task("reacher", 1_000_000, "B", 5, -4.1, "Tianshou -4.1"),
-    _task("lunar_lander", 1_000_000, "E", 3, 242, "rl-zoo 242.1"),
-    _task("swimmer", 1_000_000, "B", 3, 280, "rl-zoo 281.6"),
-    _task("hopper", 1_000_000, "B", 5, 2610, "Tianshou 2609"),
-    _task("cheetah", 1_000_000, "B", 5, 5820, "rl-zoo 5819, Tianshou 5784"),
-    _task("walker", 1_000_000, "B", 5, 3590, "Tianshou 3588"),
-    _task("ant", 1_000_000, "B", 3, 984, "Tianshou 2.0 984", env_name="Ant-v4"),
-    _task("cheetah", 3_000_000, "B", 3, 7340, "Tianshou 7337"),
-    _task("walker", 3_000_000, "B", 3, 4900, "Tianshou 4896"),
-    _task("hopper", 3_000_000, "B", 3, 3130, "Tianshou 3128"),
+    Task("cartpole", 100_000, "E", 5, 500, "rl-zoo 500.0"),
+    Task("acrobot", 300_000, "E", 5, -81, "SLM-Lab -81.3"),
+    Task("pendulum", 100_000, "E", 5, -172, "rl-zoo -172.2"),
+    Task("pendulum", 300_000, "E", 5, -155, "RPO -151.1 at 8M"),
+    Task("inverted_pendulum", 300_000, "E", 5, 1000, "Tianshou 1000 at 1M"),
+    Task("double_pendulum", 1_000_000, "B", 5, 9350, "TF-Agents 9353"),
+    Task("reacher", 1_000_000, "B", 5, -4.1, "Tianshou -4.1"),
+    Task("lunar_lander", 1_000_000, "E", 3, 242, "rl-zoo 242.1"),
+    Task("swimmer", 1_000_000, "B", 3, 280, "rl-zoo 281.6"),
+    Task("hopper", 1_000_000, "B", 5, 2610, "Tianshou 2609"),
+    Task("cheetah", 1_000_000, "B", 5, 5820, "rl-zoo 5819, Tianshou 5784"),
+    Task("walker", 1_000_000, "B", 5, 3590, "Tianshou 3588"),
+    Task("ant", 1_000_000, "B", 3, 984, "Tianshou 2.0 984", {"env_name": "Ant-v4"}),
+    Task("cheetah", 3_000_000, "B", 3, 7340, "Tianshou 7337"),
+    Task("walker", 3_000_000, "B", 3, 4900, "Tianshou 4896"),
+    Task("hopper", 3_000_000, "B", 3, 3130, "Tianshou 3128"),
 )
 """In the order of the table."""

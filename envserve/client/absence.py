@@ -43,7 +43,11 @@ class Absence:
     def __init__(
         self, blocks: Iterable[BatchBlock], padding_after_seconds: float
     ) -> None:
-        """Starts with all envs there."""
+        if not padding_after_seconds >= 0:
+            raise ValueError(
+                "padding_after: expected at least 0 seconds; "
+                f"got {padding_after_seconds}"
+            )
         self.owed: set[int] = set()
         self.awaited: set[int] = set()
         self.padded: set[int] = set()
@@ -95,10 +99,7 @@ class Absence:
 
     def show(self, spec: EnvSpec, row_set: RowSet, result: StepResult) -> None:
         """Writes padding, and which rows are late, over what the lanes' rows gave."""
-        row = 0
-        for block in row_set.blocks:
-            part = slice(row, row + block.stop - block.start)
-            row = part.stop
+        for block, part in row_set.parts:
             if block.position in self.padded:
                 _write_padding(spec, block, part, result)
             elif block.position in self.awaited:
@@ -120,9 +121,9 @@ class PutAside:
         self, outcome: Outcome, block: BatchBlock, reset_rows: Collection[int] = ()
     ) -> None:
         """Keeps the rows that are not reset; `reset_rows` are the lane's."""
-        rows = range(block.start - block.offset, block.stop - block.offset)
         self._outcome = outcome
-        self._block = slice(rows.start, rows.stop)
+        self._block = block.lane_rows
+        rows = range(self._block.start, self._block.stop)
         self._left = [row for row in rows if row not in reset_rows]
         self._rows: Rows = block.lane.rows
         self._kept = self._rows.at(self._left) if reset_rows else None
@@ -152,17 +153,12 @@ def _write_padding(
     spec: EnvSpec, block: BatchBlock, part: slice, result: StepResult
 ) -> None:
     """Has nothing happen in a block; its lane keeps the last observation."""
-    space = spec.observation_space
+    observation = flatten(spec.observation_space, result.observation)
+    final = flatten(spec.observation_space, result.final_observation)
     last = block.lane.rows.final_observation
-    rows = slice(block.start - block.offset, block.stop - block.offset)
-    for target, final, source in zip(
-        flatten(space, result.observation),
-        flatten(space, result.final_observation),
-        last,
-        strict=True,
-    ):
-        target[part] = source[rows]
-        final[part] = 0
+    for leaf, final_leaf, last_leaf in zip(observation, final, last, strict=True):
+        leaf[part] = last_leaf[block.lane_rows]
+        final_leaf[part] = 0
     result.reward[part] = 0.0
     result.terminated[part] = result.truncated[part] = result.valid[part] = False
     result.status[part] = _PENDING

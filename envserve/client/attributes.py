@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from envserve import codec
@@ -15,7 +14,7 @@ from envserve.lane import Call
 __all__ = ["Attributes"]
 
 
-class Attributes(abc.ABC):
+class Attributes:
     """What `BatchEnv` has for them.
 
     Attributes:
@@ -25,9 +24,7 @@ class Attributes(abc.ABC):
     num_envs: int
     _group: LaneGroup
 
-    @abc.abstractmethod
-    def _begin(self) -> None:
-        """Checks that the batch can be used."""
+    _begin: Callable[[], None]
 
     def call(self, env_index: int, name: str, *arguments: Any) -> Any:
         """Calls a method of one env, or reads an attribute that is not callable.

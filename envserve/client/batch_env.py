@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
 
 import numpy as np
@@ -18,13 +18,13 @@ from gymnasium.spaces import Space
 
 from envserve.actions import check_actions
 from envserve.client.attributes import Attributes
-from envserve.client.gathered import Gathered
 from envserve.client.lane_group import LaneGroup
 from envserve.client.make import Builders, OnFault
 from envserve.client.row_set import RowSet, RowSets, check_rows
 from envserve.client.stats import BatchStats, StepRecorder
-from envserve.client.step_result import StepResult, gather_result, write_result
+from envserve.client.step_result import StepResult, add_infos, gather_result
 from envserve.errors import (
+    EnvserveError,
     EnvTimeout,
     LocalProtocolError,
     SpaceError,
@@ -48,6 +48,8 @@ class BatchEnv(Attributes, Builders):
 
     Attributes:
       spec: Name and spaces of the envs.
+      observation_space: Space of one env's observation.
+      action_space: Space of one env's action.
       num_envs: Number of rows.
       lanes: Where the rows come from, in row order.
       blocks: For each block its rows, int64 `[n]`. A block's envs are stepped
@@ -78,46 +80,22 @@ class BatchEnv(Attributes, Builders):
           SpaceError: A lane's spaces differ from the first one's.
         """
         self.lanes = tuple(lanes)
-        self.spec: EnvSpec = self.lanes[0].spec
-        for lane in self.lanes[1:]:
-            different = self.spec.differences(lane.spec)
-            if different:
-                raise SpaceError(
-                    f"{lane.name} has other spaces than {self.lanes[0].name}: "
-                    f"{'; '.join(different)}; give all of them the same env version"
-                )
-        if not padding_after >= 0:
-            raise ValueError(
-                f"padding_after: expected at least 0 seconds; got {padding_after}"
-            )
+        self.spec = _common_spec(self.lanes)
+        self.observation_space: Space[Any] = self.spec.observation_space
+        self.action_space: Space[Any] = self.spec.action_space
         self._group = LaneGroup(self.lanes, padding_after)
-        self.num_envs = self._group.num_envs
+        self._row_sets = RowSets(self._group.blocks)
+        self.num_envs = len(self._row_sets.everything)
+        self.blocks = self._row_sets.rows_by(lambda block: block.position)
+        self.splits = self._row_sets.rows_by(lambda block: block.split)
         self._autoreset = autoreset
         self._raises_faults = on_fault == "raise"
-        self.blocks: tuple[Array, ...] = tuple(
-            RowSet([block]).env_indices for block in self._group.blocks
-        )
-        self.splits: tuple[Array, ...] = tuple(
-            RowSet([b for b in self._group.blocks if b.split == split]).env_indices
-            for split in sorted({b.split for b in self._group.blocks})
-        )
-        self._row_sets = RowSets(self._group.blocks)
         self._has_reset = False
         self._is_stepping = False  # in a call of `step`, or interrupted there
         self._is_untold = False  # as it was about to return
         self._ended = np.zeros(self.num_envs, np.bool_)
         self._recorder = StepRecorder()
         self._is_closed = False
-
-    @property
-    def observation_space(self) -> Space[Any]:
-        """Space of one env's observation."""
-        return self.spec.observation_space
-
-    @property
-    def action_space(self) -> Space[Any]:
-        """Space of one env's action."""
-        return self.spec.action_space
 
     def reset(
         self,
@@ -128,9 +106,8 @@ class BatchEnv(Attributes, Builders):
 
         Args:
           env_indices: Rows to reset; None for all.
-          seeds: A seed per reset row. By default an env's first reset uses the seed
-            that follows from the root seed, and later ones go on with the env's own
-            random numbers.
+          seeds: A seed per row. By default an env's first reset uses the seed that
+            follows from the root seed, and later ones go on with its random numbers.
 
         Returns:
           Observations `[len(env_indices), ...]`, in the order of `env_indices`.
@@ -141,9 +118,7 @@ class BatchEnv(Attributes, Builders):
         self._begin()
         has_reset, self._has_reset = self._has_reset, False  # if it is cut short
         try:
-            self._group.reset(
-                indices, None if seeds is None else [int(seed) for seed in seeds]
-            )
+            self._group.reset(indices, seeds)
         except LocalProtocolError:  # it was refused, and nothing was changed
             self._has_reset = has_reset
             raise
@@ -176,36 +151,22 @@ class BatchEnv(Attributes, Builders):
         if self._is_stepping or self._is_closed or not self._has_reset:
             self._begin(needs_reset=True)
         if group.out:
-            raise LocalProtocolError(
-                f"expected all rows to be in; {self.num_out} of them are out, see "
-                "send(); recv() them first"
-            )
+            raise group.out_error(group.out)
         began_at = time.perf_counter()
-        everything = group.everything
+        everything = self._row_sets.everything
         arrays = check_actions(self.spec, actions, None, self.num_envs)
         if self._autoreset == "disabled":
             self._check_not_ended(everything)
         self._is_stepping = True
         group.send(everything, arrays, together=True)
         ready = group.wait(everything.positions, None, math.inf)
-        gathered = error = None
-        outcomes = group.inbox.outcomes
-        for position in ready:
-            outcome = outcomes.get(position)  # there is none of padding
-            if outcome is not None and (
-                outcome.infos or outcome.faults or outcome.error
-            ):
-                gathered = gathered or Gathered()
-                gathered.add(outcome, group.blocks[position].offset)
-        result = self._result(everything, gathered, out)
+        result, error = self._result(everything, out)
         self._recorder.latencies.append(time.perf_counter() - began_at)
-        if gathered is not None:
-            error = gathered.first_error(group.blocks, self._raises_faults)
         self._is_untold = True
         group.release(ready)
         self._is_stepping = self._is_untold = False
         if error is not None:
-            raise error
+            raise error[1]
         return result
 
     def send(
@@ -221,9 +182,9 @@ class BatchEnv(Attributes, Builders):
           actions: Arrays `[n, ...]`, nested as the action space.
           env_indices: The rows that the actions are for, in any order; whole blocks
             (see `blocks`, `splits`). None for all.
-          together: Have each server answer when all of its rows are done: fewer
-            messages, for those who will wait for all of them. By default each block is
-            answered when it is done, so that a slow env holds up its own block only.
+          together: Have each server answer once all of its rows are done: fewer
+            messages, if all are waited for. By default each block is answered when it
+            is done, so that a slow env holds up its own block only.
 
         Raises:
           ActionError: The actions do not fit the action space; nothing was sent.
@@ -251,10 +212,8 @@ class BatchEnv(Attributes, Builders):
 
         Args:
           min_envs: Rows to wait for at least; all that have finished by then are
-            returned. By default whatever block is first, or, with `env_indices`, all
-            of these.
-          timeout: Seconds to wait; by default as long as it takes. Workers and servers
-            have limits of their own.
+            returned. By default whatever block is first, or all of `env_indices`.
+          timeout: Seconds to wait; by default as long as it takes.
           env_indices: Wait for these rows only, whole blocks that are out.
           out: Arrays of exactly as many rows to write to instead of new ones; only
             with `env_indices` and without `min_envs`.
@@ -287,17 +246,10 @@ class BatchEnv(Attributes, Builders):
                 f"expected {num_rows} rows within {timeout} s; {len(row_set)} have "
                 "finished; nothing is lost, the next recv() gets them"
             )
-        gathered = Gathered()
-        for block in row_set.blocks:
-            outcome = group.inbox.outcomes.get(block.position)
-            if outcome is None:  # it is padding
-                continue
-            gathered.add(outcome, block.offset)
-            error = gathered.first_error(group.blocks, self._raises_faults)
-            if error is not None:
-                group.release({block.position})
-                raise error
-        result = self._result(row_set, gathered, out)
+        result, error = self._result(row_set, out)
+        if error is not None:
+            group.release({error[0]})
+            raise error[1]
         group.release(ready)
         return row_set.env_indices, result
 
@@ -318,15 +270,12 @@ class BatchEnv(Attributes, Builders):
         self._is_closed = True
 
     def __enter__(self) -> Self:
-        """Returns itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes the batch."""
         self.close()
 
     def __repr__(self) -> str:
-        """Returns the env, and how many rows come from where."""
         parts = ", ".join(f"{lane.num_envs} {lane.name}" for lane in self.lanes)
         state = "closed" if self._is_closed else "open"
         return (
@@ -351,30 +300,55 @@ class BatchEnv(Attributes, Builders):
             )
 
     def _check_not_ended(self, row_set: RowSet) -> None:
-        if self._autoreset == "disabled" and self._ended[row_set.env_indices].any():
-            ended = row_set.env_indices[self._ended[row_set.env_indices]]
+        ended = row_set.env_indices[self._ended[row_set.env_indices]]
+        if ended.size:
             raise LocalProtocolError(
                 f"the episodes of envs {ended.tolist()} have ended; "
                 "reset(env_indices=...) them before the next step"
             )
 
     def _result(
-        self, row_set: RowSet, gathered: Gathered | None, out: StepResult | None
-    ) -> StepResult:
-        """Copies what is in the lanes' rows, and shows what is absent or late."""
-        infos = {} if gathered is None else gathered.infos
-        if out is None:
-            out = gather_result(self.spec, row_set, infos)
-        else:
-            out = write_result(self.spec, row_set, infos, out)
+        self, row_set: RowSet, out: StepResult | None
+    ) -> tuple[StepResult, tuple[int, EnvserveError] | None]:
+        """Copies what is in the lanes' rows, and shows what is absent or late.
+
+        Returns:
+          The result, and the first error to raise with the position of its block.
+        """
+        infos: dict[int, Mapping[str, Any]] = {}
+        first_error = None
+        outcomes = self._group.inbox.outcomes
+        for block in row_set.blocks:
+            outcome = outcomes.get(block.position)  # there is none of padding
+            if outcome is not None and (
+                outcome.infos or outcome.faults or outcome.error
+            ):
+                error = add_infos(infos, outcome, block, self._raises_faults)
+                if error is not None and first_error is None:
+                    first_error = (block.position, error)
+        result = gather_result(self.spec, row_set, infos, out)
         absence = self._group.absence
         if absence.padded or absence.awaited:
-            absence.show(self.spec, row_set, out)
+            absence.show(self.spec, row_set, result)
         if self._autoreset == "disabled":
-            self._ended[row_set.env_indices] = out.terminated | out.truncated
-        recorder = self._recorder
-        recorder.steps += 1
-        recorder.rows += len(out.valid)
-        if not _all(out.valid):
-            recorder.count_invalid(out.valid, out.status)
-        return out
+            self._ended[row_set.env_indices] = result.terminated | result.truncated
+        if first_error is None:
+            recorder = self._recorder
+            recorder.steps += 1
+            recorder.rows += len(result.valid)
+            if not _all(result.valid):
+                recorder.count_invalid(result.valid, result.status)
+        return result, first_error
+
+
+def _common_spec(lanes: Sequence[Lane]) -> EnvSpec:
+    """Returns what all lanes have; raises SpaceError if they differ."""
+    first = lanes[0]
+    for lane in lanes[1:]:
+        different = first.spec.differences(lane.spec)
+        if different:
+            raise SpaceError(
+                f"{lane.name} has other spaces than {first.name}: "
+                f"{'; '.join(different)}; give all of them the same env version"
+            )
+    return first.spec

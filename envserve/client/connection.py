@@ -8,6 +8,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import zmq
@@ -54,21 +55,6 @@ _POLLOUT: Final = int(zmq.POLLOUT)
 _MAX_FRAME_BYTES: Final = 1 << 30
 
 
-class _Receiver(FrameReceiver):
-    """Receives, and waits for that."""
-
-    def wait(self) -> Frames | None:
-        """Returns the next message; None after the socket's RCVTIMEO."""
-        if self.is_discarding:
-            return self.receive()
-        try:
-            # A frame knows whether there is more; to ask the socket takes longer.
-            frame = self._socket.recv(copy=False)
-        except zmq.Again:
-            return None
-        return self._go_on(frame) if frame.more else [frame.bytes]
-
-
 class Connection:
     """A connection that reconnects on its own, and never waits by itself.
 
@@ -85,9 +71,9 @@ class Connection:
         self._socket = self._context.socket(zmq.DEALER)
         # Without a look for options that are not used here.
         self._send = super(zmq.Socket, self._socket).send
-        receiver = _Receiver(self._socket, MAX_FRAMES + 1, 1)
+        receiver = FrameReceiver(self._socket, MAX_FRAMES + 1, 1)
         self.receive: Callable[[], Frames | None] = receiver.receive
-        self.receive_soon: Callable[[], Frames | None] = receiver.wait
+        self.receive_soon = partial(receiver.receive, waits=True)
         set_common_options(self._socket)
         # Else requests are queued for a server that is gone, and reach the next one.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -148,7 +134,6 @@ class Exchange:
     """
 
     def __init__(self, session: ClientSession, connection: Connection) -> None:
-        """Begins without a connection."""
         self.session = session
         self.connection = connection
         self.due_at = -math.inf

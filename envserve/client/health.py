@@ -11,17 +11,9 @@ from typing import Final
 
 from envserve.wire import Welcome
 
-__all__ = ["Ailment", "Probe", "diagnose"]
+__all__ = ["Ailment", "diagnose"]
 
 _MAX_LAG_MS: Final = 5000
-
-
-class Probe(enum.Enum):
-    """What may be asked."""
-
-    STARTUP = enum.auto()  # can workers be started?
-    LIVE = enum.auto()  # does the serving loop keep up?
-    READY = enum.auto()  # are there envs to have?
 
 
 class Ailment(enum.IntEnum):
@@ -34,29 +26,23 @@ class Ailment(enum.IntEnum):
     FULL = 6
 
 
-_TESTED_BY: Final = {
-    Ailment.STARTING: (Probe.STARTUP, Probe.READY),
-    Ailment.LAGGING: (Probe.LIVE,),
-    Ailment.DRAINING: (Probe.READY,),
-    Ailment.FULL: (Probe.READY,),
-}
+def diagnose(
+    welcome: Welcome, *, startup: bool = False, live: bool = False, ready: bool = False
+) -> tuple[Ailment, str] | None:
+    """Returns the first thing wrong that is asked about, and a text.
 
-
-def diagnose(welcome: Welcome, probes: set[Probe]) -> tuple[Ailment, str] | None:
-    """Returns the first thing wrong that any of the probes looks for, and a text."""
-    has = {
-        Ailment.STARTING: (welcome.is_starting, "workers cannot be started yet"),
-        Ailment.LAGGING: (
-            welcome.loop_lag_ms > _MAX_LAG_MS,
-            f"its loop was {welcome.loop_lag_ms / 1000:.1f} s late",
-        ),
-        Ailment.DRAINING: (welcome.is_draining, "it is draining"),
-        Ailment.FULL: (
-            not welcome.free_envs,
-            f"all of its {welcome.total_envs} envs are leased",
-        ),
-    }
-    for ailment, (is_so, text) in has.items():
-        if is_so and probes.intersection(_TESTED_BY[ailment]):
-            return ailment, text
+    Args:
+      welcome: What the server says.
+      startup: Can workers be started?
+      live: Does the serving loop keep up?
+      ready: Are there envs to have?
+    """
+    if (startup or ready) and welcome.is_starting:
+        return Ailment.STARTING, "workers cannot be started yet"
+    if live and welcome.loop_lag_ms > _MAX_LAG_MS:
+        return Ailment.LAGGING, f"its loop was {welcome.loop_lag_ms / 1000:.1f} s late"
+    if ready and welcome.is_draining:
+        return Ailment.DRAINING, "it is draining"
+    if ready and not welcome.free_envs:
+        return Ailment.FULL, f"all of its {welcome.total_envs} envs are leased"
     return None

@@ -26,7 +26,6 @@ class Inbox:
     """
 
     def __init__(self, lanes: Sequence[Lane], blocks: Sequence[BatchBlock]) -> None:
-        """Starts empty."""
         self.outcomes: dict[int, Outcome] = {}
         self.is_midway = False
         self._blocks = tuple(blocks)

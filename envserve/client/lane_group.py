@@ -18,7 +18,7 @@ import numpy as np
 
 from envserve.client.absence import Absence, PutAside
 from envserve.client.inbox import Inbox
-from envserve.client.row_set import BatchBlock, RowSet
+from envserve.client.row_set import BatchBlock, RowSet, blocks_of
 from envserve.errors import EnvserveError, LocalProtocolError
 from envserve.lane import Call, Lane, Outcome, Reset
 
@@ -35,32 +35,15 @@ class LaneGroup:
 
     Attributes:
       blocks: The blocks of all lanes, in row order.
-      num_envs: Rows of all lanes.
-      everything: All rows.
       out: Positions of the blocks that were sent, and not released.
       inbox: What has come of blocks in flight, until it is released.
       absence: The blocks whose envs are not there.
     """
 
     def __init__(self, lanes: Sequence[Lane], padding_after_seconds: float) -> None:
-        """Gives each lane its rows."""
-        blocks: list[BatchBlock] = []
-        offset = 0
-        for lane in lanes:
-            for block in lane.blocks:
-                start, stop = block.start + offset, block.stop + offset
-                position = len(blocks)
-                blocks.append(
-                    BatchBlock(
-                        position, lane, block.index, start, stop, offset, block.split
-                    )
-                )
-            offset += lane.num_envs
-        self.blocks = tuple(blocks)
-        self.num_envs = offset
-        self.everything = RowSet(self.blocks)
+        self.blocks = blocks_of(lanes)
         self.out: set[int] = set()
-        self.inbox = Inbox(lanes, blocks)
+        self.inbox = Inbox(lanes, self.blocks)
         self._lanes = tuple(lanes)
         self.absence = Absence(self.blocks, padding_after_seconds)
         self._called: set[int] = set()  # blocks with a reset or call in flight
@@ -92,34 +75,36 @@ class LaneGroup:
         if self.inbox.is_midway or self._called or self._interrupted:
             self._clean_up(row_set.positions)
         if not self.out.isdisjoint(row_set.positions):
-            raise self._out_error(self.out & row_set.positions)
+            raise self.out_error(self.out & row_set.positions)
         self.inbox.is_midway = True
         owed = self.absence.owed
         if owed and not owed.isdisjoint(row_set.positions):
             self._send_what_is_not_owed(row_set, actions)
         else:
             for piece in row_set.pieces:
+                piece.lane.is_waiting = False  # or was it, long ago?
                 for target, array in zip(piece.actions, actions, strict=True):
                     target[piece.lane_rows] = array[piece.set_rows]
-                if together:
-                    piece.lane.submit_step(piece.blocks)
-                else:
-                    for lane_block in piece.blocks:
-                        piece.lane.submit_step((lane_block,))
+            last = row_set.blocks[-1]
+            try:
+                for piece in row_set.pieces:
+                    for blocks in (piece.blocks,) if together else piece.single_blocks:
+                        piece.lane.submit_step(blocks)
+            except BaseException:
+                if last.lane.is_waiting and blocks[-1] == last.lane_block:
+                    self.out.update(row_set.positions)  # all is in flight
+                    self.inbox.is_midway = False
+                raise
         self.out.update(row_set.positions)
         self.inbox.is_midway = False
 
     def _send_what_is_not_owed(self, row_set: RowSet, actions: Sequence[Array]) -> None:
         """Steps the other blocks; the actions for those that are owed are not used."""
         wanted = self.absence.await_owed(row_set.positions)
-        row = 0
-        for block in row_set.blocks:
-            part = slice(row, row + block.stop - block.start)
-            row = part.stop
+        for block, part in row_set.parts:
             if block.position in wanted:
-                rows = slice(block.start - block.offset, block.stop - block.offset)
                 for target, array in zip(block.lane.rows.action, actions, strict=True):
-                    target[rows] = array[part]
+                    target[block.lane_rows] = array[part]
                 block.lane.submit_step((block.lane_block,))
 
     def wait(
@@ -201,43 +186,29 @@ class LaneGroup:
 
     def reset(self, env_indices: Array, seeds: Sequence[int] | None) -> None:
         """Resets some rows, each with its seed if there are seeds."""
-        position_of = {int(index): at for at, index in enumerate(env_indices)}
-        resets: dict[Lane, list[Reset]] = {}
-        positions = set()
-        parts: dict[int, tuple[int, ...]] = {}  # rows of blocks that are not all reset
-        for block in self.blocks:
-            chosen = [
-                row for row in range(block.start, block.stop) if row in position_of
-            ]
-            if not chosen:
-                continue
-            positions.add(block.position)
-            rows = tuple(row - block.offset for row in chosen)
-            is_whole = len(chosen) == block.stop - block.start
-            if not is_whole:
-                parts[block.position] = rows
-            reset = Reset(block.lane_block, None if is_whole else rows)
-            if seeds is not None:
-                values = tuple(seeds[position_of[row]] for row in chosen)
-                reset = Reset(block.lane_block, rows, values)
-            resets.setdefault(block.lane, []).append(reset)
+        resets = _resets_of(self.blocks, env_indices, seeds)
+        positions = {block.position for block, _ in resets}
+        by_lane: dict[Lane, list[Reset]] = {}
+        for block, reset in resets:
+            by_lane.setdefault(block.lane, []).append(reset)
 
         def submit() -> None:
-            for lane, of_lane in resets.items():
+            for lane, of_lane in by_lane.items():
                 lane.submit_reset(of_lane)
 
         if not self.out.isdisjoint(positions):
-            raise self._out_error(self.out & positions)
+            raise self.out_error(self.out & positions)
         self._clean_up(positions)
         self._wait_for(positions & self.absence.owed)
         self.inbox.is_midway = True
-        for position in positions:
-            owed = self.inbox.outcomes.pop(position, None)
-            if owed is not None and position in parts:  # the other rows show it yet
-                rows = parts[position]
-                self._put_aside[position] = PutAside(owed, self.blocks[position], rows)
+        for block, reset in resets:
+            owed = self.inbox.outcomes.pop(block.position, None)
+            rows = reset.env_indices or ()
+            if owed is not None and 0 < len(rows) < block.stop - block.start:
+                # The other rows show it yet.
+                self._put_aside[block.position] = PutAside(owed, block, rows)
             else:
-                self.absence.owed.discard(position)
+                self.absence.owed.discard(block.position)
         self._run(positions, submit)
 
     def call(self, call: Call) -> bytes:
@@ -245,7 +216,7 @@ class LaneGroup:
         block = self.block_of(call.env_index)
         positions = {block.position}
         if block.position in self.out:
-            raise self._out_error(positions)
+            raise self.out_error(positions)
         self._clean_up(positions)
         self._wait_for(positions & self.absence.owed)
         self.inbox.is_midway = True
@@ -339,11 +310,28 @@ class LaneGroup:
         self._interrupted -= positions
         self.inbox.is_midway = False
 
-    def _out_error(self, positions: Set[int]) -> LocalProtocolError:
-        return LocalProtocolError(
-            f"the rows {self._rows_of(positions)} are out; recv() them first"
-        )
-
-    def _rows_of(self, positions: Iterable[int]) -> list[int]:
+    def out_error(self, positions: Set[int]) -> LocalProtocolError:
+        """Returns what to raise for blocks that should not be out."""
         chosen = [self.blocks[at] for at in sorted(positions)]
-        return [row for block in chosen for row in range(block.start, block.stop)]
+        rows = [row for block in chosen for row in range(block.start, block.stop)]
+        return LocalProtocolError(f"the rows {rows} are out; recv() them first")
+
+
+def _resets_of(
+    blocks: Sequence[BatchBlock], env_indices: Array, seeds: Sequence[int] | None
+) -> list[tuple[BatchBlock, Reset]]:
+    """Returns what to reset of which blocks."""
+    position_of = {int(index): at for at, index in enumerate(env_indices)}
+    resets = []
+    for block in blocks:
+        chosen = [row for row in range(block.start, block.stop) if row in position_of]
+        if not chosen:
+            continue
+        is_whole = len(chosen) == block.stop - block.start
+        rows = tuple(row - block.offset for row in chosen)
+        reset = Reset(block.lane_block, None if is_whole else rows)
+        if seeds is not None:
+            values = tuple(int(seeds[position_of[row]]) for row in chosen)
+            reset = Reset(block.lane_block, rows, values)
+        resets.append((block, reset))
+    return resets

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, Protocol, Self, Unpack, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, Final, Literal, Protocol, Self, TypeVar, Unpack, get_args
 
 from envserve.client.remote_lane import RemoteLane
 from envserve.lane import Lane
 from envserve.pool.pool import Pool
 from envserve.seeding import draw_root_seed
+from envserve.session import Patience
 from envserve.settings import (
     Autoreset,
     EnvOptions,
@@ -21,6 +25,8 @@ from envserve.settings import (
 from envserve.wrappers import check_wrappers, parse_wrappers
 
 __all__ = ["Builders", "OnFault", "OnServerLost"]
+
+Batch = TypeVar("Batch")
 
 #: What a failed env does besides giving an invalid row.
 OnFault = Literal["truncate", "raise"]
@@ -80,13 +86,13 @@ class Builders(Protocol):
         if num_workers is not None:
             given["num_workers"] = num_workers
         settings = PoolSettings(env_name=env_name, num_envs=num_envs, **given)
-        return cls._start(
-            [Pool(settings)],
-            start_timeout,
+        make = partial(
+            cls,
             autoreset=settings.autoreset,
             on_fault=on_fault,
             padding_after=padding_after,
         )
+        return _start([Pool(settings)], start_timeout, make)
 
     @classmethod
     def connect(
@@ -114,11 +120,10 @@ class Builders(Protocol):
           connect_timeout: Seconds within which a server must answer at all.
           start_timeout: Seconds until all envs must be built.
           server_lost_after: Seconds to wait for a server that is silent, or was
-            restarted and is not back. Meanwhile its rows are padding, and it is
-            attached to anew by itself, which costs an episode of each row.
+            restarted. Meanwhile its rows are padding, and it is attached to anew by
+            itself, which costs an episode of each row.
           on_server_lost: What follows: "raise" raises ServerLost; "pad" goes on with
-            padding until the server is back. If no row of the batch is alive,
-            ServerLost is raised all the same.
+            padding until the server is back, or ServerLost if no row is alive.
           **options: See `settings.EnvOptions`. The same seed gives the same rows as
             `local`; servers take only `env_kwargs` and wrappers that they know.
 
@@ -128,70 +133,48 @@ class Builders(Protocol):
           UnknownEnv: A server does not offer the env.
           WrapperError: A server does not know a wrapper, or an argument is wrong.
         """
-        _check_addresses(addresses, num_envs)
-        if on_server_lost not in get_args(OnServerLost):
-            raise ValueError(
-                f"on_server_lost: expected one of {get_args(OnServerLost)}; got "
-                f"{on_server_lost!r}"
-            )
+        _check_servers(addresses, num_envs, on_server_lost)
         given = _settings_of(options)
         whole = EnvRequest(env_name=env_name, num_envs=num_envs, **given)
-        edges = [i * num_envs // len(addresses) for i in range(len(addresses) + 1)]
-        lanes: list[RemoteLane] = []
-        try:
-            for address, start, stop in zip(addresses, edges, edges[1:], strict=False):
-                lane = RemoteLane(
-                    address,
-                    dataclasses.replace(
-                        whole, num_envs=stop - start, first_env_index=start
-                    ),
-                    connect_timeout_seconds=connect_timeout,
-                    server_lost_after_seconds=server_lost_after,
-                    pads_when_lost=on_server_lost == "pad",
-                )
-                lanes.append(lane)
-        except BaseException:
-            for lane in lanes:
-                lane.close()
-            raise
-        return cls._start(
-            lanes,
-            start_timeout,
+        patience = Patience(
+            connect_seconds=connect_timeout,
+            lost_seconds=server_lost_after,
+            pads=on_server_lost == "pad",
+        )
+        shares = _shares_of(whole, len(addresses))
+        lanes = (
+            RemoteLane(address, share, patience)
+            for address, share in zip(addresses, shares, strict=True)
+        )
+        make = partial(
+            cls,
             autoreset=whole.autoreset,
             on_fault=on_fault,
             padding_after=padding_after,
         )
+        return _start(lanes, start_timeout, make)
 
-    @classmethod
-    def _start(
-        cls,
-        lanes: Sequence[Lane],
-        start_timeout: float,
-        *,
-        autoreset: Autoreset,
-        on_fault: OnFault,
-        padding_after: float,
-    ) -> Self:
-        """Waits for lanes that start side by side."""
-        deadline = time.monotonic() + start_timeout
-        try:
-            for lane in lanes:
-                lane.finish_start(deadline)
-            return cls(
-                lanes,
-                autoreset=autoreset,
-                on_fault=on_fault,
-                padding_after=padding_after,
-            )
-        except BaseException:
-            for lane in lanes:
-                lane.close()
-            raise
+
+def _start(
+    lanes: Iterable[Lane], seconds: float, make: Callable[[Sequence[Lane]], Batch]
+) -> Batch:
+    """Makes a batch of lanes, which start side by side; closes them if one fails."""
+    deadline = time.monotonic() + seconds
+    with contextlib.ExitStack() as stack:
+        started = []
+        for lane in lanes:
+            stack.callback(lane.close)
+            started.append(lane)
+        for lane in started:
+            lane.finish_start(deadline)
+        batch = make(started)
+        stack.pop_all()
+        return batch
 
 
 def _settings_of(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns options as fields of settings; a root seed that is not given is drawn."""
-    names = {field.name for field in dataclasses.fields(PoolSettings)}
+    names = {field.name for field in fields(PoolSettings)}
     given = {
         name + _SECONDS if name + _SECONDS in names else name: value
         for name, value in options.items()
@@ -202,11 +185,27 @@ def _settings_of(options: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _check_addresses(addresses: Sequence[str], num_envs: int) -> None:
+def _shares_of(whole: EnvRequest, num_servers: int) -> list[EnvRequest]:
+    """Spreads envs evenly over servers."""
+    edges = [i * whole.num_envs // num_servers for i in range(num_servers + 1)]
+    return [
+        replace(whole, num_envs=stop - start, first_env_index=start)
+        for start, stop in pairwise(edges)
+    ]
+
+
+def _check_servers(
+    addresses: Sequence[str], num_envs: int, on_server_lost: str
+) -> None:
     if isinstance(addresses, str):
         raise TypeError(f"expected a list of addresses; got {addresses!r}")
     if not addresses or num_envs < len(addresses):
         raise ValueError(
             f"expected at least one server, and an env for each; got "
             f"{len(addresses)} servers and num_envs={num_envs}"
+        )
+    if on_server_lost not in get_args(OnServerLost):
+        raise ValueError(
+            f"on_server_lost: expected one of {get_args(OnServerLost)}; got "
+            f"{on_server_lost!r}"
         )

@@ -8,7 +8,6 @@ It receives messages, but leaves the rows to who collects.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import secrets
@@ -17,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Final, TypeVar
 
 from envserve import codec
@@ -28,7 +28,7 @@ from envserve.client.connection import (
 )
 from envserve.errors import EnvserveError, EnvStartError, LocalProtocolError
 from envserve.lane import Block, Call, Outcome, Reset
-from envserve.session import ClientSession, ClientState
+from envserve.session import ClientSession, ClientState, Patience
 from envserve.settings import EnvRequest
 from envserve.slab import Rows
 from envserve.spec import EnvSpec
@@ -57,28 +57,21 @@ class RemoteLane:
     Attributes:
       name: The server's address.
       num_envs: Number of rows.
-      is_waiting: Whether a call that was interrupted did nothing but wait.
+      is_waiting: Whether a call that was interrupted did nothing but wait or send.
     """
 
     def __init__(
         self,
         address: str,
         request: EnvRequest,
-        *,
-        connect_timeout_seconds: float = 10.0,
-        server_lost_after_seconds: float = 60.0,
-        pads_when_lost: bool = False,
+        patience: Patience | None = None,
     ) -> None:
         """Begins to attach; `finish_start` waits for it.
 
         Args:
           address: The server's, like "tcp://sim1:5555" or "ipc:///tmp/envs".
           request: What to ask for.
-          connect_timeout_seconds: Longest silence until the envs are granted.
-          server_lost_after_seconds: How long to wait for a server that is silent, or
-            for envs that are lost, after that.
-          pads_when_lost: Whether to try on for ever then, and to say so by `given_up`,
-            instead of ending.
+          patience: How long to wait for the server; None for the defaults.
 
         Raises:
           ConnectError: The address has no known form.
@@ -92,11 +85,9 @@ class RemoteLane:
         self._session = ClientSession(
             address,
             attach,
+            patience or Patience(),
             session=secrets.randbits(64) | 1,
             now=time.monotonic(),
-            timeout_seconds=connect_timeout_seconds,
-            server_lost_after_seconds=server_lost_after_seconds,
-            pads_when_lost=pads_when_lost,
             client=f"{socket.gethostname()[:100]}:{os.getpid()}",
         )
         self._lock = threading.Lock()
@@ -109,12 +100,7 @@ class RemoteLane:
         self._descriptor = Descriptor(self._connection)
         self._is_watched = False  # whether anybody has asked for the descriptor
         self._close_by = math.inf
-        self._let_go = weakref.finalize(
-            self,
-            _let_go,
-            self._exchange,
-            self._descriptor,
-        )
+        self._let_go = weakref.finalize(self, _let_go, self._exchange, self._descriptor)
         self._keeper = threading.Thread(
             target=_keep,
             args=(weakref.ref(self), self._has_closed),
@@ -164,7 +150,7 @@ class RemoteLane:
         """Whether anything is in flight, or has ended and was not collected."""
         with self._lock:
             if self._is_midway:
-                self._drop_interrupted()
+                self._lose()
             return self._session.num_in_flight > 0
 
     @property
@@ -192,7 +178,7 @@ class RemoteLane:
     def _submit(self, submit: Callable[[What, float], None], what: What) -> None:
         with self._lock:
             if self._is_midway:
-                self._drop_interrupted()
+                self._lose()
             self._is_midway = True
             now = time.monotonic()
             try:
@@ -200,12 +186,19 @@ class RemoteLane:
             except EnvserveError:  # it was refused, and nothing was changed
                 self._is_midway = False
                 raise
-            exchange = self._exchange
+            exchange, outbox = self._exchange, self._session.outbox
+            if max(map(len, outbox.values()), default=1) == 1:
+                # From here on an interrupt costs nothing: what was not sent, or maybe
+                # was, is sent again. In a message of more frames it would cut that.
+                self._is_midway = False
+                self.is_waiting = True
             exchange.flush()  # at once: the server has no other work
             if self._is_watched or now >= exchange.due_at:
+                self.is_waiting = False
+                self._is_midway = True
                 exchange.run(now)
                 self._wake()
-            self._is_midway = False
+            self.is_waiting = self._is_midway = False
 
     def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
         """Waits until so many operations have ended; see `Lane.collect`."""
@@ -215,7 +208,7 @@ class RemoteLane:
         self.is_waiting = False
         with self._lock:
             if self._is_midway:
-                self._drop_interrupted()
+                self._lose()
             operations = session.operations
             # While it waits, an interrupt costs nothing: of a message that is received
             # and not kept, the session gets a copy.
@@ -258,10 +251,7 @@ class RemoteLane:
         with self._lock:
             self._lose(text)
 
-    def _drop_interrupted(self) -> None:
-        self._lose("a call was interrupted")
-
-    def _lose(self, text: str) -> None:
+    def _lose(self, text: str = "a call was interrupted") -> None:
         self._is_midway = True
         now = time.monotonic()
         self._session.lose(text, now)
@@ -313,19 +303,20 @@ class RemoteLane:
         self._session.begin_close(now)
         self._exchange.run(now)
 
-    def _attach(self) -> bool:
-        """Goes on with attaching for a moment; False once that has ended."""
-        with self._lock:
-            self._exchange.run(time.monotonic())
-            if self._session.state in _STARTING:
-                self._exchange.wait(time.monotonic() + SLICE_SECONDS)
-                return True
-        self._has_started.set()
-        return False
-
     def _look_after(self) -> float:
-        """Pings and reads answers, unless the lane is being used; says when again."""
-        if self._lock.acquire(blocking=False):
+        """Attaches; later pings and reads answers, unless the lane is being used.
+
+        Returns:
+          Seconds until it is to be called again.
+        """
+        if not self._has_started.is_set():
+            with self._lock:
+                self._exchange.run(time.monotonic())
+                if self._session.state in _STARTING:
+                    self._exchange.wait(time.monotonic() + SLICE_SECONDS)
+                    return 0.0
+            self._has_started.set()
+        elif self._lock.acquire(blocking=False):
             try:
                 if not self._is_midway:  # else it is for the next call to clean up
                     self._exchange.run(time.monotonic())
@@ -342,7 +333,6 @@ class RemoteLane:
             self._descriptor.wake()
 
     def __repr__(self) -> str:
-        """Returns the address, the state, and what is in flight."""
         state = "CLOSED" if self._is_closing else self._session.state.name
         return (
             f"<RemoteLane {self.name} {state}, {self._session.num_in_flight} in flight>"
@@ -351,13 +341,7 @@ class RemoteLane:
 
 def _keep(reference: weakref.ref[RemoteLane], has_closed: threading.Event) -> None:
     """Runs in the keeper thread, until the lane is closed or nobody has it any more."""
-    while not has_closed.is_set():
-        lane = reference()
-        if lane is None or not lane._attach():
-            break
-        del lane
-    lane = None
-    seconds = _KEEPER_SECONDS
+    seconds = 0.0
     while not has_closed.wait(seconds):
         lane = reference()
         if lane is None:
@@ -375,8 +359,7 @@ def _let_go(exchange: Exchange, descriptor: Descriptor) -> None:
 
 
 def _attach_of(request: EnvRequest, address: str) -> Attach:
-    fields = {f.name: getattr(request, f.name) for f in dataclasses.fields(EnvRequest)}
-    attach = Attach(**fields)
+    attach = Attach(**{f.name: getattr(request, f.name) for f in fields(EnvRequest)})
     try:
         attach.encode()
     except codec.CodecError as error:

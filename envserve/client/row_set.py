@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
+from functools import lru_cache, partial
+from itertools import groupby, pairwise, starmap
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -11,7 +13,7 @@ from envserve.errors import LocalProtocolError
 from envserve.lane import Lane
 from envserve.slab import Rows
 
-__all__ = ["BatchBlock", "Piece", "RowSet", "RowSets", "check_rows"]
+__all__ = ["BatchBlock", "Piece", "RowSet", "RowSets", "blocks_of", "check_rows"]
 
 Array = np.ndarray[Any, Any]
 
@@ -39,6 +41,25 @@ class BatchBlock(NamedTuple):
     offset: int
     split: int
 
+    @property
+    def lane_rows(self) -> slice:
+        """Its rows of the lane."""
+        return slice(self.start - self.offset, self.stop - self.offset)
+
+
+def blocks_of(lanes: Iterable[Lane]) -> tuple[BatchBlock, ...]:
+    """Returns the blocks of all lanes, whose rows follow each other."""
+    blocks: list[BatchBlock] = []
+    offset = 0
+    for lane in lanes:
+        for b in lane.blocks:
+            rows = (b.start + offset, b.stop + offset)
+            blocks.append(
+                BatchBlock(len(blocks), lane, b.index, *rows, offset, b.split)
+            )
+        offset += lane.num_envs
+    return tuple(blocks)
+
 
 class Piece:
     """The rows of a set that are one lane's.
@@ -46,6 +67,7 @@ class Piece:
     Attributes:
       lane: The lane.
       blocks: The lane's blocks.
+      single_blocks: The same, each for itself.
       set_rows: Which of the set's rows.
       lane_rows: Which of the lane's rows: a slice where they follow each other.
       actions: The lane's action leaves.
@@ -56,6 +78,7 @@ class Piece:
         """Takes blocks of one lane; their rows begin at row `start` of the set."""
         self.lane = blocks[0].lane
         self.blocks = tuple(block.lane_block for block in blocks)
+        self.single_blocks = tuple((block,) for block in self.blocks)
         rows = np.concatenate([np.arange(b.start, b.stop) for b in blocks])
         self.set_rows = slice(start, start + len(rows))
         rows -= blocks[0].offset
@@ -78,6 +101,7 @@ class RowSet:
       blocks: The blocks, in order.
       positions: Places of the blocks among all of the batch.
       env_indices: int64 `[len(self)]`, ascending.
+      parts: Each block with its rows of the set.
       pieces: The rows by lane, in order.
     """
 
@@ -89,15 +113,13 @@ class RowSet:
             [np.arange(block.start, block.stop) for block in blocks] or [np.arange(0)]
         )
         self.env_indices.flags.writeable = False  # it is given away
+        stops = np.cumsum([block.stop - block.start for block in blocks]).tolist()
+        parts = starmap(slice, pairwise([0, *stops]))
+        self.parts = tuple(zip(self.blocks, parts, strict=True))
         pieces: list[Piece] = []
-        first = 0
-        while first < len(blocks):
-            last = first
-            while last < len(blocks) and blocks[last].lane is blocks[first].lane:
-                last += 1
-            start = pieces[-1].set_rows.stop if pieces else 0
-            pieces.append(Piece(blocks[first:last], start))
-            first = last
+        for _, of_lane in groupby(self.parts, lambda part: part[0].offset):
+            blocks_of_lane, rows = zip(*of_lane, strict=True)
+            pieces.append(Piece(blocks_of_lane, rows[0].start))
         self.pieces = tuple(pieces)
 
     def __len__(self) -> int:
@@ -105,16 +127,21 @@ class RowSet:
 
 
 class RowSets:
-    """The sets of a batch's rows, by row or by block; the last ones are remembered."""
+    """The sets of a batch's rows, by row or by block; the last ones are remembered.
+
+    Attributes:
+      everything: All rows.
+    """
 
     def __init__(self, blocks: Sequence[BatchBlock]) -> None:
-        """Takes all blocks of the batch."""
+        self.everything = RowSet(blocks)
         self._blocks = tuple(blocks)
-        self._everything = RowSet(blocks)
         sizes = [block.stop - block.start for block in blocks]
-        self._position_of_row = np.repeat(np.arange(len(blocks)), sizes)
-        self._by_rows: dict[bytes, tuple[RowSet, Array | None]] = {}
-        self._by_blocks: dict[tuple[int, ...], RowSet] = {}
+        position_of_row = np.repeat(np.arange(len(blocks)), sizes)
+        # Neither refers to `self`: a batch that is dropped goes at once.
+        remember = lru_cache(_MAX_REMEMBERED)
+        self._find = remember(partial(_find, self._blocks, position_of_row))
+        self._join = remember(partial(_join, self._blocks))
 
     def of_rows(
         self, env_indices: Sequence[int] | Array | None
@@ -129,16 +156,22 @@ class RowSets:
           IndexError: The rows are not there, or are not whole blocks.
         """
         if env_indices is None:
-            return self._everything, None
-        indices = _as_rows(env_indices)
-        key = indices.tobytes()
-        found = self._by_rows.get(key)
-        if found is None:
-            found = self._find(check_rows(indices, len(self._position_of_row)))
-            if len(self._by_rows) >= _MAX_REMEMBERED:
-                self._by_rows.clear()
-            self._by_rows[key] = found
-        return found
+            return self.everything, None
+        return self._find(_as_rows(env_indices).tobytes())
+
+    def of_blocks(self, positions: Iterable[int]) -> RowSet:
+        """Returns the set of some blocks."""
+        return self._join(tuple(sorted(positions)))
+
+    def rows_by(self, key: Callable[[BatchBlock], int]) -> tuple[Array, ...]:
+        """Returns the rows, int64 `[n]`, of blocks that have the same key."""
+        keys = [key(block) for block in self._blocks]
+        return tuple(
+            self.of_blocks(
+                [at for at, other in enumerate(keys) if other == one]
+            ).env_indices
+            for one in sorted({*keys})
+        )
 
     def choose(
         self,
@@ -174,33 +207,29 @@ class RowSets:
             )
         return positions, min_envs
 
-    def of_blocks(self, positions: Iterable[int]) -> RowSet:
-        """Returns the set of some blocks."""
-        key = tuple(sorted(positions))
-        row_set = self._by_blocks.get(key)
-        if row_set is None:
-            row_set = RowSet([self._blocks[position] for position in key])
-            if len(self._by_blocks) >= _MAX_REMEMBERED:
-                self._by_blocks.clear()
-            self._by_blocks[key] = row_set
-        return row_set
 
-    def _find(self, indices: Array) -> tuple[RowSet, Array | None]:
-        if not indices.size:
-            raise IndexError("expected at least one row; got none")
-        positions = np.unique(self._position_of_row[indices]).tolist()
-        row_set = self.of_blocks(positions)
-        order = np.argsort(indices)
-        if len(row_set) != len(indices):
-            missing = np.setdiff1d(row_set.env_indices, indices)[0]
-            block = self._blocks[self._position_of_row[missing]]
-            raise IndexError(
-                f"expected whole blocks; got row(s) of the block of rows {block.start} "
-                f"to {block.stop - 1} without row {missing}; one worker steps them "
-                "together, see BatchEnv.blocks"
-            )
-        is_sorted = bool((order[1:] > order[:-1]).all())
-        return row_set, None if is_sorted else order
+def _join(blocks: Sequence[BatchBlock], positions: tuple[int, ...]) -> RowSet:
+    return RowSet([blocks[position] for position in positions])
+
+
+def _find(
+    blocks: Sequence[BatchBlock], position_of_row: Array, rows: bytes
+) -> tuple[RowSet, Array | None]:
+    indices = check_rows(np.frombuffer(rows, np.int64), len(position_of_row))
+    if not indices.size:
+        raise IndexError("expected at least one row; got none")
+    row_set = _join(blocks, np.unique(position_of_row[indices]).tolist())
+    order = np.argsort(indices)
+    if len(row_set) != len(indices):
+        missing = np.setdiff1d(row_set.env_indices, indices)[0]
+        block = blocks[position_of_row[missing]]
+        raise IndexError(
+            f"expected whole blocks; got row(s) of the block of rows {block.start} "
+            f"to {block.stop - 1} without row {missing}; one worker steps them "
+            "together, see BatchEnv.blocks"
+        )
+    is_sorted = bool((order[1:] > order[:-1]).all())
+    return row_set, None if is_sorted else order
 
 
 def check_rows(env_indices: Sequence[int] | Array | None, num_envs: int) -> Array:

@@ -28,7 +28,7 @@ class BatchStats:
       steps: Calls of `step`, and of `recv` that gave rows.
       rows: Rows that came back from them.
       valid_rows: Those that can be learned from.
-      invalid_rows: All others, by the name of their status; see `envserve.slab.Status`.
+      invalid_rows: All others, by the name of their `envserve.client.Status`.
       latency_seconds: Median ("p50"), 99th percentile ("p99") and longest ("max")
         duration of the last 1,024 calls of `step`; empty before the first.
       lanes: What each lane counts, by its name: "restarts" of workers, and for a server
@@ -58,7 +58,6 @@ class StepRecorder:
     """
 
     def __init__(self) -> None:
-        """Starts at zero."""
         self.steps = 0
         self.rows = 0
         self.latencies: deque[float] = deque(maxlen=_NUM_LATENCIES)

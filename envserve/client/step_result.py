@@ -9,11 +9,13 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from envserve.client.row_set import RowSet
+from envserve.client.row_set import BatchBlock, RowSet
+from envserve.errors import EnvError, EnvserveError
+from envserve.lane import Fault, Outcome
 from envserve.slab import Rows, Status
 from envserve.spec import EnvSpec, flatten, unflatten
 
-__all__ = ["StepResult", "gather_result", "write_result"]
+__all__ = ["StepResult", "add_infos", "gather_result"]
 
 Array = np.ndarray[Any, Any]
 
@@ -35,12 +37,12 @@ class StepResult(NamedTuple):
         the env, its worker or its server failed: see `status`.
       final_observation: `[n, ...]`; the last observation of an episode that ended in
         this step, zero (with `out`: untouched) in all other rows.
-      status: uint8 `[n]`, see `envserve.slab.Status`. A lost episode is one row that is
-        `truncated`, with the reason for a status. It comes when the env is back, after
-        any number of rows that are PENDING: their actions are not used, and nothing
-        happens in them, but their observation may be of the step that was lost. A row
-        that is LATE goes on with the episode, and its action is one of before the
-        padding.
+      status: uint8 `[n]`, see `envserve.client.Status`. A lost episode is one row
+        that is `truncated`, with the reason for a status. It comes when the env is
+        back, after any number of rows that are PENDING: their actions are not used, and
+        nothing happens in them, but their observation may be of the step that was lost.
+        A row that is LATE goes on with the episode, and its action is one of before
+        the padding.
       infos: Info dict by env index, as far as there are any: by default those of
         steps that end an episode. Faults stand under the key "fault".
     """
@@ -62,11 +64,24 @@ _make_result: Final[Callable[[tuple[Any, ...]], StepResult]] = partial(
 
 
 def gather_result(
-    spec: EnvSpec, row_set: RowSet, infos: Mapping[int, Mapping[str, Any]]
+    spec: EnvSpec,
+    row_set: RowSet,
+    infos: Mapping[int, Mapping[str, Any]],
+    out: StepResult | None = None,
 ) -> StepResult:
-    """Returns what is in lanes' rows in new arrays, which are the caller's to keep."""
-    if len(row_set.pieces) > 1:
-        return write_result(spec, row_set, infos, _allocate(spec, len(row_set), infos))
+    """Copies what is in lanes' rows.
+
+    Args:
+      spec: Spec of the envs.
+      row_set: The rows.
+      infos: What becomes the result's.
+      out: Arrays `[len(row_set), ...]` to write to instead of new ones.
+
+    Raises:
+      ValueError: An array of `out` has another shape.
+    """
+    if out is not None or len(row_set.pieces) > 1:
+        return _write(row_set, out or _allocate(spec, len(row_set)), infos, spec)
     # Copying is the quickest way to get an array, and this is done at every step; see
     # docs/decisions.md: "A batch step copies with as few calls as it can".
     piece = row_set.pieces[0]
@@ -101,20 +116,12 @@ def gather_result(
     )
 
 
-def write_result(
-    spec: EnvSpec,
+def _write(
     row_set: RowSet,
-    infos: Mapping[int, Mapping[str, Any]],
     out: StepResult,
+    infos: Mapping[int, Mapping[str, Any]],
+    spec: EnvSpec,
 ) -> StepResult:
-    """Copies what is in lanes' rows into arrays `[len(row_set), ...]`.
-
-    Returns:
-      `out`, with these infos.
-
-    Raises:
-      ValueError: An array has another shape.
-    """
     space = spec.observation_space
     observation = flatten(space, out.observation)
     if len(out.reward) != len(row_set):
@@ -124,42 +131,20 @@ def write_result(
     final = flatten(space, out.final_observation)
     for piece in row_set.pieces:
         rows, part = piece.read(), piece.set_rows
-        _write(
-            rows,
-            [leaf[part] for leaf in observation],
-            out.reward[part],
-            out.terminated[part],
-            out.truncated[part],
-            out.valid[part],
-            out.status[part],
+        pairs = (
+            *zip(observation, rows.observation, strict=True),
+            (out.reward, rows.reward),
+            (out.terminated, rows.terminated),
+            (out.truncated, rows.truncated),
+            (out.valid, rows.status == _OK),
+            (out.status, rows.status),
         )
+        for target, source in pairs:
+            _check_shape(target[part], source)
+            target[part] = source
         if _any(rows.terminated) or _any(rows.truncated):
             _write_final(rows, [leaf[part] for leaf in final])
     return out._replace(infos=infos) if out.infos or infos else out
-
-
-def _write(
-    rows: Rows,
-    observation: Sequence[Array],
-    reward: Array,
-    terminated: Array,
-    truncated: Array,
-    valid: Array,
-    status: Array,
-) -> None:
-    """Copies all but the final observations."""
-    for target, source in zip(observation, rows.observation, strict=True):
-        _copy(target, source)
-    _copy(reward, rows.reward)
-    _copy(terminated, rows.terminated)
-    _copy(truncated, rows.truncated)
-    _copy(valid, rows.status == _OK)
-    _copy(status, rows.status)
-
-
-def _copy(target: Array, source: Array) -> None:
-    _check_shape(target, source)
-    target[...] = source
 
 
 def _check_shape(target: Array, source: Array) -> None:
@@ -190,9 +175,7 @@ def _zero_pages(like: Array) -> Array:
     return np.ndarray(like.shape, like.dtype, mmap.mmap(-1, like.nbytes, flags=flags))
 
 
-def _allocate(
-    spec: EnvSpec, num_rows: int, infos: Mapping[int, Mapping[str, Any]]
-) -> StepResult:
+def _allocate(spec: EnvSpec, num_rows: int) -> StepResult:
     space, leaves = spec.observation_space, spec.observation_leaves
     observation = [np.empty((num_rows, *leaf.shape), leaf.dtype) for leaf in leaves]
     return StepResult(
@@ -203,5 +186,41 @@ def _allocate(
         np.empty(num_rows, np.bool_),
         unflatten(space, [np.zeros_like(leaf) for leaf in observation]),
         np.empty(num_rows, np.uint8),
-        infos,
+        {},
+    )
+
+
+def add_infos(
+    infos: dict[int, Mapping[str, Any]],
+    outcome: Outcome,
+    block: BatchBlock,
+    raises_faults: bool,
+) -> EnvserveError | None:
+    """Adds what a step of a block gave besides rows, by env index of the batch.
+
+    Returns:
+      What to raise: what failed as a whole, or the first fault that asks for it. Each
+      does if `raises_faults`, and else those that broke the env's own spaces.
+    """
+    error = outcome.error
+    for row, info in outcome.infos.items():
+        infos[row + block.offset] = info
+    for fault in outcome.faults:
+        env_index = fault.env_index + block.offset
+        infos[env_index] = {"fault": {"status": fault.status.name, "text": fault.text}}
+        if error is None and (fault.is_violation or raises_faults):
+            error = _error_of(fault, env_index, block.lane.name)
+    return error
+
+
+def _error_of(fault: Fault, env_index: int, where: str) -> EnvError:
+    if fault.status == Status.ENV_ERROR:  # a traceback, its cause last
+        above, _, cause = fault.text.strip().rpartition("\n")
+        detail = fault.text if above else ""
+    else:  # the cause first, then a stack or what stderr ends with
+        cause, _, detail = fault.text.strip().partition("\n")
+    return EnvError(
+        f"Env {env_index} ({where}): {cause}",
+        env_index=env_index,
+        remote_traceback=detail,
     )

@@ -7,7 +7,6 @@ the env is.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
@@ -15,6 +14,7 @@ from typing import Annotated, Any, Final
 import numpy as np
 from msgspec import Meta
 
+from envserve.slab import Layout, arrays_nbytes, map_arrays
 from envserve.spec import EnvSpec
 
 __all__ = [
@@ -38,15 +38,22 @@ _MAX_RING_BYTES: Final = 8 << 20
 #: Longer actions are not kept: copying them would cost more than the step's message.
 _MAX_ACTION_BYTES: Final = 4096
 
-#: Kind, incarnation, count at the begin of the episode; a seed and its count (-1: not
-#: to be used); count at the generator's state, and that; whether calls have changed it.
-_RECORD: Final = struct.Struct("<4q q q 6Q q")
-_RECORD_BYTES: Final = 128
-_NOTHING, _KNOWN = 0, 1
-_SEED_ONLY: Final = -1  # in place of the count at the generator's state
-#: Records of a row: its present, the one before, and that of an env that has failed.
-_PRESENT, _BEFORE, _FAILED = range(3)
-_ROW_BYTES: Final = 3 * _RECORD_BYTES
+#: What is known of an env; a count is one of its block's steps.
+_RECORD: Final = np.dtype(
+    [
+        ("is_known", np.int64),
+        ("incarnation", np.int64),
+        ("begun_at", np.int64),  # count at the begin of the episode
+        ("seed", np.int64),
+        ("seeded_at", np.int64),  # count at the reset with that; or _NEVER
+        ("kept_at", np.int64),  # count at the generator's state; or _NEVER
+        ("generator", np.uint64, 6),
+        ("is_touched", np.int64),  # by calls
+    ]
+)
+_NEVER: Final = -1
+#: Records of a row: of its env, and of one that has failed.
+_PRESENT, _FAILED = range(2)
 
 _RNG_KIND: Final = "PCG64"
 _LOW: Final = (1 << 64) - 1
@@ -86,23 +93,12 @@ class ActionRing:
       num_steps: How many steps of a block are kept; 0 if actions are too long.
     """
 
-    def __init__(
-        self, spec: EnvSpec, num_envs: int, memory: Any, offset: int = 0
-    ) -> None:
+    def __init__(self, spec: EnvSpec, num_envs: int, memory: Any) -> None:
         """Lays itself over memory of at least `ring_nbytes` bytes."""
         self.num_steps = _num_steps(spec, num_envs)
-        self._memory = memoryview(memory)
-        self._records_at = offset
-        offset += num_envs * _ROW_BYTES
-        self.counts = self._memory[offset : offset + 8 * num_envs].cast("q")
-        offset += _aligned(8 * num_envs)
-        rings = []
-        for leaf in spec.action_leaves:
-            shape = (self.num_steps, num_envs, *leaf.shape)
-            ring: Array = np.ndarray(shape, leaf.dtype, memory, offset)
-            rings.append(ring)
-            offset += _aligned(ring.nbytes)
-        self._rings = tuple(rings)
+        arrays = map_arrays(_layout(spec, num_envs), memory)
+        self._records, counts, *self._rings = arrays
+        self.counts = counts.data
 
     def note_step(self, actions: Sequence[Array], start: int, stop: int) -> None:
         """Notes that the rows of a block are about to be stepped with their actions."""
@@ -116,19 +112,12 @@ class ActionRing:
 
     def row(self, row: int, block_start: int) -> RowRecord:
         """Returns the record of a row, empty; for its worker."""
-        at = self._records_at + row * _ROW_BYTES
-        records = self._memory[at : at + _ROW_BYTES]
-        records[:] = bytes(_ROW_BYTES)
+        self._records[row] = 0
         self.counts[block_start] = 0
-        return RowRecord(records, self.counts, block_start, self.num_steps)
+        return RowRecord(self._records[row], self.counts, block_start, self.num_steps)
 
     def read(
-        self,
-        row: int,
-        block_start: int,
-        *,
-        has_failed: bool = False,
-        max_actions: int | None = None,
+        self, row: int, block_start: int, *, has_failed: bool = False
     ) -> Played | None:
         """Returns what a row has been through; None if it was never reset.
 
@@ -137,16 +126,12 @@ class ActionRing:
           block_start: First row of its block.
           has_failed: Read of the env that has failed in the last step, and has been
             replaced since; not of the present one.
-          max_actions: Take no more than so many, the last ones.
         """
-        slot = _FAILED if has_failed else _PRESENT
-        at = self._records_at + row * _ROW_BYTES + slot * _RECORD_BYTES
-        kind, incarnation, begun_at, seed, seeded_at, kept_at, *rest = (
-            _RECORD.unpack_from(self._memory, at)
-        )
+        record = self._records[row, _FAILED if has_failed else _PRESENT].item()
+        known, incarnation, begun_at, seed, seeded_at, kept_at, state, touched = record
         count = self.counts[block_start]
         # Code of an env can write here too.
-        if kind != _KNOWN or not max(seeded_at, kept_at, 0) <= begun_at <= count:
+        if known != 1 or not max(seeded_at, kept_at, 0) <= begun_at <= count:
             return None
         generator = None
         since = seeded_at
@@ -154,10 +139,8 @@ class ActionRing:
             seed = None
             since = begun_at
             if kept_at >= 0:
-                generator, since = tuple(rest[:6]), kept_at
+                generator, since = tuple(state.tolist()), kept_at
         num_kept = min(count - since, self.num_steps)
-        if max_actions is not None:
-            num_kept = min(num_kept, max_actions)
         slots = np.arange(count - num_kept, count) % max(1, self.num_steps)
         return Played(
             incarnation=incarnation,
@@ -166,7 +149,7 @@ class ActionRing:
             actions=tuple(ring[slots, row] for ring in self._rings),
             num_missing=count - since - num_kept,
             episode_step=count - begun_at,
-            is_touched=bool(rest[6]),
+            is_touched=bool(touched),
         )
 
 
@@ -174,30 +157,30 @@ class RowRecord:
     """What one row has been through, as its worker writes it."""
 
     def __init__(
-        self, records: Any, counts: Any, block_start: int, num_steps: int
+        self, records: Array, counts: Any, block_start: int, num_steps: int
     ) -> None:
         """Takes the row's records, and where the steps of its block are counted."""
         self._records = records
-        self._words = records.cast("q")
+        self._present = records[_PRESENT]
         self._counts = counts
         self._block_start = block_start
         self._interval = num_steps // 8
-        self._written_at = self._due_at = -1
-        self._seeded = (0, _SEED_ONLY)
+        self._due_at = -1
+        self._seeded = (0, _NEVER)
         self._is_touched = 0
 
     @classmethod
     def private(cls) -> RowRecord:
         """Returns one in memory of its own, for an env that is not in a row yet."""
         counts = memoryview(bytearray(8)).cast("q")
-        return cls(memoryview(bytearray(_ROW_BYTES)), counts, 0, 0)
+        return cls(np.zeros(2, _RECORD), counts, 0, 0)
 
     def begin_as_before(self) -> bool:
         """Notes that an env is about to reset itself; False if `begin` must do it."""
         count = self._counts[self._block_start]
         if count >= self._due_at:
             return False
-        self._words[2] = count
+        self._present["begun_at"] = count
         return True
 
     def begin(
@@ -225,7 +208,7 @@ class RowRecord:
         else:
             generator = _read_rng_state(env, last_seed)
             if not is_autoreset:
-                self._seeded = (0, _SEED_ONLY)
+                self._seeded = (0, _NEVER)
         self._write(incarnation, count, generator)
 
     def adopt(self, other: RowRecord, incarnation: int) -> None:
@@ -235,55 +218,47 @@ class RowRecord:
           other: Where that was noted.
           incarnation: How often the row's envs have been rebuilt.
         """
-        fields = _RECORD.unpack_from(other._records)
+        _, _, _, seed, seeded_at, kept_at, state, _ = other._present.item()
         count = self._counts[self._block_start]
-        self._seeded = (fields[3], _SEED_ONLY if fields[4] < 0 else count)
-        generator = None if fields[5] < 0 else fields[6:12]
-        self._write(incarnation, count, generator)
+        self._seeded = (seed, _NEVER if seeded_at < 0 else count)
+        self._write(incarnation, count, None if kept_at < 0 else state)
 
     def touch(self) -> None:
         """Notes that the env has been changed by other means than actions."""
         self._is_touched = 1
-        self._words[12] = 1
+        self._present["is_touched"] = 1
 
-    def keep_failed(self, *, is_over: bool) -> None:
-        """Keeps the record of an env that is about to be replaced.
+    def keep_failed(self) -> None:
+        """Keeps the record of an env that is about to be replaced."""
+        self._records[_FAILED] = self._present
 
-        Args:
-          is_over: Whether its episode has ended in this very step, and the next one
-            has begun, by which time the failure was seen.
-        """
-        count = self._counts[self._block_start]
-        is_new = is_over and self._written_at == count
-        slot = _BEFORE if is_new else _PRESENT
-        start = slot * _RECORD_BYTES
-        record = self._records[start : start + _RECORD_BYTES]
-        self._records[_FAILED * _RECORD_BYTES :] = record
-
-    def _write(self, incarnation: int, count: int, generator: RngState | None) -> None:
-        self._written_at, self._due_at = count, count + self._interval
-        before = slice(_BEFORE * _RECORD_BYTES, (_BEFORE + 1) * _RECORD_BYTES)
-        self._records[before] = self._records[:_RECORD_BYTES]
-        _RECORD.pack_into(
-            self._records,
-            0,
-            *(_KNOWN, incarnation, count, *self._seeded),
-            _SEED_ONLY if generator is None else count,
-            *(generator or (0,) * 6),
-            self._is_touched,
+    def _write(
+        self, incarnation: int, count: int, generator: RngState | Array | None
+    ) -> None:
+        self._due_at = count + self._interval
+        kept_at = _NEVER if generator is None else count
+        state = (0,) * 6 if generator is None else generator
+        self._records[_PRESENT] = (
+            *(1, incarnation, count, *self._seeded),
+            *(kept_at, state, self._is_touched),
         )
 
 
 def ring_nbytes(spec: EnvSpec, num_envs: int) -> int:
     """Returns how many bytes a ring needs."""
+    return arrays_nbytes(_layout(spec, num_envs))
+
+
+def _layout(spec: EnvSpec, num_envs: int) -> Layout:
     num_steps = _num_steps(spec, num_envs)
-    return (
-        num_envs * _ROW_BYTES
-        + _aligned(8 * num_envs)
-        + sum(
-            _aligned(num_steps * num_envs * leaf.nbytes) for leaf in spec.action_leaves
-        )
-    )
+    return [
+        ((num_envs, 2), _RECORD),
+        ((num_envs,), np.dtype(np.int64)),
+        *(
+            ((num_steps, num_envs, *leaf.shape), leaf.dtype)
+            for leaf in spec.action_leaves
+        ),
+    ]
 
 
 def _num_steps(spec: EnvSpec, num_envs: int) -> int:
@@ -291,10 +266,6 @@ def _num_steps(spec: EnvSpec, num_envs: int) -> int:
     if nbytes > _MAX_ACTION_BYTES:
         return 0
     return max(1, min(_MAX_STEPS, _MAX_RING_BYTES // max(1, nbytes * num_envs)))
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 64) * 64
 
 
 def _read_rng_state(env: Any, seed: int | None) -> RngState | None:

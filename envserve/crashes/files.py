@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import re
-import secrets
 import stat
 import tempfile
 from pathlib import Path
@@ -69,10 +68,9 @@ class CrashFiles:
         """
         self._free_at = now + _INTERVAL_SECONDS
         stem = re.sub(r"[^A-Za-z0-9.]+", "-", name)[:80].strip("-.")
-        path = self._folder / f"{stem}-{secrets.token_hex(4)}{SUFFIX}"
         try:
             self._make_folder()
-            _write_whole(path, data)
+            path = _write_whole(self._folder, stem, data)
             self._prune()
         except OSError as error:
             if not self._has_warned:
@@ -103,33 +101,26 @@ class CrashFiles:
 
     def _prune(self) -> None:
         """Removes the oldest files; another process may be doing the same."""
-        found_files = []
-        with os.scandir(self._folder) as entries:
-            for entry in entries:
-                if entry.name.endswith((SUFFIX, _PART)):
-                    with contextlib.suppress(FileNotFoundError):
-                        found = entry.stat(follow_symlinks=False)
-                        found_files.append(
-                            (found.st_mtime_ns, found.st_size, entry.path)
-                        )
+        files = []
+        for path in self._folder.iterdir():
+            if path.name.endswith((SUFFIX, _PART)):
+                with contextlib.suppress(FileNotFoundError):
+                    found = path.lstat()
+                    files.append((found.st_mtime_ns, found.st_size, path))
         num_bytes = 0
-        newest_first = sorted(found_files, reverse=True)
-        for number, (_, size, path) in enumerate(newest_first, 1):
+        for number, (_, size, path) in enumerate(sorted(files, reverse=True), 1):
             num_bytes += size
             if number > _MAX_FILES or num_bytes > _MAX_BYTES:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
+                path.unlink(missing_ok=True)
 
     def __repr__(self) -> str:
         """Returns the folder."""
         return f"<CrashFiles {self._folder}>"
 
 
-def _write_whole(path: Path, data: bytes) -> None:
-    part = path.with_suffix(_PART)
-    # Never through a link that somebody has put there.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    fd = os.open(part, flags, 0o600)
+def _write_whole(folder: Path, stem: str, data: bytes) -> Path:
+    fd, part = tempfile.mkstemp(_PART, f"{stem}-", folder)  # private, and no link
+    path = Path(part).with_suffix("")
     try:
         with open(fd, "wb") as file:
             file.write(data)
@@ -138,3 +129,4 @@ def _write_whole(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(part)
         raise
+    return path

@@ -55,7 +55,7 @@ class Repro:
       wrappers: What it was wrapped in.
       import_modules: Modules that had been imported where it was built; for the
         reader to know of, never to import.
-      autoreset: See `lane.Autoreset`.
+      autoreset: See `settings.Autoreset`.
       root_seed: Seed of the whole batch.
       env_index: Row of the whole batch.
       timeout_seconds: How long the call that it ended in might take.

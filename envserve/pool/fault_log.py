@@ -16,12 +16,12 @@ import numpy as np
 from envserve.crashes.action_ring import ActionRing, Played
 from envserve.crashes.files import CrashFiles
 from envserve.crashes.repro import End, Repro, encode_repro
-from envserve.lane import Block, Fault
-from envserve.pool.launcher import Exit, one_line
+from envserve.lane import Fault
+from envserve.pool.states import Exit, Lost, one_line
 from envserve.pool.supervisor import SupervisedWorker
 from envserve.seeding import env_seed
 from envserve.settings import PoolSettings
-from envserve.slab import Slab, Status, row_of_beat
+from envserve.slab import Slab, row_of_beat
 from envserve.spec import EnvSpec
 from envserve.worker.channel import Kind
 
@@ -55,8 +55,8 @@ class FaultLog:
     def env_failed(self, fault: Fault, worker: SupervisedWorker, now: float) -> None:
         """Reports an env that has raised, or broken its spaces, and was rebuilt."""
         row = fault.env_index
-        block = next(b for b in worker.blocks if _holds(b, row))
-        played = self._read(row, block, now, has_failed=True)
+        block = next(b for b in worker.blocks if row < b.stop)
+        played = self._ring.read(row, block.start, has_failed=True)
         detail, _, cause = fault.text.strip().rpartition("\n")
         end = End(status=fault.status, text=fault.text, is_violation=fault.is_violation)
         path = self._write(row, played, end, self._config.step_timeout_seconds, now)
@@ -74,38 +74,30 @@ class FaultLog:
     def worker_lost(
         self,
         worker: SupervisedWorker,
-        status: Status,
-        text: str,
+        lost: Lost,
         running: Mapping[int, int],
         now: float,
     ) -> None:
         """Reports a worker that has died, or was killed, and the env that it was in.
 
-        What its envs had been through is forgotten then, for its successor's sake.
-
         Args:
           worker: The worker.
-          status: Kind of fault.
-          text: How it has ended.
+          lost: How it has ended.
           running: Kind of operation by block, of blocks in flight.
           now: Monotonic seconds.
         """
         exit_ = worker.exit or Exit(0, 0)
         end = End(
-            status=status,
-            text=text,
+            status=lost.status,
+            text=lost.text,
             exit_code=None if worker.exit is None else exit_.exit_code,
             stderr_tail=exit_.stderr_tail,
         )
         parts, path = self._blame(worker, end, running, now)
-        self._heartbeats[worker.index, :2] = 0
-        for block in worker.blocks:
-            for row in range(block.start, block.stop):
-                self._ring.row(row, block.start)
         if exit_.last_words:
             last = _shortened(exit_.last_words, _MAX_CAUSE)
             parts.append(f'its stderr ends with "{last}"')
-        cause, _, detail = text.partition("\n")
+        cause, _, detail = lost.text.partition("\n")
         if detail:  # a traceback
             cause += f" {detail.splitlines()[-1]}"
         self._log(
@@ -114,16 +106,24 @@ class FaultLog:
             detail or exit_.excerpt,
         )
 
+    def forget(self, worker: SupervisedWorker) -> None:
+        """Forgets what a worker's envs went through, for its successor's sake."""
+        self._heartbeats[worker.index, :2] = 0
+        for block in worker.blocks:
+            for row in range(block.start, block.stop):
+                self._ring.row(row, block.start)
+
     def _blame(
         self, worker: SupervisedWorker, end: End, running: Mapping[int, int], now: float
     ) -> tuple[list[str], Path | None]:
         """Says which env a worker was in as it ended, and writes a file of it."""
         beat, is_slow = self._heartbeats[worker.index, :2].tolist()
         row = row_of_beat(beat)
-        block = next((b for b in worker.blocks if _holds(b, row)), None)
-        if row is None or block is None or not (is_slow or block.index in running):
+        hosts = [b for b in worker.blocks if row in range(b.start, b.stop)]
+        if row is None or not any(is_slow or b.index in running for b in hosts):
             return ["no env was at work"], None
-        played = self._read(row, block, now)
+        (block,) = hosts
+        played = self._ring.read(row, block.start)
         is_call = running.get(block.index) == Kind.CALL
         doing = "a call of" if is_call else "a reset of" if is_slow else "a step of"
         parts = [f"in {doing} env {self._index_of(row)}", *self._story(row, played)]
@@ -145,25 +145,12 @@ class FaultLog:
     def _index_of(self, row: int) -> int:
         return self._config.first_env_index + row
 
-    def _read(
-        self, row: int, block: Block, now: float, *, has_failed: bool = False
-    ) -> Played | None:
-        """Reads all that is needed for a file, or just enough for a line."""
-        is_for_file = self._files is not None and self._files.has_room(now)
-        return self._ring.read(
-            row,
-            block.start,
-            has_failed=has_failed,
-            max_actions=None if is_for_file else 1,
-        )
-
     def _story(self, row: int, played: Played | None) -> list[str]:
         if played is None:
             return ["it was never reset"]
-        config, incarnation = self._config, played.incarnation
-        seed = played.seed
+        incarnation, seed = played.incarnation, played.seed
         if seed is None:
-            seed = env_seed(config.seed, self._index_of(row), incarnation)
+            seed = env_seed(self._config.seed, self._index_of(row), incarnation)
         story = [
             f"incarnation {incarnation}",
             f"seed {seed}",
@@ -206,10 +193,6 @@ class FaultLog:
             f" --import {shlex.quote(module)}" for module in self._config.import_modules
         )
         return [f"to see it again: envserve replay {shlex.quote(str(path))}{imports}"]
-
-
-def _holds(block: Block, row: int | None) -> bool:
-    return row is not None and block.start <= row < block.stop
 
 
 def _shortened(text: str, length: int) -> str:

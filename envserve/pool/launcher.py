@@ -7,27 +7,25 @@ owner of a launcher dies, its template and all its workers die with it.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
-import select
+import selectors
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any, Final
 
 from envserve import codec
 from envserve.errors import WorkerError
-from envserve.worker.channel import FrameReader, Kind, pack_frame
+from envserve.pool.states import Exit
+from envserve.worker.channel import Channel, Kind, pack_frame
 from envserve.worker.template import kill_group
 
-__all__ = ["Exit", "Forked", "Launcher", "one_line"]
+__all__ = ["KILL_SECONDS", "Launcher", "WorkerProcess"]
 
 _START: Final = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
@@ -39,102 +37,86 @@ _ENVIRONMENT: Final = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-#: How Python's fault handler begins, and its stack.
-_FATAL: Final = "Fatal Python error: "
-_STACK: Final = "Stack (most recent call first):"
-_EXCERPT_LINES: Final = 10
-_EXCERPT_WIDTH: Final = 200
 #: How long the template may stay silent while a fork is due; it may be importing.
 _FORK_SECONDS: Final = 120.0
 #: The socket holds some hundreds besides.
 _MAX_UNSENT: Final = 1024
-#: More than the longest report, which ends with what a worker wrote to stderr.
-_MAX_READ_BYTES: Final = 1 << 18
-#: The template reads too slowly, as opposed to: it is gone.
-_FULL: Final = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS}
+#: The exit status and the end of file come one after the other, or one does not come.
+_EXIT_STATUS_GRACE_SECONDS: Final = 0.2
+#: How long a process that was killed may take to end; the kernel may hold it.
+KILL_SECONDS: Final = 5.0
 
 
-@dataclass(frozen=True)
-class Exit:
-    """The end of a worker process.
+class WorkerProcess:
+    """A worker process, as far as its launcher has heard of it, and how to talk to it.
 
-    Attributes:
-      pid: Its process id.
-      exit_code: As of `os.waitstatus_to_exitcode`: negative for a signal.
-      error: Why the process could not be started at all; else empty.
-      stderr_tail: The end of what it has written to stderr.
-    """
-
-    pid: int
-    exit_code: int
-    error: str = ""
-    stderr_tail: str = ""
-
-    @property
-    def last_words(self) -> str:
-        """The last line of `stderr_tail`; of a stack, the error and its first frame."""
-        first, _, rest = self.excerpt.partition("\n")
-        if first.startswith((_STACK, _FATAL)):
-            frame = next((f for f in rest.splitlines() if not f.startswith(_STACK)), "")
-            return f"{first.removesuffix(':')}: {frame.strip()}"
-        return self._lines[-1] if self._lines else ""
-
-    @property
-    def _lines(self) -> list[str]:
-        lines = map(one_line, self.stderr_tail.splitlines())
-        return [line for line in lines if line.strip()]
-
-    @property
-    def excerpt(self) -> str:
-        """The lines of `stderr_tail` that may tell why it ended; else empty.
-
-        Of a stack, the frames next to the crash or hang. Else nothing of a worker that
-        was killed: what it said before has another reason.
-        """
-        lines = self._lines
-        stacks = [i for i, line in enumerate(lines) if line.startswith(_STACK)]
-        if stacks:
-            start = stacks[-1]
-            if start and lines[start - 1].startswith(_FATAL):
-                start -= 1
-            lines = lines[start : start + _EXCERPT_LINES]
-        elif self.exit_code in (0, -signal.SIGKILL):
-            return ""
-        return "\n".join(line[:_EXCERPT_WIDTH] for line in lines[-_EXCERPT_LINES:])
-
-    def __str__(self) -> str:
-        """Says it in words, like "was killed by SIGKILL"."""
-        if self.error:
-            return f"could not be started: {self.error}"
-        if self.exit_code >= 0:
-            return f"exited with code {self.exit_code}"
-        try:
-            return f"was killed by {signal.Signals(-self.exit_code).name}"
-        except ValueError:
-            return f"was killed by signal {-self.exit_code}"
-
-
-def one_line(text: str) -> str:
-    """Returns a text with all that is no printable character escaped."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode()
-        for char in text.rstrip()
-    )
-
-
-@dataclass(slots=True, eq=False)
-class Forked:
-    """A worker process, as far as its launcher has heard of it.
+    It has ended when its socket is at end of file; its exit status follows from the
+    launcher.
 
     Attributes:
       number: Of the request to fork it.
+      channel: The owner's end; the process ends when that is closed.
       pid: Its process id, once it is forked.
       exit: How it has ended, once that is known.
+      killed_for: Why it was killed; else empty.
     """
 
-    number: int
-    pid: int | None = None
-    exit: Exit | None = None
+    def __init__(self, launcher: Launcher, number: int, channel: Channel) -> None:
+        """Knows nothing yet of a process that is about to be forked."""
+        self.number = number
+        self.channel = channel
+        self.pid: int | None = None
+        self.exit: Exit | None = None
+        self.killed_for = ""
+        self._at_end_since = self._killed_at = math.inf
+        self._launcher = launcher
+
+    def poll_exit(self) -> Exit | None:
+        """Returns how the process ended, if that is known by now."""
+        if self.exit is None:
+            self._launcher.poll()
+        return self.exit
+
+    def wait_exit(self, timeout_seconds: float) -> Exit | None:
+        """Waits until it is known how the process ended; None if that takes longer."""
+        give_up_at = time.monotonic() + timeout_seconds
+        while self.poll_exit() is None and (left := give_up_at - time.monotonic()) > 0:
+            self._launcher.wait(left)
+        return self.exit
+
+    def has_ended(self, now: float) -> bool:
+        """Tells whether the process is no more, and has said all it had to say."""
+        is_at_end = self.channel.is_at_end
+        if self.poll_exit() is not None or is_at_end:
+            self._at_end_since = min(self._at_end_since, now)
+        # A process that an env has started may hold the socket open for ever.
+        return self.exit is not None and (is_at_end or self.is_overdue(now))
+
+    def is_overdue(self, now: float) -> bool:
+        """Tells whether one sign of its end is there, and the other does not come."""
+        return now - self._at_end_since >= _EXIT_STATUS_GRACE_SECONDS
+
+    def kill(self, reason: str, now: float, *, has_stack: bool = False) -> None:
+        """Has the process and its children killed; its exit status follows.
+
+        Args:
+          reason: Why, for messages.
+          now: Monotonic seconds.
+          has_stack: Have it write its Python stack to stderr first.
+        """
+        self.killed_for, self._killed_at = reason, now
+        self._launcher.kill(self, has_stack=has_stack)
+
+    def cannot_be_killed(self, now: float) -> bool:
+        """Tells whether it was killed long ago, and has not ended."""
+        # One that is not forked yet is the launcher's to wait for.
+        is_late = now - self._killed_at >= KILL_SECONDS
+        return is_late and self.pid is not None and self.exit is None
+
+    def __repr__(self) -> str:
+        """Returns the process id, and how it ended."""
+        state = self.exit or ("at end of file" if self.channel.is_at_end else "running")
+        return f"<WorkerProcess pid {self.pid}, {state}>"
 
 
 class Launcher:
@@ -149,8 +131,6 @@ class Launcher:
         self,
         import_modules: Iterable[str] = (),
         preload: Iterable[str] = (),
-        *,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Starts the template process; it imports while the caller goes on.
 
@@ -159,24 +139,20 @@ class Launcher:
           preload: Names of envs whose modules are imported too, so that their workers
             start faster. Every fork waits for it. A worker of another env imports
             that env's module itself.
-          clock: Monotonic seconds.
         """
         self._import_modules = list(import_modules)
         self._preload = list(preload)
-        self._clock = clock
-        self._pending: dict[int, Forked] = {}  # by number
-        self._running: dict[int, Forked] = {}  # by process id
-        self._outbox: deque[tuple[bytes, socket.socket | None]] = deque()
-        self._num_sent = 0  # bytes of the first message of the outbox
+        self._clock = time.monotonic
+        self._pending: dict[int, WorkerProcess] = {}  # by number
+        self._running: dict[int, WorkerProcess] = {}  # by process id
         self._heard_at = 0.0  # or since when a fork is due, if that is later
         self._num_forks = 0
         self._is_midway = self._is_closed = False
         self._start_template()
 
     def _start_template(self) -> None:
-        self._socket, theirs = _socket_pair()
-        self._socket.setblocking(False)
-        self._reader = FrameReader()
+        ours, theirs = _socket_pair()
+        self._channel = Channel(ours)
         self._lost = ""
         self._has_imported = False
         with theirs:
@@ -192,15 +168,18 @@ class Launcher:
                     start_new_session=True,  # Ctrl-C is the owner's to handle
                 )
             except OSError as error:
-                self._socket.close()
+                self._channel.close()
                 self._lost = f"cannot run: {error}"
                 raise WorkerError(f"{sys.executable} {self._lost}") from None
 
-    def launch(self) -> tuple[Forked, socket.socket]:
+    def launch(
+        self, selector: selectors.BaseSelector | None = None, owner: object = None
+    ) -> WorkerProcess:
         """Asks for a worker process; `poll` fills in what becomes of it.
 
-        Returns:
-          The process, and this side of its socket, by whose closing it ends.
+        Args:
+          selector: Wakes its owner for the process's `channel`.
+          owner: Data of the selector's key.
 
         Raises:
           WorkerError: The template process, which is started anew if need be,
@@ -210,9 +189,8 @@ class Launcher:
             raise WorkerError(f"expected a launcher that is open; got {self!r}")
         self.poll()
         if self._lost:
-            self._socket.close()
             self._start_template()
-        if len(self._outbox) >= _MAX_UNSENT:
+        if len(self._channel.unsent) >= _MAX_UNSENT:
             raise WorkerError(
                 f"expected less than {_MAX_UNSENT} messages that wait for the template "
                 f"process; got more from {self!r}; start fewer workers at once"
@@ -221,9 +199,10 @@ class Launcher:
         if not self._pending:
             self._heard_at = self._clock()
         self._num_forks += 1
-        forked = self._pending[self._num_forks] = Forked(self._num_forks)
-        self._send({"fork": forked.number}, theirs)
-        return forked, ours
+        process = WorkerProcess(self, self._num_forks, Channel(ours, selector, owner))
+        self._pending[process.number] = process
+        self._send({"fork": process.number}, theirs)
+        return process
 
     @property
     def has_imported(self) -> bool:
@@ -231,18 +210,18 @@ class Launcher:
         self.poll()
         return self._has_imported
 
-    def kill(self, forked: Forked, *, has_stack: bool = False) -> None:
+    def kill(self, process: WorkerProcess, *, has_stack: bool = False) -> None:
         """Kills a worker and the processes that its envs have started.
 
         The template does it, since only it knows whether the process id is still
         that worker's. A worker that has ended already is left alone.
 
         Args:
-          forked: The worker.
+          process: The worker.
           has_stack: Give it a moment to write its Python stack to stderr first.
         """
         self.poll()  # which ends a template that an interrupt has left midway
-        self._send({"kill": forked.number, "stack": has_stack})
+        self._send({"kill": process.number, "stack": has_stack})
 
     def poll(self) -> None:
         """Reads what the template reports, without waiting.
@@ -256,7 +235,6 @@ class Launcher:
             self._end_template("was interrupted, and ")
             return
         self._is_midway = True
-        self._flush()
         while not self._lost and self._read():
             pass
         self._is_midway = False
@@ -264,35 +242,27 @@ class Launcher:
     def wait(self, timeout_seconds: float) -> None:
         """Waits until `poll` has something to read."""
         if not self._lost:
-            waiting = select.poll()
-            waiting.register(self._socket, select.POLLIN)
-            waiting.poll(math.ceil(1000 * timeout_seconds))
+            self._channel.wait(timeout_seconds)
 
     def _read(self) -> bool:
         """Handles reports that have come; tells whether there may be more."""
-        try:
-            data = self._socket.recv(_MAX_READ_BYTES)
-        except BlockingIOError:
-            if self._pending and self._clock() - self._heard_at > _FORK_SECONDS:
-                modules = ", ".join([*self._import_modules, *self._preload])
-                self._end_template(
-                    f"took longer than {_FORK_SECONDS:g} s to fork a worker; is an "
-                    f"import stuck ({modules or 'gymnasium'})? It "
-                )
-            return False
-        except ConnectionError:
-            data = b""
-        if not data:
+        frames = self._channel.read()
+        if self._channel.is_at_end:
             self._end_template("", is_gone=True)
-            return False
-        self._heard_at = self._clock()
-        for frame in self._reader.feed(data):
-            self._on_message(codec.decode(frame.payload))
-        return True
+        elif frames:
+            self._heard_at = self._clock()
+            for frame in frames:
+                self._on_message(codec.decode(frame.payload))
+        elif self._pending and self._clock() - self._heard_at > _FORK_SECONDS:
+            modules = ", ".join([*self._import_modules, *self._preload])
+            self._end_template(
+                f"took longer than {_FORK_SECONDS:g} s to fork a worker; is an "
+                f"import stuck ({modules or 'gymnasium'})? It "
+            )
+        return bool(frames)
 
     def close(self) -> None:
         """Ends the template process; workers that still run are killed with it."""
-        self._socket.close()
         self._is_closed = True
         if not self._lost:
             self._end_template("", is_gone=True)
@@ -300,39 +270,12 @@ class Launcher:
     def _send(
         self, message: dict[str, Any], theirs: socket.socket | None = None
     ) -> None:
-        """Queues a message, and the socket that goes with it; repeats are dropped."""
+        """Sends a message, and the socket that goes with it; repeats are dropped."""
         self._is_midway = True
         data = pack_frame(Kind.FORK, payload=codec.encode(message))
-        if all(data != queued for queued, _ in self._outbox):
-            self._outbox.append((data, theirs))
-        self._flush()
+        if (data, None) not in self._channel.unsent:
+            self._channel.send(data, theirs)
         self._is_midway = False
-
-    def _flush(self) -> None:
-        while self._outbox:
-            data, theirs = self._outbox[0]
-            fds = [] if theirs is None else [theirs.fileno()]
-            try:
-                sent = socket.send_fds(self._socket, [data[self._num_sent :]], fds)
-            except OSError as error:
-                if error.errno not in _FULL:
-                    # It took its workers with it, as `poll` will report.
-                    self._clear_outbox()
-                return
-            self._num_sent += sent
-            if theirs is not None:
-                theirs.close()
-            self._outbox[0] = data, None
-            if self._num_sent == len(data):
-                self._outbox.popleft()
-                self._num_sent = 0
-
-    def _clear_outbox(self) -> None:
-        for _, theirs in self._outbox:
-            if theirs is not None:
-                theirs.close()
-        self._outbox.clear()
-        self._num_sent = 0
 
     def _on_message(self, message: dict[str, Any]) -> None:
         if "imported" in message:
@@ -343,12 +286,12 @@ class Launcher:
             self._running[message["pid"]].exit = end
             del self._running[message["pid"]]
         elif message.get("fork") in self._pending:
-            forked = self._pending[message["fork"]]
+            process = self._pending[message["fork"]]
             if "error" in message:
-                forked.exit = Exit(0, 1, message["error"])
+                process.exit = Exit(0, 1, message["error"])
             else:
-                self._running[message["pid"]] = forked
-                forked.pid = message["pid"]
+                self._running[message["pid"]] = process
+                process.pid = message["pid"]
             del self._pending[message["fork"]]  # last: here an interrupt finds it
 
     def _end_template(self, why: str, *, is_gone: bool = False) -> None:
@@ -358,6 +301,7 @@ class Launcher:
           why: What its end is to be told with.
           is_gone: Whether it may have a moment to end by itself.
         """
+        self._channel.close()
         if not is_gone:
             self._process.kill()
         end = "cannot be killed"
@@ -369,15 +313,14 @@ class Launcher:
             else:
                 end = str(Exit(self._process.pid, exit_code))
                 break
-        self._clear_outbox()
-        for pid, forked in self._running.items():
+        for pid, process in self._running.items():
             # On Linux the kernel has done it, if the template is dead indeed.
             if sys.platform != "linux" or self._process.returncode is None:
                 kill_group(pid)
-            forked.exit = Exit(pid, -signal.SIGKILL)
-        for forked in self._pending.values():
-            if forked.exit is None:
-                forked.exit = Exit(0, 1, f"the template process {why}{end}")
+            process.exit = Exit(pid, -signal.SIGKILL)
+        for process in self._pending.values():
+            if process.exit is None:
+                process.exit = Exit(0, 1, f"the template process {why}{end}")
         self._running, self._pending = {}, {}
         self._lost = why + end
         self._is_midway = False

@@ -94,6 +94,7 @@ class Operations:
       has_news: Whether a block has become absent since this was cleared.
       outcomes: What has come of operations that have ended.
       num_losses: How often workers were lost.
+      likely_last: The worker that has answered last; None if it need not again.
       state: "ready", or why nothing can be submitted.
     """
 
@@ -105,6 +106,7 @@ class Operations:
         self.has_news = False
         self._plain_outcomes = [Outcome(block.index) for block in blocks]
         self.outcomes: list[Outcome] = []
+        self.likely_last: SupervisedWorker | None = None
         self.state = "starting"
         self._workers = workers
         self._fault_log = fault_log
@@ -150,6 +152,8 @@ class Operations:
           indices: The blocks.
           tasks: What goes with each; empty for steps.
         """
+        if tasks:
+            self.likely_last = None  # what is long may not be sent at once
         sequence = self._sequence
         outbox: dict[SupervisedWorker, list[bytes]] = {}
         for position, index in enumerate(indices):
@@ -189,7 +193,7 @@ class Operations:
             if place is None or not place.kind or place.sequence != event.sequence:
                 worker.fail(f"answered what was not asked, on block {index}", now)
                 return
-            self._workers.likely_last = worker
+            self.likely_last = worker
             if place.kind != _STEP or event.payload or index in self._losses:
                 self._on_answer(place, event.payload, now)
                 return
@@ -201,10 +205,11 @@ class Operations:
             self._on_ready(worker, event.spec, now)
         elif isinstance(event, Lost):
             self._workers.watch_at = now  # its successor is to be started
-            if self.state == "starting":
-                self._workers.error = self._workers.error or worker.error
-            else:
-                self._on_lost(worker, event, now)
+            if self.state != "starting":
+                places = self._hosted_by(worker)
+                running = {p.block.index: p.kind for p in places if p.kind}
+                self._fault_log.worker_lost(worker, event, running, now)
+            self._lose(worker, event)
 
     def _on_ready(self, worker: SupervisedWorker, spec: EnvSpec, now: float) -> None:
         workers = self._workers
@@ -257,15 +262,16 @@ class Operations:
         self.num_running -= 1
         self.outcomes.append(Outcome(place.block.index, **outcome))
 
-    def _on_lost(self, worker: SupervisedWorker, lost: Lost, now: float) -> None:
+    def _lose(self, worker: SupervisedWorker, lost: Lost) -> None:
         """Marks a worker's blocks lost; what runs on them waits for its successor."""
+        if self.state == "starting":
+            self._workers.error = self._workers.error or worker.error
+            return
         self.num_losses += 1
-        places = self._hosted_by(worker)
-        running = {place.block.index: place.kind for place in places if place.kind}
-        self._fault_log.worker_lost(worker, lost.status, lost.text, running, now)
+        self._fault_log.forget(worker)
         text = f"{worker.label} {lost.text}"
         loss = Lost(lost.status, f"{text}{worker.excerpt_note}")
-        for place in places:
+        for place in self._hosted_by(worker):
             block = place.block
             for row in range(block.start, block.stop):
                 self._workers.incarnations[row] += 1
@@ -279,14 +285,16 @@ class Operations:
             elif place.kind == Kind.CALL:
                 self._end(place, error=CallError(f"{text}, during a call"))
 
-    def drop_all(self) -> None:
-        """Forgets all that runs; the rows show what was seen last."""
+    def drop_all(self, replaced: Sequence[SupervisedWorker], lost: Lost) -> None:
+        """Forgets all that runs, with workers; the rows show what was seen last."""
+        for worker in replaced:
+            self._lose(worker, lost)
         for place in self._places:
             if place.kind == _STEP and place.has_kept:
                 restore_last_observation(self._rows, place.part)
             place.kind = _IDLE
             place.worker = self._workers.all[place.worker.index]
-        self.num_running = 0
+        self.num_running, self.likely_last = 0, None
         self.outcomes, self.has_news = [], False
 
     def _hosted_by(self, worker: SupervisedWorker) -> list[_Place]:

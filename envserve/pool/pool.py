@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final, Self
 
 from envserve.errors import EnvserveError, EnvStartError, LocalProtocolError
@@ -21,8 +21,9 @@ from envserve.pool.fault_log import FaultLog
 from envserve.pool.launcher import Launcher
 from envserve.pool.operations import Operations, Task, call_task, reset_task
 from envserve.pool.states import Lost, WorkerState
+from envserve.pool.supervisor import SupervisedWorker
 from envserve.pool.workers import Workers
-from envserve.settings import PoolSettings
+from envserve.settings import PoolSettings, num_cores
 from envserve.slab import Rows, Status
 from envserve.spec import EnvSpec
 from envserve.worker.channel import Kind
@@ -78,6 +79,7 @@ class Pool:
         self.num_envs = config.num_envs
         self._clock = clock
         self._workers = Workers(config, self.blocks, launcher, clock)
+        self._has_cores_for_all = len(self._workers.all) <= num_cores()
         log = FaultLog(config, _LOGGER, label)
         self._operations = Operations(self.blocks, self._workers, log)
         self.is_waiting = False
@@ -136,7 +138,7 @@ class Pool:
 
     def fileno(self) -> int:
         """A descriptor (epoll or kqueue) that is readable when `collect` is due."""
-        return self._workers.fileno()
+        return self._workers.selector.fileno()
 
     def next_deadline(self) -> float | None:
         """When `collect` must be called even if no descriptor is readable."""
@@ -208,10 +210,7 @@ class Pool:
         now = self._clock()
         workers = self._workers
         workers.watch_at = min(workers.watch_at, now + _WATCH_SECONDS)
-        if tasks:
-            workers.likely_last = None  # what is long may not be sent at once
-        outbox = self._operations.begin(kind, indices, tasks)
-        for worker, frames in outbox.items():
+        for worker, frames in self._operations.begin(kind, indices, tasks).items():
             worker.send(b"".join(frames), len(frames), now)
 
     # Going on.
@@ -257,21 +256,40 @@ class Pool:
     def _advance(
         self, timeout_seconds: float, now: float, is_for_all: bool = False
     ) -> None:
-        """Waits for something to happen, at most so long, and handles it."""
-        workers, handle = self._workers, self._operations.handle
+        """Waits for something to happen, at most so long, and handles it.
+
+        Who waits for all workers need not be woken by each: the core that it wakes on
+        is one that another still needs. So it waits for the one that is likely to end
+        last, as it did before. With many workers to each core it is better to read what
+        they have sent while others still run.
+        """
+        workers, operations = self._workers, self._operations
+        timeout_seconds = max(0.0, min(timeout_seconds, workers.watch_at - now))
+        last = operations.likely_last
+        ready: Iterable[SupervisedWorker] = workers.all
         self.is_waiting = True
-        ready = workers.wait(timeout_seconds, now, is_for_all)
+        if (
+            is_for_all
+            and self._has_cores_for_all
+            and last is not None
+            and last.num_unanswered
+            and last.process is not None
+            and last.state is WorkerState.SERVING
+        ):
+            last.process.channel.wait(timeout_seconds)
+        else:
+            ready = [key.data for key, _ in workers.selector.select(timeout_seconds)]
         self.is_waiting = False
         now = self._clock()
         for worker in ready:
             for event in worker.read(now):
-                handle(worker, event, now)
+                operations.handle(worker, event, now)
             if worker.is_ending or worker.state is WorkerState.KILLED:
                 workers.watch_at = now
         if now >= workers.watch_at:
             for worker, event in workers.watch(now):
-                handle(worker, event, now)
-            if workers.error is not None and self._operations.state != "closing":
+                operations.handle(worker, event, now)
+            if workers.error is not None and operations.state != "closing":
                 self.begin_close()
 
     def lose(self, text: str) -> None:
@@ -281,11 +299,9 @@ class Pool:
         left the old ones in; nothing more comes of what they did.
         """
         if self._operations.state != "closing":
-            now = self._clock()
             lost = Lost(Status.WORKER_DIED, f"was replaced: {text}")
-            for worker in self._workers.replace(lost.text, now):
-                self._operations.handle(worker, lost, now)
-            self._operations.drop_all()
+            replaced = self._workers.replace(lost.text, self._clock())
+            self._operations.drop_all(replaced, lost)
 
     # Closing.
 

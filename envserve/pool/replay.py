@@ -21,8 +21,8 @@ from envserve.crashes.repro import (
     encode_repro,
 )
 from envserve.errors import ReproError
-from envserve.pool.launcher import Launcher, one_line
-from envserve.pool.worker_handle import WorkerHandle
+from envserve.pool.launcher import Launcher, WorkerProcess
+from envserve.pool.states import one_line
 from envserve.slab import Status
 from envserve.worker.channel import Frame, Kind, pack_frame
 
@@ -102,15 +102,16 @@ def replay(
     """
     if timeout_seconds is None:
         timeout_seconds = repro.timeout_seconds
-    with contextlib.closing(WorkerHandle(launcher)) as process:
-        process.send(pack_frame(Kind.REPLAY, payload=encode_repro(repro)))
+    process = launcher.launch()
+    with contextlib.closing(process.channel):
+        process.channel.send(pack_frame(Kind.REPLAY, payload=encode_repro(repro)))
         try:
             return _follow(repro, process, timeout_seconds)
         finally:
             process.kill("it is done", time.monotonic())
 
 
-def _follow(repro: Repro, process: WorkerHandle, timeout_seconds: float) -> Ending:
+def _follow(repro: Repro, process: WorkerProcess, timeout_seconds: float) -> Ending:
     number: int | None = None
     for frame in _frames(process, timeout_seconds):
         if frame is None:
@@ -140,17 +141,17 @@ def _follow(repro: Repro, process: WorkerHandle, timeout_seconds: float) -> Endi
     return _judge(repro, number, end)
 
 
-def _frames(process: WorkerHandle, timeout_seconds: float) -> Iterator[Frame | None]:
+def _frames(process: WorkerProcess, timeout_seconds: float) -> Iterator[Frame | None]:
     """Yields what the process sends, up to its end; None if it hangs."""
     limit = _BUILD_SECONDS
     give_up_at = time.monotonic() + limit
-    while not process.is_at_end:
+    while not process.channel.is_at_end:
         left = give_up_at - time.monotonic()
         if left <= 0:
             yield None
             return
-        process.wait(left)
-        for frame in process.read():
+        process.channel.wait(left)
+        for frame in process.channel.read():
             if frame.kind is Kind.BUILT:
                 limit = timeout_seconds
             yield frame

@@ -10,8 +10,9 @@ import logging
 import math
 import selectors
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
+from envserve import codec
 from envserve.errors import (
     EnvserveError,
     EnvStartError,
@@ -20,13 +21,13 @@ from envserve.errors import (
     WrapperError,
 )
 from envserve.lane import Block
-from envserve.pool.launcher import Exit, Launcher
-from envserve.pool.states import MOVES, Event, Lost, Ready, WorkerState
-from envserve.pool.worker_handle import KILL_SECONDS, WorkerHandle
+from envserve.pool.launcher import KILL_SECONDS, Launcher, WorkerProcess
+from envserve.pool.states import MOVES, Event, Exit, Lost, Ready, WorkerState
 from envserve.settings import PoolSettings
 from envserve.slab import Slab, Status
 from envserve.worker.channel import Frame, Kind, pack_frame
 from envserve.worker.report import read_spaces
+from envserve.wrappers import plain_wrappers
 
 __all__ = ["SupervisedWorker"]
 
@@ -40,6 +41,11 @@ _FIRST_BACKOFF_SECONDS: Final = 0.1
 #: Least from one start to the next of a worker that has not stepped in between.
 _START_SECONDS: Final = 0.1
 _MAX_BACKOFF_SECONDS: Final = 30.0
+#: What a worker needs to know besides, and is plain.
+_SETTINGS: Final = (
+    *("env_name", "num_envs", "seed", "first_env_index"),
+    *("autoreset", "infos", "spare_envs"),
+)
 
 
 class _Restarts:
@@ -73,6 +79,7 @@ class SupervisedWorker:
     """Keeps one worker's envs alive.
 
     Attributes:
+      label: Name for messages: which worker, which envs.
       index: Which of the pool's workers it is.
       blocks: The blocks that it hosts.
       state: See `WorkerState`.
@@ -94,11 +101,14 @@ class SupervisedWorker:
         selector: selectors.BaseSelector,
     ) -> None:
         """Only stores; `start` begins."""
+        first = config.first_env_index
+        ranges = [f"{first + b.start} to {first + b.stop - 1}" for b in blocks]
+        self.label = f"worker {index} (of envs {', '.join(ranges)})"
         self.index = index
         self.blocks = blocks
         self.state = WorkerState.BACKOFF
         self.error: EnvserveError | None = None
-        self.process: WorkerHandle | None = None
+        self.process: WorkerProcess | None = None
         self.exit: Exit | None = None
         self.is_ending = False
         self.num_unanswered = 0
@@ -114,13 +124,6 @@ class SupervisedWorker:
         self._kill_status = Status.WORKER_DIED
         self._close_by = math.inf
         self._beat, self._beat_at = [0, 0], 0.0
-
-    @property
-    def label(self) -> str:
-        """Name for messages: which worker, which envs."""
-        offset = self._config.first_env_index
-        ranges = [f"{b.start + offset} to {b.stop - 1 + offset}" for b in self.blocks]
-        return f"worker {self.index} (of envs {', '.join(ranges)})"
 
     @property
     def excerpt_note(self) -> str:
@@ -147,28 +150,29 @@ class SupervisedWorker:
         self.has_stepped = self._is_built = False
         self.exit = None
         try:
-            self.process = WorkerHandle(self._launcher, self._selector, self)
+            self.process = self._launcher.launch(self._selector, self)
         except WorkerError as error:
             return self._on_end(f"could not be started: {error}", "", now)
-        self.process.build(
+        message = _build_message(
             self._config, self.index, self._num_workers, self.blocks, incarnations
         )
+        self.process.channel.send(pack_frame(Kind.BUILD, payload=message))
         if self._slab is not None:
-            self.process.send_slab(self._slab)
+            self.attach(self._slab)
         return []
 
     def attach(self, slab: Slab) -> None:
         """Passes the slab to this process and all that follow it."""
         self._slab = slab
         if self.process is not None:
-            self.process.send_slab(slab)
+            self.process.channel.send(pack_frame(Kind.SLAB), slab.fd)
 
     def send(self, data: bytes, count: int, now: float) -> None:
         """Sends so many operations to a worker that is SERVING."""
         assert self.process is not None, "a worker that serves has one"
         self.num_unanswered += count
         self._beat_at = now
-        self.process.send(data)
+        self.process.channel.send(data)
 
     def fail(
         self, reason: str, now: float, status: Status = Status.WORKER_DIED
@@ -187,7 +191,7 @@ class SupervisedWorker:
             self.drop()
         elif not was_asked and self.state is not WorkerState.KILLED:
             self._move(WorkerState.CLOSING)
-            self.process.send(pack_frame(Kind.CLOSE))
+            self.process.channel.send(pack_frame(Kind.CLOSE))
 
     def end(self, reason: str, now: float) -> None:
         """Kills the process and waits until it has ended; there will be no other.
@@ -213,7 +217,7 @@ class SupervisedWorker:
         if (process := self.process) is None:
             return ()
         try:
-            frames = process.read()
+            frames = process.channel.read()
         except WorkerError as error:
             self.fail(f"sent what is no message: {error}", now)
             frames = []
@@ -229,8 +233,9 @@ class SupervisedWorker:
             # have woken it from a system call with a wrong result.
             elif self.state is WorkerState.SERVING:
                 self._on_odd_message(frame, now)
-        if process.is_at_end or self.state is WorkerState.KILLED:
-            self.is_ending = process.is_at_end
+        is_at_end = process.channel.is_at_end
+        if is_at_end or self.state is WorkerState.KILLED:
+            self.is_ending = is_at_end
             events += self._check_end(process, now)
         return events
 
@@ -304,12 +309,12 @@ class SupervisedWorker:
 
     # The end of a process.
 
-    def _check_end(self, process: WorkerHandle, now: float) -> list[Event]:
+    def _check_end(self, process: WorkerProcess, now: float) -> list[Event]:
         """Acts on the end of the process, once its exit status is known."""
         if process.has_ended(now):
             self._release()
             return self._on_end(str(process.exit), process.killed_for, now)
-        if process.is_at_end and process.is_overdue(now):
+        if process.channel.is_at_end and process.is_overdue(now):
             # It may go on, and write to rows that are its successor's by then.
             self.fail("closed its socket without ending", now)
         if process.cannot_be_killed(now):
@@ -318,7 +323,7 @@ class SupervisedWorker:
             return self._on_end(end, process.killed_for, now)
         return []
 
-    def _give_up_killed(self, process: WorkerHandle) -> str:
+    def _give_up_killed(self, process: WorkerProcess) -> str:
         """Gives the worker up, since its process does not end; returns what to say."""
         end = f"was killed, but has not ended within {KILL_SECONDS:g} s"
         self.error = WorkerError(
@@ -332,7 +337,7 @@ class SupervisedWorker:
         process, self.process = self.process, None
         if process is not None:
             self.exit = process.exit
-            process.close()
+            process.channel.close()
         self.is_ending = False
 
     def _on_end(self, end: str, killed_for: str, now: float) -> list[Event]:
@@ -367,3 +372,27 @@ class SupervisedWorker:
     def __repr__(self) -> str:
         """Returns the label, the state and the process."""
         return f"<{self.label}, {self.state.name}, {self.process!r}>"
+
+
+def _build_message(
+    config: PoolSettings,
+    worker: int,
+    num_workers: int,
+    blocks: Sequence[Block],
+    incarnations: Sequence[int],
+) -> bytes:
+    """Returns what a process is told to build."""
+    message: dict[str, Any] = {
+        **{name: getattr(config, name) for name in _SETTINGS},
+        "env_kwargs": dict(config.env_kwargs),
+        "wrappers": plain_wrappers(config.wrappers),
+        "num_workers": num_workers,
+        "worker": worker,
+        "blocks": [[block.index, block.start, block.stop] for block in blocks],
+        "incarnations": [
+            [row, incarnations[row]]
+            for block in blocks
+            for row in range(block.start, block.stop)
+        ],
+    }
+    return codec.encode(message)

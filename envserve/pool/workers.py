@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from envserve import codec
-from envserve.cores import num_cores
 from envserve.crashes.action_ring import ring_nbytes
 from envserve.errors import EnvserveError, EnvStartError, WorkerError
 from envserve.lane import Block
 from envserve.pool.launcher import Launcher
-from envserve.pool.states import Event, WorkerState
+from envserve.pool.states import Event
 from envserve.pool.supervisor import SupervisedWorker
 from envserve.settings import PoolSettings
 from envserve.slab import Slab
@@ -40,7 +39,7 @@ class Workers:
       spec: Spaces of all envs, once all workers are ready for the first time.
       slab: The rows, from then on.
       error: Why there will be none, or why a worker was given up before.
-      likely_last: The one that has answered a step last; None if it need not again.
+      selector: Wakes for those that `read` has something from.
     """
 
     def __init__(
@@ -68,15 +67,13 @@ class Workers:
             raise EnvStartError(f"env_kwargs or wrappers: {error}") from None
         self.incarnations = [config.first_incarnation] * config.num_envs
         self.watch_at = clock()
-        self.likely_last: SupervisedWorker | None = None
         self._config = config
         self._blocks = blocks
         self._clock = clock
         self._owns_launcher = launcher is None
         self._launcher = launcher or Launcher(config.import_modules, (config.env_name,))
-        self._selector = selectors.DefaultSelector()
+        self.selector = selectors.DefaultSelector()
         self._num_workers = 1 + max(block.worker for block in blocks)
-        self._has_cores_for_all = self._num_workers <= num_cores()
         self.spec: EnvSpec | None = None
         self.error: EnvserveError | None = None
         self.slab: Slab | None = None
@@ -90,7 +87,7 @@ class Workers:
             self._num_workers,
             self._config,
             self._launcher,
-            self._selector,
+            self.selector,
         )
 
     def admit(self, worker: SupervisedWorker, spec: EnvSpec, now: float) -> bool:
@@ -133,34 +130,6 @@ class Workers:
         self._launcher.poll()
         return tuple(each.process.pid if each.process else None for each in self.all)
 
-    def fileno(self) -> int:
-        """A descriptor that is readable when there is something to `read`."""
-        return self._selector.fileno()
-
-    def wait(
-        self, timeout_seconds: float, now: float, is_for_all: bool = False
-    ) -> Sequence[SupervisedWorker]:
-        """Waits, at most until `watch_at`; returns whom to `read`.
-
-        Who waits for all workers need not be woken by each: the core that it wakes on
-        is one that another still needs. So it waits for the one that is likely to end
-        last, as it did before. With many workers to each core it is better to read what
-        they have sent while others still run.
-        """
-        timeout_seconds = max(0.0, min(timeout_seconds, self.watch_at - now))
-        last = self.likely_last
-        if (
-            is_for_all
-            and self._has_cores_for_all
-            and last is not None
-            and last.num_unanswered
-            and last.process is not None
-            and last.state is WorkerState.SERVING
-        ):
-            last.process.wait(timeout_seconds)
-            return self.all
-        return [key.data for key, _ in self._selector.select(timeout_seconds)]
-
     def watch(self, now: float) -> Iterator[tuple[SupervisedWorker, Event]]:
         """Looks after all, starts whose turn it is, and plans when to do so next."""
         self.watch_at = math.inf
@@ -186,12 +155,12 @@ class Workers:
                 self.all[worker.index] = successor = self._new_worker(worker.index)
                 if self.slab is not None:
                     successor.attach(self.slab)
-        for key in list(self._selector.get_map().values()):
+        for key in list(self.selector.get_map().values()):
             # Of one that was being started. A process ends with its socket.
-            self._selector.unregister(key.fileobj)
+            self.selector.unregister(key.fileobj)
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
-        self.likely_last, self.watch_at = None, now
+        self.watch_at = now
         return old
 
     @property
@@ -209,8 +178,10 @@ class Workers:
         """Waits until all have ended, at most so long, and lets go of them."""
         give_up_at = self._clock() + timeout_seconds
         while not self.have_ended and (now := self._clock()) < give_up_at:
-            for worker in self.wait(0.05, now):
-                worker.read(now)
+            for key, _ in self.selector.select(
+                min(0.05, max(0.0, self.watch_at - now))
+            ):
+                key.data.read(now)
             for _ in self.watch(now):
                 pass
         for worker in self.all:
@@ -221,4 +192,4 @@ class Workers:
             self._launcher.close()
         if self.slab is not None:
             self.slab.close()
-        self._selector.close()
+        self.selector.close()

@@ -28,19 +28,16 @@ class StopSignals:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Only stores."""
         self.asked = asyncio.Event()
         self.at_once = asyncio.Event()
         self._loop = loop
 
     def __enter__(self) -> Self:
-        """Takes the signals over."""
         self._loop.add_signal_handler(signal.SIGTERM, self._on_terminate)
         self._loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Gives them back."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.remove_signal_handler(number)
 
@@ -85,7 +82,6 @@ class LoopLag:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begins to look."""
         self._loop = loop
         self._lags: deque[float] = deque(maxlen=_NUM_TICKS)
         self._timer = self._plan()

@@ -21,7 +21,6 @@ from typing import Final
 import zmq
 
 from envserve.errors import EnvserveError, EnvStartError, ServerError
-from envserve.lane import Outcome
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
 from envserve.session import (
@@ -34,11 +33,7 @@ from envserve.session import (
     ServerSession,
     StartPool,
 )
-from envserve.transport import (
-    NOBLOCK,
-    FrameReceiver,
-    descriptor_of,
-)
+from envserve.transport import NOBLOCK, FrameReceiver, descriptor_of
 from envserve.wire.constants import MAX_FRAMES
 
 __all__ = ["RouterShell"]
@@ -60,14 +55,15 @@ class _LeasedPool:
 
     Attributes:
       pool: The pool.
-      is_announced: Whether its being ready, or having failed, was reported.
+      is_announced: Whether its being ready was reported.
+      is_ending: Whether it was told to close.
       timer: When to look after it though it has said nothing.
       timer_at: When that is; infinity while there is no timer.
     """
 
     def __init__(self, pool: Pool, on_timer: Callable[[], None]) -> None:
         self.pool = pool
-        self.is_announced = False
+        self.is_announced = self.is_ending = False
         self.timer: asyncio.TimerHandle | None = None
         self.timer_at = math.inf
         self._on_timer = on_timer
@@ -113,6 +109,7 @@ class RouterShell:
         self.dropped_replies = 0
         self.failures = 0
         self._socket = socket
+        self._readable = [(socket, _POLLIN)]
         self._receiver = FrameReceiver(socket, MAX_FRAMES + 2, 2)
         #: Past a layer of Python that serves other types of sockets.
         self._send_frame: Callable[..., object] = super(zmq.Socket, socket).send
@@ -129,7 +126,6 @@ class RouterShell:
         self._plan_read()
 
     def __repr__(self) -> str:
-        """Returns what it serves."""
         return f"<RouterShell {len(self._pools)} pools>"
 
     # Its end.
@@ -213,9 +209,7 @@ class RouterShell:
                 self._plan_read()
 
     def _plan_read(self) -> None:
-        # As `can_receive`, in line.
-        is_readable = int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN
-        if is_readable and self._planned_read is None:
+        if self._planned_read is None and zmq.zmq_poll(self._readable, 0):
             self._planned_read = self._loop.call_soon(self._on_messages)
 
     def _send(self, reply: Reply) -> None:
@@ -306,6 +300,7 @@ class RouterShell:
 
     def _close_pool(self, session: int) -> None:
         leased = self._pools[session]
+        leased.is_ending = True
         leased.pool.begin_close(self._close_seconds)
         leased.look_at(time.monotonic(), self._loop)
 
@@ -328,32 +323,32 @@ class RouterShell:
         leased = self._pools[session]
         pool = leased.pool
         try:
-            outcomes, error = _collect(pool)
-            if error is None and leased.is_announced:  # the usual case
+            try:
+                outcomes, error = pool.collect(0), pool.error
+            except EnvserveError as failure:  # no process can be started any more
+                outcomes, error = [], failure
+            if error is not None:
+                decisions = self._session.pool_failed(session, error)
+            elif leased.is_announced:  # the usual case
                 decisions = self._session.pool_finished(session, outcomes, pool.absent)
             else:
-                decisions = self._announce(session, leased, error)
-            if pool.is_closed:
+                decisions = self._announce(session, leased)
+            if leased.is_ending and pool.is_closed:
                 self._pools.pop(session).release(self._loop)
-                if EndPool(session) not in decisions:  # which now finds it closed
-                    decisions.append(EndPool(session))
+                decisions += self._session.pool_closed(session)
             else:
                 deadline = pool.next_deadline()
                 if deadline is not None and deadline < leased.timer_at:
                     leased.look_at(deadline, self._loop)
-        except Exception as failure:
-            decisions = self._abandon(session, failure)
+        except Exception as defect:
+            decisions = self._abandon(session, defect)
         if decisions:
             self._carry_out(decisions)
             self._plan_read()
 
-    def _announce(
-        self, session: int, leased: _LeasedPool, error: EnvserveError | None
-    ) -> list[Decision]:
-        """Says that a pool is ready, or has failed."""
+    def _announce(self, session: int, leased: _LeasedPool) -> list[Decision]:
+        """Says that a pool is ready, once it is."""
         pool = leased.pool
-        if error is not None:
-            return self._session.pool_failed(session, error)
         if not pool.is_ready:
             return []
         leased.is_announced = True
@@ -381,12 +376,3 @@ class RouterShell:
             if self._lease_timer is None:
                 self._plan_lease_end()
             self._plan_read()
-
-
-def _collect(pool: Pool) -> tuple[list[Outcome], EnvserveError | None]:
-    """Returns what has ended, and why the pool has failed, if it has."""
-    try:
-        outcomes = pool.collect(0)
-    except EnvserveError as error:  # no process can be started any more
-        return [], error
-    return outcomes, pool.error

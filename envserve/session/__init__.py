@@ -3,6 +3,7 @@
 No I/O and no clock: bytes and `now` go in, bytes and decisions come out.
 """
 
+from envserve.session.attachment import Patience
 from envserve.session.claims import Offer
 from envserve.session.client import ClientSession
 from envserve.session.decisions import (
@@ -25,6 +26,7 @@ __all__ = [
     "EndPool",
     "Health",
     "Offer",
+    "Patience",
     "Reply",
     "RunCall",
     "RunReset",

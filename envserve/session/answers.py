@@ -15,15 +15,13 @@ from envserve.wire import (
     Executed,
     Message,
     MessageType,
-    encode,
+    pack,
 )
 
 __all__ = [
     "Answers",
     "lease_lost",
     "no_new_leases",
-    "refused",
-    "server_drained",
     "versions_differ",
 ]
 
@@ -37,7 +35,6 @@ class Answers:
 
     def reply(
         self,
-        route: bytes,
         asked: Message,
         type_: MessageType,
         body: bytes = b"",
@@ -47,69 +44,49 @@ class Answers:
         payload: Buffer = b"",
         report: bytes = b"",
     ) -> Reply:
-        """Answers a message with another that repeats its numbers.
+        """Answers a message with another that repeats its numbers, and its entries.
 
-        Args:
-          route: Where to send it.
-          asked: What is answered.
-          type_: Type of the answer.
-          body: Its body.
-          entries: The blocks that it is about; None for those of `asked`.
-          flags: Its flags.
-          payload: Its second frame.
-          report: Its third frame.
+        Those are replaced by `entries`, if given; all else is as for `wire.pack`.
         """
-        message = Message(
-            type=type_,
+        frames = pack(
+            type_,
+            (asked.session, self._boot, asked.epoch),
+            asked.request,
+            asked.entries if entries is None else entries,
+            body,
+            payload,
+            report,
             flags=flags,
-            session=asked.session,
-            boot=self._boot,
-            epoch=asked.epoch,
-            request=asked.request,
             attempt=asked.attempt,
-            entries=asked.entries if entries is None else entries,
-            body=body,
-            payload=payload,
-            report=report,
         )
-        return Reply(route, encode(message))
+        return Reply(asked.route, frames)
 
-    def error(self, route: bytes, asked: Message, body: ErrorBody) -> Reply:
+    def error(self, asked: Message, body: ErrorBody) -> Reply:
         """Answers with an ERROR."""
-        return self.reply(route, asked, MessageType.ERROR, body.encode())
+        return self.reply(asked, MessageType.ERROR, body.encode())
 
-    def bad_message(self, route: bytes, asked: Message, error: Exception) -> Reply:
-        """Says what is wrong with a message."""
-        body = refused(asked, str(error), ErrorCode.BAD_MESSAGE)
-        return self.error(route, asked, body)
+    def refuse(self, asked: Message, code: ErrorCode, text: str) -> Reply:
+        """Says that a request, or this copy of it, was refused."""
+        # An earlier one may have been whole, and executed, by a lease that is no more.
+        executed = Executed.UNKNOWN if asked.attempt else Executed.NO
+        return self.error(asked, ErrorBody(code=code, executed=executed, text=text))
 
-    def fenced(self, route: bytes, asked: Message, what: str) -> Reply:
+    def fence(self, asked: Message, what: str) -> Reply:
         """Says that a message belongs to a lease or server of the past."""
         text = f"this request is from before the {what}; attach anew"
-        return self.error(route, asked, refused(asked, text, ErrorCode.FENCED))
+        return self.refuse(asked, ErrorCode.FENCED, text)
 
-    def session_ended(
-        self, route: bytes, asked: Message, reason: ErrorBody | None
-    ) -> Reply:
+    def session_ended(self, asked: Message, reason: ErrorBody | None) -> Reply:
         """Says that a session has no envs any more, and why; None for a DETACH."""
         is_about_session = asked.type in (MessageType.DETACH, MessageType.ATTACH)
         if reason is not None:
             if not is_about_session:  # or only this request would seem to have failed
                 reason = replace(reason, code=ErrorCode.LEASE_LOST)
-            return self.error(route, asked, reason)
+            return self.error(asked, reason)
         if is_about_session:
-            return self.reply(route, asked, MessageType.DETACHED)
+            return self.reply(asked, MessageType.DETACHED)
         body = ErrorBody(code=ErrorCode.LEASE_LOST, text="this session has detached")
-        return self.error(route, asked, body)
-
-
-def refused(
-    asked: Message, text: str, code: ErrorCode = ErrorCode.LEASE_LOST
-) -> ErrorBody:
-    """Says that a request, or this copy of it, was refused."""
-    # An earlier copy may have been whole, and executed, by a lease that is no more.
-    executed = Executed.UNKNOWN if asked.attempt else Executed.NO
-    return ErrorBody(code=code, executed=executed, text=text)
+        return self.error(asked, body)
 
 
 def versions_differ(theirs: object) -> Refusal:
@@ -124,11 +101,6 @@ def versions_differ(theirs: object) -> Refusal:
 def lease_lost(text: str) -> ErrorBody:
     """Says why a client's envs are gone by the server's will."""
     return ErrorBody(code=ErrorCode.LEASE_LOST, executed=Executed.UNKNOWN, text=text)
-
-
-def server_drained(why: str) -> ErrorBody:
-    """Says the same while, or after, the server is drained."""
-    return lease_lost(f"the server was drained: {why}")
 
 
 def no_new_leases() -> Refusal:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from envserve.errors import (
@@ -23,11 +23,12 @@ from envserve.errors import (
 from envserve.session.error_codes import exception_of
 from envserve.session.operations import Operations
 from envserve.session.requests import Request, Requests
-from envserve.session.states import ClientState, new_client_machine
+from envserve.session.states import ClientState, Machine
 from envserve.wire import (
     MIN_VERSION,
     VERSION,
     Attach,
+    Buffer,
     ErrorBody,
     ErrorCode,
     Granted,
@@ -37,7 +38,7 @@ from envserve.wire import (
     Welcome,
 )
 
-__all__ = ["Attachment", "Loss", "attach_again"]
+__all__ = ["Attachment", "Loss", "Patience", "attach_again"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 _RETRY_SECONDS: Final = 0.5
@@ -45,6 +46,18 @@ _RETRY_SECONDS: Final = 0.5
 _BUSY_SECONDS: Final = 5.0
 #: More often than that no env is rebuilt within a lease.
 _INCARNATIONS_PER_LEASE: Final = 1 << 18
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long a client waits for its server."""
+
+    connect_seconds: float = 10.0
+    """Longest silence before the envs are granted."""
+    lost_seconds: float = 60.0
+    """How long to wait for a server that is silent, or for lost envs, after that."""
+    pads: bool = False
+    """Whether to try on for ever then, and to say so by `given_up`, and not to end."""
 
 
 @dataclass(slots=True)
@@ -65,7 +78,7 @@ class Loss:
     given_up: ServerLost | None = None
     retry_at: float = math.inf
     busy_until: float = math.inf
-    farewell: bytes = b""
+    farewell: list[Buffer] = field(default_factory=list)
 
 
 class Attachment:
@@ -86,15 +99,12 @@ class Attachment:
         address: str,
         attach: Attach,
         requests: Requests,
-        *,
+        patience: Patience,
         client: str,
-        timeout_seconds: float,
-        lost_after_seconds: float,
-        pads_when_lost: bool,
     ) -> None:
         """Starts CONNECTING; the arguments are those of `ClientSession`."""
         self.address = address
-        self.machine = new_client_machine()
+        self.machine = Machine(ClientState.CONNECTING)
         self.error: EnvserveError | None = None
         self.num_leases = 0
         self.request = 0
@@ -102,10 +112,8 @@ class Attachment:
         self.loss: Loss | None = None
         self._attach = attach
         self._requests = requests
+        self._patience = patience
         self._client = client
-        self._timeout = timeout_seconds
-        self._lost_after = lost_after_seconds
-        self._pads_when_lost = pads_when_lost
         self._max_message_bytes = 0
 
     # Asking.
@@ -201,8 +209,9 @@ class Attachment:
             raise LocalProtocolError(f"{self.address}: expected envs to lose")
         _LOGGER.warning("%s; asking for envs anew", error)
         requests, before = self._requests, self.loss
-        farewell = requests.pack(MessageType.DETACH) if knows_us else b""
-        self.loss = Loss(error, now, farewell=farewell)
+        farewell = requests.pack(MessageType.DETACH) if knows_us else []
+        since = requests.silence.since  # earlier, if a call is interrupted in one
+        self.loss = Loss(error, now if since is None else since, farewell=farewell)
         self.operations.lose(str(error), error)
         requests.change_session()
         if before is None:
@@ -211,7 +220,7 @@ class Attachment:
             self.loss.since, self.loss.given_up = before.since, before.given_up
             self.loss.retry_at = now + _RETRY_SECONDS
             self.machine.move(ClientState.HELLO_SENT)
-        self._say_farewell(self.loss)
+        requests.say_farewell(self.loss.farewell)
 
     def note_restart(self, now: float) -> None:
         """Handles a server that is another than the one we spoke to."""
@@ -237,11 +246,7 @@ class Attachment:
             self._ask_for_envs(now)
         elif self.machine.state is ClientState.HELLO_SENT:
             self.say_hello(now)
-        self._say_farewell(loss)
-
-    def _say_farewell(self, loss: Loss) -> None:
-        if loss.farewell:
-            self._requests.say_farewell(loss.farewell)
+        self._requests.say_farewell(loss.farewell)
 
     def accept_refusal(self, body: ErrorBody, now: float) -> None:
         """Takes an ERROR that ends the session, or does not let it begin."""
@@ -279,17 +284,20 @@ class Attachment:
     def lost_at(self) -> float:
         """When to `give_up`."""
         since, loss = self._requests.silence.since, self.loss
-        state = self.machine.state
+        state, patience = self.machine.state, self._patience
         if loss is None or state.has_envs:
-            patience = self._lost_after if state.has_envs else self._timeout
-            return math.inf if since is None else since + patience
+            if since is None:
+                return math.inf
+            if state.has_envs:
+                return since + patience.lost_seconds
+            return since + patience.connect_seconds
         if loss.given_up is not None:
             return math.inf
-        lost_at = loss.since + self._lost_after
+        lost_at = loss.since + patience.lost_seconds
         if state is ClientState.ATTACHING and loss.retry_at == math.inf:
             # The server is building: that may take as long as it says so.
-            patience = min(self._timeout, self._lost_after)
-            return math.inf if since is None else max(lost_at, since + patience)
+            least = min(patience.connect_seconds, patience.lost_seconds)
+            return math.inf if since is None else max(lost_at, since + least)
         return lost_at
 
     def give_up(self, now: float) -> None:
@@ -297,9 +305,9 @@ class Attachment:
         if self.operations is None:
             self.fail(
                 ConnectError(
-                    f"{self.address}: no server answered within {self._timeout:g} s; "
-                    f"is `envserve start --bind {self.address}` running there, and can "
-                    f"it be reached?"
+                    f"{self.address}: no server answered within "
+                    f"{self._patience.connect_seconds:g} s; is `envserve start --bind "
+                    f"{self.address}` running there, and can it be reached?"
                 )
             )
             return
@@ -313,7 +321,7 @@ class Attachment:
             f"{self.address}: {what}, so it is given up; look at the server's log, or "
             f"raise server_lost_after"
         )
-        if not self._pads_when_lost or state is ClientState.CLOSING:
+        if not self._patience.pads or state is ClientState.CLOSING:
             self.fail(error)
             return
         _LOGGER.warning("%s; its rows are padding until it is back", error)

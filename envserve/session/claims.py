@@ -20,12 +20,12 @@ from envserve.session.answers import Answers, lease_lost
 from envserve.session.decisions import Decision, EndPool
 from envserve.session.lease import Lease
 from envserve.session.policy import Health, Refusal, check_kwargs
-from envserve.session.states import ClaimState, Machine, new_claim_machine
+from envserve.session.states import ClaimState, Machine
 from envserve.settings import HostSettings
 from envserve.slab import Rows
 from envserve.spec import EnvSpec
 from envserve.wire import Attach, ErrorBody, ErrorCode, Granted, Message, Welcome
-from envserve.wire.constants import MAX_RESULT_BYTES
+from envserve.wire.constants import MAX_NAMES, MAX_RESULT_BYTES
 from envserve.wrappers import check_wrappers
 
 __all__ = ["Claim", "Claims", "Offer"]
@@ -66,8 +66,7 @@ class Claim:
       session: The client's number.
       attach: What it asked for.
       attach_body: The same, as bytes, to know a copy by.
-      route: Where its latest message came from.
-      request: The number of its latest ATTACH or DETACH.
+      asked: Its latest ATTACH or DETACH, with the route of its latest message.
       client: What the client calls itself, fit for a line of a log.
       since: When it came first.
       heard_at: When the client was heard last.
@@ -80,12 +79,13 @@ class Claim:
     session: int
     attach: Attach
     attach_body: bytes
-    route: bytes
-    request: int
+    asked: Message
     client: str
     since: float
     heard_at: float
-    machine: Machine[ClaimState] = field(default_factory=new_claim_machine)
+    machine: Machine[ClaimState] = field(
+        default_factory=lambda: Machine(ClaimState.BUILDING)
+    )
     lease: Lease | None = None
     granted: bytes = b""
     reason: ErrorBody | None = None
@@ -110,7 +110,6 @@ class Claims(dict[int, Claim]):
     """
 
     def __init__(self, policy: HostSettings, offer: Offer, answers: Answers) -> None:
-        """Starts without claims."""
         super().__init__()
         self.ended: _Recent[ErrorBody | None] = _Recent()
         self.is_ending = False
@@ -137,7 +136,7 @@ class Claims(dict[int, Claim]):
         return Welcome(
             max_message_bytes=self._policy.max_message_bytes,
             lease_seconds=self._policy.lease_seconds,
-            env_names=self._offer.names,
+            env_names=self._offer.names[:MAX_NAMES],
             num_names=len(self._offer.names),
             total_envs=self._policy.total_envs,
             free_envs=self.free_envs,
@@ -151,7 +150,7 @@ class Claims(dict[int, Claim]):
         shown = "".join(c if c.isprintable() else "?" for c in name[:_MAX_PRINTED_NAME])
         self._client_names.note(session, shown or "unnamed")
 
-    def add(self, message: Message, route: bytes, now: float) -> Claim:
+    def add(self, message: Message, now: float) -> Claim:
         """Takes an ATTACH of a new session.
 
         Raises:
@@ -163,7 +162,7 @@ class Claims(dict[int, Claim]):
         session = message.session
         client = self._client_names.pop(session, "unnamed")
         claim = self[session] = Claim(
-            session, attach, message.body, route, message.request, client, now, now
+            session, attach, message.body, message, client, now, now
         )
         _LOGGER.info("%s, attaching (client: %s)", claim, client)
         return claim

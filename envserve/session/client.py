@@ -20,7 +20,7 @@ from envserve.errors import (
     ServerError,
 )
 from envserve.lane import Block, Call, Outcome, Reset
-from envserve.session.attachment import Attachment
+from envserve.session.attachment import Attachment, Patience
 from envserve.session.error_codes import exception_of
 from envserve.session.operations import Operations
 from envserve.session.requests import Request, Requests
@@ -66,12 +66,10 @@ class ClientSession:
         self,
         address: str,
         attach: Attach,
+        patience: Patience,
         *,
         session: int,
         now: float,
-        timeout_seconds: float = 10.0,
-        server_lost_after_seconds: float = 60.0,
-        pads_when_lost: bool = False,
         client: str = "",
     ) -> None:
         """Starts CONNECTING.
@@ -79,32 +77,17 @@ class ClientSession:
         Args:
           address: The server's, for messages.
           attach: Which envs to ask for.
+          patience: How long to wait for the server.
           session: Random number in [1, 2**64), from which those of later leases follow.
           now: Monotonic seconds, as everywhere below.
-          timeout_seconds: Longest silence before the envs are granted.
-          server_lost_after_seconds: How long to wait for a server that is silent, or
-            for envs that are lost, after that.
-          pads_when_lost: Whether to try on for ever then, and to say so by `given_up`,
-            instead of ending.
           client: Who we are, for the server's log.
         """
         self.late_messages = 0
         self.address = address
         self.requests = Requests(session, now)
         self.outbox = self.requests.outbox
-        self._silence = self.requests.silence
-        self.attachment = Attachment(
-            address,
-            attach,
-            self.requests,
-            client=client,
-            timeout_seconds=timeout_seconds,
-            lost_after_seconds=server_lost_after_seconds,
-            pads_when_lost=pads_when_lost,
-        )
+        self.attachment = Attachment(address, attach, self.requests, patience, client)
         self._machine = self.attachment.machine
-
-    # What the lane shows.
 
     @property
     def state(self) -> ClientState:
@@ -144,7 +127,7 @@ class ClientSession:
             "late_messages": self.late_messages,
             "resends": self.requests.num_resends,
             "reattaches": max(0, self.attachment.num_leases - 1),
-            "unreachable_ms": int(1000 * self._silence.total_seconds),
+            "unreachable_ms": int(1000 * self.requests.silence.total_seconds),
         }
 
     @property
@@ -180,7 +163,7 @@ class ClientSession:
         )
 
     def _submit(self, requests: list[Request], now: float) -> None:
-        if self._silence.is_unreachable:
+        if self.requests.silence.is_unreachable:
             self.operations.is_stale = True
         if self._machine.state is ClientState.READY:
             for request in requests:
@@ -213,7 +196,7 @@ class ClientSession:
 
     def connected(self, now: float) -> None:
         """Notes that the transport can send, for the first time or anew."""
-        self._silence.mend()
+        self.requests.silence.mend()
         if self.state is ClientState.CONNECTING:
             self.attachment.say_hello(now)
         elif self.requests.waiting:
@@ -223,7 +206,7 @@ class ClientSession:
 
     def disconnected(self, now: float) -> None:
         """Notes that it no longer can."""
-        self._silence.break_off(now)
+        self.requests.silence.break_off(now)
 
     def receive(self, frames: Sequence[Buffer], now: float) -> None:
         """Takes what the server has sent, whatever it is."""
@@ -237,9 +220,10 @@ class ClientSession:
         if handler is None or message.session != requests.session or state in _OVER:
             self.late_messages += 1
             return
-        if self._silence.is_unreachable and self.attachment.operations is not None:
-            self.attachment.operations.is_stale = True
-        self._silence.hear(now)
+        silence, operations = requests.silence, self.attachment.operations
+        if silence.is_unreachable and operations is not None:
+            operations.is_stale = True
+        silence.hear(now)
         # Not of a WELCOME that nobody waits for: it may be of a server of the past.
         is_welcome = message.type is MessageType.WELCOME
         if requests.boot not in (0, message.boot) and not is_welcome:
@@ -255,7 +239,7 @@ class ClientSession:
         """Sends again what is due, pings, and notices that the server is lost."""
         if self.state.is_over:
             return
-        silence, operations = self._silence, self.attachment.operations
+        silence, operations = self.requests.silence, self.attachment.operations
         if operations is not None:
             silence.look(now)
         self.attachment.retry(now)
@@ -282,7 +266,7 @@ class ClientSession:
         if attachment.loss is not None:
             deadline = min(deadline, attachment.loss.retry_at)
         if self.state is ClientState.READY:
-            silence = self._silence
+            silence = self.requests.silence
             deadline = min(deadline, silence.ping_at, silence.unreachable_at)
         return deadline
 

@@ -67,22 +67,18 @@ class _Request:
     """A request that runs or has run, and where its answer goes.
 
     Attributes:
-      message: Its numbers and entries, with the latest attempt.
+      message: Its numbers and entries, with the latest attempt, and where from.
       blocks: Its blocks.
-      route: Where its latest copy came from.
       started_at: When it came first.
       resets: What a RESET resets.
-      num_running: How many of its blocks are not done.
-      outcomes: What came of those that are.
+      outcomes: What came of those of its blocks that are done.
       is_split: Whether its blocks are answered one by one.
     """
 
     message: Message
     blocks: tuple[int, ...]
-    route: bytes
     started_at: float
     resets: Sequence[Reset]
-    num_running: int
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     is_split: bool = False
 
@@ -106,7 +102,6 @@ class Lease:
         policy: HostSettings,
         answers: Answers,
     ) -> None:
-        """Starts with all blocks IDLE at seq 0."""
         self.epoch = epoch
         self.late_messages = 0
         self._session = session
@@ -130,7 +125,7 @@ class Lease:
 
     # What the client asks.
 
-    def handle(self, message: Message, route: bytes, now: float) -> list[Decision]:
+    def handle(self, message: Message, now: float) -> list[Decision]:
         """Takes a STEP, RESET or CALL.
 
         Raises:
@@ -151,19 +146,33 @@ class Lease:
         if not listed or len(set(listed)) < len(listed):
             raise RemoteProtocolError("expected at least one block, and each once")
         if not is_next:
-            return self._repeat(message, route)
+            return self._repeat(message)
         blocks = tuple(listed)
-        decision = self._check(message, blocks)
-        resets = decision.resets if isinstance(decision, RunReset) else ()
+        resets: Sequence[Reset] = ()
+        decision: Decision
+        if message.type is MessageType.STEP:
+            part = self._parts[blocks]
+            part.unpack_actions(message.body, message.payload)
+            for start, stop in part.ranges:
+                if not self._bounds.hold(start, stop):
+                    self._refuse_actions(start, stop)
+            decision = RunStep(self._session, blocks)
+        elif message.type is MessageType.RESET:
+            resets = read_resets(message, self._blocks)
+            decision = RunReset(self._session, resets)
+        else:
+            call = read_call(message, self._blocks)
+            check_call(self._policy, call.kind, call.name, call.env_index)
+            decision = RunCall(self._session, call)
         message.body = message.payload = message.report = b""  # they are used up
-        request = _Request(message, blocks, route, now, resets, len(blocks))
+        request = _Request(message, blocks, now, resets)
         for block, seq in message.entries:
             last_seq[block] = seq
             self._requests[block] = request
         self._move(blocks, BlockState.RUNNING)
         return [decision]
 
-    def _repeat(self, message: Message, route: bytes) -> list[Decision]:
+    def _repeat(self, message: Message) -> list[Decision]:
         """Handles a request that is not simply the next one of its blocks."""
         request = self._find(message)
         if request is None:
@@ -177,11 +186,13 @@ class Lease:
             # request could be made to fill the send queue with large answers.
             self.late_messages += 1
             return []
-        request.route = route
+        request.message.route = message.route
         request.message.attempt = message.attempt
         if request.is_split:
             return self._answer_split(request)
-        return [] if request.num_running else [self._answer(request, request.blocks)]
+        if len(request.outcomes) < len(request.blocks):
+            return []
+        return [self._answer(request, request.blocks)]
 
     def _find(self, message: Message) -> _Request | None:
         """Returns the request that this is a copy of, if any block still has it."""
@@ -202,23 +213,6 @@ class Lease:
             for block, seq in message.entries[:4]
         )
         return Refusal(ErrorCode.GAP, where)
-
-    def _check(
-        self, message: Message, blocks: tuple[int, ...]
-    ) -> RunStep | RunReset | RunCall:
-        """Checks a new request, and puts actions where the pool finds them."""
-        if message.type is MessageType.STEP:
-            part = self._parts[blocks]
-            part.unpack_actions(message.body, message.payload)
-            for start, stop in part.ranges:
-                if not self._bounds.hold(start, stop):
-                    self._refuse_actions(start, stop)
-            return RunStep(self._session, blocks)
-        if message.type is MessageType.RESET:
-            return RunReset(self._session, read_resets(message, self._blocks))
-        call = read_call(message, self._blocks)
-        check_call(self._policy, call.kind, call.name, call.env_index)
-        return RunCall(self._session, call)
 
     def _refuse_actions(self, start: int, stop: int) -> None:
         """Looks closely at actions that seem to be out of bounds."""
@@ -243,13 +237,12 @@ class Lease:
         for outcome in outcomes:
             request = self._requests[outcome.block]
             assert request is not None, "only a request makes a block busy"
-            request.num_running -= 1
             request.outcomes[outcome.block] = outcome
             if self._unended is not None:
                 self._note_ends(self._unended, request, outcome)
             if request.is_split:
                 replies.append(self._answer(request, (outcome.block,)))
-            elif not request.num_running:
+            elif len(request.outcomes) == len(request.blocks):
                 replies.append(self._answer(request, request.blocks))
         if absent:
             replies += self._tell_absent(absent)
@@ -335,7 +328,6 @@ class Lease:
                 break
         body, payload = self._parts[blocks].pack_results()
         return self._answers.reply(
-            request.route,
             request.message,
             MessageType.RESULT,
             body,
@@ -347,21 +339,16 @@ class Lease:
 
     def _answer_call(self, request: _Request) -> Reply:
         (outcome,) = request.outcomes.values()
-        route, asked = request.route, request.message
         if outcome.error is not None:
             error = body_of(outcome.error, Executed.YES)
-            return self._answers.error(route, asked, error)
+            return self._answers.error(request.message, error)
         return self._answers.reply(
-            route, asked, MessageType.CALL_RESULT, payload=outcome.result
+            request.message, MessageType.CALL_RESULT, payload=outcome.result
         )
 
     def _say_absent(self, request: _Request, blocks: Collection[int]) -> Reply:
-        return self._answers.reply(
-            request.route,
-            request.message,
-            MessageType.ABSENT,
-            entries=_entries(request, blocks),
-        )
+        entries = _entries(request, blocks)
+        return self._answers.reply(request.message, MessageType.ABSENT, entries=entries)
 
 
 def _entries(request: _Request, blocks: Collection[int]) -> tuple[tuple[int, int], ...]:

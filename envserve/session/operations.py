@@ -52,7 +52,6 @@ class _RowWriter:
     """
 
     def __init__(self, spec: EnvSpec, blocks: tuple[Block, ...]) -> None:
-        """Makes rows for these blocks."""
         self.rows = Rows.allocate(spec, blocks[-1].stop)
         self.parts = BlockParts(RowCodec(self.rows), blocks)
         self._blocks = blocks

@@ -31,7 +31,6 @@ class Refusal(Exception):
     """
 
     def __init__(self, code: ErrorCode, text: str, **fields: Any) -> None:
-        """Builds the body, with further fields of it."""
         super().__init__(text)
         self.body = ErrorBody(code=code, text=text, **fields)
 

@@ -21,7 +21,7 @@ from envserve.wire import (
     Message,
     MessageType,
     RowPart,
-    pack_request,
+    pack,
     set_attempt,
 )
 from envserve.wire.constants import MAX_BODY_BYTES
@@ -99,7 +99,6 @@ class Silence:
     """
 
     def __init__(self, now: float) -> None:
-        """Begins, since the server has said nothing yet."""
         self.since: float | None = now
         self.ping_at = math.inf
         self.is_unreachable = False
@@ -180,16 +179,13 @@ class Requests:
         self._last_id += 1
         number = request.id = self._last_id
         numbers = (self.session, self.boot, self.epoch)
-        head = pack_request(
-            request.type, numbers, number, request.entries, request.body
-        )
-        frames: list[Buffer] = [head, request.payload] if request.payload else [head]
-        request.frames = frames
+        kind, entries, payload = request.type, request.entries, request.payload
+        request.frames = pack(kind, numbers, number, entries, request.body, payload)
         request.attempt = 0
         request.resend_at = now + _FIRST_RESEND_SECONDS
         request.delay = _FIRST_RESEND_SECONDS
         self.waiting[number] = request
-        self.outbox[number] = frames
+        self.outbox[number] = request.frames
         if self.silence.since is None:
             self.silence.since = now
 
@@ -268,17 +264,18 @@ class Requests:
 
     def ping(self, now: float) -> None:
         """Asks for a sign of life."""
-        self.outbox[_PING_PLACE] = [self.pack(MessageType.PING)]
+        self.outbox[_PING_PLACE] = self.pack(MessageType.PING)
         self.silence.ping_at = now + _PING_SECONDS
         self.silence.expect_answer(now)
 
-    def pack(self, type_: MessageType) -> bytes:
+    def pack(self, type_: MessageType) -> list[Buffer]:
         """Packs a message without number and content, of the present lease."""
-        return pack_request(type_, (self.session, self.boot, self.epoch), 0)
+        return pack(type_, (self.session, self.boot, self.epoch), 0)
 
-    def say_farewell(self, farewell: bytes) -> None:
+    def say_farewell(self, farewell: list[Buffer]) -> None:
         """Sends once that a lease is not needed any more."""
-        self.outbox[_FAREWELL_PLACE] = [farewell]
+        if farewell:
+            self.outbox[_FAREWELL_PLACE] = farewell
 
     def change_session(self) -> None:
         """Begins another session: answers to this one are strange from now on."""
@@ -298,14 +295,8 @@ def pack_call(call: Call, num_envs: int, address: str) -> bytes:
         raise LocalProtocolError(
             f"{address}: expected an env_index below {num_envs}; got {call.env_index}"
         )
-    body = CallBody(
-        env_index=call.env_index,
-        kind=call.kind,
-        name=call.name,
-        arguments=call.arguments,
-    )
     try:
-        encoded = body.encode()
+        encoded = CallBody(**vars(call)).encode()
         if len(encoded) > MAX_BODY_BYTES:
             raise codec.CodecError(
                 f"expected arguments of at most {MAX_BODY_BYTES} bytes; "

@@ -19,8 +19,6 @@ from envserve.session.answers import (
     Answers,
     lease_lost,
     no_new_leases,
-    refused,
-    server_drained,
     versions_differ,
 )
 from envserve.session.claims import Claim, Claims, Offer
@@ -63,6 +61,7 @@ class ServerSession:
 
     Attributes:
       boot: Number of this start of the server, by which clients notice a restart.
+      claims: What clients have, or have asked for.
       dropped_messages: How many were no messages at all.
     """
 
@@ -86,17 +85,12 @@ class ServerSession:
         self._answers = Answers(boot)
         self._policy = policy
         self._check_health = check_health
-        self._claims = Claims(policy, offer, self._answers)
-
-    @property
-    def free_envs(self) -> int:
-        """How many envs can be leased now."""
-        return self._claims.free_envs
+        self.claims = Claims(policy, offer, self._answers)
 
     @property
     def has_ended(self) -> bool:
         """Whether, after `begin_drain` or `stop`, no client thinks it has envs."""
-        return self._claims.have_ended
+        return self.claims.have_ended
 
     # Messages.
 
@@ -107,14 +101,15 @@ class ServerSession:
         try:
             message = decode(frames)
         except RemoteProtocolError as error:
-            asked = _peek(frames)
+            asked = _peek(route, frames)
             if asked is None:
                 self.dropped_messages += 1
                 return []
-            return [self._answers.bad_message(route, asked, error)]
+            return [self._answers.refuse(asked, ErrorCode.BAD_MESSAGE, str(error))]
+        message.route = route
         try:
             # The usual case first, which needs no closer look.
-            claim = self._claims.get(message.session)
+            claim = self.claims.get(message.session)
             if (
                 claim is not None
                 and claim.lease is not None
@@ -123,21 +118,22 @@ class ServerSession:
                 and message.epoch == claim.lease.epoch
                 and message.version == VERSION
             ):
-                claim.heard_at, claim.route = now, route  # it may have connected anew
-                return claim.lease.handle(message, route, now)
-            return self._dispatch(message, claim, route, now)
+                claim.heard_at = now
+                claim.asked.route = route  # it may have connected anew
+                return claim.lease.handle(message, now)
+            return self._dispatch(message, claim, now)
         except Refusal as refusal:
             _LOGGER.info("refused: %s", refusal)
-            return [self._answers.error(route, message, refusal.body)]
+            return [self._answers.error(message, refusal.body)]
         except RemoteProtocolError as error:
-            return [self._answers.bad_message(route, message, error)]
+            return [self._answers.refuse(message, ErrorCode.BAD_MESSAGE, str(error))]
 
     def receive_failed(self, route: bytes, frames: Sequence[Buffer]) -> list[Decision]:
         """Answers a message that met a defect of ours; ends its session, if any.
 
         How far it got cannot be known, so nothing of that session can be relied on.
         """
-        message = _peek(frames)
+        message = _peek(route, frames)
         if message is None:
             return []
         body = ErrorBody(
@@ -145,19 +141,19 @@ class ServerSession:
             executed=Executed.UNKNOWN,
             text="the server failed at this message; look at its log",
         )
-        answer = self._answers.error(route, message, body)
-        claim = self._claims.get(message.session)
+        answer = self._answers.error(message, body)
+        claim = self.claims.get(message.session)
         if claim is None or message.boot != self.boot:
             return [answer]
-        return [answer, *self._claims.close(claim, body)]
+        return [answer, *self.claims.close(claim, body)]
 
     def _dispatch(
-        self, message: Message, claim: Claim | None, route: bytes, now: float
+        self, message: Message, claim: Claim | None, now: float
     ) -> list[Decision]:
         """Handles all but the operations of a granted lease."""
         kind = message.type
         if kind is MessageType.HELLO:
-            return self._on_hello(message, route)
+            return self._on_hello(message)
         if _is_from_server(message):
             self.dropped_messages += 1  # an answer to it could go round in circles
             return []
@@ -166,78 +162,78 @@ class ServerSession:
         if not isinstance(kind, MessageType):
             raise Refusal(ErrorCode.UNSUPPORTED, f"messages of type {kind} are unknown")
         if message.boot != self.boot:
-            return [self._answers.fenced(route, message, "server was started")]
+            return [self._answers.fence(message, "server was started")]
         if kind is MessageType.DETACH:
-            self._claims.unaware.discard(message.session)
+            self.claims.unaware.discard(message.session)
         if claim is None:
-            return self._on_stranger(message, route, now)
+            return self._on_stranger(message, now)
         claim.heard_at = now
         if kind is MessageType.ATTACH:
-            return self._on_repeated_attach(claim, message, route, now)
+            return self._on_repeated_attach(claim, message, now)
         if kind is MessageType.DETACH:
-            claim.route, claim.request = route, message.request
-            return self._claims.close(claim, None)
+            claim.asked = message
+            return self.claims.close(claim, None)
         if claim.state is ClaimState.CLOSING:
-            return [self._answers.session_ended(route, message, claim.reason)]
+            return [self._answers.session_ended(message, claim.reason)]
         if claim.lease is None:
             if kind is not MessageType.PING:
                 raise Refusal(ErrorCode.BAD_MESSAGE, "the lease is not granted yet")
             pong = Pong(running={})
         elif message.epoch != claim.lease.epoch:
-            return [self._answers.fenced(route, message, "lease was granted")]
+            return [self._answers.fence(message, "lease was granted")]
         else:
-            claim.route = route  # it may have connected anew
+            claim.asked.route = message.route
             pong = claim.lease.pong(now)
-        return [self._answers.reply(route, message, MessageType.PONG, pong.encode())]
+        return [self._answers.reply(message, MessageType.PONG, pong.encode())]
 
-    def _on_hello(self, message: Message, route: bytes) -> list[Decision]:
+    def _on_hello(self, message: Message) -> list[Decision]:
         hello = Hello.decode(message.body)
         if hello.min_version > VERSION or hello.max_version < MIN_VERSION:
             raise versions_differ(f"{hello.min_version} to {hello.max_version}")
         if message.session:
-            self._claims.note_name(message.session, hello.client)
-        body = self._claims.welcome(self._check_health()).encode()
-        return [self._answers.reply(route, message, MessageType.WELCOME, body)]
+            self.claims.note_name(message.session, hello.client)
+        body = self.claims.welcome(self._check_health()).encode()
+        return [self._answers.reply(message, MessageType.WELCOME, body)]
 
-    def _on_stranger(
-        self, message: Message, route: bytes, now: float
-    ) -> list[Decision]:
+    def _on_stranger(self, message: Message, now: float) -> list[Decision]:
         """Handles a session that has no envs: it wants some, or had some."""
-        if message.session in self._claims.ended:
-            reason = self._claims.ended[message.session]
-            return [self._answers.session_ended(route, message, reason)]
+        if message.session in self.claims.ended:
+            reason = self.claims.ended[message.session]
+            return [self._answers.session_ended(message, reason)]
         if message.type is MessageType.DETACH:
-            return [self._answers.session_ended(route, message, None)]
+            return [self._answers.session_ended(message, None)]
         if message.type is not MessageType.ATTACH:
             text = "this session has no envs here; attach anew"
-            return [self._answers.error(route, message, refused(message, text))]
+            return [self._answers.refuse(message, ErrorCode.LEASE_LOST, text)]
         if message.session == 0:
             raise RemoteProtocolError("expected a session number that is not 0")
-        if self._claims.is_ending:
+        if self.claims.is_ending:
             raise no_new_leases()
-        claim = self._claims.add(message, route, now)
+        claim = self.claims.add(message, now)
         return [
             StartPool(claim.session, PoolSettings.of(claim.attach, self._policy)),
-            self._tell_building(claim, message, now),
+            self._tell_building(claim, now),
         ]
 
     def _on_repeated_attach(
-        self, claim: Claim, message: Message, route: bytes, now: float
+        self, claim: Claim, message: Message, now: float
     ) -> list[Decision]:
         if message.body != claim.attach_body:
             raise RemoteProtocolError("this session has attached with other arguments")
         if claim.state is ClaimState.CLOSING:
-            return [self._answers.session_ended(route, message, claim.reason)]
-        claim.route, claim.request = route, message.request
+            return [self._answers.session_ended(message, claim.reason)]
+        claim.asked = message
         if claim.state is ClaimState.GRANTED:
-            return [
-                self._tell(claim, MessageType.GRANTED, claim.granted, claim.request)
-            ]
-        return [self._tell_building(claim, message, now)]
+            return [self._tell_granted(claim)]
+        return [self._tell_building(claim, now)]
 
-    def _tell_building(self, claim: Claim, message: Message, now: float) -> Reply:
+    def _tell_granted(self, claim: Claim) -> Reply:
+        request = claim.asked.request
+        return self._tell(claim, MessageType.GRANTED, claim.granted, request)
+
+    def _tell_building(self, claim: Claim, now: float) -> Reply:
         body = Building(elapsed_ms=int(1000 * (now - claim.since))).encode()
-        return self._answers.reply(claim.route, message, MessageType.BUILDING, body)
+        return self._answers.reply(claim.asked, MessageType.BUILDING, body)
 
     # What has happened to pools.
 
@@ -250,24 +246,24 @@ class ServerSession:
         now: float,
     ) -> list[Decision]:
         """Grants the lease, since the envs are built."""
-        claim = self._claims[session_id]
+        claim = self.claims[session_id]
         if claim.state is not ClaimState.BUILDING:
             return []
         try:
-            self._claims.grant(claim, spec, blocks, rows)
+            self.claims.grant(claim, spec, blocks, rows)
         except Refusal as refusal:
-            return self._claims.close(claim, refusal.body)
+            return self.claims.close(claim, refusal.body)
         _LOGGER.info("%s, granted after %.1f s", claim, now - claim.since)
-        return [self._tell(claim, MessageType.GRANTED, claim.granted, claim.request)]
+        return [self._tell_granted(claim)]
 
     def pool_failed(self, session_id: int, error: EnvserveError) -> list[Decision]:
         """Ends a session whose envs could not be built, or are lost for good."""
-        claim = self._claims[session_id]
+        claim = self.claims[session_id]
         body = body_of(error, Executed.UNKNOWN)
         if claim.lease is None and body.code is ErrorCode.INTERNAL:
             # No memory, no descriptors: whatever it was, there are no envs.
             body = replace(body, code=ErrorCode.ENV_START_FAILED)
-        return self._claims.close(claim, body)
+        return self.claims.close(claim, body)
 
     def pool_finished(
         self,
@@ -282,40 +278,37 @@ class ServerSession:
           outcomes: What came of operations that have ended.
           absent: Blocks in flight whose envs are not there now.
         """
-        claim = self._claims[session_id]
+        claim = self.claims[session_id]
         if claim.lease is None:  # it is being closed
             return []
         replies = claim.lease.finish(outcomes, absent)
-        if self._claims.is_ending and claim.lease.has_drained:
-            reason = server_drained("each of its envs ended an episode")
-            replies += self._claims.close(claim, reason)
+        if self.claims.is_ending and claim.lease.has_drained:
+            text = "the server was drained: each of its envs ended an episode"
+            replies += self.claims.close(claim, lease_lost(text))
         return replies
 
     def pool_broken(self, session_id: int, error: EnvserveError) -> list[Decision]:
         """Frees the envs of a session whose pool failed, and is gone already."""
-        claim = self._claims.get(session_id)
+        claim = self.claims.get(session_id)
         if claim is None:
             return []
-        self._claims.close(claim, body_of(error, Executed.UNKNOWN))
+        self.claims.close(claim, body_of(error, Executed.UNKNOWN))
         return self.pool_closed(session_id)
 
     def pool_closed(self, session_id: int) -> list[Decision]:
         """Frees the envs of a session whose workers are gone; tells the client."""
-        claim = self._claims.remove(session_id)
-        asked = Message(
-            type=MessageType.ATTACH, session=session_id, request=claim.request
-        )
-        return [self._answers.session_ended(claim.route, asked, claim.reason)]
+        claim = self.claims.remove(session_id)
+        return [self._answers.session_ended(claim.asked, claim.reason)]
 
     # Leases, and the end of the server.
 
     def poll(self, now: float) -> list[Decision]:
         """Gives up the envs of clients that have been silent for too long."""
-        return self._claims.close_silent(now)
+        return self.claims.close_silent(now)
 
     def next_deadline(self) -> float:
         """When `poll` has to be called next."""
-        return self._claims.next_deadline()
+        return self.claims.next_deadline()
 
     def begin_drain(self, grace_seconds: float) -> list[Decision]:
         """Grants nothing any more; a lease ends when its running episodes have.
@@ -323,16 +316,16 @@ class ServerSession:
         Args:
           grace_seconds: How long until `stop` will end those that are left.
         """
-        self._claims.is_ending = True
+        self.claims.is_ending = True
         body = Drain(grace_ms=int(1000 * grace_seconds)).encode()
         decisions: list[Decision] = []
-        for claim in self._claims.values():
+        for claim in self.claims.values():
             if claim.state is ClaimState.BUILDING:
-                decisions += self._claims.close(claim, no_new_leases().body)
+                decisions += self.claims.close(claim, no_new_leases().body)
             elif claim.lease is not None:
                 claim.lease.begin_drain()
                 decisions.append(self._tell(claim, MessageType.DRAIN, body, 0))
-        count = len(self._claims)
+        count = len(self.claims)
         _LOGGER.info("draining: %d sessions end within %g s", count, grace_seconds)
         return decisions
 
@@ -342,26 +335,30 @@ class ServerSession:
         Args:
           why: For their clients, what has ended a drain.
         """
-        reason = server_drained(why) if why else lease_lost("the server was stopped")
-        return self._claims.close_all(reason)
+        text = f"the server was drained: {why}" if why else "the server was stopped"
+        return self.claims.close_all(lease_lost(text))
 
     def _tell(
         self, claim: Claim, kind: MessageType, body: bytes, request: int
     ) -> Reply:
         """Says something to a claim's client that its latest message did not ask."""
         asked = Message(
-            type=MessageType.ATTACH,
+            MessageType.ATTACH,
             session=claim.session,
             epoch=0 if claim.lease is None else claim.lease.epoch,
             request=request,
+            route=claim.asked.route,
         )
-        return self._answers.reply(claim.route, asked, kind, body)
+        return self._answers.reply(asked, kind, body)
 
 
-def _peek(frames: Sequence[Buffer]) -> Message | None:
+def _peek(route: bytes, frames: Sequence[Buffer]) -> Message | None:
     """Returns the numbers of what is no message, if it may be answered at all."""
     message = peek(frames)
-    return None if message is None or _is_from_server(message) else message
+    if message is None or _is_from_server(message):
+        return None
+    message.route = route
+    return message
 
 
 def _is_from_server(message: Message) -> bool:

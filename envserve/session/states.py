@@ -53,12 +53,10 @@ __all__ = [
     "ClaimState",
     "ClientState",
     "Machine",
-    "new_claim_machine",
-    "new_client_machine",
 ]
 
 State = TypeVar("State", bound=enum.Enum)
-_Moves = Mapping[State, Collection[State]]
+_Moves = Mapping[enum.Enum, Collection[enum.Enum]]
 
 
 class Machine(Generic[State]):
@@ -68,17 +66,17 @@ class Machine(Generic[State]):
       state: To be read only: `move` writes it.
     """
 
-    __slots__ = ("_moves", "state")
+    __slots__ = ("state",)
 
-    def __init__(self, start: State, moves: _Moves[State]) -> None:
-        """Starts; `moves` has the legal ones, by the state that they lead away from."""
+    def __init__(self, start: State) -> None:
+        """Starts in a state of which `_MOVES` says where it leads."""
         self.state = start
-        self._moves = moves
 
     def move(self, state: State) -> None:
         """Goes to another state; raises LocalProtocolError if that is not legal."""
-        if state not in self._moves[self.state]:
-            legal = ", ".join(item.name for item in self._moves[self.state]) or "none"
+        moves = _MOVES[self.state]
+        if state not in moves:
+            legal = ", ".join(item.name for item in moves) or "none"
             raise LocalProtocolError(
                 f"{type(state).__name__}: expected a move from {self.state.name} to "
                 f"one of: {legal}; got {state.name}"
@@ -111,7 +109,7 @@ class ClientState(enum.Enum):
         return self in (ClientState.READY, ClientState.CLOSING)
 
 
-_CLIENT_MOVES: Final[_Moves[ClientState]] = {
+_CLIENT_MOVES: Final[_Moves] = {
     ClientState.CONNECTING: (
         ClientState.HELLO_SENT,  # there is a connection
         ClientState.CLOSED,  # nothing to give back
@@ -144,11 +142,6 @@ _CLIENT_MOVES: Final[_Moves[ClientState]] = {
 }
 
 
-def new_client_machine() -> Machine[ClientState]:
-    """Returns a client's machine, at its start."""
-    return Machine(ClientState.CONNECTING, _CLIENT_MOVES)
-
-
 # A claim, on the server.
 
 
@@ -161,7 +154,7 @@ class ClaimState(enum.Enum):
     ENDED = enum.auto()  # its envs are free
 
 
-_CLAIM_MOVES: Final[_Moves[ClaimState]] = {
+_CLAIM_MOVES: Final[_Moves] = {
     ClaimState.BUILDING: (
         ClaimState.GRANTED,  # the envs are built
         ClaimState.CLOSING,  # they cannot be, or nobody wants them any more
@@ -171,10 +164,7 @@ _CLAIM_MOVES: Final[_Moves[ClaimState]] = {
     ClaimState.ENDED: (),
 }
 
-
-def new_claim_machine() -> Machine[ClaimState]:
-    """Returns a claim's machine, at its start."""
-    return Machine(ClaimState.BUILDING, _CLAIM_MOVES)
+_MOVES: Final[_Moves] = {**_CLIENT_MOVES, **_CLAIM_MOVES}
 
 
 # A block of a lease, on the server.
@@ -190,7 +180,7 @@ class BlockState(enum.IntEnum):  # an int: its hash is looked up at every step
 
 
 #: `Lease._move` holds many blocks at once to it.
-BLOCK_MOVES: Final[_Moves[BlockState]] = {
+BLOCK_MOVES: Final[_Moves] = {
     BlockState.IDLE: (BlockState.RUNNING,),
     BlockState.RUNNING: (BlockState.ABSENT, BlockState.DONE),
     BlockState.ABSENT: (BlockState.DONE,),

@@ -28,7 +28,7 @@ from envserve.wire.message import (
     Message,
     decode,
     encode,
-    pack_request,
+    pack,
     peek,
     set_attempt,
 )
@@ -37,8 +37,6 @@ from envserve.wire.rows import (
     BlockParts,
     RowCodec,
     RowPart,
-    merge_ranges,
-    split_rows,
 )
 
 __all__ = [
@@ -66,9 +64,7 @@ __all__ = [
     "Welcome",
     "decode",
     "encode",
-    "merge_ranges",
-    "pack_request",
+    "pack",
     "peek",
     "set_attempt",
-    "split_rows",
 ]

@@ -139,11 +139,6 @@ class Welcome(Body, frozen=True, kw_only=True):
     is_draining: bool = False
     loop_lag_ms: Milliseconds = 0
 
-    def encode(self) -> bytes:
-        """Returns the body, with as many names as one may have."""
-        names = self.env_names[:MAX_NAMES]
-        return _ENCODER.encode(msgspec.structs.replace(self, env_names=names))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Attach(EnvRequest):

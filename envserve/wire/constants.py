@@ -8,28 +8,6 @@ from __future__ import annotations
 import enum
 from typing import Final
 
-__all__ = [
-    "MAGIC",
-    "MAX_ATTACH_BYTES",
-    "MAX_BODY_BYTES",
-    "MAX_ENTRIES",
-    "MAX_FRAMES",
-    "MAX_INLINE_BYTES",
-    "MAX_NAMES",
-    "MAX_REPORT_BYTES",
-    "MAX_RESULT_BYTES",
-    "MAX_SHORT_BODY_BYTES",
-    "MAX_TEXT_BYTES",
-    "MAX_TRACEBACK_BYTES",
-    "MIN_VERSION",
-    "VERSION",
-    "ErrorCode",
-    "Executed",
-    "Flag",
-    "MessageType",
-    "body_limit",
-]
-
 MAGIC: Final = b"ENVS"
 #: Highest and lowest protocol version that this code speaks.
 VERSION: Final = 1
@@ -42,7 +20,6 @@ MAX_ENTRIES: Final = 4096
 #: With prefix and entries, below the 1 MiB that servers accept by default.
 MAX_BODY_BYTES: Final = (1 << 20) - (64 << 10)
 MAX_ATTACH_BYTES: Final = 16 << 10
-MAX_SHORT_BODY_BYTES: Final = 4 << 10
 #: Rows that may stand in a body; longer ones have a frame of their own.
 MAX_INLINE_BYTES: Final = 64 << 10
 #: Infos, faults and errors of one result.
@@ -118,12 +95,9 @@ class Flag(enum.IntFlag):
     INFOS_DROPPED = 1  # of RESULT: infos were too long for a message
 
 
-def body_limit(message_type: MessageType) -> int:
-    """Returns how long the body of such a message may be, in bytes."""
-    return _BODY_LIMITS.get(message_type, MAX_SHORT_BODY_BYTES)
-
-
-_BODY_LIMITS: Final = {
+#: How long the body of a message may be, in bytes.
+BODY_LIMITS: Final = {
+    **dict.fromkeys(MessageType, 4 << 10),
     MessageType.CALL_RESULT: 0,
     MessageType.STEP: MAX_INLINE_BYTES,
     MessageType.RESULT: MAX_INLINE_BYTES,

@@ -15,21 +15,20 @@ from typing import Final
 
 from envserve.errors import RemoteProtocolError
 from envserve.wire.constants import (
+    BODY_LIMITS,
     MAGIC,
     MAX_ENTRIES,
     MAX_FRAMES,
     MAX_REPORT_BYTES,
     VERSION,
     MessageType,
-    body_limit,
 )
 
 __all__ = [
-    "PREFIX_BYTES",
     "Message",
     "decode",
     "encode",
-    "pack_request",
+    "pack",
     "peek",
     "set_attempt",
 ]
@@ -42,14 +41,13 @@ _ENTRY: Final = struct.Struct("<IQ")
 _ENTRY_BYTES: Final = _ENTRY.size
 _ATTEMPT: Final = struct.Struct("<H")
 _ATTEMPT_OFFSET: Final = 36
-PREFIX_BYTES: Final = _PREFIX.size
+_PREFIX_BYTES: Final = _PREFIX.size
 
 _TYPES: Final = {int(member): member for member in MessageType}
-_BODY_LIMITS: Final = {int(member): body_limit(member) for member in MessageType}
 _GREETINGS: Final = (MessageType.HELLO, MessageType.WELCOME)
 
 
-@dataclass(slots=True, kw_only=True)  # frozen takes three times as long to make
+@dataclass(slots=True)  # frozen takes three times as long to make
 class Message:
     """One message, in either direction.
 
@@ -66,6 +64,7 @@ class Message:
       body: Msgpack of control messages, not yet decoded; or raw rows.
       payload: More raw rows, or the encoded result of a call.
       report: Msgpack of infos, faults and errors.
+      route: Where it came from, for a server; not on the wire.
     """
 
     type: MessageType | int
@@ -80,52 +79,60 @@ class Message:
     body: bytes = b""
     payload: Buffer = b""
     report: Buffer = b""
+    route: bytes = b""
 
 
-def encode(message: Message) -> list[Buffer]:
-    """Returns one to three frames: trailing frames that are empty are left out."""
-    entries = message.entries
-    prefix = _PREFIX.pack(
-        MAGIC,
-        message.version,
-        message.type,
-        message.flags,
-        message.session,
-        message.boot,
-        message.epoch,
-        message.request,
-        message.attempt,
-        len(entries),
-        len(message.body),
-    )
-    head = b"".join([prefix, *starmap(_ENTRY.pack, entries), message.body])
-    if message.report:
-        return [head, message.payload, message.report]
-    return [head, message.payload] if message.payload else [head]
-
-
-def pack_request(
+def pack(
     type_: int,
     numbers: tuple[int, int, int],
     request: int,
     entries: Sequence[tuple[int, int]] = (),
     body: bytes = b"",
-) -> bytes:
-    """Returns frame 0 of a client's request, as `encode` does, for less.
+    payload: Buffer = b"",
+    report: Buffer = b"",
+    *,
+    version: int = VERSION,
+    flags: int = 0,
+    attempt: int = 0,
+) -> list[Buffer]:
+    """Returns the frames of a message, see `Message`; none that is empty at the end.
 
     Args:
-      type_: What it asks for.
+      type_: What it is.
       numbers: Session, boot and epoch.
-      request: Its number.
+      request: Number of the request.
       entries: Blocks with their seqs.
-      body: What stands in the same frame.
+      body: What stands in frame 0.
+      payload: Frame 1.
+      report: Frame 2.
+      version: Protocol version.
+      flags: See `Flag`.
+      attempt: How often the request was sent before.
     """
     count, size = len(entries), len(body)
-    parts = [_PREFIX.pack(MAGIC, VERSION, type_, 0, *numbers, request, 0, count, size)]
-    for block, seq in entries:
-        parts.append(_ENTRY.pack(block, seq))
-    parts.append(body)
-    return b"".join(parts)
+    prefix = _PREFIX.pack(
+        MAGIC, version, type_, flags, *numbers, request, attempt, count, size
+    )
+    head = b"".join([prefix, *starmap(_ENTRY.pack, entries), body])
+    if report:
+        return [head, payload, report]
+    return [head, payload] if payload else [head]
+
+
+def encode(message: Message) -> list[Buffer]:
+    """Returns the frames of a message."""
+    return pack(
+        message.type,
+        (message.session, message.boot, message.epoch),
+        message.request,
+        message.entries,
+        message.body,
+        message.payload,
+        message.report,
+        version=message.version,
+        flags=message.flags,
+        attempt=message.attempt,
+    )
 
 
 def set_attempt(frame: Buffer, attempt: int) -> bytes:
@@ -137,22 +144,12 @@ def set_attempt(frame: Buffer, attempt: int) -> bytes:
 
 def peek(frames: Sequence[Buffer]) -> Message | None:
     """Returns the prefix of what need not be valid beyond it, to answer an error."""
-    if not frames or len(frames[0]) < PREFIX_BYTES:
+    if not frames or len(frames[0]) < _PREFIX_BYTES:
         return None
-    magic, version, type_, flags, *numbers, _, _ = _PREFIX.unpack_from(frames[0])
+    magic, version, type_, *numbers, _, _ = _PREFIX.unpack_from(frames[0])
     if magic != MAGIC:
         return None
-    session, boot, epoch, request, attempt = numbers
-    return Message(
-        type=_TYPES.get(type_, type_),
-        version=version,
-        flags=flags,
-        session=session,
-        boot=boot,
-        epoch=epoch,
-        request=request,
-        attempt=attempt,
-    )
+    return Message(_TYPES.get(type_, type_), version, *numbers)
 
 
 def decode(frames: Sequence[Buffer]) -> Message:
@@ -171,70 +168,36 @@ def decode(frames: Sequence[Buffer]) -> Message:
         )
     head = frames[0]
     head_bytes = len(head)
-    if head_bytes < PREFIX_BYTES:
+    if head_bytes < _PREFIX_BYTES:
         raise RemoteProtocolError(
-            f"expected a prefix of {PREFIX_BYTES} bytes; got {head_bytes}"
+            f"expected a prefix of {_PREFIX_BYTES} bytes; got {head_bytes}"
         )
-    (
-        magic, version, type_, flags, session, boot,
-        epoch, request, attempt, count, body_bytes,
-    ) = _PREFIX.unpack_from(head)  # fmt: skip
+    magic, version, type_, *numbers, count, body_bytes = _PREFIX.unpack_from(head)
     if magic != MAGIC:
         raise RemoteProtocolError(f"expected a message that begins with {MAGIC!r}")
-    kind = _TYPES.get(type_, type_)
-    entries: tuple[tuple[int, int], ...] = ()
-    body = b""
-    report = frames[2] if num_frames > 2 else b""
-    limit = _BODY_LIMITS.get(type_)
+    message = Message(_TYPES.get(type_, type_), version, *numbers)
+    if num_frames > 1:
+        message.payload = frames[1]
+    if num_frames > 2:
+        message.report = frames[2]
+    limit = BODY_LIMITS.get(type_)
     # The form of greetings never changes, so that any two versions can find out.
-    if limit is not None and (version == VERSION or kind in _GREETINGS):
-        start = PREFIX_BYTES + count * _ENTRY_BYTES
+    if limit is not None and (version == VERSION or message.type in _GREETINGS):
+        start = _PREFIX_BYTES + count * _ENTRY_BYTES
+        report_bytes = len(message.report)
         if (
             count > MAX_ENTRIES
             or body_bytes > limit
             or head_bytes != start + body_bytes
-            or len(report) > MAX_REPORT_BYTES
+            or report_bytes > MAX_REPORT_BYTES
         ):
-            raise _size_error(kind, head_bytes, count, body_bytes, len(report))
-        body = bytes(head[start:])
+            raise RemoteProtocolError(
+                f"{MessageType(type_).name}: expected at most {MAX_ENTRIES} blocks, a "
+                f"body of at most {limit} bytes that ends with its frame, and a report "
+                f"of at most {MAX_REPORT_BYTES}; got {count} blocks, a body of "
+                f"{body_bytes} in a frame of {head_bytes}, a report of {report_bytes}"
+            )
+        message.body = bytes(head[start:])
         if version == VERSION:
-            entries = tuple(_ENTRY.iter_unpack(head[PREFIX_BYTES:start]))
-    return Message(
-        type=kind,
-        version=version,
-        flags=flags,
-        session=session,
-        boot=boot,
-        epoch=epoch,
-        request=request,
-        attempt=attempt,
-        entries=entries,
-        body=body,
-        payload=frames[1] if num_frames > 1 else b"",
-        report=report,
-    )
-
-
-def _size_error(
-    kind: int, head_bytes: int, count: int, body_bytes: int, report_bytes: int
-) -> RemoteProtocolError:
-    """Says which size of a message is over its limit, or does not fit its frame."""
-    limit = _BODY_LIMITS[kind]
-    start = PREFIX_BYTES + count * _ENTRY_BYTES
-    if count > MAX_ENTRIES:
-        text = f"expected at most {MAX_ENTRIES} blocks; got {count}"
-    elif body_bytes > limit:
-        text = (
-            f"expected a {MessageType(kind).name} body of at most {limit} bytes; "
-            f"got {body_bytes}"
-        )
-    elif head_bytes != start + body_bytes:
-        text = (
-            f"expected a first frame of {start + body_bytes} bytes, as its prefix "
-            f"says; got {head_bytes}"
-        )
-    else:
-        text = (
-            f"expected a report of at most {MAX_REPORT_BYTES} bytes; got {report_bytes}"
-        )
-    return RemoteProtocolError(text)
+            message.entries = tuple(_ENTRY.iter_unpack(head[_PREFIX_BYTES:start]))
+    return message

@@ -91,10 +91,6 @@ class RowCodec:
         per_row: int = sum(a.shape[1] for a in (*self.results, *self.finals))
         return self.num_envs * per_row
 
-    def part(self, ranges: Sequence[Range]) -> RowPart:
-        """Prepares some rows, in this order."""
-        return RowPart(self, ranges)
-
 
 class RowPart:
     """Some rows of a codec: where their bytes are, found out once.
@@ -106,7 +102,6 @@ class RowPart:
     """
 
     def __init__(self, codec: RowCodec, ranges: Sequence[Range]) -> None:
-        """Takes a view of each field and range."""
         self.ranges = ranges
         self._count = sum(stop - start for start, stop in ranges)
         self._flag_arrays = codec.flags
@@ -148,21 +143,19 @@ class RowPart:
 
     def pack_results(self) -> tuple[bytes, Buffer]:
         """Returns what envs wrote as a body and a payload, see `split_rows`."""
-        if self._result_bytes <= MAX_INLINE_BYTES:  # the usual case, in line
-            for view in self._flags:
-                if b"\1" in bytes(view):
-                    break
-            else:
-                return b"".join(self._results), b""
-        return split_rows(self.result_buffers())
-
-    def result_buffers(self) -> Sequence[Buffer]:
-        """Returns what envs wrote, piece by piece; mostly the rows themselves."""
-        if not any(b"\1" in bytes(view) for view in self._flags):
-            return self._results
-        ended = np.concatenate([self._ended_rows(*part) for part in self.ranges])
-        finals = (final[ended].reshape(-1).data for final in self._finals)
-        return [*self._results, *finals]
+        buffers: Sequence[Buffer] = self._results
+        for view in self._flags:
+            if b"\1" in bytes(view):
+                ended = np.concatenate(
+                    [self._ended_rows(*part) for part in self.ranges]
+                )
+                finals = (final[ended].reshape(-1).data for final in self._finals)
+                buffers = [*buffers, *finals]
+                break
+        else:
+            if self._result_bytes <= MAX_INLINE_BYTES:  # the usual case, in line
+                return b"".join(buffers), b""
+        return split_rows(buffers)
 
     def _ended_rows(self, start: int, stop: int) -> Array:
         terminated, truncated = self._flag_arrays
@@ -201,27 +194,22 @@ class RowPart:
             raise RemoteProtocolError(
                 f"expected flags of 0 or 1 and a status out of {[*_STATUSES]}"
             )
-        if b"\1" not in flags:
-            self._check_size(size, 0)
-            _write(self._results, self._result_ends, first, rest)
-            return
         ended = np.frombuffer(flags[:count], np.bool_) | np.frombuffer(
             flags[count:], np.bool_
         )
-        self._check_size(size, int(ended.sum()))
-        _write(self._results, self._result_ends, first, rest)
-        rows = np.concatenate([np.arange(*part) for part in self.ranges])[ended]
-        is_in_first = len(first) > fixed
-        offset = fixed if is_in_first else fixed - len(first)
-        self._write_finals(rows, first if is_in_first else rest, offset)
-
-    def _check_size(self, size: int, num_ended: int) -> None:
-        expected = self._result_bytes + num_ended * self._final_bytes
+        num_ended = int(ended.sum())
+        expected = fixed + num_ended * self._final_bytes
         if size != expected:
             raise RemoteProtocolError(
                 f"expected {expected} bytes of results, with final observations of "
                 f"{num_ended} rows; got {size}"
             )
+        _write(self._results, self._result_ends, first, rest)
+        if num_ended:
+            rows = np.concatenate([np.arange(*part) for part in self.ranges])[ended]
+            is_in_first = len(first) > fixed
+            offset = fixed if is_in_first else fixed - len(first)
+            self._write_finals(rows, first if is_in_first else rest, offset)
 
     def _write_finals(self, rows: Array, source: Buffer, offset: int) -> None:
         data = np.frombuffer(source, np.uint8) if len(source) else np.empty(0, np.uint8)
@@ -278,7 +266,6 @@ class BlockParts(dict[tuple[int, ...], RowPart]):
     """
 
     def __init__(self, codec: RowCodec, blocks: Sequence[Block]) -> None:
-        """Starts empty."""
         super().__init__()
         self._codec = codec
         self._blocks = blocks
@@ -286,10 +273,8 @@ class BlockParts(dict[tuple[int, ...], RowPart]):
     def __missing__(self, indexes: tuple[int, ...]) -> RowPart:
         """Prepares the rows of blocks that were not asked for lately."""
         blocks = [self._blocks[index] for index in indexes]
-        part = self._codec.part(
-            merge_ranges((block.start, block.stop) for block in blocks)
-        )
+        ranges = merge_ranges((block.start, block.stop) for block in blocks)
         if len(self) == _MAX_PARTS:
             self.clear()
-        self[indexes] = part
+        part = self[indexes] = RowPart(self._codec, ranges)
         return part

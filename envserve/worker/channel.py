@@ -6,11 +6,17 @@ in `codec`'s encoding. A step is one header; its rows are in the slab.
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import errno
+import math
 import os
+import select
+import selectors
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
@@ -19,6 +25,7 @@ from envserve.errors import WorkerError
 __all__ = [
     "HEADER",
     "MAX_CALL_BYTES",
+    "Channel",
     "Frame",
     "FrameReader",
     "Inbox",
@@ -29,6 +36,10 @@ __all__ = [
 #: Kind, block, sequence number, bytes of payload.
 HEADER: Final = struct.Struct("<BxHII")
 _MAX_PAYLOAD_BYTES: Final = 64 << 20
+#: More than the longest report of the template; others may come in pieces.
+_MAX_READ_BYTES: Final = 1 << 18
+#: The other side reads too slowly, as opposed to: it is gone.
+_FULL: Final = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS}
 
 #: Longest encoding of a call, and of its result.
 MAX_CALL_BYTES: Final = 32 << 20
@@ -112,6 +123,130 @@ class FrameReader:
             frames.append(Frame(kind, block, sequence, bytes(buffer[start:offset])))
         del buffer[:offset]
         return frames
+
+
+_Passed = int | socket.socket | None
+
+
+class Channel:
+    """The owner's end of a socket pair, to a worker or to the template.
+
+    Nothing but `wait` waits.
+
+    Attributes:
+      socket: The socket.
+      is_at_end: Whether the other side has closed, and all that it sent was read.
+      unsent: What waits until the other side has read more, for `flush`.
+    """
+
+    def __init__(
+        self,
+        end: socket.socket,
+        selector: selectors.BaseSelector | None = None,
+        owner: object = None,
+    ) -> None:
+        """Takes a socket.
+
+        Args:
+          end: This end.
+          selector: Wakes its owner when there is something to `read`, or room to send.
+          owner: Data of the selector's key.
+        """
+        end.setblocking(False)
+        self.socket = end
+        self.is_at_end = False
+        self.unsent: deque[tuple[bytes, _Passed]] = deque()
+        self._reader = FrameReader()
+        self._poll = select.poll()
+        self._poll.register(end, select.POLLIN)
+        self._selector = selector
+        self._owner = owner
+        if selector is not None:
+            selector.register(end, selectors.EVENT_READ, owner)
+
+    def send(self, data: bytes, passed: _Passed = None) -> None:
+        """Sends frames, without waiting.
+
+        Args:
+          data: The frames.
+          passed: A descriptor to send with them; a socket is closed once it is sent.
+        """
+        if not self.unsent and passed is None:
+            try:
+                sent = self.socket.send(data)
+            except OSError:  # full, or at its end: `flush` tells which
+                sent = 0
+            if sent == len(data):
+                return
+            data = data[sent:]
+        self.unsent.append((data, passed))
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends what the socket takes now; the selector tells when it takes more."""
+        while self.unsent:
+            data, passed = self.unsent[0]
+            fd = passed.fileno() if isinstance(passed, socket.socket) else passed
+            try:
+                sent = socket.send_fds(self.socket, [data], [] if fd is None else [fd])
+            except OSError as error:
+                if error.errno not in _FULL:
+                    # It has ended. What it wrote before can be read, up to its end.
+                    self._drop_unsent()
+                break
+            if isinstance(passed, socket.socket):
+                passed.close()
+            self.unsent[0] = data[sent:], None
+            if sent == len(data):
+                self.unsent.popleft()
+        if self._selector is not None and not self.is_at_end:
+            events = selectors.EVENT_READ
+            if self.unsent:
+                events |= selectors.EVENT_WRITE
+            self._selector.modify(self.socket, events, self._owner)
+
+    def read(self) -> list[Frame]:
+        """Returns the frames that have come; sends what is left to.
+
+        Raises:
+          WorkerError: What has come is no frame.
+        """
+        if self.unsent:
+            self.flush()
+        try:
+            data = self.socket.recv(_MAX_READ_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        if data:
+            return self._reader.feed(data)
+        if not self.is_at_end:
+            self._unregister()  # else it stays readable
+            self.is_at_end = True
+        return []
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Waits until `read` has something."""
+        self._poll.poll(math.ceil(1000 * timeout_seconds))
+
+    def close(self) -> None:
+        """Closes this end."""
+        self._drop_unsent()
+        if not self.is_at_end:
+            self._unregister()
+        self.socket.close()
+
+    def _drop_unsent(self) -> None:
+        for _, passed in self.unsent:
+            if isinstance(passed, socket.socket):
+                passed.close()
+        self.unsent.clear()
+
+    def _unregister(self) -> None:
+        if self._selector is not None:
+            with contextlib.suppress(KeyError):  # an interrupt may have come between
+                self._selector.unregister(self.socket)
 
 
 class Inbox:

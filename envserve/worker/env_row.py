@@ -7,6 +7,7 @@ spaces do not allow as `SpaceViolation`. What to do then is the worker's to say.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -110,7 +111,7 @@ class EnvRow:
           rows: Rows of the pool.
           heartbeat: What shows that it goes on, and whose env is at work; see `Slab`.
           record: Where to note what it goes through.
-          autoreset: See `lane.Autoreset`.
+          autoreset: See `settings.Autoreset`.
         """
         self._observation = rows.observation
         self._final_observation = rows.final_observation
@@ -124,8 +125,8 @@ class EnvRow:
     def step(self, action: Any) -> tuple[float, bool, bool, Mapping[str, Any]]:
         """Steps the env and writes its observation.
 
-        Whether that is finite is not looked at: `check_finite` is much cheaper for many
-        rows at once.
+        Whether that is finite is looked at only at an episode's end: it is much cheaper
+        for many rows at once.
 
         Returns:
           Reward, terminated, truncated, and the info of this step.
@@ -142,7 +143,7 @@ class EnvRow:
         if type(reward) is not float:
             reward = float(reward)
         if terminated or truncated:
-            episode_info = self._end_episode(observation, info)
+            episode_info = self._end_episode(observation, reward, info)
             return reward, bool(terminated), bool(truncated), episode_info
         # The usual case of `_write`, without a call.
         if (
@@ -156,10 +157,12 @@ class EnvRow:
         return reward, False, False, info
 
     def _end_episode(
-        self, observation: Any, info: Mapping[str, Any]
+        self, observation: Any, reward: float, info: Mapping[str, Any]
     ) -> Mapping[str, Any]:
         """Writes the last observation and the next first one; returns the info."""
         self._write(self._final_observation, observation)
+        # Looked at before the next episode begins: the record is still of this one.
+        self._check_finite(reward, self._final_observation)
         if not self._is_same_step:
             self._needs_reset = True
             self._write(self._observation, observation)
@@ -216,30 +219,23 @@ class EnvRow:
             with contextlib.suppress(Exception):
                 self._env.close()
 
-    def check_finite(self, *, final: bool = False) -> None:
-        """Raises SpaceViolation for NaN or infinity in the row's observation.
+    def check_finite(self, reward: float = 0.0) -> None:
+        """Raises SpaceViolation for NaN or infinity in a reward, or the observation."""
+        self._check_finite(reward, self._observation)
 
-        Args:
-          final: Look at the final observation as well.
-        """
-        targets = [self._observation, self._final_observation][: 1 + final]
-        for target in targets:
-            found = self._find_non_finite(target)
-            if found is not None:
-                leaf, value = found
-                raise SpaceViolation(
-                    f"expected {_label(leaf)} to be finite; got {value}; "
-                    "mend the env, or end the episode before it diverges"
-                )
-
-    def _find_non_finite(self, target: tuple[Array, ...]) -> tuple[Leaf, Any] | None:
+    def _check_finite(self, reward: float, target: tuple[Array, ...]) -> None:
+        if not math.isfinite(reward):
+            raise SpaceViolation(f"expected a finite reward; got {reward}")
         for leaf, array in zip(self._leaves, target, strict=True):
             if leaf.dtype.kind == "f":
                 value = array[self.row]
                 finite = np.isfinite(value)
                 if not finite.all():
-                    return leaf, value[~finite].flat[0] if value.ndim else value
-        return None
+                    odd = value[~finite].flat[0] if value.ndim else value
+                    raise SpaceViolation(
+                        f"expected {_label(leaf)} to be finite; got {odd}; "
+                        "mend the env, or end the episode before it diverges"
+                    )
 
     def _write(self, target: tuple[Array, ...], observation: Any) -> None:
         leaf = self._only_leaf

@@ -6,7 +6,6 @@ how far it has come, however it ends.
 
 from __future__ import annotations
 
-import math
 import socket
 from collections.abc import Callable
 
@@ -34,7 +33,15 @@ def run(channel: socket.socket, payload: bytes) -> None:
     def on_action(number: int) -> None:
         channel.sendall(pack_frame(Kind.DONE, sequence=number))
 
-    env = _env_of(repro)
+    env = EnvRow(
+        row=0,
+        env_index=repro.env_index,
+        incarnation=repro.played.incarnation,
+        name=repro.env_name,
+        kwargs=repro.env_kwargs,
+        root_seed=repro.root_seed,
+        wrappers=repro.wrappers,
+    )
     spec = env.build()
     _check_actions(repro, spec)
     channel.sendall(pack_frame(Kind.BUILT))
@@ -75,23 +82,9 @@ def play(
     env.reset(played.seed)
     for number, action in enumerate(action_values(spec, played.actions), 1):
         on_action(number)
-        reward, terminated, truncated, _ = env.step(action)
-        if not math.isfinite(reward):
-            raise SpaceViolation(f"expected a finite reward; got {reward}")
-        env.check_finite(final=terminated or truncated)
+        reward, *_ = env.step(action)
+        env.check_finite(reward)
     return rows
-
-
-def _env_of(repro: Repro) -> EnvRow:
-    return EnvRow(
-        row=0,
-        env_index=repro.env_index,
-        incarnation=repro.played.incarnation,
-        name=repro.env_name,
-        kwargs=repro.env_kwargs,
-        root_seed=repro.root_seed,
-        wrappers=repro.wrappers,
-    )
 
 
 def _check_actions(repro: Repro, spec: EnvSpec) -> None:

@@ -21,9 +21,9 @@ from typing import Any, Final
 import numpy as np
 
 from envserve import codec
-from envserve.cores import num_cores
 from envserve.crashes.action_ring import ActionRing
 from envserve.errors import EnvStartError, UnknownEnv, WorkerError, WrapperError
+from envserve.settings import num_cores
 from envserve.slab import Slab, Status, next_beat
 from envserve.spec import EnvSpec, action_values
 from envserve.worker import play
@@ -169,9 +169,6 @@ class _Worker:
         self._float_observations = [
             array for array in self._rows.observation if array.dtype.kind == "f"
         ]
-        self._float_finals = [
-            array for array in self._rows.final_observation if array.dtype.kind == "f"
-        ]
 
     def handle(self, frame: Frame) -> None:
         """Carries out one operation on a block, and answers it."""
@@ -213,7 +210,7 @@ class _Worker:
             try:
                 reward, terminated, truncated, info = env.step(action)
             except Exception as error:
-                faults.append(self._recover(env, error, is_over=False))
+                faults.append(self._recover(env, error))
                 rewards.append(0.0)
                 continue
             rewards.append(reward)
@@ -229,16 +226,13 @@ class _Worker:
         for row, terminated, truncated in ended:
             rows.terminated[row] = terminated
             rows.truncated[row] = truncated
-        ended_rows = [row for row, _, _ in ended]
-        if not self._is_finite(rewards, start, stop, ended_rows):
-            faults += self._recover_non_finite(envs, ended_rows)
+        if not self._is_finite(rewards, start, stop):
+            faults += self._recover_non_finite(envs)
         for fault in faults:
             infos.pop(fault["row"], None)
         return encode_report(faults, infos)
 
-    def _is_finite(
-        self, rewards: list[float], start: int, stop: int, ended_rows: list[int]
-    ) -> bool:
+    def _is_finite(self, rewards: list[float], start: int, stop: int) -> bool:
         """Looks at a whole block at once; which row it is matters only if not.
 
         A sum that is finite has finite terms only. One that overflows need not mean
@@ -250,30 +244,18 @@ class _Worker:
             return all(
                 math.isfinite(array[start:stop].sum())
                 for array in self._float_observations
-            ) and (
-                not ended_rows
-                or all(
-                    math.isfinite(array[ended_rows].sum())
-                    for array in self._float_finals
-                )
             )
 
-    def _recover_non_finite(
-        self, envs: list[_Row], ended_rows: list[int]
-    ) -> list[dict[str, Any]]:
+    def _recover_non_finite(self, envs: list[_Row]) -> list[dict[str, Any]]:
         faults = []
         for env in envs:
             try:
-                reward = self._rows.reward[env.row]
-                if not math.isfinite(reward):
-                    raise SpaceViolation(f"expected a finite reward; got {reward}")
-                env.check_finite(final=env.row in ended_rows)
+                env.check_finite(self._rows.reward[env.row])
             except SpaceViolation as error:
-                is_over = env.row in ended_rows
-                faults.append(self._recover(env, error, is_over=is_over))
+                faults.append(self._recover(env, error))
         return faults
 
-    def _recover(self, env: _Row, error: Exception, *, is_over: bool) -> dict[str, Any]:
+    def _recover(self, env: _Row, error: Exception) -> dict[str, Any]:
         """Replaces an env that failed; that this may fail too ends the worker.
 
         The pool makes a lost row of it. Until then it is PENDING, by which the pool
@@ -287,7 +269,7 @@ class _Worker:
         ):
             final[env.row] = 0 if is_violation else last[env.row]
         self._rows.status[env.row] = Status.PENDING
-        env.record.keep_failed(is_over=is_over)
+        env.record.keep_failed()
         self._heartbeat[1] = 1
         env.rebuild()
         env.reset(None)

@@ -8,7 +8,6 @@ random numbers, follows from what the caller does and never from how long things
 from __future__ import annotations
 
 import copy
-import math
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +17,7 @@ from envserve.crashes.action_ring import RowRecord
 from envserve.seeding import spare_seed
 from envserve.slab import Rows, next_beat
 from envserve.spec import EnvSpec
-from envserve.worker.env_row import EnvRow, SpaceViolation
+from envserve.worker.env_row import EnvRow
 
 __all__ = ["SpareRow", "reset_threads"]
 
@@ -122,10 +121,6 @@ class SpareRow:
             return reward, terminated, truncated, info
         self._is_over = True
         if self._is_same_step:
-            # Looked at now, while it is known whose it is.
-            if not math.isfinite(reward):
-                raise SpaceViolation(f"expected a finite reward; got {reward}")
-            self._active.check_finite(final=True)
             reset_info = self.reset(None)
             if reset_info:
                 info = {**info, "reset_info": reset_info}
@@ -173,9 +168,9 @@ class SpareRow:
         if self.warming is None or self.warming.done():
             self._spare.close()
 
-    def check_finite(self, *, final: bool = False) -> None:
+    def check_finite(self, reward: float = 0.0) -> None:
         """Raises SpaceViolation for NaN or infinity; see `EnvRow.check_finite`."""
-        self._active.check_finite(final=final)
+        self._active.check_finite(reward)
 
     def _take_turns(self) -> Mapping[str, Any]:
         """Begins the episode that the spare has been made ready for."""

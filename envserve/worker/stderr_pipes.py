@@ -39,7 +39,7 @@ class StderrPipes:
         self._tails: dict[int, bytearray] = {}  # by worker
         self._unsent = bytearray()
         self._num_dropped = 0
-        self._out_fd, self._is_direct = _writable(stderr_fd)
+        self._out_fd = _writable(stderr_fd)
 
     def open(self, worker: int) -> int | None:
         """Returns the end to write to for a worker, or None for lack of descriptors.
@@ -120,10 +120,6 @@ class StderrPipes:
         return True
 
     def _pass_on(self, data: bytes) -> None:
-        if self._is_direct:
-            with contextlib.suppress(OSError):  # the disk is full
-                os.write(self._out_fd, data)
-            return
         room = _MAX_UNSENT_BYTES - len(self._unsent)
         if len(data) > room:
             self._num_dropped += len(data)
@@ -146,7 +142,7 @@ class StderrPipes:
                 del self._unsent[:sent]
         except BlockingIOError:
             pass
-        except OSError:  # nobody reads any more
+        except OSError:  # nobody reads any more, or the disk is full
             self._unsent.clear()
         if self._unsent:
             self._poller.register(self._out_fd, select.POLLOUT)
@@ -155,16 +151,16 @@ class StderrPipes:
                 self._poller.unregister(self._out_fd)
 
 
-def _writable(stderr_fd: int) -> tuple[int, bool]:
-    """Returns a descriptor to write to, and whether that never waits for a reader.
+def _writable(stderr_fd: int) -> int:
+    """Returns a descriptor to write to, if possible one that never waits for a reader.
 
     Where the system can, a description of our own is opened: the one that we were
     given is shared with our owner, and must stay as it is.
     """
     try:
         if stat.S_ISREG(os.fstat(stderr_fd).st_mode):
-            return stderr_fd, True
+            return stderr_fd  # whose place in the file is everybody's
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_APPEND
-        return os.open(f"/proc/self/fd/{stderr_fd}", flags), False
+        return os.open(f"/proc/self/fd/{stderr_fd}", flags)
     except OSError:  # no such system, a socket, another user's terminal, or closed
-        return stderr_fd, False
+        return stderr_fd

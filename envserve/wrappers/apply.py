@@ -5,8 +5,8 @@ What an observation may grow to is bounded, since it may be a stranger who asks.
 
 from __future__ import annotations
 
-import importlib
 import math
+import pkgutil
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -62,19 +62,14 @@ def _wrap_once(env: Env, name: str, arguments: dict[str, Any], where: str) -> En
         check_float("observation", env.observation_space)
     elif name == "RescaleAction":
         check_float("action", env.action_space)
-    make = _maker(name, where)
+    known = find(name, where).make
+    make: Callable[..., Env] = (
+        pkgutil.resolve_name(known) if isinstance(known, str) else known
+    )
     with warnings.catch_warnings():
         # A cast is what was asked for.
         warnings.filterwarnings("ignore", ".*precision lowered by casting")
         return make(env, **arguments)
-
-
-def _maker(name: str, where: str) -> Callable[..., Env]:
-    make = find(name, where).make
-    if isinstance(make, str):
-        module, _, attribute = make.partition(":")
-        make = getattr(importlib.import_module(module), attribute)
-    return make
 
 
 def _bytes_after(space: spaces.Space[Any], name: str, arguments: dict[str, Any]) -> int:

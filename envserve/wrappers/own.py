@@ -1,4 +1,4 @@
-"""Wrappers that Gymnasium has none for: docs/wrappers.md says what each does."""
+"""Wrappers that Gymnasium does not have as such: see docs/wrappers.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 from gymnasium.utils import seeding
-from gymnasium.wrappers import DtypeObservation, RescaleAction, RescaleObservation
+from gymnasium.wrappers import (
+    DtypeObservation,
+    RepeatAction,
+    RescaleAction,
+    RescaleObservation,
+)
 
 from envserve.errors import SpaceError
 
@@ -27,26 +32,9 @@ Array = np.ndarray[Any, Any]
 Env = gymnasium.Env[Any, Any]
 
 
-class ActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Repeats each action, until the episode ends at the latest.
-
-    The reward is the sum over these steps; all else is the last one's.
-    """
-
-    def __init__(self, env: gymnasium.Env[Any, Any], amount: int) -> None:
-        """Repeats each action `amount` times."""
-        super().__init__(env)
-        self._amount = amount
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Steps the env up to `amount` times."""
-        total = 0.0
-        for _ in range(self._amount):
-            observation, reward, terminated, truncated, info = self.env.step(action)
-            total += float(reward)
-            if terminated or truncated:
-                break
-        return observation, total, terminated, truncated, info
+def ActionRepeat(env: Env, amount: int) -> Env:
+    """Repeats each action `amount` times, until the episode ends at the latest."""
+    return RepeatAction(env, num_repeats=amount)
 
 
 #: Episodes that may end during their random actions before one begins without any.
@@ -63,7 +51,6 @@ class RandomStart(gymnasium.Wrapper[Any, Any, Any, Any]):
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], max_steps: int) -> None:
-        """Takes up to `max_steps` random actions."""
         super().__init__(env)
         self._max_steps = max_steps
         self._actions = copy.deepcopy(env.action_space)  # its generator is ours

@@ -1,3 +1,3 @@
-"""What a policy does: kinds of action spaces, their distributions, masks."""
+"""What a policy does: kinds of action spaces and masks, distributions."""
 
 __all__: list[str] = []

@@ -1,7 +1,8 @@
 """What a policy has to know of an action space, in one object per kind of space.
 
-How many numbers its network gives per row, which distribution they stand for, how
-sampled actions are stored, and how they become the env's own.
+How many numbers its network gives per row, which distribution they stand for, which
+flags can forbid a choice, how sampled actions are stored, and how they become the env's
+own.
 """
 
 import math
@@ -21,7 +22,20 @@ from ppo.actions.distributions import (
 )
 from ppo.errors import UnsupportedSpaceError
 
-__all__ = ["ActionKind", "action_kind"]
+__all__ = ["MASK_KEY", "ActionKind", "action_kind"]
+
+MASK_KEY = "action_mask"
+"""Where flags say which actions are allowed, in the outermost Dict of an observation.
+
+As in PettingZoo, there is one per action. For MultiDiscrete they are those of all
+choices in a row, as in SB3-contrib, or a Tuple with the flags of each choice, as
+`MultiDiscrete.sample` takes them."""
+
+_FLAGS = (
+    gymnasium.spaces.Box,
+    gymnasium.spaces.MultiBinary,
+    gymnasium.spaces.MultiDiscrete,
+)
 
 
 class ActionKind:
@@ -30,8 +44,6 @@ class ActionKind:
     Attributes:
         output_size: numbers per row that the policy network gives: means or logits.
         noise_size: numbers per row that sampling takes.
-        choice_sizes: options of each choice, which a mask may forbid; None without
-            choices.
     """
 
     distribution_type: type[Any]
@@ -40,7 +52,7 @@ class ActionKind:
     def __init__(self, space: Any) -> None:
         self._space = space
         self.output_size = self.noise_size = math.prod(space.shape)
-        self.choice_sizes: list[int] | None = None
+        self._choice_sizes: list[int] = []  # options of each, which a mask may forbid
 
     def draw_noise(self, num_rows: int, seed: tf.Tensor) -> tf.Tensor:
         """Draw what sampling so many actions needs, `[num_rows, noise_size]`."""
@@ -63,6 +75,42 @@ class ActionKind:
         """Turn sampled actions, of any number of rows, into the env's own."""
         dtype = self._space.dtype
         return tf.reshape(tf.cast(action, dtype), [-1, *self._space.shape])
+
+    def check_mask(self, observation_space: gymnasium.Space[Any]) -> None:
+        """Check that a mask, if observations have one, has a flag for every action.
+
+        Raises:
+            UnsupportedSpaceError: it does not fit, or nothing else is observed.
+        """
+        if not (
+            isinstance(observation_space, gymnasium.spaces.Dict)
+            and MASK_KEY in observation_space.spaces
+        ):
+            return
+        where = f"observation[{MASK_KEY!r}]"
+        mask: Any = observation_space[MASK_KEY]
+        sizes = self._choice_sizes
+        if not sizes:
+            raise UnsupportedSpaceError(
+                f"{where}: expected a Discrete or MultiDiscrete action space, got "
+                f"{self._space}; bits can be a MultiDiscrete of twos, and what is no "
+                "mask needs another name."
+            )
+        is_split = isinstance(mask, gymnasium.spaces.Tuple)
+        parts, wanted = (mask.spaces, sizes) if is_split else ([mask], [sum(sizes)])
+        got = [part.shape if isinstance(part, _FLAGS) else None for part in parts]
+        if got != [(size,) for size in wanted]:
+            shapes = ", ".join(f"[{size}]" for size in wanted)
+            raise UnsupportedSpaceError(
+                f"{where}: expected flags {shapes} (a MultiBinary, or a Box from 0 to "
+                f"1) for the actions {self._space}, got {mask}; declare one flag per "
+                "action."
+            )
+        if len(observation_space.spaces) == 1:
+            raise UnsupportedSpaceError(
+                f"{where}: expected something to observe besides it; add a key to the "
+                "Dict."
+            )
 
 
 def action_kind(space: gymnasium.Space[Any]) -> ActionKind:
@@ -122,7 +170,7 @@ class _DiscreteActions(ActionKind):
     def __init__(self, space: gymnasium.spaces.Discrete) -> None:
         super().__init__(space)
         self.output_size = self.noise_size = int(space.n)
-        self.choice_sizes = [self.output_size]
+        self._choice_sizes = [self.output_size]
 
     def distribution(
         self, parameters: Sequence[tf.Tensor], allowed: Any
@@ -148,15 +196,14 @@ class _MultiDiscreteActions(ActionKind):
     def __init__(self, space: gymnasium.spaces.MultiDiscrete) -> None:
         super().__init__(space)
         sizes = [int(size) for size in np.ravel(space.nvec)]
-        self.choice_sizes = sizes
+        self._choice_sizes = sizes
         self.output_size, self.noise_size = sum(sizes), len(sizes) * max(sizes)
 
     def distribution(
         self, parameters: Sequence[tf.Tensor], allowed: Any
     ) -> MultiCategorical:
         (logits,) = parameters
-        assert self.choice_sizes is not None
-        return MultiCategorical.of(logits, self.choice_sizes, allowed)
+        return MultiCategorical.of(logits, self._choice_sizes, allowed)
 
     def to_env_action(self, action: tf.Tensor) -> tf.Tensor:
         start = np.asarray(self._space.start, self._space.dtype)

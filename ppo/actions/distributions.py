@@ -162,30 +162,18 @@ class Categorical:
 
 
 @dataclass(frozen=True)
-class MultiCategorical:
+class MultiCategorical(Categorical):
     """D independent choices, choice d among `sizes[d]` options numbered from 0.
 
     Attributes:
         logits: float32 `[N, D, max(sizes)]`; what lies beyond a size is masked.
     """
 
-    logits: tf.Tensor
-
-    @property
-    def choices(self) -> Categorical:
-        """Every choice of every row, `[N, D]`."""
-        return Categorical(self.logits)
-
     @classmethod
-    def of(
-        cls, logits: tf.Tensor, sizes: Sequence[int], allowed: Any = None
-    ) -> "MultiCategorical":
-        """Make it of logits, and flags if some options are not allowed.
+    def of(cls, logits: tf.Tensor, sizes: Sequence[int], allowed: Any = None) -> Self:
+        """Make it of logits `[N, sum(sizes)]`, and of bool flags if some are forbidden.
 
-        Args:
-            logits: float32 `[N, sum(sizes)]`.
-            sizes: number of options of each choice.
-            allowed: bool `[N, sum(sizes)]` or None.
+        The sizes are the numbers of options of each choice.
         """
         rows = padded_choices(logits, sizes)
         if allowed is not None:
@@ -195,36 +183,21 @@ class MultiCategorical:
             rows = tf.where(exists, rows, _FORBIDDEN)
         return cls(rows)
 
-    @staticmethod
-    def draw_noise(num_rows: int, size: int, seed: tf.Tensor) -> tf.Tensor:
-        """Draw Gumbel noise; `size` is D * max(sizes), `seed` an int32 pair."""
-        return Categorical.draw_noise(num_rows, size, seed)
-
-    @property
-    def parameters(self) -> tuple[tf.Tensor, ...]:
-        """The logits, `[N, D, max(sizes)]`."""
-        return (self.logits,)
-
     def sample(self, noise: tf.Tensor) -> tf.Tensor:
-        """Turn a row of noise into an action, for each row: int64 `[N, D]`."""
-        shape = [-1, *self.logits.shape[1:]]
-        return self.choices.sample(tf.reshape(noise, shape))
-
-    def mode(self) -> tf.Tensor:
-        """Return the most likely option of each choice, int64 `[N, D]`."""
-        return self.choices.mode()
+        """Turn noise, `[N, D * max(sizes)]`, into actions, int64 `[N, D]`."""
+        return super().sample(tf.reshape(noise, [-1, *self.logits.shape[1:]]))
 
     def log_prob(self, action: tf.Tensor) -> tf.Tensor:
         """Return the log-probability of `action` (integer `[N, D]`) per row, `[N]`."""
-        return tf.reduce_sum(self.choices.log_prob(action), axis=-1)
+        return tf.reduce_sum(super().log_prob(action), axis=-1)
 
     def entropy(self) -> tf.Tensor:
         """Return the entropy in nats per row, `[N]`."""
-        return tf.reduce_sum(self.choices.entropy(), axis=-1)
+        return tf.reduce_sum(super().entropy(), axis=-1)
 
     def kl(self, other: Self) -> tf.Tensor:
         """Return KL(self || other) in nats per row, `[N]`."""
-        return tf.reduce_sum(self.choices.kl(other.choices), axis=-1)
+        return tf.reduce_sum(super().kl(other), axis=-1)
 
 
 @dataclass(frozen=True)
@@ -283,29 +256,19 @@ class Bernoulli:
 
 
 def masked_logits(logits: tf.Tensor, allowed: tf.Tensor) -> tf.Tensor:
-    """Take all probability from actions that are not allowed.
+    """Take all probability from actions that are not allowed: logits `[..., K]`.
 
-    Args:
-        logits: float32 `[..., K]`.
-        allowed: bool `[..., K]`. Where nothing is, all is: an ended episode or a
-            padding row has to choose something, and whatever it is does not count.
-
-    Returns:
-        float32 `[..., K]`.
+    Where nothing is allowed, all is: an ended episode or a padding row has to choose
+    something, and whatever it is does not count.
     """
     allowed |= ~tf.reduce_any(allowed, axis=-1, keepdims=True)
     return tf.where(allowed, logits, _FORBIDDEN)
 
 
 def padded_choices(joined: tf.Tensor, sizes: Sequence[int]) -> tf.Tensor:
-    """Give each of D choices a row of its own, filled up to the same length.
+    """Give each of D choices a row of its own, filled up with 0 or False.
 
-    Args:
-        joined: `[N, sum(sizes)]`, the choices one after the other, any dtype.
-        sizes: number of options of each choice.
-
-    Returns:
-        `[N, D, max(sizes)]`; what is filled in is 0 or False.
+    Turns `[N, sum(sizes)]`, the choices one after the other, to `[N, D, max(sizes)]`.
     """
     longest = max(sizes)
     if min(sizes) == longest:

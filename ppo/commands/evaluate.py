@@ -11,11 +11,8 @@ from ppo.commands.shared import (
     Run,
     Threads,
     WhichCheckpoint,
-    reported_errors,
-    start_tensorflow,
-    which_checkpoint,
+    opened_run,
 )
-from ppo.run_folder.folder import RunFolder
 
 if TYPE_CHECKING:
     from ppo.evaluate import Evaluation
@@ -33,10 +30,8 @@ def evaluate(
     inter_op_threads: Threads = 1,
 ) -> None:
     """Evaluate a checkpoint of a run, by default the newest."""
-    with reported_errors():
-        which = which_checkpoint(checkpoint)
-        run_folder, config = RunFolder.open(run)
-        start_tensorflow(intra_op_threads, inter_op_threads)
+    threads = intra_op_threads, inter_op_threads
+    with opened_run(run, checkpoint, *threads) as (run_folder, config, which):
         from ppo.environments import env_maker
         from ppo.evaluate import evaluate_run
 

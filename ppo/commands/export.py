@@ -6,16 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ppo.commands.shared import (
-    Connect,
-    Import,
-    Run,
-    WhichCheckpoint,
-    reported_errors,
-    start_tensorflow,
-    which_checkpoint,
-)
-from ppo.run_folder.folder import RunFolder
+from ppo.commands.shared import Connect, Import, Run, WhichCheckpoint, opened_run
 
 __all__ = ["export"]
 
@@ -34,10 +25,7 @@ def export(
     It takes raw observations and gives actions as the env takes them. One env is
     started, or taken from a server, to learn the spaces from.
     """
-    with reported_errors():
-        which = which_checkpoint(checkpoint)
-        run_folder, config = RunFolder.open(run)
-        start_tensorflow(intra_op_threads=1, inter_op_threads=1)
+    with opened_run(run, checkpoint, 1, 1) as (run_folder, config, which):
         from ppo.environments import env_maker
         from ppo.export import export_run
 

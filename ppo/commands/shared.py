@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -20,7 +20,12 @@ from envserve.errors import (
     UnknownEnv,
     WrapperError,
 )
+from ppo.config import Config
 from ppo.errors import BadInputError, PpoError
+from ppo.run_folder.folder import RunFolder
+
+if TYPE_CHECKING:
+    from ppo.run_folder.checkpoint import Which
 
 __all__ = [
     "Connect",
@@ -29,6 +34,7 @@ __all__ = [
     "Run",
     "Threads",
     "WhichCheckpoint",
+    "opened_run",
     "plain_warnings",
     "reported_errors",
     "start_tensorflow",
@@ -75,8 +81,7 @@ Threads = Annotated[
 def start_tensorflow(intra_op_threads: int, inter_op_threads: int) -> None:
     """Load TensorFlow quietly, with so many threads; 0 leaves the number to it.
 
-    Two threads take a third off an update of small networks, while the envs wait; a
-    rollout uses none of them.
+    Two take a third off an update of small networks; a rollout uses none of them.
 
     Raises:
         BadInputError: TensorFlow is not installed.
@@ -94,7 +99,22 @@ def start_tensorflow(intra_op_threads: int, inter_op_threads: int) -> None:
     tf.config.threading.set_inter_op_parallelism_threads(inter_op_threads)
 
 
-def which_checkpoint(text: str | None) -> int | Literal["best"] | None:
+@contextlib.contextmanager
+def opened_run(
+    run: Path, checkpoint: str | None, intra_op_threads: int, inter_op_threads: int
+) -> Iterator[tuple[RunFolder, Config, "Which"]]:
+    """Check what a command was given of a run, then start TensorFlow.
+
+    Errors within are reported. Yields the folder, its config and which checkpoint.
+    """
+    with reported_errors():
+        which = which_checkpoint(checkpoint)
+        run_folder, config = RunFolder.open(run)
+        start_tensorflow(intra_op_threads, inter_op_threads)
+        yield run_folder, config, which
+
+
+def which_checkpoint(text: str | None) -> "Which":
     """Read what `--checkpoint` was given.
 
     Raises:

@@ -169,12 +169,7 @@ def progress_bar(
 ) -> Iterator[Callable[["Progress"], None]]:
     """Show how far a run is, on a terminal as a bar, elsewhere as a line now and then.
 
-    Args:
-        console: where to show it.
-        total_steps: steps at which the bar is full.
-
-    Yields:
-        What to call with the run's new state.
+    Yields what to call with the run's new state.
     """
     bar = RichProgress(
         BarColumn(bar_width=None),

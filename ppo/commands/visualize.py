@@ -7,16 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from ppo.commands.shared import (
-    Connect,
-    Import,
-    Run,
-    WhichCheckpoint,
-    reported_errors,
-    start_tensorflow,
-    which_checkpoint,
-)
-from ppo.run_folder.folder import RunFolder
+from ppo.commands.shared import Connect, Import, Run, WhichCheckpoint, opened_run
 
 if TYPE_CHECKING:
     from ppo.rollout import Episode
@@ -40,10 +31,7 @@ def visualize(
 ) -> None:
     """Film a policy that takes its most likely actions: an MP4 per episode."""
     console = Console()
-    with reported_errors():
-        which = which_checkpoint(checkpoint)
-        run_folder, config = RunFolder.open(run)
-        start_tensorflow(intra_op_threads=1, inter_op_threads=1)
+    with opened_run(run, checkpoint, 1, 1) as (run_folder, config, which):
         from ppo.films.rendering import headless_backend, rendering_env_maker
         from ppo.films.visualize import visualize_run
 

@@ -33,6 +33,7 @@ _REMEDIES = (
         "libosmesa6 where the envs run, and set MUJOCO_GL=egl or MUJOCO_GL=osmesa "
         "there, for a server when it is started",
     ),
+    ("", "the env has to support render_mode='rgb_array'"),
 )
 
 
@@ -43,13 +44,8 @@ def rendering_env_maker(
 ) -> MakeEnv:
     """Return a function that starts or reaches envs which can be filmed.
 
-    They are the config's, except that they render, and that an ended episode stays at
-    its end: else its last frame would be lost.
-
-    Args:
-        config: names the env and its keyword arguments.
-        addresses: env servers, as for `env_maker`.
-        import_modules: as for `env_maker`.
+    They are those of `env_maker`, except that they render, and that an ended episode
+    stays at its end: else its last frame would be lost.
     """
     env_kwargs = {**config.env_kwargs, "render_mode": "rgb_array"}
     # Spares are other episodes, and reset in threads that may not draw.
@@ -79,9 +75,14 @@ def render_frame(env: BatchEnv) -> np.ndarray:
     try:
         frame = env.render(0)
     except CallError as error:
+        remedies = (
+            remedy
+            for pattern, remedy in _REMEDIES
+            if re.search(pattern, error.remote_traceback, re.IGNORECASE)
+        )
         raise VideoError(
             f"{env.spec.env_name}: expected render() to give a frame; "
-            f"{_last_line(error)}; {_remedy(error)}."
+            f"{_last_line(error)}; {next(remedies)}."
         ) from error
     is_array = isinstance(frame, np.ndarray)
     if not (is_array and frame.dtype == np.uint8 and frame.shape[2:] == (3,)):
@@ -108,11 +109,7 @@ def frames_per_second(env: BatchEnv) -> float:
 def headless_backend(environment: Mapping[str, str]) -> str | None:
     """Return what MUJOCO_GL should be on a Linux without a screen, by what it has.
 
-    Args:
-        environment: variables of the process; what they say is left as it is.
-
-    Returns:
-        egl, osmesa, or None for nothing to set.
+    That is egl, osmesa, or None for nothing to set, given the process's variables.
     """
     has_screen = bool({"DISPLAY", "WAYLAND_DISPLAY"} & set(environment))
     if sys.platform != "linux" or has_screen or "MUJOCO_GL" in environment:
@@ -126,10 +123,3 @@ def headless_backend(environment: Mapping[str, str]) -> str | None:
 def _last_line(error: EnvError) -> str:
     lines = (error.remote_traceback or error.message).strip().splitlines()
     return lines[-1].rstrip(".")
-
-
-def _remedy(error: CallError) -> str:
-    for pattern, remedy in _REMEDIES:
-        if re.search(pattern, error.remote_traceback, re.IGNORECASE):
-            return remedy
-    return "the env has to support render_mode='rgb_array'"

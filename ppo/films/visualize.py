@@ -47,18 +47,10 @@ def visualize_run(
     """Film complete episodes of the agent of a checkpoint.
 
     Writes `step-STEPS-episode-K.mp4` for K from 1, and `step-STEPS.json` with returns,
-    lengths and videos. An episode that lost a step is played again.
-
-    Args:
-        config: describes the networks.
-        run_folder: where the checkpoints are.
-        make_env: see `ppo.films.rendering`; the env is closed at the end.
-        outdir: where the files go; made if missing.
-        episodes: how many to film.
-        which: which checkpoint; by default the newest.
-        seed: of the env; by default that of the run's evaluation, whose first env then
-            plays the same episodes.
-        on_episode: called with each video that is complete.
+    lengths and videos, into a folder that is made if missing. An episode that lost a
+    step is played again. The env, see `ppo.films.rendering`, is closed at the end. By
+    default it has the seed of the run's evaluation, whose first env then plays the same
+    episodes. `on_episode` is called with each video that is complete.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it does not fit the config.

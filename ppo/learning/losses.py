@@ -65,12 +65,7 @@ def kl_penalty_loss(
 
     That is `penalty * kl + cutoff_coefficient * max(kl - cutoff, 0)**2` (Hafner et al.
     2017): the square keeps a policy from leaping before the penalty has adapted.
-
-    Args:
-        kl: scalar, mean KL(old || new) in nats.
-        penalty: weight of the divergence.
-        cutoff: where the square begins, in nats.
-        cutoff_coefficient: weight of the square.
+    `kl` is the mean KL(old || new), a scalar; it and the cutoff are in nats.
     """
     excess = tf.maximum(kl - cutoff, 0.0)
     return penalty * kl + cutoff_coefficient * tf.square(excess)

@@ -19,12 +19,8 @@ def next_values(value: tf.Tensor, final_value: tf.Tensor, done: tf.Tensor) -> tf
     Args:
         value: float32 `[T + 1, B]`, values of the observations acted on, and of the
             one after the last step.
-        final_value: float32 `[T, B]`, values of the final observations; only read
-            where `done`.
+        final_value: float32 `[T, B]`, values of the final observations.
         done: bool `[T, B]`, terminated or truncated.
-
-    Returns:
-        float32 `[T, B]`.
     """
     return tf.where(done, final_value, value[1:])
 

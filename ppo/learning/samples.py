@@ -119,8 +119,7 @@ class Sequences(Steps):
         In valid rows, and where an episode goes on although its row is not to be
         learned from: it is remembered.
         """
-        ended = rollout.terminated | rollout.truncated
-        return rollout.valid | ~(ended | is_pending(rollout.status))
+        return rollout.valid | ~(rollout.done | is_pending(rollout.status))
 
     def memory(self, rollout: Rollout) -> dict[str, Any]:
         """Return what samples hold besides rows.
@@ -129,14 +128,13 @@ class Sequences(Steps):
             `state` before the sequences, of each memory, `[S, units]`; `ended` and
             `pending`, bool `[S * L]`.
         """
-        ended = rollout.terminated | rollout.truncated
         pending = is_pending(rollout.status)
         return {
             "state": tuple(
                 tf.reshape(state, [self.count, state.shape[-1]])  # [K, B] -> [S]
                 for state in rollout.state
             ),
-            "ended": self.rows(tf.reshape(ended, [-1])),
+            "ended": self.rows(tf.reshape(rollout.done, [-1])),
             "pending": self.rows(tf.reshape(pending, [-1])),
         }
 

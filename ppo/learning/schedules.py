@@ -33,6 +33,9 @@ class AdaptiveCoefficient:
         step: above 1 for what holds the policy back, below 1 for what drives it.
         bounds: least and greatest value. The least is above 0: from 0, no
             multiplication leads back.
+
+    Attributes:
+        variable: what a checkpoint must hold, float64.
     """
 
     def __init__(
@@ -48,26 +51,21 @@ class AdaptiveCoefficient:
         self._high_kl = high_kl
         self._step = step
         self._bounds = bounds
-        self._value = tf.Variable(
+        self.variable = tf.Variable(
             self._bounded(initial), dtype=tf.float64, trainable=False
         )
 
     @property
     def value(self) -> float:
         """The coefficient for the next iteration."""
-        return float(self._value)
-
-    @property
-    def variable(self) -> tf.Variable:
-        """What a checkpoint must hold, float64."""
-        return self._value
+        return float(self.variable)
 
     def update(self, kl: float) -> None:
         """Take in the divergence of an iteration, in nats per valid row."""
         if kl > self._high_kl:
-            self._value.assign(self._bounded(self.value * self._step))
+            self.variable.assign(self._bounded(self.value * self._step))
         elif kl < self._low_kl:
-            self._value.assign(self._bounded(self.value / self._step))
+            self.variable.assign(self._bounded(self.value / self._step))
 
     def _bounded(self, value: float) -> float:
         low, high = self._bounds

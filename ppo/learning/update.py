@@ -134,7 +134,10 @@ class Updater:
     ) -> tf.Tensor:
         config = self._config
         self.optimizer.learning_rate.assign(coefficients.learning_rate)
-        features, final_features = self._preprocess(rollout)
+        features, final_features = [
+            self._agent.preprocess(tf.nest.map_structure(_flat, observation))
+            for observation in (rollout.observation, rollout.final_observation)
+        ]  # [(T + 1) * B, ...] and [T * B, ...]
         samples = self._samples(rollout, features)
         reward = self._scaled_reward(rollout, reward_scale)
         value, final_value = self._view.values(rollout, features, final_features)
@@ -243,15 +246,6 @@ class Updater:
         clipped = losses.clip_fraction(log_ratio, weight, clip_range)
         return tf.stack([policy_loss, value_loss, entropy, kl, clipped, norm])
 
-    def _preprocess(self, rollout: Rollout) -> tuple[Any, Any]:
-        """Return network inputs `[(T + 1) * B, ...]` and `[T * B, ...]`."""
-        return (
-            self._agent.preprocess(tf.nest.map_structure(_flat, rollout.observation)),
-            self._agent.preprocess(
-                tf.nest.map_structure(_flat, rollout.final_observation)
-            ),
-        )
-
     def _samples(self, rollout: Rollout, features: Any) -> dict[str, Any]:
         """Collect what does not change between epochs, rows `[T * B, ...]`."""
         valid = _flat(rollout.valid)
@@ -289,11 +283,10 @@ class Updater:
     ) -> dict[str, tf.Tensor]:
         """Compute advantages and targets, rows `[T * B]`, with values `[T + 1, B]`."""
         config = self._config
-        done = rollout.terminated | rollout.truncated
         advantage, target = advantages_and_targets(
             reward=reward,
             value=value[:-1],
-            next_value=next_values(value, final_value, done),
+            next_value=next_values(value, final_value, rollout.done),
             terminated=rollout.terminated,
             truncated=rollout.truncated,
             valid=rollout.valid,

@@ -51,14 +51,10 @@ class Networks(NamedTuple):
     @property
     def parts(self) -> dict[str, Any]:
         """The parts by name, policy first, each once."""
+        parts = {"policy_torso": self.policy_torso, "value_torso": self.value_torso}
         if self.is_torso_shared:
-            torsos = {"torso": self.policy_torso}
-        else:
-            torsos = {
-                "policy_torso": self.policy_torso,
-                "value_torso": self.value_torso,
-            }
-        parts = {**torsos, "policy": self.policy, "value": self.value}
+            parts = {"torso": self.policy_torso}
+        parts |= {"policy": self.policy, "value": self.value}
         names = ("policy_memory", "value_memory")
         parts |= dict(zip(names, self.memories, strict=False))
         return {name: part for name, part in parts.items() if part.trackables}
@@ -128,5 +124,5 @@ def _torsos(
             f"{', '.join(map(str, spaces))}; choose the network mlp."
         )
     count = 1 if config.shared_torso else 2
-    torsos = [ImageTorso(spaces, preprocess.leaf_sizes, seed) for seed in seeds[:count]]
+    torsos = [ImageTorso(spaces, seed) for seed in seeds[:count]]
     return (torsos[0], torsos[-1]), torsos[0].size

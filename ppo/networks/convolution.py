@@ -11,7 +11,9 @@ from typing import Any
 import gymnasium
 import keras
 import tensorflow as tf
+from gymnasium.spaces import flatdim
 
+from ppo.networks.perceptrons import Part, flatten_observation
 from ppo.observations import is_image
 
 __all__ = ["ImageTorso", "can_convolve", "channels_last", "convolution"]
@@ -105,55 +107,39 @@ def convolution(shape: Sequence[int], *, seed: int) -> keras.Sequential:
     return keras.Sequential(layers)
 
 
-class ImageTorso:
+class ImageTorso(Part):
     """A convolutional network per image; what else is observed goes past them.
 
     Args:
         spaces: leaves of the observation space.
-        sizes: numbers in the network input of each leaf.
         seed: of the weights.
     """
 
-    def __init__(
-        self, spaces: Sequence[gymnasium.Space[Any]], sizes: Sequence[int], seed: int
-    ) -> None:
+    def __init__(self, spaces: Sequence[gymnasium.Space[Any]], seed: int) -> None:
         self._networks = [
             convolution(tuple(space.shape or ()), seed=seed + 10 * index)
             if can_convolve(space)
             else None
             for index, space in enumerate(spaces)
         ]
-        self.size = sum(
-            size if network is None else int(network.output_shape[-1])
-            for network, size in zip(self._networks, sizes, strict=True)
-        )
-
-    def __call__(self, observation: Any) -> tf.Tensor:
-        """Return the features of all leaves, float32 `[N, size]`."""
-        features = []
-        leaves = tf.nest.flatten(observation)
-        for leaf, network in zip(leaves, self._networks, strict=True):
-            if network is not None:
-                features.append(network(channels_last(leaf)))
-            else:
-                size = math.prod(leaf.shape[1:])
-                features.append(tf.reshape(leaf, [-1, size]))
-        return features[0] if len(features) == 1 else tf.concat(features, axis=1)
-
-    @property
-    def trackables(self) -> dict[str, Any]:
-        """What a checkpoint must hold, by name."""
-        return {
+        self.trackables = {
             f"leaf_{index}": network
             for index, network in enumerate(self._networks)
             if network is not None
         }
+        self.size = sum(
+            flatdim(space) if network is None else int(network.output_shape[-1])
+            for network, space in zip(self._networks, spaces, strict=True)
+        )
 
-    @property
-    def trainable_variables(self) -> list[Any]:
-        """The Keras variables that the optimizer changes."""
-        networks = [network for network in self._networks if network is not None]
-        return [v for network in networks for v in network.trainable_variables]
+    def __call__(self, observation: Any) -> tf.Tensor:
+        """Return the features of all leaves, float32 `[N, size]`."""
+        leaves = tf.nest.flatten(observation)
+        features = [
+            leaf if network is None else network(channels_last(leaf))
+            for leaf, network in zip(leaves, self._networks, strict=True)
+        ]
+        return flatten_observation(features)
 
 
 def _layout(shape: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:

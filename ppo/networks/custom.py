@@ -18,10 +18,11 @@ import gymnasium
 import keras
 import numpy as np
 import tensorflow as tf
+from gymnasium.vector.utils import create_empty_array
 
 from ppo.config import Config
 from ppo.errors import ConfigError, suggestion
-from ppo.networks.perceptrons import NoTorso, log_std_variable
+from ppo.networks.perceptrons import Part, log_std_variable
 
 __all__ = [
     "CustomGaussian",
@@ -92,7 +93,8 @@ class CustomModel:
     ) -> None:
         self._model = model
         self._name = name
-        outputs = model(_zeros(input_space))
+        zeros = create_empty_array(input_space, _TRIAL_ROWS, np.zeros)
+        outputs = model(tf.nest.map_structure(tf.constant, zeros))
         shapes = [tuple(getattr(part, "shape", ())) for part in _items(outputs)]
         flat = [(_TRIAL_ROWS, size), (_TRIAL_ROWS,)]
         if shapes not in (flat, [(_TRIAL_ROWS, size), (_TRIAL_ROWS, 1)]):
@@ -148,13 +150,12 @@ class CustomModel:
             )
 
 
-class CustomGaussian:
+class CustomGaussian(Part):
     """Means that a custom model gave; log standard deviations as usual."""
 
     def __init__(self, action_size: int, initial_log_std: float) -> None:
         self._log_std = log_std_variable(action_size, initial_log_std)
         self.trackables = {"log_std": self._log_std}
-        self.trainable_variables = [self._log_std]
 
     def __call__(
         self, outputs: tuple[tf.Tensor, tf.Tensor]
@@ -163,7 +164,7 @@ class CustomGaussian:
         return outputs[0], self._log_std.value
 
 
-class CustomLogits(NoTorso):
+class CustomLogits(Part):
     """Logits that a custom model gave."""
 
     def __call__(self, outputs: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor]:
@@ -171,7 +172,7 @@ class CustomLogits(NoTorso):
         return (outputs[0],)
 
 
-class CustomValue(NoTorso):
+class CustomValue(Part):
     """Values that a custom model gave."""
 
     def __call__(self, outputs: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
@@ -182,15 +183,9 @@ class CustomValue(NoTorso):
 def make_custom_model(
     config: Config, input_space: gymnasium.Space[Any], size: int, seed: int
 ) -> CustomModel:
-    """Make and check the model that a config names.
+    """Make and check the model that a config names, of `size` outputs for the actions.
 
     What the function raises arrives with a note of which one it was.
-
-    Args:
-        config: whose `network` names the function.
-        input_space: what the model gets.
-        size: how many numbers the actions need.
-        seed: of the weights.
 
     Raises:
         ConfigError: there is no such function, or its model does not fit.
@@ -208,15 +203,6 @@ def make_custom_model(
         if not isinstance(error, ConfigError):
             error.add_note(f"This came from the network {config.network} of the config")
         raise
-
-
-def _zeros(space: gymnasium.Space[Any]) -> Any:
-    """Return rows of zeros, structured as the space."""
-    if isinstance(space, gymnasium.spaces.Dict):
-        return {name: _zeros(part) for name, part in space.spaces.items()}
-    if isinstance(space, gymnasium.spaces.Tuple):
-        return tuple(_zeros(part) for part in space.spaces)
-    return tf.constant(np.zeros((_TRIAL_ROWS, *(space.shape or ())), np.float32))
 
 
 def _items(outputs: Any) -> list[Any]:

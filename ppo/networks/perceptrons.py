@@ -2,8 +2,8 @@
 
 A network takes what its torso gave, or where there is none preprocessed observations (a
 float32 array or a nest of them, a row per sample), and gives the parameters of an
-action distribution, or values. To add a kind, write a class with `__call__`,
-`trackables` and `trainable_variables`; nothing else knows the layers inside.
+action distribution, or values. To add a kind, write a `Part` with `__call__`; nothing
+else knows the layers inside.
 """
 
 import math
@@ -17,6 +17,7 @@ __all__ = [
     "CategoricalNetwork",
     "GaussianNetwork",
     "NoTorso",
+    "Part",
     "ValueNetwork",
     "flatten_observation",
     "log_std_variable",
@@ -25,13 +26,9 @@ __all__ = [
 
 
 def flatten_observation(observation: Any) -> tf.Tensor:
-    """Join the leaves of an observation into one vector per sample.
+    """Join leaves, float32 `[N, ...]`, into one vector per sample, `[N, D]`.
 
-    Args:
-        observation: a float32 tensor `[N, ...]` or a nest (dict, tuple) of them.
-
-    Returns:
-        float32 `[N, D]`, leaves in the order of `tf.nest.flatten`.
+    Their order is that of `tf.nest.flatten`.
     """
     leaves = tf.nest.flatten(observation)
     rows = [tf.reshape(leaf, [-1, math.prod(leaf.shape[1:])]) for leaf in leaves]
@@ -67,48 +64,45 @@ def mlp(
     return keras.Sequential(layers)
 
 
-class NoTorso:
-    """Leaves observations as they are; the networks behind it join their leaves."""
+class Part:
+    """Something that an agent thinks with."""
 
     trackables: Mapping[str, Any] = {}
-    """What a checkpoint must hold, by name."""
+    """What a checkpoint must hold, by name: Keras layers and variables."""
 
-    trainable_variables: Sequence[Any] = ()
-    """The Keras variables that the optimizer changes."""
+    @property
+    def trainable_variables(self) -> list[Any]:
+        """The Keras variables that the optimizer changes."""
+        return [
+            variable
+            for trackable in self.trackables.values()
+            for variable in getattr(trackable, "trainable_variables", [trackable])
+        ]
+
+
+class NoTorso(Part):
+    """Leaves observations as they are; the networks behind it join their leaves."""
 
     def __call__(self, observation: Any) -> Any:
         """Return the observation."""
         return observation
 
 
-class _Network:
-    """A perceptron on the joined leaves of observations.
-
-    Attributes:
-        trackables: what a checkpoint must hold, by name.
-        trainable_variables: the Keras variables that the optimizer changes.
-    """
+class _Network(Part):
+    """A perceptron on the joined leaves of observations."""
 
     def __init__(
         self,
         input_size: int,
         output_size: int,
         *,
-        hidden_sizes: Sequence[int],
-        activation: str,
-        seed: int,
         output_gain: float = 0.01,
+        **layers: Any,
     ) -> None:
         self._layers = mlp(
-            input_size,
-            hidden_sizes,
-            output_size,
-            output_gain=output_gain,
-            activation=activation,
-            seed=seed,
+            input_size, output_size=output_size, output_gain=output_gain, **layers
         )
-        self.trackables: dict[str, Any] = {"layers": self._layers}
-        self.trainable_variables: list[Any] = self._layers.trainable_variables
+        self.trackables = {"layers": self._layers}
 
     def _outputs(self, observation: Any) -> tf.Tensor:
         return self._layers(flatten_observation(observation))
@@ -130,8 +124,7 @@ class GaussianNetwork(_Network):
     ) -> None:
         super().__init__(input_size, action_size, **layers)
         self._log_std = log_std_variable(action_size, initial_log_std)
-        self.trackables["log_std"] = self._log_std
-        self.trainable_variables = [*self.trainable_variables, self._log_std]
+        self.trackables = {**self.trackables, "log_std": self._log_std}
 
     def __call__(self, observation: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the mean `[N, A]` and the log standard deviation `[A]`."""

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, Self
 import keras
 import tensorflow as tf
 
-from envserve.slab import Status
-from ppo.networks.perceptrons import flatten_observation, mlp
+from envserve.client import Status
+from ppo.networks.perceptrons import Part, flatten_observation, mlp
 
 __all__ = ["Memory", "States", "is_pending", "next_state"]
 
 
-class Memory:
+class Memory(Part):
     """Sums up an episode's observations until now in one vector per row.
 
     Attributes:
@@ -53,6 +53,8 @@ class Memory:
             recurrent_initializer=keras.initializers.Orthogonal(seed=seed + 1),
         )
         self._cell.build((None, hidden_sizes[-1] if hidden_sizes else input_size))
+        hidden = {} if self._hidden is None else {"hidden": self._hidden}
+        self.trackables = {**hidden, "cell": self._cell}
 
     def embed(self, observation: Any) -> tf.Tensor:
         """Return what the GRU takes for preprocessed rows `[N, ...]`: `[N, D]`."""
@@ -60,11 +62,7 @@ class Memory:
         return rows if self._hidden is None else self._activation(self._hidden(rows))
 
     def advance(self, embedding: tf.Tensor, state: tf.Tensor) -> tf.Tensor:
-        """Take in one observation per row.
-
-        Args:
-            embedding: float32 `[N, D]`, as `embed` gives it.
-            state: float32 `[N, units]`.
+        """Take in one observation per row, `[N, D]` as `embed` gives it.
 
         Returns:
             What the heads take, float32 `[N, units]`; it is the state of the next step,
@@ -108,18 +106,6 @@ class Memory:
             maximum_iterations=length,  # XLA has to know, to find gradients
         )
         return outputs.stack(), state
-
-    @property
-    def trackables(self) -> dict[str, Any]:
-        """What a checkpoint must hold, by name."""
-        hidden = {} if self._hidden is None else {"hidden": self._hidden}
-        return {**hidden, "cell": self._cell}
-
-    @property
-    def trainable_variables(self) -> list[Any]:
-        """The Keras variables that the optimizer changes."""
-        hidden = [] if self._hidden is None else self._hidden.trainable_variables
-        return [*hidden, *self._cell.trainable_variables]
 
 
 class States(NamedTuple):

@@ -8,6 +8,7 @@ after an evaluation says what that gave: the best of them is kept.
 import errno
 import json
 import math
+import operator
 import os
 import shutil
 from pathlib import Path
@@ -59,17 +60,8 @@ def save(
 ) -> Path:
     """Write a checkpoint, then remove all but the newest `keep` and the best.
 
-    Args:
-        folder: where checkpoints go; made if missing.
-        counters: become the checkpoint's name and are saved with it.
-        agent: networks and observation statistics.
-        updater: state of the optimizer and of coefficients that adapt.
-        return_scale: reward statistics.
-        keep: how many checkpoints stay, besides that of the best evaluation.
-        evaluation_return: mean return of the agent's evaluation, if there was one.
-
-    Returns:
-        The checkpoint's folder.
+    Makes the folder if it is missing, and returns the checkpoint's own.
+    `evaluation_return` is the mean return of the agent's evaluation, if there was one.
 
     Raises:
         OSError: it cannot be written; earlier checkpoints are untouched.
@@ -119,12 +111,6 @@ def restore(
 def load_agent(folder: Path, agent: Agent, which: Which = None) -> Counters:
     """Load only the agent from a checkpoint, to evaluate it or to make it act.
 
-    Args:
-        folder: where the checkpoints are.
-        agent: what to load into.
-        which: after how many env steps the checkpoint was written, or "best"; by
-            default the newest is loaded.
-
     Raises:
         CheckpointError: there is none, or it belongs to other networks.
     """
@@ -150,12 +136,7 @@ def best_return(folder: Path) -> float:
 
 
 def checkpoint_at(folder: Path, which: Which) -> Path:
-    """Return the checkpoint that was written after so many env steps.
-
-    Args:
-        folder: where the checkpoints are.
-        which: None for the newest; "best" for that of the best evaluation on the way,
-            the earliest of equals.
+    """Return a checkpoint of a folder; of equal evaluations the earliest is the best.
 
     Raises:
         CheckpointError: there is no such checkpoint; names those there are.
@@ -210,14 +191,12 @@ def _counters(path: Path) -> Counters:
 
 def _best(folder: Path) -> tuple[Path, float] | None:
     """Find the best evaluation, the earliest of equals, and its mean return."""
-    best = None
-    for path in _complete(folder):
-        if not (path / _EVALUATION).exists():
-            continue
-        mean_return = _evaluation_return(path / _EVALUATION)
-        if best is None or mean_return > best[1]:
-            best = path, mean_return
-    return best
+    evaluated = [
+        (path, _evaluation_return(path / _EVALUATION))
+        for path in _complete(folder)
+        if (path / _EVALUATION).exists()
+    ]
+    return max(evaluated, key=operator.itemgetter(1), default=None)
 
 
 def _evaluation_return(path: Path) -> float:

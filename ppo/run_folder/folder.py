@@ -30,21 +30,9 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-
-    @property
-    def config_path(self) -> Path:
-        """Where the settings are."""
-        return self.path / "config.json"
-
-    @property
-    def metrics_path(self) -> Path:
-        """Where the metrics are."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
-        return self.path / "checkpoints"
+        self.config_path = path / "config.json"
+        self.metrics_path = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
 
     def has_checkpoint(self) -> bool:
         """Whether there is a checkpoint to go on from."""
@@ -66,15 +54,17 @@ class RunFolder:
             raise RunFolderError(
                 f"{path}: expected a folder that can be created; {_reason(error)}."
             ) from error
-        has_config = _is_config(path / "config.json")
-        is_foreign = not has_config and (path / "config.json").exists()
-        if not is_free or is_foreign:
-            hint = f"continue that run with --resume {path}, or " if has_config else ""
+        run = cls(path)
+        try:
+            read_config(run.config_path)
+            is_foreign, hint = False, f"continue that run with --resume {path}, or "
+        except ConfigError:
+            is_foreign, hint = run.config_path.exists(), ""
+        if is_foreign or not is_free:
             raise RunFolderError(
                 f"{path}: expected a new or empty folder, got one with files in it; "
                 f"{hint}choose another --run-dir."
             )
-        run = cls(path)
         try:
             _write_atomically(run.config_path, _as_json(config))
         except OSError as error:
@@ -145,14 +135,6 @@ def _as_json(config: Config) -> str:
 def _reason(error: OSError) -> str:
     """Say what went wrong, without the number and the path of an `OSError`."""
     return error.strerror or str(error)
-
-
-def _is_config(path: Path) -> bool:
-    try:
-        read_config(path)
-    except ConfigError:
-        return False
-    return True
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -49,15 +49,12 @@ class MetricsWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the files."""
-        self.close()
+        """Flush and close both files."""
+        self._events.close()
+        self._lines.close()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one row; numbers that are not finite become null in the JSON.
-
-        Args:
-            step: env steps so far, the x axis.
-            values: numbers by name.
+        """Write a row at so many env steps; what is not finite is null in the JSON.
 
         Raises:
             OSError: the row cannot be written, for instance because the disk is full.
@@ -72,12 +69,6 @@ class MetricsWriter:
         with self._events.as_default(step=step):
             for name, value in values.items():
                 tf.summary.scalar(name, value)
-
-    def close(self) -> None:
-        """Flush and close both outputs; a second call does nothing."""
-        if not self._lines.closed:
-            self._events.close()
-            self._lines.close()
 
 
 def _announce_restart(folder: Path, step: int) -> None:

@@ -15,11 +15,7 @@ __all__ = ["cut_off_after", "last_iteration", "read_metrics"]
 
 
 def cut_off_after(path: Path, iteration: int) -> None:
-    """Shorten the file to the rows of an iteration and those before.
-
-    Args:
-        path: the file; it need not exist.
-        iteration: the last one that stays.
+    """Shorten the file, if there is one, to the rows of an iteration and those before.
 
     Raises:
         OSError: the file cannot be read or written.
@@ -49,9 +45,6 @@ def last_iteration(path: Path) -> int:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the rows of a run; `steps` never falls from one to the next.
-
-    Args:
-        path: the file, one JSON object per line.
 
     Returns:
         At least one row: numbers by name, None where a number was not finite.

@@ -7,9 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from benchmarks.harness import Skip
 from envserve.bench.turns import Measure
-from envserve.errors import UnknownEnv
 
 
 @contextlib.contextmanager
@@ -33,20 +31,8 @@ def telling_its_pid() -> Iterator[Measure]:
 
 
 @contextlib.contextmanager
-def skipping() -> Iterator[Measure]:
-    raise Skip("there is no simulator here")
-    yield
-
-
-@contextlib.contextmanager
-def failing_to_open() -> Iterator[Measure]:
-    raise RuntimeError("no simulator licence")
-    yield
-
-
-@contextlib.contextmanager
-def refusing_to_open() -> Iterator[Measure]:
-    raise UnknownEnv("no env named 'Hoper'; did you mean Hopper?")
+def raising(error: Exception) -> Iterator[Measure]:
+    raise error
     yield
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from benchmarks.cases import peers
@@ -19,32 +16,14 @@ from benchmarks.cli import main
 from benchmarks.command import Run, sub_command
 from benchmarks.harness import BenchmarkError, Skip
 from benchmarks.lab.processes import proportional_set_bytes, with_descendants
-from benchmarks.learning.learners import learning_sb3
-from benchmarks.learning.trainers import training_sb3
+from benchmarks.learning.goal import learning_sb3
+from benchmarks.learning.train import training_sb3
 from envserve.bench.load import Load
 from envserve.bench.turns import MICROSECONDS, SPEED, THREAD
 from ppo.config import Config
+from tests.benchmarks.conftest import Bench
 
 TINY = ("--seconds", "0.02", "--repetitions", "1")
-Bench = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    def run(*arguments: str) -> dict[str, Any]:
-        with pytest.raises(SystemExit) as caught:
-            main([*arguments, "--outdir", str(tmp_path)])
-        assert caught.value.code == 0
-        result: dict[str, Any] = json.loads((tmp_path / "result.json").read_text())
-        assert result["benchmark"] == arguments[0]
-        assert all(
-            np.isfinite(list(repetition.values())).all()
-            for repetitions in result["repetitions"].values()
-            for repetition in repetitions
-        )
-        return result
-
-    return run
 
 
 def test_step_measures_ours_and_every_peer_that_is_there(bench: Bench) -> None:
@@ -65,7 +44,8 @@ def test_step_measures_ours_and_every_peer_that_is_there(bench: Bench) -> None:
     assert measured["envserve in-process"].keys() == {
         *(SPEED, MICROSECONDS, THREAD, "p50_us", "p99_us")
     }
-    assert result["results"]["ratio_to_limit"][LIMIT] == 1.0
+    assert result["table"]["rows"][0][:1] == [LIMIT]
+    assert result["table"]["rows"][0][5] == "1.00"
     assert result["options"]["num_envs"] == 2
 
 
@@ -73,8 +53,8 @@ def test_images(bench: Bench) -> None:
     result = bench("images", "--num-envs", "2", *TINY, "--only", "in-process")
     assert list(result["medians"]) == [REUSING, "envserve in-process"]
     speed = result["medians"]["envserve in-process"][SPEED]
-    (gigabytes,) = result["results"]["gigabytes_per_second"]["envserve in-process"]
-    assert gigabytes == pytest.approx(speed * 84 * 84 * 4 / 1e9)
+    gigabytes = float(result["table"]["rows"][1][1])
+    assert gigabytes == pytest.approx(speed * 84 * 84 * 4 / 1e9, abs=0.006)
 
 
 def test_scale(bench: Bench) -> None:
@@ -180,23 +160,8 @@ def test_a_wrong_env_name_is_one_line(
     assert "did you mean CartPole-v1" in line
 
 
-def test_the_suite_runs_a_part_into_its_folder(tmp_path: Path) -> None:
-    asked = []
-
-    @sub_command
-    def probe(run: Run) -> None:
-        asked.append(run.output.outdir)
-
-    with pytest.raises(SystemExit) as caught:
-        main(["suite", "--part", "train", "--outdir", str(tmp_path)], {"train": probe})
-    assert caught.value.code == 0
-    assert asked == [tmp_path / "train"]
-    assert (tmp_path / "tables.md").read_text() == ""
-
-
-def test_a_part_that_fails_leaves_the_suite_the_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def run_suite(folder: Path, *parts: str) -> tuple[int, list[Path | None]]:
+    """Returns the exit code and what was run, "train" in vain."""
     asked = []
 
     @sub_command
@@ -205,13 +170,26 @@ def test_a_part_that_fails_leaves_the_suite_the_others(
 
     @sub_command
     def probe(run: Run) -> None:
-        asked.append(run.output.outdir)
+        asked.append(run.outdir)
 
-    parts = ("--part", "train", "--part", "overlap", "--outdir", str(tmp_path))
+    words = [word for part in parts for word in ("--part", part)]
     with pytest.raises(SystemExit) as caught:
-        main(["suite", *parts], {"train": fails, "overlap": probe})
-    assert caught.value.code == 1
-    assert asked == [tmp_path / "overlap"]
+        main(
+            ["suite", *words, "--outdir", str(folder)],
+            {"train": fails, "overlap": probe},
+        )
+    return int(caught.value.code or 0), asked
+
+
+def test_the_suite_runs_a_part_into_its_folder(tmp_path: Path) -> None:
+    assert run_suite(tmp_path, "overlap") == (0, [tmp_path / "overlap"])
+    assert (tmp_path / "tables.md").read_text() == ""
+
+
+def test_a_part_that_fails_leaves_the_suite_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_suite(tmp_path, "train", "overlap") == (1, [tmp_path / "overlap"])
     assert (tmp_path / "tables.md").exists()
     lines = capsys.readouterr().err.splitlines()
     assert "train: failed, pip install 'envserve[mujoco]'" in lines
@@ -221,17 +199,7 @@ def test_a_part_that_fails_leaves_the_suite_the_others(
 def test_the_suite_checks_all_parts_before_it_runs_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = []
-
-    @sub_command
-    def probe(run: Run) -> None:
-        asked.append(run.output.outdir)
-
-    parts = ("--part", "train", "--part", "trian", "--outdir", str(tmp_path))
-    with pytest.raises(SystemExit) as caught:
-        main(["suite", *parts], {"train": probe})
-    assert caught.value.code == 1
-    assert asked == []
+    assert run_suite(tmp_path, "overlap", "trian") == (1, [])
     assert "scripts/bench.py: --part: expected one of" in capsys.readouterr().err
 
 

@@ -9,10 +9,14 @@ import numpy as np
 import pytest
 import typer
 
-from benchmarks.scores.document import table_rows, write_document
+from benchmarks.scores.document import (
+    interquartile_mean,
+    summarize,
+    table_rows,
+    write_document,
+)
 from benchmarks.scores.many import main
 from benchmarks.scores.run_one import Score, read_score
-from benchmarks.scores.statistics import interquartile_mean, summarize
 from benchmarks.scores.tasks import TASKS, Task
 from ppo.configs import CONFIGS, EXPECTED_RETURNS
 

@@ -28,9 +28,6 @@ def local_driver(
     """Returns a driver of ledgers in workers of this process.
 
     Args:
-      trial: Gets what is counted.
-      num_envs: Rows.
-      num_workers: Processes.
       options: Of `_driver`, and more of `BatchEnv.local`.
     """
 
@@ -72,12 +69,7 @@ def _driver(
     """Gives a driver, and audits the journal of its envs in the end.
 
     Args:
-      trial: Gets what is counted.
-      num_envs: Rows.
-      make: Makes the batch.
-      length: Steps of an episode.
       env_kwargs: More arguments of `ChaosLedgerEnv`.
-      longest_call: Seconds that a call may take.
       options: More for `make`.
     """
     seed, journal = trial.draw_seed(), trial.new_folder("journal")
@@ -99,8 +91,6 @@ def running_servers(
     """Gives servers that are ready, and kills them.
 
     Args:
-      trial: Has the folder for their files.
-      count: How many servers.
       num_envs: How many envs each has, all its clients together.
       options: More options of `envserve start`.
     """

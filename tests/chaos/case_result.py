@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
-
-#: A wrong transition or a failure; a goal that was missed; or all as it should be.
-Verdict = str
-WRONG: Final[Verdict] = "WRONG"
-FAILED: Final[Verdict] = "failed"
-SHORT: Final[Verdict] = "falls short"
-PASSED: Final[Verdict] = "pass"
 
 
 @dataclass(frozen=True)
@@ -21,7 +14,6 @@ class Check:
     """A number beside what it should be.
 
     Attributes:
-      meaning: What it is.
       measured: The number; nan if nothing was measured, which reaches no goal.
       bound: What it should be: at most, or as `kind` says.
       kind: "<=", ">=" or "==".
@@ -40,29 +32,17 @@ class Check:
             return self.measured >= self.bound
         return self.measured <= self.bound
 
-    def __str__(self) -> str:
-        """Returns both, like "zombies 2, expected == 0"."""
-        measured, bound = f"{self.measured:.4g}", f"{self.bound:.4g}"
-        return f"{self.meaning} {measured}, goal {self.kind} {bound}"
-
 
 @dataclass
 class CaseResult:
     """Filled while a case runs, so that what there is survives its failure.
 
     Attributes:
-      faults: How many faults there were.
       row_steps: Rows of steps that the ledger has checked.
       wrong: Wrong transitions; a case ends with its first one.
-      losses: Rows that were lost, by status.
       padding: Rows that were PENDING.
       late: Rows that were LATE.
       seconds: From a fault to the next valid row, each time.
-      checks: Numbers with goals.
-      notes: What else is worth knowing.
-      error: What ended the case early.
-      skipped: Why the case could not run here.
-      elapsed: Seconds that it took.
     """
 
     faults: int = 0
@@ -92,19 +72,17 @@ class CaseResult:
         return [check for check in self.checks if not check.is_met]
 
     @property
-    def verdict(self) -> Verdict:
-        """Returns what to say of it in a word."""
+    def verdict(self) -> str:
         if self.skipped:
             return "skipped"
         if self.wrong:
-            return WRONG
+            return "WRONG"
         if self.error:
-            return FAILED
-        return SHORT if self.missed else PASSED
+            return "failed"
+        return "falls short" if self.missed else "pass"
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing was wrong and nothing failed."""
         return not (self.wrong or self.error)
 
     def as_json(self) -> dict[str, Any]:
@@ -134,7 +112,6 @@ class CaseResult:
 
 
 def summary(seconds: list[float]) -> dict[str, float | None]:
-    """Returns quantiles of some durations; None where there are no durations."""
     if not seconds:
         return {"count": 0, "p50": None, "p99": None, "max": None}
     p50, p99 = np.percentile(seconds, [50, 99]).tolist()

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.lab.machine import machine_facts
+from benchmarks.lab.machine import in_words, machine_facts
 from benchmarks.lab.tables import as_markdown
 from tests.chaos.case_result import CaseResult
 from tests.chaos.trial import ChaosCase
@@ -29,42 +29,32 @@ PEER_COLUMNS: Final = (
     *("vectorised env", "fault", "what the caller gets", "what later steps give"),
     *("wrong pairings", "recovers"),
 )
-_PEERS: Final = "peers"
 
 
 def save_case(
     folder: Path, case: ChaosCase, result: CaseResult, options: Mapping[str, Any]
 ) -> None:
     """Keeps what has come of a case, and writes the tables anew."""
-    saved = {
-        "case": case.name,
-        "does": case.does,
-        "goal": case.goal,
-        **_circumstances(options),
-        **result.as_json(),
-    }
-    _save(folder, case.name, saved)
+    words = {"case": case.name, "does": case.does, "goal": case.goal}
+    _save(folder, case.name, {**words, **result.as_json()}, options)
 
 
 def save_peers(
     folder: Path, rows: Sequence[Sequence[str]], options: Mapping[str, Any]
 ) -> None:
-    """Keeps the rows of the peers' table, and writes the tables anew."""
-    result = {"columns": PEER_COLUMNS, "rows": rows, **_circumstances(options)}
-    _save(folder, _PEERS, result)
+    _save(folder, "peers", {"columns": PEER_COLUMNS, "rows": rows}, options)
 
 
-def _circumstances(options: Mapping[str, Any]) -> dict[str, Any]:
-    now = datetime.datetime.now().astimezone()
-    return {
-        "finished": now.isoformat("T", "seconds"),
+def _save(
+    folder: Path, name: str, result: Mapping[str, Any], options: Mapping[str, Any]
+) -> None:
+    circumstances = {
+        "finished": datetime.datetime.now().astimezone().isoformat("T", "seconds"),
         "machine": machine_facts(),
         "options": dict(options),
     }
-
-
-def _save(folder: Path, name: str, result: Mapping[str, Any]) -> None:
-    folder.joinpath(f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    text = json.dumps({**circumstances, **result}, indent=2)
+    folder.joinpath(f"{name}.json").write_text(f"{text}\n")
     folder.joinpath("tables.md").write_text(_tables(folder))
 
 
@@ -73,19 +63,14 @@ def _tables(folder: Path) -> str:
     results = [result for result in found if "case" in result]
     parts = []
     if found:
-        machine = found[0]["machine"]
         every = {k: v for part in found for k, v in part["machine"]["versions"].items()}
-        versions = ", ".join(f"{name} {version}" for name, version in every.items())
-        parts.append(
-            f"{machine['cores']} cores of {machine['processor']}, "
-            f"{machine['system']}, Python {machine['python']}; {versions}.\n"
-        )
+        parts.append(in_words({**found[0]["machine"], "versions": every}))
     if results:
         results.sort(key=lambda result: result["options"].get("position", 0))
         rows = [row_of(result) for result in results]
         parts.append(as_markdown(COLUMNS, rows, _NUM_TEXTS))
         notes = _scale_notes(results)
-        notes += [line for result in results for line in _notes(result)]
+        notes += [line for result in results for line in notes_of(result)]
         parts.append("".join(f"* {line}\n" for line in notes))
     for result in found:
         if "columns" in result:
@@ -130,7 +115,7 @@ def _scale_notes(results: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _notes(result: Mapping[str, Any]) -> list[str]:
+def notes_of(result: Mapping[str, Any]) -> list[str]:
     """Returns what a reader of the table should know of a case."""
     name = result["case"]
     lines = [f"{name}: {note}" for note in result["notes"]]

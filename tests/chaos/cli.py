@@ -17,11 +17,17 @@ from rich.console import Console
 
 from benchmarks.lab.tables import TABLE_WIDTH, as_table
 from tests.chaos.case_result import CaseResult
-from tests.chaos.case_tables import COLUMNS, PEER_COLUMNS, row_of, save_case, save_peers
+from tests.chaos.case_tables import (
+    COLUMNS,
+    PEER_COLUMNS,
+    notes_of,
+    row_of,
+    save_case,
+    save_peers,
+)
 from tests.chaos.cases.table import CASES
 from tests.chaos.isolated import DidNotEnd, run_isolated
-from tests.chaos.plant import Plant
-from tests.chaos.trial import ChaosCase, run_case
+from tests.chaos.trial import ChaosCase, Plant, run_case
 
 #: After its own time is over, a case that hangs is killed.
 _MORE_SECONDS = 120.0
@@ -100,28 +106,16 @@ def chosen_cases(words: Sequence[str]) -> list[ChaosCase]:
 def _run_cases(
     cases: Sequence[ChaosCase], folder: Path, scale: float, seed: int, plant: bool
 ) -> bool:
-    rows = []
+    is_sound = True
     for case in cases:
         _say(f"... {case.name}: {case.does} (at most {case.most_seconds(scale):.0f} s)")
         result = _run(case, folder, scale, seed, plant)
         position = CASES.index(case)
         options = {"scale": scale, "seed": seed, "plant": plant, "position": position}
         save_case(folder, case, result, options)
-        words = {"case": case.name, "does": case.does, "goal": case.goal}
-        row = row_of({**words, **result.as_json()})
-        rows.append((row, result))
-        _print_row(row, result)
-    keys = [index for index, name in enumerate(COLUMNS) if name not in _LONG]
-    table = as_table(
-        [COLUMNS[index] for index in keys],
-        [[row[index] for index in keys] for row, _ in rows],
-        2,
-    )
-    _console().print(table)
-    return all(result.is_sound for _, result in rows)
-
-
-_LONG = ("what is done", "goal")
+        _print_result(case, result)
+        is_sound &= result.is_sound
+    return is_sound
 
 
 def _run(
@@ -155,16 +149,13 @@ def _run_peers(folder: Path, seed: int) -> None:
     _console().print(as_table(PEER_COLUMNS, rows, 4))
 
 
-def _print_row(row: Sequence[str], result: CaseResult) -> None:
-    cells = dict(zip(COLUMNS, row, strict=True))
-    console = _console()
-    parts = [f"{name} {cells[name]}" for name in COLUMNS[4:]]
-    text = f"{cells['case']}: {cells['result']}; {', '.join(parts)}"
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-    lines = [*map(str, result.missed), *result.notes]
-    lines += result.error.splitlines()[:1] or ([result.skipped] * bool(result.skipped))
-    for line in lines:
-        console.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)
+def _print_result(case: ChaosCase, result: CaseResult) -> None:
+    words = {"case": case.name, "does": case.does, "goal": case.goal}
+    facts = {**words, **result.as_json()}
+    numbers = zip(COLUMNS[4:], row_of(facts)[4:], strict=True)
+    text = ", ".join(f"{name} {cell}" for name, cell in numbers)
+    for line in (f"{case.name}: {result.verdict}; {text}", *notes_of(facts)):
+        _console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_list() -> None:

@@ -7,8 +7,9 @@ from collections import Counter
 from typing import Final, Self
 
 from envserve.client import BatchEnv, StepResult
-from tests.chaos.recoveries import Array, Recoveries
+from tests.chaos.recoveries import Recoveries
 from tests.chaos.trial import Trial
+from tests.oracle.journal import Array
 from tests.oracle.ledger import Ledger
 from tests.oracle.player import LONGEST_CALL, Player
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 from typing import Any, Final
 
 import gymnasium
@@ -53,11 +52,6 @@ class ChaosLedgerEnv(LedgerEnv):
         if self._most_reset_seconds:
             time.sleep(self.np_random.uniform(0.0, self._most_reset_seconds))
         return result
-
-
-def read_starts(broken_by: Path) -> list[float]:
-    """Returns when it was tried to build envs, as instants of `time.monotonic`."""
-    return [float(line) for line in broken_by.read_text().split()]
 
 
 gymnasium.register(LEDGER, f"{MODULE}:{ChaosLedgerEnv.__qualname__}")

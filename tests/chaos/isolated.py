@@ -33,9 +33,6 @@ def run_isolated(
     """Returns what a function of a module returns, called in another process.
 
     Args:
-      function: What to call.
-      arguments: For it.
-      seconds: How long it may take.
       log: Where its log goes, and what it and its processes write to stderr; None
         drops both.
 

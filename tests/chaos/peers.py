@@ -15,29 +15,124 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
+import gymnasium
 import numpy as np
 
+from benchmarks.cases.peers import sb3_vec_env
+from benchmarks.harness import Skip
 from benchmarks.lab.processes import kill_all, with_descendants
+from envserve.bench.load import Load
+from envserve.client import BatchEnv
+from envserve.pool.pool import Pool
 from tests.chaos.isolated import DidNotEnd, run_isolated
-from tests.chaos.peer_batches import OURS, PEERS, PeerBatch
-from tests.chaos.recoveries import Array
-from tests.chaos.trial import Skip
+from tests.oracle.journal import Array
+from tests.oracle.probe_envs import MODULE
 
+ASYNC: Final = "gymnasium AsyncVectorEnv"
+SUBPROC: Final = "SB3 SubprocVecEnv"
+OURS: Final = "envserve BatchEnv"
+_STEP_TIMEOUT: Final = 1.0
 _NUM_ENVS: Final = 4
 _NUM_LATER: Final = 20
-#: Episodes that do not end, so that no row is one of a reset.
-_LENGTH: Final = 10**6
 _SLOW, _HANG = 900, 901
 _SLOW_SECONDS: Final = 0.5
 _PATIENCE_SECONDS: Final = 0.2
 #: A call that takes longer hangs.
 _GIVE_UP_SECONDS: Final = 5.0
 _PROBE_SECONDS: Final = 90.0
-_BREAKDOWNS: Final = {
-    "hang": {"actions": [_HANG], "when": "before"},
-    "spin": {"actions": [_SLOW], "when": "before", "seconds": _SLOW_SECONDS},
+#: Episodes do not end, so that no row is one of a reset.
+_LOAD: Final = Load(
+    "envserve/Ledger-v0",
+    *(_NUM_ENVS, _NUM_ENVS, 0.0),
+    {
+        "length": 10**6,
+        "breakdowns": {
+            "hang": {"actions": [_HANG], "when": "before"},
+            "spin": {"actions": [_SLOW], "when": "before", "seconds": _SLOW_SECONDS},
+        },
+    },
+    (MODULE,),
+)
+
+
+class _Async:
+    """A process per env."""
+
+    def __init__(self) -> None:
+        self._envs: Any = gymnasium.vector.AsyncVectorEnv(_LOAD.env_functions())
+        self._envs.reset(seed=0)
+
+    @property
+    def worker_pids(self) -> list[int]:
+        return [process.pid for process in self._envs.processes]
+
+    def step(self, actions: Array) -> tuple[Array, Array]:
+        return _all_valid(self._envs.step(actions)[1])
+
+    def step_within(self, actions: Array, seconds: float) -> tuple[Array, Array]:
+        self._envs.step_async(actions)
+        return _all_valid(self._envs.step_wait(timeout=seconds)[1])
+
+
+class _Subproc(_Async):
+    """The same of Stable-Baselines3. Nothing bounds a step."""
+
+    def __init__(self) -> None:
+        self._envs = sb3_vec_env(_LOAD, "SubprocVecEnv")
+        self._envs.reset()
+
+    def step_within(self, actions: Array, seconds: float) -> tuple[Array, Array]:
+        return self.step(actions)
+
+
+class _Ours:
+    """Ours, with a process per env as well."""
+
+    def __init__(self) -> None:
+        self._batch = BatchEnv.local(
+            _LOAD.env_name,
+            _NUM_ENVS,
+            _NUM_ENVS,
+            env_kwargs=_LOAD.env_kwargs,
+            import_modules=[MODULE],
+            step_timeout=_STEP_TIMEOUT,
+        )
+        self._batch.reset()
+
+    @property
+    def worker_pids(self) -> list[int]:
+        (lane,) = self._batch.lanes
+        assert isinstance(lane, Pool)
+        return [pid for pid in lane.worker_pids if pid is not None]
+
+    def step(self, actions: Array) -> tuple[Array, Array]:
+        if self._batch.num_out:  # of a call that has timed out; the result is its own
+            self._batch.recv(self._batch.num_out)
+        result = self._batch.step(actions)
+        return result.reward, result.valid
+
+    def step_within(self, actions: Array, seconds: float) -> tuple[Array, Array]:
+        self._batch.send(actions)
+        _, result = self._batch.recv(self._batch.num_envs, timeout=seconds)
+        return result.reward, result.valid
+
+
+#: What is stepped: `step` gives rewards and what is valid of them, `[n]` each;
+#: `step_within` the same, with whatever there is to bound it.
+PeerBatch = _Async | _Ours
+
+
+def _all_valid(reward: Any) -> tuple[Array, Array]:
+    """Takes every row for what it is given out as: neither peer says more."""
+    return np.asarray(reward, np.float64), np.ones(len(reward), np.bool_)
+
+
+PEERS: Final[dict[str, Callable[[], PeerBatch]]] = {
+    ASYNC: _Async,
+    SUBPROC: _Subproc,
+    OURS: _Ours,
 }
 
 
@@ -66,7 +161,6 @@ class _Calls:
     """Steps, and says in a word what each call gave.
 
     Attributes:
-      batch: What is stepped.
       num_wrong: Rows with the result of another action, given out as valid.
     """
 
@@ -121,14 +215,6 @@ def _kill_worker(calls: _Calls) -> str:
     return calls.step()
 
 
-def _hang(calls: _Calls) -> str:
-    return calls.step(_HANG)
-
-
-def _time_out(calls: _Calls) -> str:
-    return calls.step(_SLOW, within=_PATIENCE_SECONDS)
-
-
 def _interrupt(calls: _Calls) -> str:
     thread = threading.get_ident()
 
@@ -146,9 +232,9 @@ def _interrupt(calls: _Calls) -> str:
 #: Faults of row 0, by what they are.
 FAULTS: Final[dict[str, Callable[[_Calls], str]]] = {
     "a worker is killed": _kill_worker,
-    "an env hangs": _hang,
+    "an env hangs": lambda calls: calls.step(_HANG),
     f"a step takes {_SLOW_SECONDS:g} s, the caller waits {_PATIENCE_SECONDS:g} s": (
-        _time_out
+        lambda calls: calls.step(_SLOW, within=_PATIENCE_SECONDS)
     ),
     "Ctrl-C during a step": _interrupt,
 }
@@ -162,9 +248,7 @@ def probe(peer: str, fault: str, seed: int) -> Found | str:
     """
     random = np.random.default_rng(seed)
     try:
-        batch = PEERS[peer](
-            _NUM_ENVS, {"length": _LENGTH, "breakdowns": dict(_BREAKDOWNS)}
-        )
+        batch = PEERS[peer]()
     except Skip as reason:
         return str(reason)
     try:

@@ -25,7 +25,6 @@ class Proxy:
     connection. Servers and clients have to bear that as well.
 
     Attributes:
-      address: Where the client has to connect to.
       to_server: What happens to requests; its `counts` say how often.
       to_client: What happens to answers.
       num_connections: How many connections there have been.
@@ -44,9 +43,6 @@ class Proxy:
 
         Args:
           target: The server's address, like "tcp://127.0.0.1:5555".
-          to_server: What happens on the way to the server.
-          to_client: What happens on the way back.
-          seed: Of all that is drawn.
           port: Where to listen; 0 for any that is free.
         """
         host, _, target_port = target.removeprefix("tcp://").rpartition(":")

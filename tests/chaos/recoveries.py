@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from envserve.slab import Status
+from tests.oracle.journal import Array
+from tests.oracle.ledger import LOSSES
 
-Array = np.ndarray[Any, Any]
-
-LOSSES: Final = (
-    Status.ENV_ERROR,
-    Status.WORKER_DIED,
-    Status.TIMEOUT,
-    Status.SERVER_LOST,
-)
 #: Statuses, by number, after which a row's next valid one ends what has befallen it.
 _ENDS_IT: Final = np.isin(np.arange(256), [*LOSSES, Status.LATE])
 
@@ -36,7 +30,6 @@ class Recoveries:
         self._has_ended = np.zeros(num_envs, np.bool_)
 
     def strike(self, rows: Array, now: float) -> None:
-        """Starts the clocks of rows that a fault is about to hit."""
         self._since[rows] = now
 
     def retract(self, rows: Array) -> None:
@@ -44,7 +37,6 @@ class Recoveries:
         self._since[rows] = np.inf
 
     def is_open(self, rows: Array | None = None) -> bool:
-        """Whether any of some rows has yet to come back."""
         since = self._since if rows is None else self._since[rows]
         return bool(np.isfinite(since).any())
 

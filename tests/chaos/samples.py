@@ -24,22 +24,14 @@ class MemorySamples:
         self._taken: dict[str, list[tuple[float, int]]] = {}
 
     def take(self, instant: float, roles: dict[str, int]) -> None:
-        """Looks at processes, and at all that they have started.
-
-        Args:
-          instant: Seconds since the beginning.
-          roles: Process ids by name.
-        """
         for name, pid in roles.items():
             for index, each in enumerate(_own_descendants(pid, roles)):
                 vitals = vitals_of(each)
                 if vitals is None:
                     continue
                 part = name if index == 0 else f"a process below {name}"
-                self._note(part, instant, vitals.resident_bytes)
-
-    def _note(self, name: str, instant: float, value: int) -> None:
-        self._taken.setdefault(name, []).append((instant, value))
+                taken = self._taken.setdefault(part, [])
+                taken.append((instant, vitals.resident_bytes))
 
     def growths(
         self, duration: float, start: tuple[float, float], end: tuple[float, float]
@@ -80,7 +72,6 @@ class Leftovers(NamedTuple):
 
     Attributes:
       files: Open descriptors.
-      threads: Threads.
       processes: Processes that it has started, directly or not.
       segments: Files in shared memory.
     """

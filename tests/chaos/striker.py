@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
 from collections.abc import Callable
 from typing import Self
-
-import numpy as np
-
-from tests.chaos.recoveries import Array, Recoveries
 
 
 class Striker:
@@ -49,18 +44,3 @@ class Striker:
         self._thread.join()
         if self._error is not None:
             raise self._error
-
-
-def signal_process(pid: int, number: int, recoveries: Recoveries, rows: Array) -> bool:
-    """Sends a signal, and starts the clocks of the rows that it hits.
-
-    Returns:
-      False if the process was there no more.
-    """
-    recoveries.strike(np.asarray(rows), time.monotonic())
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        recoveries.retract(np.asarray(rows))
-        return False
-    return True

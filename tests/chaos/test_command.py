@@ -22,7 +22,6 @@ from tests.chaos.case_tables import row_of, save_case, save_peers
 from tests.chaos.cases.table import CASES
 from tests.chaos.cli import chosen_cases, main
 from tests.chaos.isolated import DidNotEnd, run_isolated
-from tests.chaos.peer_batches import ASYNC, OURS
 from tests.chaos.samples import Leftovers, MemorySamples
 from tests.chaos.trial import ChaosCase, OutOfTime, Trial, run_case
 
@@ -44,18 +43,16 @@ def make_result() -> CaseResult:
     )
 
 
-def test_a_number_is_held_to_its_goal() -> None:
-    assert Check("zombies", 0, 0, "==").is_met
-    assert not Check("zombies", 1, 0, "==").is_met
-    assert Check("share", 0.96, 0.95, ">=").is_met
-    assert not Check("share", 0.94, 0.95, ">=").is_met
-    assert Check("seconds", 0.1, 0.1).is_met
-    assert not Check("seconds", 0.11, 0.1).is_met
-
-
-@pytest.mark.parametrize("kind", ["<=", ">=", "=="])
-def test_what_was_not_measured_reaches_no_goal(kind: str) -> None:
-    assert not Check("seconds", math.nan, 1.0, kind).is_met
+@pytest.mark.parametrize(
+    ("kind", "good", "bad", "bound"),
+    [("==", 0, 1, 0), (">=", 0.96, 0.94, 0.95), ("<=", 0.1, 0.11, 0.1)],
+)
+def test_a_number_is_held_to_its_goal_and_none_reaches_no_goal(
+    kind: str, good: float, bad: float, bound: float
+) -> None:
+    assert Check("seconds", good, bound, kind).is_met
+    assert not Check("seconds", bad, bound, kind).is_met
+    assert not Check("seconds", math.nan, bound, kind).is_met
 
 
 def test_the_worst_is_said_of_an_result() -> None:
@@ -205,7 +202,7 @@ def test_what_is_left_open_shows() -> None:
 @needs_proc
 def test_peers_are_seen_to_pair_results_with_other_actions() -> None:
     (fault,) = (name for name in peers.FAULTS if "the caller waits" in name)
-    found = run_isolated(peers.probe, ASYNC, fault, 0, seconds=60.0)
+    found = run_isolated(peers.probe, peers.ASYNC, fault, 0, seconds=60.0)
     assert isinstance(found, peers.Found), found
     assert found.first == "TimeoutError"
     assert found.later == {"results of another action": 20}
@@ -216,7 +213,7 @@ def test_peers_are_seen_to_pair_results_with_other_actions() -> None:
 
 @needs_proc
 def test_ours_recovers_beside_them() -> None:
-    found = run_isolated(peers.probe, OURS, "a worker is killed", 0, seconds=60.0)
+    found = run_isolated(peers.probe, peers.OURS, "a worker is killed", 0, seconds=60.0)
     assert isinstance(found, peers.Found), found
     assert found.num_wrong == 0
     assert found.has_recovered

@@ -34,19 +34,22 @@ def test_a_fault_lasts_from_the_strike_to_the_first_valid_row_after_the_loss() -
     assert not recoveries.is_open()
 
 
-def test_a_fault_that_nobody_announced_began_with_the_call_at_the_earliest() -> None:
+@pytest.mark.parametrize(
+    ("statuses", "seconds"),
+    [
+        ((DIED, OK), 0.2),  # it began with the call at the earliest
+        ((DIED, PENDING, OK), 0.3),
+        ((PENDING, LATE, OK), 0.3),
+    ],
+)
+def test_a_fault_that_nobody_announced_is_told_by_what_comes(
+    statuses: tuple[Status, ...], seconds: float
+) -> None:
     recoveries = Recoveries(1)
-    note(recoveries, 10.1, DIED)
-    note(recoveries, 10.4, OK)
-    assert recoveries.seconds == [pytest.approx(0.4)]
-
-
-def test_rows_that_are_late_are_back_with_the_next_one() -> None:
-    recoveries = Recoveries(1)
-    note(recoveries, 10.1, PENDING)
-    note(recoveries, 10.2, LATE)
-    note(recoveries, 10.3, OK)
-    assert recoveries.seconds == [pytest.approx(0.3)]
+    for number, status in enumerate(statuses, 1):
+        assert recoveries.seconds == []
+        note(recoveries, 10.0 + 0.1 * number, status)
+    assert recoveries.seconds == [pytest.approx(seconds)]
 
 
 def test_some_rows_may_be_noted_by_themselves() -> None:

@@ -36,13 +36,6 @@ def run(toxics: Toxics, messages: list[bytes]) -> tuple[list[bytes], Direction]:
     return going + direction.release(), direction
 
 
-def test_without_toxics_messages_pass() -> None:
-    messages = [request(i) for i in range(NUM_MESSAGES)]
-    going, direction = run(Toxics(), messages)
-    assert going == messages
-    assert direction.counts == {"messages": NUM_MESSAGES}
-
-
 @pytest.mark.parametrize(
     ("toxics", "extra"),
     [
@@ -68,21 +61,22 @@ def test_a_toxic_strikes_as_often_as_it_should_and_says_how_often(
     assert run(toxics, messages)[0] == going  # the same seed, the same mishaps
 
 
-def test_a_dropped_message_is_gone() -> None:
-    assert run(Toxics(drop=1.0), [request(1)])[0] == []
-
-
-def test_a_duplicate_follows_at_once() -> None:
-    first, second = request(1), request(2)
-    going, _ = run(Toxics(duplicate=1.0), [first, second])
-    assert going == [first, first, second, second]
-
-
-def test_a_reordered_message_follows_the_next_one() -> None:
-    one, two, three = request(1), request(2), request(3)
-    going, direction = run(Toxics(reorder=1.0), [one, two, three])
-    assert going == [two, one, three]  # nothing has overtaken the last one
-    assert direction.counts["reorder"] == 1
+@pytest.mark.parametrize(
+    ("toxics", "expected", "strikes"),
+    [
+        (Toxics(), [1, 2, 3], {}),
+        (Toxics(drop=1.0), [], {"drop": 3}),
+        (Toxics(duplicate=1.0), [1, 1, 2, 2, 3, 3], {"duplicate": 3}),
+        # Nothing has overtaken the last one.
+        (Toxics(reorder=1.0), [2, 1, 3], {"reorder": 1}),
+    ],
+)
+def test_messages_pass_are_gone_come_twice_or_are_overtaken(
+    toxics: Toxics, expected: list[int], strikes: dict[str, int]
+) -> None:
+    going, direction = run(toxics, [request(n) for n in (1, 2, 3)])
+    assert going == [request(n) for n in expected]
+    assert direction.counts == {"messages": 3, **strikes}
 
 
 def test_a_stale_copy_comes_after_up_to_twenty_others() -> None:

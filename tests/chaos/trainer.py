@@ -14,8 +14,7 @@ from pathlib import Path
 from envserve.client import BatchEnv
 from tests.chaos.driver import Driver
 from tests.chaos.envs import LEDGER, MODULE
-from tests.chaos.plant import Plant
-from tests.chaos.trial import Trial
+from tests.chaos.trial import Plant, Trial
 from tests.oracle.ledger import Ledger
 from tests.oracle.result import LedgerError
 

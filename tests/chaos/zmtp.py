@@ -40,7 +40,6 @@ class Splitter:
         self._parsed = 0
 
     def feed(self, data: bytes) -> list[Piece]:
-        """Returns what is complete with these bytes."""
         pieces = []
         if self._greeting_left:
             # Not held back until it is whole: the peer answers its first part.

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,8 @@ import pytest
 from envserve.client import BatchEnv
 from envserve.client.remote_lane import RemoteLane
 from envserve.pool.launcher import Launcher
-from tests.envserve.pool_driver import (
-    ODD_ENVS,
-    PoolMaker,
-    attach_lane,
-    launcher_with,
-)
+from envserve.pool.pool import Pool
+from tests.envserve.pool_driver import ODD_ENVS, PoolMaker, attach_lane, launcher_with
 from tests.envserve.server_process import ServerProcess
 from tests.envserve.session_client import SessionClient
 from tests.oracle.probe_envs import MODULE
@@ -29,7 +26,6 @@ from tests.oracle.probe_envs import MODULE
 #: So long that a loaded machine makes no padding where a test expects none.
 PATIENCE = 30.0
 
-MakeBatch = Callable[..., BatchEnv]
 StartServer = Callable[..., str]
 Serve = Callable[..., ServerProcess]
 Join = Callable[..., SessionClient]
@@ -126,14 +122,20 @@ def shared_address(
         yield "" if lane_kind == "local" else start(bind_for(lane_kind, folder))
 
 
-@pytest.fixture
-def make_batch(
-    lane_kind: str, shared_address: str, start_server: StartServer, tmp_path: Path
-) -> Iterator[MakeBatch]:
-    """Builds a batch over one kind of lane; every test runs over each kind."""
-    batches: list[BatchEnv] = []
+class MakeBatch:
+    """Builds batches over one kind of lane, and closes them."""
 
-    def make(
+    def __init__(
+        self, start: Callable[..., str], address: str, launcher: Launcher
+    ) -> None:
+        """Without an address, they are local, with workers of this launcher."""
+        self._start = start
+        self._address = address
+        self._launcher = launcher
+        self._stack = contextlib.ExitStack()
+
+    def __call__(
+        self,
         env_name: str,
         num_envs: int = 4,
         num_workers: int = 2,
@@ -141,31 +143,44 @@ def make_batch(
         step_timeout: float | None = None,
         **options: Any,
     ) -> BatchEnv:
-        if lane_kind == "local":
+        options = {"padding_after": PATIENCE, **options}
+        if not self._address:
+            options["import_modules"] = [MODULE]
             if step_timeout is not None:
                 options["step_timeout"] = step_timeout
-            batch = BatchEnv.local(
-                env_name,
-                num_envs,
-                num_workers,
-                import_modules=[MODULE],
-                **{"padding_after": PATIENCE, **options},
-            )
+            with pytest.MonkeyPatch.context() as patch:
+                pool = partial(Pool, launcher=self._launcher)
+                patch.setattr("envserve.client.make.Pool", pool)
+                batch = BatchEnv.local(env_name, num_envs, num_workers, **options)
         else:
-            address = shared_address
+            address = self._address
             if step_timeout is not None:
-                address = start_server(
-                    bind_for(lane_kind, tmp_path), "--step-timeout", str(step_timeout)
-                )
-            batch = BatchEnv.connect(
-                env_name, [address], num_envs, **{"padding_after": PATIENCE, **options}
-            )
-        batches.append(batch)
+                address = self._start("--step-timeout", str(step_timeout))
+            batch = BatchEnv.connect(env_name, [address], num_envs, **options)
+        return self._stack.enter_context(batch)
+
+    def and_reset(self, *arguments: Any, **options: Any) -> BatchEnv:
+        """Builds one, and resets its envs."""
+        batch = self(*arguments, **options)
+        batch.reset()
         return batch
 
-    yield make
-    for batch in batches:
-        batch.close()
+    def close(self) -> None:
+        self._stack.close()
+
+
+@pytest.fixture
+def make_batch(
+    lane_kind: str,
+    shared_address: str,
+    launcher: Launcher,
+    start_server: StartServer,
+    tmp_path: Path,
+) -> Iterator[MakeBatch]:
+    """Every test runs over each kind of lane."""
+    start = partial(start_server, bind_for(lane_kind, tmp_path))
+    with contextlib.closing(MakeBatch(start, shared_address, launcher)) as maker:
+        yield maker
 
 
 @pytest.fixture
@@ -191,6 +206,18 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
 
 @pytest.fixture
 def make_pool(launcher: Launcher) -> Iterator[PoolMaker]:
-    maker = PoolMaker(launcher)
-    yield maker
-    maker.close()
+    with contextlib.closing(PoolMaker(launcher)) as maker:
+        yield maker
+
+
+@pytest.fixture
+def own_launcher() -> Iterator[Launcher]:
+    """The test may interrupt it, or kill its template."""
+    with contextlib.closing(Launcher([MODULE])) as launcher:
+        yield launcher
+
+
+@pytest.fixture
+def make_own_pool(own_launcher: Launcher) -> Iterator[PoolMaker]:
+    with contextlib.closing(PoolMaker(own_launcher)) as maker:
+        yield maker

@@ -97,7 +97,7 @@ def requests_are_not_sent_again(patch: Patch) -> None:
 @bug(suffer("send_stray"))
 def a_stale_epoch_is_accepted(patch: Patch) -> None:
     def mend(self: Any, asked: Any) -> Any:
-        claim = self._claims.get(asked.session)
+        claim = self.claims.get(asked.session)
         if claim is not None and claim.lease is not None:
             asked.epoch = claim.lease.epoch
         return asked

@@ -18,7 +18,9 @@ from envserve.client.remote_lane import RemoteLane
 from envserve.lane import Call, Lane, Outcome, Reset
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
+from envserve.session import Patience
 from envserve.settings import PoolSettings
+from envserve.slab import Status
 from tests.envserve.server_process import ServerProcess, make_config
 from tests.oracle.probe_envs import MODULE
 
@@ -57,6 +59,10 @@ class ScriptEnv(gymnasium.Env):
 
     def run(self, script):
         exec(script, globals(), {"self": self})
+
+def wait_for(path):
+    while not os.path.exists(path):
+        time.sleep(0.001)
 
 def inheritable_fds():
     """What a process that is started here, with exec, would hold open."""
@@ -105,6 +111,12 @@ class PoolMaker:
         wait_for(pool, lambda: pool.is_ready or pool.error is not None)
         return pool
 
+    def and_reset(self, *arguments: Any, **options: Any) -> Pool:
+        """Starts a pool, and resets its envs."""
+        pool = self(*arguments, **options)
+        reset(pool)
+        return pool
+
     @staticmethod
     def config(
         env_name: str, num_envs: int, num_workers: int, **options: Any
@@ -131,11 +143,17 @@ def wait_for(pool: Pool, condition: Callable[[], bool], seconds: float = 20.0) -
 
 
 def attach_lane(
-    server: ServerProcess | str, *args: object, **changes: object
+    server: ServerProcess | str,
+    *args: object,
+    patience: Patience | None = None,
+    **changes: object,
 ) -> RemoteLane:
-    """Returns a lane to a server, its envs reset; arguments are of `make_config`."""
-    address = server if isinstance(server, str) else server.address
-    lane = RemoteLane(address, make_config(*args, **changes))  # type: ignore[arg-type]
+    """Returns a lane to a server, its envs reset; the rest is for `make_config`."""
+    lane = RemoteLane(
+        server if isinstance(server, str) else server.address,
+        make_config(*args, **changes),  # type: ignore[arg-type]
+        patience,
+    )
     lane.finish_start(time.monotonic() + 20)
     for outcome in reset(lane):
         assert outcome.error is None
@@ -176,6 +194,35 @@ def call(lane: Lane, env_index: int, name: str, *arguments: Any) -> Any:
     if outcome.error is not None:
         raise outcome.error
     return codec.decode(outcome.result, max_bytes=1 << 26)
+
+
+def once(mark: Path, script: str, when: str = "True") -> str:
+    """A script that is run the first time only; there is the mark from then on."""
+    at = repr(str(mark))
+    return f"if {when} and not os.path.exists({at}): open({at}, 'w').close(); {script}"
+
+
+def seeds(pool: Pool) -> list[int]:
+    """What each row shows of a ledger or a script: the seed of its env."""
+    return [int(seed) for seed in pool.rows.observation[0][:, 0]]
+
+
+def assert_lost(
+    pool: Pool, outcome: Outcome, text: str = "", status: Status = Status.WORKER_DIED
+) -> None:
+    """The block's rows are one made-up transition: truncated, and not OK."""
+    block = pool.blocks[outcome.block]
+    rows, part = pool.rows, slice(block.start, block.stop)
+    assert outcome.error is None
+    assert [fault.env_index for fault in outcome.faults] == [
+        *range(block.start, block.stop)
+    ]
+    assert all(text in fault.text for fault in outcome.faults)
+    assert {fault.status for fault in outcome.faults} == {status}
+    assert set(rows.status[part]) == {status}
+    assert rows.truncated[part].all()
+    assert not rows.terminated[part].any()
+    assert not rows.reward[part].any()
 
 
 def kill(pid: int | None) -> None:

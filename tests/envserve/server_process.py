@@ -46,10 +46,7 @@ def command(*options: str, program: Sequence[str] = PROGRAM) -> list[str]:
 class ServerProcess:
     """A server that can be started again at its addresses; killed at the end.
 
-    Attributes:
-      process: The process.
-      addresses: Its real addresses, once it is ready.
-      ready_line: What it printed then.
+    It has `addresses`, the real ones, and a `ready_line` once it is ready.
     """
 
     def __init__(
@@ -63,17 +60,10 @@ class ServerProcess:
         prefix: Sequence[str] = (),
         is_awaited: bool = True,
     ) -> None:
-        """Starts it, and by default waits until it is ready.
+        """Starts `prefix python program start options`, its files in a folder.
 
-        Args:
-          folder: For its files.
-          options: More options of `envserve start`.
-          bind: Addresses to listen on.
-          cwd: Its working directory.
-          environment: More environment variables.
-          program: What Python is told to run.
-          prefix: Words before the command.
-          is_awaited: Else `wait_until_ready` is left to the caller.
+        Unless `is_awaited`, `wait_until_ready` is left to the caller. Variables of
+        the environment are added to those of this process.
         """
         modules = ("--import", MODULE, "--workers", "2")
         self._command = [*prefix, *command(*modules, program=program)]

@@ -8,7 +8,7 @@ from typing import Self
 
 from envserve.client.connection import Connection, Exchange
 from envserve.lane import Outcome, Reset
-from envserve.session import ClientState
+from envserve.session import ClientState, Patience
 from envserve.wire import Attach
 from tests.envserve.server_process import LEDGER
 from tests.envserve.session_fakes import OneLease
@@ -32,15 +32,13 @@ class SessionClient:
         self.session = OneLease(
             address,
             attach,
+            Patience(connect_seconds=20.0),
             session=session,
             now=time.monotonic(),
-            timeout_seconds=20.0,
             client=client,
         )
         self._exchange = Exchange(self.session, self.connection)
-        self.wait_for(
-            lambda: self.session.state is ClientState.READY or self.is_over,
-        )
+        self.wait_for(lambda: self.session.state is ClientState.READY or self.is_over)
 
     @property
     def is_over(self) -> bool:

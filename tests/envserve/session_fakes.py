@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from envserve.session import (
     ClientState,
     Decision,
     EndPool,
+    Patience,
     Reply,
     RunStep,
     ServerSession,
@@ -24,7 +26,7 @@ from envserve.session import (
 from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Status
 from envserve.spec import EnvSpec
-from envserve.wire import Attach, Buffer
+from envserve.wire import Attach, Buffer, Message, MessageType, Welcome, decode, encode
 from tests.worlds.pool import MemoryPool, Operation
 
 ADDRESS = "tcp://fake:1"
@@ -108,6 +110,13 @@ class FakeServer:
     def receive(self, route: bytes, frames: Sequence[Buffer], now: float) -> None:
         self.carry_out(self.session.receive(route, frames, now), now)
 
+    def hear(self, kind: MessageType | int, **fields: Any) -> list[Message]:
+        """Has a message of some client's arrive; returns all answers there are."""
+        numbers: dict[str, Any] = {"session": 11, "boot": self.boot}
+        message = Message(type=kind, **{**numbers, **fields})
+        self.receive(b"r", encode(message), 0.0)
+        return [decode(frames) for frames in self.take_replies()]
+
     def carry_out(self, decisions: Sequence[Decision], now: float) -> None:
         for decision in decisions:
             if isinstance(decision, Reply):
@@ -171,22 +180,18 @@ def make_attach(**changes: object) -> Attach:
 def make_client(
     now: float = 0.0,
     session: int = 11,
-    timeout_seconds: float = 10.0,
     client: str = "",
-    server_lost_after_seconds: float = 60.0,
-    pads_when_lost: bool = False,
+    patience: Patience | None = None,
     kind: type[ClientSession] = ClientSession,
     **changes: object,
 ) -> ClientSession:
     return kind(
         ADDRESS,
         make_attach(**changes),
+        patience or Patience(),
         session=session,
         now=now,
-        timeout_seconds=timeout_seconds,
         client=client,
-        server_lost_after_seconds=server_lost_after_seconds,
-        pads_when_lost=pads_when_lost,
     )
 
 
@@ -245,15 +250,37 @@ def exchange(
             return
 
 
-def attach(
-    server: FakeServer, now: float = 0.0, session: int = 11, **changes: object
-) -> ClientSession:
-    """Returns a client that is READY."""
-    client = make_client(now, session, **changes)  # type: ignore[arg-type]
+def ask(server: FakeServer, now: float = 0.0, **changes: Any) -> ClientSession:
+    """Returns a client that has asked for envs, and has heard what the server says."""
+    client = make_client(now, **changes)
     client.connected(now)
     exchange(client, server, now)
+    return client
+
+
+def attach(server: FakeServer, now: float = 0.0, **changes: Any) -> ClientSession:
+    """Returns a client that is READY."""
+    client = ask(server, now, **changes)
     assert client.state is ClientState.READY, client.error
     return client
+
+
+def pair(**options: Any) -> tuple[FakeServer, ClientSession]:
+    """A server, and a client of it that is READY."""
+    server = FakeServer(**options)
+    return server, attach(server)
+
+
+def make_welcome(**changes: Any) -> Welcome:
+    arguments: dict[str, Any] = {
+        "max_message_bytes": 1 << 20,
+        "lease_seconds": 60.0,
+        "env_names": (),
+        "num_names": 0,
+        "total_envs": 1,
+        "free_envs": 1,
+    }
+    return Welcome(**{**arguments, **changes})
 
 
 def step_all(
@@ -264,17 +291,32 @@ def step_all(
     return finish(client, server, now)
 
 
-def attach_and_step(num_steps: int = 3, **changes: object) -> ClientSession:
+def attach_and_step(num_steps: int = 3, **changes: Any) -> ClientSession:
     """A client that has seen some steps of the server with boot id 1."""
     server = FakeServer(boot=1)
-    client = make_client(**changes)  # type: ignore[arg-type]
-    client.connected(0.0)
-    exchange(client, server, 0.0)
+    client = attach(server, **changes)
     client.submit_reset([Reset(0), Reset(1)], 0.0)
     finish(client, server, 0.0)
     for action in range(num_steps):
         step_all(client, server, 0.0, action)
     return client
+
+
+def restart(
+    *, is_noticed: bool = False, **options: Any
+) -> tuple[ClientSession, FakeServer]:
+    """A client that has seen some steps, and the server that came after its own."""
+    client, restarted = attach_and_step(), FakeServer(boot=2, **options)
+    if is_noticed:
+        client.connected(1.0)
+        finish(client, restarted, 1.0)
+    return client, restarted
+
+
+def absent(client: ClientSession) -> set[int]:
+    """The blocks that are absent, as a lane would find them out."""
+    client.operations.is_ready(3)
+    return set(client.operations.absent)
 
 
 def executed(server: FakeServer) -> list[tuple[int, tuple[int, ...] | None]]:
@@ -297,10 +339,24 @@ def check_lost(client: ClientSession, outcomes: list[Outcome], last: int) -> Non
     assert {fault.status for fault in faults} == {Status.SERVER_LOST}
 
 
-def run_until_over(client: ClientSession, server: FakeServer, now: float) -> float:
-    while not client.state.is_over:
+def pass_time(
+    client: ClientSession,
+    server: FakeServer | None = None,
+    now: float = 0.0,
+    *,
+    until: float = math.inf,
+    **filters: Callable[[list[Buffer]], bool],
+) -> float:
+    """Goes on from deadline to deadline, until then or the session's end.
+
+    Everything arrives, or nothing if there is no server. Returns when that is.
+    """
+    while now < 1000.0:
+        if server is not None:
+            exchange(client, server, now, **filters)
+            server.poll(now)
+        if now >= until or client.state.is_over:
+            return now
         now = max(now, client.next_deadline())
-        assert now < 1000.0
         client.advance(now)
-        exchange(client, server, now)
-    return now
+    raise AssertionError(f"{client!r} neither ends nor gets anywhere")

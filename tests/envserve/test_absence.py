@@ -179,9 +179,7 @@ def is_return(place: Place) -> bool:
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2])
-def test_an_interrupt_at_any_line_of_a_step_never_gives_a_wrong_row(
-    num_lanes: int,
-) -> None:
+def test_an_interrupt_at_any_line_never_gives_a_wrong_row(num_lanes: int) -> None:
     line = 0
     while True:
         line += 1

@@ -13,7 +13,7 @@ from gymnasium import spaces
 from envserve.crashes.action_ring import ActionRing, Played, ring_nbytes
 from envserve.crashes.repro import End, Repro, decode_repro, encode_repro
 from envserve.slab import Rows, Status
-from envserve.worker.env_row import EnvRow
+from envserve.worker.env_row import EnvRow, SpaceViolation
 from envserve.worker.play import play
 from envserve.worker.spare_row import SpareRow, reset_threads
 
@@ -194,9 +194,7 @@ def test_seed_and_resets_of_the_caller_are_followed(make: Make) -> None:
     assert walk.replay() == walk.place
 
 
-def test_own_luck_is_followed_from_the_seed_for_as_long_as_all_is_kept(
-    make: Make,
-) -> None:
+def test_own_luck_is_followed_from_the_seed_while_all_is_kept(make: Make) -> None:
     walk = make(64, has_own_luck=True)
     walk.env.reset(None)
     walk.step(64)
@@ -246,7 +244,7 @@ def test_env_that_has_failed_is_told_from_the_one_that_replaces_it(make: Make) -
     walk.env.reset(None)
     walk.step(30)
     before = walk.place
-    walk.env.record.keep_failed(is_over=False)
+    walk.env.record.keep_failed()
     walk.env.rebuild()
     walk.env.reset(None)
     assert walk.played().incarnation == 5
@@ -257,7 +255,7 @@ def test_env_that_has_failed_is_told_from_the_one_that_replaces_it(make: Make) -
 
 
 @pytest.mark.parametrize("num_steps", [8, 2048])
-def test_failure_seen_after_the_episode_is_that_of_the_episode(
+def test_a_last_observation_that_is_not_finite_fails_before_the_next_episode(
     make: Make, num_steps: int
 ) -> None:
     walk = make(num_steps, longest=4)
@@ -265,10 +263,14 @@ def test_failure_seen_after_the_episode_is_that_of_the_episode(
     walk.step(20)
     while walk.played().episode_step:  # up to an end, where a new episode has begun
         walk.step()
-    walk.env.record.keep_failed(is_over=True)
+    num_played = walk.ring.counts[1]
+    walk.env.call("set", "bias", [np.nan])
+    with pytest.raises(SpaceViolation, match="expected observation to be finite"):
+        walk.step(4)
+    walk.env.record.keep_failed()
     failed = walk.played(has_failed=True)
-    assert len(failed.actions[0]) > 0
-    assert walk.replay(failed) == walk.place
+    assert failed.episode_step == walk.ring.counts[1] - num_played > 0
+    assert len(failed.actions[0]) >= failed.episode_step
 
 
 def test_touched_env_is_marked(make: Make) -> None:

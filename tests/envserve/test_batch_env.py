@@ -20,8 +20,7 @@ from envserve.pool.pool import Pool
 from envserve.settings import PoolSettings
 
 from .conftest import StartServer
-
-ECHO = "envserve/Echo-v0"
+from .server_process import make_config
 
 
 def lanes_of(configs: Sequence[tuple[str, PoolSettings]]) -> list[Lane]:
@@ -37,13 +36,7 @@ def lanes_of(configs: Sequence[tuple[str, PoolSettings]]) -> list[Lane]:
 
 def test_local_and_remote_lanes_make_one_batch(start_server: StartServer) -> None:
     def config(first: int, num_envs: int) -> PoolSettings:
-        return PoolSettings(
-            env_name="CartPole-v1",
-            num_envs=num_envs,
-            num_workers=2,
-            seed=4,
-            first_env_index=first,
-        )
+        return make_config("CartPole-v1", num_envs, seed=4, first_env_index=first)
 
     parts = [("", config(0, 3)), (start_server(), config(3, 2)), ("", config(5, 1))]
     actions = np.array([0, 1, 0, 1, 1, 0])
@@ -61,18 +54,10 @@ def test_local_and_remote_lanes_make_one_batch(start_server: StartServer) -> Non
         np.testing.assert_array_equal(mixed.reset([5, 3]), local.reset([5, 3]))
 
 
-def test_unequal_spaces_are_an_error_that_names_the_server(
-    start_server: StartServer,
-) -> None:
+def test_unequal_spaces_are_an_error_naming_servers(start_server: StartServer) -> None:
     addresses = [start_server(), start_server()]
     configs = [
-        PoolSettings(
-            env_name=ECHO,
-            num_envs=1,
-            num_workers=1,
-            seed=0,
-            env_kwargs={"space": space},
-        )
+        make_config("envserve/Echo-v0", 1, env_kwargs={"space": space})
         for space in ("discrete", "image")
     ]
     lanes = lanes_of(list(zip(addresses, configs, strict=True)))
@@ -89,14 +74,15 @@ def test_unequal_spaces_are_an_error_that_names_the_server(
 def test_a_server_that_is_not_there_is_an_error_at_the_deadline() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # and does not listen
-        address = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
-        start = time.monotonic()
-        with pytest.raises(ConnectError, match=address):
-            BatchEnv.connect("CartPole-v1", [address], 2, connect_timeout=0.3)
-        assert time.monotonic() - start < 3.0
+        port = unused.getsockname()[1]
+        for address in (f"tcp://127.0.0.1:{port}", "ipc:///nowhere/envs"):
+            start = time.monotonic()
+            with pytest.raises(ConnectError, match=rf"{address}: no server .* 0\.3 s"):
+                BatchEnv.connect("CartPole-v1", [address], 2, connect_timeout=0.3)
+            assert time.monotonic() - start < 3.0
 
 
-def test_one_server_that_is_not_there_gives_the_others_envs_back(
+def test_a_server_that_is_missing_costs_no_others_envs(
     start_server: StartServer,
 ) -> None:
     address = start_server("tcp://127.0.0.1:0", "--envs-per-worker", "1")
@@ -121,30 +107,23 @@ def test_a_batch_that_nobody_has_any_more_gives_its_envs_back(
     wait_until(lambda: ask_welcome(address, 5.0).free_envs == 2)
 
 
-def test_one_address_is_no_list_of_addresses() -> None:
-    with pytest.raises(TypeError, match="expected a list of addresses"):
-        BatchEnv.connect("CartPole-v1", "tcp://127.0.0.1:1", 2)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"num_envs": "3"}, "num_envs: expected an int; got '3'"),
         ({"num_envs": 2, "seed": "x"}, "seed: expected an int; got 'x'"),
         ({"num_envs": 2, "num_workers": 0}, "num_workers: expected an int >= 1; got 0"),
+        ({"num_envs": 2, "addresses": "tcp://a:1"}, "expected a list of addresses"),
+        ({"num_envs": 2, "addresses": []}, "an env for each"),
+        ({"num_envs": 2, "addresses": ["tcp://a:1"] * 3}, "an env for each"),
     ],
 )
 def test_arguments_of_the_wrong_type_or_size_are_named(
     arguments: dict[str, Any], message: str
 ) -> None:
+    make = BatchEnv.connect if "addresses" in arguments else BatchEnv.local
     with pytest.raises((TypeError, ValueError), match=message):
-        BatchEnv.local("CartPole-v1", **arguments)
-
-
-@pytest.mark.parametrize("addresses", [[], ["tcp://127.0.0.1:1"] * 3])
-def test_every_server_must_get_an_env(addresses: list[str]) -> None:
-    with pytest.raises(ValueError, match="an env for each"):
-        BatchEnv.connect("CartPole-v1", addresses, 2)
+        make("CartPole-v1", **arguments)
 
 
 def test_rows_are_spread_evenly_over_servers(start_server: StartServer) -> None:
@@ -152,10 +131,3 @@ def test_rows_are_spread_evenly_over_servers(start_server: StartServer) -> None:
     with BatchEnv.connect("CartPole-v1", addresses, 5, seed=0) as batch:
         assert [lane.num_envs for lane in batch.lanes] == [2, 3]
         assert [lane.name for lane in batch.lanes] == addresses
-
-
-def test_closing_twice_and_using_a_closed_batch() -> None:
-    batch = BatchEnv.local("CartPole-v1", 2, 1)
-    batch.close()
-    batch.close()
-    assert repr(batch) == "<BatchEnv CartPole-v1, 2 envs: 2 local; closed>"

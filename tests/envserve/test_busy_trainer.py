@@ -29,9 +29,7 @@ STOPPED_SECONDS: Final = 1
 COMMAND: Final = (sys.executable, "-m", "tests.envserve.test_busy_trainer")
 
 
-def test_a_trainer_that_does_not_read_for_a_while_gets_its_answers(
-    serve: Serve,
-) -> None:
+def test_a_trainer_that_does_not_read_a_while_gets_its_answers(serve: Serve) -> None:
     server = serve("--allow-kwarg", "space", "--max-message-mib", "16")
     command = [*COMMAND, server.address]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as trainer:

@@ -22,11 +22,7 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv
-from tests.envserve.server_process import (
-    LEDGER,
-    LEDGER_OPENINGS,
-    ServerProcess,
-)
+from tests.envserve.server_process import LEDGER, LEDGER_OPENINGS, ServerProcess
 from tests.network_hosts import Hosts, needs_namespaces
 from tests.oracle.ledger import Ledger
 from tests.oracle.player import Player

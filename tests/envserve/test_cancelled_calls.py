@@ -57,9 +57,7 @@ def player(tmp_path: Path, random_generator: np.random.Generator) -> Iterator[Pl
         player.ledger.finish(tmp_path / "journal")
 
 
-def test_a_cancelled_step_never_answers_a_later_one(
-    player: Player, alarm: None
-) -> None:
+def test_a_cancelled_step_answers_no_later_one(player: Player, alarm: None) -> None:
     num_cancelled = 0
     while num_cancelled < NUM_CANCELLED:
         actions = player.draw()
@@ -79,9 +77,7 @@ def test_a_cancelled_step_never_answers_a_later_one(
     assert player.ledger.num_valid == num_valid + NUM_ENVS
 
 
-def test_what_a_timeout_leaves_is_received_by_the_next_call(
-    player: Player, tmp_path: Path
-) -> None:
+def test_what_a_timeout_leaves_is_received_next(player: Player, tmp_path: Path) -> None:
     num_timeouts = 0
     while num_timeouts < NUM_TIMEOUTS:
         player.send(np.arange(NUM_ENVS))

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from envserve.client.health import Probe, diagnose
+from envserve.client.health import diagnose
 from envserve.settings import HostSettings, is_private
-from envserve.wire import Welcome
 from tests.envserve.conftest import Join, Serve, WaitUntil
+from tests.envserve.session_fakes import make_welcome
 
 PROGRAM = (sys.executable, "-m", "envserve.cli")
 
@@ -76,28 +76,18 @@ def test_health_of_a_server_whose_imports_take_long(
         assert result.returncode == 3
         assert "workers cannot be started yet" in result.stderr
         welcome = server.welcome()
-        assert diagnose(welcome, {Probe.LIVE}) is None
-        assert diagnose(welcome, {Probe.READY}) is not None
+        assert diagnose(welcome, live=True) is None
+        assert diagnose(welcome, ready=True) is not None
     finally:
         os.close(os.open(tmp_path / "pipe", os.O_RDWR))
     wait_until(lambda: not server.welcome().is_starting, 20.0)
 
 
 @pytest.mark.parametrize(("lag_ms", "expected"), [(5000, None), (5001, 4)])
-def test_a_server_whose_loop_lags_is_not_live(
-    lag_ms: int, expected: int | None
-) -> None:
-    welcome = Welcome(
-        max_message_bytes=1 << 20,
-        lease_seconds=60.0,
-        env_names=(),
-        num_names=0,
-        total_envs=1,
-        free_envs=1,
-        loop_lag_ms=lag_ms,
-    )
-    assert diagnose(welcome, {Probe.STARTUP, Probe.READY}) is None
-    found = diagnose(welcome, set(Probe))
+def test_server_whose_loop_lags_is_not_live(lag_ms: int, expected: int | None) -> None:
+    welcome = make_welcome(loop_lag_ms=lag_ms)
+    assert diagnose(welcome, startup=True, ready=True) is None
+    found = diagnose(welcome, startup=True, live=True, ready=True)
     assert (found and found[0].value) == expected
 
 
@@ -149,9 +139,7 @@ def test_modules_of_the_working_directory_can_be_imported(tmp_path: Path) -> Non
         (["--bind", "ipc:///nowhere/envs"], 1, "cannot listen on ipc:///nowhere"),
     ],
 )
-def test_bad_options_end_with_a_short_error(
-    options: list[str], code: int, text: str
-) -> None:
+def test_bad_options_are_short_errors(options: list[str], code: int, text: str) -> None:
     result = run("start", *options)
     assert result.returncode == code
     assert text in result.stderr

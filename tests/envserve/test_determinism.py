@@ -41,46 +41,37 @@ def digest_of_a_run(batch: BatchEnv) -> tuple[str, int]:
     return digest.hexdigest(), episodes
 
 
-@pytest.mark.parametrize("env_name", ["CartPole-v1", "HalfCheetah-v5"])
+@pytest.mark.parametrize(
+    ("env_name", "spare_envs"),
+    [("CartPole-v1", False), ("CartPole-v1", True), ("HalfCheetah-v5", False)],
+)
 def test_one_seed_gives_the_same_rows_wherever_the_envs_run(
-    env_name: str, start_server: StartServer, tmp_path: Path
+    env_name: str, spare_envs: bool, start_server: StartServer, tmp_path: Path
 ) -> None:
+    def local(num_workers: int, **more: Any) -> BatchEnv:
+        return BatchEnv.local(env_name, NUM_ENVS, num_workers, **options, **more)
+
+    def connect(*addresses: str) -> BatchEnv:
+        return BatchEnv.connect(env_name, addresses, NUM_ENVS, **options)
+
+    options: dict[str, Any] = {"seed": 5, "spare_envs": spare_envs}
     batches: dict[str, Callable[[], BatchEnv]] = {
-        "1 worker": lambda: BatchEnv.local(env_name, NUM_ENVS, 1, seed=5),
-        "4 workers": lambda: BatchEnv.local(env_name, NUM_ENVS, 4, seed=5),
-        "2 splits": lambda: BatchEnv.local(env_name, NUM_ENVS, 2, seed=5, num_splits=2),
-        "ipc": lambda: BatchEnv.connect(
-            env_name, [start_server(f"ipc://{tmp_path}/envs")], NUM_ENVS, seed=5
-        ),
-        "tcp": lambda: BatchEnv.connect(env_name, [start_server()], NUM_ENVS, seed=5),
-        "two servers of 8": lambda: BatchEnv.connect(
-            env_name, [start_server(), start_server()], NUM_ENVS, seed=5
-        ),
+        "1 worker": lambda: local(1),
+        "2 splits": lambda: local(2, num_splits=2),
+        "two servers of 8": lambda: connect(start_server(), start_server()),
     }
+    if spare_envs:
+        batches["16 workers"] = lambda: local(16)
+    else:
+        batches["4 workers"] = lambda: local(4)
+        batches["ipc"] = lambda: connect(start_server(f"ipc://{tmp_path}/envs"))
+        batches["tcp"] = lambda: connect(start_server())
     digests = {where: digest_of_a_run(make()) for where, make in batches.items()}
     assert len(set(digests.values())) == 1, digests
     assert digests["1 worker"][1] >= NUM_ENVS, "no run crossed the end of an episode"
-
-
-def test_one_seed_gives_the_same_rows_with_spare_envs_wherever_they_run(
-    start_server: StartServer,
-) -> None:
-    env_name = "CartPole-v1"
-    options: dict[str, Any] = {"seed": 5, "spare_envs": True}
-    batches: dict[str, Callable[[], BatchEnv]] = {
-        "1 worker": lambda: BatchEnv.local(env_name, NUM_ENVS, 1, **options),
-        "16 workers": lambda: BatchEnv.local(env_name, NUM_ENVS, 16, **options),
-        "2 splits": lambda: BatchEnv.local(
-            env_name, NUM_ENVS, 2, num_splits=2, **options
-        ),
-        "two servers of 8": lambda: BatchEnv.connect(
-            env_name, [start_server(), start_server()], NUM_ENVS, **options
-        ),
-    }
-    digests = {where: digest_of_a_run(make()) for where, make in batches.items()}
-    assert len(set(digests.values())) == 1, digests
-    without = digest_of_a_run(BatchEnv.local(env_name, NUM_ENVS, 1, seed=5))
-    assert digests["1 worker"] != without
+    if spare_envs:
+        options["spare_envs"] = False
+        assert digest_of_a_run(local(1)) != digests["1 worker"]
 
 
 def test_another_seed_gives_other_rows() -> None:

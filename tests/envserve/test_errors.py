@@ -7,21 +7,18 @@ import inspect
 import pytest
 
 from envserve import errors
+from envserve.codec import CodecError
 from envserve.errors import CallError, EnvError, EnvserveError, EnvStartError
 
 
-def test_every_public_error_has_the_one_root() -> None:
-    for name in errors.__all__:
-        assert issubclass(getattr(errors, name), EnvserveError), name
-
-
-def test_every_error_of_the_file_is_public() -> None:
+def test_every_error_is_public_and_has_the_one_root() -> None:
     defined = {
-        name
+        name: value
         for name, value in vars(errors).items()
         if inspect.isclass(value) and value.__module__ == errors.__name__
     }
-    assert defined == set(errors.__all__)
+    assert defined.keys() == set(errors.__all__)
+    assert all(issubclass(error, EnvserveError) for error in defined.values())
 
 
 @pytest.mark.parametrize(
@@ -31,6 +28,8 @@ def test_every_error_of_the_file_is_public() -> None:
         (errors.ActionError, ValueError),
         (errors.UnknownEnv, LookupError),
         (errors.WrapperError, ValueError),
+        (CodecError, EnvserveError),
+        (CodecError, ValueError),
         (errors.EnvTimeout, TimeoutError),
         (errors.ConnectError, ConnectionError),
         (errors.ServerLost, ConnectionError),

@@ -19,6 +19,7 @@ from envserve.lane import Call
 from envserve.pool.fault_log import FaultLog
 from envserve.pool.launcher import Launcher
 from envserve.pool.replay import load_repro
+from envserve.pool.states import Lost
 from envserve.seeding import env_seed
 from envserve.slab import Status
 
@@ -58,10 +59,9 @@ def repro_in(line: str) -> Path:
 def test_line_of_an_env_that_raises(
     make_pool: PoolMaker, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    pool = make_pool(
+    pool = make_pool.and_reset(
         FAULTY, 4, 2, first_env_index=10, crash_dir=str(tmp_path / "a folder")
     )
-    reset(pool)
     step(pool, 0)
     step(pool, [0, 0, 0, 1])
     (line,) = lines(caplog)
@@ -84,7 +84,7 @@ def test_line_of_an_env_that_raises(
 def test_line_of_a_worker_that_dies(
     make_pool: PoolMaker, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    pool = make_pool(
+    pool = make_pool.and_reset(
         FAULTY,
         4,
         2,
@@ -92,7 +92,6 @@ def test_line_of_a_worker_that_dies(
         crash_dir=str(tmp_path),
         import_modules=("tests.oracle.probe_envs",),
     )
-    reset(pool)
     pid = pool.worker_pids[1]
     (_, lost) = step(pool, [0, 0, 0, 1])
     (line,) = lines(caplog)
@@ -128,7 +127,7 @@ def test_line_of_a_worker_that_hangs_says_where(
     tmp_path: Path,
     fault: str,
 ) -> None:
-    pool = make_pool(
+    pool = make_pool.and_reset(
         FAULTY,
         1,
         1,
@@ -137,7 +136,6 @@ def test_line_of_a_worker_that_hangs_says_where(
         step_timeout_seconds=0.3,
         crash_dir=str(tmp_path),
     )
-    reset(pool)
     (outcome,) = step(pool, 1)
     (line,) = lines(caplog)
     assert "a step timed out after 0.3 s" in line
@@ -149,8 +147,7 @@ def test_line_of_a_worker_that_hangs_says_where(
 def test_worker_that_is_killed_at_rest_is_blamed_on_no_env(
     make_pool: PoolMaker, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    pool = make_pool(LEDGER, 2, 1, crash_dir=str(tmp_path))
-    reset(pool)
+    pool = make_pool.and_reset(LEDGER, 2, 1, crash_dir=str(tmp_path))
     step(pool, 3)
     pid = pool.worker_pids[0]
     kill(pid)
@@ -182,13 +179,27 @@ def test_worker_that_stops_by_itself_says_why_on_the_line(
     log.attach(slab, pool.spec)
     text = "stopped:\nTraceback:\nValueError: no level"
     assert ring.read(0, 0) is not None
-    log.worker_lost(worker, Status.WORKER_DIED, text, {}, 0.0)
+    log.worker_lost(worker, Lost(Status.WORKER_DIED, text), {}, 0.0)
+    log.forget(worker)
     (line,) = lines(caplog)
     assert line.startswith("session 7: worker 0 (of envs 0 to 0), pid ")
     assert "stopped: ValueError: no level; no env was at work" in line
     # What is known of the old envs must not be taken for the new ones'.
     assert ring.read(0, 0) is None
     assert not slab.heartbeats.any()
+
+
+def test_workers_that_are_replaced_after_an_interrupt_are_no_fault(
+    make_pool: PoolMaker, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    pool = make_pool(LEDGER, 2, 2, crash_dir=str(tmp_path))
+    reset(pool)
+    pool.submit_step([0, 1])
+    pool.lose("a call was interrupted")
+    for outcome in step(pool, 3):
+        assert "was replaced: a call was interrupted" in outcome.faults[0].text
+    assert lines(caplog) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["call", "set", "get"])
@@ -208,8 +219,7 @@ def test_file_says_whether_the_env_was_touched(
 def test_crash_in_a_call_is_named_and_gives_no_file(
     make_pool: PoolMaker, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    pool = make_pool(SCRIPT, 2, 1, crash_dir=str(tmp_path))
-    reset(pool)
+    pool = make_pool.and_reset(SCRIPT, 2, 1, crash_dir=str(tmp_path))
     pool.submit_call(Call(1, "call", "run", ("os._exit(3)",)))
     gather(pool, [0])
     (line,) = lines(caplog)
@@ -225,7 +235,7 @@ def test_crash_in_a_reset_names_the_env(
     autoreset: str,
 ) -> None:
     script = "if seed is None and self.np_random.random() < 1: os._exit(3)"
-    pool = make_pool(
+    pool = make_pool.and_reset(
         SCRIPT,
         2,
         1,
@@ -233,7 +243,6 @@ def test_crash_in_a_reset_names_the_env(
         autoreset=autoreset,
         crash_dir=str(tmp_path),
     )
-    reset(pool)
     step(pool, 0)
     if autoreset == "disabled":
         reset(pool)
@@ -291,8 +300,7 @@ def test_folder_that_cannot_be_written_costs_a_line_and_no_step(
     make_pool: PoolMaker, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    pool = make_pool(FAULTY, 2, 1, crash_dir=str(tmp_path / "file"))
-    reset(pool)
+    pool = make_pool.and_reset(FAULTY, 2, 1, crash_dir=str(tmp_path / "file"))
     (outcome,) = step(pool, [1, 0])
     assert len(outcome.faults) == 1
     assert "no repro files of crashes" in caplog.text

@@ -15,7 +15,6 @@ import zmq
 
 from envserve import codec
 from envserve.client.remote_lane import RemoteLane
-from envserve.transport import can_receive
 from envserve.wire import (
     Attach,
     Buffer,
@@ -74,7 +73,7 @@ class Attacker:
         self.read()
 
     def read(self) -> None:
-        while can_receive(self._socket):
+        while self._socket.poll(0):
             self._socket.recv_multipart()
             self.num_answers += 1
 
@@ -92,8 +91,11 @@ class Attacker:
             if answer.type is MessageType.GRANTED:
                 return answer.epoch
 
-    def wait_for_answer(self, request: int) -> None:
-        """Says HELLO, and reads until its answer: then all before it is handled."""
+    def wait_for_answer(self, request: int) -> int:
+        """Says HELLO, and reads until its answer: then all before it is handled.
+
+        Returns the server's boot id, without which a message does not get far.
+        """
         hello = Hello().encode()
         message = Message(type=MessageType.HELLO, request=request, body=hello)
         for _ in range(20):  # an answer is dropped if too many wait to be read
@@ -102,24 +104,11 @@ class Attacker:
                 frames = self._socket.recv_multipart()
                 self.num_answers += 1
                 if frames[0][28:36] == request.to_bytes(8, "little"):
-                    return
+                    return int.from_bytes(frames[0][16:24], "little")
         raise AssertionError("no answer to 20 HELLOs")
 
     def close(self) -> None:
         self._context.destroy(linger=0)
-
-
-def boot_of(address: str) -> int:
-    """The server's boot id, which fuzzed messages need to get past the first check."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.connect(address)
-    socket.send_multipart(
-        encode(Message(type=MessageType.HELLO, body=Hello().encode()))
-    )
-    (frame,) = socket.recv_multipart()
-    context.destroy(linger=0)
-    return int.from_bytes(frame[16:24], "little")
 
 
 def random_messages(random: np.random.Generator) -> Iterator[list[bytes]]:
@@ -243,7 +232,7 @@ def test_garbage_neither_stops_nor_grows_the_server(
     options = ("--allow-kwarg", "length", "--log-level", "error", "--drain-grace", "0")
     server = serve(*options)
     client, attacker = Client(attach(server, **LONG)), attacker_of(server.address)
-    boot = boot_of(server.address)
+    boot = attacker.wait_for_answer(1 << 49)
     valid = valid_messages(boot)
     odd = messages_of_odd_values(boot, attacker.attach(boot), random_generator)
     garbage: Iterator[Sequence[Buffer]] = itertools.chain(

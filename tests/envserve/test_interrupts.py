@@ -10,12 +10,18 @@ import pytest
 
 from envserve.client import BatchEnv, StepResult
 from envserve.errors import LocalProtocolError
+from envserve.pool.launcher import Launcher
 
 from .conftest import MakeBatch
 from .interrupts import run_traced
 from .pool_driver import LEDGER
 
 NUM_POINTS = 12
+
+
+@pytest.fixture
+def launcher(own_launcher: Launcher) -> Launcher:
+    return own_launcher  # it is interrupted, too
 
 
 def points(num_lines: int) -> list[int]:
@@ -109,7 +115,7 @@ def has_come(batch: BatchEnv) -> None:
 
 
 # An interrupt before a new socket is kept leaves it to the garbage collector.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 def test_an_interrupt_as_recv_returns_leaves_the_rows_to_be_received(
     make_batch: MakeBatch,
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from envserve.errors import LocalProtocolError
 from envserve.lane import Fault
-from envserve.session.states import ClaimState, new_claim_machine
+from envserve.session.states import ClaimState, Machine
 from envserve.slab import Status
 from envserve.wire import Message, MessageType, Pong, Report
 from tests.envserve.raw_client import RawClient, blocks_of, changed
@@ -27,9 +27,7 @@ def kinds_and_blocks(messages: list[Message]) -> list[tuple[Any, list[int]]]:
     return [(message.type, blocks_of(message)) for message in messages]
 
 
-def test_a_block_that_is_done_is_answered_at_once_when_another_is_absent(
-    client: RawClient,
-) -> None:
+def test_a_done_block_is_answered_though_another_is_absent(client: RawClient) -> None:
     client.send(client.step(1))
     assert not client.finish(0)
     told = client.finish(absent=[1])
@@ -58,9 +56,7 @@ def test_blocks_are_answered_one_by_one_from_the_first_absent_one_on() -> None:
     assert not late.report
 
 
-def test_a_copy_of_a_request_is_answered_for_each_block_as_it_is(
-    client: RawClient,
-) -> None:
+def test_a_copy_is_answered_for_each_block_as_it_is(client: RawClient) -> None:
     frames = client.step(1)
     client.send(frames)
     client.finish(0, absent=[1])
@@ -74,9 +70,7 @@ def test_a_copy_of_a_request_is_answered_for_each_block_as_it_is(
     assert len(client.pool.executed) == 2
 
 
-def test_a_block_may_go_on_while_another_of_its_request_is_absent(
-    client: RawClient,
-) -> None:
+def test_a_block_may_go_on_while_its_neighbour_is_absent(client: RawClient) -> None:
     frames = client.step(1)
     client.send(frames)
     client.finish(0, absent=[1])
@@ -123,7 +117,7 @@ def test_what_was_not_asked_cannot_end(client: RawClient) -> None:
 
 
 def test_a_claim_moves_only_forward() -> None:
-    machine = new_claim_machine()
+    machine = Machine(ClaimState.BUILDING)
     for state in (ClaimState.GRANTED, ClaimState.CLOSING, ClaimState.ENDED):
         machine.move(state)
         with pytest.raises(LocalProtocolError, match=f"from {state.name}"):

@@ -22,10 +22,13 @@ from .pool_driver import (
     SCRIPT,
     SEED,
     PoolMaker,
+    assert_lost,
     call,
     gather,
     kill,
+    once,
     reset,
+    seeds,
     step,
     wait_for,
 )
@@ -41,15 +44,11 @@ def gate(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_gated(make_pool: PoolMaker, gate: Path) -> MakePool:
-    """Makes pools whose envs wait for the gate when they are built."""
+    """Makes pools whose envs wait for the gate when they are built, and resets them."""
     wait = f"while os.path.exists({str(gate)!r}): time.sleep(0.005)"
-    return lambda envs, workers: make_pool(
+    return lambda envs, workers: make_pool.and_reset(
         SCRIPT, envs, workers, env_kwargs={"init": wait}
     )
-
-
-def seeds(pool: Pool) -> list[int]:
-    return [int(seed) for seed in pool.rows.observation[0][:, 0]]
 
 
 def final_seeds(pool: Pool) -> list[int]:
@@ -72,20 +71,10 @@ def is_serving(pool: Pool) -> bool:
     return pool._workers.all[0].state is WorkerState.SERVING
 
 
-def assert_lost(pool: Pool, outcome: Outcome, rows: slice) -> None:
-    """The rows are one made-up transition, into the next incarnation's episode."""
-    assert [fault.status for fault in outcome.faults] == [Status.WORKER_DIED] * 2
-    assert set(pool.rows.status[rows]) == {Status.WORKER_DIED}
-    assert pool.rows.truncated[rows].all()
-    assert not pool.rows.terminated[rows].any()
-    assert not pool.rows.reward[rows].any()
-
-
 def test_a_lost_block_is_absent_until_its_envs_are_back_and_then_lost_once(
     make_gated: MakePool, gate: Path
 ) -> None:
     pool = make_gated(4, 2)
-    reset(pool)
     before = seeds(pool)
     lose_worker(pool, gate)
     assert set(pool.absent) == set()  # nothing is in flight
@@ -99,7 +88,7 @@ def test_a_lost_block_is_absent_until_its_envs_are_back_and_then_lost_once(
         assert pool.rows.reward[2:].tolist() == [1.0, 1.0]
     gate.unlink()
     (lost,) = gather(pool, [0])
-    assert_lost(pool, lost, slice(0, 2))
+    assert_lost(pool, lost)
     assert set(pool.absent) == set()
     assert final_seeds(pool)[:2] == before[:2]
     assert seeds(pool)[:2] == [env_seed(SEED, row, 1) for row in range(2)]
@@ -111,7 +100,6 @@ def test_collect_tells_once_that_a_block_has_become_absent(
     make_gated: MakePool, gate: Path
 ) -> None:
     pool = make_gated(2, 2)
-    reset(pool)
     lose_worker(pool, gate)
     submit(pool, 0)
     began = time.monotonic()
@@ -134,10 +122,9 @@ def test_envs_that_hang_in_their_reset_are_replaced_until_they_are_back(
     make_pool: PoolMaker,
 ) -> None:
     hang = f"if seed == {env_seed(SEED, 0, 1)}: time.sleep(3600)"
-    pool = make_pool(
+    pool = make_pool.and_reset(
         SCRIPT, 2, 2, env_kwargs={"reset": hang}, reset_timeout_seconds=1.0
     )
-    reset(pool)
     kill(pool.worker_pids[0])
     lost, _ = step(pool, 1)
     assert pool.stats()["restarts"] == 2
@@ -152,7 +139,6 @@ def test_an_idle_lost_block_is_reset_only_when_it_is_stepped(
     make_gated: MakePool, gate: Path
 ) -> None:
     pool = make_gated(2, 2)
-    reset(pool)
     before = seeds(pool)
     lose_worker(pool, gate)
     gate.unlink()
@@ -166,8 +152,7 @@ def test_an_idle_lost_block_is_reset_only_when_it_is_stepped(
 def test_rows_that_were_answered_stay_when_their_worker_dies_before_they_are_read(
     make_pool: PoolMaker,
 ) -> None:
-    pool = make_pool(LEDGER, 2, 1, env_kwargs={"length": 1})
-    reset(pool)
+    pool = make_pool.and_reset(LEDGER, 2, 1, env_kwargs={"length": 1})
     step(pool, 5)
     rows = pool.rows
     observation, final = rows.observation[0].copy(), rows.final_observation[0].copy()
@@ -181,28 +166,29 @@ def test_rows_that_were_answered_stay_when_their_worker_dies_before_they_are_rea
     np.testing.assert_array_equal(rows.final_observation[0], observation)
 
 
+@pytest.mark.parametrize("is_noticed", [True, False])
+@pytest.mark.parametrize("given", [None, 77])
 def test_a_row_that_is_reset_while_its_block_is_lost_ends_with_what_that_gave(
-    make_pool: PoolMaker,
+    make_pool: PoolMaker, is_noticed: bool, given: int | None
 ) -> None:
-    pool = make_pool(LEDGER, 2, 1)
-    reset(pool)
+    pool = make_pool.and_reset(LEDGER, 2, 1)
     step(pool, 9)
     kill(pool.worker_pids[0])
-    wait_for(pool, lambda: pool.stats()["restarts"] > 0)
-    reset(pool, Reset(0, (1,)))
+    if is_noticed:
+        wait_for(pool, lambda: pool.stats()["restarts"] > 0)
+    reset(pool, Reset(0, (1,), None if given is None else (given,)))
     expected = pool.rows.observation[0].copy()
     assert expected[0, 2] == 1
-    assert expected[1].tolist() == [env_seed(SEED, 1, 1), 0, 0, 0]
+    assert expected[1].tolist() == [given or env_seed(SEED, 1, 1), 0, 0, 0]
     (lost,) = step(pool, 5)
-    assert_lost(pool, lost, slice(0, 2))
+    assert_lost(pool, lost)
     np.testing.assert_array_equal(pool.rows.final_observation[0], expected)
+    assert seeds(pool) == [env_seed(SEED, 0, 1), given or env_seed(SEED, 1, 1)]
+    assert not step(pool, 3)[0].faults
 
 
-def test_nothing_is_shown_of_envs_that_died_while_they_were_reset(
-    make_pool: PoolMaker,
-) -> None:
-    pool = make_pool(LEDGER, 2, 1)
-    reset(pool)
+def test_nothing_is_shown_of_envs_dead_in_their_reset(make_pool: PoolMaker) -> None:
+    pool = make_pool.and_reset(LEDGER, 2, 1)
     step(pool, 9)
     rows = pool.rows
     before = rows.observation[0].copy()
@@ -219,7 +205,7 @@ def test_nothing_is_shown_of_envs_that_died_while_they_were_reset(
     while not finished:
         np.testing.assert_array_equal(rows.final_observation[0], before)
         finished = pool.collect(0.05)
-    assert_lost(pool, finished[0], slice(0, 2))
+    assert_lost(pool, finished[0])
     np.testing.assert_array_equal(rows.final_observation[0], before)
     assert seeds(pool) == [env_seed(SEED, row, 2) for row in range(2)]
 
@@ -234,10 +220,8 @@ def test_an_env_that_was_replaced_by_a_worker_that_died_ends_with_what_was_seen(
     fail = f"if self.last_seed == {own}: raise RuntimeError('lost')\n"
     scripts = {"step": f"{fail}if action: {die}"}
     if dies_in == "its reset":
-        once = f"if seed == {new} and not os.path.exists({str(gate)!r}):\n"
-        scripts = {"step": fail, "reset": f"{once} open({str(gate)!r}, 'w')\n {die}"}
-    pool = make_pool(SCRIPT, 2, 1, env_kwargs=scripts)
-    reset(pool)
+        scripts = {"step": fail, "reset": once(gate, die, f"seed == {new}")}
+    pool = make_pool.and_reset(SCRIPT, 2, 1, env_kwargs=scripts)
     before = seeds(pool)
     pool.rows.action[0][:] = [0, 1]
     pool.submit_step([0])
@@ -245,7 +229,7 @@ def test_an_env_that_was_replaced_by_a_worker_that_died_ends_with_what_was_seen(
         pool.collect(0.05)
     assert final_seeds(pool) == before
     (outcome,) = gather(pool, [0])
-    assert_lost(pool, outcome, slice(0, 2))
+    assert_lost(pool, outcome)
     assert final_seeds(pool) == before
     assert seeds(pool) == [env_seed(SEED, row, 1) for row in range(2)]
 
@@ -254,7 +238,6 @@ def test_a_worker_that_is_lost_again_costs_no_second_transition(
     make_gated: MakePool, gate: Path
 ) -> None:
     pool = make_gated(2, 2)
-    reset(pool)
     before = seeds(pool)
     lose_worker(pool, gate)
     submit(pool, 0)
@@ -272,36 +255,39 @@ def test_a_worker_that_is_lost_again_costs_no_second_transition(
     assert pool.rows.status.tolist() == [Status.OK, Status.OK]
 
 
-@pytest.mark.parametrize("is_back", [False, True])
+@pytest.mark.parametrize("loss", ["unnoticed", "absent", "back"])
 @pytest.mark.parametrize("given", [None, (5, 6)])
 def test_reset_of_a_whole_lost_block_leaves_nothing_to_pay(
-    make_gated: MakePool, gate: Path, is_back: bool, given: tuple[int, int] | None
+    make_gated: MakePool, gate: Path, loss: str, given: tuple[int, int] | None
 ) -> None:
     pool = make_gated(4, 2)
-    reset(pool)
-    lose_worker(pool, gate)
-    if is_back:
+    if loss == "unnoticed":
+        kill(pool.worker_pids[0])
+    else:
+        lose_worker(pool, gate)
+    if loss == "back":
         gate.unlink()
         wait_for(pool, lambda: is_serving(pool))
     pool.submit_reset([Reset(0, seeds=given)])
-    assert set(pool.absent) == {0}
+    if loss != "unnoticed":
+        assert set(pool.absent) == {0}
     gate.unlink(missing_ok=True)
     (outcome,) = gather(pool, [0])
     assert outcome.error is None
+    assert not outcome.faults
     expected = given or (env_seed(SEED, 0, 1), env_seed(SEED, 1, 1))
-    assert seeds(pool)[:2] == [*expected]
-    assert pool.rows.status[:2].tolist() == [Status.OK] * 2
-    assert not any(outcome.faults for outcome in step(pool, 1))
-    assert pool.rows.status.tolist() == [Status.OK] * 4
+    for _ in range(2):
+        assert seeds(pool)[:2] == [*expected]
+        assert pool.rows.status.tolist() == [Status.OK] * 4
+        assert not any(outcome.faults for outcome in step(pool, 1))
+    assert pool.rows.reward.tolist() == [1.0] * 4
 
 
 def test_reset_in_flight_at_a_loss_is_carried_out_when_the_envs_are_back(
     make_pool: PoolMaker, gate: Path
 ) -> None:
-    die = f"open({str(gate)!r}, 'w'); os.kill(os.getpid(), signal.SIGKILL)"
-    once = f"if seed == 5 and not os.path.exists({str(gate)!r}): {die}"
-    pool = make_pool(SCRIPT, 2, 1, env_kwargs={"reset": once})
-    reset(pool)
+    die = once(gate, "os.kill(os.getpid(), signal.SIGKILL)", "seed == 5")
+    pool = make_pool.and_reset(SCRIPT, 2, 1, env_kwargs={"reset": die})
     (outcome,) = reset(pool, Reset(0, seeds=(5, 6)))
     assert gate.exists()
     assert not outcome.faults
@@ -310,25 +296,8 @@ def test_reset_in_flight_at_a_loss_is_carried_out_when_the_envs_are_back(
     assert not step(pool, 1)[0].faults
 
 
-def test_reset_of_some_rows_leaves_the_next_step_to_reset_them_all(
-    make_gated: MakePool, gate: Path
-) -> None:
-    pool = make_gated(4, 2)
-    reset(pool)
-    lose_worker(pool, gate)
-    gate.unlink()
-    reset(pool, Reset(0, env_indices=(1,), seeds=(77,)))
-    assert seeds(pool)[1] == 77
-    lost, _ = step(pool, 1)
-    assert_lost(pool, lost, slice(0, 2))
-    assert seeds(pool)[:2] == [env_seed(SEED, 0, 1), 77]
-
-
-def test_call_on_a_lost_block_reaches_its_new_env(
-    make_gated: MakePool, gate: Path
-) -> None:
+def test_call_on_lost_block_reaches_new_env(make_gated: MakePool, gate: Path) -> None:
     pool = make_gated(2, 2)
-    reset(pool)
     assert call(pool, 0, "last_seed")["value"] == env_seed(SEED, 0, 0)
     lose_worker(pool, gate)
     gate.unlink()
@@ -338,8 +307,7 @@ def test_call_on_a_lost_block_reaches_its_new_env(
 
 
 def test_all_that_is_lost_on_purpose_costs_one_transition(make_pool: PoolMaker) -> None:
-    pool = make_pool(LEDGER, 4, 2)
-    reset(pool)
+    pool = make_pool.and_reset(LEDGER, 4, 2)
     step(pool, 7)
     before = pool.rows.observation[0].copy()
     pids = pool.worker_pids
@@ -350,7 +318,7 @@ def test_all_that_is_lost_on_purpose_costs_one_transition(make_pool: PoolMaker) 
     assert pool.collect(0.0) == []
     for outcome in step(pool, 8):
         assert "was replaced: somebody said so" in outcome.faults[0].text
-        assert_lost(pool, outcome, slice(0, 4))
+        assert_lost(pool, outcome)
     assert not set(pids) & set(pool.worker_pids)
     assert seeds(pool) == [env_seed(SEED, row, 1) for row in range(4)]
     np.testing.assert_array_equal(pool.rows.final_observation[0][:2], before[:2])
@@ -362,7 +330,6 @@ def test_a_block_that_is_lost_on_purpose_while_it_is_absent_shows_what_was_seen(
     make_gated: MakePool, gate: Path
 ) -> None:
     pool = make_gated(2, 2)
-    reset(pool)
     before = seeds(pool)
     lose_worker(pool, gate)
     submit(pool, 0, 1)

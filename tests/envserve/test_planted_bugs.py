@@ -17,11 +17,18 @@ from envserve.slab import Status
 from tests.envserve import planted_worker_bugs
 from tests.envserve.planted_worker_bugs import PLANTED, POOL_BUGS, WORKER_BUGS
 from tests.oracle.ledger import Ledger
+from tests.oracle.player import Player
 from tests.oracle.result import LedgerError
 
 LENGTH = 5
 SEED = 7
 KILL, RAISE = 998, 999
+
+
+class Fatal(Player):
+    """Draws no action that is fatal."""
+
+    num_actions = KILL
 
 
 @pytest.fixture(scope="module")
@@ -50,25 +57,20 @@ def run_pool(launcher: Launcher, folder: Path, bug: str = "") -> Ledger:
         seed=SEED,
         env_kwargs=env_kwargs,
     )
-    random = np.random.default_rng(0)
     ledger = Ledger(8, SEED, length=LENGTH)
     pool = Pool(settings, launcher=launcher)
     pool.finish_start(time.monotonic() + 60.0)
     with BatchEnv([pool], padding_after=0.0) as batch:
-        ledger.reset(batch.reset())
+        player = Fatal(batch, ledger, np.random.default_rng(0))
         for number in range(48):
-            actions = random.integers(0, 998, 8)
+            actions = player.draw()
             if number % 12 == 7:
                 actions[number % 8] = KILL
             if number % 12 == 2:
                 actions[number % 8] = RAISE
-            with ledger.within(60.0):
-                result = batch.step(actions)
-            ledger.step(actions, result)
+            result = player.step(actions)
             while (result.status == Status.PENDING).any():
-                actions = random.integers(0, 998, 8)
-                result = batch.step(actions)
-                ledger.step(actions, result)
+                result = player.step()
     ledger.finish(folder)
     return ledger
 

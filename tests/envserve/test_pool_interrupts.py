@@ -14,28 +14,21 @@ from envserve.pool.pool import Pool
 from envserve.slab import Status
 
 from .interrupts import run_traced
-from .pool_driver import (
-    LEDGER,
-    PoolMaker,
-    gather,
-    kill,
-    reset,
-    step,
-)
+from .pool_driver import LEDGER, PoolMaker, gather, kill, reset, step
 from .test_launcher import Started
 
 
 def test_an_interrupt_while_it_waits_costs_nothing(
     make_pool: PoolMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = make_pool(LEDGER, 2, 2)
-    reset(pool)
+    pool = make_pool.and_reset(LEDGER, 2, 2)
     for ways in range(2):  # until one is done, or both
         with monkeypatch.context() as patch:
             pool.submit_step([0, 1])
-            patch.setattr(pool._workers._selector, "select", interrupt)
-            if pool._workers.likely_last is not None:
-                patch.setattr(pool._workers.likely_last.process, "wait", interrupt)
+            patch.setattr(pool._workers.selector, "select", interrupt)
+            last = pool._operations.likely_last
+            if last is not None and last.process is not None:
+                patch.setattr(last.process.channel, "wait", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 pool.collect(20.0, ways + 1)
             assert pool.is_waiting
@@ -48,15 +41,16 @@ def interrupt(*_: object) -> None:
 
 
 # A socket that is not anybody's yet is closed with the frame that has made it.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 @pytest.mark.parametrize("during", ["a step", "a loss"])
 def test_an_interrupt_at_any_line_costs_an_episode_but_never_a_wrong_row(
-    make_pool: PoolMaker, during: str
+    make_own_pool: PoolMaker, during: str
 ) -> None:
+    """The launcher may be interrupted, too."""
+
     def play(line: int) -> int:
         """Interrupts a step there, and checks the next ones; returns the lines."""
-        pool = make_pool(LEDGER, 2, 2, own)
-        reset(pool)
+        pool = make_own_pool.and_reset(LEDGER, 2, 2)
         if during == "a loss":
             kill(pool.worker_pids[0])
         num_lines = len(run_traced(lambda: step(pool, 50), line))
@@ -72,11 +66,8 @@ def test_an_interrupt_at_any_line_costs_an_episode_but_never_a_wrong_row(
         pool.close()
         return num_lines
 
-    # It may be interrupted, too.
-    with contextlib.closing(Launcher(make_pool.launcher._import_modules)) as own:
-        num_lines = play(-1)
-        for line in np.linspace(1, num_lines, 20, dtype=int):
-            play(int(line))
+    for line in np.linspace(1, play(-1), 20, dtype=int):
+        play(int(line))
 
 
 def test_a_pool_that_is_interrupted_as_it_starts_starts_anew(
@@ -96,24 +87,20 @@ def test_a_pool_that_is_interrupted_as_it_starts_starts_anew(
         pool.submit_step([0])
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 def test_an_interrupted_poll_is_reported_as_the_end_of_all_workers() -> None:
-    launcher = Launcher()
-    worker = Started(launcher)
-    num_lines = len(run_traced(lambda: worker.wait_for(lambda: worker.pids), -1))
-    worker.socket.close()
-    launcher.close()
-    for line in np.linspace(1, num_lines, 15, dtype=int):
-        launcher = Launcher()
-        worker = Started(launcher)
-        run_traced(lambda: worker.wait_for(lambda: worker.pids), int(line))  # noqa: B023
-        worker.wait_for(lambda: worker.pids or worker.exits)  # noqa: B023
-        launcher.kill(worker.forked)
-        worker.wait_for(lambda: worker.exits)  # noqa: B023
-        worker.socket.settimeout(2.0)
-        assert worker.socket.recv(1) == b""
-        worker.socket.close()
-        again = Started(launcher)
-        again.wait_for(lambda: again.pids)  # noqa: B023
-        again.socket.close()
-        launcher.close()
+    def play(line: int) -> int:
+        """Interrupts the wait for a fork there; returns the lines."""
+        with contextlib.closing(Launcher()) as launcher:
+            with contextlib.closing(Started(launcher)) as worker:
+                num_lines = len(run_traced(worker.wait_for_start, line))
+                worker.wait_for(lambda: worker.pids or worker.exits)
+                launcher.kill(worker.process)
+                worker.wait_for_end()
+                worker.assert_hung_up()
+            with contextlib.closing(Started(launcher)) as again:
+                again.wait_for_start()
+        return num_lines
+
+    for line in np.linspace(1, play(-1), 15, dtype=int):
+        play(int(line))

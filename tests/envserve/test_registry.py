@@ -40,19 +40,13 @@ def test_offer_is_fixed_at_the_start() -> None:
         del gymnasium.registry["RegisteredLater-v0"]
 
 
-def test_name_that_is_not_registered_cannot_be_offered() -> None:
+def test_unknown_name_lists_near_matches_or_points_to_import_modules() -> None:
     with pytest.raises(UnknownEnv, match=r"CartPool-v1.*did you mean.*CartPole-v1"):
         Registry(["CartPool-v1"])
-
-
-def test_unknown_name_lists_near_matches() -> None:
-    with pytest.raises(UnknownEnv, match="did you mean Pendulum-v1"):
-        Registry(["CartPole-v1", "Pendulum-v1"]).check("Pendulum-v0")
-
-
-def test_unlike_name_points_to_import_modules() -> None:
-    with pytest.raises(UnknownEnv, match="import_modules"):
-        Registry(["CartPole-v1"]).check("zzzzzz")
+    offer = Registry(["CartPole-v1", "Pendulum-v1"])
+    for name, hint in (("Pendulum-v0", "mean Pendulum-v1"), ("zzz", "import_modules")):
+        with pytest.raises(UnknownEnv, match=hint):
+            offer.check(name)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +73,7 @@ def test_module_that_does_not_exist_is_named() -> None:
         import_env_modules(["no_such_envs"])
 
 
-def test_missing_atari_games_are_named_by_their_extra(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_missing_games_are_named_by_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ale_py", None)  # as if not installed
     with pytest.raises(EnvStartError, match=r"; pip install 'envserve\[atari\]' where"):
         import_env_modules(["ale_py"])

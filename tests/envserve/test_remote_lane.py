@@ -6,7 +6,6 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,134 +13,103 @@ import pytest
 
 from envserve.client import connection, remote_lane
 from envserve.client.remote_lane import RemoteLane
-from envserve.errors import (
-    ConnectError,
-    EnvStartError,
-    LocalProtocolError,
-    ServerLost,
-)
-from envserve.lane import Outcome, Reset
-from envserve.session import requests
+from envserve.errors import ConnectError, EnvStartError, LocalProtocolError, ServerLost
+from envserve.session import Patience, requests
 from envserve.slab import Status
 from tests.chaos.proxy import Proxy
 from tests.chaos.toxics import Toxics
+from tests.envserve.conftest import Attach, Serve, bind_for
+from tests.envserve.pool_driver import gather, step
 from tests.envserve.server_process import ServerProcess, make_config
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(
-        tmp_path, "--lease-seconds", "3", "--allow-kwarg", "reset_seconds"
-    ) as process:
-        yield process
+def server(serve: Serve) -> ServerProcess:
+    return serve("--lease-seconds", "3", "--allow-kwarg", "reset_seconds")
 
 
-def attach(address: str, **changes: object) -> RemoteLane:
-    lane = RemoteLane(address, make_config(**changes))  # type: ignore[arg-type]
-    lane.finish_start(time.monotonic() + 20)
-    lane.submit_reset([Reset(block.index) for block in lane.blocks])
-    collect_all(lane)
-    return lane
+@pytest.fixture
+def lane(server: ServerProcess, attach: Attach) -> RemoteLane:
+    return attach(server)
 
 
-def collect_all(lane: RemoteLane) -> None:
-    left = set(range(len(lane.blocks)))
-    while left:
-        for finished in lane.collect(20):
-            assert finished.error is None
-            left.remove(finished.block)
+def finish(lane: RemoteLane) -> None:
+    assert all(outcome.error is None for outcome in gather(lane, [0, 1]))
 
 
-def step(lane: RemoteLane, action: int) -> None:
+def submit(lane: RemoteLane, action: int) -> None:
     lane.rows.action[0][:] = action
-    lane.submit_step(range(len(lane.blocks)))
-    collect_all(lane)
+    lane.submit_step([0, 1])
 
 
-def test_an_idle_lane_keeps_its_lease(server: ServerProcess) -> None:
-    lane = attach(server.address)
+def test_an_idle_lane_keeps_its_lease(lane: RemoteLane) -> None:
     threading.Event().wait(4.5)  # the learner is busy
-    step(lane, 1)
-    lane.close()
+    submit(lane, 1)
+    finish(lane)
 
 
-def test_what_the_keeper_received_makes_the_descriptor_readable(
-    server: ServerProcess,
-) -> None:
-    lane = attach(server.address)
+def test_what_the_keeper_received_makes_it_readable(lane: RemoteLane) -> None:
     for action in range(3):
-        lane.rows.action[0][:] = action
-        lane.submit_step([0, 1])
+        submit(lane, action)
         threading.Event().wait(0.7)  # long enough for the keeper to come by
         assert select.select([lane.fileno()], [], [], 0)[0]
         assert len(lane.collect(0)) == 2
         assert lane.collect(0) == []
         assert not select.select([lane.fileno()], [], [], 0)[0]
-    lane.close()
 
 
-def test_the_descriptor_shows_every_result(server: ServerProcess) -> None:
-    lane = attach(server.address)
+def test_the_descriptor_shows_every_result(lane: RemoteLane) -> None:
     for action in range(300):
-        lane.rows.action[0][:] = action
-        lane.submit_step([0, 1])
+        submit(lane, action)
         left = 2
         while left:
             assert select.select([lane.fileno()], [], [], 10)[0]
             left -= len(lane.collect(0))
-    lane.close()
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])
 def test_long_rows_come_whole_step_after_step(
-    transport: str, tmp_path: Path, random_generator: np.random.Generator
+    serve: Serve,
+    attach: Attach,
+    transport: str,
+    tmp_path: Path,
+    random_generator: np.random.Generator,
 ) -> None:
     """So long that both ends use ZeroMQ's memory, or it theirs, without a copy."""
-    bind = "tcp://127.0.0.1:0" if transport == "tcp" else f"ipc://{tmp_path}/long"
-    with ServerProcess(
-        tmp_path, "--allow-kwarg", "space", "--max-message-mib", "4", bind=(bind,)
-    ) as server:
-        changes = {"env_kwargs": {"space": "image"}, "num_envs": 24}
-        lane = attach(server.address, env_name="envserve/Echo-v0", **changes)
-        shape = lane.rows.action[0].shape
-        for _ in range(40):
-            actions = random_generator.integers(0, 256, shape, np.uint8)
-            lane.rows.action[0][:] = actions
-            lane.submit_step([0, 1])
-            collect_all(lane)
-            np.testing.assert_array_equal(lane.rows.observation[0], actions)
-        lane.close()
+    options = ("--allow-kwarg", "space", "--max-message-mib", "4")
+    server = serve(*options, bind=(bind_for(transport, tmp_path),))
+    lane = attach(server, "envserve/Echo-v0", 24, env_kwargs={"space": "image"})
+    shape = lane.rows.action[0].shape
+    for _ in range(40):
+        actions = random_generator.integers(0, 256, shape, np.uint8)
+        lane.rows.action[0][:] = actions
+        lane.submit_step([0, 1])
+        finish(lane)
+        np.testing.assert_array_equal(lane.rows.observation[0], actions)
 
 
 def test_collect_returns_nothing_after_its_timeout_or_if_nothing_is_in_flight(
-    server: ServerProcess,
+    server: ServerProcess, lane: RemoteLane
 ) -> None:
-    lane = attach(server.address)
     started = time.monotonic()
     assert lane.collect(20.0) == []
     assert time.monotonic() - started < 2
     server.signal(signal.SIGSTOP)
-    lane.submit_step([0, 1])
+    submit(lane, 1)
     started = time.monotonic()
     assert lane.collect(0.2) == []
     assert 0.2 <= time.monotonic() - started < 2
     server.signal(signal.SIGCONT)
-    collect_all(lane)
-    lane.close()
+    finish(lane)
 
 
 def test_a_server_that_is_killed_makes_blocks_absent_and_is_given_up_in_time(
-    server: ServerProcess,
+    server: ServerProcess, attach: Attach
 ) -> None:
-    config = make_config()
-    options = {"server_lost_after_seconds": 2.0, "pads_when_lost": True}
-    lane = RemoteLane(server.address, config, **options)  # type: ignore[arg-type]
-    lane.finish_start(time.monotonic() + 20)
-    lane.submit_reset([Reset(block.index) for block in lane.blocks])
-    collect_all(lane)
+    lane = attach(server, patience=Patience(lost_seconds=2.0, pads=True))
     seen = lane.rows.observation[0].copy()
     server.signal(signal.SIGKILL)
-    lane.submit_step([0, 1])
+    submit(lane, 1)
     assert lane.collect(20.0) == []
     assert lane.absent == {0, 1}
     assert lane.given_up is None
@@ -152,34 +120,26 @@ def test_a_server_that_is_killed_makes_blocks_absent_and_is_given_up_in_time(
         assert time.monotonic() - started < 20
     assert isinstance(lane.given_up, ServerLost)
     assert lane.is_busy
-    lane.close()
 
 
-def test_a_lane_that_loses_its_envs_gets_others(server: ServerProcess) -> None:
-    lane = attach(server.address)
-    step(lane, 1)
+def test_a_lane_that_loses_its_envs_gets_others(lane: RemoteLane) -> None:
+    submit(lane, 1)
+    finish(lane)
     lane.submit_step([0])
     lane.lose("it was enough")
     assert not lane.is_busy
-    lane.rows.action[0][:] = 2
-    lane.submit_step([0, 1])
-    outcomes: list[Outcome] = []
-    while len(outcomes) < 2:
-        outcomes += lane.collect(20)
+    outcomes = step(lane, 2)
     faults = [fault for outcome in outcomes for fault in outcome.faults]
     assert {fault.status for fault in faults} == {Status.SERVER_LOST}
     assert "it was enough" in faults[0].text
-    step(lane, 3)
+    submit(lane, 3)
+    finish(lane)
     np.testing.assert_array_equal(lane.rows.reward, 3)
     assert lane.stats()["reattaches"] == 1
-    lane.close()
 
 
-def test_a_lane_can_be_closed_twice_and_not_be_used_then(
-    server: ServerProcess,
-) -> None:
-    lane = attach(server.address)
-    assert repr(lane) == f"<RemoteLane {server.address} READY, 0 in flight>"
+def test_a_lane_can_be_closed_twice_and_not_be_used_then(lane: RemoteLane) -> None:
+    assert repr(lane) == f"<RemoteLane {lane.name} READY, 0 in flight>"
     lane.close()
     lane.close()
     assert "CLOSED" in repr(lane)
@@ -190,9 +150,8 @@ def test_a_lane_can_be_closed_twice_and_not_be_used_then(
 
 
 def test_closing_takes_no_longer_than_two_seconds_if_the_server_hangs(
-    server: ServerProcess,
+    server: ServerProcess, lane: RemoteLane
 ) -> None:
-    lane = attach(server.address)
     lane.submit_step([0, 1])
     server.signal(signal.SIGSTOP)
     started = time.monotonic()
@@ -201,9 +160,9 @@ def test_closing_takes_no_longer_than_two_seconds_if_the_server_hangs(
     server.signal(signal.SIGCONT)
 
 
-def test_lanes_build_side_by_side(server: ServerProcess, tmp_path: Path) -> None:
-    changes = {"num_envs": 2, "env_kwargs": {"reset_seconds": 0.0}}
-    lanes = [RemoteLane(server.address, make_config(**changes)) for _ in range(3)]  # type: ignore[arg-type]
+def test_lanes_build_side_by_side(server: ServerProcess) -> None:
+    config = make_config(num_envs=2, env_kwargs={"reset_seconds": 0.0})
+    lanes = [RemoteLane(server.address, config) for _ in range(3)]
     for lane in reversed(lanes):
         lane.finish_start(time.monotonic() + 20)
     assert server.welcome().free_envs == 128 - 6
@@ -211,12 +170,9 @@ def test_lanes_build_side_by_side(server: ServerProcess, tmp_path: Path) -> None
         lane.close()
 
 
-def test_an_address_of_no_known_form_is_an_error() -> None:
+def test_an_unknown_form_of_address_or_what_cannot_be_sent_is_an_error() -> None:
     with pytest.raises(ConnectError, match="expected an address like tcp://"):
         RemoteLane("sim1:5555", make_config())
-
-
-def test_arguments_that_cannot_be_sent_are_an_error() -> None:
     with pytest.raises(EnvStartError, match="env_kwargs"):
         RemoteLane("ipc:///tmp/none", make_config(env_kwargs={"factory": print}))
 
@@ -228,7 +184,7 @@ def collect_by_descriptor(lane: RemoteLane, deadline: float) -> int:
 
 
 def test_who_waits_for_the_descriptor_sends_again_once_there_is_a_connection(
-    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+    server: ServerProcess, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Neither the clock nor the keeper is to find out instead.
     monkeypatch.setattr(requests, "_FIRST_RESEND_SECONDS", 1000.0)
@@ -239,12 +195,10 @@ def test_who_waits_for_the_descriptor_sends_again_once_there_is_a_connection(
         lane = attach(proxy.address)
         lane.fileno()  # who waits for it has asked for it before
         proxy.change(to_server=Toxics(drop=1.0))
-        lane.rows.action[0][:] = 7
-        lane.submit_step([0, 1])
+        submit(lane, 7)
     deadline = time.monotonic() + 20
-    while (
-        lane._exchange._is_connected
-    ):  # what the keeper would need half a second to see
+    # The keeper would need half a second to see that.
+    while lane._exchange._is_connected:
         assert collect_by_descriptor(lane, deadline) == 0
         assert time.monotonic() < deadline
     with Proxy(server.address, port=int(proxy.address.rpartition(":")[2])):

@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 import numpy as np
 import pytest
 
-from envserve.client import remote_lane
+from envserve.client import BatchEnv, connection, remote_lane
 from envserve.client.remote_lane import RemoteLane
 from envserve.lane import Call, Outcome, Reset
 from envserve.slab import Status
@@ -292,6 +292,8 @@ def test_an_interrupt_at_any_line_costs_an_episode_at_worst(
 def test_an_interrupt_while_nothing_but_time_passes_costs_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # However long this test is kept from the processor, it does not look around first.
+    monkeypatch.setattr(connection, "SLICE_SECONDS", 1000.0)
     with Run() as run:
         run.step()
         receive_soon, is_first = run.connection.receive_soon, True
@@ -312,3 +314,64 @@ def test_an_interrupt_while_nothing_but_time_passes_costs_nothing(
         outcomes = run.lane.collect(5.0, len(BLOCKS))
         assert [(o.block, o.faults) for o in outcomes] == [(0, ()), (1, ())]
         np.testing.assert_array_equal(run.lane.rows.reward, 7)
+
+
+def interrupt_once(run: Run, monkeypatch: pytest.MonkeyPatch, *, is_sent: bool) -> None:
+    """Interrupts the next sending of a message, after or before that is sent."""
+    send = run.connection.send
+
+    def interrupt(frames: list[Buffer]) -> bool:
+        monkeypatch.setattr(run.connection, "send", send)
+        if is_sent:
+            send(frames)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run.connection, "send", interrupt)
+
+
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_an_interrupt_while_a_step_is_sent_costs_nothing(
+    monkeypatch: pytest.MonkeyPatch, is_sent: bool
+) -> None:
+    with Run() as run:
+        batch = BatchEnv([run.lane])
+        batch.reset()
+        interrupt_once(run, monkeypatch, is_sent=is_sent)
+        with pytest.raises(KeyboardInterrupt):
+            batch.step(np.full(batch.num_envs, 7))
+        assert run.lane.is_waiting
+        result = batch.step(np.full(batch.num_envs, 8))
+        assert result.valid.all()
+        np.testing.assert_array_equal(result.reward, 8)
+        np.testing.assert_array_equal(result.observation[:, 0], 2)
+        for together in (True, False):
+            interrupt_once(run, monkeypatch, is_sent=is_sent)
+            with pytest.raises(KeyboardInterrupt):
+                batch.send(np.full(2, 9), batch.blocks[0], together=together)
+            _, result = batch.recv(2)
+            assert result.valid.all()
+            np.testing.assert_array_equal(result.reward, 9)
+
+
+def test_an_interrupt_before_the_last_block_is_sent_loses_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Run() as run:
+        batch = BatchEnv([run.lane])
+        batch.reset()
+        submit_step = run.lane.submit_step
+
+        def interrupt(blocks: Sequence[int]) -> None:
+            if tuple(blocks) == BLOCKS[-1:]:
+                raise KeyboardInterrupt
+            submit_step(blocks)
+
+        monkeypatch.setattr(run.lane, "submit_step", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            batch.send(np.full(batch.num_envs, 7))
+        monkeypatch.undo()
+        assert batch.num_out == 0
+        assert (
+            batch.step(np.full(batch.num_envs, 8)).status == Status.SERVER_LOST
+        ).all()
+        np.testing.assert_array_equal(batch.step(np.full(batch.num_envs, 9)).reward, 9)

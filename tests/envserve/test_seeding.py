@@ -25,11 +25,8 @@ RECORDED = {
 
 def test_seeds_are_the_recorded_ones() -> None:
     assert {key: env_seed(*key) for key in RECORDED} == RECORDED
-
-
-def test_seeds_of_spares_are_the_recorded_ones() -> None:
-    recorded = {0: 673228719, 1: 1454127163, 2**32 - 1: 908003510, 2**63 - 1: 634897576}
-    assert {seed: spare_seed(seed) for seed in recorded} == recorded
+    spares = {0: 673228719, 1: 1454127163, 2**32 - 1: 908003510, 2**63 - 1: 634897576}
+    assert {seed: spare_seed(seed) for seed in spares} == spares
 
 
 def test_seeds_of_spares_differ_from_each_other_and_from_all_envs() -> None:
@@ -47,10 +44,6 @@ def test_seeds_differ_over_ten_thousand_envs_and_incarnations() -> None:
     pairs = itertools.product(range(1000), range(10))
     seeds = {env_seed(7, index, incarnation) for index, incarnation in pairs}
     assert len(seeds) == 10_000
-
-
-def test_index_and_incarnation_are_not_interchangeable() -> None:
-    assert env_seed(0, 1, 2) != env_seed(0, 2, 1)
 
 
 def test_neighbouring_root_seeds_share_no_env_seed() -> None:

@@ -14,90 +14,61 @@ from envserve.errors import ActionError, EnvError, EnvTimeout, LocalProtocolErro
 from envserve.lane import Lane
 from envserve.pool.pool import Pool
 from envserve.settings import PoolSettings
-from tests.oracle.ledger_env import ledger_hash
+from tests.oracle.ledger import Ledger
+from tests.oracle.player import Player
+from tests.oracle.probe_envs import MODULE
 
 from .conftest import MakeBatch, StartServer
-
-LEDGER = "envserve/Ledger-v0"
-FAULTY = "envserve/Faulty-v0"
+from .pool_driver import FAULTY, LEDGER, SEED
+from .server_process import make_config
 
 Array = np.ndarray[Any, Any]
-
-
-class Books:
-    """Keeps a ledger per row beside the envs', and compares."""
-
-    def __init__(self, batch: BatchEnv) -> None:
-        self._batch = batch
-        self.hashes = [0] * batch.num_envs
-        self._actions = np.full(batch.num_envs, -1)
-        self.received = np.zeros(batch.num_envs, int)
-
-    def send(self, actions: Array, env_indices: Array, **options: Any) -> None:
-        self._batch.send(actions, env_indices, **options)
-        assert (self._actions[env_indices] == -1).all()
-        self._actions[env_indices] = actions
-        for row, action in zip(env_indices, actions, strict=True):
-            self.hashes[row] = ledger_hash(self.hashes[row], int(action))
-
-    def recv(self, *arguments: Any, **options: Any) -> Array:
-        rows, result = self._batch.recv(*arguments, **options)
-        assert rows.dtype == np.int64
-        assert (np.diff(rows) > 0).all()
-        assert result.valid.all()
-        np.testing.assert_array_equal(result.reward, self._actions[rows])
-        ended = (result.terminated | result.truncated)[:, None]
-        last = np.where(ended, result.final_observation, result.observation)
-        assert last[:, 3].tolist() == [self.hashes[row] for row in rows]
-        self._actions[rows] = -1
-        self.received[rows] += 1
-        return rows
 
 
 def test_every_result_answers_its_own_request(
     make_batch: MakeBatch, random_generator: np.random.Generator
 ) -> None:
-    batch = make_batch(LEDGER, 8, 4, num_splits=2, env_kwargs={"length": 7})
-    batch.reset()
-    books = Books(batch)
+    batch = make_batch(LEDGER, 8, 4, seed=0, num_splits=2, env_kwargs={"length": 7})
+    player = Player(batch, Ledger(8, 0, length=7), random_generator)
     idle = list(batch.blocks)
+    received = np.zeros(8, int)
     for _ in range(200):
         chosen = [block for block in idle if random_generator.random() < 0.7]
         idle = [block for block in idle if all(block is not c for c in chosen)]
         for block in chosen:
-            books.send(random_generator.integers(0, 1000, len(block)), block)
+            player.send(block)
         assert batch.num_out == 8 - sum(map(len, idle))
         if batch.num_out:
-            rows = books.recv(int(random_generator.integers(1, batch.num_out + 1)))
+            min_envs = int(random_generator.integers(1, batch.num_out + 1))
+            rows, _ = player.receive(min_envs=min_envs)
+            received[rows] += 1
             idle += [block for block in batch.blocks if np.isin(block, rows).all()]
-    while batch.num_out:
-        books.recv()
-    assert books.received.min() > 20
+    player.receive_rest()
+    assert player.ledger.num_valid == player.ledger.num_rows
+    assert received.min() > 20
 
 
-def test_a_straggler_holds_up_nobody_else(start_server: StartServer) -> None:
+def test_a_straggler_holds_up_nobody_else() -> None:
     slow = {"length": 1, "reset_seconds": 0.05}
-    with BatchEnv(
-        [
-            local_lane(31, 0, {"length": 1000}, num_workers=31),
-            local_lane(1, 31, slow, num_workers=1),
-        ]
-    ) as batch:
+    lanes = [local_lane(31, 0, {"length": 1000}, 31), local_lane(1, 31, slow, 1)]
+    with BatchEnv(lanes) as batch:
         batch.reset()
-        books = Books(batch)
-        books.send(np.arange(32), np.arange(32))
-        step = 0
-        while books.received[:31].min() < 40 or books.received[31] < 2:
-            step += 1
-            rows = books.recv()
-            books.send((rows + step) % 1000, rows)
-        assert books.received[31] < books.received[:31].min()
-        books.recv(32)
+        actions = np.arange(32)
+        received = np.zeros(32, int)
+        batch.send(actions)
+        while received[:31].min() < 40 or received[31] < 2:
+            rows, result = batch.recv()
+            assert result.valid.all()
+            np.testing.assert_array_equal(result.reward, actions[rows])
+            received[rows] += 1
+            actions[rows] = (actions[rows] + 1) % 1000
+            batch.send(actions[rows], rows)
+        assert received[31] < received[:31].min()
+        batch.recv(32)
 
 
 def test_a_slow_block_holds_up_its_own_rows_only(make_batch: MakeBatch) -> None:
-    batch = make_batch(FAULTY, 2, 2, env_kwargs={"fault": "hang"})
-    batch.reset()
+    batch = make_batch.and_reset(FAULTY, 2, 2, env_kwargs={"fault": "hang"})
     batch.send(np.array([0, 1]))  # the second never ends
     for _ in range(3):
         rows, _ = batch.recv(timeout=20)
@@ -107,36 +78,37 @@ def test_a_slow_block_holds_up_its_own_rows_only(make_batch: MakeBatch) -> None:
         batch.recv(2, timeout=0.05)
 
 
-def test_rows_sent_together_come_as_those_sent_apart(make_batch: MakeBatch) -> None:
-    batch = make_batch(LEDGER, 4, 2)
-    batch.reset()
-    books = Books(batch)
+def test_rows_sent_together_come_as_those_sent_apart(
+    make_batch: MakeBatch, random_generator: np.random.Generator
+) -> None:
+    batch = make_batch(LEDGER, 4, 2, seed=0)
+    player = Player(batch, Ledger(4, 0), random_generator)
     for together in (True, False, True):
-        books.send(np.array([1, 2, 3, 4]), np.arange(4), together=together)
-        assert books.recv(4).tolist() == [0, 1, 2, 3]
-
-
-def local_lane(
-    num_envs: int, first: int, env_kwargs: dict[str, Any], *, num_workers: int = 2
-) -> Pool:
-    lane = Pool(config(num_envs, first, env_kwargs, num_workers))
-    lane.finish_start(time.monotonic() + 60)
-    return lane
+        player.send(np.arange(4), together=together)
+        rows, result = player.receive(min_envs=4)
+        assert rows.tolist() == [0, 1, 2, 3]
+        assert result.valid.all()
 
 
 def config(
     num_envs: int, first: int, env_kwargs: dict[str, Any], num_workers: int = 2
 ) -> PoolSettings:
-    return PoolSettings(
-        env_name=LEDGER,
-        num_envs=num_envs,
+    return make_config(
+        LEDGER,
+        num_envs,
         num_workers=num_workers,
         num_splits=2,
-        seed=0,
         first_env_index=first,
+        seed=SEED,
         env_kwargs=env_kwargs,
-        import_modules=("tests.oracle.probe_envs",),
+        import_modules=(MODULE,),
     )
+
+
+def local_lane(*arguments: Any) -> Pool:
+    lane = Pool(config(*arguments))
+    lane.finish_start(time.monotonic() + 60)
+    return lane
 
 
 def test_local_and_remote_rows_are_waited_for_together(
@@ -151,17 +123,20 @@ def test_local_and_remote_rows_are_waited_for_together(
             [0, 3, 4, 7],
             [1, 2, 5, 6, 8],
         ]
-        batch.reset()
-        books = Books(batch)
+        player = Player(batch, Ledger(9, SEED, length=5), random_generator)
         for split in batch.splits:
-            books.send(random_generator.integers(0, 1000, len(split)), split)
+            player.send(split)
+        received = set()
         for step in range(150):
-            rows = books.recv(1 + step % 3)
-            books.send(random_generator.integers(0, 1000, len(rows)), rows)
+            rows, _ = player.receive(min_envs=1 + step % 3)
+            received |= {*rows.tolist()}
+            player.send(rows)
+        assert received == {*range(9)}
         for split in batch.splits[::-1]:
-            assert books.recv(env_indices=split).tolist() == split.tolist()
-        assert (books.received > 0).all()
-        assert batch.step(np.arange(9)).reward.tolist() == list(range(9))
+            rows, _ = player.receive(env_indices=split)
+            assert rows.tolist() == split.tolist()
+        player.step()
+        assert player.ledger.num_valid == player.ledger.num_rows
 
 
 def half_of(result: StepResult, rows: Array) -> StepResult:
@@ -177,9 +152,7 @@ def half_of(result: StepResult, rows: Array) -> StepResult:
     )
 
 
-def test_rows_of_one_split_are_received_while_the_other_is_out(
-    make_batch: MakeBatch,
-) -> None:
+def test_a_split_is_received_while_the_other_is_out(make_batch: MakeBatch) -> None:
     batch = make_batch(LEDGER, 8, 2, num_splits=2)
     assert [split.tolist() for split in batch.splits] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     observation = batch.reset()
@@ -200,8 +173,7 @@ def test_rows_of_one_split_are_received_while_the_other_is_out(
 
 
 def test_actions_follow_the_order_of_their_rows(make_batch: MakeBatch) -> None:
-    batch = make_batch(LEDGER, 4, 2)
-    batch.reset()
+    batch = make_batch.and_reset(LEDGER, 4, 2)
     batch.send(np.array([30, 10, 0, 20]), [3, 1, 0, 2])
     rows, result = batch.recv(4)
     assert rows.tolist() == [0, 1, 2, 3]
@@ -212,8 +184,7 @@ def test_actions_follow_the_order_of_their_rows(make_batch: MakeBatch) -> None:
 
 
 def test_a_block_is_sent_as_a_whole(make_batch: MakeBatch) -> None:
-    batch = make_batch(LEDGER, 8, 2, num_splits=2)
-    batch.reset()
+    batch = make_batch.and_reset(LEDGER, 8, 2, num_splits=2)
     with pytest.raises(IndexError, match=r"block of rows 2 to 3 without row 3"):
         batch.send(np.zeros(3, np.int64), [0, 1, 2])
     with pytest.raises(IndexError, match="each env once"):
@@ -258,10 +229,9 @@ def test_rows_that_are_out_are_to_be_received_first(make_batch: MakeBatch) -> No
 
 
 def test_a_timeout_loses_nothing(make_batch: MakeBatch) -> None:
-    batch = make_batch(
+    batch = make_batch.and_reset(
         LEDGER, 2, 1, num_splits=2, env_kwargs={"length": 2, "reset_seconds": 0.3}
     )
-    batch.reset()
     batch.send(np.array([1]), [0])
     batch.recv()
     batch.send(np.array([5, 6]))
@@ -274,10 +244,9 @@ def test_a_timeout_loses_nothing(make_batch: MakeBatch) -> None:
 
 
 def test_ended_envs_can_be_reset_while_others_are_out(make_batch: MakeBatch) -> None:
-    batch = make_batch(
+    batch = make_batch.and_reset(
         LEDGER, 2, 1, num_splits=2, env_kwargs={"length": 2}, autoreset="disabled"
     )
-    batch.reset()
     batch.step(np.zeros(2, np.int64))
     batch.send(np.array([1, 2]))
     _, result = batch.recv(env_indices=[0])
@@ -307,9 +276,7 @@ def test_a_failed_env_comes_back_invalid(make_batch: MakeBatch) -> None:
     assert batch.step(np.zeros(2, np.int64)).valid.all()
 
 
-def test_an_error_names_its_env_and_leaves_the_others_to_be_received(
-    make_batch: MakeBatch,
-) -> None:
+def test_an_error_names_its_env_and_leaves_the_others(make_batch: MakeBatch) -> None:
     batch = make_batch(FAULTY, 8, 2, num_splits=2, env_kwargs={"fault": "nan"})
     batch.reset()
     batch.send(np.array([0, 0, 0, 1, 0, 0, 0, 0]))
@@ -324,8 +291,7 @@ def test_an_error_names_its_env_and_leaves_the_others_to_be_received(
 
 
 def test_a_wrong_out_leaves_the_rows_to_be_received(make_batch: MakeBatch) -> None:
-    batch = make_batch(LEDGER, 2, 2)
-    batch.reset()
+    batch = make_batch.and_reset(LEDGER, 2, 2)
     out = batch.step(np.zeros(2, np.int64))
     batch.send(np.array([5, 6]))
     with pytest.raises(ValueError, match="expected arrays of 2 rows; got 3"):
@@ -340,8 +306,7 @@ def test_a_wrong_out_leaves_the_rows_to_be_received(make_batch: MakeBatch) -> No
 
 
 def test_rows_are_named_by_number(make_batch: MakeBatch) -> None:
-    batch = make_batch(LEDGER, 2, 2)
-    batch.reset()
+    batch = make_batch.and_reset(LEDGER, 2, 2)
     for wrong in (np.array([True, False]), np.array([0.5, 1.5])):
         with pytest.raises(IndexError, match=r"numbers of rows; got (bool|fl)"):
             batch.send(np.zeros(2, np.int64), wrong)

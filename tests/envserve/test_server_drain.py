@@ -82,17 +82,13 @@ def test_a_second_signal_cuts_the_drain_short(
     check_end(server)
 
 
-def test_a_client_that_does_not_answer_cannot_hold_the_end_up(
-    serve: Serve, join: Join
-) -> None:
+def test_a_silent_client_cannot_hold_the_end_up(serve: Serve, join: Join) -> None:
     server = serve("--drain-grace", "0.2")
     join(server)  # which says and reads nothing from now on
     assert "stopped before all clients knew" in server.end(signal.SIGTERM)
 
 
-def test_without_a_grace_period_a_server_stops_at_once(
-    serve: Serve, join: Join
-) -> None:
+def test_without_grace_period_a_server_stops_at_once(serve: Serve, join: Join) -> None:
     server = serve("--drain-grace", "0")
     client = join(server)
     server.signal(signal.SIGTERM)

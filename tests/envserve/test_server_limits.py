@@ -70,9 +70,7 @@ def test_no_descriptors_are_left(serve: Serve, join: Join, refused: Refused) -> 
     check_that_envs_can_be_had_again(server, join)
 
 
-def test_no_memory_is_left_for_the_rows(
-    serve: Serve, join: Join, refused: Refused
-) -> None:
+def test_no_memory_is_left_for_rows(serve: Serve, join: Join, refused: Refused) -> None:
     client = join(server := serve("--allow-kwarg", "space"))
     client.reset()
     images = {"env_name": "envserve/Echo-v0", "env_kwargs": {"space": "image"}}
@@ -124,9 +122,7 @@ gymnasium.register("Hungry-v0", HungryEnv)
 """
 
 
-def test_no_memory_is_left_in_a_worker(
-    tmp_path: Path, serve: Serve, join: Join
-) -> None:
+def test_no_memory_is_left_in_worker(tmp_path: Path, serve: Serve, join: Join) -> None:
     (tmp_path / "hungry_envs.py").write_text(_HUNGRY)
     client = join(server := serve("--import", "hungry_envs", cwd=tmp_path))
     client.reset()

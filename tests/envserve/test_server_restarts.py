@@ -71,9 +71,7 @@ class Pair:
         self.batch.close()
 
 
-def test_other_servers_go_on_until_one_is_given_up(
-    tmp_path: Path, serve: Serve
-) -> None:
+def test_others_go_on_until_a_server_is_given_up(tmp_path: Path, serve: Serve) -> None:
     num_steps = 0
     with Pair(tmp_path, serve, server_lost_after=3.0) as pair:
         with contextlib.suppress(ServerLost):

@@ -152,9 +152,7 @@ async def test_too_many_open_files_fail_one_session(
 
 
 async def test_a_pool_at_which_the_server_fails_costs_its_session_only(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("the pool broke")
@@ -170,9 +168,7 @@ async def test_a_pool_at_which_the_server_fails_costs_its_session_only(
     assert "RuntimeError: the pool broke" in caplog.text
 
 
-async def test_a_worker_that_dies_makes_its_block_absent_and_then_lost(
-    tmp_path: Path,
-) -> None:
+async def test_a_dead_workers_block_is_absent_and_then_lost(tmp_path: Path) -> None:
     kinds = MessageType
     resets = ResetBody(resets=((None, None), (None, None))).encode()
     async with running(tmp_path) as (shell, peer):

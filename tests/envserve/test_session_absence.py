@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,7 @@ from envserve.slab import Status
 from envserve.wire import Buffer, Message, MessageType, decode, encode
 from tests.envserve.session_fakes import (
     FakeServer,
+    absent,
     advance_to,
     attach,
     attach_and_step,
@@ -20,18 +23,14 @@ from tests.envserve.session_fakes import (
     exchange,
     executed,
     finish,
+    pair,
+    pass_time,
     state_of,
     step_all,
     take_outgoing,
 )
 
 OK = [Status.OK] * 4
-
-
-def absent(client: ClientSession) -> set[int]:
-    """The blocks that are absent, as a lane would find them out."""
-    client.operations.is_ready(3)
-    return set(client.operations.absent)
 
 
 def fall_silent(
@@ -81,8 +80,7 @@ def test_a_step_on_a_broken_connection_is_absent_after_a_second() -> None:
 
 
 def test_a_connection_that_is_mended_in_time_costs_nothing() -> None:
-    server = FakeServer()
-    client = attach(server)
+    server, client = pair()
     client.submit_step([0, 1], 1.0)
     take_outgoing(client)
     client.disconnected(1.1)
@@ -93,8 +91,7 @@ def test_a_connection_that_is_mended_in_time_costs_nothing() -> None:
 
 
 def test_a_long_step_is_not_absent_while_the_server_answers() -> None:
-    server = FakeServer()
-    client = attach(server)
+    server, client = pair()
     client.submit_step([0, 1], 0.0)
     now = 0.0
     while now < 100.0:
@@ -105,8 +102,7 @@ def test_a_long_step_is_not_absent_while_the_server_answers() -> None:
 
 
 def test_what_is_submitted_to_a_silent_server_is_absent_at_once() -> None:
-    server = FakeServer()
-    client = attach(server)
+    server, client = pair()
     client.submit_step([0], 1.0)
     take_outgoing(client)
     advance_to(client, 5.0)
@@ -121,8 +117,7 @@ def test_what_is_submitted_to_a_silent_server_is_absent_at_once() -> None:
 
 
 def test_a_late_result_is_that_of_the_action_that_was_sent() -> None:
-    server = FakeServer()
-    client = attach(server)
+    server, client = pair()
     replies = fall_silent(server, client)
     client.rows.action[0][:] = 60  # what its caller has thought of since
     for frames in replies:
@@ -140,8 +135,7 @@ def test_a_late_result_is_that_of_the_action_that_was_sent() -> None:
 
 
 def test_a_late_row_that_is_not_valid_keeps_its_status_and_its_fault() -> None:
-    server = FakeServer()
-    client = attach(server)
+    server, client = pair()
     client.submit_step([0], 1.0)
     for frames in take_outgoing(client):
         server.receive(b"r", frames, 1.0)
@@ -157,8 +151,7 @@ def test_a_late_row_that_is_not_valid_keeps_its_status_and_its_fault() -> None:
 
 
 def test_a_late_refusal_is_an_error_of_its_block() -> None:
-    server = FakeServer()
-    client = attach(server)
+    server, client = pair()
     for frames in fall_silent(server, client, action=100):
         client.receive(frames, 5.0)
     assert [type(item.error) for item in collect(client)] == [ActionError] * 2
@@ -167,8 +160,7 @@ def test_a_late_refusal_is_an_error_of_its_block() -> None:
 
 
 def test_a_server_that_was_restarted_meanwhile_costs_one_lost_row() -> None:
-    server = FakeServer(boot=1)
-    client = attach(server)
+    server, client = pair(boot=1)
     fall_silent(server, client)
     restarted = FakeServer(boot=2)
     client.connected(6.0)
@@ -177,8 +169,7 @@ def test_a_server_that_was_restarted_meanwhile_costs_one_lost_row() -> None:
 
 
 def test_a_client_that_was_stopped_itself_does_not_blame_the_server() -> None:
-    server = FakeServer()
-    client = attach(server)
+    server, client = pair()
     client.submit_step([0, 1], 1.0)
     exchange(client, server, 1.0)
     client.advance(1.5)
@@ -188,6 +179,8 @@ def test_a_client_that_was_stopped_itself_does_not_blame_the_server() -> None:
     assert not absent(client)
     exchange(client, server, 100.0)
     assert len(collect(client)) == 2
+    client.advance(600.0)  # it slept; nothing that it had sent is unanswered
+    assert state_of(client) is ClientState.READY
 
 
 def test_a_break_before_a_client_was_stopped_does_not_count_either() -> None:
@@ -210,29 +203,21 @@ def test_a_break_counts_from_the_first_time_that_it_is_told() -> None:
     assert absent(client) == {0, 1}
 
 
-def test_seconds_without_an_answer_are_counted() -> None:
-    server = FakeServer()
-    client = attach(server)
+def test_seconds_without_an_answer_are_counted_beyond_the_usual_wait() -> None:
+    server, client = pair()
+    client.submit_step([0, 1], 0.0)
+    exchange(client, server, 0.9)
+    assert len(finish(client, server, 0.9)) == 2
+    assert client.stats()["unreachable_ms"] == 0
     fall_silent(server, client)
     exchange(client, server, 6.0)
     assert client.stats()["unreachable_ms"] == 5000
 
 
-def test_the_usual_wait_for_an_answer_is_no_silence() -> None:
-    server = FakeServer()
-    client = attach(server)
-    client.submit_step([0, 1], 1.0)
-    exchange(client, server, 1.9)
-    server.finish_all(1.9)
-    exchange(client, server, 1.9)
-    assert client.stats()["unreachable_ms"] == 0
-
-
 def test_a_server_that_does_not_answer_is_a_line_in_the_log_each_time(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    server = FakeServer()
-    client = attach(server)
+    server, client = pair()
     for began_at in (1.0, 101.0):
         client.disconnected(began_at)
         for now in (began_at, began_at + 1.0, began_at + 2.0):
@@ -247,17 +232,15 @@ def test_a_server_that_does_not_answer_is_a_line_in_the_log_each_time(
 # A server that says so.
 
 
-def tell_absent(server: FakeServer, *blocks: int, now: float = 1.0) -> None:
-    server.carry_out(server.session.pool_finished(11, [], set(blocks)), now)
-
-
-def submit_and_split(server: FakeServer, client: ClientSession) -> None:
-    """Steps at 1 s; block 1 is absent, and block 0 is done."""
+def split_pair(**options: Any) -> tuple[FakeServer, ClientSession]:
+    """After a step at 1 s: block 1 is absent, and block 0 is done."""
+    server, client = pair(**options)
     client.rows.action[0][:] = 5
     client.submit_step([0, 1], 1.0)
     exchange(client, server, 1.0)
-    tell_absent(server, 1)
+    server.carry_out(server.session.pool_finished(11, [], {1}), 1.0)
     server.finish(11, 0, 1.0)
+    return server, client
 
 
 def blocks_of(outcomes: list[Outcome]) -> list[int]:
@@ -265,9 +248,7 @@ def blocks_of(outcomes: list[Outcome]) -> list[int]:
 
 
 def test_an_absent_block_does_not_hold_up_the_others_of_its_request() -> None:
-    server = FakeServer()
-    client = attach(server)
-    submit_and_split(server, client)
+    server, client = split_pair()
     exchange(client, server, 1.0)
     assert blocks_of(collect(client)) == [0]
     assert client.operations.absent == {1}
@@ -281,9 +262,7 @@ def test_an_absent_block_does_not_hold_up_the_others_of_its_request() -> None:
 
 
 def test_an_answer_for_one_block_that_comes_twice_counts_once() -> None:
-    server = FakeServer()
-    client = attach(server)
-    submit_and_split(server, client)
+    server, client = split_pair()
     replies = server.take_replies()
     for frames in replies * 2:
         client.receive(frames, 1.0)
@@ -299,29 +278,20 @@ def test_an_answer_for_one_block_that_comes_twice_counts_once() -> None:
 
 
 def test_what_was_answered_in_part_is_sent_again_until_the_rest_is_answered() -> None:
-    server = FakeServer()
-    client = attach(server)
-    submit_and_split(server, client)
+    server, client = split_pair()
     exchange(client, server, 1.0)
     collect(client)
     client.submit_step([0], 1.0)
     exchange(client, server, 1.0)
     server.finish_all(1.0)
     server.take_replies()  # all of which are lost
-    now = 1.0
-    while client.operations.in_flight:
-        now = client.next_deadline()
-        assert now < 10.0
-        client.advance(now)
-        exchange(client, server, now)
+    pass_time(client, server, 1.0, until=10.0)
     assert blocks_of(collect(client)) == [0, 1]
     assert len(server.pools[11].executed) == 3
 
 
 def test_what_is_absent_is_told_anew_to_who_asks_again() -> None:
-    server = FakeServer()
-    client = attach(server)
-    submit_and_split(server, client)
+    server, client = split_pair()
     server.take_replies()  # ABSENT and the answer are lost
     advance_to(client, 3.0)
     exchange(client, server, 3.0)
@@ -330,9 +300,7 @@ def test_what_is_absent_is_told_anew_to_who_asks_again() -> None:
 
 
 def test_an_answer_to_all_after_one_to_a_block_is_dropped() -> None:
-    server = FakeServer()
-    client = attach(server)
-    submit_and_split(server, client)
+    server, client = split_pair()
     exchange(client, server, 1.0)
     collect(client)
     (request,) = client.requests.waiting.values()
@@ -352,9 +320,7 @@ def test_an_answer_to_all_after_one_to_a_block_is_dropped() -> None:
 
 @pytest.mark.parametrize("field", ["request", "epoch", "session"])
 def test_an_absent_of_another_request_says_nothing(field: str) -> None:
-    server = FakeServer()
-    client = attach(server)
-    submit_and_split(server, client)
+    server, client = split_pair()
     told, _ = server.take_replies()
     message = decode(told)
     assert message.type is MessageType.ABSENT
@@ -365,9 +331,7 @@ def test_an_absent_of_another_request_says_nothing(field: str) -> None:
 
 
 def test_a_restart_in_between_costs_a_row_for_each_answer_and_each_loss() -> None:
-    server = FakeServer(boot=1)
-    client = attach(server)
-    submit_and_split(server, client)
+    server, client = split_pair(boot=1)
     exchange(client, server, 1.0)
     restarted = FakeServer(boot=2)
     client.connected(2.0)

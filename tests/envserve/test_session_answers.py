@@ -11,59 +11,33 @@ from envserve.errors import ActionError, LocalProtocolError
 from envserve.session import ClientSession
 from envserve.wire import Buffer, MessageType, decode
 from tests.envserve.raw_client import changed
-from tests.envserve.session_fakes import (
-    FakePool,
-    FakeServer,
-    attach,
-    exchange,
-    take_outgoing,
-)
+from tests.envserve.session_fakes import exchange, executed, pair, take_outgoing
 
 
-def step_frames(client: ClientSession, action: int, now: float = 0.0) -> list[Buffer]:
+def step_frames(client: ClientSession, action: Any, now: float = 0.0) -> list[Buffer]:
     client.rows.action[0][:] = action
     client.submit_step(range(len(client.blocks)), now)
     (frames,) = take_outgoing(client)
     return frames
 
 
-def pool_of(server: FakeServer) -> FakePool:
-    (pool,) = server.pools.values()
-    return pool
-
-
-def test_a_step_runs_and_its_result_lands_in_the_rows() -> None:
-    server = FakeServer()
-    client = attach(server)
-    client.rows.action[0][:] = [3, 1, 4, 1]
-    client.submit_step([0, 1], 0.0)
-    exchange(client, server, 0.0)
-    server.finish_all(0.0)
-    exchange(client, server, 0.0)
-
-    assert [outcome.block for outcome in client.take_outcomes()] == [0, 1]
-    np.testing.assert_array_equal(client.rows.reward, [3, 1, 4, 1])
-    np.testing.assert_array_equal(client.rows.observation[0][:, 0], [1, 1, 1, 1])
-    assert client.num_in_flight == 0
-
-
-def test_a_lost_reply_is_fetched_by_the_resend() -> None:
-    server = FakeServer()
-    client = attach(server)
-    server.receive(b"r", step_frames(client, 9), 0.0)
+def test_a_step_runs_once_and_a_lost_reply_is_fetched_by_the_resend() -> None:
+    server, client = pair()
+    server.receive(b"r", step_frames(client, [3, 1, 4, 1]), 0.0)
     server.finish_all(0.0)
     server.take_replies()  # lost
     client.advance(1.0)
     exchange(client, server, 1.0)
 
-    assert len(client.take_outcomes()) == 2
-    assert len(pool_of(server).executed) == 2
-    np.testing.assert_array_equal(client.rows.reward, [9, 9, 9, 9])
+    assert [outcome.block for outcome in client.take_outcomes()] == [0, 1]
+    assert client.num_in_flight == 0
+    assert len(executed(server)) == 2
+    np.testing.assert_array_equal(client.rows.reward, [3, 1, 4, 1])
+    np.testing.assert_array_equal(client.rows.observation[0][:, 0], [1, 1, 1, 1])
 
 
 def test_a_late_reply_is_not_taken_for_that_of_the_next_step() -> None:
-    server = FakeServer()
-    client = attach(server)
+    server, client = pair()
     server.receive(b"r", step_frames(client, 1), 0.0)
     server.finish_all(0.0)
     (late,) = server.take_replies()
@@ -79,8 +53,7 @@ def test_a_late_reply_is_not_taken_for_that_of_the_next_step() -> None:
 
 
 def test_a_refused_action_is_an_error_and_uses_up_no_seq() -> None:
-    server = FakeServer()
-    client = attach(server)
+    server, client = pair()
     client.rows.action[0][:] = [1, 1, 100, 1]
     client.submit_step([0, 1], 0.0)
     exchange(client, server, 0.0)
@@ -89,16 +62,15 @@ def test_a_refused_action_is_an_error_and_uses_up_no_seq() -> None:
     assert [type(outcome.error) for outcome in outcomes] == [ActionError, ActionError]
     assert "Env 2" in str(outcomes[0].error)
     assert "tcp://fake:1" in str(outcomes[0].error)
-    assert not pool_of(server).executed
+    assert not executed(server)
     client.rows.action[0][:] = 5
     client.submit_step([0, 1], 0.0)
     exchange(client, server, 0.0)
-    assert len(pool_of(server).executed) == 2
+    assert len(executed(server)) == 2
 
 
 def test_submitting_a_block_in_flight_is_an_error_here() -> None:
-    server = FakeServer()
-    client = attach(server)
+    _, client = pair()
     step_frames(client, 1)
     with pytest.raises(LocalProtocolError, match="block 0 is in flight"):
         client.submit_step([0], 0.0)
@@ -117,8 +89,7 @@ def test_submitting_a_block_in_flight_is_an_error_here() -> None:
     ids=str,
 )
 def test_an_answer_to_something_else_is_dropped(fields: dict[str, Any]) -> None:
-    server = FakeServer()
-    client = attach(server)
+    server, client = pair()
     server.receive(b"r", step_frames(client, 1), 0.0)
     server.finish_all(0.0)
     (answer,) = server.take_replies()
@@ -130,8 +101,7 @@ def test_an_answer_to_something_else_is_dropped(fields: dict[str, Any]) -> None:
 
 
 def test_resends_back_off_and_count_their_attempts() -> None:
-    server = FakeServer()
-    client = attach(server)
+    _, client = pair()
     step_frames(client, 1, now=0.0)
     sent = []
     while client.next_deadline() < 20.0:

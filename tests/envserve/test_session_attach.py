@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,17 +19,15 @@ from envserve.errors import (
     WorkerError,
     WrapperError,
 )
-from envserve.session import ClientSession, ClientState
+from envserve.session import ClientState
 from envserve.settings import HostSettings
 from envserve.wire import (
     Attach,
-    Buffer,
     ErrorBody,
     ErrorCode,
     Hello,
     Message,
     MessageType,
-    Welcome,
     decode,
     encode,
 )
@@ -36,27 +35,25 @@ from envserve.wrappers import WrapperSpec
 from tests.envserve.session_fakes import (
     SPEC,
     FakeServer,
+    ask,
     attach,
     exchange,
     make_attach,
     make_client,
+    make_welcome,
+    pair,
+    pass_time,
     state_of,
     take_outgoing,
 )
 
 
-def failed_client(server: FakeServer, **changes: object) -> EnvserveError:
-    client = make_client(session=99, **changes)  # type: ignore[arg-type]
-    client.connected(0.0)
-    exchange(client, server, 0.0)
+def failed_client(server: FakeServer, **changes: Any) -> EnvserveError:
+    client = ask(server, session=99, **changes)
     assert state_of(client) is ClientState.LOST
     assert client.error is not None
-    assert "tcp://fake:1" in str(client.error)
+    assert str(client.error).startswith("tcp://fake:1: ")
     return client.error
-
-
-def reply_types(server: FakeServer) -> list[MessageType | int]:
-    return [decode(frames).type for frames in server.take_replies()]
 
 
 def test_a_granted_client_knows_spaces_and_blocks() -> None:
@@ -68,23 +65,27 @@ def test_a_granted_client_knows_spaces_and_blocks() -> None:
 
 
 def test_the_pool_gets_what_was_asked_for() -> None:
-    server = FakeServer(policy=HostSettings(num_workers=3, step_timeout_seconds=7))
-    attach(
-        server,
-        num_envs=8,
-        num_splits=2,
-        seed=2**63 - 1,
-        first_env_index=40,
-        env_kwargs={"render_mode": "rgb_array"},
-        autoreset="next_step",
-        infos="none",
+    policy = HostSettings(
+        num_workers=3, step_timeout_seconds=7, allowed_kwargs=frozenset({"gravity"})
     )
+    server = FakeServer(policy=policy)
+    asked: dict[str, Any] = {
+        "num_envs": 8,
+        "num_splits": 2,
+        "seed": 2**63 - 1,
+        "first_env_index": 40,
+        "env_kwargs": {"render_mode": "rgb_array", "gravity": 1.5},
+        "wrappers": (WrapperSpec("ActionRepeat", {"amount": 4}),),
+        "autoreset": "next_step",
+        "infos": "none",
+        "spare_envs": True,
+    }
+    attach(server, **asked)
     config = server.pools[11].config
-    assert (config.num_envs, config.num_workers, config.num_splits) == (8, 3, 2)
-    assert (config.seed, config.first_env_index) == (2**63 - 1, 40)
-    assert config.env_kwargs == {"render_mode": "rgb_array"}
-    assert (config.autoreset, config.infos) == ("next_step", "none")
-    assert config.step_timeout_seconds == 7
+    assert {name: getattr(config, name) for name in asked} == asked
+    assert (config.num_workers, config.step_timeout_seconds) == (3, 7)
+    attach(server, session=12)
+    assert server.pools[12].config.spare_envs is False
 
 
 def test_a_repeated_attach_gives_one_lease() -> None:
@@ -100,32 +101,22 @@ def test_a_repeated_attach_gives_one_lease() -> None:
     server.receive(b"r", frames, 0.1)
 
     replies = server.take_replies()
-    assert [decode(reply).type for reply in replies] == [
-        MessageType.BUILDING,
-        MessageType.GRANTED,
-        MessageType.GRANTED,
-    ] or [decode(reply).type for reply in replies] == [
-        MessageType.GRANTED,
-        MessageType.BUILDING,
-        MessageType.GRANTED,
-    ]
+    *types, last = (decode(reply).type for reply in replies)
+    assert sorted(types) == [MessageType.GRANTED, MessageType.BUILDING]
+    assert last is MessageType.GRANTED
     assert len({decode(r).epoch for r in replies if len(r[0]) > 200}) == 1
     assert len(server.pools) == 1
-    assert server.session.free_envs == 128 - 4
+    assert server.session.claims.free_envs == 128 - 4
     for reply in replies:
         client.receive(reply, 0.1)
     assert state_of(client) is ClientState.READY
 
 
 def test_another_attach_in_the_same_session_is_refused() -> None:
-    server = FakeServer()
-    attach(server)
-    other = Attach(env_name="Fake-v0", num_envs=5, seed=5)
-    message = Message(
-        type=MessageType.ATTACH, session=11, boot=server.boot, body=other.encode()
-    )
-    server.receive(b"r", encode(message), 0.0)
-    assert reply_types(server) == [MessageType.ERROR]
+    server, _ = pair()
+    other = Attach(env_name="Fake-v0", num_envs=5, seed=5).encode()
+    (answer,) = server.hear(MessageType.ATTACH, body=other)
+    assert answer.type is MessageType.ERROR
     assert len(server.pools) == 1
 
 
@@ -133,22 +124,11 @@ def test_slow_construction_is_no_lost_server() -> None:
     server = FakeServer(builds_at_once=False)
     client = make_client()
     client.connected(0.0)
-    now = 0.0
-    while now < 100.0:
-        exchange(client, server, now)
-        client.advance(now)
-        server.poll(now)
-        now += 0.5
+    now = pass_time(client, server, until=100.0)
     assert state_of(client) is ClientState.ATTACHING
     server.build(11, now)
     exchange(client, server, now)
     assert state_of(client) is ClientState.READY
-
-
-def test_unknown_env_names_near_matches() -> None:
-    error = failed_client(FakeServer(), env_name="Fake-v1")
-    assert isinstance(error, UnknownEnv)
-    assert "did you mean Fake-v0?" in str(error)
 
 
 def test_busy_says_how_many_are_free_and_who_has_the_others() -> None:
@@ -181,23 +161,12 @@ def test_asking_for_more_than_a_server_has_blames_nobody() -> None:
     assert (error.holder, error.since) == ("", 0.0)
 
 
-def test_envs_for_which_a_server_has_no_memory_could_not_be_started() -> None:
-    server = FakeServer(builds_at_once=False)
-    client = make_client()
-    client.connected(0.0)
-    exchange(client, server, 0.0)
-    failure = WorkerError("no shared memory for the rows")
-    server.carry_out(server.session.pool_failed(11, failure), 0.0)
-    exchange(client, server, 0.0)
-    assert isinstance(client.error, EnvStartError)
-
-
 def test_spares_are_asked_for_and_count_as_envs() -> None:
     server = FakeServer(policy=HostSettings(num_workers=2, envs_per_worker=4))
     client = attach(server, num_envs=3, spare_envs=True)
     assert server.pools[11].config.spare_envs is True
     assert client.rows.reward.shape == (3,)
-    assert server.session.free_envs == 2
+    assert server.session.claims.free_envs == 2
     error = failed_client(server, num_envs=2, spare_envs=True)
     assert isinstance(error, EnvsBusy)
     assert (
@@ -205,117 +174,83 @@ def test_spares_are_asked_for_and_count_as_envs() -> None:
     ) in str(error)
 
 
-def test_without_spares_the_pool_is_as_before() -> None:
+@pytest.mark.parametrize(
+    ("changes", "kind", "text"),
+    [
+        ({"env_name": "Fake-v1"}, UnknownEnv, "did you mean Fake-v0?"),
+        ({"env_kwargs": {"gravity": 9.8}}, EnvStartError, "--allow-kwarg"),
+        ({"env_kwargs": {"render_mode": "human"}}, EnvStartError, "--allow-kwarg"),
+        ({"env_kwargs": {"entry_point": "os:system"}}, EnvStartError, "--allow-kwarg"),
+        (
+            {"wrappers": (WrapperSpec("ActionRepaet"),)},
+            *(WrapperError, "wrappers[0]: no wrapper named 'ActionRepaet'"),
+        ),
+        (
+            {"wrappers": (WrapperSpec("ActionRepeat", {"amount": 0}),)},
+            *(WrapperError, "(ActionRepeat): amount: expected an int from 1 to 1000"),
+        ),
+    ],
+)
+def test_what_is_not_offered_or_allowed_is_refused(
+    changes: dict[str, Any], kind: type[Exception], text: str
+) -> None:
     server = FakeServer()
-    attach(server)
-    assert server.pools[11].config.spare_envs is False
-
-
-def test_wrappers_reach_the_pool() -> None:
-    server = FakeServer()
-    wrappers = (WrapperSpec("ActionRepeat", {"amount": 4}),)
-    attach(server, wrappers=wrappers)
-    assert server.pools[11].config.wrappers == wrappers
-
-
-def test_wrappers_that_are_not_known_are_refused() -> None:
-    server = FakeServer()
-    error = failed_client(server, wrappers=(WrapperSpec("ActionRepaet"),))
-    assert isinstance(error, WrapperError)
-    assert "tcp://fake:1: wrappers[0]: no wrapper named 'ActionRepaet'" in str(error)
-    wrong = WrapperSpec("ActionRepeat", {"amount": 0})
-    error = failed_client(server, wrappers=(wrong,))
-    assert isinstance(error, WrapperError)
-    assert "(ActionRepeat): amount: expected an int from 1 to 1000" in str(error)
+    error = failed_client(server, **changes)
+    assert isinstance(error, kind)
+    assert text in str(error)
     assert not server.pools
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"gravity": 9.8}, {"render_mode": "human"}, {"entry_point": "os:system"}]
+    ("failure", "traceback"),
+    [
+        (
+            EnvStartError("no luck", remote_traceback="Traceback: boom"),
+            "Traceback: boom",
+        ),
+        (WorkerError("no shared memory for the rows"), ""),
+    ],
 )
-def test_arguments_that_are_not_allowed_are_refused(kwargs: dict[str, object]) -> None:
-    server = FakeServer()
-    error = failed_client(server, env_kwargs=kwargs)
-    assert isinstance(error, EnvStartError)
-    assert "--allow-kwarg" in str(error)
-    assert not server.pools
-
-
-def test_arguments_that_are_allowed_reach_the_pool() -> None:
-    policy = HostSettings(num_workers=1, allowed_kwargs=frozenset({"gravity"}))
-    server = FakeServer(policy=policy)
-    attach(server, env_kwargs={"gravity": 1.5})
-    assert server.pools[11].config.env_kwargs == {"gravity": 1.5}
-
-
-def test_envs_that_cannot_be_built_give_the_remote_traceback() -> None:
+def test_envs_that_cannot_be_started_give_the_remote_traceback(
+    failure: EnvserveError, traceback: str
+) -> None:
     server = FakeServer(builds_at_once=False)
-    client = make_client()
-    client.connected(0.0)
-    exchange(client, server, 0.0)
-    error = EnvStartError("no luck", remote_traceback="Traceback: boom")
-    server.carry_out(server.session.pool_failed(11, error), 0.0)
-    lost_reply = server.take_replies()
-    assert lost_reply
+    client = ask(server)
+    server.carry_out(server.session.pool_failed(11, failure), 0.0)
+    assert server.take_replies()  # and it is lost
     client.advance(1.0)
     exchange(client, server, 1.0)
-
     assert isinstance(client.error, EnvStartError)
-    assert client.error.remote_traceback == "Traceback: boom"
-    assert server.session.free_envs == 128
+    assert client.error.remote_traceback == traceback
+    assert str(client.error).startswith("tcp://fake:1: ")
+    assert server.session.claims.free_envs == 128
 
 
 def test_versions_without_overlap_are_a_mismatch_on_either_side() -> None:
     server = FakeServer()
     client = make_client()
     client.connected(0.0)
-    hello = Message(
-        type=MessageType.HELLO,
-        version=9,
-        session=11,
-        request=1,
-        body=Hello(min_version=7, max_version=9).encode(),
-    )
-    server.receive(b"r", encode(hello), 0.0)
-    (reply,) = server.take_replies()
-    assert ErrorBody.decode(decode(reply).body).code is ErrorCode.VERSION_MISMATCH
-    client.receive(reply, 0.0)
+    hello = Hello(min_version=7, max_version=9).encode()
+    (answer,) = server.hear(MessageType.HELLO, version=9, boot=0, request=1, body=hello)
+    assert ErrorBody.decode(answer.body).code is ErrorCode.VERSION_MISMATCH
+    client.receive(encode(answer), 0.0)
     assert isinstance(client.error, ProtocolMismatch)
 
     client = make_client()
     client.connected(0.0)
-    welcome = Welcome(
-        min_version=3,
-        max_version=4,
-        max_message_bytes=1,
-        lease_seconds=1.0,
-        env_names=(),
-        num_names=0,
-        total_envs=0,
-        free_envs=0,
-    )
+    body = make_welcome(min_version=3, max_version=4).encode()
     message = Message(
-        type=MessageType.WELCOME, version=4, session=11, boot=5, body=welcome.encode()
+        type=MessageType.WELCOME, version=4, session=11, boot=5, body=body
     )
     client.receive(encode(message), 0.0)
     assert isinstance(client.error, ProtocolMismatch)
     assert "3 to 4" in str(client.error)
 
 
-def test_unknown_fields_are_ignored_and_unknown_types_answered() -> None:
-    server = FakeServer()
-    unknown = Message(type=77, session=11, boot=server.boot, request=3)
-    server.receive(b"r", encode(unknown), 0.0)
-    (reply,) = server.take_replies()
-    message = decode(reply)
-    assert message.request == 3
-    assert ErrorBody.decode(message.body).code is ErrorCode.UNSUPPORTED
-
-
-def hello_of(client: ClientSession) -> list[Buffer]:
-    client.connected(0.0)
-    (frames,) = take_outgoing(client)
-    return frames
+def test_unknown_types_are_answered() -> None:
+    (answer,) = FakeServer().hear(77, request=3)
+    assert answer.request == 3
+    assert ErrorBody.decode(answer.body).code is ErrorCode.UNSUPPORTED
 
 
 @pytest.mark.parametrize("field", ["autoreset", "infos", "env_kwargs"])
@@ -324,13 +259,8 @@ def test_an_array_in_place_of_a_word_is_refused(field: str) -> None:
     array = np.zeros(3)
     body = codec.decode(make_attach().encode())
     body[field] = {"render_mode": array} if field == "env_kwargs" else array
-    server = FakeServer()
-    message = Message(
-        type=MessageType.ATTACH, session=5, boot=server.boot, body=codec.encode(body)
-    )
-    server.receive(b"r", encode(message), 0.0)
-    (reply,) = server.take_replies()
-    code = ErrorBody.decode(decode(reply).body).code
+    (answer,) = FakeServer().hear(MessageType.ATTACH, body=codec.encode(body))
+    code = ErrorBody.decode(answer.body).code
     expected = ErrorCode.REFUSED if field == "env_kwargs" else ErrorCode.BAD_MESSAGE
     assert code is expected
 
@@ -350,13 +280,8 @@ def test_who_attaches_is_logged_on_one_line(caplog: pytest.LogCaptureFixture) ->
     server = FakeServer()
     hello = Hello(client="trainer\n\x1b[2J" + "x" * 150).encode()
     with caplog.at_level(logging.INFO, "envserve.session"):
-        for kind, body in (
-            (MessageType.HELLO, hello),
-            (MessageType.ATTACH, make_attach().encode()),
-        ):
-            boot = server.boot if kind is MessageType.ATTACH else 0
-            message = Message(type=kind, session=5, boot=boot, body=body)
-            server.receive(b"r", encode(message), 0.0)
+        server.hear(MessageType.HELLO, boot=0, body=hello)
+        server.hear(MessageType.ATTACH, body=make_attach().encode())
     (line,) = [text for text in caplog.messages if "attaching" in text]
     assert "(client: trainer??[2Jxxx" in line
     assert len(line) < 150

@@ -10,13 +10,15 @@ import pytest
 from envserve.errors import EnvsBusy, LeaseLost, ServerDraining
 from envserve.lane import Outcome, Reset
 from envserve.session import ClientSession, ClientState
-from envserve.wire import Drain, Hello, Message, MessageType, Welcome, decode, encode
+from envserve.wire import Drain, Hello, MessageType, Welcome, decode, encode
 from tests.envserve.session_fakes import (
     FakeServer,
     OneLease,
+    ask,
     attach,
     exchange,
-    make_client,
+    finish,
+    pair,
     state_of,
     take_outgoing,
 )
@@ -29,28 +31,19 @@ def drain(server: FakeServer, now: float = 0.0) -> None:
 
 
 def step(client: ClientSession, server: FakeServer, *blocks: int) -> list[Outcome]:
-    """Steps blocks, of which the even rows end an episode at their 7th step."""
+    """Steps blocks, whose rows end an episode at their 7th step."""
     client.submit_step(blocks or range(len(client.blocks)), 0.0)
-    return finish(client, server)
+    return finish(client, server, 0.0)
 
 
 def reset(client: ClientSession, server: FakeServer, *resets: Reset) -> None:
     client.submit_reset(resets, 0.0)
-    finish(client, server)
-
-
-def finish(client: ClientSession, server: FakeServer) -> list[Outcome]:
-    exchange(client, server, 0.0)
-    server.finish_all(0.0)
-    exchange(client, server, 0.0)
-    return client.take_outcomes()
+    finish(client, server, 0.0)
 
 
 def welcome_of(server: FakeServer) -> Welcome:
-    message = Message(type=MessageType.HELLO, body=Hello().encode())
-    server.receive(b"health", encode(message), 0.0)
-    (reply,) = server.take_replies()
-    return Welcome.decode(decode(reply).body)
+    (answer,) = server.hear(MessageType.HELLO, boot=0, body=Hello().encode())
+    return Welcome.decode(answer.body)
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
@@ -58,11 +51,10 @@ def test_nobody_gets_envs_of_a_server_that_drains_or_stops(is_stopped: bool) -> 
     server = FakeServer()
     assert not welcome_of(server).is_draining
     drain(server)
+    assert server.session.has_ended  # at once, as nobody has envs
     if is_stopped:
         server.carry_out(server.session.stop(), 0.0)
-    client = make_client()
-    client.connected(0.0)
-    exchange(client, server, 0.0)
+    client = ask(server)
     assert isinstance(client.error, ServerDraining)
     assert isinstance(client.error, EnvsBusy)
     assert "draining" in str(client.error)
@@ -70,9 +62,7 @@ def test_nobody_gets_envs_of_a_server_that_drains_or_stops(is_stopped: bool) -> 
     assert welcome_of(server).is_draining
 
 
-def test_every_client_is_told_for_how_long_it_may_go_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_every_client_is_told_how_long_it_has(caplog: pytest.LogCaptureFixture) -> None:
     server = FakeServer()
     clients = [attach(server, session=number) for number in (1, 2)]
     drain(server)
@@ -88,8 +78,7 @@ def test_every_client_is_told_for_how_long_it_may_go_on(
 
 
 def test_who_has_connected_anew_is_told_there() -> None:
-    server = FakeServer()
-    client = attach(server)
+    server, client = pair()
     client.submit_step([0], 0.0)
     (frames,) = take_outgoing(client)
     server.receive(b"another route", frames, 0.0)
@@ -150,8 +139,7 @@ def test_a_reset_of_some_rows_does_not_end_the_episodes_of_the_others() -> None:
 
 
 def test_a_client_that_is_silent_for_too_long_is_not_waited_for() -> None:
-    server = FakeServer()
-    client = attach(server)
+    server, client = pair()
     drain(server)
     server.carry_out(server.session.poll(1000.0), 1000.0)
     assert not server.pools
@@ -161,13 +149,11 @@ def test_a_client_that_is_silent_for_too_long_is_not_waited_for() -> None:
 
 def test_envs_that_are_being_built_are_not_granted() -> None:
     server = FakeServer(builds_at_once=False)
-    client = make_client()
-    client.connected(0.0)
-    exchange(client, server, 0.0)
+    client = ask(server)
     drain(server)
     exchange(client, server, 0.0)
     assert isinstance(client.error, ServerDraining)
-    assert server.session.free_envs == 128
+    assert server.session.claims.free_envs == 128
 
 
 def test_what_is_left_at_the_end_of_the_grace_period_is_cut_off() -> None:
@@ -205,15 +191,8 @@ def test_a_drain_is_over_when_every_client_knows() -> None:
     assert server.session.has_ended
 
 
-def test_a_drain_of_nothing_is_over_at_once() -> None:
-    server = FakeServer()
-    drain(server)
-    assert server.session.has_ended
-
-
 def test_a_client_that_was_leaving_before_is_not_waited_for() -> None:
-    server = FakeServer()
-    client = attach(server)
+    server, client = pair()
     client.begin_close(0.0)
     decisions = []
     for frames in take_outgoing(client):

@@ -6,7 +6,7 @@ import pytest
 
 from envserve.errors import LeaseLost, ServerError, ServerLost, UnknownEnv
 from envserve.lane import Reset
-from envserve.session import ClientState, ServerSession
+from envserve.session import ClientSession, ClientState, Patience, ServerSession
 from envserve.settings import HostSettings
 from envserve.slab import Status
 from envserve.wire import Buffer, Message, MessageType, decode, encode
@@ -20,7 +20,9 @@ from tests.envserve.session_fakes import (
     collect,
     exchange,
     finish,
-    run_until_over,
+    pair,
+    pass_time,
+    restart,
     state_of,
     step_all,
 )
@@ -30,9 +32,16 @@ OK = [Status.OK] * 4
 NARROW = HostSettings(num_workers=2, envs_per_worker=2)
 
 
+def lose_to_another() -> tuple[FakeServer, ClientSession, ClientSession]:
+    """A server whose first client has lost its envs, and who has most of them now."""
+    server, client = pair(boot=1, policy=NARROW)
+    server.poll(60.0)
+    server.take_replies()  # it does not hear of it
+    return server, client, attach(server, 61.0, session=12, num_envs=3)
+
+
 def test_a_lease_lost_by_silence_is_replaced() -> None:
-    server = FakeServer(boot=1, policy=NARROW)
-    client = attach(server)
+    server, client = pair(boot=1, policy=NARROW)
     step_all(client, server, 0.0)
     server.poll(60.0)
     server.take_replies()  # does not arrive
@@ -46,13 +55,9 @@ def test_a_lease_lost_by_silence_is_replaced() -> None:
 
 
 def test_who_comes_too_late_is_told_who_has_the_envs() -> None:
-    server = FakeServer(boot=1, policy=NARROW)
-    client = attach(server)
-    server.poll(60.0)
-    server.take_replies()
-    other = attach(server, 61.0, session=12, num_envs=3)
+    server, client, other = lose_to_another()
     client.submit_step([0, 1], 62.0)
-    now = run_until_over(client, server, 62.0)
+    now = pass_time(client, server, 62.0)
     assert 64.0 < now < 70.0
     outcomes = collect(client)
     assert [type(item.error) for item in outcomes] == [LeaseLost] * 2
@@ -63,11 +68,7 @@ def test_who_comes_too_late_is_told_who_has_the_envs() -> None:
 
 
 def test_a_late_client_gets_envs_that_are_free_again_soon() -> None:
-    server = FakeServer(boot=1, policy=NARROW)
-    client = attach(server)
-    server.poll(60.0)
-    server.take_replies()
-    other = attach(server, 61.0, session=12, num_envs=3)
+    server, client, other = lose_to_another()
     client.submit_step([0, 1], 62.0)
     exchange(client, server, 62.0)
     other.begin_close(63.0)
@@ -77,31 +78,28 @@ def test_a_late_client_gets_envs_that_are_free_again_soon() -> None:
 
 
 def test_after_a_restart_busy_envs_are_waited_for() -> None:
-    client = attach_and_step()
-    restarted = FakeServer(boot=2, policy=NARROW)
+    client, restarted = restart(policy=NARROW)
     attach(restarted, 1.0, session=12, num_envs=3)
     client.submit_step([0, 1], 1.0)
-    now = run_until_over(client, restarted, 1.0)
+    now = pass_time(client, restarted, 1.0)
     assert now == pytest.approx(61.0, abs=0.5)
     assert isinstance(client.error, ServerLost)
 
 
 def test_a_lease_that_a_draining_server_refuses_is_asked_for_until_it_is_late() -> None:
     """Others cannot have the envs: another server may be started soon."""
-    server = FakeServer(boot=1)
-    client = attach(server)
+    server, client = pair(boot=1)
     server.carry_out(server.session.begin_drain(1.0), 0.0)
     server.carry_out(server.session.stop("its grace period was over"), 1.0)
     client.submit_step([0, 1], 1.0)
-    now = run_until_over(client, server, 1.0)
+    now = pass_time(client, server, 1.0)
     assert now == pytest.approx(61.0, abs=1.0)
     assert isinstance(client.error, ServerLost)
 
 
 def test_a_refused_attach_is_asked_again_as_the_same_session() -> None:
     """A copy that comes late may get the envs: then they must be ours."""
-    client = attach_and_step()
-    restarted = FakeServer(boot=2, policy=NARROW)
+    client, restarted = restart(policy=NARROW)
     attach(restarted, 1.0, session=12, num_envs=3)
     sessions = set()
 
@@ -112,19 +110,14 @@ def test_a_refused_attach_is_asked_again_as_the_same_session() -> None:
         return True
 
     client.connected(1.0)
-    now = 1.0
-    while now < 5.0:
-        exchange(client, restarted, now, filter_request=note)
-        now = client.next_deadline()
-        client.advance(now)
+    pass_time(client, restarted, 1.0, until=5.0, filter_request=note)
     assert len(sessions) == 1
     assert 11 not in sessions
 
 
 def test_envs_that_break_while_they_are_built_anew_are_asked_for_once_more() -> None:
     """As another session: the server will not revive one that has ended."""
-    client = attach_and_step()
-    restarted = FakeServer(boot=2, builds_at_once=False)
+    client, restarted = restart(builds_at_once=False)
     client.connected(1.0)
     exchange(client, restarted, 1.0)
     (session,) = restarted.pools
@@ -132,18 +125,13 @@ def test_envs_that_break_while_they_are_built_anew_are_asked_for_once_more() -> 
     restarted.carry_out(restarted.session.pool_broken(session, error), 1.0)
     restarted.pools.clear()
     restarted.builds_at_once = True
-    now = 1.0
-    while now < 5.0 and state_of(client) is not ClientState.READY:
-        exchange(client, restarted, now)
-        now = client.next_deadline()
-        client.advance(now)
+    pass_time(client, restarted, 1.0, until=5.0)
     assert state_of(client) is ClientState.READY
     assert session not in restarted.pools
 
 
 def test_other_envs_than_before_are_an_error() -> None:
-    client = attach_and_step()
-    restarted = FakeServer(boot=2, policy=HostSettings(num_workers=4))
+    client, restarted = restart(policy=HostSettings(num_workers=4))
     client.submit_step([0, 1], 1.0)
     exchange(client, restarted, 1.0)
     assert state_of(client) is ClientState.LOST
@@ -156,8 +144,7 @@ def test_an_env_that_is_no_longer_on_offer_is_an_error() -> None:
     class OtherOffer(FakeOffer):
         names: tuple[str, ...] = ("Other-v0",)
 
-    client = attach_and_step()
-    restarted = FakeServer(boot=2)
+    client, restarted = restart()
     restarted.session = ServerSession(restarted.policy, OtherOffer(), boot=2)
     client.submit_step([0, 1], 1.0)
     exchange(client, restarted, 1.0)
@@ -167,8 +154,7 @@ def test_an_env_that_is_no_longer_on_offer_is_an_error() -> None:
 
 
 def test_a_detached_session_is_replaced() -> None:
-    server = FakeServer(boot=1)
-    client = attach(server)
+    server, client = pair(boot=1)
     detach = Message(type=MessageType.DETACH, session=11, boot=1, request=9)
     server.receive(b"r", encode(detach), 0.0)
     exchange(client, server, 0.0)
@@ -184,20 +170,16 @@ def test_a_server_that_never_comes_back_is_lost() -> None:
     client = attach_and_step()
     client.submit_step([0, 1], 1.0)
     client.disconnected(1.0)
-    now = 1.0
-    while not client.state.is_over:
-        now = client.next_deadline()
-        client.advance(now)
-    assert now == pytest.approx(61.0)
+    assert pass_time(client, now=1.0) == pytest.approx(61.0)
     outcomes = collect(client)
     assert [type(item.error) for item in outcomes] == [ServerLost] * 2
     with pytest.raises(ServerLost):
-        client.submit_step([0], now)
+        client.submit_step([0], 61.0)
 
 
 def test_or_is_tried_for_ever_though_it_is_given_up() -> None:
     """What is in flight stays so; whether to wait for it is for others to say."""
-    client = attach_and_step(pads_when_lost=True)
+    client = attach_and_step(patience=Patience(pads=True))
     client.submit_step([0], 1.0)
     client.submit_reset([Reset(1)], 1.0)
     client.disconnected(1.0)
@@ -219,7 +201,7 @@ def test_or_is_tried_for_ever_though_it_is_given_up() -> None:
 
 
 def test_what_is_given_up_is_so_after_another_loss_until_there_are_envs() -> None:
-    client = attach_and_step(pads_when_lost=True)
+    client = attach_and_step(patience=Patience(pads=True))
     client.disconnected(1.0)
     client.submit_step([0, 1], 1.0)
     advance_to(client, 62.0)
@@ -263,22 +245,16 @@ def test_a_server_that_fails_again_and_again_is_not_asked_all_the_time() -> None
 
 
 def test_a_slow_construction_is_waited_for_beyond_that() -> None:
-    client = attach_and_step()
-    restarted = FakeServer(boot=2, builds_at_once=False)
+    client, restarted = restart(builds_at_once=False)
     client.submit_step([0, 1], 1.0)
-    now = 1.0
-    while now < 200.0:
-        exchange(client, restarted, now)
-        now = client.next_deadline()
-        client.advance(now)
-        restarted.poll(now)
+    now = pass_time(client, restarted, 1.0, until=200.0)
     assert state_of(client) is ClientState.ATTACHING
     restarted.build(next(iter(restarted.pools)), now)
     check_lost(client, finish(client, restarted, now), last=3)
 
 
 def test_a_server_that_falls_silent_while_it_builds_is_not_waited_for_longer() -> None:
-    client = attach_and_step(server_lost_after_seconds=1.0)
+    client = attach_and_step(patience=Patience(lost_seconds=1.0))
     restarted = FakeServer(boot=2, builds_at_once=False)
     client.submit_step([0, 1], 1.0)
     for now in (1.0, 1.5, 2.0, 2.5):
@@ -287,24 +263,16 @@ def test_a_server_that_falls_silent_while_it_builds_is_not_waited_for_longer() -
         restarted.poll(now)
     assert state_of(client) is ClientState.ATTACHING  # longer than that, as it answers
     client.disconnected(2.5)
-    while not client.state.is_over:
-        now = client.next_deadline()
-        client.advance(now)
+    # 1 s from the next time that it was asked, at most 2 s on
+    assert 3.5 <= pass_time(client, now=2.5) <= 5.5
     assert isinstance(client.error, ServerLost)
-    assert 3.5 <= now <= 5.5  # 1 s from the next time that it was asked, at most 2 s on
 
 
 def test_silence_after_recovery_is_waited_for_anew() -> None:
     """A lease that serves, but whose first answer has not come, is no loss of old."""
-    client = attach_and_step()
-    restarted = FakeServer(boot=2)
+    client, restarted = restart()
     client.submit_step([0, 1], 1.0)
-    exchange(client, restarted, 1.0)
-    now = 1.0
-    while now < 90.0:  # a slow reset
-        now = client.next_deadline()
-        client.advance(now)
-        exchange(client, restarted, now)
+    now = pass_time(client, restarted, 1.0, until=90.0)  # a slow reset
     assert state_of(client) is ClientState.READY
     check_lost(client, finish(client, restarted, now), last=3)
 
@@ -315,11 +283,7 @@ def test_a_loss_that_nobody_has_noticed_does_not_count_for_the_next() -> None:
     client.connected(1.0)
     second = FakeServer(boot=2)
     finish(client, second, 1.0)
-    now = 1.0
-    while now < 100.0:
-        now = client.next_deadline()
-        client.advance(now)
-        exchange(client, second, now)
+    now = pass_time(client, second, 1.0, until=100.0)
     third = FakeServer(boot=3)
     client.connected(now)
     check_lost(client, step_all(client, third, now), last=3)
@@ -329,8 +293,7 @@ def test_a_loss_that_nobody_has_noticed_does_not_count_for_the_next() -> None:
 
 
 def test_closing_while_recovering_gives_the_new_envs_back() -> None:
-    client = attach_and_step()
-    restarted = FakeServer(boot=2, builds_at_once=False)
+    client, restarted = restart(builds_at_once=False)
     client.connected(1.0)
     exchange(client, restarted, 1.0)
     assert restarted.pools
@@ -341,7 +304,7 @@ def test_closing_while_recovering_gives_the_new_envs_back() -> None:
 
 
 def test_a_closing_client_that_would_try_for_ever_does_not() -> None:
-    client = attach_and_step(pads_when_lost=True)
+    client = attach_and_step(patience=Patience(pads=True))
     client.begin_close(1.0)
     advance_to(client, 62.0)
     assert isinstance(client.error, ServerLost)
@@ -349,8 +312,7 @@ def test_a_closing_client_that_would_try_for_ever_does_not() -> None:
 
 @pytest.mark.parametrize("answer", ["detached", "lease lost", "restart"])
 def test_a_closing_client_does_not_attach_anew(answer: str) -> None:
-    server = FakeServer(boot=1)
-    client = attach(server)
+    server, client = pair(boot=1)
     if answer == "lease lost":
         server.poll(60.0)
         server.take_replies()

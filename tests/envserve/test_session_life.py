@@ -6,12 +6,7 @@ import dataclasses
 
 import pytest
 
-from envserve.errors import (
-    ConnectError,
-    LeaseLost,
-    ServerError,
-    ServerLost,
-)
+from envserve.errors import ConnectError, LeaseLost, ServerError, ServerLost
 from envserve.session import ClientState
 from envserve.wire import (
     Buffer,
@@ -26,49 +21,34 @@ from envserve.wire import (
 from tests.envserve.session_fakes import (
     FakeServer,
     OneLease,
+    ask,
     attach,
     collect,
     exchange,
     make_client,
+    pair,
+    pass_time,
     state_of,
     take_outgoing,
 )
 
 
-def reply_types(server: FakeServer) -> list[MessageType | int]:
-    return [decode(frames).type for frames in server.take_replies()]
-
-
-def test_no_server_is_a_connect_error_at_the_deadline() -> None:
+@pytest.mark.parametrize("is_there", [False, True])
+def test_no_answer_at_all_is_a_connect_error_at_the_deadline(is_there: bool) -> None:
     client = make_client()
+    if is_there:
+        client.connected(0.0)
     client.advance(9.9)
-    assert state_of(client) is ClientState.CONNECTING
-    client.advance(10.0)
+    assert not state_of(client).is_over
+    assert pass_time(client, now=9.9) == 10.0
     assert isinstance(client.error, ConnectError)
     assert "tcp://fake:1" in str(client.error)
     assert "10 s" in str(client.error)
 
 
-def test_a_server_that_hears_but_never_answers_is_a_connect_error() -> None:
-    client = make_client()
-    client.connected(1.0)
-    now = 1.0
-    while client.state is ClientState.HELLO_SENT:
-        now = client.next_deadline()
-        client.advance(now)
-    assert isinstance(client.error, ConnectError)
-    assert now == 10.0
-
-
 def test_pings_keep_an_idle_lease() -> None:
-    server = FakeServer()
-    client = attach(server)
-    now = 0.0
-    while now < 200.0:
-        now = client.next_deadline()
-        client.advance(now)
-        exchange(client, server, now)
-        server.poll(now)
+    server, client = pair()
+    pass_time(client, server, until=200.0)
     assert state_of(client) is ClientState.READY
     assert server.pools
 
@@ -81,33 +61,20 @@ def test_a_silent_client_loses_its_lease() -> None:
     assert server.pools
     server.poll(60.0)
     assert not server.pools
-    assert server.session.free_envs == 128
+    assert server.session.claims.free_envs == 128
 
 
 def test_a_silent_server_is_lost_and_all_in_flight_fails() -> None:
-    server = FakeServer()
-    client = attach(server)
+    _, client = pair()
     client.submit_step([0, 1], 5.0)
-    while client.state is ClientState.READY:
-        now = client.next_deadline()
-        client.advance(now)
-        take_outgoing(client)
-    assert now == 65.0
+    assert pass_time(client, now=5.0) == 65.0
     outcomes = collect(client)
     assert [outcome.block for outcome in outcomes] == [0, 1]
     assert all(isinstance(outcome.error, ServerLost) for outcome in outcomes)
 
 
-def test_a_client_that_was_stopped_itself_does_not_blame_the_server() -> None:
-    server = FakeServer()
-    client = attach(server)
-    client.advance(500.0)  # it slept; nothing it had sent is unanswered
-    assert state_of(client) is ClientState.READY
-
-
 def test_a_long_step_is_neither_lost_nor_resent_while_pongs_report_it() -> None:
-    server = FakeServer()
-    client = attach(server)
+    server, client = pair()
     client.submit_step([0, 1], 0.0)
     exchange(client, server, 0.0)
     steps = 0
@@ -117,12 +84,7 @@ def test_a_long_step_is_neither_lost_nor_resent_while_pongs_report_it() -> None:
         steps += decode(frames).type is MessageType.STEP
         return True
 
-    now = 0.0
-    while now < 300.0:
-        now = client.next_deadline()
-        client.advance(now)
-        exchange(client, server, now, filter_request=count)
-        server.poll(now)
+    now = pass_time(client, server, until=300.0, filter_request=count)
     assert steps <= 3
     assert state_of(client) is ClientState.READY
     server.finish_all(now)
@@ -133,9 +95,7 @@ def test_a_long_step_is_neither_lost_nor_resent_while_pongs_report_it() -> None:
 
 def test_a_server_restarted_while_attaching_is_asked_anew() -> None:
     first, second = FakeServer(boot=1, builds_at_once=False), FakeServer(boot=2)
-    client = make_client()
-    client.connected(0.0)
-    exchange(client, first, 0.0)
+    client = ask(first)
     assert state_of(client) is ClientState.ATTACHING
     client.advance(1.0)
     exchange(client, second, 1.0)
@@ -143,12 +103,11 @@ def test_a_server_restarted_while_attaching_is_asked_anew() -> None:
 
 
 def test_detaching_frees_the_envs_and_may_be_repeated() -> None:
-    server = FakeServer()
-    client = attach(server)
+    server, client = pair()
     client.begin_close(0.0)
     (frames,) = take_outgoing(client)
     server.receive(b"r", frames, 0.0)
-    assert server.session.free_envs == 128
+    assert server.session.claims.free_envs == 128
     server.receive(b"r", frames, 0.0)
     first, second = server.take_replies()
     client.receive(first, 0.0)
@@ -172,7 +131,7 @@ def test_a_late_attach_does_not_revive_a_session_that_has_ended() -> None:
     exchange(client, server, 0.0)
     server.receive(b"r", attaches[0], 1.0)
     assert not server.pools
-    assert server.session.free_envs == 128
+    assert server.session.claims.free_envs == 128
 
 
 def test_envs_are_free_only_when_their_workers_are_gone() -> None:
@@ -180,30 +139,26 @@ def test_envs_are_free_only_when_their_workers_are_gone() -> None:
     attach(server, num_envs=100)
     detach = Message(type=MessageType.DETACH, session=11, boot=77, request=9)
     decisions = server.session.receive(b"r", encode(detach), 0.0)
-    assert server.session.free_envs == 28
+    assert server.session.claims.free_envs == 28
     server.carry_out(decisions, 0.0)
-    assert server.session.free_envs == 128
-    assert reply_types(server) == [MessageType.DETACHED]
+    assert server.session.claims.free_envs == 128
+    (reply,) = server.take_replies()
+    assert decode(reply).type is MessageType.DETACHED
 
 
 def test_messages_that_only_servers_send_are_dropped() -> None:
     server = FakeServer()
     for kind in MessageType:
         if kind.is_from_server:
-            message = Message(type=kind, session=11, boot=server.boot)
-            server.receive(b"r", encode(message), 0.0)
-    assert not server.replies
+            assert not server.hear(kind)
 
 
 @pytest.mark.parametrize(
     "kind", [MessageType.STEP, MessageType.PING, MessageType.RESET, MessageType.CALL]
 )
 def test_unknown_sessions_are_told_that_they_have_nothing(kind: MessageType) -> None:
-    server = FakeServer()
-    message = Message(type=kind, session=5, boot=server.boot, attempt=0)
-    server.receive(b"r", encode(message), 0.0)
-    (reply,) = server.take_replies()
-    body = ErrorBody.decode(decode(reply).body)
+    (answer,) = FakeServer().hear(kind, attempt=0)
+    body = ErrorBody.decode(answer.body)
     assert body.code is ErrorCode.LEASE_LOST
     assert body.executed == 0
 
@@ -231,7 +186,7 @@ def test_a_pool_that_broke_frees_its_envs_in_any_state() -> None:
     server.carry_out(decisions, 0.0)
     (reply,) = server.take_replies()
     assert "it broke" in ErrorBody.decode(decode(reply).body).text
-    assert server.session.free_envs == 128
+    assert server.session.claims.free_envs == 128
     assert server.session.pool_broken(11, ServerError("again")) == []
 
 
@@ -257,9 +212,7 @@ def test_a_lease_ends_at_the_very_deadline_that_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize("is_greeted", [False, True])
-def test_copies_sent_to_a_server_before_do_not_end_an_attempt_to_attach(
-    is_greeted: bool,
-) -> None:
+def test_copies_sent_before_do_not_end_an_attempt(is_greeted: bool) -> None:
     client = make_client()
     client.connected(0.0)
     first = FakeServer(boot=1, builds_at_once=False)
@@ -270,9 +223,7 @@ def test_copies_sent_to_a_server_before_do_not_end_an_attempt_to_attach(
     (attach_1,) = take_outgoing(client)
 
     second = FakeServer(boot=2)
-    for _ in range(
-        2
-    ):  # the first tells that there is another server, the second is late
+    for _ in range(2):  # the first tells of another server, the second is late
         second.receive(b"r", attach_1, 1.0)
     restarted, late = second.take_replies()
     client.receive(restarted, 1.0)
@@ -290,9 +241,7 @@ def test_copies_sent_to_a_server_before_do_not_end_an_attempt_to_attach(
 
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("kind", [MessageType.RESULT, MessageType.CALL_RESULT])
-def test_a_result_answers_no_request_to_attach(
-    kind: MessageType, is_first: bool
-) -> None:
+def test_a_result_answers_no_attach(kind: MessageType, is_first: bool) -> None:
     client = make_client() if is_first else attach(FakeServer(boot=1))
     server = FakeServer(boot=2)
     sent: list[Message] = []
@@ -345,12 +294,11 @@ def test_every_client_message_may_arrive_twice() -> None:
     client.begin_close(51.0)
     deliver_twice(51.0)
     assert state_of(client) is ClientState.CLOSED
-    assert server.session.free_envs == 128
+    assert server.session.claims.free_envs == 128
 
 
 def test_what_is_in_flight_is_sent_again_when_the_connection_is_made_anew() -> None:
-    server = FakeServer()
-    client = attach(server)
+    _, client = pair()
     client.submit_step([0, 1], 1.0)
     (first,) = take_outgoing(client)  # the connection swallows it
     client.connected(1.05)

@@ -45,17 +45,18 @@ def spoil(array: np.ndarray[Any, Any], random: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("name", SPACES)
-def test_actions_hold_exactly_when_a_closer_look_finds_nothing(
+def test_actions_hold_if_a_closer_look_finds_nothing(
     name: str, random_seed: int
 ) -> None:
     random = np.random.default_rng(random_seed)
     spec = EnvSpec("A-v0", SPACES[name], SPACES[name])
     rows = Rows.allocate(spec, NUM_ENVS)
     bounds = ActionBounds(spec, rows)
+    drawn = [[leaf.space.sample() for _ in range(40)] for leaf in spec.action_leaves]
     verdicts = set()
     for _ in range(200):
-        for array, leaf in zip(rows.action, spec.action_leaves, strict=True):
-            array[:] = [leaf.space.sample() for _ in range(NUM_ENVS)]
+        for array, samples in zip(rows.action, drawn, strict=True):
+            array[:] = [samples[i] for i in random.integers(40, size=NUM_ENVS)]
             if random.random() < 0.7:
                 spoil(array, random)
         for start, stop in ((0, NUM_ENVS), (1, 3)):

@@ -7,13 +7,13 @@ import pytest
 
 from envserve.errors import ServerLost
 from envserve.lane import Call, Reset
-from envserve.session import ClientSession, ClientState
+from envserve.session import ClientState
 from envserve.slab import Status
 from envserve.wire import Buffer, MessageType, decode
 from tests.envserve.session_fakes import (
     FakeServer,
+    absent,
     advance_to,
-    attach,
     attach_and_step,
     check_lost,
     collect,
@@ -21,6 +21,8 @@ from tests.envserve.session_fakes import (
     executed,
     finish,
     make_client,
+    pair,
+    restart,
     state_of,
     step_all,
 )
@@ -30,18 +32,11 @@ OK = [Status.OK] * 4
 RESETS = [(0, None), (1, None)]
 
 
-def absent(client: ClientSession) -> set[int]:
-    """The blocks that are absent, as a lane would find them out."""
-    client.operations.is_ready(3)
-    return set(client.operations.absent)
-
-
 # One lost row per fault.
 
 
 def test_a_restart_costs_each_row_one_lost_transition() -> None:
-    client = attach_and_step()
-    restarted = FakeServer(boot=2)
+    client, restarted = restart()
     outcomes = step_all(client, restarted, 1.0)
     check_lost(client, outcomes, last=3)
     assert "restarted" in outcomes[0].faults[0].text
@@ -57,11 +52,8 @@ def test_a_restart_costs_each_row_one_lost_transition() -> None:
     assert client.stats()["reattaches"] == 1
 
 
-def test_envs_that_are_lost_between_steps_are_there_by_the_next_and_reset_by_it() -> (
-    None
-):
-    client = attach_and_step()
-    restarted = FakeServer(boot=2)
+def test_envs_lost_between_steps_are_there_by_the_next_and_reset_by_it() -> None:
+    client, restarted = restart()
     client.disconnected(1.0)
     client.connected(1.1)
     assert finish(client, restarted, 1.1) == []
@@ -98,8 +90,7 @@ def test_what_is_lost_twice_costs_one_row_and_says_what_was_first() -> None:
 
 
 def test_an_answer_that_has_come_before_the_loss_is_collected_after_it() -> None:
-    server = FakeServer(boot=1)
-    client = attach(server)
+    server, client = pair(boot=1)
     client.rows.action[0][:] = 9
     client.submit_step([0, 1], 0.0)
     exchange(client, server, 0.0)
@@ -194,19 +185,12 @@ def test_stale_answers_change_nothing_after_a_restart() -> None:
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize(
     "resets",
-    [
-        [Reset(0), Reset(1)],
-        [Reset(0, (0, 1), (7, 8)), Reset(1, (2, 3), (9, 10))],
-    ],
+    [[Reset(0), Reset(1)], [Reset(0, (0, 1), (7, 8)), Reset(1, (2, 3), (9, 10))]],
 )
 def test_a_reset_of_whole_blocks_is_carried_out_once_and_clears_what_was_lost(
     resets: list[Reset], is_late: bool
 ) -> None:
-    client = attach_and_step()
-    restarted = FakeServer(boot=2)
-    if is_late:
-        client.connected(1.0)
-        finish(client, restarted, 1.0)
+    client, restarted = restart(is_noticed=is_late)
     client.submit_reset(resets, 1.0)
     client.advance(1.0)
     exchange(client, restarted, 1.0)
@@ -222,11 +206,7 @@ def test_a_reset_of_whole_blocks_is_carried_out_once_and_clears_what_was_lost(
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_reset_of_some_rows_leaves_the_block_lost(is_late: bool) -> None:
-    client = attach_and_step()
-    restarted = FakeServer(boot=2)
-    if is_late:
-        client.connected(1.0)
-        finish(client, restarted, 1.0)
+    client, restarted = restart(is_noticed=is_late)
     client.submit_reset([Reset(0, (1,), (7,))], 1.0)
     (outcome,) = finish(client, restarted, 1.0)
     assert (outcome.block, outcome.error, list(outcome.faults)) == (0, None, [])
@@ -239,8 +219,7 @@ def test_a_reset_of_some_rows_leaves_the_block_lost(is_late: bool) -> None:
 
 
 def test_a_call_in_flight_fails_and_a_later_one_is_carried_out() -> None:
-    client = attach_and_step()
-    restarted = FakeServer(boot=2)
+    client, restarted = restart()
     client.submit_call(Call(0, "call", "render"), 1.0)
     (outcome,) = finish(client, restarted, 1.0)
     assert isinstance(outcome.error, ServerLost)
@@ -251,8 +230,7 @@ def test_a_call_in_flight_fails_and_a_later_one_is_carried_out() -> None:
 
 
 def test_a_call_while_envs_are_lost_waits_for_them() -> None:
-    client = attach_and_step()
-    restarted = FakeServer(boot=2, builds_at_once=False)
+    client, restarted = restart(builds_at_once=False)
     client.connected(1.0)
     exchange(client, restarted, 1.0)
     assert state_of(client) is ClientState.ATTACHING
@@ -268,8 +246,7 @@ def test_a_call_while_envs_are_lost_waits_for_them() -> None:
 
 
 def test_blocks_are_absent_until_the_envs_are_back_and_reset() -> None:
-    client = attach_and_step()
-    restarted = FakeServer(boot=2, builds_at_once=False)
+    client, restarted = restart(builds_at_once=False)
     client.submit_step([0], 1.0)
     exchange(client, restarted, 1.0)
     assert absent(client) == {0}
@@ -289,8 +266,7 @@ def test_blocks_are_absent_until_the_envs_are_back_and_reset() -> None:
 
 def test_what_was_lost_in_one_go_is_kept_before_it_is_written() -> None:
     """Nobody has looked between the loss and the answer."""
-    client = attach_and_step()
-    restarted = FakeServer(boot=2)
+    client, restarted = restart()
     client.submit_step([0, 1], 1.0)
     for _ in range(3):
         exchange(client, restarted, 1.0)
@@ -300,8 +276,7 @@ def test_what_was_lost_in_one_go_is_kept_before_it_is_written() -> None:
 
 
 def test_who_loses_its_envs_itself_gives_them_back_and_gets_others() -> None:
-    server = FakeServer()
-    client = attach(server)
+    server, client = pair()
     step_all(client, server, 0.0)
     client.submit_step([0], 1.0)
     exchange(client, server, 1.0)

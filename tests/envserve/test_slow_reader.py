@@ -66,9 +66,7 @@ class SlowReader:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_replies_that_nobody_reads_do_not_grow_the_server(
-    serve: Serve, join: Join
-) -> None:
+def test_unread_replies_do_not_grow_the_server(serve: Serve, join: Join) -> None:
     server = serve("--allow-kwarg", "space", "--drain-grace", "0")
     reader, other = SlowReader(server.address), join(server)
     other.reset()

@@ -25,26 +25,20 @@ from .pool_driver import (
     call,
     gather,
     kill,
+    once,
     reset,
+    seeds,
     step,
 )
 
-IN_BACKGROUND = "import threading\nif threading.current_thread().name != 'MainThread'"
+IS_MAIN = "import threading as t; is_main = t.current_thread() is t.main_thread()\n"
 
 
 def once_in_background(folder: Path, script: str) -> dict[str, str]:
     """Has the first reset that a thread does in row 0 do something else as well."""
-    mark = str(folder / "mark")
     own = env_seed(SEED, 0, 0)
-    return {
-        "reset": f"{IN_BACKGROUND} and seed == {spare_seed(own)} "
-        f"and not os.path.exists({mark!r}):\n open({mark!r}, 'w').close(); {script}"
-    }
-
-
-def seeds(pool: Pool) -> list[int]:
-    observed: list[int] = pool.rows.observation[0][:, 0].tolist()
-    return observed
+    when = f"not is_main and seed == {spare_seed(own)}"
+    return {"reset": IS_MAIN + once(folder / "mark", script, when)}
 
 
 def test_a_reset_that_failed_in_the_background_costs_its_own_row_one_transition(
@@ -90,7 +84,7 @@ def test_a_reset_that_hangs_in_the_background_is_killed_when_its_row_has_waited(
 
 
 def test_a_spare_that_is_late_is_not_taken_for_a_hang(make_pool: PoolMaker) -> None:
-    pool = make_pool(
+    pool = make_pool.and_reset(
         LEDGER,
         1,
         1,
@@ -98,7 +92,6 @@ def test_a_spare_that_is_late_is_not_taken_for_a_hang(make_pool: PoolMaker) -> N
         spare_envs=True,
         step_timeout_seconds=0.2,
     )
-    reset(pool)
     for _ in range(2):
         assert not step(pool, 1)[0].faults
     assert pool.rows.observation[0][:, 1].tolist() == [1]
@@ -108,10 +101,8 @@ def test_a_process_that_ends_in_a_background_reset_is_replaced_with_both_envs(
     make_pool: PoolMaker, tmp_path: Path
 ) -> None:
     go_on = tmp_path / "go on"
-    wait = f"\n while not os.path.exists({str(go_on)!r}): time.sleep(0.001)"
-    exits = once_in_background(tmp_path, f"{wait}\n os._exit(5)")
-    pool = make_pool(SCRIPT, 1, 1, env_kwargs=exits, spare_envs=True)
-    reset(pool)
+    exits = once_in_background(tmp_path, f"wait_for({str(go_on)!r}); os._exit(5)")
+    pool = make_pool.and_reset(SCRIPT, 1, 1, env_kwargs=exits, spare_envs=True)
     go_on.touch()
     (outcome,) = step(pool, 0)
     (fault,) = outcome.faults
@@ -119,16 +110,7 @@ def test_a_process_that_ends_in_a_background_reset_is_replaced_with_both_envs(
     assert "exited with code 5" in fault.text
     own = env_seed(SEED, 0, 1)
     assert seeds(pool) == [own]
-    step(pool, 0)
-    assert seeds(pool) == [spare_seed(own)]
-
-
-def test_the_death_of_a_worker_gives_both_envs_new_seeds(make_pool: PoolMaker) -> None:
-    pool = make_pool(SCRIPT, 1, 1, spare_envs=True)
-    reset(pool)
-    kill(pool.worker_pids[0])
-    own = env_seed(SEED, 0, 1)
-    for expected in (own, spare_seed(own), own):
+    for expected in (spare_seed(own), own):
         step(pool, 0)
         assert seeds(pool) == [expected]
 
@@ -138,7 +120,7 @@ def test_envs_that_begin_episodes_together_are_reset_together(
 ) -> None:
     """Each background reset waits until that of every other row has begun."""
     meet = (
-        f"{IN_BACKGROUND}:\n folder = {str(tmp_path)!r}\n"
+        f"{IS_MAIN}if not is_main:\n folder = {str(tmp_path)!r}\n"
         " open(f'{folder}/{id(self)}', 'w').close()\n"
         " while len(os.listdir(folder)) < 6: time.sleep(0.001)"
     )
@@ -147,9 +129,7 @@ def test_envs_that_begin_episodes_together_are_reset_together(
     assert not step(pool, 0)[0].faults
 
 
-def test_a_spare_with_other_spaces_is_an_error_at_the_start(
-    make_pool: PoolMaker,
-) -> None:
+def test_a_spare_with_other_spaces_is_an_error_at_once(make_pool: PoolMaker) -> None:
     grows = (
         "import odd_envs\n"
         "odd_envs.built = getattr(odd_envs, 'built', 0) + 1\n"
@@ -160,9 +140,7 @@ def test_a_spare_with_other_spaces_is_an_error_at_the_start(
     assert "Env 0: its spaces differ from those of env 0" in str(pool.error)
 
 
-def test_both_envs_are_closed_with_the_pool(
-    make_pool: PoolMaker, tmp_path: Path
-) -> None:
+def test_a_pool_closes_both_envs(make_pool: PoolMaker, tmp_path: Path) -> None:
     closes = f"self.close = lambda me=id(self): open(f'{tmp_path}/{{me}}', 'w').close()"
     pool = make_pool(SCRIPT, 3, 1, env_kwargs={"init": closes}, spare_envs=True)
     reset(pool)
@@ -174,8 +152,7 @@ def test_closing_does_not_wait_for_a_background_reset_that_hangs(
     make_pool: PoolMaker, tmp_path: Path
 ) -> None:
     hangs = once_in_background(tmp_path, "time.sleep(60)")
-    pool = make_pool(SCRIPT, 2, 1, env_kwargs=hangs, spare_envs=True)
-    reset(pool)
+    pool = make_pool.and_reset(SCRIPT, 2, 1, env_kwargs=hangs, spare_envs=True)
     assert call(pool, 1, "value") == {"value": None}  # nobody waits for row 0
     began = time.monotonic()
     pool.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -17,10 +18,10 @@ from envserve.worker.env_row import EnvRow, SpaceViolation
 from envserve.worker.spare_row import SpareRow, reset_threads
 from tests.oracle.ledger_env import LedgerEnv
 
+from .conftest import WaitUntil
+
 SEED = env_seed(0, 3, 0)
 WAIT = 10.0
-
-WaitUntil = Callable[[Callable[[], bool]], None]
 
 
 class ProbeEnv(LedgerEnv):
@@ -62,7 +63,7 @@ class ProbeEnv(LedgerEnv):
     def step(self, action: Any) -> Any:
         with self._alone():
             observation, reward, terminated, truncated, info = super().step(action)
-            if "step" in self.faults.values() and action == 666:
+            if action == 666:
                 raise RuntimeError("the simulator lost its balance")
             if action == 667:
                 reward = float("inf")
@@ -86,17 +87,8 @@ class Bench:
 
     def __init__(self, autoreset: str = "same_step", length: int = 2) -> None:
         self.threads = reset_threads(4)
-
-        def make() -> EnvRow:
-            return EnvRow(
-                row=3,
-                env_index=3,
-                incarnation=0,
-                name="Probe-v0",
-                kwargs={"length": length},
-                root_seed=0,
-            )
-
+        numbers: Any = {"row": 3, "env_index": 3, "incarnation": 0, "root_seed": 0}
+        make = partial(EnvRow, name="Probe-v0", kwargs={"length": length}, **numbers)
         self.row = SpareRow(make, self.threads)
         spec = self.row.build()
         self.row.build_spare()
@@ -149,24 +141,15 @@ def bench() -> Iterator[Callable[..., Bench]]:
 Make = Callable[..., Bench]
 
 
+@pytest.fixture
+def table(bench: Make) -> Bench:
+    return bench()
+
+
 # Turns and seeds.
 
 
-def test_the_two_envs_take_turns_each_with_its_own_seed(bench: Make) -> None:
-    table = bench()
-    seen = [table.reset(), *(table.play() for _ in range(4))]
-    spare = spare_seed(SEED)
-    assert seen == [
-        [SEED, 0, 0],
-        [spare, 0, 0],
-        [SEED, 1, 0],
-        [spare, 1, 0],
-        [SEED, 2, 0],
-    ]
-
-
-def test_only_the_very_first_reset_is_done_by_the_caller(bench: Make) -> None:
-    table = bench()
+def test_only_the_very_first_reset_is_done_by_the_caller(table: Bench) -> None:
     table.reset()
     for _ in range(6):
         table.play()
@@ -177,10 +160,7 @@ def test_only_the_very_first_reset_is_done_by_the_caller(bench: Make) -> None:
     assert here not in [*first[1:], *second]
 
 
-def test_final_observation_and_infos_are_those_of_the_episode_that_ended(
-    bench: Make,
-) -> None:
-    table = bench()
+def test_final_observation_and_infos_are_of_the_ended_episode(table: Bench) -> None:
     table.reset()
     table.row.step(5)
     reward, terminated, truncated, info = table.row.step(6)
@@ -191,9 +171,8 @@ def test_final_observation_and_infos_are_those_of_the_episode_that_ended(
 
 
 def test_a_step_does_not_wait_for_the_env_that_is_relieved(
-    bench: Make, wait_until: WaitUntil
+    table: Bench, wait_until: WaitUntil
 ) -> None:
-    table = bench()
     first = table.envs[0]
     first.gates[1] = threading.Event()
     table.reset()
@@ -204,9 +183,8 @@ def test_a_step_does_not_wait_for_the_env_that_is_relieved(
 
 
 def test_a_step_that_needs_the_spare_waits_and_says_that_it_may_take_long(
-    bench: Make, wait_until: WaitUntil
+    table: Bench, wait_until: WaitUntil
 ) -> None:
-    table = bench()
     gate = table.envs[1].gates[0] = threading.Event()
     table.reset()
     table.row.step(1)
@@ -229,9 +207,8 @@ def test_a_step_that_needs_the_spare_waits_and_says_that_it_may_take_long(
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_being_ready_early_or_late_decides_nothing(
-    bench: Make, wait_until: WaitUntil, is_late: bool
+    table: Bench, wait_until: WaitUntil, is_late: bool
 ) -> None:
-    table = bench()
     for env in table.envs:
         env.gates = {index: threading.Event() for index in range(4)}
     table.envs[0].gates[0].set()
@@ -246,15 +223,14 @@ def test_being_ready_early_or_late_decides_nothing(
         helper = threading.Thread(target=open_gate, args=(env.gates[count],))
         helper.start()
         if not is_late:
-            wait_until(lambda env=env, count=count: len(env.difficulties) > count)  # type: ignore[misc]
+            wait_until(lambda env=env, count=count: len(env.difficulties) > count)
         seen.append(table.play(turn))
         helper.join(WAIT)
     spare = spare_seed(SEED)
     assert seen == [[(SEED, spare)[turn % 2], turn // 2, 0] for turn in range(8)]
 
 
-def test_a_reset_without_a_seed_takes_what_is_ready(bench: Make) -> None:
-    table = bench()
+def test_a_reset_without_a_seed_takes_what_is_ready(table: Bench) -> None:
     table.reset()
     table.row.step(1)
     assert table.reset() == [spare_seed(SEED), 0, 0]
@@ -262,24 +238,18 @@ def test_a_reset_without_a_seed_takes_what_is_ready(bench: Make) -> None:
     assert table.reset() == [spare_seed(SEED), 1, 0]
 
 
-def test_a_given_seed_seeds_both_and_drops_what_was_ready(bench: Make) -> None:
-    table = bench()
-    table.reset()
-    table.play()
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_given_seed_drops_what_was_ready(table: Bench, is_first: bool) -> None:
+    if not is_first:
+        table.reset()
+        table.play()
     for _ in range(2):
         seen = [table.reset(42), table.play(), table.play(), table.play()]
         spare = spare_seed(42)
         assert seen == [[42, 0, 0], [spare, 0, 0], [42, 1, 0], [spare, 1, 0]]
 
 
-def test_a_given_seed_of_the_first_reset_replaces_the_rows_own(bench: Make) -> None:
-    table = bench()
-    assert [table.reset(7), table.play()] == [[7, 0, 0], [spare_seed(7), 0, 0]]
-
-
-def test_next_step_autoreset_takes_turns_in_the_step_after_the_last(
-    bench: Make,
-) -> None:
+def test_next_step_autoreset_takes_turns_in_the_step_after_it(bench: Make) -> None:
     table = bench(autoreset="next_step")
     table.reset()
     assert table.play() == [SEED, 0, 2]
@@ -289,13 +259,6 @@ def test_next_step_autoreset_takes_turns_in_the_step_after_the_last(
     assert table.observed() == [spare_seed(SEED), 0, 0]
     table.row.step(9)
     assert table.observed() == [spare_seed(SEED), 0, 1]
-
-
-def test_without_autoreset_the_spare_waits_for_the_reset(bench: Make) -> None:
-    table = bench(autoreset="disabled")
-    table.reset()
-    assert table.play() == [SEED, 0, 2]
-    assert table.reset() == [spare_seed(SEED), 0, 0]
 
 
 def test_no_env_is_ever_in_two_threads(bench: Make) -> None:
@@ -313,10 +276,7 @@ def test_no_env_is_ever_in_two_threads(bench: Make) -> None:
 # Attributes.
 
 
-def test_an_attribute_is_set_on_both_envs_and_got_from_the_active_one(
-    bench: Make,
-) -> None:
-    table = bench()
+def test_an_attribute_is_set_on_both_envs_and_got_from_one(table: Bench) -> None:
     table.row.call("set", "difficulty", [[4]])
     table.reset()
     assert table.row.call("get", "difficulty", []) == [4]
@@ -328,9 +288,8 @@ def test_an_attribute_is_set_on_both_envs_and_got_from_the_active_one(
 
 
 def test_an_episode_never_begins_from_a_reset_before_the_last_set(
-    bench: Make, wait_until: WaitUntil
+    table: Bench, wait_until: WaitUntil
 ) -> None:
-    table = bench()
     table.reset()
     for difficulty in (5, 6):
         table.row.call("set", "difficulty", [difficulty - 3])
@@ -344,8 +303,7 @@ def test_an_episode_never_begins_from_a_reset_before_the_last_set(
     assert table.envs[0].difficulties == [1, 5, 6]
 
 
-def test_setting_does_not_wait_for_the_spare(bench: Make) -> None:
-    table = bench()
+def test_setting_does_not_wait_for_the_spare(table: Bench) -> None:
     table.envs[1].gates[0] = threading.Event()
     table.reset()
     table.row.call("set", "difficulty", [8])
@@ -355,29 +313,20 @@ def test_setting_does_not_wait_for_the_spare(bench: Make) -> None:
     assert table.envs[1].difficulties == [1, 8]
 
 
-def test_an_attribute_survives_the_rebuilding_of_its_env(bench: Make) -> None:
-    table = bench()
+def test_what_could_be_set_survives_the_rebuilding_of_its_env(table: Bench) -> None:
     table.reset()
     table.row.call("set", "difficulty", [3])
-    table.row.rebuild()
-    table.reset()
-    assert table.envs[2].difficulties == [3]
-
-
-def test_a_set_that_fails_reaches_neither(bench: Make) -> None:
-    table = bench()
     with pytest.raises(AttributeError):
         table.row.call("set", "np_random_seed", [3])
     table.row.rebuild()  # sets all that has been set
+    table.reset()
+    assert table.envs[2].difficulties == [3]
 
 
 # Faults.
 
 
-def test_what_a_reset_raises_shows_when_the_row_needs_it_and_not_before(
-    bench: Make,
-) -> None:
-    table = bench()
+def test_what_a_reset_raises_shows_only_when_the_row_needs_it(table: Bench) -> None:
     table.envs[1].faults[0] = RuntimeError("no level to load")
     table.reset()
     table.row.step(1)
@@ -391,8 +340,7 @@ def test_what_a_reset_raises_shows_when_the_row_needs_it_and_not_before(
     assert table.play() == [env_seed(0, 3, 1), 1, 0]
 
 
-def test_a_violation_in_the_reset_of_a_spare_is_one_of_the_row(bench: Make) -> None:
-    table = bench()
+def test_a_violation_in_the_reset_of_a_spare_is_one_of_the_row(table: Bench) -> None:
     table.envs[1].faults[0] = "wrong_shape"
     table.reset()
     table.row.step(1)
@@ -400,8 +348,7 @@ def test_a_violation_in_the_reset_of_a_spare_is_one_of_the_row(bench: Make) -> N
         table.row.step(1)
 
 
-def test_what_was_dropped_for_a_seed_does_not_hide_its_fault(bench: Make) -> None:
-    table = bench()
+def test_what_was_dropped_for_a_seed_does_not_hide_its_fault(table: Bench) -> None:
     table.envs[1].faults[0] = RuntimeError("no level to load")
     table.reset()
     with pytest.raises(RuntimeError, match="no level to load"):
@@ -411,42 +358,38 @@ def test_what_was_dropped_for_a_seed_does_not_hide_its_fault(bench: Make) -> Non
     assert [table.reset(5), table.play()] == [[5, 0, 0], [spare_seed(5), 0, 0]]
 
 
-def test_a_step_that_fails_costs_the_active_env_alone(bench: Make) -> None:
-    table = bench()
-    table.envs[0].faults[9] = "step"
+@pytest.mark.parametrize(
+    ("num_steps_before", "action", "error", "text"),
+    [
+        (0, 666, RuntimeError, "lost its balance"),
+        (1, 667, SpaceViolation, "expected a finite reward; got inf"),  # at the end
+    ],
+)
+def test_a_step_that_fails_costs_the_env_that_took_it_alone(
+    table: Bench, num_steps_before: int, action: int, error: type[Exception], text: str
+) -> None:
     table.reset()
-    with pytest.raises(RuntimeError, match="lost its balance"):
-        table.row.step(666)
+    for _ in range(num_steps_before):
+        table.row.step(1)
+    with pytest.raises(error, match=text):
+        table.row.step(action)
     table.row.rebuild()
     assert [env.closed for env in table.envs] == [1, 0, 0]
     assert table.reset() == [env_seed(0, 3, 1), 0, 0]
     assert table.play() == [spare_seed(SEED), 0, 0]
 
 
-def test_a_bad_reward_at_the_end_is_laid_to_the_env_that_gave_it(bench: Make) -> None:
-    table = bench()
-    table.reset()
-    table.row.step(1)
-    with pytest.raises(SpaceViolation, match="expected a finite reward; got inf"):
-        table.row.step(667)
-    table.row.rebuild()
-    assert [env.closed for env in table.envs] == [1, 0, 0]
-
-
 # The end.
 
 
-def test_both_envs_are_closed_but_not_one_that_is_away(bench: Make) -> None:
-    idle = bench()
-    idle.reset()
-    idle.threads.shutdown()
-    idle.row.close()
-    assert [env.closed for env in idle.envs] == [1, 1]
-
-    ProbeEnv.made = []
-    away = bench()
-    away.envs[1].gates[0] = threading.Event()
-    away.reset()
-    assert away.envs[1].entered.wait(WAIT)
-    away.row.close()
-    assert [env.closed for env in away.envs] == [1, 0]
+@pytest.mark.parametrize("is_away", [False, True])
+def test_both_are_closed_but_none_that_is_away(table: Bench, is_away: bool) -> None:
+    spare = table.envs[1]
+    if is_away:
+        spare.gates[0] = threading.Event()
+    table.reset()
+    assert spare.entered.wait(WAIT)
+    if not is_away:
+        table.threads.shutdown()
+    table.row.close()
+    assert [env.closed for env in table.envs] == [1, 0 if is_away else 1]

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from envserve.pool.launcher import Launcher
 from envserve.worker.stderr_pipes import TAIL_BYTES, StderrPipes
 
-from .pool_driver import ODD_ENVS, SCRIPT, PoolMaker, reset, step
+from .pool_driver import ODD_ENVS, SCRIPT, PoolMaker, step
 
 
 class Pipes(StderrPipes):
@@ -60,9 +59,7 @@ def read_all(fd: int) -> bytes:
     return data
 
 
-def test_bytes_are_passed_on_unchanged_and_the_last_ones_kept_per_worker(
-    pipes: Pipes,
-) -> None:
+def test_bytes_are_passed_on_and_the_last_kept_per_worker(pipes: Pipes) -> None:
     writers = {worker: open_for(pipes, worker) for worker in (7, 8)}
     texts = {7: b"\xff\x00rubbish \xed\xa0\x80\n", 8: b"x" * 5000 + b"end"}
     for worker, fd in writers.items():
@@ -76,9 +73,7 @@ def test_bytes_are_passed_on_unchanged_and_the_last_ones_kept_per_worker(
     assert pipes.end(7) == b""  # forgotten
 
 
-def test_output_of_a_process_that_a_worker_leaves_behind_is_still_passed_on(
-    pipes: Pipes,
-) -> None:
+def test_output_of_what_a_worker_leaves_behind_is_passed_on(pipes: Pipes) -> None:
     fd = open_for(pipes, 1)
     os.write(fd, b"worker")
     assert pipes.end(1) == b"worker"  # without waiting for the end of the pipe
@@ -91,9 +86,7 @@ def test_output_of_a_process_that_a_worker_leaves_behind_is_still_passed_on(
 
 
 @pytest.mark.parametrize("kind", ["pipe", "socket"])
-def test_writer_goes_on_while_nobody_reads_and_what_is_left_out_is_said(
-    kind: str,
-) -> None:
+def test_writer_goes_on_unread_and_what_is_left_out_is_said(kind: str) -> None:
     if kind == "pipe":
         out, write_fd = os.pipe()
     else:  # one that cannot be opened anew
@@ -180,8 +173,7 @@ def test_lack_of_descriptors_costs_a_worker_only_its_own_pipe(
 def test_exit_of_a_worker_brings_the_end_of_its_stderr(
     make_pool: PoolMaker, script: str, exit_code: int, tail: str
 ) -> None:
-    pool = make_pool(SCRIPT, 1, 1, env_kwargs={"step": script})
-    reset(pool)
+    pool = make_pool.and_reset(SCRIPT, 1, 1, env_kwargs={"step": script})
     process = pool._workers.all[0].process
     assert process is not None
     step(pool, 0)
@@ -192,14 +184,13 @@ def test_exit_of_a_worker_brings_the_end_of_its_stderr(
 
 def test_worker_holds_no_reading_end_of_the_others(make_pool: PoolMaker) -> None:
     # Else they would wait for it, and not for the template, when that is gone.
-    pool = make_pool(
+    pool = make_pool.and_reset(
         SCRIPT,
         3,
         3,
         env_kwargs={"info": "{'fds': len(os.listdir('/dev/fd'))}"},
         infos="all",
     )
-    reset(pool)
     counts = {
         info["fds"] for outcome in step(pool, 0) for info in outcome.infos.values()
     }
@@ -230,9 +221,7 @@ launcher.close()
 """
 
 
-def test_chatty_workers_step_on_while_nobody_reads_what_they_say(
-    tmp_path: Path,
-) -> None:
+def test_chatty_workers_step_on_while_nobody_reads_them(tmp_path: Path) -> None:
     (tmp_path / "odd_envs.py").write_text(ODD_ENVS)
     process = subprocess.Popen(
         [sys.executable, "-c", CHATTY],
@@ -249,15 +238,3 @@ def test_chatty_workers_step_on_while_nobody_reads_what_they_say(
         assert time.monotonic() - began < 20.0
         said = process.stderr.read()
     assert b"spam spam" in said
-
-
-def test_worker_that_talks_ends_normally_when_its_template_is_gone() -> None:
-    launcher = Launcher()
-    worker, channel = launcher.launch()
-    while worker.pid is None:
-        launcher.poll()
-    os.kill(launcher._process.pid, signal.SIGKILL)
-    channel.settimeout(20.0)
-    assert channel.recv(1) == b""
-    channel.close()
-    launcher.close()

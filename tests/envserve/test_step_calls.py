@@ -58,7 +58,7 @@ def test_a_step_in_this_host_is_few_calls() -> None:
         found = fewest_calls(batch)
     assert found.functions <= 28, found
     assert found.calls <= 40, found
-    assert found.files <= 11, found
+    assert found.files <= 9, found
 
 
 def test_a_step_over_tcp_is_few_calls(start_server: StartServer) -> None:

@@ -22,6 +22,7 @@ from envserve.wire import (
     Message,
     MessageType,
     RowCodec,
+    RowPart,
     Welcome,
     constants,
     encode,
@@ -55,8 +56,8 @@ def example() -> dict[str, list[Buffer]]:
     )
     attach = Attach(env_name="Tiny-v0", num_envs=2, seed=7)
     granted = Granted(epoch=1, lease_seconds=60.0, spec=SPEC, blocks=blocks)
-    body, _ = RowCodec(rows).part([(0, 2)]).pack_results()
-    later_body, _ = RowCodec(later).part([(0, 1)]).pack_results()
+    body, _ = RowPart(RowCodec(rows), [(0, 2)]).pack_results()
+    later_body, _ = RowPart(RowCodec(later), [(0, 1)]).pack_results()
     actions = rows.action[0].tobytes()
     kinds = MessageType
     messages = {

@@ -224,9 +224,7 @@ def test_env_that_does_not_fit_is_named_with_its_wrapper(
         wrap(Blank(spaces.Discrete(3)), specs)
 
 
-def test_own_wrappers_are_registered_with_their_arguments(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_own_wrappers_have_arguments_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "KNOWN", dict(KNOWN))
 
     def limited(env: Any, steps: int) -> Any:

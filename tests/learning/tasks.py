@@ -1,7 +1,7 @@
 """Tasks that take a policy seconds to learn: one per kind of space, and one to recall.
 
 Where an episode has `LENGTH` steps, each of them earns at most 1. Importing this module
-registers the tasks with Gymnasium.
+registers them with Gymnasium, `ChoicesTask` as `learning-tests/Choices-v0`.
 """
 
 from typing import Any
@@ -10,22 +10,6 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-__all__ = [
-    "BITS",
-    "CHOICES",
-    "IMAGE",
-    "LENGTH",
-    "MASKED",
-    "MASKED_CHOICES",
-    "RECALL",
-]
-
-CHOICES = "learning-tests/Choices-v0"
-BITS = "learning-tests/Bits-v0"
-MASKED = "learning-tests/Masked-v0"
-MASKED_CHOICES = "learning-tests/MaskedChoices-v0"
-IMAGE = "learning-tests/Image-v0"
-RECALL = "learning-tests/Recall-v0"
 LENGTH = 8
 
 
@@ -219,12 +203,6 @@ class RecallTask(_Task):
         return 1.0 - (float(action[0]) - self._cue) ** 2
 
 
-for _name, _task in (
-    (CHOICES, ChoicesTask),
-    (BITS, BitsTask),
-    (MASKED, MaskedTask),
-    (MASKED_CHOICES, MaskedChoicesTask),
-    (IMAGE, ImageTask),
-    (RECALL, RecallTask),
-):
-    gymnasium.register(_name, f"{__name__}:{_task.__name__}")
+for _task in _Task.__subclasses__():
+    _name = _task.__name__.removesuffix("Task")
+    gymnasium.register(f"learning-tests/{_name}-v0", f"{__name__}:{_task.__name__}")

@@ -7,15 +7,14 @@ result tells.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from envserve.seeding import env_seed
+from tests.oracle.journal import Array
 from tests.oracle.lives import Ending, Life
 from tests.oracle.rules import EPISODE, HASH, SEED, Transition, advance
-
-Array = np.ndarray[Any, Any]
 
 #: There are few, unless results are thrown away all the time.
 _MAX_STATES: Final = 256
@@ -27,7 +26,6 @@ class State(NamedTuple):
     """What one row may be like.
 
     Attributes:
-      observed: What it observes.
       num_applied: Actions since its seed.
       has_ended: Whether the next step is its reset.
     """
@@ -62,10 +60,8 @@ class Books:
         """Opens empty books.
 
         Args:
-          num_envs: Rows of the batch.
           root_seed: The batch's. None if its envs are seeded otherwise: then a seed
             after a loss need only be new to its row.
-          length: As given to the envs.
           autoreset: The batch's mode: same_step, next_step or disabled.
           first_env_index: Row, of those that `root_seed` is for, that is the first.
           max_skipped_incarnations: An env may be rebuilt several times before it is
@@ -105,7 +101,6 @@ class Books:
         )
 
     def commit(self, rows: Array, after: Transition) -> None:
-        """Takes rows to be where actions have led to."""
         self.observed[rows] = after.observation
         self._num_applied[rows] += after.is_applied
         self.has_ended[rows] = after.has_ended
@@ -142,7 +137,6 @@ class Books:
     # Lives.
 
     def seed_of(self, row: int, incarnation: int) -> int | None:
-        """Returns the seed of a row's incarnation, if that is known."""
         if self._root_seed is None:
             return None
         return env_seed(self._root_seed, row + self._first_env_index, incarnation)
@@ -225,7 +219,6 @@ class Books:
         return [state, *(self.after(state, action) for action in actions)]
 
     def after(self, state: State, action: int) -> State:
-        """Returns what a state becomes by an action."""
         after = advance(
             np.array([state.observed]),
             np.array([action]),

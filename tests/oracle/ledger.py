@@ -18,14 +18,13 @@ import numpy as np
 from envserve.client import StepResult
 from envserve.slab import Status
 from tests.oracle.books import Books
-from tests.oracle.journal import read_journal
+from tests.oracle.journal import Array, read_journal
 from tests.oracle.lives import Life, audit
 from tests.oracle.result import LedgerError, Part, check_shape
 from tests.oracle.rules import EPISODE, HASH, SEED, STEP, Transition
 
-Array = np.ndarray[Any, Any]
-
-_LOST: Final = (
+#: What says that an episode was lost.
+LOSSES: Final = (
     Status.ENV_ERROR,
     Status.WORKER_DIED,
     Status.TIMEOUT,
@@ -53,7 +52,6 @@ class Ledger:
       before it answers.
 
     Attributes:
-      num_envs: Rows of the batch.
       num_rows: Rows checked.
       num_valid: Of these, those that are OK.
       num_padding: Those that are PENDING.
@@ -164,7 +162,7 @@ class Ledger:
             ((Status.OK,), self._on_ok),
             ((Status.PENDING,), self._on_pending),
             ((Status.LATE,), self._on_late),
-            (_LOST, self._on_lost),
+            (LOSSES, self._on_lost),
         ):
             chosen = np.isin(part.status, statuses)
             is_known |= chosen
@@ -200,7 +198,6 @@ class Ledger:
             raise LedgerError(f"{journal} disagrees in {len(wrong)} places:\n{text}")
 
     def lives(self) -> list[Life]:
-        """Returns all lives that the rows have had."""
         return self._books.lives()
 
     @contextlib.contextmanager
@@ -299,7 +296,7 @@ class Ledger:
         for index, row in books.doubtful(part.rows):
             status = part.status[index]
             action = int(part.actions[index])
-            shown = part.final_observation if status in _LOST else part.observation
+            shown = part.final_observation if status in LOSSES else part.observation
             seen = tuple(shown[index].tolist())
             if status == Status.LATE:
                 books.owe(row, seen)
@@ -343,7 +340,7 @@ class Ledger:
                     row,
                 )
             status = Status(int(part.status[index_of[row]]))
-            if status in _LOST:
+            if status in LOSSES:
                 told = info.get("fault", {}).get("status")
                 if told != status.name:
                     self._fail(row, "info of the fault", [status.name], told)

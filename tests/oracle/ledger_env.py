@@ -12,9 +12,7 @@ import numpy as np
 from gymnasium import spaces
 
 from tests.oracle.breakdowns import BreakdownPlan
-from tests.oracle.journal import Journal, Writer
-
-Array = np.ndarray[Any, Any]
+from tests.oracle.journal import Array, Journal, Writer
 
 HASH_FACTOR: Final = 6364136223846793005
 HASH_TERM: Final = 1442695040888963407
@@ -58,9 +56,6 @@ class LedgerEnv(gymnasium.Env[Array, np.int64]):
 
         Args:
           length: Steps of an episode.
-          reset_seconds: How long a reset takes.
-          render_mode: As in Gymnasium.
-          step_seconds: How long a step takes.
           journal: Where to append each applied action to: a folder of files, or
             something like a `Journal`.
           breakdowns: When to fail, by `BREAKDOWNS`, like `{"kill": {"probability":
@@ -138,7 +133,6 @@ class LedgerEnv(gymnasium.Env[Array, np.int64]):
         raise ValueError(text)
 
     def loaded_modules(self) -> list[str]:
-        """Returns the names of the modules that this process has imported."""
         return sorted(sys.modules)
 
     def _observation(self) -> Array:

@@ -10,14 +10,13 @@ import numpy as np
 from envserve.client import StepResult
 from envserve.seeding import env_seed
 from envserve.slab import Status
+from tests.oracle.journal import Array
 from tests.oracle.ledger import Ledger
 from tests.oracle.ledger_env import LedgerEnv
 
 ROOT_SEED = 5
 #: Steps of an episode of a `Run`.
 LENGTH = 3
-
-Array = np.ndarray[Any, Any]
 
 
 class LedgerRows:
@@ -143,6 +142,13 @@ class Run:
         actions, result = self.give(**faults)
         self.ledger.step(actions, result)
         return result
+
+    def cut(self, *, is_applied: bool = True, **faults: Any) -> None:
+        """Interrupts a call: nobody sees what it has given, if it gave anything."""
+        actions = self.act()
+        if is_applied:
+            self.rows.step(actions, **faults)
+        self.ledger.unanswered(actions)
 
     def step_row(self, actions: Array, result: StepResult, *rows: int) -> None:
         """Has the ledger see some rows of a result."""

@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from tests.oracle.journal import Array
 from tests.oracle.ledger_env import HASH_FACTOR, HASH_TERM
-
-Array = np.ndarray[Any, Any]
 
 #: How many actions a life has had, and their hash.
 Ending = tuple[int, int]
@@ -26,9 +24,7 @@ class Life:
     """An incarnation as a caller saw it.
 
     Attributes:
-      env_index: Its row.
       incarnation: Which one, or -1 for a seed that was given.
-      seed: Its seed.
       seen: How it ended, by the results that came.
       unseen: How else it may have ended: with actions whose result never came.
     """

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import numpy as np
 
 from envserve.client import BatchEnv, StepResult
+from tests.oracle.journal import Array
 from tests.oracle.ledger import Ledger
-
-Array = np.ndarray[Any, Any]
 
 #: Seconds that a call may take, on a machine that is busy with other things.
 LONGEST_CALL: Final = 60.0
@@ -49,7 +48,6 @@ class Player:
         ledger.reset(observation)
 
     def draw(self, num_rows: int | None = None) -> Array:
-        """Returns actions for so many rows, or for all."""
         num_rows = self.batch.num_envs if num_rows is None else num_rows
         return self.random.integers(0, self.num_actions, num_rows)
 
@@ -68,15 +66,20 @@ class Player:
         self.batch.send(self.actions[rows], rows, together=together)
 
     def receive(
-        self, timeout: float | None = None, min_envs: int | None = None
+        self,
+        timeout: float | None = None,
+        min_envs: int | None = None,
+        env_indices: Array | None = None,
     ) -> tuple[Array, StepResult]:
-        """Waits for the first block that was sent, or for more.
+        """Waits for the first block that was sent, or for more, or for these rows.
 
         Raises:
           EnvTimeout: There is none after so many seconds.
         """
         with self.ledger.within(self._longest_call):
-            rows, result = self.batch.recv(min_envs, timeout)
+            rows, result = self.batch.recv(min_envs, timeout, env_indices=env_indices)
+        assert rows.dtype == np.int64
+        assert (np.diff(rows) > 0).all()
         self.check(result, rows, float(self._sent_at[rows].min()))
         return rows, result
 

@@ -16,9 +16,8 @@ import numpy as np
 from gymnasium import spaces
 
 from tests.oracle.breakdowns import BREAKDOWNS
+from tests.oracle.journal import Array
 from tests.oracle.ledger_env import LedgerEnv
-
-Array = np.ndarray[Any, Any]
 
 #: What registers the envs when it is imported.
 MODULE: Final = __name__
@@ -72,7 +71,6 @@ class EchoEnv(gymnasium.Env[Any, Any]):
         return self.observation_space.sample(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Observes the action, if it belongs to the space."""
         if not self.action_space.contains(action):
             raise ValueError(f"{action!r} ({type(action)}) is not in the action space")
         return action, 0.0, False, False, {}
@@ -126,7 +124,6 @@ class FaultyEnv(gymnasium.Env[Array, np.int64]):
             BREAKDOWNS["hang"](math.inf)
 
 
-for _name, _class in (("Ledger", LedgerEnv), ("Echo", EchoEnv), ("Faulty", FaultyEnv)):
-    gymnasium.register(
-        f"envserve/{_name}-v0", f"{_class.__module__}:{_class.__qualname__}"
-    )
+for _class in (LedgerEnv, EchoEnv, FaultyEnv):
+    _name = _class.__name__.removesuffix("Env")
+    gymnasium.register(f"envserve/{_name}-v0", f"{_class.__module__}:{_class.__name__}")

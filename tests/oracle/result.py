@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from envserve.client import StepResult
-
-Array = np.ndarray[Any, Any]
+from tests.oracle.journal import Array
 
 
 class LedgerError(AssertionError):
-    """A row is not what the ledger says; or a call took too long.
-
-    Attributes:
-      env_index: The row, or None.
-    """
+    """A row is not what the ledger says; or a call took too long."""
 
     def __init__(self, message: str, env_index: int | None = None) -> None:
         super().__init__(message)
@@ -57,7 +52,6 @@ class Part(NamedTuple):
 
 
 def check_shape(name: str, array: Array, shape: tuple[int, ...]) -> Array:
-    """Returns the array; raises LedgerError if it has another shape."""
     if np.shape(array) != shape:
         raise LedgerError(
             f"{name}: expected an array of shape {list(shape)}; "

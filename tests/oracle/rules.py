@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
+from tests.oracle.journal import Array
 from tests.oracle.ledger_env import HASH_FACTOR, HASH_TERM
-
-Array = np.ndarray[Any, Any]
 
 #: Columns of an observation.
 SEED: Final = 0
@@ -23,8 +22,6 @@ class Transition(NamedTuple):
     Attributes:
       observation: What the caller sees, the next episode's first one where there is.
       reward: float64; echoes the action.
-      terminated: bool.
-      truncated: bool.
       final_observation: The last of this episode; it has meaning where that has ended.
       is_applied: bool; False for an action that only has an ended env reset.
       has_ended: bool; whether the env must be reset before it can be stepped.

@@ -12,16 +12,10 @@ import pytest
 from envserve.client import StepResult
 from envserve.seeding import env_seed
 from envserve.slab import Status
-from tests.oracle.ledger import Ledger
+from tests.oracle.journal import Array
+from tests.oracle.ledger import LOSSES, Ledger
 from tests.oracle.ledger_rows import LENGTH, ROOT_SEED, LedgerRows, Run
 from tests.oracle.result import LedgerError
-
-LOSSES = (
-    *(Status.ENV_ERROR, Status.WORKER_DIED),
-    *(Status.TIMEOUT, Status.SERVER_LOST),
-)
-
-Array = np.ndarray[Any, Any]
 
 
 @pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
@@ -130,9 +124,12 @@ def seeding(row: int, incarnation: int) -> Change:
     return setting("observation", [seed, 0, 0, 0])
 
 
-def swap(arrays: dict[str, Array]) -> None:
-    for array in arrays.values():
-        array[[0, 1]] = array[[1, 0]]
+def swapping(*names: str) -> Change:
+    def change(arrays: dict[str, Array]) -> None:
+        for name in names:
+            arrays[name][[0, 1]] = arrays[name][[1, 0]]
+
+    return change
 
 
 LOST: dict[str, Any] = {"lost": {1: Status.WORKER_DIED}}
@@ -146,7 +143,8 @@ WRONG: dict[str, tuple[list[dict[str, Any]], dict[str, Any], Change]] = {
     "an action twice": ([], {}, adding("observation", 2, 1)),
     "another action": ([], {}, adding("observation", 3, 1)),
     "another episode": ([], {}, adding("observation", 1, 1)),
-    "rows swapped": ([], {}, swap),
+    "rows swapped": ([], {}, swapping(*StepResult._fields[:-1])),
+    "observations swapped": ([], {}, swapping("observation")),
     "the old rows": ([], {}, seeding(1, 0)),
     "terminated too early": ([], {}, setting("terminated", True)),
     "truncated too early": ([], {}, setting("truncated", True)),
@@ -170,6 +168,8 @@ WRONG: dict[str, tuple[list[dict[str, Any]], dict[str, Any], Change]] = {
     "padding with a reward": ([], PENDING, setting("reward", 1.0)),
     "padding that goes on": ([{}, PENDING], STILL, adding("observation", 2, 2)),
     "late without padding": ([PENDING, LATE, PENDING], LATE, setting("status", 0)),
+    "late, not pending before": ([PENDING, LATE], {}, setting("status", Status.LATE)),
+    "observation of two actions": ([PENDING], {}, adding("observation", 0, 0)),
     "late with another action": ([PENDING], LATE, adding("observation", 3, 1)),
     "late with the last reward": ([PENDING], LATE, setting("reward", 1.0)),
     "late that has a wrong end": ([{}, PENDING], LATE, setting("terminated", True)),
@@ -189,25 +189,13 @@ def test_what_is_wrong_raises_and_names_the_row(name: str) -> None:
         arrays["valid"][:] = arrays["status"] == Status.OK
     with pytest.raises(LedgerError, match=r"env [01]") as caught:
         run.ledger.step(actions, result)
-    assert caught.value.env_index == (0 if change is swap else 1)
-
-
-def test_a_row_cannot_be_late_that_was_not_pending() -> None:
-    run = Run()
-    run.step(in_flight=[1])
-    run.step(late=[1])
-    actions, result = run.give()
-    result.status[1], result.valid[1] = Status.LATE, False
-    with pytest.raises(LedgerError, match=r"env 1.*pending before"):
-        run.ledger.step(actions, result)
-
-
-def test_the_action_that_was_in_flight_cannot_be_applied_unseen() -> None:
-    run = Run()
-    run.step(in_flight=[1])
-    actions, result = run.give()
-    with pytest.raises(LedgerError, match=r"env 1.*observation"):
-        run.ledger.step(actions, result)
+    assert caught.value.env_index == (0 if "swapped" in name else 1)
+    told = {
+        "observations swapped": "which is env 1's",
+        "late, not pending before": "pending before",
+        "observation of two actions": "observation",
+    }
+    assert told.get(name, "expected") in str(caught.value)
 
 
 def test_a_reported_loss_must_not_be_reported_again_with_what_was_before() -> None:
@@ -229,14 +217,6 @@ def test_an_env_that_nothing_was_applied_to_may_be_reset_again_as_lost() -> None
     result.final_observation[1] = result.observation[1]
     with pytest.raises(LedgerError, match="incarnation above 1"):
         run.step_row(actions, result, 1)
-
-
-def test_a_row_that_is_anothers_is_named() -> None:
-    run = Run()
-    actions, result = run.give()
-    result.observation[[0, 1]] = result.observation[[1, 0]]
-    with pytest.raises(LedgerError, match="which is env 1's"):
-        run.ledger.step(actions, result)
 
 
 def test_infos_belong_to_their_rows() -> None:
@@ -265,10 +245,7 @@ def test_after_an_interrupt_a_row_may_have_been_stepped_or_not() -> None:
         run = Run()
         run.step()
         for _ in range(2 * LENGTH):
-            cut = run.act()
-            if is_applied:
-                run.rows.step(cut)
-            run.ledger.unanswered(cut)
+            run.cut(is_applied=is_applied)
             run.step()
 
 
@@ -283,18 +260,14 @@ def test_after_an_interrupt_an_older_action_must_not_answer_for_a_new_one() -> N
 
 def test_a_loss_may_go_unseen_with_an_interrupt() -> None:
     run = Run()
-    cut = run.act()
-    run.rows.step(cut, lost={1: Status.WORKER_DIED})
-    run.ledger.unanswered(cut)
+    run.cut(lost={1: Status.WORKER_DIED})
     run.step()
     run.step()
 
 
 def test_a_loss_after_an_interrupt_ends_what_the_interrupt_has_left() -> None:
     run = Run()
-    cut = run.act()
-    run.rows.step(cut)
-    run.ledger.unanswered(cut)
+    run.cut()
     run.step(lost={0: Status.WORKER_DIED}, pending=[1])
     run.step(lost={1: Status.WORKER_DIED})
     run.step()
@@ -303,11 +276,9 @@ def test_a_loss_after_an_interrupt_ends_what_the_interrupt_has_left() -> None:
 def test_a_row_may_be_late_whose_padding_an_interrupt_has_hidden() -> None:
     run = Run()
     for _ in range(LENGTH):
-        cut = run.act()
-        run.rows.step(cut, in_flight=[1])
-        run.ledger.unanswered(cut)
+        run.cut(in_flight=[1])
         run.step(late=[1])
-        run.ledger.unanswered(run.act())
+        run.cut(is_applied=False)
         run.step(in_flight=[1])
         run.step(late=[1])
     assert run.ledger.num_late == 2 * LENGTH
@@ -318,9 +289,7 @@ def test_after_an_interrupt_the_action_of_the_next_padding_may_be_applied(
 ) -> None:
     run = Run(journal=str(tmp_path))
     run.step(in_flight=[1])
-    cut = run.act()
-    run.rows.step(cut, late=[1])
-    run.ledger.unanswered(cut)
+    run.cut(late=[1])
     run.step(in_flight=[1])
     run.step(lost={1: Status.SERVER_LOST})
     run.ledger.finish(tmp_path)

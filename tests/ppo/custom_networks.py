@@ -5,21 +5,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-__all__ = [
-    "Plain",
-    "float64",
-    "inputs_of_a_dict",
-    "not_a_function",
-    "nothing",
-    "one_output",
-    "plain",
-    "raising",
-    "subclass",
-    "too_few",
-    "without_checkpoint",
-    "without_variables",
-]
-
 not_a_function = 3
 
 

@@ -168,7 +168,6 @@ def as_batch_env(env: Any) -> BatchEnv:
 
 
 def in_graph(env: Any) -> InGraphBatchEnv:
-    """Put a fake inside a graph."""
     return InGraphBatchEnv(as_batch_env(env))
 
 

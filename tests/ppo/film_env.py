@@ -13,15 +13,6 @@ import numpy as np
 
 from ppo.films.video import find_ffmpeg
 
-__all__ = [
-    "MASKED",
-    "NAME",
-    "WITHOUT_RENDER_MODE",
-    "FilmEnv",
-    "read_frame",
-    "read_video",
-]
-
 NAME = "ppo-tests/Film-v0"
 MASKED = "ppo-tests/FilmMasked-v0"
 WITHOUT_RENDER_MODE = "ppo-tests/WithoutRenderMode-v0"

@@ -47,11 +47,9 @@ class Moments:
         self._number = number
 
     def install(self) -> None:
-        """Listen to the accesses of this process from now on."""
         sys.addaudithook(self._audit)
 
     def step(self) -> None:
-        """Count a batch step."""
         self._count("step")
 
     def _audit(self, event: str, arguments: tuple[object, ...]) -> None:
@@ -100,7 +98,6 @@ def in_process(function: Callable[[], None]) -> int:
 
 
 def newest(folder: Path) -> int:
-    """Return the iteration of the newest checkpoint, 0 if there is none."""
     names = [path.name for path in (folder / "checkpoints").glob("*")]
     return max((int(name) for name in names if name.isdigit()), default=0)
 

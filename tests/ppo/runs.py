@@ -12,30 +12,20 @@ import tensorflow as tf
 from typer.testing import CliRunner
 
 from envserve.client import BatchEnv
+from envserve.slab import Status
 from ppo.agent import Agent
 from ppo.cli import app
 from ppo.config import Config
+from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.learning.update import Updater
 from ppo.normalize import ReturnScale
 from ppo.rollout import Rollout
 from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import Counters
 from ppo.run_folder.folder import RunFolder
+from ppo.simulate import Simulation
 from ppo.train import TrainResult, train
 from tests.ppo.fakes import CountingBatchEnv, as_batch_env
-
-__all__ = [
-    "SMALL",
-    "Learner",
-    "Maker",
-    "copy",
-    "counters",
-    "parameters",
-    "ppo",
-    "rows_of",
-    "run",
-    "save_run",
-]
 
 #: Four iterations of 16 steps.
 SMALL = Config(
@@ -60,8 +50,7 @@ def ppo(*arguments: object) -> tuple[int, str, str]:
     It may choose neither threads nor a renderer for the whole suite.
     """
     with (
-        mock.patch("ppo.commands.export.start_tensorflow"),
-        mock.patch("ppo.commands.visualize.start_tensorflow"),
+        mock.patch("ppo.commands.shared.start_tensorflow"),
         mock.patch("ppo.films.rendering.headless_backend", return_value=None),
     ):
         result = CliRunner().invoke(app, list(map(str, arguments)))
@@ -76,13 +65,11 @@ def run(
     resume: bool = False,
     **named: Any,
 ) -> TrainResult:
-    """Train in a new folder, or go on in one."""
     run_folder = RunFolder(folder) if resume else RunFolder.create(folder, config)
     return train(config, run_folder, maker or Maker(), resume=resume, **named)
 
 
 def counters(folder: Path) -> Counters:
-    """Return how far the newest checkpoint of a run had come."""
     return checkpoint.read_counters(folder / "checkpoints")
 
 
@@ -162,13 +149,66 @@ def copy(rollout: Rollout) -> Rollout:
     return Rollout(*tf.nest.map_structure(np.copy, tuple(rollout)))
 
 
+def rollout_of(num_steps: int, num_envs: int = 1, **rows: Any) -> Rollout:
+    """Return a rollout of valid rows of zeros, but for the fields that are given."""
+    shape = (num_steps, num_envs)
+    zeros = Rollout(
+        observation=np.zeros((num_steps + 1, num_envs, 2)),
+        action=np.zeros((*shape, 1), np.float32),
+        log_prob=np.zeros(shape, np.float32),
+        reward=np.zeros(shape),
+        terminated=np.zeros(shape, np.bool_),
+        truncated=np.zeros(shape, np.bool_),
+        valid=np.ones(shape, np.bool_),
+        final_observation=np.zeros((*shape, 2)),
+        status=np.zeros(shape, np.uint8),
+    )
+    return zeros._replace(**rows)
+
+
+def fill_masked(rollout: Rollout, garbage: float) -> Rollout:
+    """Replace all that is made up, and observations that nobody has taken in.
+
+    One on which an invalid row acted is real if a valid step led there within an
+    episode, since the row before bootstraps from it; or if it is late, and remembered.
+    """
+    valid, done = rollout.valid, rollout.done
+    led_to = np.zeros_like(valid)
+    led_to[1:] = (valid & ~done)[:-1]
+    unseen = ~valid & ~led_to & (rollout.status != Status.LATE)
+    filled = copy(rollout)
+    places = [
+        (rows, ~valid) for rows in (filled.action, filled.log_prob, filled.reward)
+    ]
+    places += [
+        (leaf, ~(done & valid)) for leaf in tf.nest.flatten(filled.final_observation)
+    ]
+    places += [(leaf[:-1], unseen) for leaf in tf.nest.flatten(filled.observation)]
+    for rows, where in places:
+        rows[where] = np.array(garbage).astype(rows.dtype)
+    return filled
+
+
+def acting(
+    agent: Agent, env: InGraphBatchEnv, horizon: int, **named: Any
+) -> Simulation:
+    """Return the simulation that a training of this agent would have."""
+    return Simulation(
+        env,
+        agent.act_on_noise,
+        horizon,
+        draw_noise=agent.draw_noise,
+        state_sizes=agent.state_sizes,
+        **named,
+    )
+
+
 def parameters(agent: Agent) -> np.ndarray:
     """Return all that an agent learns, as one vector."""
     return np.concatenate([v.numpy().ravel() for v in agent.trainable_variables])
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 

@@ -1,10 +1,10 @@
 """Checkpoints: bit-equal continuation, atomicity, retention, clear errors."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from ppo.rollout import Rollout
 from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import Counters, Which
 from tests.ppo.fakes import ACTIONS, BOX
-from tests.ppo.runs import SMALL
+from tests.ppo.runs import SMALL, rollout_of
 
 CONFIG = SMALL.replace(
     total_steps=160,
@@ -37,22 +37,10 @@ class Learner:
         self.updater = Updater(self.agent, config)
         self.return_scale = ReturnScale(config.num_envs, config.discount)
 
-    def save(
-        self,
-        folder: Path,
-        iteration: int,
-        keep: int = 3,
-        evaluation_return: float | None = None,
-    ) -> Path:
-        return checkpoint.save(
-            folder,
-            Counters(iteration, 100 * iteration),
-            self.agent,
-            self.updater,
-            self.return_scale,
-            keep=keep,
-            evaluation_return=evaluation_return,
-        )
+    def save(self, folder: Path, iteration: int, **named: Any) -> Path:
+        counters = Counters(iteration, 100 * iteration)
+        subject = (self.agent, self.updater, self.return_scale)
+        return checkpoint.save(folder, counters, *subject, **{"keep": 3, **named})
 
     def restore(self, folder: Path) -> Counters:
         return checkpoint.restore(folder, self.agent, self.updater, self.return_scale)
@@ -87,13 +75,10 @@ def saved_batch(path: Path) -> Rollout:
             log_prob=generator.normal(-1, 0.1, (8, 2)).astype(np.float32),
             reward=generator.normal(size=(8, 2)),
             terminated=done,
-            truncated=np.zeros((8, 2), np.bool_),
-            valid=np.ones((8, 2), np.bool_),
             final_observation=generator.normal(size=(8, 2, 2)),
-            status=np.zeros((8, 2), np.uint8),
         )
     with np.load(path) as arrays:
-        return Rollout(**arrays)
+        return rollout_of(8, 2, **arrays)
 
 
 def in_new_process(function: str, folder: Path) -> None:
@@ -101,9 +86,8 @@ def in_new_process(function: str, folder: Path) -> None:
         f"import sys, pathlib; from {__name__} import {function};"
         f"{function}(pathlib.Path(sys.argv[1]))"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", code, str(folder)]
-    subprocess.run(command, check=True, env=environment, timeout=110)
+    subprocess.run(command, check=True, timeout=110)
 
 
 def continue_from(folder: Path) -> None:

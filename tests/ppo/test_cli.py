@@ -33,6 +33,10 @@ from tests.ppo.runs import ppo
             ["cartpole", "--set", "num_envs=zero"],
             "expected a valid integer, got 'zero'",
         ),
+        (
+            ["cartpole", "--set", 'wrappers=[{name = "ActionRepeat", amount = 0}]'],
+            "amount: expected an int from 1 to 1000; got 0",
+        ),
         (["cartpole", "--seed", "-1"], "seed: expected at least 0, got -1"),
         (["--run-dir", "a", "--resume", "b"], "leave out --run-dir and --seed"),
         (["--seed", "3", "--resume", "b"], "leave out --run-dir and --seed"),
@@ -135,7 +139,6 @@ def test_help_and_bad_input_do_not_load_tensorflow() -> None:
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         timeout=110,
     )
     assert "loaded: []" in result.stdout

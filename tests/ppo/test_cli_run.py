@@ -1,7 +1,6 @@
 """The whole command with real workers: stopped by a signal, resumed, evaluated."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -29,7 +28,6 @@ def start(*arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
 
 

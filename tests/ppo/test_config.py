@@ -254,16 +254,6 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
     assert str(path) in str(caught.value)
 
 
-def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.toml: expected a config file"):
-        load_config(str(tmp_path / "none.toml"))
-
-
-def test_a_misspelt_name_suggests_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="Did you mean cartpole"):
-        load_config("cartpol")
-
-
 def test_iterations_never_exceed_the_steps() -> None:
     config = BASE.replace(total_steps=5000)
     assert config.steps_per_iteration == 2048

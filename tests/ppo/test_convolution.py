@@ -157,13 +157,3 @@ def test_policy_and_value_share_the_torso_or_do_not(shared: bool) -> None:
     for part, reached in ((entropy, 3), (value, 3)):
         gradients = tape.gradient(part, kernels)
         assert sum(g is not None for g in gradients) == reached
-
-
-def test_brightness_is_seen_between_0_and_1() -> None:
-    agent = Agent(image(8, 8), spaces.Discrete(2), CONFIG)
-    rows = tf.constant(np.stack([np.zeros((8, 8)), np.full((8, 8), 255)]), tf.uint8)
-    features = agent.preprocess(rows)
-    assert features.dtype == tf.uint8
-    inputs, _ = agent.preprocess.inputs(features)
-    assert [float(row[0, 0]) for row in inputs] == [0.0, 1.0]
-    assert agent.preprocess.trackables == {}

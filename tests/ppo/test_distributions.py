@@ -1,6 +1,7 @@
 """Distributions against hand-written formulas, sums and numerical integration."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -89,68 +90,84 @@ def test_a_standard_deviation_per_row_counts_per_row() -> None:
     assert distribution.entropy().numpy() == pytest.approx([entropy, entropy + 1])
 
 
-PROBABILITIES = np.array([[0.2, 0.5, 0.3], [0.7, 0.1, 0.2]], np.float32)
+SIZES = (2, 3)
+SINGLE = [0.2, 0.5, 0.3]
+BITS = [0.2, 0.6, 0.9]
+CHOICES = [[0.25, 0.75], [0.2, 0.5, 0.3]]
+CHOICE_LOGITS = np.log(np.concatenate(CHOICES))[None].astype(np.float32)
+# Of the first choice nothing is allowed, which allows all; of the second not option 1.
+FLAGS = np.array([[False, False, True, False, True]])
 
 
-def categorical() -> Categorical:
-    # Logits are only defined up to a constant per row.
-    return Categorical(tf.constant(np.log(PROBABILITIES) + [[5.0], [-3.0]], tf.float32))
+def categorical(logits: tf.Tensor) -> Categorical:
+    return Categorical(logits + 5.0)  # they are only defined up to a constant
 
 
-def test_categorical_log_prob_and_mode() -> None:
-    log_prob = categorical().log_prob(tf.constant([1, 2], tf.int64))
-    assert log_prob.numpy() == pytest.approx(np.log([0.5, 0.2]), abs=1e-6)
-    assert categorical().mode().numpy().tolist() == [1, 0]
+def joint(logits: tf.Tensor) -> MultiCategorical:
+    return MultiCategorical.of(logits, SIZES)
 
 
-def test_categorical_entropy_and_kl_are_sums_over_actions() -> None:
-    entropy = -(PROBABILITIES * np.log(PROBABILITIES)).sum(axis=1)
-    assert categorical().entropy().numpy() == pytest.approx(entropy, abs=1e-6)
-    uniform = Categorical(tf.zeros([2, 3]))
-    kl = (PROBABILITIES * np.log(3 * PROBABILITIES)).sum(axis=1)
-    assert categorical().kl(uniform).numpy() == pytest.approx(kl, abs=1e-6)
+def masked(logits: tf.Tensor) -> MultiCategorical:
+    flags = tf.repeat(tf.constant(FLAGS), len(logits), axis=0)
+    return MultiCategorical.of(logits, SIZES, flags)
 
 
-def test_categorical_samples_have_its_frequencies() -> None:
-    rows = 100_000
-    logits = tf.tile(categorical().logits[:1], [rows, 1])
-    samples = Categorical(logits).sample(Categorical.draw_noise(rows, 3, SEED)).numpy()
-    frequencies = np.bincount(samples, minlength=3) / rows
+#: How each is made of logits, its logits, and the probability of each choice by itself.
+DISCRETE: dict[str, tuple[Callable[[tf.Tensor], Any], Any, list[list[float]]]] = {
+    "categorical": (categorical, np.log([SINGLE]), [SINGLE]),
+    "bits": (
+        Bernoulli,
+        np.log(BITS) - np.log1p(np.negative([BITS])),
+        [[1 - bit, bit] for bit in BITS],
+    ),
+    "choices": (joint, CHOICE_LOGITS, CHOICES),
+    "masked": (masked, CHOICE_LOGITS, [CHOICES[0], [0.4, 0.0, 0.6]]),
+}
+
+
+def of_all_actions(choices: list[list[float]]) -> np.ndarray:
+    """Return the probabilities of all actions, an axis per choice."""
+    table = np.ones(())
+    for probabilities in choices:
+        table = np.multiply.outer(table, probabilities)
+    return table
+
+
+@pytest.mark.parametrize("name", DISCRETE)
+def test_numbers_are_sums_over_all_actions(name: str) -> None:
+    make, logits, choices = DISCRETE[name]
+    table = of_all_actions(choices)
+    probability = table.ravel()
+    actions = np.indices(table.shape).reshape(table.ndim, -1)
+    rows = actions[0] if name == "categorical" else actions.T
+    logits = tf.constant(logits, tf.float32)
+    log_prob = make(tf.repeat(logits, len(rows), axis=0)).log_prob(tf.constant(rows))
+    np.testing.assert_allclose(np.exp(log_prob), probability, rtol=1e-5)
+    one = make(logits)
+    mode = one.mode().numpy()
+    assert mode.dtype == np.int64
+    assert mode[0].tolist() == rows[probability.argmax()].tolist()
+    allowed = probability[probability > 0]
+    entropy = -(allowed * np.log(allowed)).sum()
+    assert one.entropy().numpy() == pytest.approx([entropy], abs=1e-6)
+    kl = (allowed * np.log(len(allowed) * allowed)).sum()
+    assert one.kl(make(tf.zeros_like(logits))).numpy() == pytest.approx([kl], abs=1e-6)
+    assert one.kl(one).numpy() == pytest.approx([0.0], abs=1e-7)
+
+
+@pytest.mark.parametrize("name", DISCRETE)
+def test_samples_have_the_frequencies_of_all_actions(name: str) -> None:
+    make, logits, choices = DISCRETE[name]
+    num_rows, num_numbers = 100_000, 6 if len(choices) == 2 else 3
+    many = make(tf.repeat(tf.constant(logits, tf.float32), num_rows, axis=0))
+    samples = many.sample(many.draw_noise(num_rows, num_numbers, SEED)).numpy()
     assert samples.dtype == np.int64
-    np.testing.assert_allclose(frequencies, PROBABILITIES[0], atol=0.01)
-
-
-BITS = np.array([[0.2, 0.5, 0.9]], np.float32)
-
-
-def bernoulli() -> Bernoulli:
-    return Bernoulli(tf.constant(np.log(BITS / (1 - BITS))))
-
-
-def test_bernoulli_log_prob_and_mode_are_of_each_bit() -> None:
-    log_prob = bernoulli().log_prob(tf.constant([[0, 1, 1]], tf.int64))
-    assert log_prob.numpy() == pytest.approx([math.log(0.8 * 0.5 * 0.9)], abs=1e-6)
-    mode = Bernoulli(tf.constant([[-1.0, 2.0]])).mode()
-    assert mode.numpy().tolist() == [[0, 1]]
-    assert mode.dtype == tf.int64
-
-
-def test_bernoulli_entropy_and_kl_are_sums_over_both_values_of_each_bit() -> None:
-    both = np.stack([BITS, 1 - BITS]).astype(np.float64)
-    entropy = -(both * np.log(both)).sum()
-    assert bernoulli().entropy().numpy() == pytest.approx([entropy], abs=1e-6)
-    fair = Bernoulli(tf.zeros([1, 3]))
-    kl = (both * np.log(2 * both)).sum()
-    assert bernoulli().kl(fair).numpy() == pytest.approx([kl], abs=1e-6)
-
-
-def test_bernoulli_samples_have_its_frequencies_and_bits_are_independent() -> None:
-    rows = 100_000
-    distribution = Bernoulli(tf.tile(bernoulli().logits, [rows, 1]))
-    samples = distribution.sample(Bernoulli.draw_noise(rows, 3, SEED)).numpy()
-    assert samples.dtype == np.int64
-    np.testing.assert_allclose(samples.mean(axis=0), BITS[0], atol=0.01)
-    assert np.abs(np.corrcoef(samples.T) - np.eye(3)).max() < 0.02
+    # Of all choices together, so that they are independent of each other.
+    expected = of_all_actions(choices)
+    counts = np.zeros(expected.shape)
+    np.add.at(counts, tuple(samples.reshape(num_rows, -1).T), 1)
+    np.testing.assert_allclose(counts / num_rows, expected, atol=0.005)
+    assert not counts[expected == 0].any()
 
 
 def test_bits_that_are_certain_have_finite_numbers_and_gradients() -> None:
@@ -165,65 +182,6 @@ def test_bits_that_are_certain_have_finite_numbers_and_gradients() -> None:
         ]
     assert [float(number[0]) for number in numbers] == [0.0, 0.0, 200.0]
     assert np.isfinite(tape.gradient(numbers, logits).numpy()).all()
-
-
-SIZES = (2, 3)
-CHOICES = [[0.25, 0.75], [0.2, 0.5, 0.3]]
-CHOICE_LOGITS = np.log(np.concatenate(CHOICES))[None].astype(np.float32)
-# Of the first choice nothing is allowed, which allows all; of the second not option 1.
-FLAGS = np.array([[False, False, True, False, True]])
-
-
-def joint(rows: int = 1, allowed: Any = None) -> MultiCategorical:
-    flags = None if allowed is None else tf.repeat(tf.constant(allowed), rows, axis=0)
-    return MultiCategorical.of(tf.repeat(CHOICE_LOGITS, rows, axis=0), SIZES, flags)
-
-
-def test_log_prob_and_entropy_are_sums_over_choices_and_the_mode_is_of_each() -> None:
-    log_prob = joint().log_prob(tf.constant([[0, 2]], tf.int64))
-    assert log_prob.numpy() == pytest.approx([math.log(0.25 * 0.3)], abs=1e-6)
-    entropy = -sum(p * math.log(p) for row in CHOICES for p in row)
-    assert joint().entropy().numpy() == pytest.approx([entropy], abs=1e-6)
-    assert joint().mode().numpy().tolist() == [[1, 1]]
-
-
-def test_kl_is_the_sum_over_choices() -> None:
-    uniform = MultiCategorical.of(tf.zeros([1, 5]), SIZES)
-    kl = sum(
-        p * math.log(len(row) * p) for row in CHOICES for p in row
-    )  # against 1 / len(row)
-    assert joint().kl(uniform).numpy() == pytest.approx([kl], abs=1e-6)
-    assert joint().kl(joint()).numpy().tolist() == [0.0]
-
-
-def test_samples_have_the_frequencies_of_each_choice() -> None:
-    rows = 100_000
-    samples = joint(rows).sample(MultiCategorical.draw_noise(rows, 6, SEED)).numpy()
-    assert samples.dtype == np.int64
-    for column, probabilities in zip(samples.T, CHOICES, strict=True):
-        frequencies = np.bincount(column) / rows
-        np.testing.assert_allclose(frequencies, probabilities, atol=0.01)
-    # Independent of each other.
-    assert abs(np.corrcoef(samples.T)[0, 1]) < 0.01
-
-
-def test_what_is_forbidden_has_no_probability_and_the_rest_all_of_it() -> None:
-    rows = 10_000
-    samples = joint(rows, FLAGS).sample(MultiCategorical.draw_noise(rows, 6, SEED))
-    first, second = samples.numpy().T
-    np.testing.assert_allclose(np.bincount(first) / rows, [0.25, 0.75], atol=0.02)
-    np.testing.assert_allclose(np.bincount(second) / rows, [0.4, 0, 0.6], atol=0.02)
-    one = joint(1, FLAGS)
-    assert one.mode().numpy().tolist() == [[1, 2]]
-    log_prob = one.log_prob(tf.constant([[1, 0]], tf.int64)).numpy()
-    assert log_prob == pytest.approx([math.log(0.75 * 0.4)], abs=1e-6)
-    assert math.exp(one.log_prob(tf.constant([[1, 1]], tf.int64)).numpy()[0]) == 0.0
-    left = [[0.25, 0.75], [0.4, 0.6]]
-    entropy = -sum(p * math.log(p) for row in left for p in row)
-    assert one.entropy().numpy() == pytest.approx([entropy], abs=1e-6)
-    uniform = MultiCategorical.of(tf.zeros([1, 5]), SIZES, tf.constant(FLAGS))
-    kl = sum(p * math.log(2 * p) for row in left for p in row)
-    assert one.kl(uniform).numpy() == pytest.approx([kl], abs=1e-6)
 
 
 def test_gradients_are_finite_and_zero_for_what_is_forbidden() -> None:
@@ -262,9 +220,9 @@ def test_choices_get_a_row_each(sizes: tuple[int, ...]) -> None:
     ("distribution", "shape"),
     [
         (gaussian([[0.5, 1.0]], [0.1, 0.2]), (1, 2)),
-        (categorical(), (2, 3)),
-        (bernoulli(), (1, 3)),
-        (joint(1, FLAGS), (1, 6)),
+        (Categorical(tf.math.log([SINGLE, [0.7, 0.1, 0.2]])), (2, 3)),
+        (Bernoulli(tf.constant([[-1.0, 0.0, 2.0]])), (1, 3)),
+        (masked(tf.constant(CHOICE_LOGITS)), (1, 6)),
     ],
 )
 def test_eager_and_compiled_agree(distribution: Any, shape: tuple[int, int]) -> None:

@@ -4,7 +4,7 @@ On the way they are the same episodes every time, at no cost to the training.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -40,21 +40,26 @@ def played(fake: CountingBatchEnv, episodes: int) -> Evaluation:
     return evaluate(Agent(BOX, ACTIONS, SMALL), as_batch_env(fake), episodes)
 
 
-def test_every_env_plays_its_quota_however_long_its_episodes() -> None:
-    evaluation = played(CountingBatchEnv([2, 130, 7]), 7)
-    # Whichever seven ended first would be of lengths 2 and 7 only.
-    assert evaluation.lengths.tolist() == [2, 2, 2, 130, 130, 7, 7]
-    assert evaluation.returns.tolist() == [2, 2, 2, 130, 130, 7, 7]
-    assert evaluation.mean_return == pytest.approx(280 / 7)
-
-
-def test_fewer_episodes_than_envs() -> None:
-    assert played(CountingBatchEnv([5, 4, 3]), 2).lengths.tolist() == [5, 4]
-
-
-def test_a_lost_episode_is_played_again() -> None:
-    fake = CountingBatchEnv([4, 4], lost=frozenset({(1, 0)}))
-    assert played(fake, 4).lengths.tolist() == [4, 4, 4, 4]
+@pytest.mark.parametrize(
+    ("lengths", "lost", "expected"),
+    [
+        # Whichever seven ended first would be of lengths 2 and 7 only.
+        ([2, 130, 7], (), [2, 2, 2, 130, 130, 7, 7]),
+        ([5, 4, 3], (), [5, 4]),
+        # A lost episode is played again.
+        ([4, 4], [(1, 0)], [4, 4, 4, 4]),
+        # What has played its quota may fail.
+        ([130, 4], [(step, 1) for step in range(4, 1000)], [130, 4]),
+    ],
+)
+def test_every_env_plays_its_quota_however_long_its_episodes(
+    lengths: list[int], lost: Sequence[tuple[int, int]], expected: list[int]
+) -> None:
+    fake = CountingBatchEnv(lengths, lost=frozenset(lost))
+    evaluation = played(fake, len(expected))
+    assert evaluation.lengths.tolist() == expected
+    assert evaluation.returns.tolist() == expected
+    assert evaluation.mean_return == pytest.approx(np.mean(expected))
 
 
 def test_actions_are_modes_and_statistics_stay() -> None:
@@ -98,12 +103,6 @@ def test_an_env_that_always_fails_is_an_error() -> None:
     fake = CountingBatchEnv([4, 4], lost=lost)
     with pytest.raises(EnvsLostError, match=r"Env 1 .* the last 33 were lost in a row"):
         played(fake, 2)
-
-
-def test_failures_of_an_env_that_has_played_its_quota_do_not_matter() -> None:
-    lost = frozenset((step, 1) for step in range(4, 1000))
-    fake = CountingBatchEnv([130, 4], lost=lost)
-    assert played(fake, 2).lengths.tolist() == [130, 4]
 
 
 def test_something_is_due_whenever_a_multiple_is_reached() -> None:

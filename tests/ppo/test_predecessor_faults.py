@@ -2,7 +2,8 @@
 
 The predecessor kept whole episodes, padded to one length, and trained on chunks of
 them. Here rollouts cross the ends of episodes, and rows can be invalid; the same
-mistakes would be possible. The seventh, chunks of zero states, is in test_sequences.py.
+mistakes would be possible. The sixth, a penalty that cannot rise again, is in
+test_schedules.py, the seventh, chunks of zero states, in test_sequences.py.
 """
 
 import functools
@@ -16,7 +17,6 @@ import tensorflow as tf
 
 from ppo.actions.distributions import DiagonalGaussian
 from ppo.agent import Agent
-from ppo.errors import ConfigError
 from ppo.learning import losses
 from ppo.learning.returns import next_values
 from ppo.learning.schedules import Schedules
@@ -24,7 +24,7 @@ from ppo.learning.update import Updater
 from ppo.normalize import ReturnScale, RunningMoments
 from ppo.rollout import Rollout
 from tests.ppo.fakes import ACTIONS, BOX
-from tests.ppo.runs import SMALL, parameters
+from tests.ppo.runs import SMALL, parameters, rollout_of
 from tests.ppo.test_returns import run
 
 CONFIG = SMALL.replace(
@@ -39,27 +39,20 @@ CONFIG = SMALL.replace(
 )
 
 
-def make_rollout(
-    agent: Agent, num_rows: int, valid: np.ndarray | None = None, **rows: Any
-) -> Rollout:
+def make_rollout(agent: Agent, num_rows: int) -> Rollout:
     """Return one env's rows: random observations, the agent's actions, reward 1."""
     generator = np.random.default_rng(7)
     observation = generator.normal(size=(num_rows + 1, 1, 2))
     action, log_prob = agent.act(
         tf.constant(observation[:-1, 0]), tf.constant([1, 2], tf.int32)
     )
-    rollout = Rollout(
+    return rollout_of(
+        num_rows,
         observation=observation,
         action=action.numpy()[:, None],
         log_prob=log_prob.numpy()[:, None],
         reward=np.ones((num_rows, 1)),
-        terminated=np.zeros((num_rows, 1), np.bool_),
-        truncated=np.zeros((num_rows, 1), np.bool_),
-        valid=np.ones((num_rows, 1), np.bool_),
-        final_observation=np.zeros((num_rows, 1, 2)),
-        status=np.zeros((num_rows, 1), np.uint8),
     )
-    return rollout._replace(**rows)
 
 
 def padded(rollout: Rollout, num_rows: int) -> Rollout:
@@ -210,16 +203,6 @@ def test_5_a_time_limit_is_not_an_end() -> None:
     assert terminated == pytest.approx([1.995, 1.0], rel=1e-5)
 
 
-def test_6_a_penalty_that_has_long_been_too_large_can_rise_again() -> None:
-    schedules = Schedules(CONFIG.replace(objective="penalty", kl_target=0.01))
-    for _ in range(300):  # 1.5**-300 is 0 in float32
-        schedules.update(0.0)
-    assert schedules.at(0.0).kl_penalty == 1e-3
-    for _ in range(18):
-        schedules.update(1.0)
-    assert schedules.at(0.0).kl_penalty > 1.0
-
-
 @pytest.fixture
 def eager() -> Iterator[None]:
     tf.config.run_functions_eagerly(True)
@@ -255,11 +238,6 @@ def test_8_every_epoch_is_a_new_shuffle_of_all_rows(
     # A window of half the rows could not bring the last ones to the front.
     assert max(max(epoch[0]) for epoch in epochs) >= 45
     assert min(min(epoch[-1]) for epoch in epochs) < 5
-
-
-def test_8_no_rows_are_left_over() -> None:
-    with pytest.raises(ConfigError, match=r"minibatch_size: expected a divisor"):
-        CONFIG.replace(minibatch_size=20)
 
 
 def test_9_statistics_that_wait_for_the_update_leave_ratio_and_divergence_alone() -> (

@@ -8,8 +8,8 @@ from envserve.slab import Status
 from ppo.networks.recurrent import Memory, is_pending, next_state
 
 
-def make(hidden_sizes: tuple[int, ...] = (5,), seed: int = 7) -> Memory:
-    return Memory(2, hidden_sizes=hidden_sizes, units=3, activation="tanh", seed=seed)
+def make() -> Memory:
+    return Memory(2, hidden_sizes=(5,), units=3, activation="tanh", seed=7)
 
 
 def averaging() -> Memory:
@@ -92,12 +92,3 @@ def test_a_state_is_dropped_kept_or_followed() -> None:
     assert got.numpy().ravel().tolist() == [2.0, 1.0, 2.0, 0.0]
     ended = tf.constant([True] * 4)
     assert not next_state(before, after, ended, is_pending(status)).numpy().any()
-
-
-def test_memories_follow_their_seed() -> None:
-    first, same, other = (
-        np.concatenate([v.numpy().ravel() for v in make(seed=n).trainable_variables])
-        for n in (7, 7, 8)
-    )
-    np.testing.assert_array_equal(first, same)
-    assert (first != other).any()

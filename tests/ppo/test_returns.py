@@ -47,37 +47,41 @@ VALUE = [2.0, 4.0, 6.0]
 NEXT = [4.0, 6.0, 8.0]
 
 
-def test_an_uninterrupted_sequence() -> None:
-    advantage, target = run(REWARD, VALUE, NEXT)
-    assert advantage == [1 + 0.25 * 1.25, 1 + 0.25 * 1, 1.0]
-    assert target == [3.3125, 5.25, 7.0]
-
-
-def test_nothing_is_bootstrapped_after_termination() -> None:
-    # delta_1 = 2 + 0 - 4 = -2, and nothing flows back over the end.
-    advantage, target = run(REWARD, VALUE, NEXT, terminated=(1,))
-    assert advantage == [1 + 0.25 * -2, -2.0, 1.0]
-    assert target == [2.5, 2.0, 7.0]
-
-
-def test_the_final_observation_is_bootstrapped_after_truncation() -> None:
-    # V(final) = 10 stands in next_value: delta_1 = 2 + 5 - 4 = 3.
-    advantage, target = run(REWARD, VALUE, [4.0, 10.0, 8.0], truncated=(1,))
-    assert advantage == [1 + 0.25 * 3, 3.0, 1.0]
-    assert target == [3.75, 7.0, 7.0]
-
-
-def test_termination_outweighs_truncation_in_the_same_step() -> None:
-    both, _ = run(REWARD, VALUE, NEXT, terminated=(1,), truncated=(1,))
-    terminated, _ = run(REWARD, VALUE, NEXT, terminated=(1,))
-    assert both == terminated
-
-
-def test_an_invalid_row_has_no_weight_and_lets_nothing_through() -> None:
-    # Row 0 bootstraps from V(o_1) = 4, which is real; row 2 starts a new episode.
-    advantage, target = run(REWARD, VALUE, NEXT, invalid=(1,), truncated=(1,))
-    assert advantage == [1.0, 0.0, 1.0]
-    assert target == [3.0, 0.0, 7.0]
+@pytest.mark.parametrize(
+    ("next_value", "named", "advantage", "target"),
+    [
+        (NEXT, {}, [1 + 0.25 * 1.25, 1 + 0.25 * 1, 1.0], [3.3125, 5.25, 7.0]),
+        # delta_1 = 2 + 0 - 4 = -2: nothing is bootstrapped, nothing flows back.
+        (NEXT, {"terminated": (1,)}, [1 + 0.25 * -2, -2.0, 1.0], [2.5, 2.0, 7.0]),
+        # Termination outweighs truncation in the same step.
+        (
+            *(NEXT, {"terminated": (1,), "truncated": (1,)}),
+            *([1 + 0.25 * -2, -2.0, 1.0], [2.5, 2.0, 7.0]),
+        ),
+        # V(final) = 10 stands in next_value: delta_1 = 2 + 5 - 4 = 3.
+        (
+            *([4.0, 10.0, 8.0], {"truncated": (1,)}),
+            *([1 + 0.25 * 3, 3.0, 1.0], [3.75, 7.0, 7.0]),
+        ),
+        # Row 0 bootstraps from V(o_1) = 4, which is real; row 2 starts a new episode.
+        (
+            *(NEXT, {"invalid": (1,), "truncated": (1,)}),
+            *([1.0, 0.0, 1.0], [3.0, 0.0, 7.0]),
+        ),
+        # Errors of one step.
+        (NEXT, {"gae_lambda": 0.0}, [1.0, 1.0, 1.0], [3.0, 5.0, 7.0]),
+        # r_0 + r_1 / 2 + r_2 / 4 + V(o_3) / 8, and so on.
+        (NEXT, {"gae_lambda": 1.0}, [1.75, 1.5, 1.0], [3.75, 5.5, 7.0]),
+        (NEXT, {"discount": 0.0}, [-1.0, -2.0, -3.0], REWARD),
+    ],
+)
+def test_advantages_and_targets_of_three_steps(
+    next_value: list[float],
+    named: dict[str, Any],
+    advantage: list[float],
+    target: list[float],
+) -> None:
+    assert run(REWARD, VALUE, next_value, **named) == (advantage, target)
 
 
 def test_all_kinds_of_end_in_one_sequence() -> None:
@@ -100,22 +104,6 @@ def test_what_an_invalid_row_holds_changes_nothing(garbage: float) -> None:
         [1.0, garbage, 3.0], VALUE, [4.0, garbage, 8.0], invalid=(1,), truncated=(1,)
     )
     assert clean == dirty
-
-
-def test_lambda_zero_gives_one_step_errors() -> None:
-    advantage, _ = run(REWARD, VALUE, NEXT, gae_lambda=0.0)
-    assert advantage == [1.0, 1.0, 1.0]
-
-
-def test_lambda_one_gives_discounted_sums() -> None:
-    _, target = run(REWARD, VALUE, NEXT, gae_lambda=1.0)
-    # r_0 + r_1 / 2 + r_2 / 4 + V(o_3) / 8, and so on.
-    assert target == [1 + 1 + 0.75 + 1, 2 + 1.5 + 2, 3.0 + 4]
-
-
-def test_discount_zero_gives_rewards() -> None:
-    _, target = run(REWARD, VALUE, NEXT, discount=0.0)
-    assert target == REWARD
 
 
 def _random_sequences(

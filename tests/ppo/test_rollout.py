@@ -5,6 +5,7 @@ import numpy as np
 from ppo.rollout import Episode, EpisodeTracker, Rollout
 from ppo.simulate import Simulation
 from tests.ppo.fakes import CountingBatchEnv, in_graph
+from tests.ppo.runs import rollout_of
 from tests.ppo.test_simulate import echo
 
 
@@ -27,28 +28,23 @@ def test_an_episode_that_lost_a_step_does_not_count() -> None:
     assert EpisodeTracker(1).add(simulation.run((0, 0))) == [Episode(0, 3.0, 3)]
 
 
-def rollout_of(valid: str, done: str) -> Rollout:
+def marked(valid: str, done: str) -> Rollout:
     """One env that earns 1 in each step; "x" stands for true."""
-    flags = {
-        "valid": np.array([[mark == "x"] for mark in valid]),
-        "truncated": np.array([[mark == "x"] for mark in done]),
-    }
-    reward = np.ones((len(valid), 1))
-    nothing = np.zeros_like(flags["valid"])
-    fields = dict.fromkeys(Rollout._fields, nothing)
-    return Rollout(**{**fields, "reward": reward, **flags})
+    flags = [np.array([[mark == "x"] for mark in marks]) for marks in (valid, done)]
+    ones = np.ones((len(valid), 1))
+    return rollout_of(len(valid), reward=ones, valid=flags[0], truncated=flags[1])
 
 
 def test_an_episode_that_went_on_during_padding_does_not_count() -> None:
     tracker = EpisodeTracker(1)
-    assert tracker.add(rollout_of("xx..x", "....x")) == []
+    assert tracker.add(marked("xx..x", "....x")) == []
     assert tracker.lost_in_a_row.tolist() == [1]
-    assert tracker.add(rollout_of("xx", ".x")) == [Episode(0, 2.0, 2)]
+    assert tracker.add(marked("xx", ".x")) == [Episode(0, 2.0, 2)]
     assert tracker.lost_in_a_row.tolist() == [0]
 
 
 def test_padding_before_a_loss_is_not_a_loss_of_its_own() -> None:
     tracker = EpisodeTracker(1)
-    assert tracker.add(rollout_of("x...", "...x")) == []
-    assert tracker.add(rollout_of("x.", "..")) == []
+    assert tracker.add(marked("x...", "...x")) == []
+    assert tracker.add(marked("x.", "..")) == []
     assert tracker.lost_in_a_row.tolist() == [1]

@@ -33,13 +33,6 @@ def test_a_folder_with_files_is_not_taken(name: str, tmp_path: Path) -> None:
         RunFolder.create(tmp_path / name, CONFIG)
 
 
-def test_a_folder_of_another_run_suggests_to_resume_it(tmp_path: Path) -> None:
-    RunFolder.create(tmp_path, CONFIG)
-    (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(RunFolderError, match=f"--resume {tmp_path}"):
-        RunFolder.create(tmp_path, CONFIG)
-
-
 def test_a_run_that_never_began_may_be_started_again(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, CONFIG)
     changed = CONFIG.replace(seed=3)

@@ -14,8 +14,9 @@ from ppo.config import Config
 from ppo.learning.samples import Sequences
 from ppo.rollout import Rollout
 from ppo.simulate import Simulation
+from tests.ppo import runs
 from tests.ppo.fakes import ACTIONS, BOX, ScriptedBatchEnv, in_graph
-from tests.ppo.runs import Learner, copy
+from tests.ppo.runs import Learner, copy, fill_masked, rollout_of
 
 # Ends at all phases of sequences of 4, in every way, also in a row; episodes that go on
 # through padding, and through a late result; and one that never ends.
@@ -60,13 +61,8 @@ def acting(
     fake = ScriptedBatchEnv(
         SCRIPTS[: config.num_envs], num_splits=num_splits, action_space=SPACES[kind]
     )
-    return Simulation(
-        in_graph(fake),
-        agent.act_on_noise,
-        config.horizon,
-        draw_noise=agent.draw_noise,
-        state_sizes=agent.state_sizes,
-        sequence_length=config.sequence_length,
+    return runs.acting(
+        agent, in_graph(fake), config.horizon, sequence_length=config.sequence_length
     )
 
 
@@ -254,17 +250,11 @@ def test_a_truncated_episode_is_continued_by_what_its_memory_makes_of_its_end() 
     # The second step truncates; x is chosen by tanh(x). The state starts at 0.4.
     observation = np.arctanh([0.8, 0.0, 0.4, -0.6, 0.2])
     final = np.arctanh([0.0, -0.9, 0.0, 0.0])
-    no, steps = np.zeros((4, 1), np.bool_), np.zeros((4, 1))
-    rollout = Rollout(
+    rollout = rollout_of(
+        4,
         observation=observation[:, None, None],
-        action=np.zeros((4, 1, 1), np.float32),
-        log_prob=np.zeros((4, 1), np.float32),
-        reward=steps,
-        terminated=no,
         truncated=np.array([[False], [True], [False], [False]]),
-        valid=~no,
         final_observation=final[:, None, None],
-        status=np.zeros((4, 1), np.uint8),
         state=(np.zeros((1, 1, 1), np.float32), np.full((1, 1, 1), 0.4, np.float32)),
     )
     value, final_value = values(agent, rollout, **config)
@@ -272,19 +262,6 @@ def test_a_truncated_episode_is_continued_by_what_its_memory_makes_of_its_end() 
     np.testing.assert_allclose(value[:, 0], [7.0, 4.0, 3.0, -1.0, 1.0], atol=1e-5)
     # 0.3 / 2 - 0.9 / 2 = -0.3; without the memory of the episode it were -0.45.
     assert final_value[1, 0] == pytest.approx(-2.0, abs=1e-5)
-
-
-def fill_masked(rollout: Rollout, garbage: float) -> Rollout:
-    """Replace all that is made up, and observations that nobody has taken in."""
-    filled = copy(rollout)
-    for rows in (filled.action, filled.log_prob, filled.reward):
-        rows[~rollout.valid] = garbage
-    filled.final_observation[~(rollout.done & rollout.valid)] = garbage
-    led_to = np.zeros_like(rollout.valid)  # the row before bootstraps from it
-    led_to[1:] = (rollout.valid & ~rollout.done)[:-1]
-    is_late = rollout.status == Status.LATE
-    filled.observation[:-1][~rollout.valid & ~led_to & ~is_late] = garbage
-    return filled
 
 
 @pytest.mark.parametrize("garbage", [1e9, np.nan, np.inf])

@@ -15,10 +15,19 @@ from ppo.errors import DivergedError
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.learning.update import Updater
 from ppo.simulate import Simulation
-from tests.ppo.runs import copy
+from tests.ppo.runs import acting, copy
 
 HORIZON = 30
 NUM_ENVS = 6
+CONFIG = Config(
+    env_name="CartPole-v1",
+    num_envs=NUM_ENVS,
+    num_splits=2,
+    minibatch_size=6,
+    horizon=HORIZON,
+    epochs=1,
+    jit_compile=False,
+)
 
 
 def local(num_splits: int) -> BatchEnv:
@@ -133,41 +142,20 @@ def test_the_policy_sees_the_rows_of_one_split() -> None:
 
 def test_an_agents_noise_is_its_rows_own() -> None:
     """Networks of another batch size may round otherwise, so compare closely."""
-    config = Config(env_name="CartPole-v1", num_envs=NUM_ENVS, minibatch_size=6)
     actions = []
     for num_splits in (1, 2):
         with local(num_splits) as batch:
-            agent = Agent(batch.observation_space, batch.action_space, config)
-            simulation = Simulation(
-                InGraphBatchEnv(batch),
-                agent.act_on_noise,
-                HORIZON,
-                draw_noise=agent.draw_noise,
-            )
-            rollout = simulation.run((1, 2))
+            agent = Agent(batch.observation_space, batch.action_space, CONFIG)
+            rollout = acting(agent, InGraphBatchEnv(batch), HORIZON).run((1, 2))
             actions.append((rollout.action.copy(), rollout.log_prob.copy()))
     np.testing.assert_array_equal(actions[0][0], actions[1][0])
     np.testing.assert_allclose(actions[0][1], actions[1][1], rtol=1e-5)
 
 
 def test_the_ratio_is_one_before_the_first_gradient_step() -> None:
-    config = Config(
-        env_name="CartPole-v1",
-        num_envs=NUM_ENVS,
-        num_splits=2,
-        minibatch_size=6,
-        horizon=HORIZON,
-        epochs=1,
-        jit_compile=False,
-    )
     with local(2) as batch:
-        agent = Agent(batch.observation_space, batch.action_space, config)
-        simulation = Simulation(
-            InGraphBatchEnv(batch),
-            agent.act_on_noise,
-            HORIZON,
-            draw_noise=agent.draw_noise,
-        )
-        learned = Updater(agent, config).update(simulation.run((1, 2)), seed=(3, 4))
+        agent = Agent(batch.observation_space, batch.action_space, CONFIG)
+        simulation = acting(agent, InGraphBatchEnv(batch), HORIZON)
+        learned = Updater(agent, CONFIG).update(simulation.run((1, 2)), seed=(3, 4))
     assert learned["ratio_deviation"] < 1e-5
     assert learned["approximate_kl"] > 0

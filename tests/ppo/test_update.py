@@ -16,7 +16,7 @@ from ppo.normalize import ReturnScale
 from ppo.rollout import Rollout
 from ppo.simulate import simulate
 from tests.ppo.fakes import ACTIONS, BOX, CountingBatchEnv, in_graph
-from tests.ppo.runs import SMALL, Learner, copy, parameters
+from tests.ppo.runs import SMALL, Learner, fill_masked, parameters
 
 LOST = frozenset({(2, 0), (5, 1), (6, 1)})
 CONFIG = SMALL.replace(
@@ -91,29 +91,15 @@ def test_the_ratio_is_one_with_statistics_and_not_if_they_move_too_early() -> No
     assert updater.update(rollout, seed=(3, 4))["ratio_deviation"] > 1e-3
 
 
-def fill_masked(rollout: Rollout, garbage: float) -> Rollout:
-    """Replace all that is made up or meaningless."""
-    valid, done = rollout.valid, rollout.done
-    filled = copy(rollout)
-    for rows in (filled.action, filled.log_prob, filled.reward):
-        rows[~valid] = garbage
-    filled.final_observation[~(done & valid)] = garbage
-    filled.terminated[~valid] = True
-    # An observation on which an invalid row acted is real if a valid step led there
-    # within an episode; then the row before bootstraps from it.
-    led_to = np.zeros_like(valid)
-    led_to[1:] = (valid & ~done)[:-1]
-    filled.observation[:-1][~valid & ~led_to] = garbage
-    return filled
-
-
 @pytest.mark.parametrize("garbage", [1e9, -1e9, np.nan, np.inf])
 @pytest.mark.parametrize("kind", ["gaussian", "once", "everything"])
 def test_what_masked_rows_hold_changes_nothing(garbage: float, kind: str) -> None:
     subject = learner(kind)
     assert (~subject.rollout.valid).sum() == len(LOST)
+    filled = fill_masked(subject.rollout, garbage)
+    filled.terminated[~filled.valid] = True
     outcomes = []
-    for rollout in (subject.rollout, fill_masked(subject.rollout, garbage)):
+    for rollout in (subject.rollout, filled):
         scale = ReturnScale(CONFIG.num_envs, CONFIG.discount)
         scale.update(rollout.reward, rollout.done, rollout.valid)
         metrics, learned = subject.outcome(rollout, reward_scale=scale.factor)

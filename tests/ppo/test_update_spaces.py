@@ -9,9 +9,8 @@ import tensorflow as tf
 from gymnasium import spaces
 
 from ppo.agent import Agent
-from ppo.simulate import Simulation
 from tests.ppo.fakes import CountingBatchEnv, in_graph
-from tests.ppo.runs import SMALL, Learner, copy
+from tests.ppo.runs import SMALL, Learner, acting, fill_masked
 
 ACTIONS = spaces.MultiDiscrete([2, 3])
 OBSERVATIONS = spaces.Dict(
@@ -50,12 +49,8 @@ def learn(**changes: Any) -> Learner:
         [3, 4], terminates=[True, False], lost=LOST,
         action_space=ACTIONS, observation_space=OBSERVATIONS, observe=observe,
     )  # fmt: skip
-    simulation = Simulation(
-        in_graph(fake),
-        agent.act,
-        config.horizon,
-        state_sizes=agent.state_sizes,
-        sequence_length=config.sequence_length,
+    simulation = acting(
+        agent, in_graph(fake), config.horizon, sequence_length=config.sequence_length
     )
     return Learner(agent, config, simulation.run((1, 2)))
 
@@ -109,18 +104,10 @@ def test_what_was_acted_on_is_learned_from(kind: str) -> None:
 def test_what_padding_rows_hold_changes_nothing(garbage: int, kind: str) -> None:
     subject = learner(kind)
     clean = subject.rollout
-    dirty = copy(clean)
-    valid, done = clean.valid, clean.done
-    led_to = np.zeros_like(valid)
-    led_to[1:] = (valid & ~done)[:-1]
-    dirty.action[~valid] = garbage
-    for leaf in tf.nest.flatten(dirty.final_observation):
-        leaf[~(done & valid)] = garbage % 128
-    for leaf in tf.nest.flatten(dirty.observation):
-        leaf[:-1][~valid & ~led_to] = garbage % 128
+    dirty = fill_masked(clean, garbage)
     # Also where the observation counts, since the row before led there, its mask does
     # not: nobody acted under it.
-    dirty.observation["action_mask"][:-1][~valid] = garbage % 2
+    dirty.observation["action_mask"][:-1][~clean.valid] = garbage % 2
     metrics, parameters = subject.outcome(clean)
     dirty_metrics, dirty_parameters = subject.outcome(dirty)
     assert metrics == dirty_metrics

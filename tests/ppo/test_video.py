@@ -45,16 +45,6 @@ def test_an_exception_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_frames_of_several_sizes_are_an_error(tmp_path: Path) -> None:
-    with (  # noqa: PT012
-        pytest.raises(VideoError, match="expected frames of one size"),
-        VideoWriter(tmp_path / "film.mp4", 30, find_ffmpeg()) as video,
-    ):
-        video.add(np.zeros((16, 16, 3), np.uint8))
-        video.add(np.zeros((16, 18, 3), np.uint8))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_what_ffmpeg_complains_of_is_the_error(tmp_path: Path) -> None:
     path = tmp_path / "missing" / "film.mp4"
     for count in (10**9, 1):  # it ends while frames are written, or after the last one

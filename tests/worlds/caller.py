@@ -6,15 +6,16 @@ it asked for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 
 from envserve import codec
 from envserve.client import StepResult
-from envserve.client.gathered import Gathered
+from envserve.client.row_set import BatchBlock
+from envserve.client.step_result import add_infos
 from envserve.errors import (
     ActionError,
     CallError,
@@ -26,10 +27,11 @@ from envserve.errors import (
     ProtocolError,
     ServerError,
 )
-from envserve.lane import Block, Call, Outcome, Reset
+from envserve.lane import Block, Call, Lane, Outcome, Reset
 from envserve.session import ClientSession, ClientState
 from envserve.slab import Status
 from envserve.wire import Attach
+from tests.oracle.journal import Array
 from tests.oracle.ledger import Ledger
 from tests.worlds.endpoint import Endpoint
 from tests.worlds.journal import Violation
@@ -39,11 +41,11 @@ from tests.worlds.profile import Profile, log_uniform
 if TYPE_CHECKING:
     from tests.worlds.world import World
 
-Array = np.ndarray[Any, Any]
-
 MAX_ENVS: Final = 4
 _CLOSE_SECONDS: Final = 1.5
 _BAD_ACTION: Final = -1
+#: Rows of a lane that is alone are rows of the batch.
+_BLOCK: Final = BatchBlock(0, cast("Lane", None), 0, 0, MAX_ENVS, 0, 0)
 #: Of these a session may die, when something has failed.
 FATAL: Final = (ConnectError, EnvError, LeaseLost, ServerError)
 
@@ -65,14 +67,12 @@ class Caller(Endpoint):
     """Uses envs of one host after the other.
 
     Attributes:
-      num_finished: How many operations have ended.
       is_done: Whether it will not attach again.
       ledgers: Books of all its sessions.
     """
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self.num_finished = 0
         self.is_done = False
         self.ledgers: list[Ledger] = []
         self._in_flight: dict[int, Asked] = {}
@@ -82,11 +82,6 @@ class Caller(Endpoint):
         self._unknown: set[int] = set()  # rows that have none
         self._given_up: set[int] = set()  # rows whose envs may be lost by ourselves
         self.plan(world.clock.random.random(), self._attach)
-
-    @property
-    def num_valid(self) -> int:
-        """How many rows of steps were valid."""
-        return sum(ledger.num_valid for ledger in self.ledgers)
 
     def calm(self, profile: Profile) -> None:
         """From now on steps all rows until each was valid once, and then closes."""
@@ -158,7 +153,6 @@ class Caller(Endpoint):
     # What the caller wants.
 
     def _think(self) -> None:
-        """Does something, if it can."""
         self._is_thinking = False
         session = self.session
         if session is None or not _is_usable(session):
@@ -254,7 +248,6 @@ class Caller(Endpoint):
         session.submit_call(call, self.clock.now)
 
     def _ask_too_early(self, session: ClientSession) -> None:
-        """Uses a block that is in flight."""
         try:
             session.submit_step([next(iter(self._in_flight))], self.clock.now)
         except LocalProtocolError:
@@ -265,7 +258,6 @@ class Caller(Endpoint):
 
     def _take(self, session: ClientSession, outcome: Outcome) -> None:
         asked = self._in_flight.pop(outcome.block, None)
-        self.num_finished += 1
         if asked is None:
             raise Violation(f"{outcome} belongs to nothing that is in flight")
         block = session.blocks[outcome.block]
@@ -290,8 +282,8 @@ class Caller(Endpoint):
     def _take_step(
         self, session: ClientSession, asked: Asked, outcome: Outcome, block: Block
     ) -> None:
-        gathered = Gathered()
-        gathered.add(outcome, 0)
+        infos: dict[int, Mapping[str, Any]] = {}
+        add_infos(infos, outcome, _BLOCK, False)
         rows = session.rows.at(slice(block.start, block.stop))
         result = StepResult(
             rows.observation[0],
@@ -301,7 +293,7 @@ class Caller(Endpoint):
             rows.status == Status.OK,
             rows.final_observation[0],
             rows.status,
-            gathered.infos,
+            infos,
         )
         if asked.kind == "refused" and result.valid.any():
             raise Violation("an action was executed that no env may get")

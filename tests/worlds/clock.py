@@ -23,7 +23,6 @@ class Clock:
 
     Attributes:
       now: Monotonic seconds.
-      num_events: How many events there were.
       random: Where all randomness comes from.
     """
 
@@ -48,7 +47,6 @@ class Clock:
 
     @property
     def next_at(self) -> float:
-        """When the next event happens."""
         return self._events[0][0] if self._events else math.inf
 
     def step(self) -> None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from envserve.session import ClientSession
+from envserve.session import ClientSession, Patience
 from envserve.wire import Attach, Buffer
 from tests.worlds.clock import Patient
 from tests.worlds.host import Host
@@ -31,12 +31,8 @@ class Endpoint(Patient):
     """Has one session after the other, each with some host.
 
     Attributes:
-      world: Where it is.
       number: Tells it from others.
       session: The client's half; None between two sessions.
-      link: Its connection.
-      num_envs: How many it asks for.
-      num_sessions: How many sessions it has begun.
       is_tenacious: Whether its session never gives up.
     """
 
@@ -47,7 +43,6 @@ class Endpoint(Patient):
         self.session: ClientSession | None = None
         self.link = Link(world.clock, world.profile, self.number, self._arrive)
         self.num_envs = 0
-        self.num_sessions = 0
         self.is_tenacious = False
         self._wake_at = math.inf
         self._heard_at = 0.0
@@ -77,13 +72,14 @@ class Endpoint(Patient):
         self.session = ClientSession(
             "tcp://host",
             attach,
+            Patience(
+                connect_seconds=_CONNECT_SECONDS,
+                lost_seconds=_LOST_SECONDS,
+                pads=self.is_tenacious,
+            ),
             session=source.getrandbits(63) + 1,
             now=now,
-            timeout_seconds=_CONNECT_SECONDS,
-            server_lost_after_seconds=_LOST_SECONDS,
-            pads_when_lost=self.is_tenacious,
         )
-        self.num_sessions += 1
         self.num_envs = attach.num_envs
         self._heard_at = now
         self._wake_at = math.inf
@@ -101,7 +97,6 @@ class Endpoint(Patient):
             self.look()
 
     def lose_link(self, seconds: float) -> None:
-        """Loses the connection, and makes another after a while."""
         if self.session is not None and self.link.host and self.link.is_connected:
             self.link.reset()
             self.session.disconnected(self.clock.now)

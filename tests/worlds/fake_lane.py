@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from gymnasium import spaces
 
-from envserve import codec
 from envserve.errors import EnvserveError
-from envserve.lane import Call, Fault, Outcome, Reset, make_blocks
-from envserve.slab import Rows, Status, keep_last_observation, write_lost
+from envserve.lane import Call, Outcome, Reset
+from envserve.session import RunStep
+from envserve.settings import PoolSettings
+from envserve.slab import Status, keep_last_observation
 from envserve.spec import EnvSpec
+from tests.worlds.pool import MemoryPool
 
 SPEC = EnvSpec(
     "Fake-v0",
@@ -28,19 +30,7 @@ SPEC = EnvSpec(
 
 
 def next_hash(before: int, action: int) -> int:
-    """Returns what an env observes after an action."""
     return (before * 31 + action + 7) % 1_000_003
-
-
-@dataclass(slots=True)
-class _Operation:
-    """What runs on a block; `is_lost_step` has nothing but the lost row to give."""
-
-    kind: str
-    rows: Sequence[int] = ()
-    actions: Sequence[int] = ()
-    is_lost_step: bool = False
-    is_silent: bool = False
 
 
 @dataclass(slots=True)
@@ -54,73 +44,64 @@ class Faults:
     draw: Callable[[], float] = field(default=lambda: 0.5)
 
 
-class FakeLane:
+class FakeLane(MemoryPool):
     """Satisfies `envserve.lane.Lane`.
 
     Attributes:
       state: Per row its episode, step and hash, as they really are.
       losses: How often each block was lost.
-      faults: What may happen.
     """
 
     given_up: EnvserveError | None = None
     spec = SPEC
 
     def __init__(self, num_envs: int, num_workers: int, faults: Faults) -> None:
+        settings = PoolSettings(
+            env_name="Fake-v0",
+            num_envs=num_envs,
+            num_workers=num_workers,
+            num_splits=2,
+            seed=0,
+        )
+        super().__init__(settings)
         self.name = "fake"
         self.num_envs = num_envs
-        self.blocks = make_blocks(num_envs, num_workers, 2)
-        self.rows = Rows.allocate(SPEC, num_envs)
         self.state = np.zeros((num_envs, 3), np.int64)
         self.state[:, 0] = -1
         self.losses = dict.fromkeys(range(len(self.blocks)), 0)
         self.faults = faults
         self.is_waiting = False
-        self._operations: dict[int, _Operation] = {}
-        self._lost: dict[int, Status] = {}
+        self._actions = np.zeros(num_envs, np.int64)
+        self._silent: set[int] = set()
         self._outcomes: list[Outcome] = []
-        self._has_news = False
         self._reader, self._writer = os.pipe()
         os.write(self._writer, b"!")  # always readable
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._operations or self._outcomes)
+        return bool(self.running or self._outcomes)
 
     @property
     def absent(self) -> set[int]:
-        return {
-            index
-            for index, operation in self._operations.items()
-            if operation.is_silent or index in self._lost
-        }
+        return super().absent | self._silent
 
     def finish_start(self, deadline: float) -> None:
         pass
 
     def submit_step(self, blocks: Sequence[int]) -> None:
         for index in blocks:
-            actions = self.rows.action[0][self._part(index)].tolist()
-            operation = _Operation("step", actions=actions)
-            self._submit(index, operation)
-            if index in self._lost:
-                operation.is_lost_step = True
-                keep_last_observation(self.rows, self._part(index))
+            part = self.parts[index]
+            self._actions[part] = self.rows.action[0][part]
+            self._begin(index, RunStep(0, [index]))
 
     def submit_reset(self, resets: Sequence[Reset]) -> None:
         for reset in resets:
-            block = self.blocks[reset.block]
-            rows = reset.env_indices or range(block.start, block.stop)
-            self._submit(reset.block, _Operation("reset", rows=rows))
+            self._begin(reset.block, reset)
 
     def submit_call(self, call: Call) -> None:
         index = next(b.index for b in self.blocks if call.env_index < b.stop)
-        self._submit(index, _Operation("call"))
-
-    def _submit(self, index: int, operation: _Operation) -> None:
-        assert index not in self._operations, "a block in flight was submitted"
-        self._operations[index] = operation
-        self._has_news = self._has_news or index in self._lost
+        assert index not in self.running, "a block in flight was submitted"
+        self.running[index] = call
 
     def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
         self.is_waiting = True
@@ -129,79 +110,50 @@ class FakeLane:
         self.is_waiting = False
         self._go_on()
         outcomes, self._outcomes = self._outcomes, []
-        self._has_news = False
         return outcomes
 
     def _go_on(self) -> None:
         draw, faults = self.faults.draw, self.faults
-        for block in self.blocks:
+        for index, part in enumerate(self.parts):
             if draw() < faults.lose:
-                self._lose(block.index)
-            operation = self._operations.get(block.index)
-            if operation is None:
+                self._lose(index)
+            if index not in self.running:
                 continue
             if draw() < faults.silence:
-                if not operation.is_silent and operation.kind == "step":
-                    keep_last_observation(self.rows, self._part(block.index))
-                operation.is_silent = True
-            elif operation.is_silent:
-                operation.is_silent = draw() < 0.7
+                if isinstance(self.running[index], RunStep):
+                    keep_last_observation(self.rows, part)
+                self._silent.add(index)
+            elif index in self._silent:
+                if draw() >= 0.7:
+                    self._silent.discard(index)
             elif draw() < faults.end:
-                self._end(block.index, operation)
+                self._outcomes.append(self.finish(index))
 
     def _lose(self, index: int) -> None:
-        operation = self._operations.get(index)
         if index not in self._lost:
             self.losses[index] += 1
-            self._lost[index] = Status.WORKER_DIED
-        if operation is not None and operation.kind == "call":
-            del self._operations[index]
-            error = EnvserveError("lost during a call")
-            self._outcomes.append(Outcome(index, error=error))
-        elif operation is not None and operation.kind == "step":
-            if not operation.is_lost_step and not operation.is_silent:
-                keep_last_observation(self.rows, self._part(index))
-            operation.is_lost_step = True
+            if isinstance(self.running.get(index), RunStep):
+                keep_last_observation(self.rows, self.parts[index])
+        if isinstance(self.running.get(index), Call):
+            self._silent.discard(index)
+            self._outcomes.append(self.fail(index))
+        self._mark_lost(index, Status.WORKER_DIED)
 
-    def _end(self, index: int, operation: _Operation) -> None:
-        del self._operations[index]
-        block, part = self.blocks[index], self._part(index)
-        rows = range(block.start, block.stop)
-        faults: list[Fault] = []
-        if operation.is_lost_step:
-            self._begin_episodes(rows)
-            self._write(rows, [0] * len(rows))
-            write_lost(self.rows, part, self._lost.pop(index))
-            faults = [Fault(row, Status.WORKER_DIED, "was lost") for row in rows]
-        elif operation.kind == "reset":
-            self._begin_episodes(operation.rows)
-            self._write(operation.rows, [0] * len(operation.rows))
-            if len(operation.rows) == len(rows):
-                self._lost.pop(index, None)
-        elif operation.kind == "step":
-            for row, action in zip(rows, operation.actions, strict=True):
-                self.state[row, 1] += 1
-                self.state[row, 2] = next_hash(int(self.state[row, 2]), action)
-            self._write(rows, operation.actions)
-        result = codec.encode({"value": None}) if operation.kind == "call" else b""
-        self._outcomes.append(Outcome(index, faults=faults, result=result))
+    def _reset(self, row: int, seed: int | None = None) -> None:
+        self.state[row] = (self.state[row, 0] + 1, 0, 0)
+        self.rows.observation[0][row] = self.state[row]
 
-    def _begin_episodes(self, rows: Sequence[int]) -> None:
-        for row in rows:
-            self.state[row] = (self.state[row, 0] + 1, 0, 0)
-
-    def _write(self, rows: Sequence[int], rewards: Sequence[int]) -> None:
-        chosen = list(rows)
-        self.rows.observation[0][chosen] = self.state[chosen]
-        self.rows.reward[chosen] = rewards
-        self.rows.terminated[chosen] = self.rows.truncated[chosen] = False
-        self.rows.status[chosen] = Status.OK
-
-    def _part(self, index: int) -> slice:
-        return slice(self.blocks[index].start, self.blocks[index].stop)
+    def _step(self, row: int) -> None:
+        action = self._actions[row]
+        self.state[row, 1] += 1
+        self.state[row, 2] = next_hash(int(self.state[row, 2]), int(action))
+        self.rows.observation[0][row] = self.state[row]
+        self.rows.reward[row], self.rows.status[row] = action, Status.OK
+        self.rows.terminated[row] = self.rows.truncated[row] = False
 
     def lose(self, text: str) -> None:
-        self._operations = {}
+        self.running.clear()
+        self._silent.clear()
         self._outcomes = []
         for block in self.blocks:
             self._lose(block.index)

@@ -21,7 +21,6 @@ STRAY: Final = b"0.0"
 
 
 def strike(world: World, kind: str) -> None:
-    """Lets one fault happen."""
     source, profile = world.clock.random, world.profile
     host = source.choice(world.hosts)
     client = source.choice([*world.endpoints.values()]) if world.endpoints else None

@@ -45,9 +45,7 @@ class Host(Patient):
 
     Attributes:
       session: The server's half; None while there is no server.
-      pools: Pools by session.
       granted: Sessions whose envs are built.
-      num_starts: How often the server was started.
       has_defect: Whether the server fails at the next message.
     """
 
@@ -101,7 +99,6 @@ class Host(Patient):
             self._check_end()
 
     def stop(self) -> None:
-        """Has the server end politely."""
         if self.session is not None:
             self.carry_out(self.session.stop())
             self._plan(_STOP_SECONDS, self._end_stop)
@@ -117,7 +114,6 @@ class Host(Patient):
     # What comes in.
 
     def receive(self, route: bytes, frames: Sequence[Buffer]) -> None:
-        """Takes a message, whatever it is."""
         if self.session is None:
             return
         if self.has_defect:
@@ -152,7 +148,6 @@ class Host(Patient):
     # What the session decides.
 
     def carry_out(self, decisions: Sequence[Decision]) -> None:
-        """Does what was decided."""
         for decision in decisions:
             if isinstance(decision, Reply):
                 self._world.deliver(self, decision)
@@ -217,7 +212,6 @@ class Host(Patient):
             self.carry_out(self._running.pool_closed(session))
 
     def fail_pool(self, session: int, error: EnvError) -> None:
-        """Has a pool fail for good."""
         if session in self.pools:
             self.carry_out(self._running.pool_failed(session, error))
 
@@ -264,7 +258,6 @@ class Host(Patient):
         self.carry_out(self._running.pool_finished(session, outcomes, pool.absent))
 
     def lose_worker(self, session: int, worker: int, seconds: float) -> None:
-        """Loses a worker of a pool, and brings it back after a while."""
         pool = self.pools.get(session)
         if pool is None or pool.is_closing or session not in self.granted:
             return
@@ -294,17 +287,19 @@ class Host(Patient):
         self._plan_poll()
 
     def check_bounds(self) -> None:
-        """Checks that a server does not keep more and more."""
         if (
             self.session is not None
-            and len(self.session._claims.ended) > _MAX_REMEMBERED
+            and len(self.session.claims.ended) > _MAX_REMEMBERED
         ):
             raise Violation("a server remembers more and more sessions")
 
     def check_free(self) -> None:
-        """Checks that nobody has envs any more."""
-        if self.pools or self._running.free_envs != self._world.profile.total_envs:
+        if (
+            self.pools
+            or self._running.claims.free_envs != self._world.profile.total_envs
+        ):
             raise Violation(
-                f"{len(self.pools)} pools are left, and {self._running.free_envs} of "
+                f"{len(self.pools)} pools are left, and "
+                f"{self._running.claims.free_envs} of "
                 f"{self._world.profile.total_envs} envs are free, after all have closed"
             )

@@ -25,7 +25,6 @@ class WorldJournal:
 
     Attributes:
       pools: Where each seed is, or was, in use.
-      num_lost: How many episodes were lost.
     """
 
     def __init__(self) -> None:
@@ -36,20 +35,17 @@ class WorldJournal:
         self._last_call = 0
 
     def write(self, seed: int, episode: int, step: int, action: int) -> None:
-        """Enters an action that an env has applied."""
         self._records.append((seed, episode, step, action, 0))
 
     def close(self) -> None:
         """Stays open: it has no file, and other envs go on writing."""
 
     def new_call(self) -> int:
-        """Returns an argument that no other call has."""
         self._last_call += 1
         self._calls.add(self._last_call)
         return self._last_call
 
     def note_call(self, argument: int) -> None:
-        """Notes that an env executes a call."""
         if argument not in self._calls:
             raise Violation(f"call {argument} was executed twice, or never asked for")
         self._calls.remove(argument)

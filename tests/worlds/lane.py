@@ -110,7 +110,6 @@ class WorldLane(Endpoint):
         return self._client.stats()
 
     def fileno(self) -> int:
-        """A descriptor that is always readable."""
         return self._reader
 
     def begin_close(self) -> None:

@@ -14,8 +14,6 @@ class Link:
     """A connection, made anew now and then; messages of one before may linger.
 
     Attributes:
-      host: Where it leads.
-      is_connected: Whether messages can be sent.
       last_sent: Frames that were sent last.
     """
 
@@ -29,10 +27,7 @@ class Link:
         """Starts without a connection.
 
         Args:
-          clock: What happens when.
-          profile: How bad the network is.
           name: Tells the routes of callers apart.
-          receive: Gets what arrives.
         """
         self.is_connected = False
         self.host: Host | None = None
@@ -45,7 +40,6 @@ class Link:
         self._cut_until = [0.0, 0.0]  # to the host, and from it
 
     def connect(self, host: Host) -> None:
-        """Connects, to the same host or another."""
         self._generation += 1
         self.host = host
         self.is_connected = True
@@ -69,7 +63,6 @@ class Link:
         self._cut_until = [0.0, 0.0]
 
     def send(self, frames: Sequence[Buffer]) -> None:
-        """Sends something to the host."""
         self.last_sent = frames
         self._send(0, self._arrive_at_host, self.host, self._generation, frames)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
+import itertools
 import logging
 import multiprocessing
 import time
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.lab.tables import as_table
-from envserve.cores import num_cores
+from envserve.settings import num_cores
 from tests.worlds.journal import Violation
 from tests.worlds.world import simulate
 
@@ -25,8 +25,6 @@ class WorldResult(NamedTuple):
     """What has come of one simulation.
 
     Attributes:
-      seed: Its seed.
-      counts: How much of what there was.
       failure: What has happened that must not; "" if nothing has.
     """
 
@@ -58,18 +56,11 @@ def run_many(
     first_seed: int, num_seeds: int, events_per_seed: int, num_processes: int
 ) -> Iterator[WorldResult]:
     """Runs simulations with consecutive seeds; yields results as they come."""
-    waiting: collections.deque[concurrent.futures.Future[WorldResult]] = (
-        collections.deque()
-    )
     with concurrent.futures.ProcessPoolExecutor(
         num_processes, multiprocessing.get_context("spawn"), initializer=logging.disable
     ) as processes:
-        for seed in range(first_seed, first_seed + num_seeds):
-            waiting.append(processes.submit(run_one, seed, events_per_seed))
-            if len(waiting) > 4 * num_processes:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        seeds = range(first_seed, first_seed + num_seeds)
+        yield from processes.map(run_one, seeds, itertools.repeat(events_per_seed))
 
 
 def main(

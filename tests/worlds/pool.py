@@ -36,10 +36,6 @@ class MemoryPool:
     """Envs of one lease.
 
     Attributes:
-      config: What the pool was asked for.
-      blocks: Its blocks.
-      parts: Rows of each.
-      rows: All rows.
       running: Operation by block.
       down: Workers that are being replaced.
       is_closing: Whether its envs are gone.
@@ -74,7 +70,6 @@ class MemoryPool:
     def begin(
         self, decision: RunStep | RunReset | RunCall
     ) -> list[tuple[int, Operation]]:
-        """Begins what a session has decided; returns it by block."""
         if self.is_closing:
             raise Violation(f"{self!r} was used after its end")
         begun: list[tuple[int, Operation]]
@@ -202,8 +197,6 @@ class MemoryPool:
         """Loses all episodes of a worker; returns the calls that end with it.
 
         Args:
-          worker: Its index.
-          status: How it ended.
           applied: Whether it has done what it ran, and written it, but not answered.
         """
         self.down.add(worker)

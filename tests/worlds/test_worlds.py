@@ -27,6 +27,8 @@ EVENTS_PER_BUG = 4_000
 #: Seeds that once failed, with their number of events, and what they have shown.
 REGRESSIONS = {
     (23, 6_000): "a reset of some rows dropped what was owed to the others",
+    (393424879, 2_000): "a block that was padding at an interrupt was owed for ever",
+    (1018, 13_000): "an interrupt in a server's silence began the wait for it anew",
 }
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from envserve.client import BatchEnv, StepResult
-from envserve.errors import CallError, EnvserveError, ProtocolError
+from envserve.errors import CallError, EnvserveError, EnvTimeout, ProtocolError
 from envserve.wire import Attach
 from tests.oracle.ledger import Ledger
 from tests.oracle.player import Player
@@ -25,8 +25,6 @@ from tests.worlds.profile import log_uniform
 if TYPE_CHECKING:
     from tests.worlds.world import World
 
-Array = np.ndarray[Any, Any]
-
 _START_SECONDS: Final = 100.0
 #: Who may be told that an env of somebody else is slow has this much patience.
 _PADDING_AFTER: Final = (0.0, 0.1, 2.0, math.inf)
@@ -36,22 +34,18 @@ class Trainer:
     """Uses one batch after the other.
 
     Attributes:
-      ledgers: Books of all its batches.
       player: The batch, with its books; None between two batches.
-      num_batches: How many batches it has had.
     """
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.ledgers: list[Ledger] = []
         self.player: Player | None = None
-        self.num_batches = 0
         self._random = world.clock.random
 
     # Batches.
 
     def go_on(self) -> None:
-        """Does one thing, whatever comes of it."""
         try:
             if self.player is None:
                 self._begin_somewhere()
@@ -99,7 +93,6 @@ class Trainer:
             for lane in lanes:
                 lane.close()
             raise
-        self.num_batches += 1
         batch = BatchEnv(lanes, padding_after=padding_after)
         ledger = Ledger(first, seed, length=LENGTH, clock=lambda: world.clock.now)
         self.ledgers.append(ledger)
@@ -116,7 +109,6 @@ class Trainer:
             self.player = None
 
     def wait(self, seconds: float) -> None:
-        """Does nothing for a while."""
         until = self.world.clock.now + seconds
         while self.world.clock.now < until:
             self.world.step(until)
@@ -154,24 +146,36 @@ class Trainer:
     def _send_and_receive(self, player: Player) -> None:
         """Sends blocks in any order, and takes them as they come."""
         batch, source = player.batch, self._random
-        chosen = source.sample(batch.blocks, source.randint(1, len(batch.blocks)))
-        rows = player.random.permutation(np.concatenate(chosen))
-        out = set(rows.tolist())
+        out: set[int] = set()
+        num_sends = source.randint(1, 4)
         try:
-            player.send(rows, together=source.random() < 0.5)
-            while batch.num_out:
-                self._plan_interrupt(0.02)
-                try:
-                    came, _ = player.receive(min_envs=source.randint(1, len(out)))
-                except KeyboardInterrupt:
-                    continue
-                out.difference_update(came.tolist())
+            while num_sends or out:
+                idle = [b for b in batch.blocks if out.isdisjoint(b.tolist())]
+                if num_sends and idle and (not out or source.random() < 0.5):
+                    num_sends -= 1
+                    chosen = source.sample(idle, source.randint(1, len(idle)))
+                    rows = player.random.permutation(np.concatenate(chosen))
+                    out.update(rows.tolist())
+                    player.send(rows, together=source.random() < 0.5)
+                else:
+                    out.difference_update(self._receive(player, len(out)))
         except EnvserveError:
             left = np.array(sorted(out), np.int64)
             player.ledger.unanswered(player.actions[left], left)
             raise
+
+    def _receive(self, player: Player, num_out: int) -> list[int]:
+        """Waits for some of the rows that are out; in vain, or not for long, or cut."""
+        source = self._random
+        self._plan_interrupt(0.02)
+        timeout = source.choice((None, None, None, 0.0, 1.0, 10.0))
+        try:
+            rows, _ = player.receive(timeout, source.randint(1, num_out))
+        except (EnvTimeout, KeyboardInterrupt):
+            return []
         finally:
             self.world.interrupt_in = None
+        return rows.tolist()
 
     def _reset(self, player: Player) -> None:
         rows = np.flatnonzero(player.random.random(player.batch.num_envs) < 0.3)

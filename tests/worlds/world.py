@@ -17,7 +17,7 @@ from tests.oracle.ledger import Ledger
 from tests.worlds.caller import Caller
 from tests.worlds.clock import Clock
 from tests.worlds.endpoint import Endpoint
-from tests.worlds.faults import STRAY, strike
+from tests.worlds.faults import strike
 from tests.worlds.host import Host
 from tests.worlds.journal import Violation, WorldJournal
 from tests.worlds.profile import Profile
@@ -34,18 +34,13 @@ class World:
     """One simulation.
 
     Attributes:
-      profile: What it is like.
-      clock: Its time and its events.
-      journal: What its envs have done.
       numbers: Numbers that nobody else has.
-      hosts: Where servers run.
       endpoints: Clients, by number.
       callers: Who uses sessions.
       trainers: Who uses batches.
       calm_at: From which event on nothing fails any more.
       interrupt_in: Events until Ctrl-C, if not None.
       is_midway: Whether a client does more than wait, or was interrupted in that.
-      num_refused: How many strays were answered, none by a result.
     """
 
     def __init__(self, seed: int, profile: Profile | None = None) -> None:
@@ -59,7 +54,6 @@ class World:
         self.calm_at = math.inf
         self.interrupt_in: int | None = None
         self.is_midway = False
-        self.num_refused = 0
         self._is_calm = False
         self._give_up_at = (math.inf, math.inf)
         profile = self.profile
@@ -68,13 +62,11 @@ class World:
         self.trainers = [Trainer(self) for _ in range(profile.num_trainers)]
 
     def enter(self, endpoint: Endpoint) -> int:
-        """Takes a client in; returns its number."""
         number = next(self.numbers)
         self.endpoints[number] = endpoint
         return number
 
     def leave(self, endpoint: Endpoint) -> None:
-        """Lets a client go."""
         del self.endpoints[endpoint.number]
 
     def deliver(self, host: Host, reply: Reply) -> None:
@@ -82,8 +74,6 @@ class World:
         endpoint = self.endpoints.get(int(reply.route.partition(b".")[0]))
         if endpoint is not None:
             endpoint.link.reply(host, reply.route, reply.frames)
-        elif reply.route == STRAY:
-            self.num_refused += 1
 
     # How it goes on.
 
@@ -113,7 +103,6 @@ class World:
                 raise KeyboardInterrupt
 
     def run(self, num_events: int) -> None:
-        """Lets so many events happen, with faults between them."""
         last = self.clock.num_events + num_events
         while self.clock.num_events < last:
             for trainer in self.trainers:
@@ -122,12 +111,10 @@ class World:
                 self.step()
 
     def check(self) -> None:
-        """Checks what must hold at any time."""
         for host in self.hosts:
             host.check_bounds()
 
     def _calm(self) -> None:
-        """Lets nothing fail any more."""
         clock = self.clock
         self._is_calm = True
         self._give_up_at = clock.now + _CALM_SECONDS, clock.num_events + _CALM_EVENTS
@@ -177,9 +164,7 @@ def simulate(seed: int, num_events: int, profile: Profile | None = None) -> Worl
     """Runs a simulation to its end.
 
     Args:
-      seed: What everything follows from.
       num_events: How many events there are before everything is made to end.
-      profile: What it is like; drawn by default.
 
     Raises:
       Violation: Something has happened that must not; or our own code has failed.

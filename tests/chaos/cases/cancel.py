@@ -16,7 +16,7 @@ from envserve.errors import EnvTimeout
 from tests.chaos.batches import local_driver, remote_driver, running_servers
 from tests.chaos.driver import Driver
 from tests.chaos.striker import Striker
-from tests.chaos.trial import ChaosCase, Trial
+from tests.chaos.trial import Trial, chaos_case
 
 _NUM_ENVS: Final = 8
 _SIGNAL: Final = signal.SIGUSR1
@@ -55,7 +55,12 @@ class _Interrupts:
             raise KeyboardInterrupt
 
 
-def _cancel(trial: Trial) -> None:
+@chaos_case(
+    "calls are interrupted as by Ctrl-C, or time out, in-process and over tcp",
+    "the next call never gets the old result",
+    seconds=5400.0,
+)
+def cancel(trial: Trial) -> None:
     num_cancels = trial.count(100_000)
     with (
         running_servers(trial, 1, _NUM_ENVS) as (server,),
@@ -107,7 +112,6 @@ def _soon(
 
 
 def _interrupted_step(driver: Driver, interrupts: _Interrupts) -> bool:
-    """Steps; returns whether that was interrupted."""
     driver.actions[:] = driver.draw()
     began = time.monotonic()
     try:
@@ -131,12 +135,3 @@ def _timed_out_receive(driver: Driver) -> bool:
             continue
         has_timed_out = True
     return has_timed_out
-
-
-CANCEL: Final = ChaosCase(
-    "cancel",
-    "calls are interrupted as by Ctrl-C, or time out, in-process and over tcp",
-    "the next call never gets the old result",
-    _cancel,
-    seconds=5400.0,
-)

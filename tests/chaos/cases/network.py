@@ -26,8 +26,6 @@ def _bad_network(
     """Steps until so many faults have struck.
 
     Args:
-      trial: The run.
-      toxics: Of both directions.
       strikes: What counts as a fault, by name; each of them has to strike so often.
       num_proxies: Connections to the server, which has all envs.
     """

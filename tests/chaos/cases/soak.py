@@ -14,13 +14,13 @@ import numpy as np
 
 from tests.chaos.batches import local_driver, remote_driver, running_servers
 from tests.chaos.cases.servers import kill_and_restart
-from tests.chaos.cases.workers import KillDrill, deadly_traps
+from tests.chaos.cases.workers import DEADLY, KillDrill, traps
 from tests.chaos.driver import Driver
 from tests.chaos.proxy import Proxy
 from tests.chaos.samples import Leftovers, MemorySamples
 from tests.chaos.striker import Striker
 from tests.chaos.toxics import Toxics
-from tests.chaos.trial import ChaosCase, Trial
+from tests.chaos.trial import Trial, chaos_case
 from tests.envserve.server_process import ServerProcess
 
 _SECONDS: Final = 600.0
@@ -42,7 +42,12 @@ _BAD_NETWORK: Final = Toxics(
 )
 
 
-def _soak(trial: Trial) -> None:
+@chaos_case(
+    "all at once for ten minutes, a worker killed every second, a server every 20 s",
+    "<= 2 MiB of growth of any process from minute 2 to 10, nothing left",
+    seconds=900.0,
+)
+def soak(trial: Trial) -> None:
     duration = max(_LEAST_SECONDS, _SECONDS * trial.scale)
     # What is made at the first use, and stays, counts as there before.
     _play(trial, MemorySamples(), 0.0)
@@ -78,7 +83,7 @@ class _Scene(NamedTuple):
 
 @contextlib.contextmanager
 def _set_up(trial: Trial) -> Iterator[_Scene]:
-    breakdowns = {**deadly_traps(), "raise": {"probability": 0.0002}}
+    breakdowns = {**traps(DEADLY), "raise": {"probability": 0.0002}}
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         servers = enter(running_servers(trial, 2, _SERVER_ENVS))
@@ -152,12 +157,3 @@ def _pause(server: ServerProcess) -> None:
     server.signal(signal.SIGSTOP)
     time.sleep(_PAUSE_SECONDS)
     server.signal(signal.SIGCONT)
-
-
-SOAK: Final = ChaosCase(
-    "soak",
-    "all at once for ten minutes, a worker killed every second, a server every 20 s",
-    "<= 2 MiB of growth of any process from minute 2 to 10, nothing left",
-    _soak,
-    seconds=900.0,
-)

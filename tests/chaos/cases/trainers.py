@@ -6,7 +6,7 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -19,7 +19,7 @@ from tests.chaos.batches import remote_driver, running_servers
 from tests.chaos.driver import Driver
 from tests.chaos.proxy import Proxy
 from tests.chaos.toxics import Toxics
-from tests.chaos.trial import ChaosCase, OutOfTime, Trial
+from tests.chaos.trial import OutOfTime, Trial, chaos_case
 from tests.envserve.server_process import ROOT, ServerProcess
 from tests.oracle.player import LONGEST_CALL
 from tests.oracle.result import LedgerError
@@ -35,7 +35,12 @@ _CALM: Final = Toxics()
 _ANSWER_SECONDS: Final = 0.5
 
 
-def _trainer_kill(trial: Trial) -> None:
+@chaos_case(
+    "trainers with workers of their own, and envs of a server, are killed",
+    "their workers are gone in <= 2 s, their lease ends, nothing is left",
+    seconds=1800.0,
+)
+def trainer_kill(trial: Trial) -> None:
     num_kills = trial.count(200)
     gone: list[float] = []
     freed: list[float] = []
@@ -114,16 +119,17 @@ def _kill_with_workers(trainer: subprocess.Popen[str], trial: Trial) -> float:
 
 
 def _wait_until_free(server: ServerProcess, num_envs: int, trial: Trial) -> None:
-    _wait_for(lambda: ask_welcome(server.address, 10.0).free_envs >= num_envs, trial)
-
-
-def _wait_for(condition: Callable[[], bool], trial: Trial) -> None:
-    while not condition():
+    while ask_welcome(server.address, 10.0).free_envs < num_envs:
         trial.check_time()
         time.sleep(_LOOK_SECONDS)
 
 
-def _two_trainers(trial: Trial) -> None:
+@chaos_case(
+    "a trainer's step comes late, when another one has its envs",
+    "it is told so; no step under an old epoch",
+    seconds=3000.0,
+)
+def two_trainers(trial: Trial) -> None:
     num_rounds = trial.count(1000)
     at_once = min(_AT_ONCE, num_rounds)
     lease = ("--lease-seconds", str(_LEASE_SECONDS))
@@ -211,19 +217,3 @@ def _enter_when_free(
             trial.check_time()
             time.sleep(_POLL_SECONDS)
     raise OutOfTime("expected the lease of a silent trainer to end; it has not")
-
-
-TRAINER_KILL: Final = ChaosCase(
-    "trainer-kill",
-    "trainers with workers of their own, and envs of a server, are killed",
-    "their workers are gone in <= 2 s, their lease ends, nothing is left",
-    _trainer_kill,
-    seconds=1800.0,
-)
-TWO_TRAINERS: Final = ChaosCase(
-    "two-trainers",
-    "a trainer's step comes late, when another one has its envs",
-    "it is told so; no step under an old epoch",
-    _two_trainers,
-    seconds=3000.0,
-)

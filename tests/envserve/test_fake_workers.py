@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import selectors
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -14,13 +15,13 @@ from gymnasium import spaces
 from envserve import codec
 from envserve.errors import EnvStartError, WorkerError
 from envserve.lane import Outcome
-from envserve.pool.launcher import Exit, Forked, Launcher
+from envserve.pool.launcher import Launcher, WorkerProcess
 from envserve.pool.pool import Pool
-from envserve.pool.states import WorkerState
+from envserve.pool.states import Exit, WorkerState
 from envserve.settings import PoolSettings
 from envserve.slab import Status
 from envserve.spec import describe
-from envserve.worker.channel import Frame, FrameReader, Kind, pack_frame
+from envserve.worker.channel import Channel, Frame, FrameReader, Kind, pack_frame
 
 from .pool_driver import gather, wait_for
 
@@ -30,10 +31,14 @@ DISCRETE = describe(spaces.Discrete(3))
 class FakeWorker:
     """The far end of a worker's socket, with no process behind it."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, launcher: FakeLauncher, *wakes: Any) -> None:
         self.was_killed = False
-        self.ours, self.theirs = socket.socketpair()
-        self.forked = Forked(number, pid=1000 + number)
+        ours, self.theirs = socket.socketpair()
+        number = len(launcher.workers)
+        self.process = WorkerProcess(
+            cast(Launcher, launcher), number, Channel(ours, *wakes)
+        )
+        self.process.pid = 1000 + number
         self.theirs.settimeout(5.0)
         self._reader = FrameReader()
         self._frames: list[Frame] = []
@@ -73,7 +78,7 @@ class FakeWorker:
         self.theirs.close()
 
     def exit(self, code: int) -> None:
-        self.forked.exit = Exit(1000, code)
+        self.process.exit = Exit(1000, code)
 
     def die(self, code: int) -> None:
         self.close()
@@ -87,15 +92,15 @@ class FakeLauncher:
         self.workers: list[FakeWorker] = []
         self.can_kill = True
 
-    def launch(self) -> tuple[Forked, socket.socket]:
-        worker = FakeWorker(len(self.workers))
+    def launch(self, selector: selectors.BaseSelector, owner: object) -> WorkerProcess:
+        worker = FakeWorker(self, selector, owner)
         self.workers.append(worker)
-        return worker.forked, worker.ours
+        return worker.process
 
-    def kill(self, forked: Forked, *, has_stack: bool = False) -> None:
-        self.workers[forked.number].was_killed = True
+    def kill(self, process: WorkerProcess, *, has_stack: bool = False) -> None:
+        self.workers[process.number].was_killed = True
         if self.can_kill:
-            self.workers[forked.number].die(-9)
+            self.workers[process.number].die(-9)
 
     def poll(self) -> None:
         """Exits are reported by the test itself."""
@@ -134,18 +139,21 @@ class Scene:
         assert frame.kind is Kind.STEP
         return frame
 
-    def replace(self, culprit: FakeWorker) -> FakeWorker:
+    def replace(
+        self, culprit: FakeWorker, action: dict[str, Any] = DISCRETE
+    ) -> FakeWorker:
         """Waits for the next worker, and has it take over."""
         wait_for(self.pool, lambda: self.worker is not culprit)
-        self.worker.become_ready()
+        self.worker.become_ready(action)
+        if action is DISCRETE:
+            state = self.pool._workers.all[0]
+            wait_for(self.pool, lambda: state.state is WorkerState.SERVING)
+            assert self.worker.receive().kind is Kind.SLAB
         return self.worker
 
     def lose(self, culprit: FakeWorker) -> Outcome:
         """What the step has come to, once the next worker has taken over."""
-        successor = self.replace(culprit)
-        wait_for(self.pool, lambda: self.pool._workers.all[0].state.name == "SERVING")
-        assert successor.receive().kind is Kind.SLAB
-        successor.take_over(self.pool, Kind.RESET)
+        self.replace(culprit).take_over(self.pool, Kind.RESET)
         (outcome,) = gather(self.pool, [0])
         assert self.pool.rows.status[0] == Status.WORKER_DIED
         assert self.pool.rows.truncated[0]
@@ -218,9 +226,7 @@ WRONG: dict[str, Callable[[Frame], bytes]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_worker_that_says_the_wrong_thing_is_killed_and_replaced(
-    scene: Scene, name: str
-) -> None:
+def test_worker_that_says_the_wrong_thing_is_replaced(scene: Scene, name: str) -> None:
     frame = scene.start_step()
     culprit = scene.worker
     culprit.theirs.sendall(WRONG[name](frame))
@@ -236,8 +242,6 @@ def test_report_on_the_reset_of_a_lost_block_is_checked_too(scene: Scene) -> Non
     first = scene.worker
     first.die(1)
     second = scene.replace(first)
-    wait_for(scene.pool, lambda: scene.pool._workers.all[0].state.name == "SERVING")
-    assert second.receive().kind is Kind.SLAB
     second.answer(report(rebuilt=[1]))  # a row of another block
     scene.lose(second)
     assert second.was_killed
@@ -275,18 +279,13 @@ def test_traceback_is_not_missed_when_the_pool_writes_first(scene: Scene) -> Non
     culprit.send(Kind.FAILED, 0, 0, b"Traceback: no licence")
     culprit.die(0)
     scene.pool.submit_step([1])
-    successor = scene.replace(culprit)
-    wait_for(scene.pool, lambda: scene.pool._workers.all[0].state.name == "SERVING")
-    assert successor.receive().kind is Kind.SLAB
-    successor.take_over(scene.pool, *[Kind.RESET] * 2)
+    scene.replace(culprit).take_over(scene.pool, *[Kind.RESET] * 2)
     for outcome in gather(scene.pool, [0, 1]):
         assert "Traceback: no licence" in outcome.faults[0].text
 
 
 @pytest.mark.parametrize("comes_first", ["end of file", "exit status"])
-def test_death_is_told_once_both_of_its_signs_are_there(
-    scene: Scene, comes_first: str
-) -> None:
+def test_death_is_told_once_it_has_both_signs(scene: Scene, comes_first: str) -> None:
     scene.start_step()
     culprit = scene.worker
     culprit.close() if comes_first == "end of file" else culprit.exit(-11)
@@ -333,9 +332,7 @@ def test_worker_that_cannot_be_killed_is_given_up_and_never_replaced(
     assert scene.worker is culprit
 
 
-def test_closing_does_not_wait_for_a_worker_that_cannot_be_killed(
-    scene: Scene,
-) -> None:
+def test_closing_does_not_wait_for_worker_that_cannot_be_killed(scene: Scene) -> None:
     scene.start_step()
     scene.launcher.can_kill = False
     began = time.monotonic()
@@ -373,9 +370,7 @@ def test_worker_that_comes_back_with_other_spaces_is_killed(scene: Scene) -> Non
     scene.start_step()
     first = scene.worker
     first.die(1)
-    wait_for(scene.pool, lambda: scene.worker is not first)
-    second = scene.worker
-    second.become_ready(describe(spaces.Discrete(4)))
+    second = scene.replace(first, action=describe(spaces.Discrete(4)))
     assert len(scene.lose(second).faults) == 1
     assert second.was_killed
 

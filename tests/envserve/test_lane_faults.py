@@ -1,0 +1,176 @@
+"""What every lane promises when envs fail, hang, and die with their worker."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from envserve.client import BatchEnv
+from envserve.errors import EnvError, EnvStartError, UnknownEnv
+
+from .conftest import MakeBatch
+from .pool_driver import FAULTY, LEDGER
+from .test_lane_contract import either
+
+
+def actions_of(batch: BatchEnv, failing: int | None = None) -> np.ndarray[Any, Any]:
+    """Zeros, but for a row whose env is to fail."""
+    actions = np.zeros(batch.num_envs, np.int64)
+    if failing is not None:
+        actions[failing] = 1
+    return actions
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("exit", "exited with code 3"),
+        ("segfault", "was killed by SIGSEGV"),
+        ("kill", "was killed by SIGKILL"),
+    ],
+)
+@either
+def test_a_worker_that_dies_costs_its_rows_one_invalid_transition(
+    make_batch: MakeBatch, spare_envs: bool, fault: str, text: str
+) -> None:
+    batch = make_batch(FAULTY, 4, 2, env_kwargs={"fault": fault}, spare_envs=spare_envs)
+    batch.reset()
+    batch.step(actions_of(batch))
+    lost = batch.step(actions_of(batch, failing=1))
+    assert lost.valid.tolist() == [False, False, True, True]
+    assert lost.truncated.tolist() == [True, True, False, False]
+    assert not lost.terminated.any()
+    assert lost.reward[:2].tolist() == [0.0, 0.0]
+    assert lost.observation[:, 0].tolist() == [0, 0, 2, 2]
+    assert lost.final_observation[1].tolist() == [1, 1, 1]
+    for row in (0, 1):
+        assert lost.infos[row]["fault"]["status"] == "WORKER_DIED"
+        assert text in lost.infos[row]["fault"]["text"]
+    again = batch.step(actions_of(batch))
+    assert again.valid.all()
+    assert not again.truncated.any()
+    assert again.observation[:, 0].tolist() == [1, 1, 3, 3]
+
+
+@either
+def test_a_raising_env_costs_its_row_alone(
+    make_batch: MakeBatch, spare_envs: bool
+) -> None:
+    batch = make_batch.and_reset(
+        FAULTY, 4, 2, env_kwargs={"fault": "raise"}, spare_envs=spare_envs
+    )
+    lost = batch.step(actions_of(batch, failing=1))
+    assert lost.valid.tolist() == [True, False, True, True]
+    assert lost.truncated.tolist() == [False, True, False, False]
+    fault = lost.infos[1]["fault"]
+    assert fault["status"] == "ENV_ERROR"
+    assert "RuntimeError: the simulator lost its balance" in fault["text"]
+    again = batch.step(actions_of(batch))
+    assert again.valid.all()
+    assert again.observation[:, 0].tolist() == [2, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("raise", "the simulator lost its balance"),
+        ("segfault", "was killed by SIGSEGV"),
+        ("exit", "exited with code 3"),
+    ],
+)
+@either
+def test_a_fault_can_raise_here(
+    make_batch: MakeBatch, spare_envs: bool, fault: str, cause: str
+) -> None:
+    options = {"env_kwargs": {"fault": fault}, "spare_envs": spare_envs}
+    batch = make_batch.and_reset(FAULTY, 2, 1, on_fault="raise", **options)
+    with pytest.raises(EnvError) as caught:
+        batch.step(actions_of(batch, failing=1))
+    assert cause in str(caught.value).splitlines()[0]
+    if fault == "raise":
+        assert caught.value.env_index == 1
+        assert "Traceback" in caught.value.remote_traceback
+    assert batch.step(actions_of(batch)).valid.all()
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("nan", r"Env 1 \(.+\): expected observation to be finite; got nan"),
+        ("inf_reward", r"Env 1 \(.+\): expected a finite reward; got inf"),
+        (
+            "wrong_shape",
+            r"Env 1 \(.+\): expected observation float32\[3\]; got .*\[2\]",
+        ),
+        ("wrong_dtype", r"Env 1 \(.+\): expected .* float32\[3\]; got float64\[3\]"),
+    ],
+)
+@either
+def test_an_env_that_breaks_its_spaces_is_an_error_and_the_batch_goes_on(
+    make_batch: MakeBatch, spare_envs: bool, fault: str, message: str
+) -> None:
+    batch = make_batch(FAULTY, 3, 2, env_kwargs={"fault": fault}, spare_envs=spare_envs)
+    batch.reset()
+    with pytest.raises(EnvError, match=message):
+        batch.step(actions_of(batch, failing=1))
+    result = batch.step(actions_of(batch))
+    assert result.valid.all()
+    assert result.observation[:, 0].tolist() == [2, 1, 2]
+
+
+@pytest.mark.parametrize("fault", ["hang", "spin"])
+def test_an_env_that_hangs_is_replaced_at_the_step_timeout(
+    make_batch: MakeBatch, fault: str
+) -> None:
+    batch = make_batch(FAULTY, 2, 2, env_kwargs={"fault": fault}, step_timeout=0.3)
+    batch.reset()
+    began = time.monotonic()
+    lost = batch.step(actions_of(batch, failing=1))
+    assert 0.3 <= time.monotonic() - began < 2.5
+    assert lost.valid.tolist() == [True, False]
+    assert lost.infos[1]["fault"]["status"] == "TIMEOUT"
+    text = "a step timed out after 0.3 s; raise step_timeout"
+    assert text in lost.infos[1]["fault"]["text"]
+    assert batch.step(actions_of(batch)).valid.all()
+
+
+def test_a_slow_reset_is_not_taken_for_a_hang(make_batch: MakeBatch) -> None:
+    batch = make_batch.and_reset(
+        LEDGER, 2, 2, env_kwargs={"length": 2, "reset_seconds": 0.7}, step_timeout=0.3
+    )
+    results = [batch.step(actions_of(batch)) for _ in range(3)]
+    assert all(result.valid.all() for result in results)
+    assert results[1].terminated.all()
+
+
+def test_an_env_that_cannot_be_built_or_reset_is_an_error_with_its_traceback(
+    make_batch: MakeBatch,
+) -> None:
+    with pytest.raises(EnvStartError, match="no simulator licence") as caught:
+        make_batch(FAULTY, 2, 2, env_kwargs={"fault": "raise_in_init"})
+    assert "in __init__" in caught.value.remote_traceback
+    batch = make_batch(FAULTY, 2, 2, env_kwargs={"fault": "raise_in_reset"})
+    with pytest.raises(EnvStartError, match="no level to load"):
+        batch.reset()
+
+
+def test_a_process_that_ends_in_constructors_is_an_error(make_batch: MakeBatch) -> None:
+    with pytest.raises(EnvStartError, match=r"6 times in a row.*exited with code 7"):
+        make_batch(FAULTY, 2, 2, env_kwargs={"fault": "exit_in_init"})
+
+
+def test_an_env_that_always_kills_its_worker_is_given_up(make_batch: MakeBatch) -> None:
+    batch = make_batch.and_reset(FAULTY, 2, 2, env_kwargs={"fault": "exit"})
+    for _ in range(5):
+        assert not batch.step(actions_of(batch, failing=0)).valid[0]
+    for _ in range(2):
+        with pytest.raises(EnvStartError, match=r"6 times in a row"):
+            batch.step(actions_of(batch, failing=0))
+
+
+def test_an_unknown_env_is_an_error_with_near_matches(make_batch: MakeBatch) -> None:
+    with pytest.raises(UnknownEnv, match=r"mean .*CartPole-v1"):
+        make_batch("CartPol-v1", 2)

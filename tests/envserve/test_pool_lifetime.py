@@ -1,0 +1,233 @@
+"""Pools and their workers from the first start to the last end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envserve.errors import EnvStartError
+from envserve.pool.launcher import Launcher
+from envserve.pool.pool import Pool
+from envserve.seeding import env_seed
+from tests.oracle.probe_envs import MODULE
+
+from .pool_driver import (
+    FAULTY,
+    LEDGER,
+    SCRIPT,
+    SEED,
+    PoolMaker,
+    assert_lost,
+    kill,
+    launcher_with,
+    once,
+    reset,
+    seeds,
+    step,
+    wait_for,
+)
+
+# Starting.
+
+
+def test_constructor_that_raises_is_an_error_at_once_with_its_traceback(
+    make_pool: PoolMaker, tmp_path: Path
+) -> None:
+    script = (
+        f"open({str(tmp_path / 'tries')!r}, 'a').write('x')\n"
+        "raise RuntimeError('no simulator licence')"
+    )
+    pool = make_pool(SCRIPT, 1, 1, env_kwargs={"init": script})
+    assert isinstance(pool.error, EnvStartError)
+    assert "RuntimeError: no simulator licence" in pool.error.remote_traceback
+    assert "odd_envs.py" in pool.error.remote_traceback
+    assert (tmp_path / "tries").read_text() == "x"
+
+
+def test_constructor_that_always_dies_is_an_error_in_time(make_pool: PoolMaker) -> None:
+    script = "os.kill(os.getpid(), signal.SIGSEGV)"
+    began = time.monotonic()
+    pool = make_pool(SCRIPT, 1, 1, env_kwargs={"init": script}, max_restarts=3)
+    assert time.monotonic() - began < 3.0
+    assert isinstance(pool.error, EnvStartError)
+    text = f"failed 4 times in a row to get its {SCRIPT} running: it was killed by "
+    assert text + "SIGSEGV" in str(pool.error)
+
+
+def test_constructor_that_died_is_retried(make_pool: PoolMaker, tmp_path: Path) -> None:
+    dies = once(tmp_path / "mark", "os._exit(1)")
+    pool = make_pool(SCRIPT, 1, 1, env_kwargs={"init": dies})
+    assert pool.error is None
+    assert pool.is_ready
+
+
+def test_constructor_that_hangs_has_the_reset_timeout(make_pool: PoolMaker) -> None:
+    pool = make_pool(
+        SCRIPT,
+        1,
+        1,
+        env_kwargs={"init": "time.sleep(60)"},
+        reset_timeout_seconds=0.3,
+        max_restarts=0,
+    )
+    assert "took longer than 0.3 s to build an env" in str(pool.error)
+
+
+def test_worker_that_dies_in_every_step_is_given_up_and_the_others_go_on(
+    make_pool: PoolMaker,
+) -> None:
+    options: dict[str, Any] = {"env_kwargs": {"fault": "kill"}, "max_restarts": 1}
+    pool = make_pool.and_reset(FAULTY, 2, 2, **options)
+    mine, _ = step(pool, [1, 0])
+    assert_lost(pool, mine, "SIGKILL")
+    mine, others = step(pool, [1, 0])
+    assert isinstance(mine.error, EnvStartError)
+    assert not others.faults
+    mine, others = step(pool, [0, 0])
+    assert isinstance(mine.error, EnvStartError)
+    assert not others.faults
+
+
+def test_worker_that_is_killed_again_and_again_at_rest_is_not_given_up(
+    make_pool: PoolMaker,
+) -> None:
+    pool = make_pool.and_reset(LEDGER, 2, 2, max_restarts=1)
+    for count in range(4):
+        kill(pool.worker_pids[0])
+        wait_for(pool, lambda: pool.stats()["restarts"] > count)  # noqa: B023
+        wait_for(pool, lambda: pool.next_deadline() is None)
+    assert_lost(pool, step(pool, 0)[0], "SIGKILL")
+    assert not any(outcome.faults for outcome in step(pool, 0))
+
+
+def test_module_that_is_not_there_is_an_error_at_once(make_pool: PoolMaker) -> None:
+    with contextlib.closing(Launcher(["no_such_envs"])) as own:
+        pool = make_pool(LEDGER, 1, 1, launcher=own)
+        assert isinstance(pool.error, EnvStartError)
+        assert "no_such_envs" in str(pool.error)
+        pool.close()
+
+
+# The template process.
+
+
+def test_after_death_of_the_template_all_recovers(make_own_pool: PoolMaker) -> None:
+    pool = make_own_pool.and_reset(LEDGER, 4, 2)
+    step(pool, 1)
+    before = pool.worker_pids
+    kill(make_own_pool.launcher._process.pid)
+    wait_for(pool, lambda: not {None, *before} & {*pool.worker_pids})
+    for outcome in step(pool, 2):
+        assert_lost(pool, outcome, "killed by SIGKILL")
+    assert not any(outcome.faults for outcome in step(pool, 3))
+    assert seeds(pool) == [env_seed(SEED, row, 1) for row in range(4)]
+
+
+def test_template_that_dies_just_before_a_restart_costs_a_try(
+    make_own_pool: PoolMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_own_pool.and_reset(LEDGER, 1, 1)
+    own = make_own_pool.launcher
+    send = own._send
+
+    def send_too_late(*message: Any) -> None:
+        monkeypatch.undo()
+        kill(own._process.pid)
+        os.waitid(os.P_PID, own._process.pid, os.WEXITED | os.WNOWAIT)
+        send(*message)
+
+    kill(pool.worker_pids[0])
+    monkeypatch.setattr(own, "_send", send_too_late)
+    assert_lost(pool, step(pool, 1)[0])
+    assert not step(pool, 1)[0].faults
+
+
+def test_env_whose_import_never_returns_stalls_no_other_pool(tmp_path: Path) -> None:
+    (tmp_path / "stuck_envs.py").write_text("import time; time.sleep(60)")
+    offer = "import gymnasium; gymnasium.register('Stuck-v0', 'stuck_envs:Env')"
+    with (
+        launcher_with(tmp_path, offers_stuck_envs=offer) as own,
+        contextlib.closing(PoolMaker(own)) as maker,
+        contextlib.closing(Pool(maker.config("Stuck-v0", 1, 1), launcher=own)) as stuck,
+    ):
+        pool = maker(LEDGER, 1, 1)
+        reset(pool)
+        kill(pool.worker_pids[0])
+        assert_lost(pool, step(pool, 1)[0], "SIGKILL")
+        assert not stuck.is_ready
+        assert stuck.error is None
+
+
+# Closing.
+
+
+def test_closing_takes_two_seconds_at_most_in_a_hang(make_pool: PoolMaker) -> None:
+    pool = make_pool.and_reset(FAULTY, 2, 2, env_kwargs={"fault": "hang"})
+    pool.rows.action[0][:] = [1, 0]
+    pool.submit_step([0, 1])
+    began = time.monotonic()
+    pool.close()
+    assert time.monotonic() - began < 2.0
+    assert pool.worker_pids == (None, None)
+    pool.close()
+
+
+def test_closing_can_be_hastened_but_not_slowed_down(make_pool: PoolMaker) -> None:
+    pool = make_pool(FAULTY, 1, 1, env_kwargs={"fault": "hang_in_close"})
+    pool.begin_close(3600.0)
+    pool.begin_close(0.0)
+    pool.begin_close(3600.0)
+    wait_for(pool, lambda: pool.is_closed)
+
+
+def test_pool_can_be_closed_while_it_starts() -> None:
+    began = time.monotonic()
+    with contextlib.closing(Launcher([MODULE])) as own:
+        pool = Pool(PoolMaker.config(LEDGER, 2, 2), launcher=own)
+        pool.close()
+    assert time.monotonic() - began < 3.0
+    assert "closed" in repr(pool)
+
+
+OWNER = """
+import sys
+from envserve.settings import PoolSettings
+from envserve.pool.pool import Pool
+child = "import subprocess; subprocess.Popen(['sleep', '60'])"
+config = PoolSettings(
+    env_name="odd_envs/Script-v0", num_envs=3, num_workers=3, seed=0,
+    import_modules=("odd_envs",),
+    env_kwargs={"init": child, "step": "if action: time.sleep(60)"},
+)
+pool = Pool(config)
+while not pool.is_ready:
+    pool.collect(1.0)
+    assert pool.error is None, pool.error
+pool.submit_reset([])
+pool.rows.action[0][:] = [1, 0, 0]
+pool.submit_step([0])
+print("ready", flush=True)
+pool.collect(60.0)
+"""
+
+
+def test_kill_of_the_owner_ends_workers_and_their_children(launcher: Launcher) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,  # held by every process that comes from the owner
+        text=True,
+    )
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "ready\n"
+    owner.send_signal(signal.SIGKILL)
+    owner.communicate(timeout=2.0)  # end of file: nobody is left
