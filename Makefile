@@ -16,7 +16,7 @@ PINNED := pyproject.toml constraints.txt
 help:
 	@echo "make train [CONFIG=pendulum|cartpole|cheetah] [ARGS='--seed 1']"
 	@echo "                            set up $(VENV) and train PPO on a Gymnasium task"
-	@echo "make test [ARGS='-k name']  set up $(VENV) and run scripts/check (10 minutes)"
+	@echo "make test [ARGS='-k name']  set up $(VENV) and run scripts/check (10 to 20 minutes)"
 	@echo "make bench [ARGS='step --num-envs 64']"
 	@echo "                            set up $(VENV) with other projects' vectorised envs and"
 	@echo "                            measure ours beside them (the whole suite: 10 minutes)"

@@ -81,16 +81,21 @@ class Absence:
           out: Blocks that a caller waits for, and that have not ended.
           now: Monotonic seconds.
         """
-        self._since = {at: self._since.get(at, now) for at in absent}
+        # Who had nobody to go on with was not kept waiting by the others.
+        before = self._since if self._is_any_alive() else {}
+        self._since = {at: before.get(at, now) for at in absent}
         self.padded.clear()
-        if len(absent) < len(self._blocks):  # else who would go on?
+        if self._is_any_alive():  # else who would go on?
             self.padded.update(at for at in absent & out if now >= self._pad_at(at))
 
     def next_pad(self) -> float:
         """When `pad` may have more to do, if nothing else happens."""
-        is_any_alive = len(self._since) < len(self._blocks)
-        waiting = self._since.keys() - self.padded if is_any_alive else ()
+        waiting = self._since.keys() - self.padded if self._is_any_alive() else ()
         return min(map(self._pad_at, waiting), default=np.inf)
+
+    def _is_any_alive(self) -> bool:
+        """Tells whether a block was there when that was last looked at."""
+        return len(self._since) < len(self._blocks)
 
     def _pad_at(self, position: int) -> float:
         """Who has had padding knows, and does not wait again."""

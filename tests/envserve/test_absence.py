@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import math
 import random
 from collections import Counter
 from functools import partial
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv, StepResult
+from envserve.client.absence import Absence
+from envserve.client.row_set import blocks_of
 from envserve.errors import EnvserveError, ServerLost
 from envserve.slab import Status
 from tests.envserve.interrupts import Place, run_traced
@@ -241,6 +244,19 @@ def test_a_batch_of_which_nothing_is_alive_waits() -> None:
         result = batch.step(np.zeros(4, np.int64))
         oracle.check(np.arange(4), np.zeros(4), result)
     assert (result.status != Status.PENDING).any()
+
+
+def test_what_comes_back_first_does_not_make_the_rest_padding_at_once() -> None:
+    lane = FakeLane(2, 2, Faults(draw=random.Random(0).random))
+    absence = Absence(blocks_of([lane]), 0.5)
+    both, second = {0, 1}, {1}
+    for now in (0.0, 10.0):  # nobody is there who could go on
+        absence.pad(both, both, now)
+        assert (absence.padded, absence.next_pad()) == (set(), math.inf)
+    absence.pad(second, both, 10.25)
+    assert (absence.padded, absence.next_pad()) == (set(), 10.75)
+    absence.pad(second, both, 10.75)
+    assert absence.padded == second
 
 
 def test_nobody_waits_for_servers_that_are_given_up() -> None:
