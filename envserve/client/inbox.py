@@ -9,6 +9,7 @@ from typing import Final
 from envserve.client.row_set import BatchBlock
 from envserve.errors import EnvserveError, LocalProtocolError
 from envserve.lane import Lane, Outcome
+from envserve.slab import restore_last_observation
 
 __all__ = ["Inbox"]
 
@@ -121,9 +122,16 @@ class Inbox:
         return errors[0] if all(errors) else None
 
     def lose(self, text: str) -> None:
-        """Takes all envs for lost, and forgets what has come."""
+        """Takes all envs for lost, and forgets what has come.
+
+        Of an episode that was lost, the last observation is what was seen last, too:
+        the next one's first was not shown.
+        """
         for lane in self._first_position:
             lane.lose(text)
+        for position, outcome in self.outcomes.items():
+            rows = [fault.env_index for fault in outcome.faults]
+            restore_last_observation(self._blocks[position].lane.rows, rows)
         self.outcomes.clear()
 
     def close(self) -> None:

@@ -262,8 +262,8 @@ class LaneGroup:
         ]
         self._called -= positions
         for position in positions & self._put_aside.keys():
-            put_aside = self._put_aside.pop(position)
-            self.inbox.outcomes[position] = put_aside.take_back()
+            self.inbox.outcomes[position] = self._put_aside[position].take_back()
+            del self._put_aside[position]
         return found
 
     def _wait_for(self, positions: Set[int]) -> None:
@@ -280,6 +280,8 @@ class LaneGroup:
     def _clean_up(self, positions: Set[int]) -> None:
         """Mends what an interrupted call has left: all at once, or a call at a time."""
         if self.inbox.is_midway:
+            for position, put_aside in self._put_aside.items():
+                self.inbox.outcomes[position] = put_aside.take_back()
             self.inbox.lose("a call was interrupted")
             self.absence.forget()
             for blocks in (self._called, self._interrupted, self._put_aside):

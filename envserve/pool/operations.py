@@ -294,6 +294,9 @@ class Operations:
                 restore_last_observation(self._rows, place.part)
             place.kind = _IDLE
             place.worker = self._workers.all[place.worker.index]
+        for outcome in self.outcomes:  # nobody has seen the next episodes
+            rows = [fault.env_index for fault in outcome.faults]
+            restore_last_observation(self._rows, rows)
         self.num_running, self.likely_last = 0, None
         self.outcomes, self.has_news = [], False
 

@@ -28,6 +28,8 @@ EVENTS_PER_BUG = 4_000
 REGRESSIONS = {
     (23, 6_000): "a reset of some rows dropped what was owed to the others",
     (393424879, 2_000): "a block that was padding at an interrupt was owed for ever",
+    (2124, 5_000): "a lost row that was not shown yet was dropped at an interrupt",
+    (5013, 11_000): "the same, in its final observation",
     (1018, 13_000): "an interrupt in a server's silence began the wait for it anew",
 }
 
