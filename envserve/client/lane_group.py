@@ -162,14 +162,16 @@ class LaneGroup:
 
     def release(self, positions: Set[int]) -> None:
         """Takes blocks that `wait` has returned for received: they are out no more."""
-        self.inbox.is_midway = True
+        inbox, absence = self.inbox, self.absence
+        inbox.is_midway = True
         self.out -= positions
-        for position in positions:
-            self.inbox.outcomes.pop(position, None)
-        absence = self.absence
         if absence.awaited or absence.padded:
             absence.release(positions)
-        self.inbox.is_midway = False
+        left = {}
+        if not inbox.outcomes.keys() <= positions:
+            left = {at: o for at, o in inbox.outcomes.items() if at not in positions}
+        # No call in between: an interrupt finds all of it, for `lose`, or is too late.
+        inbox.outcomes, inbox.is_midway = left, False
 
     def give_up_step(self, *, is_untold: bool) -> None:
         """Has nobody wait for a step of everything that was interrupted.

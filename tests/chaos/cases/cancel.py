@@ -70,22 +70,35 @@ def cancel(trial: Trial) -> None:
         Striker() as striker,
     ):
         longest = {driver: _usual_seconds(driver) for driver in (local, remote)}
+        costs: dict[bool, list[int]] = {True: [], False: []}
         while trial.result.faults < num_cancels:
             driver = (local, remote)[trial.random.integers(2)]
-            if trial.random.random() < _SHARE_OF_INTERRUPTS:
+            before = _num_spoilt(driver)
+            is_interrupt = bool(trial.random.random() < _SHARE_OF_INTERRUPTS)
+            if is_interrupt:
                 with _soon(striker, interrupts, trial, longest[driver]):
                     trial.result.faults += _interrupted_step(driver, interrupts)
             else:
                 trial.result.faults += _timed_out_receive(driver)
             for _ in range(trial.random.integers(1, _MOST_BETWEEN)):
                 driver.step()
-        losses = sum(
-            sum(driver.ledger.losses.values()) + driver.ledger.num_padding
-            for driver in (local, remote)
-        )
-    trial.result.check("rows lost or padded", losses, 0, "==")
-    count = interrupts.num_interrupts
-    trial.result.notes.append(f"{count} calls were interrupted, the others timed out")
+            costs[is_interrupt].append(_num_spoilt(driver) - before)
+    trial.result.check(
+        "rows that a timeout spoils", max(costs[False], default=0), 0, "=="
+    )
+    trial.result.check(
+        "rows that an interrupt spoils", max(costs[True], default=0), _NUM_ENVS
+    )
+    count, num_costly = interrupts.num_interrupts, sum(map(bool, costs[True]))
+    trial.result.notes.append(
+        f"{count} calls were interrupted, the others timed out; {num_costly} "
+        "interrupts, in the bookkeeping, cost an episode of each row"
+    )
+
+
+def _num_spoilt(driver: Driver) -> int:
+    """Returns how many rows were lost or padded so far."""
+    return sum(driver.ledger.losses.values()) + driver.ledger.num_padding
 
 
 def _usual_seconds(driver: Driver) -> float:
