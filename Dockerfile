@@ -6,9 +6,12 @@ FROM python:3.11-slim AS base
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_NO_CACHE_DIR=1 \
     PYTHONUNBUFFERED=1
-# Runs land in ./runs; a new volume mounted there takes over this owner.
+# Runs land in ./runs, keys in /keys; a new volume mounted there takes over this owner,
+# and this mode.
 RUN useradd --create-home --home-dir /srv/envserve --uid 10001 envserve \
-    && install --directory --owner envserve --group envserve /srv/envserve/runs
+    && install --directory --owner envserve --group envserve /srv/envserve/runs \
+    && install --directory --owner envserve --group envserve --mode 700 \
+       /keys/server /keys/trainer
 WORKDIR /opt/envserve
 COPY pyproject.toml constraints.txt LICENSE README.md ./
 COPY envserve envserve

@@ -16,6 +16,7 @@ from benchmarks.cases.start import start
 from benchmarks.cases.step import step
 from benchmarks.cases.straggler import straggler
 from benchmarks.harness import BenchmarkError
+from benchmarks.lab.processes import own_keys
 from benchmarks.learning.goal import goal
 from benchmarks.learning.overlap import overlap
 from benchmarks.learning.profile import profile
@@ -49,7 +50,8 @@ def main(
     """Runs the sub-command that the arguments name."""
     app = _make_app(commands)
     try:
-        app(arguments if arguments is None else list(arguments), prog_name=_NAME)
+        with own_keys():
+            app(arguments if arguments is None else list(arguments), prog_name=_NAME)
     except (BenchmarkError, EnvserveError) as error:
         print(f"{_NAME}: {error}", file=sys.stderr)
         raise SystemExit(1) from None

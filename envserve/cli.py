@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import logging
 import os
+import stat
 import sys
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -17,7 +18,8 @@ from typing import Annotated, Any, Final, Literal, NoReturn, get_type_hints
 
 import typer
 
-from envserve.errors import EnvserveError, ServerError
+from envserve.errors import EnvserveError, KeyFileError, SelfTestError, ServerError
+from envserve.key_commands import app as key_commands
 from envserve.settings import HostSettings, WorkerSettings, is_private, num_cores
 
 __all__ = ["main"]
@@ -28,21 +30,48 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(key_commands)
+
+
+def _look_for_modules_here(modules: list[str] | None) -> list[str] | None:
+    """Has --import find modules of the working directory too, as `python -m` would."""
+    here = os.getcwd()
+    if modules and _can_others_write(os.stat(here)):
+        _fail(
+            f"--import: others can write to the working directory, {here}, and so "
+            f"any module there could be theirs; start in a folder of your own",
+            2,
+        )
+    if modules:
+        sys.path.append(here)  # last, so that a file there hides nothing
+    return modules
+
+
+def _can_others_write(folder: os.stat_result) -> bool:
+    """Tells whether files there may be another user's; its own group is the user."""
+    return (
+        folder.st_uid not in (0, os.geteuid())
+        or bool(folder.st_mode & stat.S_IWOTH)
+        or bool(folder.st_mode & stat.S_IWGRP and folder.st_gid != os.getegid())
+    )
+
 
 _Import = Annotated[
     list[str] | None,
     typer.Option(
-        "--import", help="Module that registers envs or wrappers; repeatable."
+        "--import",
+        help="Module that registers envs or wrappers; repeatable.",
+        callback=_look_for_modules_here,
     ),
 ]
 _Timeout = Annotated[float, typer.Option(min=0.001, help="Seconds to wait for it.")]
+_Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Use no keys, as --insecure-no-auth there.")
+]
 
 
 def main() -> None:
     """Runs the command that the arguments name."""
-    # --import finds modules of the working directory too, as `python -m` would; last,
-    # so that a file there hides nothing.
-    sys.path.append(os.getcwd())
     app()
 
 
@@ -57,8 +86,11 @@ _FLAGS: Final = {
     "step_timeout_seconds": "--step-timeout",
     "reset_timeout_seconds": "--reset-timeout",
     "drain_grace_seconds": "--drain-grace",
-    "allows_public_binds": "--insecure-no-auth",
 }
+
+
+#: How `start` ends if it must not begin.
+_START_CODES: Final[Mapping[type, int]] = {KeyFileError: 2, SelfTestError: 3}
 
 
 def _flag(setting: str) -> str:
@@ -77,7 +109,8 @@ def _with_host_settings(command: Callable[..., None]) -> Callable[..., None]:
             default = field.default_factory()
         if kind not in (bool, float, int, str):
             kind, default = list[str] | None, None
-        option = typer.Option(_flag(field.name), help=helps[field.name])
+        look = _look_for_modules_here if field.name == "import_modules" else None
+        option = typer.Option(_flag(field.name), help=helps[field.name], callback=look)
         parameters.append(_parameter(field.name, Annotated[kind, option], default))
     for name, own in inspect.signature(command, eval_str=True).parameters.items():
         if name != "given":
@@ -140,7 +173,7 @@ def start(
     try:
         asyncio.run(serve(host, on_ready))
     except (EnvserveError, OSError) as error:
-        _fail(error, 1)
+        _fail(error, _START_CODES.get(type(error), 1))
 
 
 def _host_settings(given: Mapping[str, Any]) -> HostSettings:
@@ -178,6 +211,7 @@ def health(
         ),
     ] = False,
     timeout: _Timeout = 2.0,
+    insecure: _Insecure = False,
 ) -> None:
     """Ask a server how it is. The exit code is 0 if it is well, 1 if none answers."""
     from envserve.client.connection import ask_welcome
@@ -185,7 +219,7 @@ def health(
 
     _check_address(address)
     try:
-        welcome = ask_welcome(address, timeout)
+        welcome = ask_welcome(address, timeout, insecure=insecure)
     except EnvserveError as error:
         _fail(error, Ailment.NO_ANSWER)
     found = diagnose(welcome, startup=startup, live=live, ready=ready)
@@ -204,6 +238,7 @@ def envs(
     ] = None,
     import_module: _Import = None,
     timeout: _Timeout = 2.0,
+    insecure: _Insecure = False,
 ) -> None:
     """List the env names that a server offers, or that one here would offer."""
     from envserve.client.connection import ask_welcome
@@ -214,7 +249,7 @@ def envs(
             names = Registry(None, import_module or ()).names
         else:
             _check_address(address)
-            names = ask_welcome(address, timeout).env_names
+            names = ask_welcome(address, timeout, insecure=insecure).env_names
     except EnvserveError as error:
         _fail(error, 1)
     for name in names:

@@ -16,12 +16,14 @@ __all__ = [
     "EnvTimeout",
     "EnvsBusy",
     "EnvserveError",
+    "KeyFileError",
     "LeaseLost",
     "LocalProtocolError",
     "ProtocolError",
     "ProtocolMismatch",
     "RemoteProtocolError",
     "ReproError",
+    "SelfTestError",
     "ServerDraining",
     "ServerError",
     "ServerLost",
@@ -98,6 +100,10 @@ class EnvTimeout(EnvserveError, TimeoutError):
     """An env, worker or server did not answer before the deadline."""
 
 
+class KeyFileError(EnvserveError, RuntimeError):
+    """A file of keys that others can read or own, or that cannot be read."""
+
+
 class ServerError(EnvserveError, RuntimeError):
     """Base class of what can go wrong between a client and a server."""
 
@@ -110,12 +116,18 @@ class ServerLost(ServerError, ConnectionError):
     """A server that had answered is silent for longer than allowed."""
 
 
+class SelfTestError(ServerError):
+    """A server that is about to start would not refuse whom it should."""
+
+
 class EnvsBusy(ServerError):
     """The server has fewer free envs than asked for.
 
     Attributes:
-      holder: Who has most of the others, like "host:pid"; empty if that is not known.
-      since: For how many seconds it has had them, when the server answered.
+      holder: Who has most of the others: a client of ours, like "host:pid", or
+        "others"; empty if nobody has.
+      since: For how many seconds it has had them, when the server answered; 0 for
+        others.
     """
 
     def __init__(self, message: str, *, holder: str = "", since: float = 0.0) -> None:

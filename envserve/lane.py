@@ -100,8 +100,7 @@ class Call:
     arguments: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """Why a row's last transition is not valid.
 
     Attributes:

@@ -34,8 +34,10 @@ __all__ = [
     "Autoreset",
     "EnvOptions",
     "EnvRequest",
+    "ExposeRule",
     "HostSettings",
     "Infos",
+    "KwargRule",
     "LocalOptions",
     "Name",
     "PoolSettings",
@@ -47,16 +49,31 @@ __all__ = [
 
 Type = TypeVar("Type")
 
+_EXPOSE: Final = r"^((call|get|set):)?[a-z][a-z0-9_]{0,63}$"
+_NUMBER: Final = r"-?\d+(\.\d+)?"
+_KWARG: Final = (
+    rf"^[A-Za-z_]\w{{0,63}}(:(any|bool|(int|float)(\[{_NUMBER},{_NUMBER}\])?|"
+    r"[^\s,|\[\]]+(\|[^\s,|\[\]]+)*))?$"
+)
+#: Which attributes clients may use in which way; see `session.policy.check_call`.
+ExposeRule = Annotated[str, Meta(pattern=_EXPOSE)]
+#: Which values an argument of an env may have; see `session.policy.check_kwargs`.
+KwargRule = Annotated[str, Meta(pattern=_KWARG)]
+
 #: What msgspec's names of types are called here.
 _WORDS: Final = {
-    "int": "an int",
-    "float": "a number",
-    "bool": "a bool",
-    "str": "a str",
-    "str | null": "a str or None",
-    "array": "a list",
-    "array | null": "a list or None",
-    "object": "a map",
+    f"`str` matching regex {_EXPOSE!r}": "NAME, get:NAME, set:NAME or call:NAME",
+    f"`str` matching regex {_KWARG!r}": (
+        "NAME, NAME:int[0,10], NAME:float[0,1], NAME:bool, NAME:a|b or NAME:any"
+    ),
+    "`int`": "an int",
+    "`float`": "a number",
+    "`bool`": "a bool",
+    "`str`": "a str",
+    "`str | null`": "a str or None",
+    "`array`": "a list",
+    "`array | null`": "a list or None",
+    "`object`": "a map",
 }
 
 #: When an ended episode's env is reset, as in Gymnasium's `AutoresetMode`.
@@ -70,18 +87,18 @@ _U32 = Annotated[int, Meta(ge=0, lt=2**32)]
 _Seconds = Annotated[float, Meta(gt=0)]
 
 
-def convert(value: Any, kind: type[Type]) -> Type:
+def convert(value: Any, kind: type[Type], *, is_strict: bool = True) -> Type:
     """Brings a plain value to a type, within the bounds that are annotated.
 
     Raises:
       ValueError: It is not of that type; says what was expected, and where.
     """
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, kind, strict=is_strict)
     except msgspec.ValidationError as error:
         text = str(error)
         for word, words in _WORDS.items():
-            text = text.replace(f"`{word}`", words)
+            text = text.replace(word, words)
         raise ValueError(text[0].lower() + text[1:]) from None
     except AttributeError:  # msgspec takes an array for a map
         raise ValueError("expected no array where a map belongs") from None
@@ -162,6 +179,8 @@ class WorkerSettings(_Checked):
     max_restarts: Annotated[int, Meta(ge=0)] = 5
     """How often a worker that ends without a step in between is replaced, before its
     envs are given up."""
+    max_infos_kib: Annotated[int, Meta(ge=1, le=1 << 15)] = 64
+    """Most KiB of infos that a worker reports at once; longer ones are left out."""
     crash_dir: str | None = ""
     """Folder for repro files of crashes, by default one of this user's under the
     system's temporary folder; 'none' for no files."""
@@ -181,10 +200,15 @@ class HostSettings(WorkerSettings):
     """Env to offer; repeatable. By default, all registered."""
     binds: Annotated[tuple[str, ...], Meta(min_length=1)] = ("tcp://127.0.0.1:5555",)
     """tcp://host:port or ipc://path; repeatable; port 0 is any."""
-    exposed: frozenset[str] = frozenset()
-    """Attribute that clients may get, set and call; repeatable."""
-    allowed_kwargs: frozenset[str] = frozenset()
-    """Env argument that clients may set; repeatable."""
+    exposed: frozenset[ExposeRule] = frozenset()
+    """Attribute that clients may get and call, or get:NAME, set:NAME, call:NAME;
+    repeatable."""
+    allowed_kwargs: frozenset[KwargRule] = frozenset()
+    """Env argument that clients may set to numbers and bools, or NAME:int[0,10],
+    NAME:float[0,1], NAME:bool, 'NAME:a|b', NAME:any (paths too); repeatable."""
+    max_processes: _Count = field(default_factory=lambda: 4 * num_cores())
+    """Most worker processes of all clients, of which one key gets three quarters, or
+    --workers if that is more; by default four per core."""
     lease_seconds: Annotated[float, Meta(gt=0, lt=2.0**63)] = 60.0
     """Silence after which a client's envs are given up."""
     # What follows takes less than 2 s more, and whoever runs a container kills it
@@ -193,23 +217,46 @@ class HostSettings(WorkerSettings):
     """Seconds for running episodes to end in after SIGTERM."""
     max_message_mib: _Count = 1
     """Longest message accepted from a client."""
-    allows_public_binds: bool = False
-    """Allow addresses that other hosts can reach."""
+    max_unread_mib: _Count = 64
+    """What a client may leave unread of long answers, beside one for each block."""
+    max_total_unread_mib: _Count = 256
+    """What all clients may leave unread of them."""
+    debug_errors: bool = False
+    """Tell clients where files of this host are, in tracebacks."""
+    worker_env: tuple[str, ...] | None = None
+    """Environment variable that workers get; repeatable. By default, all but those
+    that begin with ENVSERVE_."""
+    worker_user: str = ""
+    """User that workers run as, by default ours; for servers that root starts."""
+    worker_memory_mib: Annotated[int, Meta(ge=0)] = 0
+    """Most MiB of address space that a worker gets; 0: any."""
+    worker_processes: Annotated[int, Meta(ge=0)] = 0
+    """Most processes and threads that the user of workers may have; 0: any."""
+    max_buffered_mib: _Count = 256
+    """Memory that messages on their way may take, before all connections are closed
+    and made anew."""
+    audit: str | None = None
+    """File to append a line of JSON to for whatever a client is given, denied, or
+    loses; only this user can read it."""
+    insecure_no_auth: bool = False
+    """Use no keys on tcp: whoever reaches an address can use the server, and read and
+    change its traffic."""
 
     def __post_init__(self) -> None:
         """Checks everything; raises ValueError."""
         super().__post_init__()
         for address in self.binds:
             try:
-                is_allowed = is_private(address) or self.allows_public_binds
+                is_private(address)
             except ValueError as error:
                 raise ValueError(f"binds: {error}") from None
-            if not is_allowed:
-                raise ValueError(
-                    f"binds: other hosts can reach {address}, and clients are not "
-                    f"authenticated; bind to tcp://127.0.0.1 or ipc://, or accept that "
-                    f"by --insecure-no-auth"
-                )
+
+        home = os.path.expanduser(f"~{self.worker_user}")  # found, if there is one
+        if self.worker_user and (home.startswith("~") or os.geteuid() != 0):
+            raise ValueError(
+                f"worker_user: expected a user of this host, and root to start the "
+                f"server; got {self.worker_user!r} and uid {os.geteuid()}"
+            )
 
     @property
     def total_envs(self) -> int:
@@ -225,6 +272,9 @@ class HostSettings(WorkerSettings):
 @dataclass(frozen=True, kw_only=True)
 class PoolSettings(WorkerSettings, EnvRequest):
     """What a pool is built from: what was asked for, on a host's workers."""
+
+    max_infos_kib: Annotated[int, Meta(ge=1, le=1 << 15)] = 1 << 15
+    """As of a host; a trainer that hosts its envs takes nobody else's time."""
 
     @classmethod
     def of(cls, request: EnvRequest, host: WorkerSettings) -> Self:

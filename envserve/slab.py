@@ -7,6 +7,7 @@ on by descriptor, so nothing is left behind, however its processes end.
 from __future__ import annotations
 
 import enum
+import fcntl
 import math
 import mmap
 import os
@@ -217,10 +218,15 @@ class Slab:
       extra: What lies behind them, for whoever has asked for it.
     """
 
+    fd = -1  # before there is one
+
     def __init__(self, fd: int, spec: EnvSpec, num_envs: int, num_workers: int) -> None:
         """Maps memory that `create` has sized; takes ownership of the descriptor."""
         self.fd = fd
-        self._memory = mmap.mmap(fd, 0)
+        self._map(spec, num_envs, num_workers)
+
+    def _map(self, spec: EnvSpec, num_envs: int, num_workers: int) -> None:
+        self._memory = mmap.mmap(self.fd, 0)
         self.rows = Rows.map(spec, num_envs, self._memory)
         at = _aligned(rows_nbytes(spec, num_envs))
         self.heartbeats: Array = np.ndarray(
@@ -234,19 +240,27 @@ class Slab:
     ) -> Slab:
         """Returns a slab in new memory, all zero."""
         nbytes = _aligned(rows_nbytes(spec, num_envs)) + num_workers * _ALIGNMENT
-        fd = _anonymous_file()
+        slab = cls.__new__(cls)
+        slab.fd = _anonymous_file()
         try:
-            os.ftruncate(fd, nbytes + extra_nbytes)
-            return cls(fd, spec, num_envs, num_workers)
+            os.ftruncate(slab.fd, nbytes + extra_nbytes)
+            if hasattr(os, "memfd_create"):
+                # Who shrinks a file ends all that have mapped it.
+                seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+                fcntl.fcntl(slab.fd, fcntl.F_ADD_SEALS, seals)
+            slab._map(spec, num_envs, num_workers)
         except BaseException:
-            os.close(fd)
+            slab.close()
             raise
+        return slab
 
     def close(self) -> None:
         """Closes the descriptor; the memory goes with the last array that uses it."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    __del__ = close  # of one that an interrupt has kept its owner from getting
 
     def __repr__(self) -> str:
         """Returns the size, and whether it is closed."""
@@ -256,6 +270,7 @@ class Slab:
 
 def _anonymous_file() -> int:
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("envserve-slab")
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        return os.memfd_create("envserve-slab", flags)
     with tempfile.TemporaryFile(prefix="envserve-slab-") as file:
         return os.dup(file.fileno())

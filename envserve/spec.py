@@ -239,10 +239,14 @@ def restore(description: Any) -> Space[Any]:
       SpaceError: The description, which may come from a peer, is not valid.
     """
     try:
-        return _restore(description, _MAX_DEPTH, _Room())
+        with np.errstate(over="raise", invalid="raise"):  # not a warning: an error
+            return _restore(description, _MAX_DEPTH, _Room())
     except SpaceError:
         raise
-    except (LookupError, TypeError, ValueError, *_FROM_GYMNASIUM) as error:
+    except (
+        *(LookupError, TypeError, ValueError, ArithmeticError),
+        *_FROM_GYMNASIUM,
+    ) as error:
         text = f"{type(error).__name__}: {error}"[:_MAX_TEXT]
         raise SpaceError(f"not a valid description of a space: {text}") from None
 

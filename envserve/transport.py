@@ -7,6 +7,7 @@ from typing import Final
 import zmq
 
 __all__ = [
+    "KEYED_BYTES",
     "NOBLOCK",
     "FrameReceiver",
     "Frames",
@@ -17,6 +18,9 @@ __all__ = [
 #: Plain numbers: ZeroMQ's own flags are slow to combine.
 NOBLOCK: Final = int(zmq.NOBLOCK)
 _POLLIN: Final = int(zmq.POLLIN)
+
+#: By how much a frame is longer where keys are used, at most.
+KEYED_BYTES: Final = 64
 
 Frames = list[bytes | memoryview]
 
@@ -52,6 +56,9 @@ class FrameReceiver:
 
     Attributes:
       is_discarding: Whether a message of too many frames is being thrown away.
+      first: The frame that began the latest message: ZeroMQ's words about its sender
+        are with it.
+      num_discarded: How many frames of the last such message were.
     """
 
     def __init__(
@@ -70,6 +77,8 @@ class FrameReceiver:
         self._num_short = num_short
         self._readable = [(socket, _POLLIN)]
         self.is_discarding = False
+        self.first = zmq.Frame()
+        self.num_discarded = 0
 
     def receive(self, *, waits: bool = False) -> Frames | None:
         """Returns the next message; None when there is none yet.
@@ -90,10 +99,12 @@ class FrameReceiver:
             frame = socket.recv(0 if waits else NOBLOCK, copy=False)
         except zmq.Again:
             return None
+        self.first = frame
         frames: Frames = [frame.bytes]
         while frame.more:  # a frame knows; to ask the socket takes longer
             if len(frames) == self._max_frames:
                 self.is_discarding = True
+                self.num_discarded = 0
                 self._discard()
                 break
             frame = socket.recv(NOBLOCK, copy=False)
@@ -107,4 +118,5 @@ class FrameReceiver:
                 self.is_discarding = False
                 return True
             self._socket.recv(NOBLOCK)
+            self.num_discarded += 1
         return False

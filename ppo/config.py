@@ -262,6 +262,9 @@ class Config(BaseModel, frozen=True):
     """What a server that was given up does: "raise" ends the training; "pad" leaves its
     rows out of it until the server is back."""
 
+    insecure: bool = False
+    """Whether env servers are spoken to without keys, in a network that you trust."""
+
     padding_after_seconds: Annotated[float, Field(ge=0.0, le=1e6)] = 0.1
     """Seconds that a step waits for envs that are not there (their worker is being
     replaced, or their server is silent) before the others go on without them."""

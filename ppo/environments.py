@@ -63,6 +63,7 @@ def env_maker(
                 seed=seed,
                 server_lost_after=config.server_lost_after_seconds,
                 on_server_lost=config.on_server_lost,
+                insecure=config.insecure,
                 **shared,
             )
         return BatchEnv.local(

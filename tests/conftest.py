@@ -45,6 +45,8 @@ def pytest_configure() -> None:
     folder = os.path.join(root, f"envserve-suite-{os.getuid()}")
     os.makedirs(folder, exist_ok=True)
     tempfile.tempdir = os.environ["TMPDIR"] = folder
+    # And so do keys: all servers and clients of the suite are one user's.
+    os.environ["ENVSERVE_HOME"] = os.path.join(folder, "home")
 
 
 def pytest_report_header(config: pytest.Config) -> str:

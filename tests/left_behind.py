@@ -23,7 +23,7 @@ import pytest
 #: What a test closed may need this long to be gone: the kernel ends orphans on its own.
 GRACE_SECONDS = 2.0
 #: Environment variable by which orphans are found: every process started inherits it.
-MARK_NAME = "ENVSERVE_TEST_SESSION"
+MARK_NAME = "TEST_SESSION_OF_ENVSERVE"
 MARK_VALUE = f"{os.getpid()}-{secrets.token_hex(4)}"
 #: Kept for the life of the interpreter by the standard library itself.
 STANDARD_LIBRARY_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forks")

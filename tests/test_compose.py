@@ -18,6 +18,7 @@ from envserve.settings import HostSettings
 ROOT = Path(__file__).resolve().parent.parent
 HEALTH = ["envserve", "health", "--startup", "--live", "tcp://127.0.0.1:5555"]
 PROGRAMS = {"server": "envserve", "trainer": "ppo"}
+SERVERS = ("sim1", "sim2")
 Service = dict[str, Any]
 
 
@@ -69,25 +70,50 @@ def test_docker_compose_accepts_the_file_and_reads_it_as_these_tests_do() -> Non
     assert resolved["networks"] == {"simulation": {"internal": True}}
     assert resolved["services"].keys() == SERVICES.keys()
     for name, service in SERVICES.items():
-        for key in ("command", "healthcheck", "depends_on", "image"):
+        for key in ("command", "healthcheck", "depends_on", "image", "environment"):
             assert resolved["services"][name].get(key) == service.get(key), (name, key)
 
 
 def test_services_share_one_private_network_and_publish_nothing() -> None:
-    assert SERVICES.keys() == {"sim1", "sim2", "trainer"}
+    assert SERVICES.keys() == {"keys", *SERVERS, "trainer"}
     for service in SERVICES.values():
         assert service["networks"] == ["simulation"]
         assert not service.keys() & {"ports", "network_mode", "privileged"}
 
 
+def test_an_env_cannot_fill_the_host() -> None:
+    for service in SERVICES.values():
+        assert service["pids_limit"] == 512
+        assert service["mem_limit"] == "4g"
+        assert service["cap_drop"] == ["ALL"]
+
+
+def test_keys_are_made_before_they_are_used_and_each_role_sees_its_own() -> None:
+    keys = SERVICES["keys"]
+    assert keys["command"][:3] == ["keys", "make", "/keys"]
+    _, *roles = (word for word in keys["command"][2:] if not word.startswith("-"))
+    ats = [f"tcp://{name}:5555" for name in SERVERS]
+    assert roles == ["server", "trainer", *ats]
+    assert keys["volumes"] == [f"{role}-keys:/keys/{role}" for role in roles[:2]]
+    done = {"keys": {"condition": "service_completed_successfully"}}
+    for name in (*SERVERS, "trainer"):
+        service = SERVICES[name]
+        role = "trainer" if name == "trainer" else "server"
+        assert service["environment"] == {"ENVSERVE_HOME": f"/keys/{role}"}
+        mounted = [v for v in service["volumes"] if "keys" in v]
+        assert mounted == [f"{role}-keys:/keys/{role}:ro"]
+        assert f"/keys/{role}" in stages()["base"]
+        assert role == "trainer" or service["depends_on"] == done
+        assert "--insecure-no-auth" not in service["command"]
+
+
 def test_trainer_waits_for_the_health_of_every_server_that_it_connects_to() -> None:
     trainer = SERVICES["trainer"]
-    servers = [name for name in SERVICES if name != "trainer"]
     connected = [word for word in trainer["command"] if word.startswith("tcp://")]
-    assert connected == [f"tcp://{name}:5555" for name in servers]
+    assert connected == [f"tcp://{name}:5555" for name in SERVERS]
     healthy = {"condition": "service_healthy"}
-    assert trainer["depends_on"] == dict.fromkeys(servers, healthy)
-    for name in servers:
+    assert trainer["depends_on"] == dict.fromkeys(SERVERS, healthy)
+    for name in SERVERS:
         _, *test = SERVICES[name]["healthcheck"]["test"]
         assert test == HEALTH
         assert "tcp://0.0.0.0:5555" in SERVICES[name]["command"]
@@ -97,8 +123,9 @@ def test_trainer_waits_for_the_health_of_every_server_that_it_connects_to() -> N
 def test_command_and_its_options_exist(name: str) -> None:
     service = SERVICES[name]
     program = PROGRAMS[service["build"]["target"]]
-    subcommand, *words = service["command"]
-    known = output_of(program, subcommand, "--help")
+    words = service["command"]
+    subcommand = words[: 2 if words[0] == "keys" else 1]
+    known = output_of(program, *subcommand, "--help")
     options = {word for word in words if word.startswith("--")}
     missing = {o for o in options if not re.search(rf"(?<!\S){o}\b", known)}
     assert not missing, known
@@ -154,6 +181,6 @@ def test_server_image_installs_no_tensorflow() -> None:
 
 
 def test_volume_of_runs_is_a_folder_that_the_image_prepares() -> None:
-    volume, _, path = SERVICES["trainer"]["volumes"][0].partition(":")
+    volume, _, path = SERVICES["trainer"]["volumes"][-1].partition(":")
     assert volume == "runs"
     assert path in stages()["base"]

@@ -1,4 +1,4 @@
-"""The commands of docker-compose.yml on three hosts: network namespaces of our own.
+"""The commands of docker-compose.yml on four hosts: network namespaces of our own.
 
 The very words of the file are run, names like `sim1` included.
 """
@@ -6,6 +6,7 @@ The very words of the file are run, names like `sim1` included.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -37,12 +38,20 @@ def hosts() -> Iterator[Hosts]:
         hosts.remove()
 
 
-def wait_until_healthy(hosts: Hosts, name: str) -> None:
+def environment(name: str, folder: Path) -> dict[str, str]:
+    """A service's, with a folder in the place of the volumes."""
+    home = SERVICES[name].get("environment", {}).get("ENVSERVE_HOME", "/nowhere")
+    return os.environ | {"ENVSERVE_HOME": home.replace("/keys", str(folder))}
+
+
+def wait_until_healthy(hosts: Hosts, name: str, folder: Path) -> None:
     _, program, *words = SERVICES[name]["healthcheck"]["test"]
     give_up_at = time.monotonic() + 30
     while True:
         health = subprocess.run(
-            hosts.command(name, str(BIN / program), *words), capture_output=True
+            hosts.command(name, str(BIN / program), *words),
+            env=environment(name, folder),
+            capture_output=True,
         )
         if health.returncode == 0:
             return
@@ -52,22 +61,30 @@ def wait_until_healthy(hosts: Hosts, name: str) -> None:
 def test_a_trainer_trains_on_the_envs_of_two_other_hosts(
     hosts: Hosts, tmp_path: Path
 ) -> None:
-    run_folder = tmp_path / "run"
+    run_folder, folder = tmp_path / "run", tmp_path / "keys"
+    made = [str(folder) if w == "/keys" else w for w in SERVICES["keys"]["command"]]
+    words = hosts.command("keys", str(BIN / "envserve"), *made)
+    subprocess.run(words, check=True, capture_output=True, timeout=30)
     servers = []
     try:
         for name in ("sim1", "sim2"):
             words = [str(BIN / "envserve"), *SERVICES[name]["command"]]
             servers.append(
-                subprocess.Popen(hosts.command(name, *words), stdout=subprocess.DEVNULL)
+                subprocess.Popen(
+                    hosts.command(name, *words),
+                    env=environment(name, folder),
+                    stdout=subprocess.DEVNULL,
+                )
             )
         for name in ("sim1", "sim2"):
-            wait_until_healthy(hosts, name)
+            wait_until_healthy(hosts, name, folder)
         trainer = subprocess.run(
             hosts.command(
                 "trainer",
                 *(str(BIN / "ppo"), *SERVICES["trainer"]["command"]),
                 *("--set", "total_steps=4096", "--run-dir", str(run_folder)),
             ),
+            env=environment("trainer", folder),
             capture_output=True,
             text=True,
             timeout=110,

@@ -13,6 +13,7 @@ from envserve.bench.turns import Measure, stepping
 
 LIMIT = "limit: bare loops"
 IN_PROCESS, IPC, TCP = "envserve in-process", "envserve ipc", "envserve tcp"
+WITHOUT_KEYS = "envserve tcp, no keys"
 _WAYS = {
     IN_PROCESS: (),
     IPC: BINDS["ipc"],
@@ -32,7 +33,15 @@ def our_cases(load: Load) -> list[Case]:
         Case(name, stepping_batch_env, {"load": load, "binds": binds})
         for name, binds in _WAYS.items()
         if len(binds) <= load.num_envs
-    ]
+    ] + [Case(WITHOUT_KEYS, stepping_without_keys, {"load": load})]
+
+
+@contextlib.contextmanager
+def stepping_without_keys(load: Load) -> Iterator[Measure]:
+    """Steps over tcp as it was before there were keys, to tell what they cost."""
+    options = ("--insecure-no-auth",)
+    with batch_env(load, BINDS["tcp"], options, insecure=True) as batch:
+        yield stepping(batch.step, load.actions(), load)
 
 
 @contextlib.contextmanager

@@ -5,10 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
+from unittest import mock
 
 import psutil
+
+
+@contextlib.contextmanager
+def own_keys() -> Iterator[None]:
+    """Has servers and clients use keys of a folder that is gone afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        home = {"ENVSERVE_HOME": os.path.join(folder, "home")}
+        with mock.patch.dict(os.environ, home):
+            yield
 
 
 class Vitals(NamedTuple):

@@ -154,7 +154,7 @@ def _running_server(load: Load, bind: str, options: Sequence[str]) -> Iterator[s
             *("--envs-per-worker", str(-(-load.num_envs // load.num_workers))),
             *("--log-level", "warning", "--drain-grace", "0"),
             *(part for name in load.import_modules for part in ("--import", name)),
-            *(part for name in load.env_kwargs for part in ("--allow-kwarg", name)),
+            *(f"--allow-kwarg={name}:any" for name in load.env_kwargs),
             *options,
         ]
         # It finds the modules of `--import` where this process finds them.

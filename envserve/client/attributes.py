@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from envserve import codec
 from envserve.client.lane_group import LaneGroup
 from envserve.client.row_set import check_rows
 from envserve.errors import CallError
 from envserve.lane import Call
+from envserve.text import printable
 
 __all__ = ["Attributes"]
+
+_MAX_TEXT: Final = 16 << 10
 
 
 class Attributes:
@@ -69,9 +72,13 @@ class Attributes:
         answer = codec.decode(result, max_bytes=len(result))
         if "error" in answer:
             where = self._group.block_of(env_index).lane.name
+            error, traceback = (
+                printable(str(answer[key])[-_MAX_TEXT:])
+                for key in ("error", "traceback")
+            )
             raise CallError(
-                f"Env {env_index} ({where}): {name}: {answer['error']}",
+                f"Env {env_index} ({where}): {name}: {error}",
                 env_index=env_index,
-                remote_traceback=answer["traceback"],
+                remote_traceback=traceback,
             )
         return answer["value"]

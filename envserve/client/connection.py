@@ -13,9 +13,13 @@ from typing import Final
 
 import zmq
 
-from envserve.errors import ConnectError
+from envserve.client.diagnosis import Diagnosis
+from envserve.errors import ConnectError, RemoteProtocolError
+from envserve.keys.folder import KeyFolder
+from envserve.keys.pair import Keys
 from envserve.session import ClientSession
 from envserve.transport import (
+    KEYED_BYTES,
     NOBLOCK,
     FrameReceiver,
     Frames,
@@ -42,6 +46,7 @@ SLICE_SECONDS: Final = 0.025
 #: the first of them at random.
 _RECONNECT_MS: Final = 50
 _RECONNECT_MAX_MS: Final = 100
+_ASK_SECONDS: Final = 0.5
 #: Shorter than the kernel's first retry, so that a cable that is plugged in again is
 #: noticed soon: at most this and the longest interval later. No longer round trip can
 #: be used.
@@ -51,8 +56,20 @@ _CONNECT_TIMEOUT_MS: Final = 350
 _POLLIN: Final = int(zmq.POLLIN)
 _POLLOUT: Final = int(zmq.POLLOUT)
 
-#: A result may be large, but not endless.
-_MAX_FRAME_BYTES: Final = 1 << 30
+#: Longest frame that is received at first: all but long rows fit.
+_MIN_FRAME_BYTES: Final = 1 << 20
+#: What may be received before anybody reads it.
+_MAX_UNREAD_BYTES: Final = 16 << 20
+#: After how long without a connection its socket is made anew. ZeroMQ tries again by
+#: itself, but never after an error: of a refused key, or of a frame that is too long.
+_RENEW_SECONDS: Final = 2.0
+#: A new socket that connects so soon tells that there was such an error; and how many
+#: of them within how long are no accident.
+_AT_ONCE_SECONDS: Final = 0.75
+_MAX_ERRORS: Final = 3
+_ERRORS_SECONDS: Final = 10.0
+#: How long `Exchange.run` may take, so that its callers keep their deadlines.
+_RUN_SECONDS: Final = 0.02
 
 
 class Connection:
@@ -60,42 +77,74 @@ class Connection:
 
     Attributes:
       address: The server's.
+      keys: The server's public key and an own pair; None if none are used.
+      max_frame_bytes: Longest frame that is received.
+      descriptor: Shows that `receive` may have something.
       receive: Returns the next message, or None.
       receive_soon: Waits for the next message; None after `SLICE_SECONDS`.
     """
 
-    def __init__(self, address: str) -> None:
-        """Begins to connect; raises ConnectError for an address of no known form."""
+    def __init__(
+        self, address: str, keys: Keys | None = None, *, insecure: bool = False
+    ) -> None:
+        """Begins to connect.
+
+        Args:
+          address: The server's.
+          keys: The server's public key and an own pair; by default those that this
+            user has for the address.
+          insecure: Whether none are to be used; see `KeyFolder.keys_for`.
+
+        Raises:
+          ConnectError: The address has no known form, or its server's key is not known.
+          KeyFileError: A file of keys cannot be read, or others can.
+        """
         self.address = address
+        self.keys = keys or KeyFolder().keys_for(address, insecure=insecure)
+        self.max_frame_bytes = _MIN_FRAME_BYTES
+        self.descriptor = Descriptor()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        self._open()
+
+    def _open(self) -> None:
+        self._socket = socket = self._context.socket(zmq.DEALER)
         # Without a look for options that are not used here.
-        self._send = super(zmq.Socket, self._socket).send
-        receiver = FrameReceiver(self._socket, MAX_FRAMES + 1, 1)
+        self._send = super(zmq.Socket, socket).send
+        receiver = FrameReceiver(socket, MAX_FRAMES + 1, 1)
         self.receive: Callable[[], Frames | None] = receiver.receive
         self.receive_soon = partial(receiver.receive, waits=True)
-        set_common_options(self._socket)
+        set_common_options(socket)
         # Else requests are queued for a server that is gone, and reach the next one.
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._socket.setsockopt(zmq.RCVTIMEO, int(1000 * SLICE_SECONDS))
-        self._socket.setsockopt(zmq.RCVHWM, 0)  # in-flight operations are the bound
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
-        self._socket.setsockopt(zmq.IPV6, "[" in address)
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.RCVTIMEO, int(1000 * SLICE_SECONDS))
+        # Whoever reads no more is sent no more: the rest waits at the server.
+        limit = max(2, _MAX_UNREAD_BYTES // self.max_frame_bytes)
+        socket.setsockopt(zmq.RCVHWM, limit)
+        socket.setsockopt(zmq.MAXMSGSIZE, self.max_frame_bytes + KEYED_BYTES)
+        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
+        socket.setsockopt(zmq.IPV6, "[" in self.address)
+        if self.keys is not None:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, self.keys[0])
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, self.keys[1].public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self.keys[1].secret)
         try:
-            self._socket.connect(address)
+            socket.connect(self.address)
         except zmq.ZMQError as error:
             self.close()
             raise ConnectError(
                 f"expected an address like tcp://host:5555 or ipc:///path; "
-                f"got {address!r} ({error.strerror})"
+                f"got {self.address!r} ({error.strerror})"
             ) from None
+        self.descriptor.watch(descriptor_of(socket))
 
-    def fileno(self) -> int:
-        """ZeroMQ's descriptor: an edge says that `receive` may have something."""
-        return descriptor_of(self._socket)
+    def renew(self, max_frame_bytes: int = 0) -> None:
+        """Begins to connect anew, for frames as long as before or longer ones."""
+        self.max_frame_bytes = max(self.max_frame_bytes, max_frame_bytes)
+        before = self._socket
+        self._open()
+        before.close(linger=0)
 
     def send(self, frames: list[Buffer]) -> bool:
         """Hands a message over; False if the server cannot be reached now."""
@@ -121,6 +170,7 @@ class Connection:
 
     def close(self, linger_seconds: float = 0.0) -> None:
         """Closes the socket; messages not sent by then are dropped."""
+        self.descriptor.close()
         self._context.destroy(linger=int(1000 * linger_seconds))
 
 
@@ -138,21 +188,33 @@ class Exchange:
         self.connection = connection
         self.due_at = -math.inf
         self._is_connected = False
+        self._is_renewed = False
+        self._alone_since = time.monotonic()
+        self._errors: list[float] = []  # when it was seen that there was one
 
     def run(self, now: float) -> None:
         """Receives and sends until neither goes on, and looks at the connection.
 
         Ends with a look that finds nothing: only then is the next message, or break,
-        sure to show at the descriptor, which shows nothing twice.
+        sure to show at the descriptor, which shows nothing twice. Or after a while, if
+        there is no end: then the descriptor is awake, and the next call goes on.
         """
-        session, receive = self.session, self.connection.receive
-        while True:
-            while (frames := receive()) is not None:
+        session, connection = self.session, self.connection
+        if session.state.is_over:
+            self.flush()
+            return
+        until = time.monotonic() + _RUN_SECONDS
+        is_late = False
+        while not is_late:
+            while not is_late and (frames := connection.receive()) is not None:
                 session.receive(frames, now)
+                is_late = time.monotonic() > until
             is_readable = self._look(now)
             session.advance(now)
             if not self.flush() and not is_readable:
                 return
+        self.due_at = now
+        connection.descriptor.wake()
 
     def flush(self) -> bool:
         """Sends what can be sent; tells whether there was anything."""
@@ -167,13 +229,47 @@ class Exchange:
         """Tells the session of the connection, and the caller whether there is more."""
         is_readable, is_connected = self.connection.look()
         if is_connected and not self._is_connected:
-            self.session.connected(now)
+            self._note_connected(now)
         elif self._is_connected and not is_connected:
-            self.session.disconnected(now)
-        self._is_connected = is_connected
+            self._note_disconnected(now)
+        if (operations := self.session.attachment.operations) is not None:
+            self.accept(operations.max_result_bytes, now)
+        if not self._is_connected and now > self._alone_since + _RENEW_SECONDS:
+            self.connection.renew()
+            self._alone_since, self._is_renewed = now, True
         # While there is none, a message that waits can be sent at any moment.
-        self.due_at = now + SLICE_SECONDS if is_connected else now
+        self.due_at = now + SLICE_SECONDS if self._is_connected else now
         return is_readable
+
+    def accept(self, num_bytes: int, now: float) -> None:
+        """Has frames of so many bytes be received, by a new connection if needed."""
+        if num_bytes > self.connection.max_frame_bytes:
+            self.connection.renew(num_bytes)
+            self._note_disconnected(now)
+            self.due_at = now
+
+    def _note_disconnected(self, now: float) -> None:
+        self._is_connected = self._is_renewed = False
+        self._alone_since = now
+        self.session.disconnected(now)
+
+    def _note_connected(self, now: float) -> None:
+        """Notes a connection; ends the session if an error follows each of them."""
+        self._is_connected = True
+        if self._is_renewed and now < self._alone_since + _AT_ONCE_SECONDS:
+            recent = [at for at in self._errors if now < at + _ERRORS_SECONDS]
+            self._errors = [*recent, now]
+        if len(self._errors) < _MAX_ERRORS:
+            self.session.connected(now)
+            return
+        self.session.refuse(
+            RemoteProtocolError(
+                f"expected ZeroMQ's protocol, and frames of at most "
+                f"{self.connection.max_frame_bytes} bytes; {_MAX_ERRORS} connections "
+                f"one after the other have ended by an error; is that an envserve "
+                f"server?"
+            )
+        )
 
     def wait(self, deadline: float) -> None:
         """Waits for the server, the session's next deadline, or a little while."""
@@ -189,14 +285,21 @@ class Descriptor:
     ZeroMQ's own shows an edge, which whoever receives consumes.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        """Joins the connection's with a wake-up of our own."""
+    def __init__(self) -> None:
+        """Joins ZeroMQ's, once there is one to `watch`, with a wake-up of our own."""
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._is_awake = False  # whether a byte is in that pair
         self._selector = selectors.DefaultSelector()
-        self._selector.register(connection, selectors.EVENT_READ)
         self._selector.register(self._reader, selectors.EVENT_READ)
+        self._watched: int | None = None
+
+    def watch(self, descriptor: int) -> None:
+        """Shows another descriptor of ZeroMQ's from now on."""
+        before, self._watched = self._watched, descriptor
+        if before is not None:
+            self._selector.unregister(before)
+        self._selector.register(descriptor, selectors.EVENT_READ)
 
     def fileno(self) -> int:
         """Returns the descriptor."""
@@ -222,25 +325,35 @@ class Descriptor:
         self._writer.close()
 
 
-def ask_welcome(address: str, timeout_seconds: float) -> Welcome:
-    """Asks a server what it is and has, without attaching.
+def ask_welcome(
+    address: str, timeout_seconds: float, *, insecure: bool = False
+) -> Welcome:
+    """Asks a server what it is and has, without attaching; see `Connection`.
 
     Raises:
       ConnectError: No server answered in time.
       RemoteProtocolError: What answers is no server of ours.
     """
-    connection = Connection(address)
+    connection = Connection(address, insecure=insecure)
     deadline = time.monotonic() + timeout_seconds
     hello = Message(type=MessageType.HELLO, body=Hello(client="health").encode())
-    is_sent = False
+    diagnosis = Diagnosis(address, connection.keys)
+    asked_at = -math.inf
     try:
         while (now := time.monotonic()) < deadline:
-            is_sent = is_sent or connection.send(encode(hello))
-            while (frames := connection.receive()) is not None:
-                message = decode(frames)
-                if message.type is MessageType.WELCOME:
-                    return Welcome.decode(message.body)
-            connection.wait(deadline - now, for_writing=not is_sent)
+            # Again, since a server may close all connections at any time.
+            if now - asked_at >= _ASK_SECONDS and connection.send(encode(hello)):
+                asked_at = now
+            is_sent = asked_at > -math.inf
+            if not is_sent and (refusal := diagnosis.look(now)) is not None:
+                raise refusal
+            if (frames := connection.receive()) is None:
+                until = min(deadline, now + SLICE_SECONDS)
+                connection.wait(until - now, for_writing=not is_sent)
+                continue
+            message = decode(frames)
+            if message.type is MessageType.WELCOME:
+                return Welcome.decode(message.body)
     finally:
         connection.close()
     raise ConnectError(f"{address}: no server answered within {timeout_seconds:g} s")

@@ -107,6 +107,8 @@ class Builders(Protocol):
         start_timeout: float = 300.0,
         server_lost_after: float = 60.0,
         on_server_lost: OnServerLost = "raise",
+        insecure: bool = False,
+        max_row_mib: int = Patience.max_row_mib,
         **options: Unpack[EnvOptions],
     ) -> Self:
         """Takes envs of servers, spread evenly over them.
@@ -120,32 +122,33 @@ class Builders(Protocol):
           connect_timeout: Seconds within which a server must answer at all.
           start_timeout: Seconds until all envs must be built.
           server_lost_after: Seconds to wait for a server that is silent, or was
-            restarted. Meanwhile its rows are padding, and it is attached to anew by
-            itself, which costs an episode of each row.
+            restarted. Meanwhile its rows are padding; envs anew cost an episode each.
           on_server_lost: What follows: "raise" raises ServerLost; "pad" goes on with
             padding until the server is back, or ServerLost if no row is alive.
+          insecure: Whether to use no keys on tcp, in a network that you trust.
+          max_row_mib: Most memory for the rows of a server, who says how long they are.
           **options: See `settings.EnvOptions`. The same seed gives the same rows as
             `local`; servers take only `env_kwargs` and wrappers that they know.
 
         Raises:
-          ConnectError: No server answers at an address.
+          ConnectError: No server answers at an address, or its key is not known.
+          KeyFileError: A file of keys cannot be read, or others can.
           EnvsBusy: A server has not enough free envs.
+          RemoteProtocolError: A server breaks the protocol, or its rows are too long.
           UnknownEnv: A server does not offer the env.
           WrapperError: A server does not know a wrapper, or an argument is wrong.
         """
         _check_servers(addresses, num_envs, on_server_lost)
-        given = _settings_of(options)
-        whole = EnvRequest(env_name=env_name, num_envs=num_envs, **given)
+        asked = _settings_of(options)
+        whole = EnvRequest(env_name=env_name, num_envs=num_envs, **asked)
         patience = Patience(
             connect_seconds=connect_timeout,
             lost_seconds=server_lost_after,
             pads=on_server_lost == "pad",
+            max_row_mib=max_row_mib,
         )
-        shares = _shares_of(whole, len(addresses))
-        lanes = (
-            RemoteLane(address, share, patience)
-            for address, share in zip(addresses, shares, strict=True)
-        )
+        shares = zip(addresses, _shares_of(whole, len(addresses)), strict=True)
+        lanes = (RemoteLane(*each, patience, insecure=insecure) for each in shares)
         make = partial(
             cls,
             autoreset=whole.autoreset,

@@ -8,6 +8,7 @@ It receives messages, but leaves the rows to who collects.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import secrets
@@ -20,24 +21,27 @@ from dataclasses import fields
 from typing import Final, TypeVar
 
 from envserve import codec
-from envserve.client.connection import (
-    SLICE_SECONDS,
-    Connection,
-    Descriptor,
-    Exchange,
+from envserve.client.connection import SLICE_SECONDS, Connection, Exchange
+from envserve.client.diagnosis import Diagnosis
+from envserve.errors import (
+    EnvserveError,
+    EnvStartError,
+    LocalProtocolError,
+    ServerError,
 )
-from envserve.errors import EnvserveError, EnvStartError, LocalProtocolError
 from envserve.lane import Block, Call, Outcome, Reset
 from envserve.session import ClientSession, ClientState, Patience
 from envserve.settings import EnvRequest
 from envserve.slab import Rows
 from envserve.spec import EnvSpec
 from envserve.wire import Attach
+from envserve.worker.channel import MAX_CALL_BYTES
 
 __all__ = ["RemoteLane"]
 
 What = TypeVar("What")
 
+_LOGGER: Final = logging.getLogger(__name__)
 _KEEPER_SECONDS: Final = 0.5
 #: The same while the session gets envs anew, which takes some messages.
 _RECOVERY_SECONDS: Final = 0.05
@@ -65,6 +69,8 @@ class RemoteLane:
         address: str,
         request: EnvRequest,
         patience: Patience | None = None,
+        *,
+        insecure: bool = False,
     ) -> None:
         """Begins to attach; `finish_start` waits for it.
 
@@ -72,16 +78,18 @@ class RemoteLane:
           address: The server's, like "tcp://sim1:5555" or "ipc:///tmp/envs".
           request: What to ask for.
           patience: How long to wait for the server; None for the defaults.
+          insecure: Whether to go without keys; see `KeyFolder.keys_for`.
 
         Raises:
-          ConnectError: The address has no known form.
+          ConnectError: The address has no known form, or its server's key is not known.
+          KeyFileError: A file of keys cannot be read, or others can.
           EnvStartError: The env_kwargs or wrappers cannot be sent.
         """
         self.name = address
         self.num_envs = request.num_envs
         self._env_name = request.env_name
         attach = _attach_of(request, address)
-        self._connection = Connection(address)
+        self._connection = Connection(address, insecure=insecure)
         self._session = ClientSession(
             address,
             attach,
@@ -91,16 +99,15 @@ class RemoteLane:
             client=f"{socket.gethostname()[:100]}:{os.getpid()}",
         )
         self._lock = threading.Lock()
-        self.is_waiting = False
-        self._is_midway = False  # see `lose`
+        self.is_waiting = self._is_midway = False  # see `lose`
         self._has_started = threading.Event()
-        self._is_closing = False
         self._has_closed = threading.Event()  # wakes the keeper, to end
         self._exchange = Exchange(self._session, self._connection)
-        self._descriptor = Descriptor(self._connection)
-        self._is_watched = False  # whether anybody has asked for the descriptor
+        self._descriptor = self._connection.descriptor
+        self._diagnosis = Diagnosis(address, self._connection.keys)
+        self._is_watched = self._is_closing = False  # watched: its descriptor
         self._close_by = math.inf
-        self._let_go = weakref.finalize(self, _let_go, self._exchange, self._descriptor)
+        self._let_go = weakref.finalize(self, _let_go, self._exchange)
         self._keeper = threading.Thread(
             target=_keep,
             args=(weakref.ref(self), self._has_closed),
@@ -173,6 +180,8 @@ class RemoteLane:
 
     def submit_call(self, call: Call) -> None:
         """Asks for attribute access on one env, as an operation of its block."""
+        with self._lock:
+            self._exchange.accept(MAX_CALL_BYTES, time.monotonic())
         self._submit(self._session.submit_call, call)
 
     def _submit(self, submit: Callable[[What, float], None], what: What) -> None:
@@ -235,8 +244,8 @@ class RemoteLane:
                 if frames is None or session.outbox:
                     exchange.due_at = now
             if self._is_watched:
-                exchange.run(now)
                 self._descriptor.sleep()
+                exchange.run(now)
             outcomes = session.take_outcomes()
             self._is_midway = False
             return outcomes
@@ -312,6 +321,8 @@ class RemoteLane:
         if not self._has_started.is_set():
             with self._lock:
                 self._exchange.run(time.monotonic())
+                if self._session.state is ClientState.CONNECTING:
+                    self._diagnose()
                 if self._session.state in _STARTING:
                     self._exchange.wait(time.monotonic() + SLICE_SECONDS)
                     return 0.0
@@ -325,6 +336,13 @@ class RemoteLane:
                 self._lock.release()
         is_recovering = self._session.attachment.is_recovering
         return _RECOVERY_SECONDS if is_recovering else _KEEPER_SECONDS
+
+    def _diagnose(self) -> None:
+        """Finds out why there is no connection; ends the lane if there will be none."""
+        attachment = self._session.attachment
+        attachment.refusal = self._diagnosis.look(time.monotonic())
+        if attachment.refusal is not None and self._diagnosis.is_final:
+            attachment.fail(attachment.refusal)
 
     def _wake(self) -> None:
         """Makes the descriptor readable for what was received meanwhile."""
@@ -346,16 +364,30 @@ def _keep(reference: weakref.ref[RemoteLane], has_closed: threading.Event) -> No
         lane = reference()
         if lane is None:
             return
-        seconds = lane._look_after()
+        try:
+            seconds = lane._look_after()
+        except Exception as error:  # nobody else would see it
+            _fail(lane, error)
+            return
         del lane
 
 
-def _let_go(exchange: Exchange, descriptor: Descriptor) -> None:
+def _fail(lane: RemoteLane, error: Exception) -> None:
+    """Ends a lane by what should not have happened in its keeper."""
+    _LOGGER.error("%s: its keeper has failed", lane.name, exc_info=error)
+    with lane._lock:
+        if not lane._session.state.is_over:
+            text = f"{lane.name}: {type(error).__name__}: {error!s:.500}"
+            lane._session.attachment.fail(ServerError(text))
+        lane._wake()
+    lane._has_started.set()
+
+
+def _let_go(exchange: Exchange) -> None:
     """Tells the server, if a lane was dropped without being closed; frees all."""
     exchange.session.begin_close(time.monotonic())
     exchange.flush()
     exchange.connection.close(linger_seconds=_LINGER_SECONDS)
-    descriptor.close()
 
 
 def _attach_of(request: EnvRequest, address: str) -> Attach:

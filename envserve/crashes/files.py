@@ -1,12 +1,14 @@
 """A folder of repro files that cannot fill a disk, or stop anybody.
 
-Files are private to the user, appear whole, and the oldest give way to new ones.
-Whatever the file system refuses costs a line in the log.
+Files are private to the user and appear whole. They give way to new ones: the oldest of
+whoever has the most, so that one client's crashes do not push out another's. Whatever
+the file system refuses costs a line in the log.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import re
@@ -36,13 +38,15 @@ def default_folder() -> Path:
 class CrashFiles:
     """Writes files to a folder, as long as that is cheap and allowed."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, owner: str = "") -> None:
         """Does nothing yet.
 
         Args:
           folder: Where to write to, made if need be; None for `default_folder`, which
             must be the user's own.
+          owner: Whose envs crash; names of files hold a digest of it.
         """
+        self._owner = hashlib.sha256(owner.encode()).hexdigest()[:8]
         self._folder = folder or default_folder()
         self._must_be_ours = folder is None
         self._free_at = -float("inf")
@@ -70,7 +74,7 @@ class CrashFiles:
         stem = re.sub(r"[^A-Za-z0-9.]+", "-", name)[:80].strip("-.")
         try:
             self._make_folder()
-            path = _write_whole(self._folder, stem, data)
+            path = _write_whole(self._folder, f"{stem}-{self._owner}", data)
             self._prune()
         except OSError as error:
             if not self._has_warned:
@@ -100,22 +104,30 @@ class CrashFiles:
             )
 
     def _prune(self) -> None:
-        """Removes the oldest files; another process may be doing the same."""
-        files = []
+        """Removes what is too much; another process may be doing the same."""
+        files: dict[str, list[tuple[int, int, Path]]] = {}  # by digest of the owner
+        num_files = num_bytes = 0
         for path in self._folder.iterdir():
             if path.name.endswith((SUFFIX, _PART)):
                 with contextlib.suppress(FileNotFoundError):
                     found = path.lstat()
-                    files.append((found.st_mtime_ns, found.st_size, path))
-        num_bytes = 0
-        for number, (_, size, path) in enumerate(sorted(files, reverse=True), 1):
-            num_bytes += size
-            if number > _MAX_FILES or num_bytes > _MAX_BYTES:
-                path.unlink(missing_ok=True)
+                    of_owner = files.setdefault(path.name.rpartition("-")[0][-8:], [])
+                    of_owner.append((found.st_mtime_ns, found.st_size, path))
+                    num_files, num_bytes = num_files + 1, num_bytes + found.st_size
+        while num_files > _MAX_FILES or num_bytes > _MAX_BYTES:
+            most = max(files.values(), key=_part_of_limits)
+            _, size, path = oldest = min(most)
+            most.remove(oldest)
+            path.unlink(missing_ok=True)
+            num_files, num_bytes = num_files - 1, num_bytes - size
 
     def __repr__(self) -> str:
         """Returns the folder."""
         return f"<CrashFiles {self._folder}>"
+
+
+def _part_of_limits(files: list[tuple[int, int, Path]]) -> float:
+    return sum(1 / _MAX_FILES + size / _MAX_BYTES for _, size, _ in files)
 
 
 def _write_whole(folder: Path, stem: str, data: bytes) -> Path:

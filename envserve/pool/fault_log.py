@@ -17,12 +17,13 @@ from envserve.crashes.action_ring import ActionRing, Played
 from envserve.crashes.files import CrashFiles
 from envserve.crashes.repro import End, Repro, encode_repro
 from envserve.lane import Fault
-from envserve.pool.states import Exit, Lost, one_line
+from envserve.pool.states import Exit, Lost
 from envserve.pool.supervisor import SupervisedWorker
 from envserve.seeding import env_seed
 from envserve.settings import PoolSettings
 from envserve.slab import Slab, row_of_beat
 from envserve.spec import EnvSpec
+from envserve.text import one_line, printable
 from envserve.worker.channel import Kind
 
 __all__ = ["FaultLog"]
@@ -35,16 +36,20 @@ class FaultLog:
     """Reports the faults of one pool."""
 
     def __init__(
-        self, config: PoolSettings, logger: logging.Logger, label: str = ""
+        self,
+        config: PoolSettings,
+        logger: logging.Logger,
+        label: str = "",
+        owner: str = "",
     ) -> None:
-        """Takes the pool's settings, where lines go, and how they begin."""
+        """Takes settings, where lines go, how they begin, and whose envs they are."""
         self._config = config
         self._logger = logger
         self._label = f"{label}: " if label else ""
         self._files = None
         if config.crash_dir is not None:
             folder = Path(config.crash_dir) if config.crash_dir else None
-            self._files = CrashFiles(folder)
+            self._files = CrashFiles(folder, owner)
         self._last_detail = ""
 
     def attach(self, slab: Slab, spec: EnvSpec) -> None:
@@ -137,7 +142,7 @@ class FaultLog:
 
     def _log(self, head: str, parts: list[str], detail: str) -> None:
         """Logs a line; below it what it is about, when that is not as the last time."""
-        below = "" if detail == self._last_detail else f"\n{detail}".rstrip()
+        below = "" if detail == self._last_detail else f"\n{printable(detail)}".rstrip()
         self._last_detail = detail
         line = "; ".join([head, *parts])
         self._logger.warning("%s%s%s", self._label, line, below)

@@ -7,6 +7,7 @@ owner of a launcher dies, its template and all its workers die with it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -21,22 +22,20 @@ from typing import Any, Final
 
 from envserve import codec
 from envserve.errors import WorkerError
+from envserve.pool.account import limits_of, popen_options
 from envserve.pool.states import Exit
+from envserve.settings import HostSettings
 from envserve.worker.channel import Channel, Kind, pack_frame
 from envserve.worker.template import kill_group
 
 __all__ = ["KILL_SECONDS", "Launcher", "WorkerProcess"]
 
 _START: Final = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "import json, resource, sys; sys.path[:], limits = json.loads(sys.argv[2]); "
+    "[resource.setrlimit(*limit) for limit in limits]; "
     "from envserve.worker.template import main; main(int(sys.argv[1]))"
 )
-#: One env needs one thread: more would fight over the cores with the other workers.
-_ENVIRONMENT: Final = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-}
+_RESERVED_AT_ONCE: Final = 8
 #: How long the template may stay silent while a fork is due; it may be importing.
 _FORK_SECONDS: Final = 120.0
 #: The socket holds some hundreds besides.
@@ -45,6 +44,33 @@ _MAX_UNSENT: Final = 1024
 _EXIT_STATUS_GRACE_SECONDS: Final = 0.2
 #: How long a process that was killed may take to end; the kernel may hold it.
 KILL_SECONDS: Final = 5.0
+
+
+class Reserve:
+    """Descriptors that are kept: who enters can open some, whoever holds all others."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._held: list[int] = []
+        self._hold(count)
+
+    def _hold(self, count: int) -> None:
+        while len(self._held) > count:
+            os.close(self._held.pop())
+        with contextlib.suppress(OSError):  # there are fewer now
+            while len(self._held) < count:
+                self._held.append(os.open(os.devnull, os.O_RDONLY))
+
+    def __enter__(self) -> None:
+        self._hold(max(0, len(self._held) - _RESERVED_AT_ONCE))
+
+    def __exit__(self, *_: object) -> None:
+        self._hold(self._count)
+
+    def close(self) -> None:
+        """Lets go of all."""
+        self._count = 0
+        self._hold(0)
 
 
 class WorkerProcess:
@@ -122,7 +148,8 @@ class WorkerProcess:
 class Launcher:
     """Starts worker processes and hears of their end.
 
-    One launcher may serve several pools of one process. All methods are called from
+    One launcher may serve several pools of one process. Its `reserve` is for what they
+    open. All methods are called from
     one thread at a time. A call that is interrupted midway costs the template, and
     with it its workers.
     """
@@ -131,6 +158,8 @@ class Launcher:
         self,
         import_modules: Iterable[str] = (),
         preload: Iterable[str] = (),
+        num_reserved: int = 0,
+        host: HostSettings | None = None,
     ) -> None:
         """Starts the template process; it imports while the caller goes on.
 
@@ -139,9 +168,13 @@ class Launcher:
           preload: Names of envs whose modules are imported too, so that their workers
             start faster. Every fork waits for it. A worker of another env imports
             that env's module itself.
+          num_reserved: How many descriptors to keep for workers.
+          host: Limits of the processes, their user and their environment.
         """
+        self.reserve = Reserve(num_reserved)
         self._import_modules = list(import_modules)
         self._preload = list(preload)
+        self._limits, self._popen_options = limits_of(host), popen_options(host)
         self._clock = time.monotonic
         self._pending: dict[int, WorkerProcess] = {}  # by number
         self._running: dict[int, WorkerProcess] = {}  # by process id
@@ -158,14 +191,15 @@ class Launcher:
         with theirs:
             # Sent before there is anybody who could have ended already.
             self._send({"import": self._import_modules, "preload": self._preload})
-            path = json.dumps([os.path.abspath(entry) for entry in sys.path])
+            path = [os.path.abspath(entry) for entry in sys.path]
+            start = json.dumps([path, self._limits])
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", _START, str(theirs.fileno()), path],
+                    [sys.executable, "-c", _START, str(theirs.fileno()), start],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
-                    env={**_ENVIRONMENT, **os.environ},
                     start_new_session=True,  # Ctrl-C is the owner's to handle
+                    **self._popen_options,
                 )
             except OSError as error:
                 self._channel.close()
@@ -195,7 +229,8 @@ class Launcher:
                 f"expected less than {_MAX_UNSENT} messages that wait for the template "
                 f"process; got more from {self!r}; start fewer workers at once"
             )
-        ours, theirs = _socket_pair()
+        with self.reserve:
+            ours, theirs = _socket_pair()
         if not self._pending:
             self._heard_at = self._clock()
         self._num_forks += 1
@@ -264,6 +299,7 @@ class Launcher:
     def close(self) -> None:
         """Ends the template process; workers that still run are killed with it."""
         self._is_closed = True
+        self.reserve.close()
         if not self._lost:
             self._end_template("", is_gone=True)
 

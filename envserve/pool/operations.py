@@ -117,6 +117,11 @@ class Operations:
         self._sequence = 0
 
     @property
+    def _rows(self) -> Rows:
+        assert self._workers.slab is not None, "all workers have been ready"
+        return self._workers.slab.rows
+
+    @property
     def absent(self) -> Collection[int]:
         """Blocks in flight that are lost."""
         if not self._losses:
@@ -217,7 +222,6 @@ class Operations:
             return
         if self.state == "starting":
             assert workers.slab is not None, "all workers are ready"
-            self._rows = workers.slab.rows
             self._fault_log.attach(workers.slab, spec)
             self.state = "ready"
         frames = [
@@ -235,7 +239,7 @@ class Operations:
             self._end(place, result=payload)
             return
         try:
-            report = read_report(payload, block)
+            report = read_report(payload, block, self._workers.config.max_infos_kib)
         except ValueError as error:
             worker.fail(f"sent a report that cannot be read: {error}", now)
             return
@@ -299,6 +303,10 @@ class Operations:
             restore_last_observation(self._rows, rows)
         self.num_running, self.likely_last = 0, None
         self.outcomes, self.has_news = [], False
+
+    def release(self) -> None:
+        """Lets go of the slab, now that nothing more will happen."""
+        del self._fault_log
 
     def _hosted_by(self, worker: SupervisedWorker) -> list[_Place]:
         return [place for place in self._places if place.worker is worker]

@@ -59,6 +59,7 @@ class Pool:
         *,
         launcher: Launcher | None = None,
         label: str = "",
+        owner: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Starts all workers and returns at once; see `is_ready`.
@@ -67,23 +68,21 @@ class Pool:
           config: What to build.
           launcher: Shared with other pools; by default the pool has its own.
           label: What its lines in the log begin with, to tell it from other pools.
+          owner: Whose envs they are: no owner's repro files push out another's.
           clock: Monotonic seconds.
 
         Raises:
           EnvStartError: The `env_kwargs` or `wrappers` are not plain values.
         """
         self.config = config
-        self.blocks = make_blocks(
-            config.num_envs, config.num_workers, config.num_splits
-        )
         self.num_envs = config.num_envs
+        self.blocks = make_blocks(self.num_envs, config.num_workers, config.num_splits)
         self._clock = clock
         self._workers = Workers(config, self.blocks, launcher, clock)
         self._has_cores_for_all = len(self._workers.all) <= num_cores()
-        log = FaultLog(config, _LOGGER, label)
+        log = FaultLog(config, _LOGGER, label, owner)
         self._operations = Operations(self.blocks, self._workers, log)
-        self.is_waiting = False
-        self._is_released = False
+        self.is_waiting = self._is_released = False
         try:
             self._advance(0.0, clock())
         except BaseException:
@@ -101,9 +100,9 @@ class Pool:
 
     @property
     def rows(self) -> Rows:
-        """The slab's rows; raises LocalProtocolError before the pool is ready."""
+        """The slab's rows; raises LocalProtocolError unless the pool is ready."""
         if self._workers.slab is None:
-            raise LocalProtocolError("the pool is still starting; wait for is_ready")
+            raise LocalProtocolError(f"{self!r} has no rows; wait for is_ready")
         return self._workers.slab.rows
 
     @property
@@ -320,6 +319,7 @@ class Pool:
             self.begin_close()
             self._workers.close(_CLOSE_GRACE_SECONDS + 0.8)
             self._is_released = True
+            self._operations.release()
 
     def __enter__(self) -> Self:
         """Returns itself."""

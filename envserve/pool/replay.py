@@ -22,8 +22,8 @@ from envserve.crashes.repro import (
 )
 from envserve.errors import ReproError
 from envserve.pool.launcher import Launcher, WorkerProcess
-from envserve.pool.states import one_line
 from envserve.slab import Status
+from envserve.text import one_line
 from envserve.worker.channel import Frame, Kind, pack_frame
 
 __all__ = ["Ending", "describe_repro", "load_repro", "replay"]

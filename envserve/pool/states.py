@@ -15,9 +15,10 @@ from typing import Final, NamedTuple
 
 from envserve.slab import Status
 from envserve.spec import EnvSpec
+from envserve.text import one_line
 from envserve.worker.channel import Frame
 
-__all__ = ["MOVES", "Event", "Exit", "Lost", "Ready", "WorkerState", "one_line"]
+__all__ = ["MOVES", "Event", "Exit", "Lost", "Ready", "WorkerState"]
 
 #: How Python's fault handler begins, and its stack.
 _FATAL: Final = "Fatal Python error: "
@@ -131,11 +132,3 @@ class Exit:
             return f"was killed by {signal.Signals(-self.exit_code).name}"
         except ValueError:
             return f"was killed by signal {-self.exit_code}"
-
-
-def one_line(text: str) -> str:
-    """Returns a text with all that is no printable character escaped."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode()
-        for char in text.rstrip()
-    )

@@ -44,7 +44,7 @@ _MAX_BACKOFF_SECONDS: Final = 30.0
 #: What a worker needs to know besides, and is plain.
 _SETTINGS: Final = (
     *("env_name", "num_envs", "seed", "first_env_index"),
-    *("autoreset", "infos", "spare_envs"),
+    *("autoreset", "infos", "max_infos_kib", "spare_envs"),
 )
 
 
@@ -135,6 +135,8 @@ class SupervisedWorker:
         if state not in MOVES[self.state]:
             raise AssertionError(f"{self!r} cannot become {state.name}")
         self.state = state
+        if state is WorkerState.ENDED:
+            self._slab = None
 
     # What the pool asks for.
 

@@ -33,6 +33,7 @@ class Workers:
     """The workers of a pool, and a descriptor to wait for them.
 
     Attributes:
+      config: What they build.
       all: The workers.
       incarnations: How often the env of each row has been built before.
       watch_at: When to `watch` them, if nothing happens before.
@@ -67,7 +68,7 @@ class Workers:
             raise EnvStartError(f"env_kwargs or wrappers: {error}") from None
         self.incarnations = [config.first_incarnation] * config.num_envs
         self.watch_at = clock()
-        self._config = config
+        self.config = config
         self._blocks = blocks
         self._clock = clock
         self._owns_launcher = launcher is None
@@ -85,7 +86,7 @@ class Workers:
             index,
             tuple(block for block in self._blocks if block.worker == index),
             self._num_workers,
-            self._config,
+            self.config,
             self._launcher,
             self.selector,
         )
@@ -112,10 +113,11 @@ class Workers:
                 text = f"{label} has other spaces than the first worker: "
                 self.error = EnvStartError(text + "; ".join(different))
                 return False
-        num_envs = self._config.num_envs
+        num_envs = self.config.num_envs
         num_bytes = ring_nbytes(first, num_envs)
         try:
-            self.slab = Slab.create(first, num_envs, len(self.all), num_bytes)
+            with self._launcher.reserve:
+                self.slab = Slab.create(first, num_envs, len(self.all), num_bytes)
         except OSError as error:
             self.error = WorkerError(f"no shared memory for the rows: {error}")
             return False
@@ -192,4 +194,5 @@ class Workers:
             self._launcher.close()
         if self.slab is not None:
             self.slab.close()
+            self.slab = None
         self.selector.close()

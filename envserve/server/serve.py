@@ -6,32 +6,43 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
-import zmq
-
-from envserve.errors import ServerError
+from envserve.keys import formats
+from envserve.keys.folder import KeyFolder
 from envserve.pool.launcher import Launcher
 from envserve.registry import Registry
-from envserve.server.process import LoopLag, StopSignals, raise_file_limit
+from envserve.server.access import Access, check_refusal
+from envserve.server.audit import Audit
+from envserve.server.process import (
+    ConnectionWatch,
+    LoopLag,
+    StopSignals,
+    keep_from_envs,
+    raise_file_limit,
+)
+from envserve.server.router import Router
 from envserve.server.shell import RouterShell
+from envserve.server.unread import Unread
+from envserve.server.zap import Zap
 from envserve.session import Health, ServerSession
-from envserve.settings import HostSettings, is_private
-from envserve.transport import set_common_options
+from envserve.settings import HostSettings
 
 __all__ = ["serve"]
 
 _LOGGER: Final = logging.getLogger(__name__)
-_SEND_LIMIT: Final = 64  # replies that wait for one slow reader; they may be large
-_RECEIVE_LIMIT: Final = 256  # messages of one client that wait to be read
-_BACKLOG: Final = 128
-_HANDSHAKE_MS: Final = 2000
 _STOP_SECONDS: Final = 1.5
+#: How often it is looked whose key was taken away; and how often is warned of no keys.
+_WATCH_SECONDS: Final = 1.0
+_WARN_SECONDS: Final = 60.0
+#: How often an answer may stand in memory until it has left.
+_COPIES: Final = 4
+#: Descriptors that are kept for workers: a quarter, but never more.
+_MAX_RESERVED: Final = 1024
 #: The process should be gone a second after the grace period.
 _AFTER_DRAIN_SECONDS: Final = 0.8
-#: How long the last replies may take to leave.
-_LINGER_MS: Final = 100
 
 
 async def serve(
@@ -47,20 +58,29 @@ async def serve(
         clients can connect.
 
     Raises:
+      KeyFileError: A file of keys cannot be used, or nobody would have a key.
+      SelfTestError: Somebody would get in who should not.
       ServerError: An address cannot be listened on.
       UnknownEnv: A name to offer is not registered.
       EnvStartError: A module cannot be imported.
     """
     loop = asyncio.get_running_loop()
-    raise_file_limit()
+    num_descriptors = raise_file_limit()
+    keep_from_envs(config.worker_user)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(StopSignals(loop))
         # Early, so that it imports while this process does.
-        launcher = Launcher(config.import_modules, config.env_names or ())
+        launcher = Launcher(
+            config.import_modules,
+            config.env_names or (),
+            num_reserved=min(num_descriptors // 4, _MAX_RESERVED),
+            host=config,
+        )
         stack.callback(launcher.close)
         registry = Registry(config.env_names, config.import_modules)
         lag = LoopLag(loop)
         stack.callback(lag.stop)
+        router, access = await _open_sockets(config, loop, stack)
         session = ServerSession(
             config,
             registry,
@@ -68,13 +88,17 @@ async def serve(
             check_health=lambda: Health(
                 is_starting=not launcher.has_imported, loop_lag_seconds=lag.seconds
             ),
+            enrol=access.enrol if access else None,
+            grant_of=None if access is None else access.grant_of,
         )
-        socket, addresses = stack.enter_context(_bound_socket(config))
-        shell = RouterShell(socket, session, launcher, loop)
+        most = partial(_most_buffered, config, session)
+        stack.callback(ConnectionWatch(loop, router.recycle, most).stop)
+        shell = RouterShell(router, session, launcher, loop)
+        watch = _warn_of_no_keys(config) if access is None else _watch(access, shell)
+        stack.callback(asyncio.create_task(watch).cancel)
         cut_short = ""
         try:
-            _warn_of_public(config)
-            on_ready(addresses, len(registry.names))
+            on_ready(tuple(router.addresses), len(registry.names))
             await signals.asked.wait()
             if config.drain_grace_seconds and not signals.at_once.is_set():
                 cut_short = await _drain(shell, signals, config.drain_grace_seconds)
@@ -82,6 +106,13 @@ async def serve(
         finally:
             seconds = _AFTER_DRAIN_SECONDS if cut_short else _STOP_SECONDS
             await shell.stop(seconds, cut_short)
+
+
+def _most_buffered(config: HostSettings, session: ServerSession) -> int:
+    """Returns how many bytes may be on their way: answers are copied, and encrypted."""
+    leases = [claim.lease for claim in session.claims.values() if claim.lease]
+    answers = sum(lease.max_result_bytes for lease in leases)
+    return (config.max_buffered_mib << 20) + _COPIES * answers
 
 
 async def _drain(shell: RouterShell, signals: StopSignals, grace_seconds: float) -> str:
@@ -93,45 +124,52 @@ async def _drain(shell: RouterShell, signals: StopSignals, grace_seconds: float)
     return f"its grace period of {grace_seconds:g} s was over"
 
 
-def _warn_of_public(config: HostSettings) -> None:
-    for address in config.binds:
-        if not is_private(address):
-            _LOGGER.warning(
-                "%s can be reached from other hosts: anybody there can use this "
-                "server, and read and change its traffic",
-                address,
-            )
+async def _open_sockets(
+    config: HostSettings, loop: asyncio.AbstractEventLoop, stack: contextlib.ExitStack
+) -> tuple[Router, Access | None]:
+    """Listens, once nobody can get in who should not."""
+    access = None
+    if not config.insecure_no_auth and any(a.startswith("tcp:") for a in config.binds):
+        access = Access(KeyFolder())
+        access.check_binds(config.binds)
+    secret = None if access is None else access.keys.secret
+    mib = 1 << 20
+    unread = Unread(config.max_unread_mib * mib, config.max_total_unread_mib * mib)
+    router = Router(config.binds, config.max_message_bytes, loop, unread, secret)
+    stack.callback(router.close)
+    if access is not None:
+        zap = Zap(router.context, access.find, loop)
+        stack.callback(zap.close)
+        await check_refusal(router, zap, access.keys.public)
+    if config.audit is not None:
+
+        def describe(user: str) -> tuple[str, str]:
+            grant = None if access is None else access.grant_of(user)
+            shown = "" if grant is None else formats.fingerprint(grant.public)
+            return shown, "" if access is None else zap.addresses.get(user, "")
+
+        stack.callback(Audit(config.audit, describe, loop).close)
+    router.listen()
+    return router, access
 
 
-@contextlib.contextmanager
-def _bound_socket(
-    config: HostSettings,
-) -> Iterator[tuple[zmq.Socket[bytes], tuple[str, ...]]]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    try:
-        socket = context.socket(zmq.ROUTER)
-        set_common_options(socket)
-        # Without it, replies that cannot be sent vanish unnoticed.
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, config.max_message_bytes)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        socket.setsockopt(zmq.BACKLOG, _BACKLOG)
-        socket.setsockopt(zmq.SNDHWM, _SEND_LIMIT)
-        socket.setsockopt(zmq.RCVHWM, _RECEIVE_LIMIT)
-        yield socket, tuple(_bind(socket, address) for address in config.binds)
-    finally:
-        context.destroy(linger=_LINGER_MS)
+async def _watch(access: Access, shell: RouterShell) -> None:
+    """Ends what those have who may use the server no more."""
+    while True:
+        await asyncio.sleep(_WATCH_SECONDS)
+        try:
+            if revoked := access.take_revoked():
+                shell.revoke(revoked)
+        except Exception:
+            _LOGGER.exception("whose key was taken away could not be found out")
 
 
-def _bind(socket: zmq.Socket[bytes], address: str) -> str:
-    """Listens on an address; returns it with its real port."""
-    socket.setsockopt(zmq.IPV6, "[" in address)
-    try:
-        socket.bind(address)
-    except zmq.ZMQError as error:
-        raise ServerError(
-            f"cannot listen on {address}: {error.strerror}; is another server "
-            f"running there?"
-        ) from None
-    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
-    return bytes(endpoint).rstrip(b"\0").decode()
+async def _warn_of_no_keys(config: HostSettings) -> None:
+    addresses = [a for a in config.binds if a.startswith("tcp:")]
+    while addresses:
+        _LOGGER.warning(
+            "no keys are used (--insecure-no-auth): whoever reaches %s can use this "
+            "server, and read and change its traffic",
+            " or ".join(addresses),
+        )
+        await asyncio.sleep(_WARN_SECONDS)

@@ -1,4 +1,4 @@
-"""The server's shell: one ROUTER, a pool per lease, and timers; nothing ever waits.
+"""The server's shell: a Router, a pool per lease, and timers; nothing ever waits.
 
 It works off a list of what the session decides; what that leads to at once goes to the
 end of the list. A reply that cannot be sent is dropped: the client asks again, and the
@@ -9,20 +9,19 @@ session; the server goes on to read.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Final
-
-import zmq
 
 from envserve.errors import EnvserveError, EnvStartError, ServerError
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
+from envserve.server.router import Router
+from envserve.server.shares import Shares
 from envserve.session import (
     Decision,
     EndPool,
@@ -31,22 +30,19 @@ from envserve.session import (
     RunReset,
     RunStep,
     ServerSession,
+    SessionId,
     StartPool,
 )
-from envserve.transport import NOBLOCK, FrameReceiver, descriptor_of
-from envserve.wire.constants import MAX_FRAMES
+from envserve.text import Seldom
 
 __all__ = ["RouterShell"]
 
 _LOGGER: Final = logging.getLogger(__name__)
-_MORE: Final = NOBLOCK | int(zmq.SNDMORE)
-_POLLIN: Final = int(zmq.POLLIN)
-#: Rows so long are sent from where they are. They may change before a copy of an answer
-#: has left, but only once the client has had another one: it drops this copy.
-_ZERO_COPY_BYTES: Final = 256 << 10
 #: How long workers may take to end, unless the server is about to.
 _CLOSE_SECONDS: Final = 1.0
-#: Messages handled before the loop turns to pools and timers.
+#: How long the last words to who was revoked may take.
+_FAREWELL_SECONDS: Final = 0.25
+#: Messages handled before the loop turns to pools and timers; `Shares` bounds the time.
 _MESSAGES_AT_ONCE: Final = 64
 
 
@@ -84,7 +80,7 @@ class _LeasedPool:
 
 
 class RouterShell:
-    """Moves messages between a ROUTER, a session and its pools.
+    """Moves messages between a Router, a session and its pools.
 
     Attributes:
       dropped_replies: Replies that could not be sent.
@@ -93,7 +89,7 @@ class RouterShell:
 
     def __init__(
         self,
-        socket: zmq.Socket[bytes],
+        router: Router,
         session: ServerSession,
         launcher: Launcher,
         loop: asyncio.AbstractEventLoop,
@@ -101,28 +97,25 @@ class RouterShell:
         """Starts to serve.
 
         Args:
-          socket: A ROUTER that is bound; nothing else may use it from now on.
+          router: The sockets; nothing else may read from them from now on.
           session: The server's half of all conversations.
           launcher: Starts the workers of all pools.
           loop: The event loop that this thread runs.
         """
-        self.dropped_replies = 0
-        self.failures = 0
-        self._socket = socket
-        self._readable = [(socket, _POLLIN)]
-        self._receiver = FrameReceiver(socket, MAX_FRAMES + 2, 2)
-        #: Past a layer of Python that serves other types of sockets.
-        self._send_frame: Callable[..., object] = super(zmq.Socket, socket).send
+        self.dropped_replies = self.failures = 0
+        self._defects = Seldom()
+        self._router = router
         self._session = session
         self._launcher = launcher
         self._loop = loop
-        self._pools: dict[int, _LeasedPool] = {}
+        self._pools: dict[SessionId, _LeasedPool] = {}
         self._lease_timer: asyncio.TimerHandle | None = None
         self._planned_read: asyncio.Handle | None = None
+        self._shares = Shares(session.quotas, session.claims.events)
         self._is_ending = False
         self._has_ended = asyncio.Event()
         self._close_seconds = _CLOSE_SECONDS
-        loop.add_reader(descriptor_of(socket), self._on_messages)
+        router.read_with(self._on_messages)
         self._plan_read()
 
     def __repr__(self) -> str:
@@ -164,7 +157,7 @@ class RouterShell:
         except TimeoutError:
             _LOGGER.warning("stopped before all clients knew, or all workers ended")
         finally:
-            self._loop.remove_reader(descriptor_of(self._socket))
+            self._router.stop_reading()
             for handle in (self._lease_timer, self._planned_read):
                 if handle is not None:
                     handle.cancel()
@@ -178,52 +171,60 @@ class RouterShell:
                 self.failures,
             )
 
+    def revoke(self, users: Collection[str]) -> None:
+        """Ends the sessions of users who may use the server no more."""
+        self._carry_out(self._session.claims.close_users(users))
+        # Not at once: what a client has not read is lost with its connection.
+        self._loop.call_later(_FAREWELL_SECONDS, self._shut_out, users)
+
+    def _shut_out(self, users: Collection[str]) -> None:
+        if not self._is_ending:
+            try:  # also what those have who have come back meanwhile
+                self._carry_out(self._session.claims.close_users(users))
+            finally:
+                text = f"keys were taken away of {', '.join(sorted(users))}"
+                self._router.recycle(text)
+
     # Messages.
 
     def _on_messages(self) -> None:
-        """Handles messages that have come.
-
-        ZeroMQ's descriptor shows an edge only: it stays silent about what is left
-        unread, and about what came in during a send.
-        """
+        """Handles messages that have come."""
         if self._planned_read is not None:
             self._planned_read.cancel()
             self._planned_read = None
-        may_be_more = True
+        may_be_more, shares = True, self._shares
+        now = time.monotonic()
+        shares.begin_turn(now)
         try:
             for _ in range(_MESSAGES_AT_ONCE):
-                frames = self._receiver.receive()
-                if frames is None:
-                    may_be_more = self._receiver.is_discarding
+                received = self._router.receive()
+                if received is None:
+                    may_be_more = self._router.is_discarding
                     break
-                route, message = bytes(frames[0]), frames[1:]
-                try:
-                    decisions = self._session.receive(route, message, time.monotonic())
-                except Exception:
-                    self.failures += 1
-                    _LOGGER.exception("a message could not be handled")
-                    decisions = self._session.receive_failed(route, message)
-                self._carry_out(decisions)
+                peer, message = received
+                if shares.admits(peer):
+                    try:
+                        decisions = self._session.receive(peer, message, now)
+                    except Exception:
+                        self.failures += 1
+                        more = self._defects.passes("message", now)
+                        if more is not None:
+                            _LOGGER.exception("a message could not be handled%s", more)
+                        decisions = self._session.receive_failed(peer, message)
+                    self._carry_out(decisions)
+                now = time.monotonic()
+                if shares.charge(now):
+                    break
         finally:
-            if may_be_more:
+            pause = shares.end_turn(is_drained=not may_be_more)
+            if pause:
+                self._planned_read = self._loop.call_later(pause, self._on_messages)
+            elif may_be_more:
                 self._plan_read()
 
     def _plan_read(self) -> None:
-        if self._planned_read is None and zmq.zmq_poll(self._readable, 0):
+        if self._planned_read is None and self._router.has_unread():
             self._planned_read = self._loop.call_soon(self._on_messages)
-
-    def _send(self, reply: Reply) -> None:
-        route, frames = reply
-        send = self._send_frame
-        try:
-            send(route, _MORE)
-            for frame in frames[:-1]:
-                send(frame, _MORE)
-            send(frames[-1], NOBLOCK, len(frames[-1]) < _ZERO_COPY_BYTES)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
-                raise
-            self.dropped_replies += 1
 
     # Decisions.
 
@@ -233,7 +234,7 @@ class RouterShell:
         while work:
             decision = work.popleft()
             if isinstance(decision, Reply):
-                self._send(decision)
+                self.dropped_replies += not self._router.send(*decision)
                 continue
             try:
                 work.extend(self._use_pool(decision))
@@ -264,7 +265,7 @@ class RouterShell:
             else:
                 pool.submit_call(decision.call)
         except EnvserveError as error:
-            _LOGGER.error("session %016x: %s", session, error)
+            _LOGGER.error("%s: %s", self._session.claims.name_of(session), error)
             return self._session.pool_failed(session, error)
         deadline = pool.next_deadline()
         if deadline is not None and deadline < leased.timer_at:
@@ -277,15 +278,17 @@ class RouterShell:
         if self._lease_timer is None:
             self._plan_lease_end()
         try:
-            with contextlib.ExitStack() as stack:
-                label = f"session {session:016x}"
-                pool = stack.enter_context(
-                    Pool(decision.config, launcher=self._launcher, label=label)
+            label = self._session.claims.name_of(session)
+            with self._launcher.reserve:
+                pool = Pool(
+                    decision.config,
+                    launcher=self._launcher,
+                    label=label,
+                    owner=session[0] or label,
                 )
-                leased = _LeasedPool(pool, partial(self._on_look, session))
-                self._loop.add_reader(pool.fileno(), self._on_pool, session)
-                stack.pop_all()
-            self._pools[session] = leased
+            leased = _LeasedPool(pool, partial(self._on_look, session))
+            self._pools[session] = leased  # what fails from here on ends it as such
+            self._loop.add_reader(pool.fileno(), self._on_pool, session)
             leased.look_at(time.monotonic(), self._loop)
             return ()
         except EnvserveError as error:
@@ -295,19 +298,21 @@ class RouterShell:
                 f"no workers can be started now: {error}; end other sessions, or raise "
                 f"the server's limits (ulimit -n, ulimit -u)"
             )
-            _LOGGER.error("session %016x: %s", session, failure)
+            _LOGGER.error("%s: %s", self._session.claims.name_of(session), failure)
             return self._session.pool_failed(session, failure)
 
-    def _close_pool(self, session: int) -> None:
+    def _close_pool(self, session: SessionId) -> None:
         leased = self._pools[session]
         leased.is_ending = True
         leased.pool.begin_close(self._close_seconds)
         leased.look_at(time.monotonic(), self._loop)
 
-    def _abandon(self, session: int, error: Exception) -> list[Decision]:
+    def _abandon(self, session: SessionId, error: Exception) -> list[Decision]:
         """Gives a session up, at once, since what it needs here has failed."""
         self.failures += 1
-        _LOGGER.error("session %016x is given up", session, exc_info=error)
+        _LOGGER.error(
+            "%s is given up", self._session.claims.name_of(session), exc_info=error
+        )
         try:
             if session in self._pools:
                 self._pools.pop(session).release(self._loop)
@@ -318,7 +323,7 @@ class RouterShell:
 
     # Pools.
 
-    def _on_pool(self, session: int) -> None:
+    def _on_pool(self, session: SessionId) -> None:
         """Passes on what has happened in a pool."""
         leased = self._pools[session]
         pool = leased.pool
@@ -346,7 +351,7 @@ class RouterShell:
             self._carry_out(decisions)
             self._plan_read()
 
-    def _announce(self, session: int, leased: _LeasedPool) -> list[Decision]:
+    def _announce(self, session: SessionId, leased: _LeasedPool) -> list[Decision]:
         """Says that a pool is ready, once it is."""
         pool = leased.pool
         if not pool.is_ready:
@@ -356,7 +361,7 @@ class RouterShell:
             session, pool.spec, pool.blocks, pool.rows, time.monotonic()
         )
 
-    def _on_look(self, session: int) -> None:
+    def _on_look(self, session: SessionId) -> None:
         leased = self._pools[session]
         leased.timer, leased.timer_at = None, math.inf
         self._on_pool(session)

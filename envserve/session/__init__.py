@@ -13,6 +13,7 @@ from envserve.session.decisions import (
     RunCall,
     RunReset,
     RunStep,
+    SessionId,
     StartPool,
 )
 from envserve.session.policy import Health
@@ -32,5 +33,6 @@ __all__ = [
     "RunReset",
     "RunStep",
     "ServerSession",
+    "SessionId",
     "StartPool",
 ]

@@ -19,11 +19,14 @@ from envserve.errors import (
     ProtocolMismatch,
     RemoteProtocolError,
     ServerLost,
+    UnknownEnv,
 )
 from envserve.session.error_codes import exception_of
 from envserve.session.operations import Operations
 from envserve.session.requests import Request, Requests
 from envserve.session.states import ClientState, Machine
+from envserve.slab import rows_nbytes
+from envserve.text import did_you_mean
 from envserve.wire import (
     MIN_VERSION,
     VERSION,
@@ -50,7 +53,7 @@ _INCARNATIONS_PER_LEASE: Final = 1 << 18
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long a client waits for its server."""
+    """How long a client waits for its server, and how much it takes from it."""
 
     connect_seconds: float = 10.0
     """Longest silence before the envs are granted."""
@@ -58,6 +61,8 @@ class Patience:
     """How long to wait for a server that is silent, or for lost envs, after that."""
     pads: bool = False
     """Whether to try on for ever then, and to say so by `given_up`, and not to end."""
+    max_row_mib: int = 1024
+    """Most memory for the rows of its envs: the server says how long they are."""
 
 
 @dataclass(slots=True)
@@ -88,6 +93,7 @@ class Attachment:
       address: The server's, for messages.
       machine: Where it is, see `ClientState`.
       error: Why it is LOST.
+      refusal: Why there is no connection, if who looks after that knows.
       num_leases: How many leases were granted.
       request: Number of the last ATTACH.
       operations: What the envs are up to; None until they are granted.
@@ -106,15 +112,13 @@ class Attachment:
         self.address = address
         self.machine = Machine(ClientState.CONNECTING)
         self.error: EnvserveError | None = None
-        self.num_leases = 0
-        self.request = 0
+        self.refusal: ConnectError | None = None
+        self.num_leases = self.request = 0
         self.operations: Operations | None = None
         self.loss: Loss | None = None
-        self._attach = attach
-        self._requests = requests
-        self._patience = patience
-        self._client = client
-        self._max_message_bytes = 0
+        self._attach, self._requests = attach, requests
+        self._patience, self._client = patience, client
+        self._max_message_bytes, self._env_names = 0, tuple[str, ...]()
 
     # Asking.
 
@@ -141,6 +145,7 @@ class Attachment:
         self._requests.clear()
         self._requests.boot = message.boot
         self._max_message_bytes = welcome.max_message_bytes
+        self._env_names = welcome.env_names
         self._ask_for_envs(now)
 
     def _ask_for_envs(self, now: float) -> None:
@@ -186,6 +191,12 @@ class Attachment:
                 f"actions of {num_envs} envs need {needed} bytes, and the server "
                 f"accepts {self._max_message_bytes} at once; start it with a larger "
                 f"--max-message-mib"
+            )
+        needed, most = rows_nbytes(granted.spec, num_envs), self._patience.max_row_mib
+        if needed > most << 20:
+            raise RemoteProtocolError(
+                f"rows of {num_envs} envs need {needed >> 20} MiB, and max_row_mib is "
+                f"{most}; raise it if these are the envs that you want"
             )
 
     # Losing envs, and asking again.
@@ -251,6 +262,9 @@ class Attachment:
     def accept_refusal(self, body: ErrorBody, now: float) -> None:
         """Takes an ERROR that ends the session, or does not let it begin."""
         error = exception_of(body, self.address)
+        if isinstance(error, UnknownEnv):
+            hint = did_you_mean(self._attach.env_name, self._env_names)
+            error = UnknownEnv(f"{error}{hint}")
         is_lost = body.code in (ErrorCode.LEASE_LOST, ErrorCode.FENCED)
         may_pass = body.code in (ErrorCode.ENVS_BUSY, ErrorCode.INTERNAL)
         if self.operations is not None and is_lost:
@@ -304,7 +318,8 @@ class Attachment:
         """Handles a server that is silent, or envs that are lost, for too long."""
         if self.operations is None:
             self.fail(
-                ConnectError(
+                self.refusal
+                or ConnectError(
                     f"{self.address}: no server answered within "
                     f"{self._patience.connect_seconds:g} s; is `envserve start --bind "
                     f"{self.address}` running there, and can it be reached?"

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar
 
 from envserve import codec
 from envserve.errors import UnknownEnv, WrapperError
 from envserve.lane import Block
-from envserve.session.answers import Answers, lease_lost
-from envserve.session.decisions import Decision, EndPool
+from envserve.session.answers import Answers, Repeats, lease_lost
+from envserve.session.decisions import Decision, EndPool, SessionId, StartPool
 from envserve.session.lease import Lease
-from envserve.session.policy import Health, Refusal, check_kwargs
+from envserve.session.policy import Health, Refusal
+from envserve.session.quotas import Amounts, Events, Quota, Quotas
 from envserve.session.states import ClaimState, Machine
-from envserve.settings import HostSettings
+from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Rows
 from envserve.spec import EnvSpec
+from envserve.text import one_line
 from envserve.wire import Attach, ErrorBody, ErrorCode, Granted, Message, Welcome
 from envserve.wire.constants import MAX_NAMES, MAX_RESULT_BYTES
 from envserve.wrappers import check_wrappers
@@ -33,9 +35,11 @@ __all__ = ["Claim", "Claims", "Offer"]
 _LOGGER: Final = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
-#: Sessions that have no envs, of which we still know something.
+#: Sessions of a user that have no envs, of which we still know something.
 _MAX_RECENT: Final = 256
 _MAX_PRINTED_NAME: Final = 64
+#: How many leases of one user have their envs built at a time; others wait.
+_BUILDS_AT_ONCE: Final = 4
 
 
 class Offer(Protocol):
@@ -44,18 +48,23 @@ class Offer(Protocol):
     names: tuple[str, ...]
 
     def check(self, name: str) -> None:
-        """Raises UnknownEnv, with near matches."""
+        """Raises UnknownEnv."""
 
 
-class _Recent(OrderedDict[int, Value]):
-    """Something about the sessions of which it was noted last."""
+class _Recent(defaultdict[str, OrderedDict[int, Value]]):
+    """Something about those sessions of each user of which it was noted last."""
 
-    def note(self, session: int, value: Value) -> None:
-        """Notes something; forgets the oldest if that is too many."""
-        self[session] = value
-        self.move_to_end(session)
-        if len(self) > _MAX_RECENT:
-            self.popitem(last=False)
+    def __init__(self) -> None:
+        super().__init__(OrderedDict)
+
+    def note(self, session: SessionId, value: Value) -> None:
+        """Notes something; forgets the user's oldest if that is too many."""
+        user, number = session
+        sessions = self[user]
+        sessions[number] = value
+        sessions.move_to_end(number)
+        if len(sessions) > _MAX_RECENT:
+            sessions.popitem(last=False)
 
 
 @dataclass(slots=True)
@@ -63,20 +72,28 @@ class Claim:
     """One client's claim on envs.
 
     Attributes:
-      session: The client's number.
+      session: Its user, and the number that the client drew, which is a secret.
+      number: Of all claims of this start of the server; the epoch of its lease.
+      policy: What the host allows to its user.
+      amounts: What it takes.
       attach: What it asked for.
       attach_body: The same, as bytes, to know a copy by.
-      asked: Its latest ATTACH or DETACH, with the route of its latest message.
-      client: What the client calls itself, fit for a line of a log.
+      asked: Its latest ATTACH or DETACH, with the peer of its latest message.
+      client: Its user, and what the client calls itself, fit for a line of a log.
       since: When it came first.
       heard_at: When the client was heard last.
       machine: Where it is.
+      is_waiting: Whether nothing was done about its envs yet.
       lease: The operations on its envs, while GRANTED.
       granted: Body of GRANTED.
       reason: Why it is CLOSING; None for a DETACH.
+      repeats: How often it was told again that it is granted.
     """
 
-    session: int
+    session: SessionId
+    number: int
+    policy: HostSettings
+    amounts: Amounts
     attach: Attach
     attach_body: bytes
     asked: Message
@@ -86,44 +103,60 @@ class Claim:
     machine: Machine[ClaimState] = field(
         default_factory=lambda: Machine(ClaimState.BUILDING)
     )
+    is_waiting: bool = True
     lease: Lease | None = None
     granted: bytes = b""
     reason: ErrorBody | None = None
+    repeats: Repeats = field(default_factory=Repeats)
+
+    @property
+    def user(self) -> str:
+        """Whose it is; "" where users are not known."""
+        return self.session[0]
 
     @property
     def state(self) -> ClaimState:
         """See `ClaimState`."""
         return self.machine.state
 
+    @property
+    def name(self) -> str:
+        """What a log calls it."""
+        return f"lease {self.number}" + (f" of {self.user}" if self.user else "")
+
     def __str__(self) -> str:
-        envs = f"{self.attach.num_envs} {self.attach.env_name}"
-        return f"session {self.session:016x}: {envs}"
+        return f"{self.name}: {self.attach.num_envs} {self.attach.env_name}"
 
 
-class Claims(dict[int, Claim]):
+class Claims(dict[SessionId, Claim]):
     """All claims on the envs of a server, by session; and what became of late ones.
 
     Attributes:
+      events: What has happened to users.
       ended: Why sessions ended, so that a late ATTACH does not revive them.
       is_ending: Whether the server drains, or stops.
       unaware: Sessions whose leases have ended since, and that were not told yet.
     """
 
-    def __init__(self, policy: HostSettings, offer: Offer, answers: Answers) -> None:
+    def __init__(
+        self, policy: HostSettings, offer: Offer, answers: Answers, quotas: Quotas
+    ) -> None:
         super().__init__()
+        self.events = Events()
         self.ended: _Recent[ErrorBody | None] = _Recent()
         self.is_ending = False
-        self.unaware: set[int] = set()
+        self.unaware: set[SessionId] = set()
         self._policy = policy
         self._offer = offer
         self._answers = answers
+        self._quotas = quotas
         self._client_names: _Recent[str] = _Recent()
-        self._epoch = 0
+        self._num_claims = 0
 
     @property
     def free_envs(self) -> int:
         """How many envs can be leased now."""
-        leased = sum(claim.attach.num_hosted for claim in self.values())
+        leased = sum(claim.amounts.envs for claim in self.values())
         return self._policy.total_envs - leased
 
     @property
@@ -131,23 +164,30 @@ class Claims(dict[int, Claim]):
         """Whether the server is ending, and no client thinks it has envs."""
         return self.is_ending and not self and not self.unaware
 
-    def welcome(self, health: Health) -> Welcome:
-        """Returns what a client is told before it asks for envs."""
+    def welcome(self, user: str, health: Health) -> Welcome:
+        """Returns what a client is told before it asks for envs; raises Refusal."""
+        quota = self._quotas.of(user)
+        names, most = quota.choose(self._offer.names), quota.limits.envs
+        own = sum(c.amounts.envs for c in self.values() if c.user == user)
         return Welcome(
             max_message_bytes=self._policy.max_message_bytes,
             lease_seconds=self._policy.lease_seconds,
-            env_names=self._offer.names[:MAX_NAMES],
-            num_names=len(self._offer.names),
-            total_envs=self._policy.total_envs,
-            free_envs=self.free_envs,
+            env_names=names[:MAX_NAMES],
+            num_names=len(names),
+            total_envs=most,
+            free_envs=max(0, min(self.free_envs, most - own)),
             is_starting=health.is_starting,
             is_draining=self.is_ending,
             loop_lag_ms=int(1000 * health.loop_lag_seconds),
         )
 
-    def note_name(self, session: int, name: str) -> None:
+    def name_of(self, session: SessionId) -> str:
+        """Returns what a log calls a session, whose number is a secret."""
+        return self[session].name if session in self else "a lease that has ended"
+
+    def note_name(self, session: SessionId, name: str) -> None:
         """Notes what a client calls itself, as far as that is fit for a log."""
-        shown = "".join(c if c.isprintable() else "?" for c in name[:_MAX_PRINTED_NAME])
+        shown = one_line(name, _MAX_PRINTED_NAME)
         self._client_names.note(session, shown or "unnamed")
 
     def add(self, message: Message, now: float) -> Claim:
@@ -158,16 +198,49 @@ class Claims(dict[int, Claim]):
           RemoteProtocolError: The message is malformed.
         """
         attach = Attach.decode(message.body)
-        self._check(attach, now)
-        session = message.session
-        client = self._client_names.pop(session, "unnamed")
+        user, number = session = message.peer[-1], message.session
+        quota = self._quotas.of(user)
+        client = self._client_names[user].get(number, "unnamed")
+        if user:
+            client = f"{user} ({client})"
+        try:
+            self._check(quota, attach)
+            self._check_room(quota, attach, (user, client), now)
+        except Refusal as refusal:
+            refusal.asked = attach.env_name, attach.num_envs
+            raise
+        self._client_names[user].pop(number, None)
+        self._num_claims += 1
         claim = self[session] = Claim(
-            session, attach, message.body, message, client, now, now
+            session,
+            self._num_claims,
+            quota.settings,
+            Amounts.of(attach, quota.settings),
+            attach,
+            message.body,
+            message,
+            client,
+            now,
+            now,
         )
         _LOGGER.info("%s, attaching (client: %s)", claim, client)
         return claim
 
-    def _check(self, attach: Attach, now: float) -> None:
+    def start_builds(self) -> list[Decision]:
+        """Starts the envs of claims that wait for that, few of each user at a time."""
+        building = [c for c in self.values() if c.state is ClaimState.BUILDING]
+        count = Counter(claim.user for claim in building if not claim.is_waiting)
+        starts: list[Decision] = []
+        for claim in building:
+            if claim.is_waiting and count[claim.user] < _BUILDS_AT_ONCE:
+                claim.is_waiting = False
+                count[claim.user] += 1
+                config = PoolSettings.of(claim.attach, claim.policy)
+                starts.append(StartPool(claim.session, config))
+        return starts
+
+    def _check(self, quota: Quota, attach: Attach) -> None:
+        quota.check(attach)
         try:
             self._offer.check(attach.env_name)
         except UnknownEnv as error:
@@ -176,43 +249,55 @@ class Claims(dict[int, Claim]):
             check_wrappers(attach.wrappers)
         except WrapperError as error:
             raise Refusal(ErrorCode.BAD_WRAPPER, str(error)) from None
-        check_kwargs(self._policy, attach.env_kwargs)
+
+    def _check_room(
+        self, quota: Quota, attach: Attach, asker: tuple[str, str], now: float
+    ) -> None:
+        """Says of others' leases only how many envs they are."""
         free = self.free_envs
         if attach.num_hosted <= free:
+            held = [(c.user, c.amounts) for c in self.values()]
+            quota.check_amounts(Amounts.of(attach, quota.settings), held)
+            self._quotas.begin_lease(quota, now)
             return
         spares = ", half of them spares" if attach.spare_envs else ""
         holders = sorted(self.values(), key=lambda claim: -claim.attach.num_hosted)
-        leases = "; ".join(
+        user, client = asker
+        own = [c for c in holders if c.user == user and (user or c.client == client)]
+        parts = [
             f"{claim.attach.num_hosted} of {claim.attach.env_name} by {claim.client} "
             f"for {now - claim.since:.0f} s"
-            for claim in holders[:8]
-        )
+            for claim in own[:8]
+        ]
+        others = sum(claim.attach.num_hosted for claim in holders if claim not in own)
+        if others:
+            parts.append(f"{others} by others")
+        is_own = bool(own) and holders[0] is own[0]
         raise Refusal(
             ErrorCode.ENVS_BUSY,
             f"{attach.num_hosted} envs asked for{spares}, {free} of "
-            f"{self._policy.total_envs} free (leased: {leases or 'none'}); ask for "
-            f"fewer, end what holds them, or start the server with more --workers or "
-            f"--envs-per-worker",
-            holder=holders[0].client if holders else "",
-            held_ms=int(1000 * (now - holders[0].since)) if holders else 0,
+            f"{self._policy.total_envs} free (leased: {'; '.join(parts) or 'none'}); "
+            f"ask for fewer, end what holds them, or start the server with more "
+            f"--workers or --envs-per-worker",
+            holder=own[0].client if is_own else "others" if holders else "",
+            held_ms=int(1000 * (now - own[0].since)) if is_own else 0,
         )
 
     def grant(
         self, claim: Claim, spec: EnvSpec, blocks: Sequence[Block], rows: Rows
     ) -> None:
         """Makes the lease of a claim whose envs are built; raises Refusal."""
-        self._epoch += 1
         lease = Lease(
             session=claim.session,
-            epoch=self._epoch,
+            epoch=claim.number,
             spec=spec,
             blocks=blocks,
             rows=rows,
-            policy=self._policy,
+            policy=claim.policy,
             answers=self._answers,
         )
         granted = Granted(
-            epoch=self._epoch,
+            epoch=claim.number,
             lease_seconds=self._policy.lease_seconds,
             spec=spec,
             blocks=tuple(blocks),
@@ -230,6 +315,8 @@ class Claims(dict[int, Claim]):
             )
         claim.lease = lease
         claim.machine.move(ClaimState.GRANTED)
+        attach = claim.attach
+        self.events.note("attached", claim.user, attach.env_name, attach.num_envs)
 
     def close(self, claim: Claim, reason: ErrorBody | None) -> list[Decision]:
         """Begins to end a claim; its client is told when the envs are gone.
@@ -250,19 +337,40 @@ class Claims(dict[int, Claim]):
             claim.lease = None
         return [EndPool(claim.session)]
 
+    def close_users(self, users: Collection[str]) -> list[Decision]:
+        """Ends all claims of users whose keys were taken away, and tells them."""
+        reason = lease_lost(
+            "the key of this client was removed, or has expired; ask the operator of "
+            'the server for an invitation, and run "envserve join"'
+        )
+        decisions: list[Decision] = []
+        for user in users:
+            self.events.note("revoked", user)
+        for claim in self.values():
+            if claim.user in users:
+                # At once: there is no connection any more when the workers are gone.
+                decisions.append(self._answers.session_ended(claim.asked, reason))
+                decisions += self.close(claim, reason)
+                self.unaware.discard(claim.session)
+                _LOGGER.warning("%s, ended: its key was taken away", claim)
+        return decisions
+
     def close_all(self, reason: ErrorBody) -> list[Decision]:
         """Begins to end all claims, since the server is about to stop."""
         self.is_ending = True
         self.unaware.update(c.session for c in self.values() if c.reason is not None)
         return [end for claim in self.values() for end in self.close(claim, reason)]
 
-    def remove(self, session: int) -> Claim:
+    def remove(self, session: SessionId) -> Claim:
         """Frees the envs of a claim whose workers are gone; returns it."""
         claim = self.pop(session)
         claim.machine.move(ClaimState.ENDED)
         self.ended.note(session, claim.reason)
         why = claim.reason.text.partition("\n")[0] if claim.reason else "detached"
-        _LOGGER.info("%s, ended (%s)", claim, why)
+        _LOGGER.info("%s, ended (%s)", claim, one_line(why))
+        if claim.granted:
+            attach = claim.attach
+            self.events.note("ended", claim.user, attach.env_name, attach.num_envs, why)
         return claim
 
     def close_silent(self, now: float) -> list[Decision]:

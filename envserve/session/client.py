@@ -23,7 +23,7 @@ from envserve.lane import Block, Call, Outcome, Reset
 from envserve.session.attachment import Attachment, Patience
 from envserve.session.error_codes import exception_of
 from envserve.session.operations import Operations
-from envserve.session.requests import Request, Requests
+from envserve.session.requests import Request, Requests, Unasked
 from envserve.session.states import ClientState
 from envserve.slab import Rows
 from envserve.wire import (
@@ -44,6 +44,10 @@ __all__ = ["ClientSession"]
 _LOGGER: Final = logging.getLogger(__name__)
 _OVER: Final = (ClientState.CLOSED, ClientState.LOST)
 _ATTACHING_TYPES: Final = (MessageType.HELLO, MessageType.ATTACH)
+#: What answers nothing, and yet is not late.
+_NEWS: Final = frozenset(
+    {MessageType.BUILDING, MessageType.PONG, MessageType.DRAIN, MessageType.ABSENT}
+)
 
 
 class ClientSession:
@@ -88,6 +92,7 @@ class ClientSession:
         self.outbox = self.requests.outbox
         self.attachment = Attachment(address, attach, self.requests, patience, client)
         self._machine = self.attachment.machine
+        self._unasked = Unasked()
 
     @property
     def state(self) -> ClientState:
@@ -174,7 +179,7 @@ class ClientSession:
         operations = self.operations
         outcomes = operations.take_outcomes()
         if operations.violation is not None and not self.state.is_over:
-            self._refuse(operations.violation)
+            self.refuse(operations.violation)
         return outcomes
 
     def lose(self, text: str, now: float) -> None:
@@ -213,13 +218,11 @@ class ClientSession:
         try:
             message = decode(frames)
         except RemoteProtocolError:
-            self.late_messages += 1
-            return
+            return self._note_unasked("no message", frames, now)
         requests = self.requests
         handler, state = _HANDLERS.get(message.type), self._machine.state
         if handler is None or message.session != requests.session or state in _OVER:
-            self.late_messages += 1
-            return
+            return self._note_unasked(message.type, frames, now)
         silence, operations = requests.silence, self.attachment.operations
         if silence.is_unreachable and operations is not None:
             operations.is_stale = True
@@ -227,13 +230,27 @@ class ClientSession:
         # Not of a WELCOME that nobody waits for: it may be of a server of the past.
         is_welcome = message.type is MessageType.WELCOME
         if requests.boot not in (0, message.boot) and not is_welcome:
-            self.attachment.note_restart(now)
-            return
+            return self.attachment.note_restart(now)
         try:
             if not handler(self, message, now):
-                self.late_messages += 1
+                self._note_unasked(message.type, frames, now)
+            elif message.type in _NEWS:
+                self._note_unasked(message.type, frames, now, 0)
         except RemoteProtocolError as error:
-            self._refuse(error)
+            self.refuse(error)
+
+    def _note_unasked(
+        self, what: int | str, frames: Sequence[Buffer], now: float, num_late: int = 1
+    ) -> None:
+        """Counts what answers nothing; ends the session if that has no end."""
+        self.late_messages += num_late
+        if self.state.is_over:
+            return
+        num_pieces = getattr(self.attachment.operations, "num_pieces", 0)
+        try:
+            self._unasked.count(what, sum(map(len, frames)), num_pieces, now)
+        except RemoteProtocolError as error:
+            self.refuse(error)
 
     def advance(self, now: float) -> None:
         """Sends again what is due, pings, and notices that the server is lost."""
@@ -270,7 +287,7 @@ class ClientSession:
             deadline = min(deadline, silence.ping_at, silence.unreachable_at)
         return deadline
 
-    def _refuse(self, error: RemoteProtocolError) -> None:
+    def refuse(self, error: RemoteProtocolError) -> None:
         """Ends the session, since its server breaks the protocol."""
         self.attachment.refuse(RemoteProtocolError(f"{self.address}: {error}"))
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from envserve.errors import RemoteProtocolError
 from envserve.lane import Block, Call, Reset
 from envserve.settings import PoolSettings
-from envserve.wire import Buffer, CallBody, Message, ResetBody
+from envserve.wire import Buffer, CallBody, Message, Peer, ResetBody
+from envserve.wire.constants import RESET_BYTES, RESET_ROW_BYTES
 
 __all__ = [
     "Decision",
@@ -17,10 +18,16 @@ __all__ = [
     "RunCall",
     "RunReset",
     "RunStep",
+    "SessionId",
     "StartPool",
     "read_call",
     "read_resets",
 ]
+
+
+#: A user, and the number that it drew for a session: what one user has under a number,
+#: another cannot find there.
+SessionId = tuple[str, int]
 
 
 class Reply(NamedTuple):
@@ -29,42 +36,42 @@ class Reply(NamedTuple):
     The client asks again, and the answer is still there.
     """
 
-    route: bytes
+    peer: Peer
     frames: list[Buffer]
 
 
 class StartPool(NamedTuple):
     """Start the pool of a session; report `pool_ready` or `pool_failed`."""
 
-    session: int
+    session: SessionId
     config: PoolSettings
 
 
 class RunStep(NamedTuple):
     """Step blocks of a session's pool; report `pool_finished`."""
 
-    session: int
+    session: SessionId
     blocks: Sequence[int]
 
 
 class RunReset(NamedTuple):
     """Reset blocks of a session's pool; report `pool_finished`."""
 
-    session: int
+    session: SessionId
     resets: Sequence[Reset]
 
 
 class RunCall(NamedTuple):
     """Call an env of a session's pool; report `pool_finished`."""
 
-    session: int
+    session: SessionId
     call: Call
 
 
 class EndPool(NamedTuple):
     """Close the pool of a session; report `pool_closed`."""
 
-    session: int
+    session: SessionId
 
 
 Decision = Reply | StartPool | RunStep | RunReset | RunCall | EndPool
@@ -72,6 +79,14 @@ Decision = Reply | StartPool | RunStep | RunReset | RunCall | EndPool
 
 def read_resets(message: Message, blocks: Sequence[Block]) -> list[Reset]:
     """Returns what a RESET asks for; raises RemoteProtocolError."""
+    listed = [blocks[index] for index, _ in message.entries]
+    num_rows = sum(block.stop - block.start for block in listed)
+    limit = RESET_BYTES + RESET_ROW_BYTES * num_rows
+    if len(message.body) > limit:
+        raise RemoteProtocolError(
+            f"expected at most {limit} bytes for {num_rows} rows; "
+            f"got {len(message.body)}"
+        )
     body = ResetBody.decode(message.body)
     if len(body.resets) != len(message.entries):
         raise RemoteProtocolError(
@@ -79,8 +94,8 @@ def read_resets(message: Message, blocks: Sequence[Block]) -> list[Reset]:
             f"got {len(body.resets)}"
         )
     resets = []
-    for (index, _), (rows, seeds) in zip(message.entries, body.resets, strict=True):
-        allowed = range(blocks[index].start, blocks[index].stop)
+    for block, (rows, seeds) in zip(listed, body.resets, strict=True):
+        allowed = range(block.start, block.stop)
         if rows is not None and (
             len(set(rows)) < len(rows) or not all(row in allowed for row in rows)
         ):
@@ -88,9 +103,9 @@ def read_resets(message: Message, blocks: Sequence[Block]) -> list[Reset]:
         count = len(allowed) if rows is None else len(rows)
         if seeds is not None and len(seeds) != count:
             raise RemoteProtocolError(
-                f"expected {count} seeds for block {index}; got {len(seeds)}"
+                f"expected {count} seeds for block {block.index}; got {len(seeds)}"
             )
-        resets.append(Reset(index, rows, seeds))
+        resets.append(Reset(block.index, rows, seeds))
     return resets
 
 

@@ -26,13 +26,14 @@ import numpy as np
 from envserve.actions import ActionBounds, check_action_rows
 from envserve.errors import ActionError, LocalProtocolError, RemoteProtocolError
 from envserve.lane import Block, Outcome, Reset
-from envserve.session.answers import Answers
+from envserve.session.answers import Answers, Repeats
 from envserve.session.decisions import (
     Decision,
     Reply,
     RunCall,
     RunReset,
     RunStep,
+    SessionId,
     read_call,
     read_resets,
 )
@@ -61,6 +62,9 @@ Array = np.ndarray[Any, Any]
 _block_of: Final = attrgetter("block")
 _BUSY: Final = frozenset({BlockState.RUNNING, BlockState.ABSENT})
 
+#: Less than what is sent at once to a client that does not read yet.
+_ROUND: Final = 32
+
 
 @dataclass(slots=True, eq=False)
 class _Request:
@@ -73,6 +77,8 @@ class _Request:
       resets: What a RESET resets.
       outcomes: What came of those of its blocks that are done.
       is_split: Whether its blocks are answered one by one.
+      repeats: How often its rows were sent again.
+      num_rounds: How often its blocks were answered one by one.
     """
 
     message: Message
@@ -81,6 +87,8 @@ class _Request:
     resets: Sequence[Reset]
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     is_split: bool = False
+    repeats: Repeats | None = None
+    num_rounds: int = 0
 
 
 class Lease:
@@ -94,7 +102,7 @@ class Lease:
     def __init__(
         self,
         *,
-        session: int,
+        session: SessionId,
         epoch: int,
         spec: EnvSpec,
         blocks: Sequence[Block],
@@ -146,7 +154,7 @@ class Lease:
         if not listed or len(set(listed)) < len(listed):
             raise RemoteProtocolError("expected at least one block, and each once")
         if not is_next:
-            return self._repeat(message)
+            return self._repeat(message, now)
         blocks = tuple(listed)
         resets: Sequence[Reset] = ()
         decision: Decision
@@ -172,7 +180,7 @@ class Lease:
         self._move(blocks, BlockState.RUNNING)
         return [decision]
 
-    def _repeat(self, message: Message) -> list[Decision]:
+    def _repeat(self, message: Message, now: float) -> list[Decision]:
         """Handles a request that is not simply the next one of its blocks."""
         request = self._find(message)
         if request is None:
@@ -186,18 +194,23 @@ class Lease:
             # request could be made to fill the send queue with large answers.
             self.late_messages += 1
             return []
-        request.message.route = message.route
+        request.message.peer = message.peer
         request.message.attempt = message.attempt
+        if not request.is_split and len(request.outcomes) < len(request.blocks):
+            return []
+        if request.outcomes:
+            request.repeats = request.repeats or Repeats()
+            if not request.repeats.allow(now):
+                self.late_messages += 1
+                return []
         if request.is_split:
             return self._answer_split(request)
-        if len(request.outcomes) < len(request.blocks):
-            return []
         return [self._answer(request, request.blocks)]
 
     def _find(self, message: Message) -> _Request | None:
         """Returns the request that this is a copy of, if any block still has it."""
-        for block, _ in message.entries:
-            request = self._requests[block]
+        listed = dict.fromkeys(self._requests[block] for block, _ in message.entries)
+        for request in listed:  # each once: to compare entries takes long
             if (
                 request is not None
                 and request.message.request == message.request
@@ -313,6 +326,10 @@ class Lease:
         held = [block for block in request.blocks if self._requests[block] is request]
         absent = [block for block in held if self._states[block] is BlockState.ABSENT]
         done = [block for block in held if self._states[block] is BlockState.DONE]
+        # Of many answers the last may not get through: another time they are first.
+        first = _ROUND * request.num_rounds % max(1, len(done))
+        request.num_rounds += 1
+        done = done[first:] + done[:first]
         replies: list[Decision] = [self._answer(request, (block,)) for block in done]
         return [self._say_absent(request, absent), *replies] if absent else replies
 
@@ -324,7 +341,7 @@ class Lease:
         for block in blocks:
             outcome = request.outcomes[block]
             if outcome.infos or outcome.faults or outcome.error is not None:
-                report, flags = _report([request.outcomes[b] for b in blocks])
+                report, flags = self._report([request.outcomes[b] for b in blocks])
                 break
         body, payload = self._parts[blocks].pack_results()
         return self._answers.reply(
@@ -343,8 +360,30 @@ class Lease:
             error = body_of(outcome.error, Executed.YES)
             return self._answers.error(request.message, error)
         return self._answers.reply(
-            request.message, MessageType.CALL_RESULT, payload=outcome.result
+            request.message,
+            MessageType.CALL_RESULT,
+            payload=self._answers.shown_result(outcome.result),
         )
+
+    def _report(self, outcomes: Collection[Outcome]) -> tuple[bytes, int]:
+        """Returns frame 2 of a RESULT, and its flags."""
+        shown = self._answers.shown
+        report, infos_dropped = Report(
+            infos={row: info for out in outcomes for row, info in out.infos.items()},
+            faults=[
+                fault._replace(text=shown(fault.text))
+                for outcome in outcomes
+                for fault in outcome.faults
+            ],
+            errors={
+                outcome.block: self._answers.shown_error(
+                    body_of(outcome.error, Executed.UNKNOWN)
+                )
+                for outcome in outcomes
+                if outcome.error is not None
+            },
+        ).encode()
+        return report, int(Flag.INFOS_DROPPED) if infos_dropped else 0
 
     def _say_absent(self, request: _Request, blocks: Collection[int]) -> Reply:
         entries = _entries(request, blocks)
@@ -353,17 +392,3 @@ class Lease:
 
 def _entries(request: _Request, blocks: Collection[int]) -> tuple[tuple[int, int], ...]:
     return tuple(entry for entry in request.message.entries if entry[0] in blocks)
-
-
-def _report(outcomes: Collection[Outcome]) -> tuple[bytes, int]:
-    """Returns frame 2 of a RESULT, and its flags."""
-    report, infos_dropped = Report(
-        infos={row: info for out in outcomes for row, info in out.infos.items()},
-        faults=[fault for outcome in outcomes for fault in outcome.faults],
-        errors={
-            outcome.block: body_of(outcome.error, Executed.UNKNOWN)
-            for outcome in outcomes
-            if outcome.error is not None
-        },
-    ).encode()
-    return report, int(Flag.INFOS_DROPPED) if infos_dropped else 0

@@ -8,7 +8,7 @@ it is used next. Instead of a step its caller gets the lost row then.
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Final
 
 from envserve.errors import (
@@ -17,7 +17,7 @@ from envserve.errors import (
     RemoteProtocolError,
 )
 from envserve.lane import Block, Call, Fault, Outcome, Reset
-from envserve.session.error_codes import exception_of
+from envserve.session.error_codes import outcomes_of
 from envserve.session.requests import Request, Silence, pack_call
 from envserve.slab import Rows, Status, keep_last_observation, write_lost
 from envserve.spec import EnvSpec
@@ -26,7 +26,6 @@ from envserve.wire import (
     Flag,
     Message,
     MessageType,
-    Report,
     ResetBody,
     RowCodec,
     RowPart,
@@ -36,7 +35,6 @@ __all__ = ["Operations"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 _INFOS_DROPPED: Final = int(Flag.INFOS_DROPPED)  # flags are slow to combine
-
 
 #: Outcomes of what was answered; with the request and the answer if there are rows.
 _Answer = tuple[list[Outcome], Request | None, Message | None]
@@ -48,12 +46,15 @@ class _RowWriter:
     Attributes:
       rows: The rows.
       parts: Pieces of them, by the indexes of their blocks.
+      max_result_bytes: How long the answer for all of them may be.
       kept: Blocks whose last observations are final ones already.
     """
 
     def __init__(self, spec: EnvSpec, blocks: tuple[Block, ...]) -> None:
         self.rows = Rows.allocate(spec, blocks[-1].stop)
-        self.parts = BlockParts(RowCodec(self.rows), blocks)
+        codec = RowCodec(self.rows)
+        self.parts = BlockParts(codec, blocks)
+        self.max_result_bytes = codec.max_result_bytes
         self._blocks = blocks
         self.kept: set[int] = set()
 
@@ -108,6 +109,8 @@ class Operations:
       spec: Spaces of every env.
       blocks: The blocks.
       rows: Where actions are read from and results are written to.
+      max_result_bytes: How long the answer for all of them may be.
+      num_pieces: In how many pieces that may come, each of one block or 64 KiB.
       in_flight: Blocks whose operation is not answered, each with its request.
       ended: Blocks that were answered, and not collected.
       lost: Blocks whose episodes have ended by a fault, each with what has happened.
@@ -124,6 +127,8 @@ class Operations:
         self.blocks = blocks
         self._writer = _RowWriter(spec, blocks)
         self.rows = self._writer.rows
+        self.max_result_bytes = self._writer.max_result_bytes
+        self.num_pieces = len(blocks) + (self.max_result_bytes >> 16)
         self.in_flight: dict[int, Request] = {}
         self.ended: set[int] = set()
         self.lost: dict[int, str] = {}
@@ -134,6 +139,7 @@ class Operations:
         self._parts = self._writer.parts
         self._plain_outcomes = [Outcome(block.index) for block in blocks]
         self._seqs = [0] * len(blocks)  # of each block's last operation
+        self._block_of_row = [b.index for b in blocks for _ in range(b.start, b.stop)]
         self._answers: list[_Answer] = []
         self._told: set[int] = set()  # absent, as the server says
 
@@ -227,22 +233,27 @@ class Operations:
         """Keeps a RESULT or CALL_RESULT, of all blocks of a request or of one.
 
         Raises:
-          RemoteProtocolError: Its report is none; then nothing is changed.
+          RemoteProtocolError: Its report is none, or of other rows; then nothing is
+            changed.
         """
         if message.flags & _INFOS_DROPPED:
             _LOGGER.warning(
                 "%s: infos were too long for a message, and are dropped", self._address
             )
-        report = Report.decode(message.report) if message.report else None
+        reported: Mapping[int, Outcome] = {}
+        if message.report:
+            reported = outcomes_of(message, self._block_of_row, self._address)
         outcomes = []
         for block, seq in message.entries:
             self._seqs[block] = seq
             del self.in_flight[block]
             self.ended.add(block)
-            if report is None and not self.lost and request.part is not None:
+            if not reported and not self.lost and request.part is not None:
                 outcomes.append(self._plain_outcomes[block])  # the usual case
             else:
-                outcomes.append(self._outcome(block, request, message, report))
+                outcomes.append(
+                    self._outcome(block, request, message, reported.get(block))
+                )
         has_rows = request.part is not None
         self._answers.append((outcomes, request if has_rows else None, message))
         if self.absent or self._told:
@@ -250,14 +261,13 @@ class Operations:
             self._told.difference_update([block for block, _ in message.entries])
 
     def _outcome(
-        self, index: int, request: Request, message: Message, report: Report | None
+        self, index: int, request: Request, message: Message, reported: Outcome | None
     ) -> Outcome:
         """Says what came of a block, and notes that its envs are back."""
         if request.type is MessageType.CALL:
             return Outcome(index, result=bytes(message.payload))
-        report = report or Report()
-        if (error := report.errors.get(index)) is not None:
-            return Outcome(index, error=exception_of(error, self._address))
+        if reported is not None and reported.error is not None:
+            return Outcome(index, error=reported.error)
         block = self.blocks[index]
         rows = range(block.start, block.stop)
         is_reset = request.type is MessageType.RESET
@@ -267,9 +277,7 @@ class Operations:
                 status = Status.SERVER_LOST
                 faults = [Fault(row, status, text) for row in rows]
                 return Outcome(index, faults=faults)
-        infos = {row: info for row, info in report.infos.items() if row in rows}
-        faults = [fault for fault in report.faults if fault.env_index in rows]
-        return Outcome(index, infos, faults)
+        return reported or Outcome(index)
 
     def fail(
         self, request: Request, error: EnvserveError, *, uses_seq: bool = True

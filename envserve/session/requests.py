@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from envserve import codec
-from envserve.errors import CallError, LocalProtocolError
+from envserve.errors import CallError, LocalProtocolError, RemoteProtocolError
 from envserve.lane import Call, Reset
 from envserve.wire import (
     Buffer,
@@ -24,9 +24,8 @@ from envserve.wire import (
     pack,
     set_attempt,
 )
-from envserve.wire.constants import MAX_BODY_BYTES
 
-__all__ = ["Request", "Requests", "Silence", "next_session", "pack_call"]
+__all__ = ["Request", "Requests", "Silence", "Unasked", "next_session", "pack_call"]
 
 _FIRST_RESEND_SECONDS: Final = 1.0
 _MAX_RESEND_SECONDS: Final = 4.0
@@ -37,6 +36,10 @@ _UNREACHABLE_SECONDS: Final = 3.5
 _BROKEN_SECONDS: Final = 1.0
 #: Longer than any wait of ours: after such a gap, it is we who have slept.
 _NAP_SECONDS: Final = 5.0
+#: How much of what answers nothing may come within a second: so much, and as many
+#: copies of each piece of an answer as a server may owe that was stopped for a minute.
+_MAX_UNASKED: Final = 1000
+_MAX_COPIES: Final = 32
 _ANSWERS: Final[Mapping[MessageType, MessageType]] = {
     MessageType.STEP: MessageType.RESULT,
     MessageType.RESET: MessageType.RESULT,
@@ -147,6 +150,43 @@ class Silence:
         if self._broken_since is not None:
             at = min(at, self._broken_since + _BROKEN_SECONDS)
         return at
+
+
+class Unasked:
+    """Counts what comes and answers nothing, by the second.
+
+    Signs of life, news of the lease, answers that come late: of a server of ours they
+    are few.
+    """
+
+    def __init__(self) -> None:
+        self._since = -math.inf
+        self._count = 0
+
+    def count(
+        self, what: int | str, num_bytes: int, num_pieces: int, now: float
+    ) -> None:
+        """Counts a message, a long one as many.
+
+        Args:
+          what: Its type, or what else it is.
+          num_bytes: How long it is.
+          num_pieces: See `Operations`.
+          now: When it has come.
+
+        Raises:
+          RemoteProtocolError: It is one too many.
+        """
+        if now - self._since >= 1.0:
+            self._since, self._count = now, 0
+        self._count += 1 + (num_bytes >> 16)
+        allowed = _MAX_UNASKED + _MAX_COPIES * num_pieces
+        if self._count > allowed:
+            raise RemoteProtocolError(
+                f"expected at most {allowed} messages (or as many times 64 KiB) a "
+                f"second that answer nothing; got more, the last one "
+                f"{getattr(what, 'name', what)}; is that an envserve server?"
+            )
 
 
 class Requests:
@@ -296,15 +336,9 @@ def pack_call(call: Call, num_envs: int, address: str) -> bytes:
             f"{address}: expected an env_index below {num_envs}; got {call.env_index}"
         )
     try:
-        encoded = CallBody(**vars(call)).encode()
-        if len(encoded) > MAX_BODY_BYTES:
-            raise codec.CodecError(
-                f"expected arguments of at most {MAX_BODY_BYTES} bytes; "
-                f"got {len(encoded)}"
-            )
+        return CallBody(**vars(call)).encode()
     except codec.CodecError as error:
         raise CallError(
             f"{address}: Env {call.env_index}: {call.name}: {error}",
             env_index=call.env_index,
         ) from None
-    return encoded

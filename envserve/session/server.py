@@ -14,6 +14,8 @@ from typing import Final
 from msgspec.structs import replace
 
 from envserve.errors import EnvserveError, RemoteProtocolError
+from envserve.keys.formats import INVITATION
+from envserve.keys.grant import Grant
 from envserve.lane import Block, Outcome
 from envserve.session.answers import (
     Answers,
@@ -22,11 +24,12 @@ from envserve.session.answers import (
     versions_differ,
 )
 from envserve.session.claims import Claim, Claims, Offer
-from envserve.session.decisions import Decision, Reply, StartPool
+from envserve.session.decisions import Decision, Reply, SessionId
 from envserve.session.error_codes import body_of
 from envserve.session.policy import Health, Refusal
+from envserve.session.quotas import Quotas
 from envserve.session.states import ClaimState
-from envserve.settings import HostSettings, PoolSettings
+from envserve.settings import HostSettings
 from envserve.slab import Rows
 from envserve.spec import EnvSpec
 from envserve.wire import (
@@ -41,6 +44,7 @@ from envserve.wire import (
     Hello,
     Message,
     MessageType,
+    Peer,
     Pong,
     decode,
     peek,
@@ -50,6 +54,8 @@ __all__ = ["ServerSession"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 
+#: Types from here on are sent by servers.
+_FIRST_OF_SERVER: Final = 128
 #: What runs on envs.
 _OPERATIONS: Final = frozenset({MessageType.STEP, MessageType.RESET, MessageType.CALL})
 
@@ -62,6 +68,7 @@ class ServerSession:
     Attributes:
       boot: Number of this start of the server, by which clients notice a restart.
       claims: What clients have, or have asked for.
+      quotas: What users may.
       dropped_messages: How many were no messages at all.
     """
 
@@ -71,6 +78,8 @@ class ServerSession:
         offer: Offer,
         boot: int,
         check_health: Callable[[], Health] = Health,
+        enrol: Callable[[str, bytes], None] | None = None,
+        grant_of: Callable[[str], Grant | None] | None = None,
     ) -> None:
         """Starts without sessions.
 
@@ -79,13 +88,17 @@ class ServerSession:
           offer: Env names.
           boot: Random number in [1, 2**64).
           check_health: Tells how the process that serves is.
+          enrol: Puts a public key in the place of a user's, who was invited only, or
+            raises RemoteProtocolError; None if there are no keys.
+          grant_of: What the key of a user may, see `Quotas`.
         """
         self.boot = boot
         self.dropped_messages = 0
-        self._answers = Answers(boot)
-        self._policy = policy
+        self._answers = Answers(boot, shows_folders=policy.debug_errors)
         self._check_health = check_health
-        self.claims = Claims(policy, offer, self._answers)
+        self._enrol = enrol
+        self.quotas = Quotas(policy, grant_of)
+        self.claims = Claims(policy, offer, self._answers, self.quotas)
 
     @property
     def has_ended(self) -> bool:
@@ -95,21 +108,24 @@ class ServerSession:
     # Messages.
 
     def receive(
-        self, route: bytes, frames: Sequence[Buffer], now: float
+        self, peer: Peer, frames: Sequence[Buffer], now: float
     ) -> list[Decision]:
-        """Takes what a peer has sent, whatever it is."""
+        """Takes what a peer has sent, whatever it is.
+
+        What others have under a number does not exist for it, and is answered so.
+        """
         try:
             message = decode(frames)
         except RemoteProtocolError as error:
-            asked = _peek(route, frames)
+            asked = _peek(peer, frames)
             if asked is None:
                 self.dropped_messages += 1
                 return []
             return [self._answers.refuse(asked, ErrorCode.BAD_MESSAGE, str(error))]
-        message.route = route
+        message.peer = peer
         try:
             # The usual case first, which needs no closer look.
-            claim = self.claims.get(message.session)
+            claim = self.claims.get((peer[-1], message.session))
             if (
                 claim is not None
                 and claim.lease is not None
@@ -119,21 +135,21 @@ class ServerSession:
                 and message.version == VERSION
             ):
                 claim.heard_at = now
-                claim.asked.route = route  # it may have connected anew
+                claim.asked.peer = peer  # it may have connected anew
                 return claim.lease.handle(message, now)
             return self._dispatch(message, claim, now)
         except Refusal as refusal:
-            _LOGGER.info("refused: %s", refusal)
+            self.claims.events.refuse(refusal, peer[-1], now)
             return [self._answers.error(message, refusal.body)]
         except RemoteProtocolError as error:
             return [self._answers.refuse(message, ErrorCode.BAD_MESSAGE, str(error))]
 
-    def receive_failed(self, route: bytes, frames: Sequence[Buffer]) -> list[Decision]:
+    def receive_failed(self, peer: Peer, frames: Sequence[Buffer]) -> list[Decision]:
         """Answers a message that met a defect of ours; ends its session, if any.
 
         How far it got cannot be known, so nothing of that session can be relied on.
         """
-        message = _peek(route, frames)
+        message = _peek(peer, frames)
         if message is None:
             return []
         body = ErrorBody(
@@ -142,7 +158,7 @@ class ServerSession:
             text="the server failed at this message; look at its log",
         )
         answer = self._answers.error(message, body)
-        claim = self.claims.get(message.session)
+        claim = self.claims.get((peer[-1], message.session))
         if claim is None or message.boot != self.boot:
             return [answer]
         return [answer, *self.claims.close(claim, body)]
@@ -152,6 +168,8 @@ class ServerSession:
     ) -> list[Decision]:
         """Handles all but the operations of a granted lease."""
         kind = message.type
+        if kind is MessageType.JOIN or message.peer[-1].startswith(INVITATION):
+            return self._answers.join(message, self._enrol)
         if kind is MessageType.HELLO:
             return self._on_hello(message)
         if _is_from_server(message):
@@ -164,7 +182,7 @@ class ServerSession:
         if message.boot != self.boot:
             return [self._answers.fence(message, "server was started")]
         if kind is MessageType.DETACH:
-            self.claims.unaware.discard(message.session)
+            self.claims.unaware.discard((message.peer[-1], message.session))
         if claim is None:
             return self._on_stranger(message, now)
         claim.heard_at = now
@@ -182,7 +200,7 @@ class ServerSession:
         elif message.epoch != claim.lease.epoch:
             return [self._answers.fence(message, "lease was granted")]
         else:
-            claim.asked.route = message.route
+            claim.asked.peer = message.peer
             pong = claim.lease.pong(now)
         return [self._answers.reply(message, MessageType.PONG, pong.encode())]
 
@@ -191,15 +209,16 @@ class ServerSession:
         if hello.min_version > VERSION or hello.max_version < MIN_VERSION:
             raise versions_differ(f"{hello.min_version} to {hello.max_version}")
         if message.session:
-            self.claims.note_name(message.session, hello.client)
-        body = self.claims.welcome(self._check_health()).encode()
+            session = message.peer[-1], message.session
+            self.claims.note_name(session, hello.client)
+        body = self.claims.welcome(message.peer[-1], self._check_health()).encode()
         return [self._answers.reply(message, MessageType.WELCOME, body)]
 
     def _on_stranger(self, message: Message, now: float) -> list[Decision]:
         """Handles a session that has no envs: it wants some, or had some."""
-        if message.session in self.claims.ended:
-            reason = self.claims.ended[message.session]
-            return [self._answers.session_ended(message, reason)]
+        ended = self.claims.ended[message.peer[-1]]
+        if message.session in ended:
+            return [self._answers.session_ended(message, ended[message.session])]
         if message.type is MessageType.DETACH:
             return [self._answers.session_ended(message, None)]
         if message.type is not MessageType.ATTACH:
@@ -210,10 +229,7 @@ class ServerSession:
         if self.claims.is_ending:
             raise no_new_leases()
         claim = self.claims.add(message, now)
-        return [
-            StartPool(claim.session, PoolSettings.of(claim.attach, self._policy)),
-            self._tell_building(claim, now),
-        ]
+        return [*self.claims.start_builds(), self._tell_building(claim, now)]
 
     def _on_repeated_attach(
         self, claim: Claim, message: Message, now: float
@@ -224,12 +240,13 @@ class ServerSession:
             return [self._answers.session_ended(message, claim.reason)]
         claim.asked = message
         if claim.state is ClaimState.GRANTED:
-            return [self._tell_granted(claim)]
+            return [self._tell_granted(claim)] if claim.repeats.allow(now) else []
         return [self._tell_building(claim, now)]
 
     def _tell_granted(self, claim: Claim) -> Reply:
         request = claim.asked.request
-        return self._tell(claim, MessageType.GRANTED, claim.granted, request)
+        asked = _unasked(claim, request)
+        return self._answers.reply(asked, MessageType.GRANTED, claim.granted)
 
     def _tell_building(self, claim: Claim, now: float) -> Reply:
         body = Building(elapsed_ms=int(1000 * (now - claim.since))).encode()
@@ -239,7 +256,7 @@ class ServerSession:
 
     def pool_ready(
         self,
-        session_id: int,
+        session_id: SessionId,
         spec: EnvSpec,
         blocks: Sequence[Block],
         rows: Rows,
@@ -254,9 +271,11 @@ class ServerSession:
         except Refusal as refusal:
             return self.claims.close(claim, refusal.body)
         _LOGGER.info("%s, granted after %.1f s", claim, now - claim.since)
-        return [self._tell_granted(claim)]
+        return [self._tell_granted(claim), *self.claims.start_builds()]
 
-    def pool_failed(self, session_id: int, error: EnvserveError) -> list[Decision]:
+    def pool_failed(
+        self, session_id: SessionId, error: EnvserveError
+    ) -> list[Decision]:
         """Ends a session whose envs could not be built, or are lost for good."""
         claim = self.claims[session_id]
         body = body_of(error, Executed.UNKNOWN)
@@ -267,7 +286,7 @@ class ServerSession:
 
     def pool_finished(
         self,
-        session_id: int,
+        session_id: SessionId,
         outcomes: Sequence[Outcome],
         absent: Collection[int] = (),
     ) -> list[Decision]:
@@ -287,7 +306,9 @@ class ServerSession:
             replies += self.claims.close(claim, lease_lost(text))
         return replies
 
-    def pool_broken(self, session_id: int, error: EnvserveError) -> list[Decision]:
+    def pool_broken(
+        self, session_id: SessionId, error: EnvserveError
+    ) -> list[Decision]:
         """Frees the envs of a session whose pool failed, and is gone already."""
         claim = self.claims.get(session_id)
         if claim is None:
@@ -295,10 +316,11 @@ class ServerSession:
         self.claims.close(claim, body_of(error, Executed.UNKNOWN))
         return self.pool_closed(session_id)
 
-    def pool_closed(self, session_id: int) -> list[Decision]:
+    def pool_closed(self, session_id: SessionId) -> list[Decision]:
         """Frees the envs of a session whose workers are gone; tells the client."""
         claim = self.claims.remove(session_id)
-        return [self._answers.session_ended(claim.asked, claim.reason)]
+        ended = self._answers.session_ended(claim.asked, claim.reason)
+        return [ended, *self.claims.start_builds()]
 
     # Leases, and the end of the server.
 
@@ -324,7 +346,8 @@ class ServerSession:
                 decisions += self.claims.close(claim, no_new_leases().body)
             elif claim.lease is not None:
                 claim.lease.begin_drain()
-                decisions.append(self._tell(claim, MessageType.DRAIN, body, 0))
+                asked = _unasked(claim, 0)
+                decisions.append(self._answers.reply(asked, MessageType.DRAIN, body))
         count = len(self.claims)
         _LOGGER.info("draining: %d sessions end within %g s", count, grace_seconds)
         return decisions
@@ -338,28 +361,26 @@ class ServerSession:
         text = f"the server was drained: {why}" if why else "the server was stopped"
         return self.claims.close_all(lease_lost(text))
 
-    def _tell(
-        self, claim: Claim, kind: MessageType, body: bytes, request: int
-    ) -> Reply:
-        """Says something to a claim's client that its latest message did not ask."""
-        asked = Message(
-            MessageType.ATTACH,
-            session=claim.session,
-            epoch=0 if claim.lease is None else claim.lease.epoch,
-            request=request,
-            route=claim.asked.route,
-        )
-        return self._answers.reply(asked, kind, body)
+
+def _unasked(claim: Claim, request: int) -> Message:
+    """Returns what to answer, to say what a claim's latest message did not ask."""
+    return Message(
+        MessageType.ATTACH,
+        session=claim.session[1],
+        epoch=0 if claim.lease is None else claim.lease.epoch,
+        request=request,
+        peer=claim.asked.peer,
+    )
 
 
-def _peek(route: bytes, frames: Sequence[Buffer]) -> Message | None:
+def _peek(peer: Peer, frames: Sequence[Buffer]) -> Message | None:
     """Returns the numbers of what is no message, if it may be answered at all."""
     message = peek(frames)
     if message is None or _is_from_server(message):
         return None
-    message.route = route
+    message.peer = peer
     return message
 
 
 def _is_from_server(message: Message) -> bool:
-    return isinstance(message.type, MessageType) and message.type.is_from_server
+    return message.type >= _FIRST_OF_SERVER  # also what we do not know

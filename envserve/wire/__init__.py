@@ -11,6 +11,7 @@ from envserve.wire.bodies import (
     Drain,
     Granted,
     Hello,
+    Join,
     Pong,
     ResetBody,
     Welcome,
@@ -26,10 +27,12 @@ from envserve.wire.constants import (
 from envserve.wire.message import (
     Buffer,
     Message,
+    Peer,
     decode,
     encode,
     pack,
     peek,
+    place_of,
     set_attempt,
 )
 from envserve.wire.report import ErrorBody, Report
@@ -54,8 +57,10 @@ __all__ = [
     "Flag",
     "Granted",
     "Hello",
+    "Join",
     "Message",
     "MessageType",
+    "Peer",
     "Pong",
     "Report",
     "ResetBody",
@@ -66,5 +71,6 @@ __all__ = [
     "encode",
     "pack",
     "peek",
+    "place_of",
     "set_attempt",
 ]

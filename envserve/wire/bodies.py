@@ -14,15 +14,20 @@ from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw, Struct
+from msgspec.structs import force_setattr
 
 from envserve import codec
 from envserve.errors import RemoteProtocolError, SpaceError
 from envserve.lane import Block
 from envserve.settings import EnvRequest, Name, convert
 from envserve.spec import EnvSpec, describe, restore
+from envserve.text import one_line
 from envserve.wire.constants import (
     MAX_ATTACH_BYTES,
+    MAX_ATTACH_VALUES,
     MAX_BODY_BYTES,
+    MAX_CALL_BYTES,
+    MAX_CALL_VALUES,
     MAX_ENTRIES,
     MAX_NAMES,
     MIN_VERSION,
@@ -37,6 +42,7 @@ __all__ = [
     "Drain",
     "Granted",
     "Hello",
+    "Join",
     "Milliseconds",
     "Pong",
     "ResetBody",
@@ -70,17 +76,38 @@ def read(data: bytes | bytearray | memoryview, kind: type[Type], where: str) -> 
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (ValueError, RecursionError) as error:
-        raise RemoteProtocolError(f"{where}: {error!s:.500}") from None
+        raise RemoteProtocolError(f"{where}: {one_line(str(error), 500)}") from None
 
 
 def read_values(
-    data: bytes | bytearray | memoryview, kind: type[Type], where: str
+    data: bytes | bytearray | memoryview,
+    kind: type[Type],
+    where: str,
+    max_values: int | None = None,
 ) -> Type:
     """Decodes the same where it holds values of any kind, with the codec's limits."""
     try:
-        return convert(codec.decode(data, max_bytes=len(data)), kind)
+        value = codec.decode(data, max_bytes=len(data), max_values=max_values)
+        return convert(value, kind)
     except ValueError as error:
-        raise RemoteProtocolError(f"{where}: {error!s:.500}") from None
+        raise RemoteProtocolError(f"{where}: {one_line(str(error), 500)}") from None
+
+
+def _write_values(
+    fields: Mapping[str, Any], what: str, max_bytes: int, max_values: int
+) -> bytes:
+    """Encodes values of any kind; raises CodecError for what would be refused."""
+    body = codec.encode(fields)
+    if len(body) > max_bytes:
+        raise codec.CodecError(
+            f"expected {what} that encode to less than {max_bytes} bytes; got "
+            f"{len(body)} with all else"
+        )
+    try:
+        codec.check(body, max_values)
+    except codec.CodecError as error:
+        raise codec.CodecError(f"{what}: {error}; send many as one array") from None
+    return body
 
 
 class Body(Struct, frozen=True, kw_only=True):
@@ -131,13 +158,23 @@ class Welcome(Body, frozen=True, kw_only=True):
     max_version: _Version = VERSION
     max_message_bytes: _U63
     lease_seconds: _Seconds
-    env_names: Annotated[tuple[str, ...], Meta(max_length=MAX_NAMES)]
+    env_names: Annotated[tuple[Name, ...], Meta(max_length=MAX_NAMES)]
     num_names: _U32
     total_envs: _U32
     free_envs: _U32
     is_starting: bool = False
     is_draining: bool = False
     loop_lag_ms: Milliseconds = 0
+
+    def __post_init__(self) -> None:
+        """Makes names fit to be shown."""
+        force_setattr(self, "env_names", tuple(map(one_line, self.env_names)))
+
+
+class Join(Body, frozen=True, kw_only=True):
+    """Asks that a client's public key takes the place of its invitation's."""
+
+    public: Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,18 +184,14 @@ class Attach(EnvRequest):
     def encode(self) -> bytes:
         """Returns the body; raises CodecError if an argument cannot be sent."""
         wrappers = [[spec.name, spec.arguments] for spec in self.wrappers]
-        body = codec.encode({**vars(self), "wrappers": wrappers})
-        if len(body) > MAX_ATTACH_BYTES:
-            raise codec.CodecError(
-                f"expected env_kwargs and wrappers that encode to less than "
-                f"{MAX_ATTACH_BYTES} bytes; got {len(body)} with all else"
-            )
-        return body
+        fields = {**vars(self), "wrappers": wrappers}
+        what = "env_kwargs and wrappers"
+        return _write_values(fields, what, MAX_ATTACH_BYTES, MAX_ATTACH_VALUES)
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
         """Reads a body."""
-        return read_values(body, cls, "Attach")
+        return read_values(body, cls, "Attach", MAX_ATTACH_VALUES)
 
 
 class Building(Body, frozen=True, kw_only=True):
@@ -210,7 +243,8 @@ class Granted:
                 for space in (fields.observation_space, fields.action_space)
             )
         except (codec.CodecError, SpaceError) as error:
-            raise RemoteProtocolError(f"Granted: {error}") from None
+            text = one_line(str(error), 500)
+            raise RemoteProtocolError(f"Granted: {text}") from None
         edges = [0, *(block[1] for block in fields.blocks)]
         if (
             edges[-1] != num_envs
@@ -224,7 +258,7 @@ class Granted:
         return cls(
             epoch=fields.epoch,
             lease_seconds=fields.lease_seconds,
-            spec=EnvSpec(fields.env_name, observation_space, action_space),
+            spec=EnvSpec(one_line(fields.env_name), observation_space, action_space),
             blocks=tuple(Block(i, *block) for i, block in enumerate(fields.blocks)),
         )
 
@@ -282,9 +316,10 @@ class CallBody(Body, frozen=True, kw_only=True):
 
     def encode(self) -> bytes:
         """Returns the body; raises CodecError for arguments that cannot be sent."""
-        return codec.encode(msgspec.structs.asdict(self))
+        fields = msgspec.structs.asdict(self)
+        return _write_values(fields, "arguments", MAX_CALL_BYTES, MAX_CALL_VALUES)
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
         """Reads a body."""
-        return read_values(body, cls, "CallBody")
+        return read_values(body, cls, "CallBody", MAX_CALL_VALUES)

@@ -19,7 +19,15 @@ MAX_FRAMES: Final = 3
 MAX_ENTRIES: Final = 4096
 #: With prefix and entries, below the 1 MiB that servers accept by default.
 MAX_BODY_BYTES: Final = (1 << 20) - (64 << 10)
-MAX_ATTACH_BYTES: Final = 16 << 10
+#: What is decoded into Python's values costs time by their number, not by their bytes
+#: (docs/decisions.md: "No message takes a server 2 ms").
+MAX_ATTACH_BYTES: Final = 4 << 10
+MAX_ATTACH_VALUES: Final = 256
+MAX_CALL_BYTES: Final = 64 << 10
+MAX_CALL_VALUES: Final = 4096
+#: Of a RESET: for the whole of it, and for each row of the blocks that it lists.
+RESET_BYTES: Final = 64
+RESET_ROW_BYTES: Final = 24
 #: Rows that may stand in a body; longer ones have a frame of their own.
 MAX_INLINE_BYTES: Final = 64 << 10
 #: Infos, faults and errors of one result.
@@ -41,6 +49,7 @@ class MessageType(enum.IntEnum):
     CALL = 5
     PING = 6
     DETACH = 7
+    JOIN = 8
     WELCOME = 129
     GRANTED = 130
     BUILDING = 131
@@ -50,6 +59,7 @@ class MessageType(enum.IntEnum):
     DETACHED = 135
     DRAIN = 136
     ABSENT = 137
+    JOINED = 138
     ERROR = 143
 
     @property
@@ -103,7 +113,7 @@ BODY_LIMITS: Final = {
     MessageType.RESULT: MAX_INLINE_BYTES,
     MessageType.ATTACH: MAX_ATTACH_BYTES,
     MessageType.RESET: MAX_BODY_BYTES,
-    MessageType.CALL: MAX_BODY_BYTES,
+    MessageType.CALL: MAX_CALL_BYTES,
     MessageType.WELCOME: MAX_BODY_BYTES,
     MessageType.GRANTED: MAX_BODY_BYTES,
     MessageType.PONG: MAX_BODY_BYTES,

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import starmap
-from typing import Final
+from typing import Any, Final
 
 from envserve.errors import RemoteProtocolError
 from envserve.wire.constants import (
@@ -26,15 +26,19 @@ from envserve.wire.constants import (
 
 __all__ = [
     "Message",
+    "Peer",
     "decode",
     "encode",
     "pack",
     "peek",
+    "place_of",
     "set_attempt",
 ]
 
 #: Bytes that a frame may be made of.
 Buffer = bytes | bytearray | memoryview
+#: Who a message is from: the user, a str, stands last; before it the way back.
+Peer = tuple[Any, ...]
 
 _PREFIX: Final = struct.Struct("<4sBBHQQIQHHI")
 _ENTRY: Final = struct.Struct("<IQ")
@@ -64,7 +68,7 @@ class Message:
       body: Msgpack of control messages, not yet decoded; or raw rows.
       payload: More raw rows, or the encoded result of a call.
       report: Msgpack of infos, faults and errors.
-      route: Where it came from, for a server; not on the wire.
+      peer: Who it came from, for a server; not on the wire.
     """
 
     type: MessageType | int
@@ -79,7 +83,7 @@ class Message:
     body: bytes = b""
     payload: Buffer = b""
     report: Buffer = b""
-    route: bytes = b""
+    peer: Peer = ("",)
 
 
 def pack(
@@ -140,6 +144,11 @@ def set_attempt(frame: Buffer, attempt: int) -> bytes:
     end = _ATTEMPT_OFFSET + _ATTEMPT.size
     patched = _ATTEMPT.pack(min(attempt, 0xFFFF))
     return bytes(frame[:_ATTEMPT_OFFSET]) + patched + bytes(frame[end:])
+
+
+def place_of(frame: Buffer) -> tuple[bytes, bytes]:
+    """Returns what tells whose a message is, and about which block first."""
+    return bytes(frame[8:16]), bytes(frame[_PREFIX_BYTES : _PREFIX_BYTES + 4])
 
 
 def peek(frames: Sequence[Buffer]) -> Message | None:

@@ -13,12 +13,14 @@ from typing import Annotated, Any, Final
 
 import numpy as np
 from msgspec import Meta, Raw, Struct
-from msgspec.structs import replace
+from msgspec.structs import force_setattr, replace
 
 from envserve import codec
+from envserve.errors import RemoteProtocolError
 from envserve.lane import Fault
 from envserve.settings import Name
 from envserve.slab import Status
+from envserve.text import one_line, printable
 from envserve.wire.bodies import Body, Milliseconds, Row, read, read_values
 from envserve.wire.constants import (
     MAX_ENTRIES,
@@ -71,6 +73,11 @@ class ErrorBody(Body, frozen=True, kw_only=True):
     held_ms: Milliseconds = 0
     is_draining: bool = False
 
+    def __post_init__(self) -> None:
+        """Makes texts fit to be shown, whoever wrote them."""
+        for name, fit in _FITS.items():
+            force_setattr(self, name, fit(getattr(self, name)))
+
     def encode(self) -> bytes:
         """Returns the body of an ERROR, with texts that fit."""
         return Body.encode(self.clipped(MAX_TEXT_BYTES, MAX_TRACEBACK_BYTES))
@@ -81,11 +88,17 @@ class ErrorBody(Body, frozen=True, kw_only=True):
         return replace(self, text=_clip(self.text, text_bytes), traceback=traceback)
 
 
+_FITS: Final = {"text": printable, "traceback": printable, "holder": one_line}
+
+
 class _FaultGroup(Struct, array_like=True):
     status: Status
     is_violation: bool
     text: str
     rows: _Indices
+
+    def __post_init__(self) -> None:
+        self.text = printable(self.text)
 
 
 class _Report(Body, frozen=True, kw_only=True):
@@ -134,23 +147,25 @@ class Report:
 
     @classmethod
     def decode(cls, frame: Buffer) -> Report:
-        """Reads a frame; raises RemoteProtocolError."""
+        """Reads a frame, of no row or block twice; raises RemoteProtocolError."""
         if not frame:
             return cls()
         report = read(frame, _Report, "report")
+        rows = _unpack_disjoint([group.rows for group in report.faults], "faults")
+        blocks = _unpack_disjoint([blocks for blocks, _ in report.errors], "errors")
         return cls(
             infos=read_values(
                 memoryview(report.infos), dict[Row, Mapping[str, Any]], "report.infos"
             ),
             faults=tuple(
                 Fault(row, group.status, group.text, group.is_violation)
-                for group in report.faults
-                for row in _unpack_indices(group.rows)
+                for group, listed in zip(report.faults, rows, strict=True)
+                for row in listed
             ),
             errors={
                 block: error
-                for blocks, error in report.errors
-                for block in _unpack_indices(blocks)
+                for (_, error), listed in zip(report.errors, blocks, strict=True)
+                for block in listed
             },
         )
 
@@ -209,6 +224,19 @@ def _unpack_indices(indices: tuple[int, ...] | bytes) -> Sequence[int]:
         return indices
     bits = np.unpackbits(np.frombuffer(indices, np.uint8), bitorder="little")
     found: list[int] = np.flatnonzero(bits).tolist()
+    return found
+
+
+def _unpack_disjoint(sets: Sequence[_Indices], where: str) -> list[Sequence[int]]:
+    """Unpacks sets, as long as no index comes twice: each takes far more than a bit."""
+    seen: set[int] = set()
+    found, count = [], 0
+    for indices in sets:
+        found.append(_unpack_indices(indices))
+        seen.update(found[-1])
+        count += len(found[-1])
+        if count > len(seen):
+            raise RemoteProtocolError(f"report.{where}: expected each index once")
     return found
 
 

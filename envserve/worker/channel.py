@@ -35,7 +35,6 @@ __all__ = [
 
 #: Kind, block, sequence number, bytes of payload.
 HEADER: Final = struct.Struct("<BxHII")
-_MAX_PAYLOAD_BYTES: Final = 64 << 20
 #: More than the longest report of the template; others may come in pieces.
 _MAX_READ_BYTES: Final = 1 << 18
 #: The other side reads too slowly, as opposed to: it is gone.
@@ -68,6 +67,15 @@ class Kind(enum.IntEnum):
 
 
 _KINDS: Final = {int(kind): kind for kind in Kind}
+#: Longest payload of a frame, unless it is one of those below.
+_MAX_BYTES: Final = 64 << 20
+#: What workers say is read in the loop that serves all.
+_MAX_BYTES_OF: Final = {
+    Kind.READY: 16 << 20,
+    Kind.DONE: MAX_CALL_BYTES + (8 << 20),  # with a report: `max_report`
+    **dict.fromkeys([Kind.BUILT, Kind.FAILED], 128 << 10),
+    **dict.fromkeys([Kind.UNKNOWN_ENV, Kind.BAD_WRAPPER], 128 << 10),
+}
 _NEW: Final = tuple.__new__
 
 
@@ -111,10 +119,11 @@ class FrameReader:
         while len(buffer) - offset >= HEADER.size:
             code, block, sequence, length = HEADER.unpack_from(buffer, offset)
             kind = _KINDS.get(code)
-            if kind is None or length > _MAX_PAYLOAD_BYTES:
+            limit = _MAX_BYTES if kind is None else _MAX_BYTES_OF.get(kind, _MAX_BYTES)
+            if kind is None or length > limit:
                 raise WorkerError(
-                    f"expected a frame of a known kind below {_MAX_PAYLOAD_BYTES} "
-                    f"bytes; got kind {code} of {length} bytes"
+                    f"expected a frame of a known kind below {limit} bytes; "
+                    f"got kind {code} of {length} bytes"
                 )
             start = offset + HEADER.size
             if len(buffer) < start + length:

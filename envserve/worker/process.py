@@ -103,6 +103,7 @@ class _Worker:
         self._build = build
         self._infos_of_all = build["infos"] == "all"
         self._infos_of_ends = build["infos"] == "episode_end"
+        self._max_infos_kib = build["max_infos_kib"]
         self._threads = (
             reset_threads(len(build["incarnations"])) if build["spare_envs"] else None
         )
@@ -230,7 +231,7 @@ class _Worker:
             faults += self._recover_non_finite(envs)
         for fault in faults:
             infos.pop(fault["row"], None)
-        return encode_report(faults, infos)
+        return encode_report(faults, infos, (), stop - start, self._max_infos_kib)
 
     def _is_finite(self, rewards: list[float], start: int, stop: int) -> bool:
         """Looks at a whole block at once; which row it is matters only if not.
@@ -300,7 +301,7 @@ class _Worker:
             rows.reward[row] = 0.0
             rows.terminated[row] = rows.truncated[row] = False
             rows.status[row] = _OK
-        return encode_report([], infos, rebuilt)
+        return encode_report([], infos, rebuilt, len(envs), self._max_infos_kib)
 
     def _reset_or_rebuild(self, env: _Row, seed: int | None) -> Mapping[str, Any]:
         """Gives an env whose reset fails one new incarnation, unless it is new."""

@@ -23,15 +23,23 @@ __all__ = [
     "encode_report",
     "encode_spaces",
     "error_message",
+    "max_report",
     "printable",
     "read_report",
     "read_spaces",
 ]
 
-_MAX_INFOS_BYTES: Final = 32 << 20
-_MAX_REPORT_BYTES: Final = 64 << 20
-_MAX_SPACES_BYTES: Final = 64 << 20
+_MAX_SPACES_BYTES: Final = 16 << 20
 _MAX_TEXT: Final = 16 << 10  # characters of a traceback
+#: Bytes of the tracebacks of a report, together; and least bytes of one.
+_MAX_TEXTS: Final = 32 << 10
+_MIN_TEXT: Final = 64
+#: What is said of a row besides, at most.
+_ROW_BYTES: Final = 64 + _MIN_TEXT
+_ROW_VALUES: Final = 16
+#: Values take time to read, however short they are.
+_VALUES_PER_KIB: Final = 256
+_MAX_SPACES_VALUES: Final = 1 << 14
 
 
 def encode_spaces(spec: EnvSpec) -> bytes:
@@ -44,7 +52,9 @@ def encode_spaces(spec: EnvSpec) -> bytes:
 def read_spaces(payload: bytes, env_name: str) -> EnvSpec:
     """Reads the payload of a READY; raises ValueError if it is none."""
     try:
-        spaces = codec.decode(payload, max_bytes=_MAX_SPACES_BYTES)
+        spaces = codec.decode(
+            payload, max_bytes=_MAX_SPACES_BYTES, max_values=_MAX_SPACES_VALUES
+        )
         both = restore(spaces["observation"]), restore(spaces["action"])
     except (codec.CodecError, SpaceError, TypeError, KeyError) as error:
         raise ValueError(error) from None
@@ -66,8 +76,14 @@ class Report:
     rebuilt: list[int]
 
 
-def read_report(payload: bytes, block: Block) -> Report:
-    """Reads the payload of a DONE.
+def max_report(num_rows: int, max_infos_kib: int) -> tuple[int, int]:
+    """Returns how many bytes and values a report on so many rows may have."""
+    num_bytes = (max_infos_kib << 10) + _MAX_TEXTS + num_rows * _ROW_BYTES
+    return num_bytes, (max_infos_kib + 1) * _VALUES_PER_KIB + num_rows * _ROW_VALUES
+
+
+def read_report(payload: bytes, block: Block, max_infos_kib: int) -> Report:
+    """Reads the payload of a DONE, unless it is so long that reading takes long.
 
     Raises:
       ValueError: It is no report on rows of this block.
@@ -75,7 +91,8 @@ def read_report(payload: bytes, block: Block) -> Report:
     if not payload:
         return Report([], {}, [])
     try:
-        report = codec.decode(payload, max_bytes=_MAX_REPORT_BYTES)
+        num_bytes, num_values = max_report(block.stop - block.start, max_infos_kib)
+        report = codec.decode(payload, max_bytes=num_bytes, max_values=num_values)
         faults = [
             Fault(f["row"], Status(f["status"]), f["text"], f["violation"])
             for f in report["faults"]
@@ -112,21 +129,39 @@ def printable(text: str) -> str:
 def encode_report(
     faults: list[dict[str, Any]],
     infos: dict[int, Mapping[str, Any]],
-    rebuilt: Sequence[int] = (),
+    rebuilt: Sequence[int],
+    num_rows: int,
+    max_infos_kib: int,
 ) -> bytes:
     """Encodes what goes beside the rows; nothing at all in the usual case."""
     if not faults and not infos and not rebuilt:
         return b""
+    for fault in faults:
+        kept = max(_MIN_TEXT, _MAX_TEXTS // len(faults))
+        fault["text"] = fault["text"].encode()[-kept:].decode(errors="ignore")
     report = {"faults": faults, "rebuilt": rebuilt}
     try:
         encoded = codec.encode({**report, "infos": infos})
     except codec.CodecError:
         plain = {row: _plain_items(info) for row, info in infos.items()}
         encoded = codec.encode({**report, "infos": plain})
-    if len(encoded) > _MAX_INFOS_BYTES:
+    limits = max_report(num_rows, max_infos_kib)
+    if _exceeds(encoded, *limits):
         nothing = {row: {"omitted": _names(info)} for row, info in infos.items()}
         encoded = codec.encode({**report, "infos": nothing})
+    if _exceeds(encoded, *limits):
+        encoded = codec.encode({**report, "infos": {}})
     return encoded
+
+
+def _exceeds(report: bytes, num_bytes: int, num_values: int) -> bool:
+    if 4 * len(report) <= num_values:  # the usual case: so few bytes hold no more
+        return False
+    try:
+        codec.check(report, num_values)
+    except codec.CodecError:
+        return True
+    return len(report) > num_bytes
 
 
 def _plain_items(info: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,9 +57,11 @@ class StderrPipes:
         return write_fd
 
     def forget(self) -> None:
-        """Closes all read ends, in a worker: else the others' writes could block."""
+        """Closes what is ours, in a worker: else the others' writes could block."""
         for read_fd in self._workers:
             os.close(read_fd)
+        if self._out_fd > 2:
+            os.close(self._out_fd)
 
     def worker_of(self, fd: int) -> int | None:
         """Returns whose pipe it is; None if it is none."""

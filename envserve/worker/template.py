@@ -1,8 +1,8 @@
 """The process that workers are forked from.
 
 It is single-threaded, so that forking it is safe, and does five things: import what
-it is told to at the start, fork workers, kill workers, pass on what they write to
-stderr, and report how each ended.
+it is told to at the start, fork workers, kill workers and what they leave behind, pass
+on what they write to stderr, and report how each ended.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any, Final
 
 from envserve import codec
@@ -27,11 +28,18 @@ from envserve.worker.stderr_pipes import StderrPipes
 __all__ = ["kill_group", "main"]
 
 _PR_SET_PDEATHSIG: Final = 1
+_PR_SET_CHILD_SUBREAPER: Final = 36
 #: Has a worker write its Python stack to stderr; an env may use it for something else.
 _STACK_SIGNAL: Final = signal.SIGUSR2
 #: How long it has for that before it is killed, and how long once it has begun.
 _STACK_SECONDS: Final = 0.08
 _STACK_REST_SECONDS: Final = 0.005
+#: How long after a child's end it is looked for orphans: many may end at once.
+_ORPHANS_SECONDS: Final = 0.1
+#: How long it may take to end all that there is; our owner waits for a second.
+_END_SECONDS: Final = 0.5
+#: How much sooner than others, out of 1000, workers go when memory runs out.
+_OOM_SCORE: Final = 500
 
 
 def main(fd: int) -> None:
@@ -61,6 +69,11 @@ class _Template:
         self._workers: dict[int, int] = {}  # process id by request
         self._kill_at: dict[int, float] = {}  # of those that are writing their stack
         self._libc = ctypes.CDLL(None, use_errno=True)
+        if sys.platform == "linux":
+            # Who leaves a worker's group, by setsid or two forks, becomes our child.
+            self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        self._helpers: set[int] = set()  # processes that imported modules have started
+        self._orphans_at = math.inf
         self._poller = select.poll()
         self._poller.register(self._owner, select.POLLIN)
         self._poller.register(self._wakeup, select.POLLIN)
@@ -86,23 +99,42 @@ class _Template:
                 if fd == self._wakeup.fileno():
                     self._reap()
                 elif fd == self._owner.fileno() and not self._serve():
-                    # On macOS the kernel does not do it for us.
-                    for pid in self._workers.values():
-                        kill_group(pid)
+                    self._end_all()
                     self._pipes.close()
                     return
 
+    def _end_all(self) -> None:
+        """Kills all workers; on Linux also what they have started, which we adopt."""
+        for pid in self._workers.values():
+            kill_group(pid)
+        give_up_at = time.monotonic() + _END_SECONDS
+        while (left := _children()) and time.monotonic() < give_up_at:
+            for pid in left:
+                kill_group(pid)
+            select.select([self._wakeup], [], [], 0.05)
+            self._drop_wakeups()
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+
+    def _kill_orphans(self) -> None:
+        """Kills what workers that have ended have left behind."""
+        self._orphans_at = math.inf
+        for pid in {*_children()} - self._helpers - {*self._workers.values()}:
+            kill_group(pid)
+
     def _kill_due(self) -> int | None:
-        """Kills those that have had time for their stack; returns ms to the next."""
+        """Kills who has had time for its stack, and orphans; returns ms to the next."""
         now = time.monotonic()
+        if now >= self._orphans_at:
+            self._kill_orphans()
         due = [request for request, at in self._kill_at.items() if at <= now]
         for request in due:
             del self._kill_at[request]
             if request in self._workers:
                 kill_group(self._workers[request])
-        if not self._kill_at:
-            return None
-        return math.ceil(1000 * (min(self._kill_at.values()) - now))
+        next_at = min([*self._kill_at.values(), self._orphans_at])
+        return None if next_at == math.inf else math.ceil(1000 * (next_at - now))
 
     def _kill(self, request: int, has_stack: bool) -> None:
         pid = self._workers.get(request)
@@ -124,6 +156,7 @@ class _Template:
             message = codec.decode(frame.payload)
             if "import" in message:
                 self._import(message["import"], message["preload"])
+                self._helpers = {*_children()}
             elif "kill" in message:
                 self._kill(message["kill"], message["stack"])
             elif self._fds:
@@ -183,6 +216,9 @@ class _Template:
                 self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                 if os.getppid() != parent:
                     os._exit(1)
+                # So that orphans come to the template when we have ended, not before.
+                self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+                _be_first_to_go()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for other in (self._owner, self._wakeup, self._wakeup_writer):
@@ -209,20 +245,28 @@ class _Template:
                 sys.stderr.flush()
             os._exit(code)
 
-    def _reap(self) -> None:
+    def _drop_wakeups(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while self._wakeup.recv(4096):
                 pass
-        while self._workers:
+
+    def _reap(self) -> None:
+        self._drop_wakeups()
+        while True:
             # Seen, but not yet reaped: until then its group cannot be another's.
-            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
             if ended is None:
                 return
+            orphans_at = time.monotonic() + _ORPHANS_SECONDS
+            self._orphans_at = min(self._orphans_at, orphans_at)
             is_worker = ended.si_pid in self._workers.values()
             if is_worker:
                 kill_group(ended.si_pid)
             pid, status = os.waitpid(ended.si_pid, 0)
-            if not is_worker:  # a module that was imported has started it
+            if not is_worker:  # an orphan, or what an imported module has started
                 continue
             (request,) = [k for k, v in self._workers.items() if v == pid]
             del self._workers[request]
@@ -234,6 +278,27 @@ class _Template:
         # A closed owner is noticed by the next read.
         with contextlib.suppress(OSError):
             self._owner.sendall(pack_frame(Kind.FORK, payload=codec.encode(message)))
+
+
+def _be_first_to_go() -> None:
+    """Has the kernel end this process before others when memory runs out."""
+    score = Path("/proc/self/oom_score_adj")
+    with contextlib.suppress(OSError):  # a /proc that is not to be written to
+        score.write_text(str(min(1000, int(score.read_text()) + _OOM_SCORE)))
+
+
+def _children() -> list[int]:
+    """Returns the children of this process, adopted ones among them; on Linux only."""
+    if sys.platform != "linux":
+        return []
+    children, ours = [], os.getpid()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended
+            # Its name, which comes before, may hold anything.
+            stat = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2]
+            if int(stat.split()[1]) == ours:
+                children.append(int(name))
+    return children
 
 
 def kill_group(pid: int) -> None:

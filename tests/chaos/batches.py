@@ -110,8 +110,9 @@ def _server(trial: Trial, num_envs: int, *options: str) -> ServerProcess:
         folder,
         *("--env", LEDGER, "--import", MODULE, "--log-level", "info"),
         *("--workers", "2", "--envs-per-worker", str(-(-num_envs // 2))),
+        *("--max-processes", str(2 * num_envs)),  # each env may have a lease
         *("--crash-dir", str(folder / "crashes")),
-        *(part for name in _KWARGS for part in ("--allow-kwarg", name)),
+        *(part for name in _KWARGS for part in ("--allow-kwarg", f"{name}:any")),
         *options,
         is_awaited=False,
     )

@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from benchmarks.lab.processes import own_keys
 from benchmarks.lab.tables import TABLE_WIDTH, as_table
 from tests.chaos.case_result import CaseResult
 from tests.chaos.case_tables import (
@@ -76,7 +77,9 @@ def chaos(
     folder.mkdir(parents=True, exist_ok=True)
     is_sound = True
     if cases or not peers:
-        is_sound = _run_cases(chosen_cases(cases or []), folder, scale, seed, plant)
+        chosen = chosen_cases(cases or [])
+        with own_keys():
+            is_sound = _run_cases(chosen, folder, scale, seed, plant)
     if peers:
         _run_peers(folder, seed)
     _say(f"Saved in {folder}; all tables are in {folder / 'tables.md'}")

@@ -35,9 +35,10 @@ WaitUntil = Callable[..., None]
 #: What the contract's envs need to be given and asked through a server.
 OPENINGS = [
     *("--allow-kwarg", "length", "--allow-kwarg", "reset_seconds"),
-    *("--allow-kwarg", "space", "--allow-kwarg", "fault"),
-    *("--allow-kwarg", "journal", "--allow-kwarg", "breakdowns"),
+    *("--allow-kwarg", "space:any", "--allow-kwarg", "fault:any"),
+    *("--allow-kwarg", "journal:any", "--allow-kwarg", "breakdowns:any"),
     *("--expose", "echo", "--expose", "complain", "--expose", "difficulty"),
+    *("--expose", "set:difficulty"),
     *("--expose", "loaded_modules", "--drain-grace", "0"),
 ]
 

@@ -25,30 +25,18 @@ from envserve.session import (
     EndPool,
     RunStep,
     ServerSession,
+    SessionId,
     attachment,
     claims,
     lease,
     operations,
 )
 from envserve.slab import Status
-from envserve.wire import BlockParts, RowPart, decode, encode
-from tests.worlds.profile import Profile
+from envserve.wire import BlockParts, MessageType, RowPart, decode, encode
+from tests.worlds.profile import BATCHES, LINGERING, Profile
+from tests.worlds.thief import OWNER
 
 Patch = pytest.MonkeyPatch
-
-#: Messages that come again, and minutes later, whatever has become of the connection.
-LINGERING: Final = Profile(
-    num_callers=2, copies=0.5, max_delay=60.0, delay_power=8, is_sticky=True, pace=0.1
-)
-#: Batches of which envs and servers are away every now and then.
-BATCHES: Final = Profile(
-    num_hosts=2,
-    num_callers=0,
-    num_trainers=2,
-    fault_rate=0.01,
-    faults={"pause_host": 3.0, "lose_worker": 2.0, "crash_host": 0.5},
-    max_outage=15.0,
-)
 
 
 def suffer(kind: str, profile: Profile = LINGERING, **changes: Any) -> Profile:
@@ -81,10 +69,10 @@ def around(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> N
 def alter_messages(patch: Patch, half: type[Any], alter: Callable[..., Any]) -> None:
     """Changes what a half of the conversation gets; None drops it."""
 
-    def receive(real: Any, self: Any, *route_frames_now: Any) -> Any:
-        *route, frames, now = route_frames_now
+    def receive(real: Any, self: Any, *peer_frames_now: Any) -> Any:
+        *peer, frames, now = peer_frames_now
         message = alter(self, decode(frames))
-        return [] if message is None else real(self, *route, encode(message), now)
+        return [] if message is None else real(self, *peer, encode(message), now)
 
     around(patch, half, "receive", receive)
 
@@ -97,7 +85,7 @@ def requests_are_not_sent_again(patch: Patch) -> None:
 @bug(suffer("send_stray"))
 def a_stale_epoch_is_accepted(patch: Patch) -> None:
     def mend(self: Any, asked: Any) -> Any:
-        claim = self.claims.get(asked.session)
+        claim = self.claims.get((OWNER, asked.session))
         if claim is not None and claim.lease is not None:
             asked.epoch = claim.lease.epoch
         return asked
@@ -136,6 +124,24 @@ def a_late_reply_answers_a_new_request(patch: Patch) -> None:
     alter_messages(patch, ClientSession, mend)
 
 
+@bug()
+def a_user_finds_what_others_have(patch: Patch) -> None:
+    def forget(real: Any, self: Any, peer: Any, *frames_now: Any) -> Any:
+        return real(self, (*peer[:-1], OWNER), *frames_now)
+
+    around(patch, ServerSession, "receive", forget)
+
+
+@bug()
+def a_user_ends_what_others_have(patch: Patch) -> None:
+    def forget(real: Any, self: Any, peer: Any, frames: Any, now: float) -> Any:
+        if decode(frames).type is MessageType.DETACH:
+            peer = (*peer[:-1], OWNER)
+        return real(self, peer, frames, now)
+
+    around(patch, ServerSession, "receive", forget)
+
+
 # Decisions.
 
 
@@ -151,7 +157,7 @@ def envs_are_not_freed(patch: Patch) -> None:
 @bug()
 def a_step_is_answered_before_it_is_done(patch: Patch) -> None:
     finish = ServerSession.pool_finished
-    answered: set[tuple[int, int]] = set()
+    answered: set[tuple[SessionId, int]] = set()
 
     def answer_at_once(real: Any, self: Any, *arguments: Any) -> Any:
         decisions = real(self, *arguments)
@@ -160,7 +166,7 @@ def a_step_is_answered_before_it_is_done(patch: Patch) -> None:
             decisions += finish(self, step.session, [Outcome(b) for b in step.blocks])
         return decisions
 
-    def finish_others(real: Any, self: Any, session: int, ended: Any, _: Any) -> Any:
+    def finish_others(real: Any, self: Any, session: Any, ended: Any, _: Any) -> Any:
         return real(
             self, session, [o for o in ended if (session, o.block) not in answered]
         )

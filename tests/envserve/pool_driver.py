@@ -153,6 +153,7 @@ def attach_lane(
         server if isinstance(server, str) else server.address,
         make_config(*args, **changes),  # type: ignore[arg-type]
         patience,
+        insecure=not isinstance(server, str) and server.is_insecure,
     )
     lane.finish_start(time.monotonic() + 20)
     for outcome in reset(lane):

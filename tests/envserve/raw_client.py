@@ -28,6 +28,7 @@ class RawClient:
 
     def __init__(self, server: FakeServer, **changes: Any) -> None:
         self.server = server
+        self.now = 0.0
         self._num_requests = 1
         attach = self.frames(
             MessageType.ATTACH, (), make_attach(**changes).encode(), epoch=0
@@ -37,7 +38,7 @@ class RawClient:
 
     @property
     def pool(self) -> FakePool:
-        return self.server.pools[SESSION]
+        return self.server.pools["", SESSION]
 
     def frames(
         self, kind: MessageType, entries: Entries, body: bytes = b"", **changes: Any
@@ -72,9 +73,12 @@ class RawClient:
         (block,) = (b.index for b in self.pool.blocks if b.start <= row < b.stop)
         return self.frames(MessageType.CALL, ((block, seq),), body.encode())
 
-    def send(self, frames: Sequence[Buffer], route: bytes = b"r") -> list[Message]:
-        """Has a message arrive; returns all answers there are."""
-        self.server.receive(route, frames, 0.0)
+    def send(
+        self, frames: Sequence[Buffer], route: bytes = b"r", after: float = 1.0
+    ) -> list[Message]:
+        """Has a message arrive so many seconds later; returns all answers there are."""
+        self.now += after
+        self.server.receive((route, ""), frames, self.now)
         return self.take()
 
     def end(
@@ -82,7 +86,9 @@ class RawClient:
     ) -> list[Message]:
         """Has the pool say that operations have ended; returns the answers."""
         session = self.server.session
-        self.server.carry_out(session.pool_finished(SESSION, outcomes, absent), 0.0)
+        self.server.carry_out(
+            session.pool_finished(("", SESSION), outcomes, absent), 0.0
+        )
         return self.take()
 
     def finish(self, *blocks: int, absent: Sequence[int] = ()) -> list[Message]:

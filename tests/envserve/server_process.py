@@ -11,15 +11,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+import zmq
+
 from benchmarks.lab.processes import kill_all, vitals_of, with_descendants
 from envserve.client.connection import ask_welcome
+from envserve.keys.folder import KeyFolder
 from envserve.settings import PoolSettings
 from envserve.wire import Welcome
 from tests.oracle.probe_envs import MODULE
 
 LEDGER = "envserve/Ledger-v0"
 #: What a server must allow for ledgers with journals.
-LEDGER_OPENINGS = ("--allow-kwarg", "journal", "--allow-kwarg", "length")
+LEDGER_OPENINGS = ("--allow-kwarg", "journal:any", "--allow-kwarg", "length")
 #: What Python is told to run.
 PROGRAM = ("-m", "envserve.cli")
 #: Where Python finds the modules of `tests`.
@@ -43,10 +46,20 @@ def command(*options: str, program: Sequence[str] = PROGRAM) -> list[str]:
     return [sys.executable, *program, "start", *options]
 
 
+def use_keys(socket: zmq.Socket[bytes], address: str) -> None:
+    """Gives a socket the keys that a client of this user has for an address."""
+    keys = KeyFolder().keys_for(address)
+    assert keys is not None
+    socket.setsockopt(zmq.CURVE_SERVERKEY, keys[0])
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys[1].public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys[1].secret)
+
+
 class ServerProcess:
     """A server that can be started again at its addresses; killed at the end.
 
-    It has `addresses`, the real ones, and a `ready_line` once it is ready.
+    It has `addresses`, the real ones, and a `ready_line` once it is ready. If it uses
+    no keys, it `is_insecure`.
     """
 
     def __init__(
@@ -58,6 +71,7 @@ class ServerProcess:
         environment: Mapping[str, str] | None = None,
         program: Sequence[str] = PROGRAM,
         prefix: Sequence[str] = (),
+        imports: Sequence[str] = (MODULE,),
         is_awaited: bool = True,
     ) -> None:
         """Starts `prefix python program start options`, its files in a folder.
@@ -65,9 +79,10 @@ class ServerProcess:
         Unless `is_awaited`, `wait_until_ready` is left to the caller. Variables of
         the environment are added to those of this process.
         """
-        modules = ("--import", MODULE, "--workers", "2")
-        self._command = [*prefix, *command(*modules, program=program)]
+        modules = [part for name in imports for part in ("--import", name)]
+        self._command = [*prefix, *command(*modules, "--workers", "2", program=program)]
         self._command += options
+        self.is_insecure = "--insecure-no-auth" in options
         self._address_file = folder / "addresses"
         self._cwd, self._environment = cwd, environment or {}
         self._log = tempfile.TemporaryFile("a+")  # noqa: SIM115
@@ -75,7 +90,11 @@ class ServerProcess:
         self.ready_line = ""
         self.process = self._start(bind)
         if is_awaited:
-            self.wait_until_ready()
+            try:
+                self.wait_until_ready()
+            except RuntimeError:
+                self.__exit__()
+                raise
 
     def _start(self, addresses: Sequence[str]) -> subprocess.Popen[str]:
         binds = [part for address in addresses for part in ("--bind", address)]
@@ -123,7 +142,7 @@ class ServerProcess:
         return vitals.resident_bytes
 
     def welcome(self) -> Welcome:
-        return ask_welcome(self.address, 5.0)
+        return ask_welcome(self.address, 5.0, insecure=self.is_insecure)
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)

@@ -21,12 +21,22 @@ from envserve.session import (
     Reply,
     RunStep,
     ServerSession,
+    SessionId,
     StartPool,
 )
 from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Status
 from envserve.spec import EnvSpec
-from envserve.wire import Attach, Buffer, Message, MessageType, Welcome, decode, encode
+from envserve.wire import (
+    Attach,
+    Buffer,
+    Message,
+    MessageType,
+    Peer,
+    Welcome,
+    decode,
+    encode,
+)
 from tests.worlds.pool import MemoryPool, Operation
 
 ADDRESS = "tcp://fake:1"
@@ -40,7 +50,7 @@ class FakeOffer:
 
     def check(self, name: str) -> None:
         if name not in self.names:
-            raise UnknownEnv(f"no env named {name!r} is offered; did you mean Fake-v0?")
+            raise UnknownEnv(f"no env named {name!r} is offered")
 
 
 class FakePool(MemoryPool):
@@ -101,20 +111,20 @@ class FakeServer:
     policy: HostSettings = field(default_factory=lambda: HostSettings(num_workers=2))
     boot: int = 77
     builds_at_once: bool = True
-    pools: dict[int, FakePool] = field(default_factory=dict)
+    pools: dict[SessionId, FakePool] = field(default_factory=dict)
     replies: list[Reply] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.session = ServerSession(self.policy, FakeOffer(), self.boot)
 
-    def receive(self, route: bytes, frames: Sequence[Buffer], now: float) -> None:
-        self.carry_out(self.session.receive(route, frames, now), now)
+    def receive(self, peer: Peer, frames: Sequence[Buffer], now: float) -> None:
+        self.carry_out(self.session.receive(peer, frames, now), now)
 
     def hear(self, kind: MessageType | int, **fields: Any) -> list[Message]:
         """Has a message of some client's arrive; returns all answers there are."""
         numbers: dict[str, Any] = {"session": 11, "boot": self.boot}
         message = Message(type=kind, **{**numbers, **fields})
-        self.receive(b"r", encode(message), 0.0)
+        self.receive((b"r", ""), encode(message), 0.0)
         return [decode(frames) for frames in self.take_replies()]
 
     def carry_out(self, decisions: Sequence[Decision], now: float) -> None:
@@ -126,19 +136,20 @@ class FakeServer:
                 if self.builds_at_once:
                     self.build(decision.session, now)
             elif isinstance(decision, EndPool):
-                self.pools.pop(decision.session).close()
+                if decision.session in self.pools:  # or it was not begun
+                    self.pools.pop(decision.session).close()
                 self.carry_out(self.session.pool_closed(decision.session), now)
             else:
                 self.pools[decision.session].begin(decision)
 
-    def build(self, session: int, now: float) -> None:
+    def build(self, session: SessionId, now: float) -> None:
         pool = self.pools[session]
         self.carry_out(
             self.session.pool_ready(session, pool.spec, pool.blocks, pool.rows, now),
             now,
         )
 
-    def finish(self, session: int, block: int, now: float) -> None:
+    def finish(self, session: SessionId, block: int, now: float) -> None:
         finished = self.pools[session].finish(block)
         self.carry_out(self.session.pool_finished(session, [finished]), now)
 
@@ -242,7 +253,7 @@ def exchange(
     while True:
         requests = take_outgoing(client)
         for frames in filter(filter_request, requests):
-            server.receive(b"route", frames, now)
+            server.receive((b"route", ""), frames, now)
         replies = server.take_replies()
         for frames in filter(filter_reply, replies):
             client.receive(frames, now)

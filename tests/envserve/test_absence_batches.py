@@ -91,7 +91,14 @@ def halves(
     options = {"gate": str(gate), "length": LONG}
     address = start_server(
         bind_for("ipc", tmp_path),
-        *("--import", gated_env.__name__, "--allow-kwarg", "gate", "--expose", "pid"),
+        *(
+            "--import",
+            gated_env.__name__,
+            "--allow-kwarg",
+            "gate:any",
+            "--expose",
+            "pid",
+        ),
     )
     with BatchEnv.connect(
         GATED, [address], 4, env_kwargs=options, padding_after=0.0

@@ -128,7 +128,11 @@ def test_a_pulled_cable_costs_time_and_beyond_the_lease_an_episode(
 def main(address: str, journal: str) -> None:
     pauses = []
     with BatchEnv.connect(
-        LEDGER, [address], NUM_ENVS, env_kwargs={"journal": journal}
+        LEDGER,
+        [address],
+        NUM_ENVS,
+        env_kwargs={"journal": journal},
+        insecure=True,
     ) as batch:
         # No root seed: a new lease skips more incarnations than a ledger looks for.
         player = Player(batch, Ledger(NUM_ENVS, None), np.random.default_rng())

@@ -118,12 +118,30 @@ def test_modules_of_the_working_directory_can_be_imported(tmp_path: Path) -> Non
     assert "My-v0" in result.stdout.split()
 
 
+def test_a_module_that_others_planted_is_not_imported(
+    serve: Serve, join: Join, tmp_path: Path
+) -> None:
+    (tmp_path / "jax.py").write_text("open('was_here', 'w')")  # an optional module
+    tmp_path.chmod(0o777)
+    program = ("-P", *PROGRAM[1:])
+    server = serve(cwd=tmp_path, program=program, imports=())
+    client = join(server, env_name="phys2d/CartPole-v0")
+    assert "jax" in str(client.session.error)
+    for options in (["start"], ["envs"], ["bench"], ["replay", "file"]):
+        result = run(
+            *options, "--import", "jax", program=(PROGRAM[0], *program), cwd=tmp_path
+        )
+        assert (result.returncode, result.stdout) == (2, "")
+        assert "others can write to the working directory" in result.stderr
+    assert {file.name for file in tmp_path.glob("*")} == {"jax.py", "own-0"}
+
+
 @pytest.mark.parametrize(
     ("options", "code", "text"),
     [
-        (["--bind", "tcp://*:0"], 2, "--insecure-no-auth"),
-        (["--bind", "tcp://0.0.0.0:0"], 2, "--insecure-no-auth"),
-        (["--bind", "tcp://[::]:0"], 2, "--insecure-no-auth"),
+        (["--bind", "tcp://*:0"], 2, 'run "envserve invite NAME" first'),
+        (["--bind", "tcp://0.0.0.0:0"], 2, "can be reached from other hosts"),
+        (["--bind", "tcp://[::]:0"], 2, "and no client has a key yet"),
         (["--bind", "udp://127.0.0.1:1"], 2, "--bind: expected an address like"),
         (["--bind", "tcp://127.0.0.1"], 2, "--bind: expected an address like"),
         (["--workers", "0"], 2, "--workers: expected an int >= 1; got 0"),
@@ -136,7 +154,7 @@ def test_modules_of_the_working_directory_can_be_imported(tmp_path: Path) -> Non
         (["--crash-dir", __file__], 2, "--crash-dir: expected a folder that can be"),
         (["--env", "CartPole-v9"], 1, "did you mean CartPole-v"),
         (["--import", "no_such_module"], 1, "no_such_module"),
-        (["--bind", "ipc:///nowhere/envs"], 1, "cannot listen on ipc:///nowhere"),
+        (["--bind", "ipc:///no/where/envs"], 1, "cannot listen on ipc:///no/where"),
     ],
 )
 def test_bad_options_are_short_errors(options: list[str], code: int, text: str) -> None:
@@ -171,9 +189,9 @@ def test_an_address_that_is_taken_is_an_error(serve: Serve) -> None:
     assert f"cannot listen on {server.address}" in result.stderr
 
 
-def test_a_public_address_needs_consent_and_gives_a_warning(serve: Serve) -> None:
+def test_to_use_no_keys_needs_consent_and_gives_a_warning(serve: Serve) -> None:
     server = serve("--insecure-no-auth", bind=("tcp://0.0.0.0:0",))
-    assert "can be reached from other hosts" in server.end(signal.SIGTERM)
+    assert "WARNING no keys are used" in server.end(signal.SIGTERM)
 
 
 @pytest.mark.parametrize(

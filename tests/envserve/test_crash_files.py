@@ -27,11 +27,15 @@ def test_one_file_a_second_and_the_newest_are_kept(
 ) -> None:
     monkeypatch.setattr("envserve.crashes.files._MAX_FILES", 3)
     strangers = [tmp_path / name for name in ("notes.txt", "download.part")]
-    leftover = tmp_path / "a-0.repro.part"  # of a process that was killed
-    for file in (*strangers, leftover):
+    for file in strangers:
         file.touch()
         os.utime(file, (0, 0))
     files = CrashFiles(tmp_path)
+    first = files.write("a", b"", -2.0)
+    assert first is not None
+    leftover = first.with_name(f"{first.name}.part")  # of a process that was killed
+    first.rename(leftover)
+    os.utime(leftover, (0, 0))
     paths = []
     for number in range(5):
         now = 2.0 * number
@@ -46,6 +50,25 @@ def test_one_file_a_second_and_the_newest_are_kept(
     assert left == set(paths[3:])
     assert all(stranger.exists() for stranger in strangers)
     assert not leftover.exists()
+
+
+@pytest.mark.parametrize("limit", ["files", "bytes"])
+def test_files_of_whoever_has_the_most_give_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr("envserve.crashes.files._MAX_FILES", 50)
+    monkeypatch.setattr("envserve.crashes.files._MAX_BYTES", 1000)
+    crasher, other = (CrashFiles(tmp_path, owner) for owner in ("lease 1", "lease 2"))
+    evidence = other.write("env-1", bytes(100), 0.0)
+    assert evidence is not None
+    os.utime(evidence, (0, 0))
+    for number in range(1, 70):
+        path = crasher.write("env-1", bytes(300 if limit == "bytes" else 1), number)
+        assert path is not None
+        os.utime(path, (number, number))
+    left = {*tmp_path.iterdir()}
+    assert {evidence, path} < left
+    assert len(left) == (4 if limit == "bytes" else 50)
 
 
 @pytest.mark.parametrize("kind", ["file", "full", "gone"])

@@ -21,6 +21,7 @@ from envserve.pool.states import Exit, WorkerState
 from envserve.settings import PoolSettings
 from envserve.slab import Status
 from envserve.spec import describe
+from envserve.worker import channel
 from envserve.worker.channel import Channel, Frame, FrameReader, Kind, pack_frame
 
 from .pool_driver import gather, wait_for
@@ -91,6 +92,7 @@ class FakeLauncher:
     def __init__(self) -> None:
         self.workers: list[FakeWorker] = []
         self.can_kill = True
+        self.reserve = contextlib.nullcontext()  # of descriptors
 
     def launch(self, selector: selectors.BaseSelector, owner: object) -> WorkerProcess:
         worker = FakeWorker(self, selector, owner)
@@ -119,6 +121,7 @@ class Scene:
             num_splits=num_splits,
             seed=0,
             max_restarts=2,
+            max_infos_kib=64,
         )
         self.pool = Pool(
             config,
@@ -197,6 +200,7 @@ def test_every_submission_has_another_number(scene: Scene) -> None:
 WRONG: dict[str, Callable[[Frame], bytes]] = {
     "no frame": lambda frame: b"\xff" * 64,
     "endless frame": lambda frame: b"\x09" + b"\xff" * 11,
+    "long traceback": lambda frame: channel.HEADER.pack(Kind.FAILED, 0, 0, 1 << 20),
     "text": lambda frame: b"Traceback (most recent call last):\n",
     "another number": lambda frame: pack_frame(Kind.DONE, 0, frame.sequence + 1),
     "an old number": lambda frame: pack_frame(Kind.DONE, 0, frame.sequence - 1),
@@ -220,6 +224,8 @@ WRONG: dict[str, Callable[[Frame], bytes]] = {
             "of no status": report(faults=[fault(status=77)]),
             "of half a fault": report(faults=[{"row": 0}]),
             "of no list": report(faults=3),
+            "of too many bytes": report(infos={0: {"": bytes(100 << 10)}}),
+            "of too many values": report(infos={0: {"": [[]] * 20_000}}),
         }.items()
     },
 }

@@ -291,7 +291,7 @@ def test_server_keeps_files_where_it_is_told_to(tmp_path: Path) -> None:
         log = server.end()
     (path,) = folder.iterdir()
     (line,) = [line for line in log.splitlines() if "lost its balance;" in line]
-    assert re.search(r" WARNING session [0-9a-f]{16}: Env 1 \(worker 1, pid ", line)
+    assert " WARNING lease 1 of local: Env 1 (worker 1, pid " in line
     assert repro_in(line) == path
     assert line.endswith(" --import tests.oracle.probe_envs")
 

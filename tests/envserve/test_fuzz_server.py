@@ -30,6 +30,7 @@ from envserve.wrappers import WrapperSpec
 from tests.envserve.conftest import Attach as AttachLane
 from tests.envserve.conftest import Serve
 from tests.envserve.pool_driver import step
+from tests.envserve.server_process import use_keys
 from tests.oracle.ledger_env import ledger_hash
 
 NUM_RANDOM = 10_000
@@ -65,6 +66,7 @@ class Attacker:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDTIMEO, 20_000)
         self._socket.setsockopt(zmq.RCVTIMEO, 20_000)
+        use_keys(self._socket, address)
         self._socket.connect(address)
         self.num_answers = 0
 

@@ -88,9 +88,9 @@ def test_who_has_the_envs_is_named(server: ServerProcess, join: Join) -> None:
     with LateClient(server, 1):
         error = join(server, session=9).session.error
         assert isinstance(error, EnvsBusy)
-        assert error.holder == "late:1"
+        assert error.holder == "local (late:1)"  # of the same user
         assert error.since > 0
-        assert "4 of envserve/Ledger-v0 by late:1 for" in str(error)
+        assert "4 of envserve/Ledger-v0 by local (late:1) for" in str(error)
 
 
 def test_a_client_that_wakes_up_late_is_refused_and_steps_nothing(

@@ -9,6 +9,7 @@ import pytest
 from envserve.errors import LocalProtocolError
 from envserve.lane import Fault
 from envserve.session.states import ClaimState, Machine
+from envserve.settings import HostSettings
 from envserve.slab import Status
 from envserve.wire import Message, MessageType, Pong, Report
 from tests.envserve.raw_client import RawClient, blocks_of, changed
@@ -100,7 +101,7 @@ def test_a_reset_and_a_call_are_said_to_be_absent_too(client: RawClient) -> None
 def test_absent_blocks_are_listed_as_running(client: RawClient) -> None:
     client.send(client.step(1))
     client.finish(0, absent=[1])
-    client.server.receive(b"r", client.frames(MessageType.PING, ()), 2.5)
+    client.server.receive((b"r", ""), client.frames(MessageType.PING, ()), 4.5)
     (pong,) = client.take()
     assert Pong.decode(pong.body).running == {1: 2500}
 
@@ -122,3 +123,17 @@ def test_a_claim_moves_only_forward() -> None:
         machine.move(state)
         with pytest.raises(LocalProtocolError, match=f"from {state.name}"):
             machine.move(ClaimState.BUILDING)
+
+
+def test_of_many_answers_others_are_first_another_time() -> None:
+    policy = HostSettings(num_workers=1, envs_per_worker=64)
+    client = RawClient(FakeServer(policy), num_envs=40, num_splits=40)
+    frames = client.step(1)
+    client.send(frames)
+    told = client.finish(*range(39), absent=[39])
+    again = client.send(changed(frames, attempt=1))
+    orders = [
+        [blocks_of(m)[0] for m in each if m.type is RESULT] for each in (told, again)
+    ]
+    assert orders[0] == list(range(39))
+    assert orders[1] == [*range(32, 39), *range(32)]

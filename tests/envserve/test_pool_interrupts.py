@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -70,12 +73,15 @@ def test_an_interrupt_at_any_line_costs_an_episode_but_never_a_wrong_row(
         play(int(line))
 
 
+@pytest.mark.parametrize("during", ["_on_ready", "attach"])
 def test_a_pool_that_is_interrupted_as_it_starts_starts_anew(
-    make_pool: PoolMaker, monkeypatch: pytest.MonkeyPatch
+    make_pool: PoolMaker, monkeypatch: pytest.MonkeyPatch, during: str
 ) -> None:
+    before = num_slabs()
     pool = Pool(make_pool.config(LEDGER, 2, 2), launcher=make_pool.launcher)
     with monkeypatch.context() as patch:
-        patch.setattr(pool._operations, "_on_ready", interrupt)
+        place = pool._operations if during == "_on_ready" else pool._workers.all[1]
+        patch.setattr(place, during, interrupt)
         with pytest.raises(KeyboardInterrupt):
             pool.finish_start(time.monotonic() + 20.0)
     assert not pool.is_waiting
@@ -83,8 +89,17 @@ def test_a_pool_that_is_interrupted_as_it_starts_starts_anew(
     pool.finish_start(time.monotonic() + 20.0)
     assert not any(outcome.faults for outcome in reset(pool))
     pool.close()
+    assert num_slabs() == before
     with pytest.raises(LocalProtocolError):
         pool.submit_step([0])
+
+
+def num_slabs() -> int:
+    """Descriptors of shared memory; on Linux only."""
+    if sys.platform != "linux":
+        return 0
+    files = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sum("envserve-slab" in os.readlink(file) for file in files)
 
 
 @pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")

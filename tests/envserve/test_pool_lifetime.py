@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from envserve.errors import EnvStartError
+from envserve.errors import EnvStartError, LocalProtocolError
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
 from envserve.seeding import env_seed
@@ -169,6 +172,14 @@ def test_env_whose_import_never_returns_stalls_no_other_pool(tmp_path: Path) -> 
 # Closing.
 
 
+@pytest.fixture
+def without_gc() -> Iterator[None]:
+    """What goes, goes with its last reference."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 def test_closing_takes_two_seconds_at_most_in_a_hang(make_pool: PoolMaker) -> None:
     pool = make_pool.and_reset(FAULTY, 2, 2, env_kwargs={"fault": "hang"})
     pool.rows.action[0][:] = [1, 0]
@@ -186,6 +197,27 @@ def test_closing_can_be_hastened_but_not_slowed_down(make_pool: PoolMaker) -> No
     pool.begin_close(0.0)
     pool.begin_close(3600.0)
     wait_for(pool, lambda: pool.is_closed)
+
+
+def test_pool_that_is_closed_holds_neither_memory_nor_descriptors(
+    make_own_pool: PoolMaker, without_gc: None
+) -> None:
+    def play() -> tuple[Pool, weakref.ref[Any]]:
+        pool = make_own_pool.and_reset(LEDGER, 4, 2)
+        memory = pool.rows.reward.base
+        kill(pool.worker_pids[0])
+        assert_lost(pool, step(pool, 1)[0])
+        pool.close()
+        return pool, weakref.ref(memory)
+
+    play()
+    before = sorted(os.listdir("/dev/fd"))
+    pool, memory = play()
+    assert memory() is None
+    assert sorted(os.listdir("/dev/fd")) == before
+    assert pool.is_closed
+    with pytest.raises(LocalProtocolError, match="closed"):
+        _ = pool.rows
 
 
 def test_pool_can_be_closed_while_it_starts() -> None:

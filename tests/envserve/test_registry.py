@@ -43,10 +43,9 @@ def test_offer_is_fixed_at_the_start() -> None:
 def test_unknown_name_lists_near_matches_or_points_to_import_modules() -> None:
     with pytest.raises(UnknownEnv, match=r"CartPool-v1.*did you mean.*CartPole-v1"):
         Registry(["CartPool-v1"])
-    offer = Registry(["CartPole-v1", "Pendulum-v1"])
     for name, hint in (("Pendulum-v0", "mean Pendulum-v1"), ("zzz", "import_modules")):
         with pytest.raises(UnknownEnv, match=hint):
-            offer.check(name)
+            make_env(name, {})
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from envserve import codec
 from envserve.client import connection, remote_lane
 from envserve.client.remote_lane import RemoteLane
 from envserve.errors import ConnectError, EnvStartError, LocalProtocolError, ServerLost
+from envserve.lane import Call
 from envserve.session import Patience, requests
 from envserve.slab import Status
 from tests.chaos.proxy import Proxy
@@ -76,7 +78,7 @@ def test_long_rows_come_whole_step_after_step(
     random_generator: np.random.Generator,
 ) -> None:
     """So long that both ends use ZeroMQ's memory, or it theirs, without a copy."""
-    options = ("--allow-kwarg", "space", "--max-message-mib", "4")
+    options = ("--allow-kwarg", "space:any", "--max-message-mib", "4")
     server = serve(*options, bind=(bind_for(transport, tmp_path),))
     lane = attach(server, "envserve/Echo-v0", 24, env_kwargs={"space": "image"})
     shape = lane.rows.action[0].shape
@@ -86,6 +88,32 @@ def test_long_rows_come_whole_step_after_step(
         lane.submit_step([0, 1])
         finish(lane)
         np.testing.assert_array_equal(lane.rows.observation[0], actions)
+
+
+_PICTURES = """
+import gymnasium, numpy
+from gymnasium.envs.classic_control import CartPoleEnv
+class PictureEnv(CartPoleEnv):
+    def picture(self, size):
+        return numpy.full(size, 7, numpy.uint8)
+gymnasium.register("Picture-v0", PictureEnv)
+"""
+
+
+def test_results_of_calls_come_whole_however_long(
+    tmp_path: Path, serve: Serve, attach: Attach
+) -> None:
+    """The first of them needs another connection than steps do."""
+    (tmp_path / "picture_envs.py").write_text(_PICTURES)
+    options = ("--import", "picture_envs", "--expose", "picture")
+    lane = attach(serve(*options, cwd=tmp_path), "Picture-v0")
+    for _ in range(2):
+        lane.submit_call(Call(0, "call", "picture", (3 << 20,)))
+        (outcome,) = gather(lane, [0])
+        picture = codec.decode(outcome.result, max_bytes=4 << 20)["value"]
+        np.testing.assert_array_equal(picture, np.full(3 << 20, 7))
+    submit(lane, 1)
+    finish(lane)
 
 
 def test_collect_returns_nothing_after_its_timeout_or_if_nothing_is_in_flight(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -65,20 +64,19 @@ class MemoryConnection:
 
     made: list[MemoryConnection]
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, insecure: bool = False) -> None:
         self.address = address
         self.server = FakeServer(boot=1)
         self.slow: set[int] = set()
         self._replies: collections.deque[list[Buffer]] = collections.deque()
-        self._pipe = os.pipe()
+        self.max_frame_bytes = 1 << 30
+        self.keys = None
+        self.descriptor = connection.Descriptor()
         self.made.append(self)
-
-    def fileno(self) -> int:
-        return self._pipe[0]
 
     @untraced
     def send(self, frames: list[Buffer]) -> bool:
-        self.server.receive(b"route", frames, time.monotonic())
+        self.server.receive((b"route", ""), frames, time.monotonic())
         self._take()
         return True
 
@@ -113,8 +111,7 @@ class MemoryConnection:
         pass
 
     def close(self, linger_seconds: float = 0.0) -> None:
-        for descriptor in self._pipe:
-            os.close(descriptor)
+        self.descriptor.close()
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from benchmarks.lab.processes import with_descendants
 from envserve.errors import EnvStartError
 from envserve.slab import Status
 from tests.envserve.conftest import Join, Serve
-from tests.envserve.limits import limited, room_for_descriptors
+from tests.envserve.limits import limited
 from tests.envserve.server_process import ServerProcess, command
 from tests.envserve.session_client import SessionClient
 
@@ -58,20 +58,18 @@ def check_that_envs_can_be_had_again(server: ServerProcess, join: Join) -> None:
 
 
 def test_no_descriptors_are_left(serve: Serve, join: Join, refused: Refused) -> None:
-    client = join(server := serve())
+    limit = ("sh", "-c", 'ulimit -n 48 && exec "$@"', "sh")
+    options = ("--workers", "32", "--max-processes", "64")
+    client = join(server := serve(*options, prefix=limit), 2)
     client.reset()
-    pid = server.process.pid
-    # Room for the connection, and then for some of what a pool needs.
-    for room in (2, 4):
-        limit = room_for_descriptors(pid, room)
-        with limited(pid, resource.RLIMIT_NOFILE, limit):
-            assert "Too many open files" in str(refused(server))
-            check_steps(client)
-    check_that_envs_can_be_had_again(server, join)
+    assert "Too many open files" in str(refused(server, 30))
+    assert [outcome.faults for outcome in client.step(1)] == [(), ()]
+    again = join(server, 2, session=78)
+    assert [outcome.faults for outcome in again.reset()] == [(), ()]
 
 
 def test_no_memory_is_left_for_rows(serve: Serve, join: Join, refused: Refused) -> None:
-    client = join(server := serve("--allow-kwarg", "space"))
+    client = join(server := serve("--allow-kwarg", "space:any"))
     client.reset()
     images = {"env_name": "envserve/Echo-v0", "env_kwargs": {"space": "image"}}
     with limited(server.process.pid, resource.RLIMIT_FSIZE, 1 << 20):

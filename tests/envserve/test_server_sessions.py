@@ -185,7 +185,7 @@ def test_a_server_that_ends_is_lost_and_leaves_nothing(
 def test_a_dead_worker_costs_other_sessions_nothing(
     serve: Serve, attach: Attach
 ) -> None:
-    server = serve("--allow-kwarg", "fault")
+    server = serve("--allow-kwarg", "fault:any")
     lane = attach(server)
     faulty = attach(server, FAULTY, 2, env_kwargs={"fault": "kill"})
     step(lane, 3)

@@ -8,6 +8,8 @@ import logging
 import os
 import resource
 import signal
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,7 +24,9 @@ from envserve.pool.pool import Pool
 from envserve.registry import Registry
 from envserve.server import shell as shell_module
 from envserve.server.process import raise_file_limit
+from envserve.server.router import Router
 from envserve.server.shell import RouterShell
+from envserve.server.unread import Unread
 from envserve.session import Decision, ServerSession
 from envserve.settings import HostSettings
 from envserve.slab import Status
@@ -90,33 +94,56 @@ async def running(
     folder: Path, kind: type[ServerSession] = ServerSession
 ) -> AsyncIterator[tuple[RouterShell, Peer]]:
     """A shell in this process; it must not stay deaf, whatever happens."""
-    policy = HostSettings(num_workers=2, allowed_kwargs=frozenset({"fault"}))
+    policy = HostSettings(num_workers=2, allowed_kwargs=frozenset({"fault:any"}))
     registry = Registry(("CartPole-v1", FAULTY), ("tests.oracle.probe_envs",))
     session = kind(policy, registry, BOOT)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     peers = zmq.asyncio.Context()
-    socket = context.socket(zmq.ROUTER)
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    address = f"ipc://{folder}/shell"
-    socket.bind(address)
+    loop = asyncio.get_running_loop()
+    router = Router([address := f"ipc://{folder}/shell"], 1 << 20, loop, Unread(0, 0))
+    router.listen()
     launcher = Launcher(["tests.oracle.probe_envs"])
-    shell = RouterShell(socket, session, launcher, asyncio.get_running_loop())
+    shell = RouterShell(router, session, launcher, loop)
     try:
         yield shell, Peer(peers, address)
     finally:
         await shell.stop(0.0)
         launcher.close()
         peers.destroy(linger=0)
-        context.destroy(linger=0)
+        router.close()
 
 
-class FailingSession(ServerSession):
+class CountingSession(ServerSession):
+    """Notes when so many messages have come that they were not read in one go."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.num_received = 0
+        self.has_received_all = asyncio.Event()
+
     def receive(
-        self, route: bytes, frames: Sequence[Buffer], now: float
+        self, peer: tuple[Any, ...], frames: Sequence[Buffer], now: float
     ) -> list[Decision]:
+        self.num_received += 1
+        if self.num_received == 100:
+            self.has_received_all.set()
+        return super().receive(peer, frames, now)
+
+
+class FailingSession(CountingSession):
+    def receive(
+        self, peer: tuple[Any, ...], frames: Sequence[Buffer], now: float
+    ) -> list[Decision]:
+        decisions = super().receive(peer, frames, now)
         if decode(frames).type is MessageType.PING:
             raise ValueError("truth value of an array")
-        return super().receive(route, frames, now)
+        return decisions
+
+
+async def all_received(shell: RouterShell) -> None:
+    session = shell._session
+    assert isinstance(session, CountingSession)
+    async with asyncio.timeout(20):
+        await session.has_received_all.wait()
 
 
 async def test_a_message_at_which_the_server_fails_is_answered_and_logged(
@@ -125,14 +152,49 @@ async def test_a_message_at_which_the_server_fails_is_answered_and_logged(
     async with running(tmp_path, FailingSession) as (shell, peer):
         for _ in range(100):  # more than are read in one go
             await peer.send(MessageType.PING, 9)
-        for _ in range(100):
+        await all_received(shell)
+        assert shell.failures == 100
+        for _ in range(100 - shell.dropped_replies):
             answer = await peer.receive(MessageType.ERROR)
             body = ErrorBody.decode(answer.body)
             assert answer.request == 9
             assert (body.code, body.executed) == (ErrorCode.INTERNAL, Executed.UNKNOWN)
         assert await peer.free_envs() == 128
-        assert shell.failures == 100
     assert "ValueError: truth value of an array" in caplog.text
+    assert len(caplog.records) < 10  # a line a second
+
+
+class SlowSession(CountingSession):
+    """Takes a millisecond for a message; notes in which turn of the loop it came."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.turn = 0
+        self.turns: Counter[int] = Counter()
+
+    def count_turns(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.turn += 1
+        loop.call_soon(self.count_turns, loop)
+
+    def receive(
+        self, peer: tuple[Any, ...], frames: Sequence[Buffer], now: float
+    ) -> list[Decision]:
+        self.turns[self.turn] += 1
+        ends_at = time.monotonic() + 0.001
+        while time.monotonic() < ends_at:
+            pass
+        return super().receive(peer, frames, now)
+
+
+async def test_a_turn_of_messages_ends_after_two_milliseconds(tmp_path: Path) -> None:
+    async with running(tmp_path, SlowSession) as (shell, peer):
+        session = shell._session
+        assert isinstance(session, SlowSession)
+        session.count_turns(asyncio.get_running_loop())
+        for _ in range(100):
+            await peer.send(MessageType.PING, 9)
+        await all_received(shell)
+        assert max(session.turns.values()) <= 2
 
 
 async def test_too_many_open_files_fail_one_session(

@@ -40,7 +40,7 @@ def fall_silent(
     client.rows.action[0][:] = action
     client.submit_step([0, 1], 1.0)
     for frames in take_outgoing(client):
-        server.receive(b"r", frames, 1.0)
+        server.receive((b"r", ""), frames, 1.0)
     server.finish_all(1.0)
     replies = server.take_replies()
     advance_to(client, 5.0)
@@ -130,7 +130,7 @@ def test_a_late_result_is_that_of_the_action_that_was_sent() -> None:
     np.testing.assert_array_equal(client.rows.observation[0], [[1, 50]] * 4)
     step_all(client, server, 6.0, 70)
     assert client.rows.status.tolist() == OK
-    actions = [actions for _, actions in server.pools[11].executed]
+    actions = [actions for _, actions in server.pools["", 11].executed]
     assert actions == [(50, 50)] * 2 + [(70, 70)] * 2
 
 
@@ -138,12 +138,12 @@ def test_a_late_row_that_is_not_valid_keeps_its_status_and_its_fault() -> None:
     server, client = pair()
     client.submit_step([0], 1.0)
     for frames in take_outgoing(client):
-        server.receive(b"r", frames, 1.0)
+        server.receive((b"r", ""), frames, 1.0)
     advance_to(client, 5.0)
     fault = Fault(1, Status.ENV_ERROR, "it failed")
-    outcome = server.pools[11].finish(0, faults=[fault])
-    server.pools[11].rows.status[1] = Status.ENV_ERROR
-    server.carry_out(server.session.pool_finished(11, [outcome]), 5.0)
+    outcome = server.pools["", 11].finish(0, faults=[fault])
+    server.pools["", 11].rows.status[1] = Status.ENV_ERROR
+    server.carry_out(server.session.pool_finished(("", 11), [outcome]), 5.0)
     exchange(client, server, 5.0)
     (late,) = collect(client)
     assert list(late.faults) == [fault]
@@ -238,8 +238,8 @@ def split_pair(**options: Any) -> tuple[FakeServer, ClientSession]:
     client.rows.action[0][:] = 5
     client.submit_step([0, 1], 1.0)
     exchange(client, server, 1.0)
-    server.carry_out(server.session.pool_finished(11, [], {1}), 1.0)
-    server.finish(11, 0, 1.0)
+    server.carry_out(server.session.pool_finished(("", 11), [], {1}), 1.0)
+    server.finish(("", 11), 0, 1.0)
     return server, client
 
 
@@ -287,7 +287,7 @@ def test_what_was_answered_in_part_is_sent_again_until_the_rest_is_answered() ->
     server.take_replies()  # all of which are lost
     pass_time(client, server, 1.0, until=10.0)
     assert blocks_of(collect(client)) == [0, 1]
-    assert len(server.pools[11].executed) == 3
+    assert len(server.pools["", 11].executed) == 3
 
 
 def test_what_is_absent_is_told_anew_to_who_asks_again() -> None:

@@ -23,7 +23,7 @@ def step_frames(client: ClientSession, action: Any, now: float = 0.0) -> list[Bu
 
 def test_a_step_runs_once_and_a_lost_reply_is_fetched_by_the_resend() -> None:
     server, client = pair()
-    server.receive(b"r", step_frames(client, [3, 1, 4, 1]), 0.0)
+    server.receive((b"r", ""), step_frames(client, [3, 1, 4, 1]), 0.0)
     server.finish_all(0.0)
     server.take_replies()  # lost
     client.advance(1.0)
@@ -38,12 +38,12 @@ def test_a_step_runs_once_and_a_lost_reply_is_fetched_by_the_resend() -> None:
 
 def test_a_late_reply_is_not_taken_for_that_of_the_next_step() -> None:
     server, client = pair()
-    server.receive(b"r", step_frames(client, 1), 0.0)
+    server.receive((b"r", ""), step_frames(client, 1), 0.0)
     server.finish_all(0.0)
     (late,) = server.take_replies()
     client.receive(late, 0.0)
     client.take_outcomes()
-    server.receive(b"r", step_frames(client, 2), 0.0)
+    server.receive((b"r", ""), step_frames(client, 2), 0.0)
 
     client.receive(late, 0.0)
 
@@ -90,7 +90,7 @@ def test_submitting_a_block_in_flight_is_an_error_here() -> None:
 )
 def test_an_answer_to_something_else_is_dropped(fields: dict[str, Any]) -> None:
     server, client = pair()
-    server.receive(b"r", step_frames(client, 1), 0.0)
+    server.receive((b"r", ""), step_frames(client, 1), 0.0)
     server.finish_all(0.0)
     (answer,) = server.take_replies()
     client.receive(changed(answer, **fields), 0.0)

@@ -60,7 +60,7 @@ def test_a_granted_client_knows_spaces_and_blocks() -> None:
     server = FakeServer(policy=HostSettings(num_workers=3))
     client = attach(server, num_envs=8, num_splits=2)
     assert not SPEC.differences(client.operations.spec)
-    assert client.blocks == server.pools[11].blocks
+    assert client.blocks == server.pools["", 11].blocks
     assert client.rows.reward.shape == (8,)
 
 
@@ -81,11 +81,11 @@ def test_the_pool_gets_what_was_asked_for() -> None:
         "spare_envs": True,
     }
     attach(server, **asked)
-    config = server.pools[11].config
+    config = server.pools["", 11].config
     assert {name: getattr(config, name) for name in asked} == asked
     assert (config.num_workers, config.step_timeout_seconds) == (3, 7)
     attach(server, session=12)
-    assert server.pools[12].config.spare_envs is False
+    assert server.pools["", 12].config.spare_envs is False
 
 
 def test_a_repeated_attach_gives_one_lease() -> None:
@@ -93,12 +93,12 @@ def test_a_repeated_attach_gives_one_lease() -> None:
     client = make_client()
     client.connected(0.0)
     for frames in take_outgoing(client):
-        server.receive(b"r", frames, 0.0)
+        server.receive((b"r", ""), frames, 0.0)
     for frames in server.take_replies():
         client.receive(frames, 0.0)
     (frames,) = take_outgoing(client)
-    server.receive(b"r", frames, 0.0)
-    server.receive(b"r", frames, 0.1)
+    server.receive((b"r", ""), frames, 0.0)
+    server.receive((b"r", ""), frames, 0.1)
 
     replies = server.take_replies()
     *types, last = (decode(reply).type for reply in replies)
@@ -126,7 +126,7 @@ def test_slow_construction_is_no_lost_server() -> None:
     client.connected(0.0)
     now = pass_time(client, server, until=100.0)
     assert state_of(client) is ClientState.ATTACHING
-    server.build(11, now)
+    server.build(("", 11), now)
     exchange(client, server, now)
     assert state_of(client) is ClientState.READY
 
@@ -139,20 +139,27 @@ def test_busy_says_how_many_are_free_and_who_has_the_others() -> None:
     assert "3 envs asked for, 2 of 8 free (leased: 6 of Fake-v0" in str(error)
 
 
-def test_busy_names_who_has_most_envs_and_for_how_long() -> None:
+def test_busy_names_a_client_to_itself_and_none_to_others() -> None:
     server = FakeServer(policy=HostSettings(num_workers=2, envs_per_worker=4))
     attach(server, session=1, client="small:1", num_envs=2)
     attach(server, now=20.0, session=2, client="large:2\n", num_envs=5)
-    client = make_client(now=50.0)
-    client.connected(50.0)
-    exchange(client, server, 50.0)
-    error = client.error
-    assert isinstance(error, EnvsBusy)
-    assert not isinstance(error, ServerDraining)
-    assert (error.holder, error.since) == ("large:2?", 30.0)
-    assert (
-        "(leased: 5 of Fake-v0 by large:2? for 30 s; 2 of Fake-v0 by small:1 for 50 s)"
-    ) in str(error)
+    for name, holder, leased in (
+        (
+            "large:2\n",
+            ("large:2", 30.0),
+            "5 of Fake-v0 by large:2 for 30 s; 2 by others",
+        ),
+        ("small:1", ("others", 0.0), "2 of Fake-v0 by small:1 for 50 s; 5 by others"),
+        ("new:3", ("others", 0.0), "7 by others"),
+    ):
+        client = make_client(now=50.0, client=name)
+        client.connected(50.0)
+        exchange(client, server, 50.0)
+        error = client.error
+        assert isinstance(error, EnvsBusy)
+        assert not isinstance(error, ServerDraining)
+        assert (error.holder, error.since) == holder
+        assert f"(leased: {leased})" in str(error)
 
 
 def test_asking_for_more_than_a_server_has_blames_nobody() -> None:
@@ -164,7 +171,7 @@ def test_asking_for_more_than_a_server_has_blames_nobody() -> None:
 def test_spares_are_asked_for_and_count_as_envs() -> None:
     server = FakeServer(policy=HostSettings(num_workers=2, envs_per_worker=4))
     client = attach(server, num_envs=3, spare_envs=True)
-    assert server.pools[11].config.spare_envs is True
+    assert server.pools["", 11].config.spare_envs is True
     assert client.rows.reward.shape == (3,)
     assert server.session.claims.free_envs == 2
     error = failed_client(server, num_envs=2, spare_envs=True)
@@ -216,7 +223,7 @@ def test_envs_that_cannot_be_started_give_the_remote_traceback(
 ) -> None:
     server = FakeServer(builds_at_once=False)
     client = ask(server)
-    server.carry_out(server.session.pool_failed(11, failure), 0.0)
+    server.carry_out(server.session.pool_failed(("", 11), failure), 0.0)
     assert server.take_replies()  # and it is lost
     client.advance(1.0)
     exchange(client, server, 1.0)
@@ -283,5 +290,5 @@ def test_who_attaches_is_logged_on_one_line(caplog: pytest.LogCaptureFixture) ->
         server.hear(MessageType.HELLO, boot=0, body=hello)
         server.hear(MessageType.ATTACH, body=make_attach().encode())
     (line,) = [text for text in caplog.messages if "attaching" in text]
-    assert "(client: trainer??[2Jxxx" in line
+    assert r"(client: trainer\n\x1b[2Jxxx" in line
     assert len(line) < 150

@@ -81,9 +81,9 @@ def test_who_has_connected_anew_is_told_there() -> None:
     server, client = pair()
     client.submit_step([0], 0.0)
     (frames,) = take_outgoing(client)
-    server.receive(b"another route", frames, 0.0)
+    server.receive((b"another route", ""), frames, 0.0)
     drain(server)
-    assert server.replies[-1].route == b"another route"
+    assert server.replies[-1].peer == (b"another route", "")
 
 
 def test_a_lease_ends_once_each_row_has_ended_an_episode() -> None:
@@ -113,12 +113,12 @@ def test_a_reset_ends_an_episode_too_but_an_operation_that_failed_does_not() -> 
     client = attach(server, kind=OneLease)
     drain(server)
     step(client, server, 0)
-    pool = server.pools[11]
+    pool = server.pools["", 11]
     client.submit_step([1], 0.0)
     exchange(client, server, 0.0)
     failed = pool.finish(1, error=LeaseLost("the rows mean nothing"))
     pool.rows.terminated[2:] = True
-    server.carry_out(server.session.pool_finished(11, [failed]), 0.0)
+    server.carry_out(server.session.pool_finished(("", 11), [failed]), 0.0)
     exchange(client, server, 0.0)
     client.take_outcomes()
     for block in (0, 1):
@@ -196,7 +196,7 @@ def test_a_client_that_was_leaving_before_is_not_waited_for() -> None:
     client.begin_close(0.0)
     decisions = []
     for frames in take_outgoing(client):
-        decisions += server.session.receive(b"route", frames, 0.0)
+        decisions += server.session.receive((b"route", ""), frames, 0.0)
     server.carry_out(server.session.stop(), 0.0)
     assert not server.session.has_ended
     server.carry_out(decisions, 0.0)  # its workers have ended

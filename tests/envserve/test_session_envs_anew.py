@@ -51,7 +51,7 @@ def test_a_lease_lost_by_silence_is_replaced() -> None:
     assert "silent for 60.0 s" in outcomes[0].faults[0].text
     assert step_all(client, server, 61.0)[0].error is None
     assert client.rows.status.tolist() == OK
-    assert 11 not in server.pools
+    assert ("", 11) not in server.pools
 
 
 def test_who_comes_too_late_is_told_who_has_the_envs() -> None:
@@ -63,7 +63,7 @@ def test_who_comes_too_late_is_told_who_has_the_envs() -> None:
     assert [type(item.error) for item in outcomes] == [LeaseLost] * 2
     assert "silent for 60.0 s" in str(outcomes[0].error)
     assert "leased: 3 of Fake-v0" in str(outcomes[0].error)
-    assert list(server.pools) == [12]
+    assert list(server.pools) == [("", 12)]
     assert other.state is ClientState.READY
 
 
@@ -156,7 +156,7 @@ def test_an_env_that_is_no_longer_on_offer_is_an_error() -> None:
 def test_a_detached_session_is_replaced() -> None:
     server, client = pair(boot=1)
     detach = Message(type=MessageType.DETACH, session=11, boot=1, request=9)
-    server.receive(b"r", encode(detach), 0.0)
+    server.receive((b"r", ""), encode(detach), 0.0)
     exchange(client, server, 0.0)
     assert state_of(client) is ClientState.READY
     assert client.attachment.num_leases == 2

@@ -14,9 +14,17 @@ from envserve.errors import EnvStartError
 from envserve.lane import Fault, Reset
 from envserve.session import Reply
 from envserve.slab import Rows, Status
-from envserve.wire import ErrorCode, Executed, Message, Report, RowCodec, RowPart
+from envserve.wire import (
+    ErrorCode,
+    Executed,
+    Message,
+    MessageType,
+    Report,
+    RowCodec,
+    RowPart,
+)
 from tests.envserve.raw_client import SESSION, RawClient, blocks_of, changed, errors_in
-from tests.envserve.session_fakes import SPEC, FakeServer
+from tests.envserve.session_fakes import SPEC, FakeServer, make_attach
 
 
 @pytest.fixture
@@ -68,7 +76,7 @@ def test_a_copy_of_a_running_request_joins_it(client: RawClient) -> None:
     server.finish_all(0.0)
     assert len(client.pool.executed) == 2  # two blocks, each once
     (reply,) = server.replies
-    assert reply.route == b"new route"
+    assert reply.peer == (b"new route", "")
     (result,) = client.take()
     assert result.attempt == 1
 
@@ -91,6 +99,28 @@ def test_a_copy_is_answered_once_however_often_it_comes(client: RawClient) -> No
     assert [answer.attempt for answer in answers] == [0, 2, 3]
 
 
+def test_an_answer_is_repeated_once_a_second_and_seldom_after_eight_times(
+    client: RawClient,
+) -> None:
+    frames = client.step(1)
+    client.send(frames)
+    client.finish()
+    repeated = []
+    for attempt in range(1, 2000):
+        if client.send(changed(frames, attempt=attempt), after=0.25):
+            repeated.append(client.now)
+    assert len(repeated) == 8 + 8
+    gaps = np.diff(repeated)
+    assert gaps[:7].tolist() == [1.0] * 7
+    assert gaps[7:].tolist() == [60.0] * 8
+
+
+def test_a_grant_is_repeated_once_a_second(client: RawClient) -> None:
+    attach = client.frames(MessageType.ATTACH, (), make_attach().encode())
+    answers = [client.send(attach, after=0.5) for _ in range(5)]
+    assert [len(answer) for answer in answers] == [1, 0, 1, 0, 1]
+
+
 def test_an_older_copy_does_not_take_a_newer_ones_answer(client: RawClient) -> None:
     frames = client.step(1)
     client.send(frames)
@@ -98,7 +128,7 @@ def test_an_older_copy_does_not_take_a_newer_ones_answer(client: RawClient) -> N
     client.send(changed(frames, attempt=1), b"old route")
     client.server.finish_all(0.0)
     (reply,) = client.server.replies
-    assert reply.route == b"new route"
+    assert reply.peer == (b"new route", "")
     (result,) = client.take()
     assert result.attempt == 2
 
@@ -285,12 +315,12 @@ def test_a_step_takes_few_calls(client: RawClient) -> None:
                 calls.append(frame.f_code)
 
         sys.setprofile(note)
-        decisions = session.receive(b"r", frames, 0.0)
+        decisions = session.receive((b"r", ""), frames, 0.0)
         sys.setprofile(None)
         client.server.carry_out(decisions, 0.0)
         outcomes = [client.pool.finish(block) for block in (0, 1)]
         sys.setprofile(note)
-        (reply,) = session.pool_finished(SESSION, outcomes)
+        (reply,) = session.pool_finished(("", SESSION), outcomes)
         sys.setprofile(None)
         assert isinstance(reply, Reply)
         counts.append((len(calls), len(set(calls))))

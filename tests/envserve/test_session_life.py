@@ -90,7 +90,7 @@ def test_a_long_step_is_neither_lost_nor_resent_while_pongs_report_it() -> None:
     server.finish_all(now)
     exchange(client, server, now)
     assert len(collect(client)) == 2
-    assert len(server.pools[11].executed) == 2
+    assert len(server.pools["", 11].executed) == 2
 
 
 def test_a_server_restarted_while_attaching_is_asked_anew() -> None:
@@ -106,9 +106,9 @@ def test_detaching_frees_the_envs_and_may_be_repeated() -> None:
     server, client = pair()
     client.begin_close(0.0)
     (frames,) = take_outgoing(client)
-    server.receive(b"r", frames, 0.0)
+    server.receive((b"r", ""), frames, 0.0)
     assert server.session.claims.free_envs == 128
-    server.receive(b"r", frames, 0.0)
+    server.receive((b"r", ""), frames, 0.0)
     first, second = server.take_replies()
     client.receive(first, 0.0)
     client.receive(second, 0.0)
@@ -129,7 +129,7 @@ def test_a_late_attach_does_not_revive_a_session_that_has_ended() -> None:
     exchange(client, server, 0.0, filter_request=keep)
     client.begin_close(0.0)
     exchange(client, server, 0.0)
-    server.receive(b"r", attaches[0], 1.0)
+    server.receive((b"r", ""), attaches[0], 1.0)
     assert not server.pools
     assert server.session.claims.free_envs == 128
 
@@ -138,7 +138,7 @@ def test_envs_are_free_only_when_their_workers_are_gone() -> None:
     server = FakeServer()
     attach(server, num_envs=100)
     detach = Message(type=MessageType.DETACH, session=11, boot=77, request=9)
-    decisions = server.session.receive(b"r", encode(detach), 0.0)
+    decisions = server.session.receive((b"r", ""), encode(detach), 0.0)
     assert server.session.claims.free_envs == 28
     server.carry_out(decisions, 0.0)
     assert server.session.claims.free_envs == 128
@@ -168,7 +168,7 @@ def test_a_message_that_met_a_defect_is_answered_and_ends_its_session_only() -> 
     attach(server)
     attach(server, session=12)
     ping = Message(type=MessageType.PING, session=11, boot=server.boot, request=7)
-    decisions = server.session.receive_failed(b"r", encode(ping))
+    decisions = server.session.receive_failed((b"r", ""), encode(ping))
     server.carry_out(decisions, 0.0)
 
     answer, farewell = map(decode, server.take_replies())
@@ -176,24 +176,24 @@ def test_a_message_that_met_a_defect_is_answered_and_ends_its_session_only() -> 
     body = ErrorBody.decode(answer.body)
     assert (body.code, body.executed) == (ErrorCode.INTERNAL, Executed.UNKNOWN)
     assert ErrorBody.decode(farewell.body) == body
-    assert list(server.pools) == [12]
+    assert list(server.pools) == [("", 12)]
 
 
 def test_a_pool_that_broke_frees_its_envs_in_any_state() -> None:
     server = FakeServer()
     attach(server)
-    decisions = server.session.pool_broken(11, ServerError("it broke"))
+    decisions = server.session.pool_broken(("", 11), ServerError("it broke"))
     server.carry_out(decisions, 0.0)
     (reply,) = server.take_replies()
     assert "it broke" in ErrorBody.decode(decode(reply).body).text
     assert server.session.claims.free_envs == 128
-    assert server.session.pool_broken(11, ServerError("again")) == []
+    assert server.session.pool_broken(("", 11), ServerError("again")) == []
 
 
 def test_a_client_that_missed_its_sessions_end_learns_it_from_any_answer() -> None:
     server = FakeServer()
     client = attach(server, kind=OneLease)
-    decisions = server.session.pool_broken(11, ServerError("it broke"))
+    decisions = server.session.pool_broken(("", 11), ServerError("it broke"))
     server.carry_out(decisions, 0.0)
     assert server.take_replies()  # and this one is lost
     client.submit_step([0], 1.0)
@@ -217,24 +217,24 @@ def test_copies_sent_before_do_not_end_an_attempt(is_greeted: bool) -> None:
     client.connected(0.0)
     first = FakeServer(boot=1, builds_at_once=False)
     (hello,) = take_outgoing(client)
-    first.receive(b"r", hello, 0.0)
+    first.receive((b"r", ""), hello, 0.0)
     (welcome,) = first.take_replies()
     client.receive(welcome, 0.0)
     (attach_1,) = take_outgoing(client)
 
     second = FakeServer(boot=2)
     for _ in range(2):  # the first tells of another server, the second is late
-        second.receive(b"r", attach_1, 1.0)
+        second.receive((b"r", ""), attach_1, 1.0)
     restarted, late = second.take_replies()
     client.receive(restarted, 1.0)
     (hello,) = take_outgoing(client)
     if is_greeted:
-        second.receive(b"r", hello, 1.0)
+        second.receive((b"r", ""), hello, 1.0)
         (welcome,) = second.take_replies()
         client.receive(welcome, 1.0)
     client.receive(late, 1.0)
     if not is_greeted:
-        second.receive(b"r", hello, 1.0)
+        second.receive((b"r", ""), hello, 1.0)
     exchange(client, second, 1.0)
     assert state_of(client) is ClientState.READY, client.error
 
@@ -272,8 +272,8 @@ def test_every_client_message_may_arrive_twice() -> None:
     def deliver_twice(now: float) -> None:
         for _ in range(4):
             for frames in take_outgoing(client):
-                server.receive(b"r", frames, now)
-                server.receive(b"r", list(frames), now)
+                server.receive((b"r", ""), frames, now)
+                server.receive((b"r", ""), list(frames), now)
             for frames in server.take_replies():
                 client.receive(frames, now)
                 client.receive(list(frames), now)
@@ -290,7 +290,7 @@ def test_every_client_message_may_arrive_twice() -> None:
         assert len(collect(client)) == 2
     client.advance(50.0)
     deliver_twice(50.0)
-    assert len(server.pools[11].executed) == 6
+    assert len(server.pools["", 11].executed) == 6
     client.begin_close(51.0)
     deliver_twice(51.0)
     assert state_of(client) is ClientState.CLOSED

@@ -286,7 +286,7 @@ def test_who_loses_its_envs_itself_gives_them_back_and_gets_others() -> None:
     client.lose("a call was interrupted", 1.0)
     assert client.num_in_flight == 0
     assert finish(client, server, 1.0) == []
-    assert 11 not in server.pools
+    assert ("", 11) not in server.pools
     assert len(server.pools) == 1
     outcomes = step_all(client, server, 2.0)
     check_lost(client, outcomes, last=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import socket
@@ -18,6 +19,7 @@ from gymnasium import spaces
 import envserve
 from envserve.slab import Rows, Slab, Status, rows_nbytes
 from envserve.spec import EnvSpec
+from tests.envserve.interrupts import run_traced
 from tests.oracle.probe_envs import SPACES
 
 SPEC = EnvSpec("A-v0", SPACES["dict"], spaces.Box(-1.0, 1.0, (2,), np.float32))
@@ -156,6 +158,31 @@ def test_slab_has_no_name_in_any_file_system(
     assert os.fstat(slab.fd).st_size == len(slab._memory)
     assert os.fstat(slab.fd).st_nlink == 0
     slab.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="seals are Linux's")
+def test_who_has_the_descriptor_cannot_take_the_memory_away(slab: Slab) -> None:
+    for size in (0, len(slab._memory) - 1, len(slab._memory) + 1):
+        with pytest.raises(PermissionError):
+            os.ftruncate(slab.fd, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(slab.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    slab.rows.reward[:] = 1.0
+    assert slab.rows.reward.tolist() == [1.0] * 6
+
+
+def test_interrupted_slab_leaves_no_descriptor() -> None:
+    made: list[Slab] = []
+
+    def create() -> None:
+        made.append(Slab.create(ODD_SPEC, 2, 1))
+
+    before = os.listdir("/dev/fd")
+    for line in range(1, 1 + len(run_traced(create, -1))):
+        made.clear()
+        run_traced(create, line)
+        assert not made
+        assert os.listdir("/dev/fd") == before
 
 
 def test_closed_slab_keeps_its_rows_but_not_its_descriptor(slab: Slab) -> None:

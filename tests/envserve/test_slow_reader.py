@@ -1,90 +1,192 @@
-"""A trainer that stops reading: what the server keeps for it has a bound."""
+"""A trainer that stops reading: what the server keeps for it has a bound in bytes."""
 
 from __future__ import annotations
 
-import signal
+import itertools
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from typing import Any
 
-import numpy as np
 import pytest
 import zmq
 
-from envserve.wire import Attach, Granted, Hello, Message, MessageType, decode, encode
+from envserve.wire import (
+    Attach,
+    ErrorBody,
+    ErrorCode,
+    Granted,
+    Hello,
+    Message,
+    MessageType,
+    ResetBody,
+    decode,
+    encode,
+)
+from envserve.wrappers import WrapperSpec
 from tests.envserve.conftest import Join, Serve
+from tests.envserve.server_process import ServerProcess, use_keys
 
-NUM_ENVS = 8
-#: Longer, and rows would be sent from where they are: nothing would be kept.
-RESULT_BYTES = NUM_ENVS * 84 * 84 * 4
-#: The protocol's limit, the rest of ZeroMQ and of the kernel, and what a server needs.
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+NUM_ENVS = 4
+MIB = 1 << 20
+#: Of the server: what it needs for anything, ZeroMQ's and the kernel's share.
+SLACK_BYTES = 16 * MIB
+#: The protocol's limit for short replies.
 MAX_REPLIES = 64
-MAX_GROWTH_BYTES = MAX_REPLIES * RESULT_BYTES + (16 << 20)
-#: Were there no limit, they would take four times that.
-NUM_COPIES = 4 * MAX_GROWTH_BYTES // RESULT_BYTES
+SESSION = 8
+#: Of the envs here: an image, which is their action, too.
+IMAGE_BYTES = 84 * 84 * 4
 
 
 class SlowReader:
-    """Asks for more and more copies of a result, and reads when told to."""
+    """Asks for more and more, and reads when told to."""
 
-    def __init__(self, address: str) -> None:
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.RCVHWM, 1)
-        self.socket.setsockopt(zmq.SNDHWM, 1)  # what was sent has mostly been read
-        self.socket.setsockopt(zmq.SNDTIMEO, 20_000)
-        self.socket.setsockopt(zmq.RCVTIMEO, 20_000)
-        self.socket.connect(address)
-        self._fields: dict[str, Any] = {"session": 8}
-        self.send(type=MessageType.HELLO, request=1, body=Hello().encode())
+    def __init__(self, server: ServerProcess, wrappers: Any) -> None:
+        self._server = server
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._mute, self._reading = self._connect(), self._connect()
+        self._fields: dict[str, Any] = {"session": SESSION}
+        self._send(self._reading, type=MessageType.HELLO, body=Hello().encode())
         self._fields["boot"] = self.receive(MessageType.WELCOME).boot
         attach = Attach(
             env_name="envserve/Echo-v0",
             num_envs=NUM_ENVS,
             seed=1,
             env_kwargs={"space": "image"},
+            wrappers=wrappers,
         )
-        self.send(type=MessageType.ATTACH, request=2, body=attach.encode())
+        self._send(self._reading, type=MessageType.ATTACH, body=attach.encode())
         granted = self.receive(MessageType.GRANTED)
         self._fields["epoch"] = granted.epoch
-        blocks = Granted.decode(granted.body, NUM_ENVS).blocks
-        entries = tuple((block.index, 1) for block in blocks)
-        self.step: dict[str, Any] = {
-            "type": MessageType.STEP,
-            "request": 3,
-            "entries": entries,
-            "payload": np.full(RESULT_BYTES, 7, np.uint8).tobytes(),
-        }
+        self.blocks = Granted.decode(granted.body, NUM_ENVS).blocks
+        self.seq = 0
 
-    def send(self, **fields: Any) -> None:
-        self.socket.send_multipart(encode(Message(**self._fields, **fields)))
+    def _connect(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.RCVHWM, 1)
+        socket.setsockopt(zmq.RCVBUF, 1 << 16)
+        socket.setsockopt(zmq.RCVTIMEO, 20_000)
+        use_keys(socket, self._server.address)
+        socket.connect(self._server.address)
+        return socket
+
+    def _send(self, socket: zmq.Socket[bytes], **fields: Any) -> None:
+        socket.send_multipart(encode(Message(**self._fields, **fields)))
 
     def receive(self, kind: MessageType) -> Message:
+        """Reads where it does read, until there is a message of that type."""
         while True:
-            message = decode(self.socket.recv_multipart())
+            message = decode(self._reading.recv_multipart())
             if message.type is kind:
                 return message
 
+    def ask(
+        self, kind: MessageType, seq: int, attempt: int = 0, *, reads: bool = False
+    ) -> None:
+        """Resets or steps all blocks."""
+        resets = ResetBody(resets=((None, None),) * len(self.blocks)).encode()
+        self._send(
+            self._reading if reads else self._mute,
+            type=kind,
+            request=100 + seq,
+            attempt=attempt,
+            entries=self._entries(seq),
+            body=resets if kind is MessageType.RESET else b"",
+            payload=bytes(NUM_ENVS * IMAGE_BYTES) if kind is MessageType.STEP else b"",
+        )
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_unread_replies_do_not_grow_the_server(serve: Serve, join: Join) -> None:
-    server = serve("--allow-kwarg", "space", "--drain-grace", "0")
-    reader, other = SlowReader(server.address), join(server)
+    def _entries(self, seq: int) -> tuple[tuple[int, int], ...]:
+        return tuple((block.index, seq) for block in self.blocks)
+
+    def do(self, kind: MessageType) -> None:
+        """Does what is next; returns when it is done, and has not read the answer."""
+        self.seq += 1
+        for number in itertools.count():
+            if number % 100 == 0:  # a peer that reads nothing is cut off after 3 s
+                self.ask(kind, self.seq)
+            entries = self._entries(self.seq + 1)  # the next one, without actions
+            self._send(self._reading, type=MessageType.STEP, entries=entries)
+            answer = ErrorBody.decode(self.receive(MessageType.ERROR).body)
+            if answer.code is not ErrorCode.GAP:
+                assert "expected 112896 bytes of actions" in answer.text
+                return
+
+    def connect_anew(self) -> Message:
+        """Asks for the last answer again, each second as clients do."""
+        self._mute.close(linger=0)
+        for attempt in range(1, 20):
+            self.ask(MessageType.STEP, self.seq, attempt, reads=True)
+            if self._reading.poll(1000):
+                return decode(self._reading.recv_multipart())
+        raise AssertionError("no answer to 20 copies")
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def read_slowly(serve: Serve) -> Iterator[Callable[..., tuple[SlowReader, Any]]]:
+    with ExitStack() as stack:
+
+        def begin(stack_size: int, length: int) -> tuple[SlowReader, ServerProcess]:
+            server = serve("--drain-grace", "0", "--allow-kwarg", "space:any")
+            frames = WrapperSpec("FrameStackObservation", {"stack_size": stack_size})
+            limit = WrapperSpec("TimeLimit", {"max_episode_steps": length})
+            reader = stack.enter_context(closing(SlowReader(server, (frames, limit))))
+            reader.do(MessageType.RESET)
+            return reader, server
+
+        yield begin
+
+
+Begin = Callable[..., tuple[SlowReader, ServerProcess]]
+
+
+def test_short_answers_that_nobody_reads_are_bounded_by_their_number(
+    read_slowly: Begin, join: Join
+) -> None:
+    answer_bytes = NUM_ENVS * IMAGE_BYTES * 2
+    assert answer_bytes < 256 << 10  # else it would be a long one
+    reader, server = read_slowly(2, length=1000)
+    other = join(server)
     other.reset()
-    reader.send(**reader.step)
-    reader.receive(MessageType.RESULT)
     before = server.resident_bytes
-    for attempt in range(1, NUM_COPIES + 1):
-        reader.send(**reader.step, attempt=attempt)
-        if attempt % 50 == 0:
+    for number in range(2 * MAX_REPLIES):
+        reader.do(MessageType.STEP)
+        if number % 50 == 0:
             other.step(1)
-    other.step(1)
-    assert server.resident_bytes - before < MAX_GROWTH_BYTES
-    # It is none the worse for it: what it asks for last is answered.
-    reader.send(**reader.step, attempt=NUM_COPIES + 1)
-    while reader.receive(MessageType.RESULT).attempt < 2:
-        pass
+    assert server.resident_bytes - before < MAX_REPLIES * answer_bytes + SLACK_BYTES
     other.close()
-    reader.context.destroy(linger=0)
-    lines = server.end(signal.SIGTERM).splitlines()
-    (dropped,) = (int(line.split()[3]) for line in lines if "replies could" in line)
-    assert dropped > NUM_COPIES // 2
+
+
+def test_copies_of_a_long_answer_are_sent_once_a_second(
+    read_slowly: Begin, join: Join
+) -> None:
+    reader, server = read_slowly(64, length=1)
+    reader.do(MessageType.STEP)  # it ends the episode: each copy is made anew
+    other = join(server)
+    other.reset()
+    before = server.resident_bytes
+    for attempt in range(1, 63):
+        reader.ask(MessageType.STEP, reader.seq, attempt)
+    reader.do(MessageType.STEP)  # so all copies have been handled
+    other.step(1)
+    assert server.resident_bytes - before < 80 * MIB
+    other.close()
+
+
+def test_long_answers_that_nobody_reads_are_bounded_in_bytes(
+    read_slowly: Begin,
+) -> None:
+    answer_bytes = 2 * NUM_ENVS * IMAGE_BYTES * 64  # with final observations
+    reader, server = read_slowly(64, length=1)
+    before = server.resident_bytes
+    for _ in range(25):
+        reader.do(MessageType.STEP)
+    most = 64 * MIB + answer_bytes + SLACK_BYTES
+    assert server.resident_bytes - before < most < 25 * answer_bytes // 2
+    # It is none the worse for it: once it is gone, who reads gets its answer.
+    answer = reader.connect_anew()
+    assert len(answer.payload) == answer_bytes

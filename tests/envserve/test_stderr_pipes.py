@@ -37,6 +37,16 @@ def pipes() -> Iterator[Pipes]:
         os.close(fd)
 
 
+def test_worker_forgets_what_is_the_templates() -> None:
+    before = len(os.listdir("/dev/fd"))
+    pipes = Pipes()
+    os.close(open_for(pipes, 1))
+    pipes.forget()
+    for fd in (pipes.out, pipes.write_fd):
+        os.close(fd)
+    assert len(os.listdir("/dev/fd")) == before
+
+
 def open_for(pipes: StderrPipes, worker: int) -> int:
     fd = pipes.open(worker)
     assert fd is not None

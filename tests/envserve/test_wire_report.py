@@ -107,6 +107,20 @@ def test_rows_that_cannot_be_are_protocol_errors(rows: object) -> None:
         Report.decode(frame)
 
 
+@pytest.mark.parametrize(
+    "rows", [[3, 3], b"\xff" * (1 << 13)], ids=["in one set", "in each"]
+)
+def test_a_row_or_block_that_is_named_twice_is_a_protocol_error(rows: object) -> None:
+    faults = [[1, False, "text", rows]] * 7
+    frame = codec.encode({"infos": {}, "faults": faults, "errors": []})
+    with pytest.raises(RemoteProtocolError, match="faults: expected each index once"):
+        Report.decode(frame)
+    errors = [[[3], {"code": 13, "text": ""}], [[3], {"code": 13, "text": ""}]]
+    frame = codec.encode({"infos": {}, "faults": [], "errors": errors})
+    with pytest.raises(RemoteProtocolError, match="errors: expected each index once"):
+        Report.decode(frame)
+
+
 @given(st.data())
 def test_mutated_reports_raise_nothing_but_protocol_errors(data: st.DataObject) -> None:
     read_or_refuse(Report.decode, mutate(REPORT.encode()[0], data))

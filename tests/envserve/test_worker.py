@@ -19,6 +19,7 @@ from envserve.slab import Slab, Status, row_of_beat
 from envserve.spec import EnvSpec, restore
 from envserve.worker import process
 from envserve.worker.channel import Frame, FrameReader, Kind, pack_frame
+from envserve.worker.report import max_report
 
 LEDGER = "envserve/Ledger-v0"
 FAULTY = "envserve/Faulty-v0"
@@ -30,6 +31,7 @@ class Hosted:
 
     def __init__(self, env_name: str, rows: int = 2, **build: Any) -> None:
         self.num_rows = rows
+        self.num_bytes = 0  # of the longest answer
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(10.0)
         self._reader = FrameReader()
@@ -50,6 +52,7 @@ class Hosted:
             "first_env_index": 0,
             "autoreset": "same_step",
             "infos": "none",
+            "max_infos_kib": 64,
             "spare_envs": False,
             "blocks": [[0, 0, rows]],
             "incarnations": [[row, 0] for row in range(rows)],
@@ -91,6 +94,7 @@ class Hosted:
         frame = self.receive()
         assert (frame.kind, frame.block) == (Kind.DONE, 0)
         assert frame.sequence == self._sequence
+        self.num_bytes = max(self.num_bytes, len(frame.payload))
         return codec.decode(frame.payload, max_bytes=1 << 26) if frame.payload else None
 
     def step(self, *actions: Any) -> Any:
@@ -155,6 +159,36 @@ def test_infos_are_reported_as_asked_for(host: Host, mode: str, expected: Any) -
         assert info["step"] == 2
         assert info["weights"].tolist() == [2.0, 2.0]
         assert info["reset_info"] == {"reset_of_episode": 1}
+
+
+def test_reports_have_a_bound(host: Host) -> None:
+    class LongEnv(KeepingEnv):
+        def step(self, action: Any) -> Any:
+            if action[0]:
+                raise RuntimeError("\N{PILE OF POO}" * 50_000)
+            return action, 0.0, False, False, infos[action[1]]
+
+    infos = [
+        {"lists": [[1] * 60_000] * 3},
+        {f"{number:070000}": 1 for number in range(10)},
+        {"n": bytes(30_000)},
+        {"lists": [[]] * 10_000},
+    ]
+    gymnasium.register("Long-v0", lambda **_: LongEnv())
+    try:
+        hosted = host("Long-v0", infos="all").ready()
+        limit, _ = max_report(2, 64)
+        omitted = {0: {"omitted": ["lists"]}, 1: {"omitted": ["lists"]}}
+        assert hosted.step([0, 0], [0, 0])["infos"] == omitted
+        assert hosted.step([0, 3], [0, 3])["infos"] == omitted
+        assert hosted.step([0, 1], [0, 1])["infos"] == {}  # not even their names
+        assert set(hosted.step([0, 2], [0, 2])["infos"][0]) == {"n"}
+        faults = hosted.step([1, 0], [1, 0])["faults"]
+        assert len(faults) == 2
+        assert all(len(fault["text"].encode()) <= limit / 4 for fault in faults)
+        assert hosted.num_bytes <= limit
+    finally:
+        del gymnasium.registry["Long-v0"]
 
 
 @pytest.mark.parametrize("fault", ["nan", "inf_reward", "wrong_shape", "wrong_dtype"])

@@ -78,6 +78,7 @@ def test_addresses_lead_to_servers(asked: list[tuple[Any, ...]]) -> None:
         **COMMON,
         "server_lost_after": 9.0,
         "on_server_lost": "pad",
+        "insecure": False,
         "on_fault": "raise",
         "spare_envs": True,
     }

@@ -92,7 +92,7 @@ class FakeLane(MemoryPool):
         for index in blocks:
             part = self.parts[index]
             self._actions[part] = self.rows.action[0][part]
-            self._begin(index, RunStep(0, [index]))
+            self._begin(index, RunStep(("", 0), [index]))
 
     def submit_reset(self, resets: Sequence[Reset]) -> None:
         for reset in resets:

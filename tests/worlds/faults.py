@@ -12,12 +12,13 @@ from tests.worlds.caller import Caller
 from tests.worlds.endpoint import Endpoint
 from tests.worlds.host import Host
 from tests.worlds.profile import log_uniform
+from tests.worlds.thief import OWNER
 
 if TYPE_CHECKING:
     from tests.worlds.world import World
 
-#: The route of who is no client.
-STRAY: Final = b"0.0"
+#: Who is no client, and yet has the key of one.
+STRAY: Final = (0, 0, OWNER)
 
 
 def strike(world: World, kind: str) -> None:

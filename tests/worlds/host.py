@@ -11,21 +11,29 @@ from typing import TYPE_CHECKING, Any, Final
 
 from envserve.errors import EnvError, EnvStartError, ServerError, UnknownEnv
 from envserve.lane import Outcome
-from envserve.session import Decision, EndPool, Reply, ServerSession, StartPool
+from envserve.session import (
+    Decision,
+    EndPool,
+    Reply,
+    ServerSession,
+    SessionId,
+    StartPool,
+)
 from envserve.settings import HostSettings
 from envserve.slab import Status
-from envserve.wire import Buffer
+from envserve.wire import Buffer, Peer
 from tests.worlds.clock import Patient
 from tests.worlds.journal import Violation
 from tests.worlds.pool import SPEC, MemoryPool, Operation
 from tests.worlds.profile import log_uniform
+from tests.worlds.thief import Thief
 
 if TYPE_CHECKING:
     from tests.worlds.world import World
 
 #: How long a server that stops waits for its clients.
 _STOP_SECONDS: Final = 2.0
-#: How many sessions that have ended a server may remember.
+#: How many sessions of a user that have ended a server may remember.
 _MAX_REMEMBERED: Final = 256
 
 
@@ -54,17 +62,19 @@ class Host(Patient):
         super().__init__(world.clock)
         profile = world.profile
         self.session: ServerSession | None = None
-        self.pools: dict[int, MemoryPool] = {}
-        self.granted: set[int] = set()
+        self.pools: dict[SessionId, MemoryPool] = {}
+        self.granted: set[SessionId] = set()
         self.num_starts = 0
         self.has_defect = False
         self._world = world
+        self._thief = Thief()
         self._boot = 0
-        self._started: set[int] = set()
+        self._started: set[SessionId] = set()
         self._poll_at = float("inf")
         self._policy = HostSettings(
             num_workers=profile.num_workers,
             envs_per_worker=profile.envs_per_worker,
+            max_processes=4 * profile.num_workers,
             lease_seconds=profile.lease_seconds,
         )
         self.start()
@@ -113,14 +123,15 @@ class Host(Patient):
 
     # What comes in.
 
-    def receive(self, route: bytes, frames: Sequence[Buffer]) -> None:
+    def receive(self, peer: Peer, frames: Sequence[Buffer]) -> None:
         if self.session is None:
             return
+        self._thief.hear(self.session, frames, self.clock.now)
         if self.has_defect:
             self.has_defect = False
-            self.carry_out(self.session.receive_failed(route, frames))
+            self.carry_out(self.session.receive_failed(peer, frames))
         else:
-            self.carry_out(self.session.receive(route, frames, self.clock.now))
+            self.carry_out(self.session.receive(peer, frames, self.clock.now))
         self._check_end()
 
     def _plan(
@@ -181,12 +192,12 @@ class Host(Patient):
             self._plan(seconds, self._announce, session)
         self._plan_poll()
 
-    def _note_start(self, session: int) -> None:
+    def _note_start(self, session: SessionId) -> None:
         if session in self._started:
             raise Violation(f"session {session} was started twice")
         self._started.add(session)
 
-    def _announce(self, session: int) -> None:
+    def _announce(self, session: SessionId) -> None:
         pool = self.pools.get(session)
         if pool is not None:
             self.granted.add(session)
@@ -196,26 +207,29 @@ class Host(Patient):
                 )
             )
 
-    def _end_pool(self, session: int) -> None:
-        pool = self.pools[session]
+    def _end_pool(self, session: SessionId) -> None:
+        pool = self.pools.get(session)
+        if pool is None:  # it was not begun
+            self.carry_out(self._running.pool_closed(session))
+            return
         if pool.is_closing:
             raise Violation(f"{pool!r} was ended twice")
         self._lose(session, pool)
         self._plan(log_uniform(self.clock.random, 1e-3, 2.0), self._close, session)
 
-    def _lose(self, session: int, pool: MemoryPool) -> None:
+    def _lose(self, session: SessionId, pool: MemoryPool) -> None:
         pool.end(applied=self.clock.random.random() < 0.5)
         self.granted.discard(session)
 
-    def _close(self, session: int) -> None:
+    def _close(self, session: SessionId) -> None:
         if self.pools.pop(session, None) is not None:
             self.carry_out(self._running.pool_closed(session))
 
-    def fail_pool(self, session: int, error: EnvError) -> None:
+    def fail_pool(self, session: SessionId, error: EnvError) -> None:
         if session in self.pools:
             self.carry_out(self._running.pool_failed(session, error))
 
-    def break_pool(self, session: int) -> None:
+    def break_pool(self, session: SessionId) -> None:
         """Has a pool be gone from one moment to the next."""
         pool = self.pools.pop(session, None)
         if pool is not None:
@@ -228,7 +242,7 @@ class Host(Patient):
     # Operations.
 
     def _go_on(
-        self, session: int, pool: MemoryPool, block: int, operation: Operation
+        self, session: SessionId, pool: MemoryPool, block: int, operation: Operation
     ) -> None:
         """Plans when an operation ends."""
         if pool.blocks[block].worker not in pool.down:
@@ -239,7 +253,7 @@ class Host(Patient):
             self._plan(seconds, self._finish, session, pool, block, operation)
 
     def _finish(
-        self, session: int, pool: MemoryPool, block: int, operation: Operation
+        self, session: SessionId, pool: MemoryPool, block: int, operation: Operation
     ) -> None:
         if pool.running.get(block) is not operation or pool.is_closing:
             return
@@ -253,11 +267,11 @@ class Host(Patient):
         self._report(session, pool, [outcome])
 
     def _report(
-        self, session: int, pool: MemoryPool, outcomes: Sequence[Outcome]
+        self, session: SessionId, pool: MemoryPool, outcomes: Sequence[Outcome]
     ) -> None:
         self.carry_out(self._running.pool_finished(session, outcomes, pool.absent))
 
-    def lose_worker(self, session: int, worker: int, seconds: float) -> None:
+    def lose_worker(self, session: SessionId, worker: int, seconds: float) -> None:
         pool = self.pools.get(session)
         if pool is None or pool.is_closing or session not in self.granted:
             return
@@ -267,7 +281,7 @@ class Host(Patient):
         self._plan(seconds, self._revive, session, pool, worker)
         self._report(session, pool, ended)
 
-    def _revive(self, session: int, pool: MemoryPool, worker: int) -> None:
+    def _revive(self, session: SessionId, pool: MemoryPool, worker: int) -> None:
         pool.down.discard(worker)
         for block, operation in list(pool.running.items()):
             if pool.blocks[block].worker == worker:
@@ -287,10 +301,10 @@ class Host(Patient):
         self._plan_poll()
 
     def check_bounds(self) -> None:
-        if (
-            self.session is not None
-            and len(self.session.claims.ended) > _MAX_REMEMBERED
-        ):
+        if self.session is None:
+            return
+        remembered = self.session.claims.ended.values()
+        if max(map(len, remembered), default=0) > _MAX_REMEMBERED:
             raise Violation("a server remembers more and more sessions")
 
     def check_free(self) -> None:

@@ -8,6 +8,7 @@ from envserve.wire import Buffer
 from tests.worlds.clock import Clock
 from tests.worlds.host import Host
 from tests.worlds.profile import Profile
+from tests.worlds.thief import OWNER
 
 
 class Link:
@@ -27,7 +28,7 @@ class Link:
         """Starts without a connection.
 
         Args:
-          name: Tells the routes of callers apart.
+          name: Tells callers apart.
         """
         self.is_connected = False
         self.host: Host | None = None
@@ -66,9 +67,8 @@ class Link:
         self.last_sent = frames
         self._send(0, self._arrive_at_host, self.host, self._generation, frames)
 
-    def reply(self, host: Host, route: bytes, frames: Sequence[Buffer]) -> None:
-        """Sends something from the host, unless that route is no more."""
-        generation = int(route.partition(b".")[2])
+    def reply(self, host: Host, generation: int, frames: Sequence[Buffer]) -> None:
+        """Sends something from the host, unless that connection is no more."""
         if generation == self._generation or self._profile.is_sticky:
             self._send(1, self._arrive_at_caller, host, generation, frames)
 
@@ -92,8 +92,8 @@ class Link:
         self, host: Host, generation: int, frames: Sequence[Buffer]
     ) -> None:
         if self._profile.is_sticky or generation == self._generation:
-            route = b"%d.%d" % (self._name, generation)
-            host.do(host.receive, route, frames)
+            peer = (self._name, generation, OWNER)
+            host.do(host.receive, peer, frames)
 
     def _arrive_at_caller(
         self, host: Host, generation: int, frames: Sequence[Buffer]

@@ -113,3 +113,18 @@ class Profile:
             env_errors=0.0,
             failures=0.0,
         )
+
+
+#: Messages that come again, and minutes later, whatever has become of the connection.
+LINGERING: Final = Profile(
+    num_callers=2, copies=0.5, max_delay=60.0, delay_power=8, is_sticky=True, pace=0.1
+)
+#: Batches of which envs and servers are away every now and then.
+BATCHES: Final = Profile(
+    num_hosts=2,
+    num_callers=0,
+    num_trainers=2,
+    fault_rate=0.01,
+    faults={"pause_host": 3.0, "lose_worker": 2.0, "crash_host": 0.5},
+    max_outage=15.0,
+)

@@ -11,8 +11,9 @@ from collections import Counter
 import pytest
 
 from envserve.slab import Status
-from tests.envserve.planted_bugs import BATCHES, BUGS, Bug
+from tests.envserve.planted_bugs import BUGS, Bug
 from tests.worlds.journal import Violation
+from tests.worlds.profile import BATCHES
 from tests.worlds.world import simulate
 
 #: Together 1 million events in every run.

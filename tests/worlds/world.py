@@ -70,10 +70,11 @@ class World:
         del self.endpoints[endpoint.number]
 
     def deliver(self, host: Host, reply: Reply) -> None:
-        """Sends a reply on its way; drops it if its route is no more."""
-        endpoint = self.endpoints.get(int(reply.route.partition(b".")[0]))
+        """Sends a reply on its way; drops it if who asked is no more."""
+        number, generation, _ = reply.peer
+        endpoint = self.endpoints.get(number)
         if endpoint is not None:
-            endpoint.link.reply(host, reply.route, reply.frames)
+            endpoint.link.reply(host, generation, reply.frames)
 
     # How it goes on.
 

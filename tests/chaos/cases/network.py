@@ -18,6 +18,8 @@ from tests.chaos.trial import ChaosCase, Trial
 _NUM_ENVS: Final = 32
 _CALM: Final = Toxics()
 _NUM_FAULTS: Final = 10_000
+#: What must know where messages begin, and change their order: keys forbid both.
+_TAMPERING: Final = {"drop", "duplicate", "stale_copy", "retry", "reorder"}
 
 
 def _bad_network(
@@ -30,8 +32,10 @@ def _bad_network(
       num_proxies: Connections to the server, which has all envs.
     """
     num_faults = trial.count(_NUM_FAULTS)
+    insecure = not _TAMPERING.isdisjoint(strikes)
+    options = ("--insecure-no-auth",) if insecure else ()
     with contextlib.ExitStack() as stack:
-        (server,) = stack.enter_context(running_servers(trial, 1, _NUM_ENVS))
+        (server,) = stack.enter_context(running_servers(trial, 1, _NUM_ENVS, *options))
         proxies = [
             stack.enter_context(Proxy(server.address, seed=trial.seed + index))
             for index in range(num_proxies)
@@ -42,6 +46,7 @@ def _bad_network(
                 [proxy.address for proxy in proxies],
                 _NUM_ENVS,
                 num_splits=max(1, _NUM_ENVS // num_proxies),
+                insecure=insecure,
             )
         )
         count = functools.partial(_fewest, proxies, strikes)

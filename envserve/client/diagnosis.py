@@ -1,0 +1,193 @@
+"""Why there is no connection, found out beside it: no byte of envserve's is sent.
+
+ZeroMQ's greeting shows whether a server uses keys, and what becomes of a handshake
+shows whose key is not known. Neither is looked at as long as connections work.
+"""
+
+from __future__ import annotations
+
+import enum
+import socket
+import threading
+import time
+from typing import Final
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from envserve.errors import ConnectError
+from envserve.keys.folder import unknown_server
+from envserve.keys.formats import fingerprint
+from envserve.keys.pair import Keys
+
+__all__ = ["ALONE_SECONDS", "Diagnosis", "Finding", "diagnose_connection", "refusal_of"]
+
+#: After so long without a connection it is asked why, and then so often.
+ALONE_SECONDS: Final = 1.0
+_LOOK_SECONDS: Final = 1.5
+#: Signature and version of ZMTP 3: with it a server sends all of its greeting.
+_OUR_GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03"
+_GREETING_BYTES: Final = 64
+_MECHANISM: Final = slice(12, 32)
+_KEY_IS_UNKNOWN: Final = 400
+#: Once may be a server that ends.
+_MIN_FAILURES: Final = 2
+
+
+class Finding(enum.Enum):
+    """Why there is no connection."""
+
+    NOBODY = enum.auto()  # there, or nobody who says why
+    NOT_ZEROMQ = enum.auto()
+    USES_NO_KEYS = enum.auto()  # but we do
+    NEEDS_KEYS = enum.auto()  # and we have none
+    UNKNOWN_CLIENT = enum.auto()
+    OTHER_SERVER = enum.auto()  # than the one whose key we have
+    FINE = enum.auto()  # there can be one
+
+
+def diagnose_connection(
+    address: str, keys: Keys | None, timeout_seconds: float
+) -> Finding:
+    """Finds out what becomes of connections to an address.
+
+    Args:
+      address: A server's; only those of tcp are looked at.
+      keys: The server's public key, and an own pair; None if none are used.
+      timeout_seconds: Longest to take, but for looking up the host's name.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    try:
+        mechanism = _mechanism_of(address, deadline)
+    except (OSError, ValueError):
+        return Finding.NOBODY
+    if mechanism == b"NULL":
+        return Finding.FINE if keys is None else Finding.USES_NO_KEYS
+    if mechanism != b"CURVE":
+        return Finding.NOT_ZEROMQ
+    return Finding.NEEDS_KEYS if keys is None else _shake_hands(address, keys, deadline)
+
+
+def _mechanism_of(address: str, deadline: float) -> bytes:
+    """Returns what a greeting says of keys, b"" if what comes is none.
+
+    Raises:
+      OSError: Nobody accepts connections, or nobody who keeps them.
+      ValueError: The address is not one of tcp.
+    """
+    scheme, _, rest = address.partition("://")
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp":
+        raise ValueError(f"expected an address of tcp; got {address!r}")
+    greeting, left = b"", max(0.01, deadline - time.monotonic())
+    with socket.create_connection((host.strip("[]"), int(port)), left) as stream:
+        stream.sendall(_OUR_GREETING)
+        while len(greeting) < _GREETING_BYTES:
+            stream.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                part = stream.recv(_GREETING_BYTES - len(greeting))
+            except TimeoutError:
+                break
+            if not part and not greeting:
+                raise ConnectionError("it was closed at once, maybe by a relay")
+            greeting += part
+            if not part or greeting[0] != _OUR_GREETING[0]:
+                break
+    is_whole = len(greeting) == _GREETING_BYTES and greeting[9] & 1
+    return greeting[_MECHANISM].rstrip(b"\0") if is_whole else b""
+
+
+def _shake_hands(address: str, keys: Keys, deadline: float) -> Finding:
+    """Connects to a server that uses keys, and sends nothing."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.CURVE_SERVERKEY, keys[0])
+    dealer.setsockopt(zmq.CURVE_PUBLICKEY, keys[1].public)
+    dealer.setsockopt(zmq.CURVE_SECRETKEY, keys[1].secret)
+    dealer.setsockopt(zmq.IPV6, "[" in address)
+    monitor = dealer.get_monitor_socket(
+        zmq.EVENT_HANDSHAKE_SUCCEEDED
+        | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    )
+    failures = 0
+    try:
+        dealer.connect(address)
+        while monitor.poll(max(0, int(1000 * (deadline - time.monotonic())))):
+            told = recv_monitor_message(monitor)
+            event, value = told["event"], told["value"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                return Finding.FINE
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                is_unknown = value == _KEY_IS_UNKNOWN
+                return Finding.UNKNOWN_CLIENT if is_unknown else Finding.NOBODY
+            failures += 1
+            # What answers in another key's name breaks the protocol.
+            is_broken = event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            if is_broken or failures == _MIN_FAILURES:
+                return Finding.OTHER_SERVER
+        return Finding.NOBODY
+    finally:
+        dealer.disable_monitor()
+        context.destroy(linger=0)
+
+
+def refusal_of(
+    finding: Finding, address: str, keys: Keys | None
+) -> ConnectError | None:
+    """Returns what to raise because of a finding; None if there is nothing to say."""
+    if finding is Finding.NEEDS_KEYS:
+        return ConnectError(unknown_server(address))
+    server = fingerprint(keys[0]) if keys else ""
+    client = fingerprint(keys[1].public) if keys else ""
+    texts = {
+        Finding.NOT_ZEROMQ: "what listens there does not speak ZeroMQ, or hangs; "
+        "nothing was sent; is `envserve start` running there, at that port?",
+        Finding.USES_NO_KEYS: "the server uses no keys, and this client insists on "
+        "them; start it without --insecure-no-auth, or say insecure=True in a network "
+        "that you trust",
+        Finding.UNKNOWN_CLIENT: f"the server does not know this client's key "
+        f'({client}): never invited, expired, or removed; run "envserve invite NAME" '
+        f'there and "envserve join" here',
+        Finding.OTHER_SERVER: f"what answers there has not the key that it had when "
+        f"you joined (expected {server}): another server, a new key, or somebody in "
+        f"between; nothing was sent; if it was set up anew, join again",
+    }
+    text = texts.get(finding)
+    return None if text is None else ConnectError(f"{address}: {text}")
+
+
+class Diagnosis:
+    """Looks again and again, for somebody who must not wait.
+
+    Attributes:
+      is_final: Whether what was found does not mend while one waits: others can be
+        invited meanwhile.
+    """
+
+    def __init__(self, address: str, keys: Keys | None) -> None:
+        """Begins after `ALONE_SECONDS`, if `look` is called then."""
+        self.is_final = False
+        self._about = address, keys
+        self._next_at = time.monotonic() + ALONE_SECONDS
+        self._thread: threading.Thread | None = None
+        self._refusal: ConnectError | None = None
+
+    def look(self, now: float) -> ConnectError | None:
+        """Returns why there is no connection, as far as that is found.
+
+        To be called as long as there is none.
+        """
+        is_looking = self._thread is not None and self._thread.is_alive()
+        if now >= self._next_at and not is_looking:
+            self._next_at = now + ALONE_SECONDS
+            name = f"diagnosis of {self._about[0]}"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+        return self._refusal
+
+    def _run(self) -> None:
+        finding = diagnose_connection(*self._about, _LOOK_SECONDS)
+        self._refusal = refusal_of(finding, *self._about)
+        self.is_final = finding is not Finding.UNKNOWN_CLIENT

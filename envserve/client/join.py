@@ -1,0 +1,94 @@
+"""Joins a server: has it put this client's key in the place of an invitation's."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from envserve.errors import ConnectError
+from envserve.keys import formats
+from envserve.keys.invitation import Invitation
+from envserve.keys.pair import KeyPair
+from envserve.session.error_codes import exception_of
+from envserve.transport import set_common_options
+from envserve.wire import ErrorBody, Join, Message, MessageType, decode, encode
+from envserve.wire.constants import MAX_BODY_BYTES
+
+__all__ = ["join"]
+
+#: What ZAP says of a key that is surely unknown; of others it is asked again.
+_UNKNOWN_KEY = 400
+
+
+def join(invitation: Invitation, pair: KeyPair, timeout_seconds: float) -> None:
+    """Joins the server at the first address where it answers.
+
+    Args:
+      invitation: Is used up by it.
+      pair: What the client is known by from then on; its secret stays here.
+      timeout_seconds: How long to wait, over all addresses.
+
+    Raises:
+      ConnectError: The server did not answer, or the invitation is not good any more.
+      RemoteProtocolError: What answers is no server of ours.
+      ServerError: The server refused.
+    """
+    seconds = timeout_seconds / len(invitation.addresses)
+    for address in invitation.addresses:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        try:
+            _prepare(socket, invitation, address)
+            if _ask(socket, invitation, address, pair.public, seconds):
+                return
+        finally:
+            context.destroy(linger=0)
+    raise ConnectError(
+        f"{', '.join(invitation.addresses)}: no server with the key of this invitation "
+        f"({formats.fingerprint(invitation.server_public)}) answered within "
+        f"{timeout_seconds:g} s; it must run, and be reached from here"
+    )
+
+
+def _prepare(socket: zmq.Socket[bytes], invitation: Invitation, address: str) -> None:
+    once = KeyPair.of(invitation.secret)
+    set_common_options(socket)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
+    socket.setsockopt(zmq.IPV6, "[" in address)
+    socket.setsockopt(zmq.CURVE_SERVERKEY, invitation.server_public)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, once.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, once.secret)
+
+
+def _ask(
+    socket: zmq.Socket[bytes],
+    invitation: Invitation,
+    address: str,
+    public: bytes,
+    seconds: float,
+) -> bool:
+    """Asks at an address; returns whether that was answered in time."""
+    asked = Message(type=MessageType.JOIN, body=Join(public=public).encode())
+    deadline = time.monotonic() + seconds
+    poller = zmq.Poller()
+    with socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH) as monitor:
+        poller.register(monitor, zmq.POLLIN)
+        poller.register(socket, zmq.POLLIN)
+        socket.connect(address)
+        socket.send_multipart(encode(asked))
+        while (left := deadline - time.monotonic()) > 0:
+            ready: dict[Any, int] = dict(poller.poll(math.ceil(1000 * left)))
+            if monitor in ready:
+                if recv_monitor_message(monitor)["value"] == _UNKNOWN_KEY:
+                    raise ConnectError(invitation.ended_text)
+            elif socket in ready:
+                answer = decode(socket.recv_multipart())
+                if answer.type is MessageType.ERROR:
+                    raise exception_of(ErrorBody.decode(answer.body), address)
+                if answer.type is MessageType.JOINED:
+                    return True
+    return False

@@ -1,0 +1,1 @@
+"""Keys of clients and servers, as files of a folder. No sockets."""

@@ -1,0 +1,66 @@
+"""An invitation: a key for one JOIN, and the pin of the server, in one line.
+
+envserve-invite-1.<server's public key, secret>.trainer-1@sim1:5555,10.0.0.7:5555
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Final, Self
+
+from envserve.errors import CodecError
+from envserve.keys import formats
+from envserve.settings import is_private
+
+__all__ = ["Invitation"]
+
+_LINE: Final = re.compile(
+    r"(?P<keys>envserve-invite-1\.[\w-]*)\.(?P<name>[\w.-]+)@(?P<hosts>[\w.:,\[\]-]+)",
+    re.ASCII,
+)
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What `envserve invite` hands to `envserve join`."""
+
+    server_public: bytes
+    secret: bytes = field(repr=False)
+    name: str
+    """What the client will be called."""
+    addresses: tuple[str, ...]
+    """tcp:// addresses of the server."""
+
+    @property
+    def line(self) -> str:
+        """The line, which is a secret."""
+        keys = formats.encode(formats.INVITATION, self.server_public + self.secret)
+        hosts = ",".join(address.removeprefix("tcp://") for address in self.addresses)
+        return f"{keys}.{self.name}@{hosts}"
+
+    @classmethod
+    def parse(cls, line: str) -> Self:
+        """Reads a line; raises CodecError, which repeats nothing of it."""
+        found = _LINE.fullmatch(line.strip())
+        if found is None:
+            raise CodecError(
+                f"expected the line that envserve invite printed, which is "
+                f"{formats.INVITATION}...; got {len(line.strip())} other characters"
+            )
+        raw = formats.decode(formats.INVITATION, found["keys"], 64)
+        addresses = tuple(f"tcp://{host}" for host in found["hosts"].split(","))
+        for address in addresses:
+            try:
+                is_private(address)
+            except ValueError as error:
+                raise CodecError(str(error)) from None
+        return cls(raw[:32], raw[32:], found["name"], addresses)
+
+    @property
+    def ended_text(self) -> str:
+        """What to say once the server does not know its key."""
+        return (
+            "this invitation was used, or is older than 15 minutes; ask for another: "
+            f"envserve invite {self.name}"
+        )

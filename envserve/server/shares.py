@@ -1,0 +1,130 @@
+"""Who takes more than its share of the loop, while others wait.
+
+A share is milliseconds of the loop: one message can take as long as thousands. Who
+waits for answers before it asks for more leaves nothing unread for long. Whose messages
+stand in the queue, and who has had more than others, has them dropped unread. They are
+not lost: clients send again what is not answered.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from envserve.session.quotas import Events, Quotas
+from envserve.wire import Peer
+
+__all__ = ["Shares"]
+
+#: How long messages are read before the loop turns to pools and timers.
+_TURN_SECONDS: Final = 0.002
+#: How soon it is forgotten what was used.
+_MEMORY_SECONDS: Final = 1.0
+_NOTHING: Final = 1e-5
+#: How often users are judged.
+_JUDGE_SECONDS: Final = 0.01
+#: A queue that stands so long is not of clients that wait for answers.
+_STANDING_SECONDS: Final = 0.02
+#: What anybody may use within a second, and how many times as much as others.
+_FREE_SECONDS: Final = 0.05
+_TOLERANCE: Final = 1.5
+#: How long not to read while all that waits is to be dropped. A message of another user
+#: ends that at once: it makes the socket readable anew.
+_PAUSE_SECONDS: Final = 0.002
+
+
+class Shares:
+    """Counts what each user takes of the loop, turn by turn, and judges it.
+
+    Attributes:
+      over: The user whose messages are to be dropped unread, if there is one.
+      num_dropped: How many were.
+    """
+
+    def __init__(self, quotas: Quotas, events: Events) -> None:
+        """Starts with nothing used.
+
+        Args:
+          quotas: Know how a user's share compares with others'.
+          events: Where it is noted that a user has had too much.
+        """
+        self.over: str | None = None
+        self.num_dropped = 0
+        self._quotas = quotas
+        self._events = events
+        #: Seconds of the loop by user, and how often it left something unread.
+        self._used: dict[str, float] = {}
+        self._left: dict[str, float] = {}
+        self._judged_at = 0.0
+        #: Since when something is left unread at every turn's end.
+        self._standing_at = math.inf
+        #: Of the turn: its latest instant and user, its end, and whom it dropped first.
+        self._now = self._ends_at = 0.0
+        self._user = ""
+        self._first_dropped: Peer | None = None
+
+    def begin_turn(self, now: float) -> None:
+        """Begins to read messages."""
+        self._now, self._ends_at = now, now + _TURN_SECONDS
+        self._first_dropped = None
+
+    def admits(self, peer: Peer) -> bool:
+        """Tells whether a peer's message is to be handled."""
+        self._user = peer[-1]
+        if self._user != self.over:
+            self._first_dropped = None
+            return True
+        self.num_dropped += 1
+        if self._first_dropped is None:
+            self._first_dropped = peer
+        elif self._first_dropped == peer:  # since then, whoever waits was heard
+            self._ends_at = 0.0
+        return False
+
+    def charge(self, now: float) -> bool:
+        """Notes that the message is done with; tells whether the turn is over."""
+        user = self._user
+        self._used[user] = self._used.get(user, 0.0) + now - self._now
+        self._now = now
+        return now >= self._ends_at
+
+    def end_turn(self, is_drained: bool) -> float:
+        """Judges users now and then.
+
+        Args:
+          is_drained: Whether nothing is left unread.
+
+        Returns:
+          For how long not to read.
+        """
+        if is_drained:
+            self._standing_at, self.over = math.inf, None
+        else:
+            self._standing_at = min(self._standing_at, self._now)
+            self._left[self._user] = self._left.get(self._user, 0.0) + 1.0
+        if self._now >= self._judged_at + _JUDGE_SECONDS:
+            self._judge(self._now)
+        return 0.0 if is_drained or self.over is None else _PAUSE_SECONDS
+
+    def _judge(self, now: float) -> None:
+        kept = math.exp((self._judged_at - now) / _MEMORY_SECONDS)
+        self._judged_at = now
+        for counts in (self._used, self._left):
+            for user in list(counts):
+                counts[user] *= kept
+                if counts[user] < _NOTHING:
+                    del counts[user]
+        before, self.over = self.over, None
+        if now < self._standing_at + _STANDING_SECONDS or len(self._used) < 2:
+            return
+        user = max(self._left, key=self._left.__getitem__)
+        used = {u: t / self._quotas.weight_of(u) for u, t in self._used.items()}
+        own = used.pop(user, 0.0)
+        share = _TOLERANCE * sum(used.values()) / len(used)
+        if own > max(_FREE_SECONDS, share):
+            self.over = user
+        if self.over not in (None, before):
+            text = (
+                "it takes too much of the server's time, and its messages are dropped"
+            )
+            self._events.note("over quota", user, reason=text)

@@ -1,0 +1,71 @@
+"""Text of others, made fit for terminals, logs and strangers.
+
+What an env, a client or a server says may hold escape sequences, marks that turn the
+direction of writing, newlines without end, and paths of the host that it comes from.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from typing import Final
+
+__all__ = ["Seldom", "did_you_mean", "one_line", "printable", "without_folders"]
+
+#: Of a traceback's line, and of any other absolute path.
+_FOLDERS: Final = re.compile(r'(?<=File ")/[^"\n]*/|(?<![\w:/.])/(?:[^\s/\'"]+/)+')
+_SECONDS: Final = 1.0
+
+
+def one_line(text: str, max_length: int | None = None) -> str:
+    """Returns a text with all that is no printable character escaped.
+
+    Args:
+      text: The text.
+      max_length: How many characters of it are returned at most.
+    """
+    line = "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode()
+        for char in text[:max_length].rstrip()
+    )
+    return line[:max_length]
+
+
+def printable(text: str) -> str:
+    """Returns the same with its newlines, for tracebacks."""
+    return text if text.isprintable() else "\n".join(map(one_line, text.split("\n")))
+
+
+def without_folders(text: str) -> str:
+    """Returns a text in which absolute paths are names of files only."""
+    return _FOLDERS.sub("", text)
+
+
+def did_you_mean(env_name: str, known: Iterable[str]) -> str:
+    """Returns "; did you mean A or B?" of names that are near, or where to look."""
+    near = difflib.get_close_matches(env_name, list(known), n=3, cutoff=0.5)
+    if not near:
+        return " (own envs: see import_modules)"
+    return f"; did you mean {' or '.join(near)}?"
+
+
+class Seldom:
+    """Lets a line of each kind through once a second, and counts the others."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[object, tuple[float, int]] = {}
+
+    def passes(self, kind: object, now: float) -> str | None:
+        """Returns what to add to a line, mostly nothing; None if it is not due.
+
+        Args:
+          kind: One of a few.
+          now: Monotonic seconds.
+        """
+        due_at, left_out = self._kinds.get(kind, (now, 0))
+        if now < due_at:
+            self._kinds[kind] = due_at, left_out + 1
+            return None
+        self._kinds[kind] = now + _SECONDS, 0
+        return f" (and {left_out} more that were not logged)" if left_out else ""

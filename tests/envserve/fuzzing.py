@@ -1,0 +1,348 @@
+"""Bytes that nobody should send, for every decoder: what may come of them, how soon.
+
+A target reads what was made of valid bytes by changing them. It may refuse with its own
+kind of error, and raise nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, Final
+
+import numpy as np
+
+from envserve import codec
+from envserve.errors import CodecError, RemoteProtocolError, WorkerError
+from envserve.keys import formats
+from envserve.lane import Block, Fault, make_blocks
+from envserve.settings import HostSettings
+from envserve.slab import Rows, Status
+from envserve.spec import EnvSpec
+from envserve.wire import (
+    Attach,
+    Building,
+    CallBody,
+    Drain,
+    ErrorBody,
+    ErrorCode,
+    Granted,
+    Hello,
+    Message,
+    MessageType,
+    Pong,
+    Report,
+    ResetBody,
+    RowCodec,
+    RowPart,
+    Welcome,
+    decode,
+    encode,
+)
+from envserve.worker.channel import FrameReader, Kind, pack_frame
+from envserve.worker.report import (
+    encode_report,
+    encode_spaces,
+    read_report,
+    read_spaces,
+)
+from envserve.wrappers import WrapperSpec
+from tests.envserve.raw_client import SESSION, RawClient
+from tests.envserve.session_fakes import SPEC, FakeServer, attach, make_welcome
+from tests.oracle.probe_envs import SPACES
+
+#: Heads of long values, of nothing, and numbers at the edge of something.
+_HEADS: Final = (
+    *(b"\xdd\xff\xff\xff\xff", b"\xdf\x00\x00\xff\xff", b"\xc9\x7f\xff\xff\xff\x01"),
+    *(b"\xdc\xff\xff", b"\xde\xff\xff", b"\xc7\x02\x01\x00\x09", b"\xd6\xff\0\0\0\0"),
+    *(
+        b"\x91" * 40,
+        b"\x81\x90\x01",
+        b"\xc1",
+        b"\xd9\x01\xff",
+        b"\xcb\x7f\xf8" + b"\0" * 6,
+    ),
+    *(
+        b"\xcf" + b"\xff" * 8,
+        b"\xd3\x80" + b"\0" * 7,
+        b"\xc0",
+        b"\x90",
+        b"\x80",
+        b"\xa0",
+    ),
+)
+#: Spaces are made, with up to 64 MiB of bounds: once a lease.
+_SPACES_SECONDS: Final = 0.5
+
+
+@dataclass
+class Target:
+    """A decoder.
+
+    Attributes:
+      read: Reads bytes.
+      valid: Bytes that it takes.
+      refusals: What it may raise.
+      most_seconds: Of the processor, that it may take on a busy machine.
+      num_refused: How often it has.
+      slowest: Seconds of the processor that it took at most, and for what.
+    """
+
+    read: Callable[[bytes], object]
+    valid: Sequence[bytes]
+    refusals: tuple[type[Exception], ...] = (RemoteProtocolError,)
+    most_seconds: float = 0.02
+    num_refused: int = 0
+    slowest: tuple[float, bytes] = field(default=(0.0, b""))
+
+    def try_out(self, data: bytes) -> None:
+        """Has it read bytes; anything but a value or its refusal comes out."""
+        start = time.thread_time()
+        try:
+            self.read(data)
+        except self.refusals:
+            self.num_refused += 1
+        seconds = time.thread_time() - start
+        if seconds > self.slowest[0]:
+            self.slowest = seconds, data
+
+
+def mutants(valid: Sequence[bytes], random: Random) -> Iterator[bytes]:
+    """Endless bytes: valid ones with some changed, cut out, doubled, or put in."""
+    while True:
+        data = bytearray(random.choice(valid))
+        for _ in range(random.choice((1, 1, 1, 2, 3, 6))):
+            kind, at = random.randrange(7), random.randrange(len(data) + 1)
+            if kind < 2 and at < len(data):
+                data[at] = random.randrange(256)
+            elif kind == 2:
+                data[at:at] = random.choice(_HEADS)
+            elif kind == 3:
+                head = random.choice(_HEADS)
+                data[at : at + len(head)] = head
+            elif kind == 4:
+                del data[at : at + random.randrange(1, 9)]
+            elif kind == 5:
+                data[at:at] = data[at : at + random.randrange(1, 40)] * random.choice(
+                    (1, 1, 1, 100)
+                )
+            else:
+                other = random.choice(valid)
+                data[at:] = other[random.randrange(len(other) + 1) :]
+        yield bytes(data[: 1 << 20])
+
+
+def make_targets() -> dict[str, Target]:
+    """Every decoder of what comes from another process."""
+    targets = {kind.__name__: _body_target(kind, bodies) for kind, bodies in _bodies()}
+    spec = EnvSpec("A-v0", SPACES["image"], SPACES["image"])
+    blocks = make_blocks(4, 2, 1)
+    spaces = [EnvSpec("A-v0", space, space) for space in SPACES.values()]
+    granted = [
+        Granted(epoch=1, lease_seconds=60.0, spec=each, blocks=blocks)
+        for each in spaces
+    ]
+    targets["Granted"] = Target(
+        lambda data: Granted.decode(data, 4), [each.encode() for each in granted]
+    )
+    targets["Granted"].most_seconds = _SPACES_SECONDS
+    rows = Rows.allocate(SPEC, 4)
+    part = RowPart(RowCodec(rows), [(0, 2), (2, 4)])
+    body, _ = part.pack_results()
+    ended = bytearray(body)
+    ended[4 * 8] = 1
+    targets["results"] = Target(
+        lambda data: part.unpack_results(data[:-7], data[-7:]),
+        [body, bytes(ended) + bytes(16)],
+    )
+    targets["actions"] = Target(part.unpack_actions, [part.pack_actions()[0]])
+    values = [
+        {"a": [1, 2.5, None, "x", b"y", {"b": True}], "c": np.arange(6.0)},
+        [[[]]],
+    ]
+    targets["codec"] = Target(codec.decode, [*map(codec.encode, values)], (CodecError,))
+    frame = pack_frame(Kind.DONE, 1, 2, b"payload") + pack_frame(Kind.READY)
+    targets["frames of a worker"] = Target(
+        lambda data: FrameReader().feed(data), [frame], (WorkerError,)
+    )
+    faults = [{"row": 1, "status": 1, "text": "no", "violation": False}]
+    report = encode_report(faults, {0: {"a": 1.5}, 1: {}}, [0], 2, 64)
+    targets["report of a worker"] = Target(
+        lambda data: read_report(data, Block(0, 0, 2, 0, 0), 64),
+        [report],
+        (ValueError,),
+    )
+    targets["spaces of a worker"] = Target(
+        lambda data: read_spaces(data, "A-v0"),
+        [encode_spaces(each) for each in (spec, *spaces)],
+        (ValueError,),
+        _SPACES_SECONDS,
+    )
+    key = formats.encode_public(bytes(range(32))).encode()
+    targets["key"] = Target(
+        lambda data: formats.decode("envserve-public-1.", data.decode("latin-1")),
+        [key],
+        (CodecError,),
+    )
+    targets["message"] = Target(lambda data: decode([data]), _messages(1))
+    targets["server"] = _server_target()
+    targets["client"] = _client_target()
+    return targets
+
+
+def _body_target(kind: Any, bodies: Sequence[Any]) -> Target:
+    return Target(kind.decode, [body.encode() for body in bodies])
+
+
+def _bodies() -> list[tuple[type, list[Any]]]:
+    wrappers = (WrapperSpec("FrameHistory", {"flatten": True, "past_indices": [0, 2]}),)
+    asked: dict[str, Any] = {"env_name": "Fake-v0", "num_envs": 4, "seed": 7}
+    error = ErrorBody(
+        code=ErrorCode.CALL_FAILED, text="no", traceback="a\nb", env_index=3
+    )
+    report = Report(
+        infos={0: {"a": 1.5}},
+        faults=[Fault(1, Status.ENV_ERROR, "no", is_violation=True)],
+        errors={0: error},
+    ).encode()[0]
+    return [
+        (Hello, [Hello(client="host:1")]),
+        (Welcome, [make_welcome(env_names=("A-v0", "B-v0"), num_names=2)]),
+        (Building, [Building(elapsed_ms=5)]),
+        (Pong, [Pong(running={0: 12, 3: 4000})]),
+        (Drain, [Drain(grace_ms=7)]),
+        (ErrorBody, [error]),
+        (Report, [_Encoded(report)]),
+        (
+            Attach,
+            [
+                Attach(**asked, env_kwargs={"g": 9.8, "s": [1, 2], "a": np.zeros(3)}),
+                Attach(**asked, wrappers=wrappers, infos="all", spare_envs=True),
+            ],
+        ),
+        (ResetBody, [ResetBody(resets=((None, None), ((1, 2), (5, 2**62))))]),
+        (
+            CallBody,
+            [
+                CallBody(env_index=0, kind="set", name="x", arguments=(1.5,)),
+                CallBody(
+                    env_index=1, kind="call", name="x", arguments=([1], {"a": {}})
+                ),
+            ],
+        ),
+    ]
+
+
+class _Encoded(bytes):
+    def encode(self) -> bytes:
+        return bytes(self)
+
+
+def _messages(boot: int) -> list[bytes]:
+    """A message of every type that a client sends, for its lease or one to come."""
+    numbers: dict[str, Any] = {"session": SESSION, "boot": boot, "epoch": 1}
+    bodies = {kind.__name__: bodies for kind, bodies in _bodies()}
+    entries = ((0, 1), (1, 1))
+    messages = [
+        Message(MessageType.HELLO, body=bodies["Hello"][0].encode()),
+        Message(MessageType.PING, **numbers),
+        Message(MessageType.STEP, entries=entries, body=bytes(32), **numbers),
+        Message(
+            MessageType.RESET,
+            entries=entries,
+            body=ResetBody(resets=((None, None), ((3,), (5,)))).encode(),
+            **numbers,
+        ),
+        *(
+            Message(
+                MessageType.CALL, entries=entries[:1], body=body.encode(), **numbers
+            )
+            for body in bodies["CallBody"]
+        ),
+        *(
+            Message(MessageType.ATTACH, session=12, boot=boot, body=body.encode())
+            for body in bodies["Attach"]
+        ),
+    ]
+    return [bytes(encode(message)[0]) for message in messages]
+
+
+def _server_target() -> Target:
+    """A server with a lease; what it takes is done at once."""
+    policy = HostSettings(num_workers=2, exposed=frozenset({"x"}))
+    raw = RawClient(FakeServer(policy))
+    server, counter = raw.server, itertools.count(1)
+
+    def read(data: bytes) -> None:
+        now = next(counter) / 1000
+        lease = server.session.claims["", SESSION].lease
+        assert lease is not None
+        # As if in step: seqs that are next would hardly be hit by chance.
+        for index, seq in enumerate(lease._last_seq):
+            at = 44 + 12 * index
+            if data[at : at + 4] == index.to_bytes(4, "little"):
+                data = (
+                    data[: at + 4] + (seq + 1).to_bytes(8, "little") + data[at + 12 :]
+                )
+        server.receive((0, b"r", ""), [data], now)
+        server.finish_all(now)
+        server.replies.clear()
+        for session in [s for s in server.pools if s != ("", SESSION)]:
+            server.carry_out(
+                server.session.pool_failed(session, WorkerError("enough")), now
+            )
+        if ("", SESSION) not in server.pools:
+            server.session.claims.ended.clear()
+            RawClient(server)
+
+    return Target(read, _messages(server.boot), ())
+
+
+def _client_target() -> Target:
+    """A client with a request under way; once its session is over, another one."""
+    clients: list[Any] = []
+
+    def read(data: bytes) -> None:
+        if not clients or clients[-1].state.is_over or not clients[-1].requests.waiting:
+            server = FakeServer()
+            client = attach(server)
+            client.submit_step([0, 1], 0.0)
+            clients[:] = [client]
+        client = clients[-1]
+        client.receive([data], 1.0)
+        if client.operations.is_ready(1):
+            client.take_outcomes()
+
+    numbers: dict[str, Any] = {"session": 11, "boot": 77, "epoch": 1, "request": 3}
+    bodies = {kind.__name__: bodies for kind, bodies in _bodies()}
+    valid = [
+        Message(
+            MessageType.RESULT, entries=((0, 1), (1, 1)), body=bytes(4 * 27), **numbers
+        ),
+        Message(MessageType.ABSENT, entries=((0, 1),), **numbers),
+        Message(MessageType.PONG, body=bodies["Pong"][0].encode(), **numbers),
+        Message(MessageType.ERROR, body=bodies["ErrorBody"][0].encode(), **numbers),
+        Message(MessageType.DRAIN, body=bodies["Drain"][0].encode(), **numbers),
+        Message(MessageType.WELCOME, body=bodies["Welcome"][0].encode(), **numbers),
+    ]
+    return Target(read, [bytes(encode(message)[0]) for message in valid], ())
+
+
+def fuzz(targets: dict[str, Target], count: int, seed: int) -> None:
+    """Tries all targets out, with so many bodies in all."""
+    for name, target in targets.items():
+        for data in target.valid:
+            target.try_out(data)
+        target.slowest = 0.0, b""
+        random = Random(f"{seed} {name}")
+        for data in itertools.islice(
+            mutants(target.valid, random), count // len(targets)
+        ):
+            try:
+                target.try_out(data)
+            except Exception as error:
+                error.add_note(f"{name}, seed {seed}: {data.hex()}")
+                raise

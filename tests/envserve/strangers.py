@@ -1,0 +1,144 @@
+"""Peers that speak ZMTP by hand, and an honest client that steps beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Self
+
+import numpy as np
+
+from envserve.client.remote_lane import RemoteLane
+from tests.envserve.pool_driver import attach_lane, step
+from tests.envserve.server_process import ServerProcess
+from tests.oracle.ledger_env import ledger_hash
+
+#: How many frames a stranger sends at once.
+_CHUNK = 1 << 16
+_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(52, b"\0")
+_MORE, _LONG, _COMMAND = 1, 2, 4
+
+
+class Stranger:
+    """A connection that has greeted, if asked to, and then does as it is told."""
+
+    def __init__(
+        self,
+        address: str,
+        routing_id: bytes | None = b"",
+        timeout_seconds: float = 20.0,
+    ) -> None:
+        """Connects, and says its routing id; without one (None) it stays silent."""
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        self.socket = socket.create_connection((host, int(port)), timeout_seconds)
+        self._has_greeted = routing_id is not None
+        if routing_id is not None:
+            properties = _property(b"Socket-Type", b"DEALER")
+            properties += _property(b"Identity", routing_id)
+            self.socket.sendall(_GREETING + _frame(b"\x05READY" + properties, _COMMAND))
+            answer = b""
+            while b"READY" not in answer:  # what is sent earlier breaks the handshake
+                if not (data := self.socket.recv(256)):
+                    raise ConnectionError("the server has broken off the handshake")
+                answer += data
+
+    def send_half(self) -> None:
+        """Sends the beginning of a frame, or, if silent until now, of a greeting."""
+        half = _frame(bytes(1000))[:500] if self._has_greeted else _GREETING[:40]
+        self.socket.sendall(half)
+
+    def send(self, *frames: bytes) -> None:
+        """Sends a message of these frames."""
+        *parts, last = frames
+        whole = b"".join(_frame(part, _MORE) for part in parts) + _frame(last)
+        self.socket.sendall(whole)
+
+    def send_unfinished(self, count: int) -> None:
+        """Sends so many frames, empty ones, after each of which there is more."""
+        for _ in range(0, count, _CHUNK):
+            self.socket.sendall(_frame(b"", _MORE) * _CHUNK)
+
+    def is_cut_off(self) -> bool:
+        """Tells whether the server has closed the connection."""
+        try:
+            while select.select([self.socket], [], [], 0)[0]:
+                if not self.socket.recv(1 << 16):
+                    return True
+        except ConnectionError:
+            return True
+        return False
+
+    def wait_until_cut_off(self) -> None:
+        """Reads until the server has closed the connection."""
+        with contextlib.suppress(ConnectionError):
+            while self.socket.recv(1 << 16):
+                pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+
+def _property(name: bytes, value: bytes) -> bytes:
+    return bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value
+
+
+def _frame(data: bytes, flags: int = 0) -> bytes:
+    if len(data) < 256:
+        return bytes([flags, len(data)]) + data
+    return bytes([flags | _LONG]) + len(data).to_bytes(8, "big") + data
+
+
+class HonestClient:
+    """Steps ledgers, and checks every row.
+
+    Attributes:
+      lane: Its envs; a new one starts when they were reset.
+      seconds: How long each step took.
+    """
+
+    def __init__(self, lane: RemoteLane) -> None:
+        self.lane = lane
+        self.seconds: list[float] = []
+        self._hash = 0
+
+    def step(self, action: int) -> None:
+        started = time.monotonic()
+        for outcome in step(self.lane, action):
+            assert outcome.error is None
+            assert not outcome.faults
+        self.seconds.append(time.monotonic() - started)
+        self._hash = ledger_hash(self._hash, action)
+        observed = self.lane.rows.observation[0][:, 3]
+        np.testing.assert_array_equal(observed, [self._hash] * self.lane.num_envs)
+
+
+@contextlib.contextmanager
+def honest_client(server: ServerProcess) -> Iterator[HonestClient]:
+    """Steps all the while in a thread; the server must `--allow-kwarg length`."""
+    lane = attach_lane(server, env_kwargs={"length": 10**6})
+    client, is_over = HonestClient(lane), threading.Event()
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            while not is_over.is_set():
+                client.step(len(client.seconds) % 7)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    with contextlib.closing(lane):
+        thread.start()
+        try:
+            yield client
+        finally:
+            is_over.set()
+            thread.join()
+        assert not failures, failures

@@ -1,0 +1,141 @@
+"""The audit: who was given, denied or lost what, a line each, for one user's eyes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from envserve.errors import ServerError
+from envserve.server.audit import Audit
+from envserve.session.quotas import AUDIT, Events
+
+KNOWN = {"ann": ("7QK2", "10.0.0.7")}
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def describe(user: str) -> tuple[str, str]:
+    return KNOWN.get(user, ("", ""))
+
+
+@pytest_asyncio.fixture
+async def audit(tmp_path: Path) -> AsyncIterator[Audit]:
+    audit = Audit(str(tmp_path / "audit"), describe, asyncio.get_running_loop())
+    yield audit
+    if audit in AUDIT.handlers:
+        audit.close()
+
+
+async def test_each_event_is_a_line_that_only_this_user_can_read(
+    audit: Audit, tmp_path: Path
+) -> None:
+    events = Events()
+    events.note("attached", "ann", "CartPole-v1", 4)
+    events.note("ended", "ann", "CartPole-v1", 4, "detached")
+    path = tmp_path / "audit"
+    assert path.stat().st_mode & 0o777 == 0o600
+    first, second = lines_of(path)
+    assert first.pop("time").startswith("20")
+    assert first == {
+        "event": "attached",
+        "name": "ann",
+        "fingerprint": "7QK2",
+        "address": "10.0.0.7",
+        "env": "CartPole-v1",
+        "count": 4,
+        "reason": "",
+        "times": 1,
+    }
+    assert (second["event"], second["reason"]) == ("ended", "detached")
+
+
+async def test_refusals_within_a_second_are_two_lines(
+    audit: Audit, tmp_path: Path
+) -> None:
+    events = Events()
+    for index in range(100):
+        events.note("refused", "ann", reason=f"number {index}")
+        events.note("over quota", "bob", reason=f"number {index}")
+    assert events.counts["ann", "refused"] == 100
+    path = tmp_path / "audit"
+    assert [line["times"] for line in lines_of(path)] == [1, 1]
+    audit.close()
+    told = [(one["name"], one["times"], one["reason"]) for one in lines_of(path)]
+    assert told[2:] == [("ann", 99, "number 99"), ("bob", 99, "number 99")]
+
+
+async def test_the_second_line_comes_by_itself(
+    audit: Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("envserve.server.audit._OFTEN_SECONDS", 0.0)
+    events = Events()
+    for _ in range(3):
+        events.note("refused", "ann")
+    await asyncio.sleep(0.01)
+    events.note("refused", "ann")
+    assert [one["times"] for one in lines_of(tmp_path / "audit")] == [1, 2, 1]
+
+
+async def test_text_of_peers_is_printable_and_short(
+    audit: Audit, tmp_path: Path
+) -> None:
+    Events().note("refused", "", "\x1b]0;\u202eevil\n" + "x" * 9000)
+    (line,) = (tmp_path / "audit").read_text().splitlines()
+    assert line.isascii()
+    assert line.isprintable()
+    assert len(line) < 1000
+
+
+async def test_a_key_that_is_gone_keeps_its_fingerprint(
+    audit: Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Events().note("attached", "ann")
+    monkeypatch.delitem(KNOWN, "ann")
+    Events().note("revoked", "ann")
+    assert [one["fingerprint"] for one in lines_of(tmp_path / "audit")] == ["7QK2"] * 2
+
+
+async def test_it_is_appended_to_and_closed_to_others(tmp_path: Path) -> None:
+    path = tmp_path / "audit"
+    path.touch(0o644)
+    loop = asyncio.get_running_loop()
+    for _ in range(2):
+        audit = Audit(str(path), describe, loop)
+        Events().note("attached", "ann")
+        audit.close()
+        Events().note("attached", "ann")  # which nobody takes
+    assert len(lines_of(path)) == 2
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+async def test_what_cannot_be_opened_is_an_error_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "other")
+    mode = os.stat("/dev/full").st_mode
+    for name in ("none/audit", "link", ".", "/dev/full"):
+        with pytest.raises(ServerError, match=r"--audit .* cannot be written: "):
+            Audit(str(tmp_path / name), describe, asyncio.get_running_loop())
+    assert not AUDIT.handlers
+    assert os.stat("/dev/full").st_mode == mode
+
+
+async def test_a_full_disk_is_said_once_and_costs_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "audit"
+    audit = Audit(str(path), describe, asyncio.get_running_loop())
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, audit._file)
+    os.close(full)
+    for _ in range(3):
+        Events().note("attached", "ann")
+    audit.close()
+    assert caplog.text.count("the audit cannot be written") == 1

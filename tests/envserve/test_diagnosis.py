@@ -1,0 +1,256 @@
+"""Why a connection fails: what is found, what is said, and that nothing is sent."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from envserve.client import connection
+from envserve.client.diagnosis import Finding, diagnose_connection, refusal_of
+from envserve.client.remote_lane import RemoteLane
+from envserve.errors import ConnectError
+from envserve.keys.folder import KeyFolder
+from envserve.keys.formats import fingerprint
+from envserve.keys.pair import KeyPair, Keys
+from envserve.session import Patience
+from tests.envserve.server_process import make_config
+
+SERVER, CLIENT, OTHER = KeyPair.make(), KeyPair.make(), KeyPair.make()
+KEYS: Keys = (SERVER.public, CLIENT)
+#: A lane has to say it within 3 s; a loaded machine may need longer.
+SECONDS = 3.0
+SLACK_SECONDS = 2.0
+
+Listen = Callable[..., "Listener"]
+
+
+class Listener:
+    """A thread that listens as a test wants it, and notes what it is sent."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.heard: list[bytes] = []  # messages, or bytes of TCP
+        self.is_over = threading.Event()
+        self._is_ready = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+        self._is_ready.wait(20)
+
+    def _serve(self) -> None:
+        raise NotImplementedError
+
+    def _be_ready(self, port: int) -> None:
+        self.address = f"tcp://127.0.0.1:{port}"
+        self._is_ready.set()
+
+    def close(self) -> None:
+        self.is_over.set()
+        self._thread.join()
+
+
+class Router(Listener):
+    """A ROUTER, with keys that a handler knows, or without."""
+
+    def __init__(self, pair: KeyPair | None = None, status: bytes = b"200") -> None:
+        self._pair, self._status = pair, status
+        super().__init__()
+
+    def _serve(self) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        handler, router = context.socket(zmq.REP), context.socket(zmq.ROUTER)
+        handler.bind("inproc://zeromq.zap.01")
+        if self._pair is not None:
+            router.setsockopt(zmq.CURVE_SERVER, 1)
+            router.setsockopt(zmq.CURVE_SECRETKEY, self._pair.secret)
+            router.setsockopt(zmq.ZAP_DOMAIN, b"test")
+        self._be_ready(router.bind_to_random_port("tcp://127.0.0.1"))
+        poller = zmq.Poller()
+        poller.register(handler, zmq.POLLIN)
+        poller.register(router, zmq.POLLIN)
+        while not self.is_over.is_set():
+            readable = dict(poller.poll(50))
+            if handler in readable:
+                _, number, *_ = handler.recv_multipart()
+                answer = [b"1.0", number, self._status, b"", b"user", b""]
+                handler.send_multipart(answer)
+            if router in readable:
+                self.heard.append(router.recv_multipart()[1])
+        context.destroy(linger=0)
+
+
+class Tcp(Listener):
+    """A port of TCP that answers in some way: by nothing, or by what it is sent."""
+
+    def __init__(self, answer: Callable[[bytes], bytes | None]) -> None:
+        self._answer = answer
+        super().__init__()
+
+    def _serve(self) -> None:
+        with contextlib.ExitStack() as stack:
+            server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            server.settimeout(0.02)
+            self._be_ready(server.getsockname()[1])
+            streams: list[socket.socket] = []
+            while not self.is_over.is_set():
+                with contextlib.suppress(TimeoutError):
+                    streams.append(stack.enter_context(server.accept()[0]))
+                    streams[-1].settimeout(0.02)
+                for stream in list(streams):
+                    with contextlib.suppress(TimeoutError):
+                        if not self._answer_to(stream):
+                            streams.remove(stream)
+                            stream.close()
+
+    def _answer_to(self, stream: socket.socket) -> bool:
+        """Tells whether the connection is to be kept."""
+        try:
+            part = stream.recv(4096)
+        except ConnectionError:
+            return False
+        self.heard.append(part)
+        answer = self._answer(part)
+        if not part or answer is None:
+            return False
+        stream.sendall(answer)
+        return True
+
+
+@pytest.fixture
+def listen() -> Iterator[Listen]:
+    with contextlib.ExitStack() as stack:
+
+        def start(kind: Any, *arguments: Any) -> Listener:
+            return stack.enter_context(contextlib.closing(kind(*arguments)))
+
+        yield start
+
+
+def echo(part: bytes) -> bytes:
+    return part
+
+
+def nothing(_: bytes) -> bytes:
+    return b""
+
+
+def hang_up(_: bytes) -> None:
+    return None
+
+
+def web(_: bytes) -> bytes:
+    return b"HTTP/1.1 400 Bad Request\r\n\r\n"
+
+
+#: What listens, the keys of who connects, what is found, and part of what is said.
+CASES: dict[str, tuple[tuple[Any, ...], Keys | None, Finding, str]] = {
+    "its own": ((Router, SERVER), KEYS, Finding.FINE, ""),
+    "no keys, as agreed": ((Router,), None, Finding.FINE, ""),
+    "no keys": (
+        (Router,),
+        KEYS,
+        Finding.USES_NO_KEYS,
+        "the server uses no keys, and this client insists on them; start it without "
+        "--insecure-no-auth, or say insecure=True in a network that you trust",
+    ),
+    "keys": (
+        (Router, SERVER),
+        None,
+        Finding.NEEDS_KEYS,
+        "no key of that server is known here, so it could be anybody's; run "
+        '"envserve invite NAME" on 127.0.0.1 and "envserve join" here',
+    ),
+    "refuses": (
+        (Router, SERVER, b"400"),
+        KEYS,
+        Finding.UNKNOWN_CLIENT,
+        "the server does not know this client's key "
+        f"({fingerprint(CLIENT.public)}): never invited, expired, or removed; run "
+        '"envserve invite NAME" there and "envserve join" here',
+    ),
+    "another": (
+        (Router, OTHER),
+        KEYS,
+        Finding.OTHER_SERVER,
+        "what answers there has not the key that it had when you joined (expected "
+        f"{fingerprint(SERVER.public)}): another server, a new key, or somebody in "
+        "between; nothing was sent; if it was set up anew, join again",
+    ),
+    "echo": ((Tcp, echo), KEYS, Finding.NOT_ZEROMQ, "does not speak ZeroMQ"),
+    "web": ((Tcp, web), KEYS, Finding.NOT_ZEROMQ, "does not speak ZeroMQ"),
+    "only listens": ((Tcp, nothing), KEYS, Finding.NOT_ZEROMQ, "or hangs"),
+    "doubts": ((Router, SERVER, b"300"), KEYS, Finding.NOBODY, ""),
+    "hangs up": ((Tcp, hang_up), KEYS, Finding.NOBODY, ""),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_why_nothing_connects_is_found_and_said(listen: Listen, name: str) -> None:
+    listener, keys, finding, text = CASES[name]
+    address = listen(*listener).address
+    is_silent = finding in (Finding.NOT_ZEROMQ, Finding.NOBODY)
+    assert diagnose_connection(address, keys, 0.5 if is_silent else 20.0) is finding
+    refusal = refusal_of(finding, address, keys)
+    if finding is Finding.NOT_ZEROMQ:
+        assert text in str(refusal)
+    elif text:
+        assert str(refusal) == f"{address}: {text}"
+    else:
+        assert refusal is None
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://127.0.0.1:1", "tcp://nobody.invalid:1", "ipc:///tmp/nobody", "x"]
+)
+def test_nobody_is_found_where_nobody_is(address: str) -> None:
+    assert diagnose_connection(address, KEYS, SECONDS) is Finding.NOBODY
+
+
+REFUSED = [name for name, case in CASES.items() if case[2].value in range(2, 7)]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_lane_says_so_soon_and_has_sent_nothing(
+    listen: Listen, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener, keys, _, text = CASES[name]
+    peer = listen(*listener)
+    monkeypatch.setattr(KeyFolder, "keys_for", lambda *_, insecure: keys)
+    # Who is not known may be invited meanwhile.
+    connect_seconds = 2.5 if name == "refuses" else 60.0
+    lane = RemoteLane(
+        peer.address, make_config(), Patience(connect_seconds=connect_seconds)
+    )
+    started = time.monotonic()
+    with pytest.raises(ConnectError) as error:
+        lane.finish_start(started + 60.0)
+    assert time.monotonic() - started < SECONDS + SLACK_SECONDS
+    assert text in str(error.value)
+    assert not any(b"ENVS" in part for part in peer.heard)
+
+
+def test_who_asks_how_a_server_is_is_told_as_well(
+    listen: Listen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KeyFolder, "keys_for", lambda *_, insecure: KEYS)
+    address = listen(Router, OTHER).address
+    with pytest.raises(ConnectError, match="has not the key that it had"):
+        connection.ask_welcome(address, 20.0)
+
+
+def test_connections_that_work_are_not_looked_at(
+    listen: Listen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("envserve.client.diagnosis.diagnose_connection", pytest.fail)
+    monkeypatch.setattr(KeyFolder, "keys_for", lambda *_, insecure: KEYS)
+    peer = listen(Router, SERVER)
+    lane = RemoteLane(peer.address, make_config(), Patience(connect_seconds=2.0))
+    with pytest.raises(ConnectError, match="no server answered within 2 s"):
+        lane.finish_start(time.monotonic() + 20.0)
+    assert peer.heard[0].startswith(b"ENVS")

@@ -1,0 +1,45 @@
+"""Every decoder under bytes that nobody should send, as scripts/fuzz_decoders.py."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.envserve.fuzzing import fuzz, make_targets
+
+NUM_BODIES = 100_000
+MAX_GROWTH_BYTES = 32 << 20
+
+
+def resident_bytes() -> int:
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * 4096
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_decoders_refuse_or_read_whatever_comes(pytestconfig: pytest.Config) -> None:
+    seed = int(pytestconfig.getoption("random_seed"))
+    targets = make_targets()
+    fuzz(targets, 2_000, seed)
+    gc.collect()
+    logging.disable(logging.CRITICAL)
+    gc.disable()  # of this process and its other tests: it is not what is measured
+    try:
+        before = resident_bytes()
+        fuzz(targets, NUM_BODIES, seed)
+        growth = resident_bytes() - before
+    finally:
+        gc.enable()
+        logging.disable(logging.NOTSET)
+    assert growth < MAX_GROWTH_BYTES, f"grew by {growth} bytes"
+    for name, target in targets.items():
+        seconds, data = target.slowest
+        assert seconds < target.most_seconds, (
+            f"{name}: {seconds:.4f} s for {data.hex()}"
+        )
+    refusing = [name for name, target in targets.items() if target.refusals]
+    assert all(targets[name].num_refused for name in refusing)

@@ -1,0 +1,190 @@
+"""`envserve join` at a real server: once, for a key of its own, until it is removed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from envserve.cli import app
+from envserve.client.connection import Connection
+from envserve.keys import formats
+from envserve.keys.folder import KeyFolder
+from envserve.keys.invitation import Invitation
+from envserve.keys.pair import KeyPair
+from envserve.wire import ErrorBody, Hello, Join, Message, MessageType, decode, encode
+from tests.envserve.conftest import Serve, WaitUntil
+from tests.envserve.server_process import ServerProcess
+
+RunAt = Callable[..., Any]
+
+
+@pytest.fixture
+def run_at(tmp_path: Path) -> RunAt:
+    """Runs a command with a home of its own."""
+
+    def run(home: str, *words: str, **more: Any) -> Any:
+        env = {"ENVSERVE_HOME": str(tmp_path / home)}
+        return CliRunner().invoke(app, words, env=env, **more)
+
+    return run
+
+
+@pytest.fixture
+def server(tmp_path: Path, serve: Serve) -> ServerProcess:
+    home = {"ENVSERVE_HOME": str(tmp_path / "server")}
+    return serve("--audit", str(tmp_path / "audit"), environment=home)
+
+
+def invite(run_at: RunAt, server: ServerProcess, name: str = "trainer-1") -> str:
+    result = run_at("server", "invite", name, "--at", server.address, "--stdout")
+    assert result.exit_code == 0, result.stderr
+    return str(result.stdout)
+
+
+def test_an_invitation_lets_one_client_in_until_it_is_removed(
+    run_at: RunAt, server: ServerProcess, tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    line = invite(run_at, server)
+    joined = run_at("client", "join", input=line)
+    assert joined.exit_code == 0, joined.stderr
+    pair = KeyFolder(tmp_path / "client").client_key()
+    key = KeyFolder(tmp_path / "server").server_key()
+    assert pair is not None
+    assert key is not None
+    prints = [formats.fingerprint(public) for public in (pair.public, key.public)]
+    assert joined.stdout == (
+        f"joined {server.address} as trainer-1; this client's key is {prints[0]}, "
+        f"the server's {prints[1]}\n"
+    )
+    assert run_at("server", "clients").stdout.split() == ["trainer-1", prints[0]]
+    assert run_at("client", "health", server.address).exit_code == 0
+    wait_until(lambda: "joined" in (tmp_path / "audit").read_text())
+    (event,) = (json.loads(t) for t in (tmp_path / "audit").read_text().splitlines())
+    assert (event["event"], event["name"]) == ("joined", "trainer-1")
+    assert event["fingerprint"] == prints[0]
+    again = run_at("another", "join", input=line)
+    assert (again.exit_code, again.stdout) == (1, "")
+    assert again.stderr == (
+        "envserve: this invitation was used, or is older than 15 minutes; ask for "
+        "another: envserve invite trainer-1\n"
+    )
+    assert KeyFolder(tmp_path / "another").pin_of(server.address) is None
+    run_at("server", "clients", "remove", "trainer-1")
+    wait_until(
+        lambda: run_at("client", "health", server.address, "--timeout", "1").exit_code
+    )
+
+
+def test_who_is_invited_again_has_one_key(
+    run_at: RunAt, server: ServerProcess, tmp_path: Path
+) -> None:
+    for home in ("first", "second"):
+        line = invite(run_at, server)
+        assert run_at(home, "join", input=line).exit_code == 0
+    pair = KeyFolder(tmp_path / "second").client_key()
+    assert pair is not None
+    (grant,) = KeyFolder(tmp_path / "server").clients.grants()
+    assert grant.public == pair.public
+    # The second's key stands under its name; another's name does not get it too.
+    result = run_at("second", "join", input=invite(run_at, server, "trainer-2"))
+    assert result.exit_code == 1
+    assert "this client's key is known here as trainer-1" in result.stderr
+
+
+def exchange(connection: Connection, message: Message) -> Message | None:
+    """Sends a message; returns the answer, None if there is none for a while."""
+    connection.wait(10, for_writing=True)
+    assert connection.send(encode(message))
+    connection.wait(0.5, for_writing=False)
+    frames = connection.receive()
+    return decode(frames) if frames else None
+
+
+def test_an_invitation_may_do_nothing_but_join(
+    run_at: RunAt, server: ServerProcess
+) -> None:
+    invitation = Invitation.parse(invite(run_at, server))
+    once = KeyPair.of(invitation.secret)
+    keys = invitation.server_public, once
+    joining = Message(type=MessageType.JOIN, body=Join(public=bytes(32)).encode())
+    with contextlib.closing(Connection(server.address, keys)) as connection:
+        for kind in (MessageType.HELLO, MessageType.ATTACH, MessageType.PING):
+            message = Message(type=kind, body=Hello().encode())
+            assert exchange(connection, message) is None
+        short = Message(type=MessageType.JOIN, body=b"\x81\xa6public\xc4\x01a")
+        answer = exchange(connection, short)
+        assert answer is not None
+        assert answer.type is MessageType.ERROR
+        answer = exchange(connection, joining)
+        assert answer is not None
+        assert answer.type is MessageType.JOINED
+        # Used up, also for who is still connected by it.
+        answer = exchange(connection, joining)
+        assert answer is not None
+        text = ErrorBody.decode(answer.body).text
+        assert text == "expected the key of an invitation that is good"
+        assert exchange(connection, Message(type=MessageType.HELLO)) is None
+
+
+def test_who_was_not_invited_cannot_join(
+    run_at: RunAt, server: ServerProcess, tmp_path: Path
+) -> None:
+    assert run_at("client", "join", input=invite(run_at, server)).exit_code == 0
+    run_at("server", "invite", "trainer-2", "--at", server.address, "--stdout")
+    message = Message(type=MessageType.JOIN, body=Join(public=bytes(32)).encode())
+    keys = KeyFolder(tmp_path / "client").keys_for(server.address)
+    with contextlib.closing(Connection(server.address, keys)) as connection:
+        answer = exchange(connection, message)
+    assert answer is not None
+    assert answer.type is MessageType.ERROR
+
+
+def test_no_secret_is_where_others_could_see_it(
+    run_at: RunAt, server: ServerProcess, tmp_path: Path
+) -> None:
+    line = invite(run_at, server)
+    joined = run_at("client", "join", "--timeout", "20", input=line)
+    assert joined.exit_code == 0, joined.stderr
+    run_at("another", "join", input=line)
+    secrets = [line[18:].partition(".")[0][-40:]]
+    for home, role in (
+        ("server", "server"),
+        ("server", "client"),
+        ("client", "client"),
+    ):
+        pair = getattr(KeyFolder(tmp_path / home), f"{role}_key")()
+        secrets.append(formats.encode(formats.SECRET, pair.secret)[18:])
+    seen = joined.stdout + joined.stderr + server.log
+    clients = run_at("server", "clients").stdout
+    seen += clients + (tmp_path / "server" / "clients").read_text()
+    folder = Path("/proc", str(server.process.pid))
+    for name in ("cmdline", "environ"):
+        if (folder / name).exists():
+            seen += (folder / name).read_text(errors="replace")
+    assert "ENVSERVE_HOME" in seen or not folder.exists()
+    assert [secret for secret in secrets if secret in seen] == []
+
+
+def test_a_server_that_does_not_answer_leaves_no_pin(
+    run_at: RunAt, server: ServerProcess, tmp_path: Path
+) -> None:
+    line = invite(run_at, server)
+    host, _, port = server.address.rpartition(":")
+    elsewhere = line.replace(f":{port}", ":1")
+    start = time.monotonic()
+    result = run_at("client", "join", "--timeout", "0.5", input=elsewhere)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"envserve: {host}:1: ")
+    assert time.monotonic() - start < 20
+    assert KeyFolder(tmp_path / "client").pin_of(f"{host}:1") is None
+    # It was not used, so it is still good: at another of the server's addresses.
+    both = line.replace(f":{port}", f":1,127.0.0.1:{port}")
+    assert run_at("client", "join", "--timeout", "2", input=both).exit_code == 0
+    assert KeyFolder(tmp_path / "client").pin_of(f"{host}:1") is not None

@@ -1,0 +1,304 @@
+"""`envserve invite`, `clients`, `keys`: what they print, keep to themselves, refuse."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from envserve.cli import app
+from envserve.keys import formats
+from envserve.keys.clients import ClientsFile
+from envserve.keys.folder import KeyFolder
+from envserve.keys.grant import Grant
+from envserve.keys.invitation import Invitation
+
+Run = Callable[..., Any]
+AT = ("--at", "tcp://sim1:5555")
+SECRETS = re.compile(r"envserve-(secret|invite)-1\.[\w-]{43}")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ENVSERVE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def run(home: Path) -> Run:
+    return lambda *words, **more: CliRunner().invoke(app, words, **more)
+
+
+def test_an_invitation_is_a_line_and_what_the_client_will_be(
+    run: Run, home: Path
+) -> None:
+    limits = ["--envs", "ALE/*,CartPole-v1", "--max-envs", "64", "--share", "2"]
+    before = time.time()
+    result = run("invite", "trainer-1", *AT, *limits, "--stdout")
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.startswith("A secret, for one use within 15 minutes.")
+    invitation = Invitation.parse(result.stdout)
+    assert (invitation.name, invitation.addresses) == (
+        "trainer-1",
+        ("tcp://sim1:5555",),
+    )
+    folder = KeyFolder(home)
+    server = folder.server_key()
+    assert server is not None
+    assert invitation.server_public == server.public
+    (grant,) = folder.clients.grants()
+    assert grant.is_invitation
+    assert before + 899 < (grant.until or 0) < time.time() + 900
+    assert (grant.envs, grant.max_envs, grant.share) == (
+        ("ALE/*", "CartPole-v1"),
+        64,
+        2.0,
+    )
+
+
+def test_an_invitation_goes_to_a_terminal_and_else_nowhere(
+    run: Run, home: Path
+) -> None:
+    result = run("invite", "trainer-1", *AT)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "envserve: an invitation is a secret, and stdout is no terminal; say --stdout "
+        "if nobody else reads what it goes to\n"
+    )
+    assert not home.exists()
+    master, terminal = pty.openpty()
+    try:
+        subprocess.run(
+            [sys.executable, "-m", "envserve.cli", "invite", "trainer-1", *AT],
+            stdout=terminal,
+            stderr=subprocess.DEVNULL,
+            timeout=30,
+        )
+        assert Invitation.parse(os.read(master, 1000).decode()).name == "trainer-1"
+    finally:
+        os.close(master)
+        os.close(terminal)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("local", *AT), "expected another name: no key"),
+        (("a b", *AT), "name"),
+        (("ci\n", *AT), "name"),
+        (("ci", *AT, "--envs", "A\n"), "envs"),
+        (("ci", "--at", "sim1:5555"), "--at: expected an address like tcp://"),
+        (("ci", "--at", "ipc:///run/envs"), "--at: expected the tcp:// address"),
+        (("ci", "--at", "tcp://0.0.0.0:5555"), "that clients reach the server by"),
+        (("ci", *AT, "--max-envs", "0"), "max_envs"),
+        (("ci", *AT, "--envs", "A #"), "envs"),
+        (("ci", *AT, "--envs", "A,"), "envs"),
+        (("ci", *AT, "--expires", "soon"), "expires: expected a date"),
+    ],
+)
+def test_a_wrong_invitation_is_refused_and_leaves_nothing(
+    run: Run, home: Path, words: tuple[str, ...], text: str
+) -> None:
+    result = run("invite", *words, "--stdout")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("envserve: ")
+    assert text in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not home.exists()
+
+
+def test_an_invitation_is_no_argument(run: Run, home: Path) -> None:
+    result = run("join", "envserve-invite-1.abc", "more")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "envserve: an invitation is a secret, and a command line is not; "
+        'run "envserve join" and paste it\n'
+    )
+    result = run("join", input="envserve-invite-1.abc\n")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "expected the line that envserve invite printed" in result.stderr
+    assert not home.exists()
+
+
+def test_an_invitation_is_not_shown_when_it_is_pasted(home: Path) -> None:
+    master, terminal = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "envserve.cli", "join"],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,  # without a terminal of its own to ask instead
+    ) as process:
+        os.close(terminal)
+        shown = b""
+        while not shown.endswith(b": "):
+            shown += os.read(master, 1000)
+        os.write(master, b"envserve-invite-1.abc.secret\n")
+        with contextlib.suppress(OSError):  # which is how Linux says that it ends
+            while more := os.read(master, 1000):
+                shown += more
+        assert process.wait(30) == 2
+    os.close(master)
+    assert shown.startswith(b"Invitation (it is not shown): ")
+    assert b"envserve: expected the line" in shown
+    assert b"abc" not in shown
+
+
+def test_clients_are_listed_without_secrets_and_removed(run: Run, home: Path) -> None:
+    folder = KeyFolder(home)
+    public, now = bytes(32), time.time()
+    folder.clients.add(Grant(name="ci", public=public, max_envs=8), now)
+    folder.clients.add(Grant(name="old", public=b"o" * 32, expires=1.0), now)
+    run("invite", "trainer-1", *AT)
+    run("invite", "trainer-1", *AT, "--stdout")
+    result = run("clients")
+    assert [line.split()[:3] for line in result.stdout.splitlines()] == [
+        ["ci", formats.fingerprint(public), "max-envs=8"],
+        ["old", "expired", "expires=1970-01-01T00:00:01Z"],
+        ["trainer-1", "invited", result.stdout.split()[-1]],
+    ]
+    assert "until=20" in result.stdout
+    assert not SECRETS.search(result.stdout + result.stderr)
+    assert run("clients", "remove", "ci").stdout == "removed ci\n"
+    result = run("clients", "remove", "ci")
+    assert result.exit_code == 2
+    assert result.stderr == "envserve: no client is called ci: envserve clients\n"
+    assert [grant.name for grant in folder.clients.grants()] == ["old", "trainer-1"]
+
+
+def test_home_is_an_option_too(run: Run, tmp_path: Path) -> None:
+    grant = Grant(name="ci", public=bytes(32))
+    KeyFolder(tmp_path / "x").clients.add(grant, 0.0)
+    home = ("--home", str(tmp_path / "x"))
+    assert run("clients", *home, "remove", "ci").exit_code == 0
+    assert run("clients", *home).stdout == ""
+    result = run("clients", "drop", "ci")
+    assert result.exit_code == 2
+    assert result.stderr == "envserve: expected nothing, or: remove NAME\n"
+
+
+def test_a_file_that_others_can_read_ends_a_command_with_2(
+    run: Run, home: Path
+) -> None:
+    KeyFolder(home).server_key(create=True)
+    (home / "server.key").chmod(0o640)
+    result = run("invite", "ci", *AT, "--stdout")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "server.key can be read by others (mode 0640); chmod 600" in result.stderr
+    assert not (home / "clients").exists()
+
+
+def test_keys_are_made_as_a_folder_per_role(run: Run, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    ats = (*AT, "--at", "tcp://sim2:5555")
+    result = run("keys", "make", str(made), "server", "trainer-1", "ci", *ats)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == f"{made}: ci server trainer-1\n"
+    assert sorted(str(path.relative_to(made)) for path in made.rglob("*.*")) == [
+        "ci/client.key",
+        "server/client.key",
+        "server/server.key",
+        "trainer-1/client.key",
+    ]
+    server = KeyFolder(made / "server")
+    key = server.server_key()
+    assert key is not None
+    for name in ("trainer-1", "ci"):
+        client = KeyFolder(made / name)
+        pair = client.client_key()
+        assert pair is not None
+        grant = server.clients.find(pair.public, time.time())
+        assert grant == Grant(name=name, public=pair.public)
+        for address in ("tcp://sim1:5555", "tcp://sim2:5555"):
+            assert client.keys_for(address) == (key.public, pair)
+        assert not {path.name for path in client.path.iterdir()} & {"server.key"}
+    for path in made.rglob("*"):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert mode == (0o700 if path.is_dir() else 0o600)
+
+
+def test_keys_that_are_there_stay_and_who_was_removed_stays_away(
+    run: Run, tmp_path: Path
+) -> None:
+    made = tmp_path / "made"
+    run("keys", "make", str(made), "server", "trainer-1", *AT)
+    before = {p: p.read_bytes() for p in made.rglob("*") if p.is_file()}
+    run("keys", "make", str(made), "server", "trainer-1", *AT)
+    assert {p: p.read_bytes() for p in made.rglob("*") if p.is_file()} == before
+    KeyFolder(made / "server").clients.remove("trainer-1")
+    run("keys", "make", str(made), "trainer-1", "ci", *AT)
+    grants = ClientsFile(made / "server" / "clients").grants()
+    assert [grant.name for grant in grants] == ["ci"]
+
+
+def test_another_address_brings_nobody_back_and_widens_nothing(
+    run: Run, tmp_path: Path
+) -> None:
+    made = tmp_path / "made"
+    run("keys", "make", str(made), "server", "ci", "gone", *AT)
+    clients = KeyFolder(made / "server").clients
+    (narrowed,) = (g for g in clients.grants() if g.name == "ci")
+    clients.add(replace(narrowed, max_envs=3), 0.0)
+    clients.remove("gone")
+    run("keys", "make", str(made), "server", "ci", "gone", "--at", "tcp://new:1", *AT)
+    grants = ClientsFile(made / "server" / "clients").grants()
+    assert [(grant.name, grant.max_envs) for grant in grants] == [("ci", 3)]
+    assert "tcp://new:1" in KeyFolder(made / "ci").addresses
+
+
+def test_a_role_is_a_name_and_not_a_path(run: Run, tmp_path: Path) -> None:
+    result = run("keys", "make", str(tmp_path / "made"), "../away", *AT)
+    assert result.exit_code == 2
+    assert not (tmp_path / "away").exists()
+
+
+@pytest.mark.parametrize(
+    ("role", "text"),
+    [("server", "until they join again: envserve invite"), ("client", "envserve join")],
+)
+def test_a_new_key_says_what_follows(
+    run: Run, home: Path, role: str, text: str
+) -> None:
+    folder = KeyFolder(home)
+    read = getattr(folder, f"{role}_key")
+    old = read(create=True)
+    (home / f"{role}.key").chmod(0o644)
+    result = run("keys", "new", *([role] if role == "client" else []))
+    assert result.exit_code == 0, result.stderr
+    assert read() != old
+    assert formats.fingerprint(read().public) in result.stdout
+    assert text in result.stdout
+    assert not SECRETS.search(result.stdout + result.stderr)
+
+
+def test_keys_come_through_a_kubernetes_secret_as_the_document_has_it(
+    run: Run, tmp_path: Path
+) -> None:
+    document = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    (command,) = re.findall(r'command: \[sh, -c, "(.*)"\]', document)
+    made, secret, keys = (tmp_path / name for name in ("made", "secret", "keys"))
+    assert run("keys", "make", str(made), "server", "ci", *AT).exit_code == 0
+    # A secret is mounted as links to files that others' groups may read.
+    (secret / "..data").mkdir(parents=True)
+    keys.mkdir(mode=0o777)
+    for path in (made / "server").iterdir():
+        (secret / "..data" / path.name).write_bytes(path.read_bytes())
+        (secret / "..data" / path.name).chmod(0o440)
+        (secret / path.name).symlink_to(f"..data/{path.name}")
+    command = command.replace("/secret", str(secret)).replace("/keys", str(keys))
+    subprocess.run(["sh", "-c", command], check=True, timeout=30)
+    folder = KeyFolder(keys / "home")
+    assert folder.server_key() == KeyFolder(made / "server").server_key()
+    assert [grant.name for grant in folder.clients.grants()] == ["ci"]

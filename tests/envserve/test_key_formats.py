@@ -1,0 +1,198 @@
+"""Keys, invitations and grants as text: what is read, refused and hidden."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import pickle
+import re
+import traceback
+
+import pytest
+import zmq
+
+from envserve.errors import CodecError, KeyFileError
+from envserve.keys import formats
+from envserve.keys.grant import Grant, format_line, parse_line
+from envserve.keys.invitation import Invitation
+from envserve.keys.pair import KeyPair
+
+PUBLIC = formats.encode_public(bytes(range(32)))
+KEY_43 = PUBLIC.removeprefix(formats.PUBLIC)
+
+
+def test_keys_as_text_have_a_prefix_and_are_read_back() -> None:
+    pair = KeyPair.make()
+    public = formats.encode_public(pair.public)
+    secret = formats.encode(formats.SECRET, pair.secret)
+    assert re.fullmatch(r"envserve-public-1\.[\w-]{43}", public)
+    assert re.fullmatch(r"envserve-secret-1\.[\w-]{43}", secret)
+    assert formats.decode(formats.PUBLIC, public) == pair.public
+    assert KeyPair.of(formats.decode(formats.SECRET, secret)) == pair
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        KEY_43,
+        PUBLIC[:-1],
+        PUBLIC + "A",
+        PUBLIC + "=",
+        PUBLIC[:-1] + "9",  # stands for the same bytes, with bits left over
+        PUBLIC.replace("envserve", "Envserve"),
+        PUBLIC[:-1] + "\n",
+        PUBLIC[:-2] + "+/",
+        PUBLIC[:-1] + "é",
+        formats.encode(formats.SECRET, bytes(32)),
+    ],
+)
+def test_only_one_text_stands_for_a_key(text: str) -> None:
+    with pytest.raises(CodecError, match=r"expected envserve-public-1\. and 43 char"):
+        formats.decode(formats.PUBLIC, text)
+
+
+def test_a_secret_in_the_wrong_place_is_named_and_not_repeated() -> None:
+    secret = formats.encode(formats.SECRET, KeyPair.make().secret)
+    with pytest.raises(CodecError) as caught:
+        formats.decode(formats.PUBLIC, secret)
+    text = "".join(traceback.format_exception(caught.value))
+    assert "got 61 characters that begin with envserve-secret-1." in text
+    assert secret[18:] not in text
+    with pytest.raises(CodecError) as caught:
+        formats.decode(formats.SECRET, secret + "x")
+    assert secret[18:] not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_secret_is_in_no_repr_no_pickle_and_no_copy() -> None:
+    pair = KeyPair.make()
+    invitation = Invitation(pair.public, pair.secret, "ci", ("tcp://sim1:5555",))
+    for thing in (pair, invitation):
+        assert repr(pair.secret)[2:-1] not in repr(thing)
+        assert "secret" not in repr(thing)
+    for take in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            take(pair)
+
+
+def test_without_curve_there_are_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: bytes) -> bytes:
+        raise zmq.ZMQError(errno.ENOTSUP)
+
+    monkeypatch.setattr(zmq, "curve_public", fails)
+    with pytest.raises(KeyFileError, match="ZeroMQ has no CURVE here"):
+        KeyPair.make()
+
+
+def test_fingerprints_are_groups_that_people_compare() -> None:
+    assert formats.fingerprint(bytes(32)) == "MZUH-VLPY-MK6X-O3EP"
+    assert formats.fingerprint(bytes(31) + b"\1") != formats.fingerprint(bytes(32))
+
+
+def test_an_invitation_is_one_line_and_is_read_back() -> None:
+    pair, server = KeyPair.make(), KeyPair.make()
+    addresses = ("tcp://sim1:5555", "tcp://[::1]:7")
+    invitation = Invitation(server.public, pair.secret, "trainer-1", addresses)
+    line = invitation.line
+    assert re.fullmatch(
+        r"envserve-invite-1\.[\w-]{86}\.trainer-1@sim1:5555,\[::1\]:7", line
+    )
+    assert Invitation.parse(f"  {line}\n") == invitation
+    assert invitation.ended_text == (
+        "this invitation was used, or is older than 15 minutes; ask for another: "
+        "envserve invite trainer-1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("@", "@\x1b[2J"),
+        (".trainer-1@", "@"),
+        ("5555", "port"),
+        ("5555", "70000"),
+        ("invite", "public"),
+        ("@sim1:5555", ""),
+        ("-1.", "-1.A"),
+    ],
+)
+def test_a_line_that_was_cut_or_changed_is_no_invitation(old: str, new: str) -> None:
+    pair = KeyPair.make()
+    line = Invitation(pair.public, pair.secret, "trainer-1", ("tcp://sim1:5555",)).line
+    with pytest.raises(CodecError, match="expected") as caught:
+        Invitation.parse(line.replace(old, new, 1))
+    assert line[20:60] not in str(caught.value)
+
+
+def test_a_line_of_clients_is_a_grant() -> None:
+    grant = parse_line(
+        f"trainer-1  {PUBLIC}  envs=ALE/*,CartPole-v1 max-envs=64 max-processes=16 "
+        f"max-leases=2 expose=get:level,call:render kwargs=level:int[0,10],kind:a|b "
+        f"share=2 expires=2027-01-01  # the big one"
+    )
+    assert grant == Grant(
+        name="trainer-1",
+        public=bytes(range(32)),
+        envs=("ALE/*", "CartPole-v1"),
+        max_envs=64,
+        max_processes=16,
+        max_leases=2,
+        exposed=("get:level", "call:render"),
+        allowed_kwargs=("level:int[0,10]", "kind:a|b"),
+        share=2.0,
+        expires=1798761600.0,
+    )
+    assert parse_line(format_line(grant)) == grant
+    assert not grant.is_invitation
+    assert [grant.holds(now) for now in (1798761599.9, 1798761600.0)] == [True, False]
+    names = ("ALE/Pong-v5", "CartPole-v1", "CartPole-v10", "ale/Pong-v5")
+    assert [grant.may_use(name) for name in names] == [True, True, False, False]
+
+
+def test_a_line_without_options_leaves_all_limits_to_the_host() -> None:
+    grant = parse_line(f"ci {PUBLIC}")
+    assert grant == Grant(name="ci", public=bytes(range(32)))
+    assert (grant.max_envs, grant.exposed, grant.expires) == (None, None, None)
+    assert grant.may_use("CartPole-v1")
+    assert format_line(grant).split() == ["ci", PUBLIC]
+    assert parse_line("") is parse_line("  # nobody yet") is None
+
+
+def test_an_invitation_stands_in_clients_until_a_time() -> None:
+    line = f"ci envserve-invite-1.{KEY_43} until=2026-11-22T10:15:00Z"
+    grant = parse_line(line)
+    assert grant is not None
+    assert grant.is_invitation
+    assert format_line(grant).split() == line.split()
+    assert [grant.holds(now) for now in (1795342499, 1795342500)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("ci", "expected a name, a public key and options"),
+        (f"local {PUBLIC}", "expected another name"),
+        (f"envserve-secret-1.{KEY_43} {PUBLIC}", "expected another name"),
+        (f"ci {PUBLIC} envserve-secret-1.{KEY_43}", "got 'envserve-secret-1'"),
+        (f"a/b {PUBLIC}", "name"),
+        (f"{'a' * 65} {PUBLIC}", "name"),
+        (f"ci {PUBLIC} maxenvs=3", "expected options of .*max-envs.*got 'maxenvs'"),
+        (f"ci {PUBLIC} name=x", "expected options"),
+        (f"ci {PUBLIC} max-envs", "expected options"),
+        (f"ci {PUBLIC} max-envs=0", "max_envs"),
+        (f"ci {PUBLIC} max-envs=many", "max_envs"),
+        (f"ci {PUBLIC} expose=see:level", "expected NAME, get:NAME"),
+        (f"ci {PUBLIC} kwargs=level:int[0,10", "exp"),
+        (f"ci {PUBLIC} share=0", "share"),
+        (f"ci {PUBLIC} share=nan", "share"),
+        (f"ci {PUBLIC} share=inf", "share"),
+        (f"ci {PUBLIC} expires=soon", "expires: expected a date"),
+        (f"ci {PUBLIC} until=2027-01-01", "until= with an invitation"),
+        (f"ci envserve-invite-1.{KEY_43}", "until= with an invitation"),
+        (f"ci envserve-secret-1.{KEY_43}", r"begin with envserve-secret-1\.$"),
+    ],
+)
+def test_a_line_that_says_something_else_is_refused(line: str, text: str) -> None:
+    with pytest.raises(CodecError, match=text) as caught:
+        parse_line(line)
+    assert KEY_43 not in str(caught.value)

@@ -1,0 +1,140 @@
+"""What an operator allows clients: attributes by the way of use, arguments by value."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from envserve.keys.grant import Grant
+from envserve.session.policy import Refusal, check_call, check_kwargs, narrow
+from envserve.settings import HostSettings
+from envserve.wire import ErrorCode
+
+
+def uses(host: HostSettings, name: str) -> set[str]:
+    """The ways in which clients may use an attribute."""
+    refused = {}
+    for kind in ("get", "set", "call"):
+        try:
+            check_call(host, kind, name, 0)
+        except Refusal as refusal:
+            refused[kind] = refusal.body
+    for kind, body in refused.items():
+        assert (body.code, body.env_index) == (ErrorCode.REFUSED, 0)
+        assert f"--expose {kind}:NAME" in body.text
+    return {"get", "set", "call"} - refused.keys()
+
+
+@pytest.mark.parametrize(
+    ("exposed", "expected"),
+    [
+        ({"level"}, {"get", "call"}),
+        ({"get:level"}, {"get"}),
+        ({"set:level"}, {"set"}),
+        ({"call:level", "set:level"}, {"call", "set"}),
+        ({"levels"}, set()),
+    ],
+)
+def test_an_attribute_is_exposed_to_the_uses_that_are_named(
+    exposed: set[str], expected: set[str]
+) -> None:
+    assert uses(HostSettings(exposed=frozenset(exposed)), "level") == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        (None, {"get", "call"}),
+        ((), set()),
+        (("get:level", "set:level"), {"get"}),
+        (("level", "other"), {"get", "call"}),
+    ],
+)
+def test_a_key_may_use_no_more_than_the_host_exposes(
+    own: tuple[str, ...] | None, expected: set[str]
+) -> None:
+    host = HostSettings(exposed=frozenset({"level"}))
+    grant = Grant(name="trainer-1", public=bytes(32), exposed=own)
+    assert uses(narrow(host, grant), "level") == expected
+
+
+def test_a_key_has_no_more_workers_than_it_may_have_processes() -> None:
+    host = HostSettings(num_workers=4)
+    for most, expected in ((None, 4), (1, 1), (9, 4)):
+        grant = Grant(name="trainer-1", public=bytes(32), max_processes=most)
+        assert narrow(host, grant).num_workers == expected
+
+
+NUMBERS = (0, -3, 0.5, True, math.inf)
+WORDS = ("fast", "/etc/passwd", "")
+OTHERS = (None, [1], {"a": 1}, b"1")
+
+
+@pytest.mark.parametrize(
+    ("rule", "good"),
+    [
+        ("x", NUMBERS),
+        ("x:any", NUMBERS + WORDS + OTHERS),
+        ("x:bool", (True,)),
+        ("x:int", (0, -3)),
+        ("x:int[0,10]", (0,)),
+        ("x:float", (0, -3, 0.5, math.inf)),
+        ("x:float[-3,0.5]", (0, -3, 0.5)),
+        ("x:fast|slow", ("fast",)),
+        ("x:0|/etc/passwd", (0, "/etc/passwd")),
+        ("y:any", ()),
+    ],
+)
+def test_an_argument_may_have_the_values_of_its_rule(
+    rule: str, good: tuple[Any, ...]
+) -> None:
+    assert check(rule, good) == []
+    bad = [value for value in NUMBERS + WORDS + OTHERS if not is_in(value, good)]
+    assert check(rule, bad) == bad
+
+
+def is_in(value: Any, values: tuple[Any, ...]) -> bool:
+    return any(value == one and type(value) is type(one) for one in values)
+
+
+def check(rule: str, values: Any) -> list[Any]:
+    """Returns those that are refused."""
+    refused, codes, texts = [], [], []
+    for value in values:
+        try:
+            check_kwargs(frozenset({rule}), {"x": value})
+        except Refusal as refusal:
+            codes.append(refusal.body.code)
+            texts.append(str(refusal))
+            refused.append(value)
+    assert set(codes) <= {ErrorCode.REFUSED}
+    assert all(f"(allowed: {rule}, and render_mode=" in text for text in texts)
+    return refused
+
+
+def test_bounds_hold_and_not_a_number_is_within_none() -> None:
+    for value in (-1, 11, math.nan):
+        assert check("x:float[0,10]", [value])
+    assert check("x:int[0,10]", [11]) == [11]
+
+
+def test_one_of_several_rules_for_a_name_is_enough() -> None:
+    rules = frozenset({"x:int[0,1]", "x:fast"})
+    for value in (1, "fast"):
+        check_kwargs(rules, {"x": value, "render_mode": "rgb_array"})
+    with pytest.raises(Refusal, match="'render_mode' is not allowed to be 'human'"):
+        check_kwargs(rules, {"render_mode": "human"})
+
+
+@pytest.mark.parametrize("rule", ["x:", "x:int[0", "x:int[,1]", "x:a b", "1x", "x:|"])
+def test_rules_that_mean_nothing_are_refused_at_the_start(rule: str) -> None:
+    with pytest.raises(ValueError, match=r"allowed_kwargs: expected NAME, NAME:int\["):
+        HostSettings(allowed_kwargs=frozenset({rule}))
+
+
+@pytest.mark.parametrize("rule", ["x:level", "get:", "Level", "get:a:b", "__class__"])
+def test_exposures_that_mean_nothing_are_refused_at_the_start(rule: str) -> None:
+    with pytest.raises(ValueError, match="exposed: expected NAME, get:NAME,"):
+        HostSettings(exposed=frozenset({rule}))

@@ -1,0 +1,252 @@
+"""Servers and clients with keys, as processes: who gets in, and who does no more."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envserve.client.connection import ask_welcome
+from envserve.client.remote_lane import RemoteLane
+from envserve.errors import ConnectError
+from envserve.keys.folder import KeyFolder
+from envserve.keys.grant import Grant
+from envserve.keys.pair import KeyPair
+from envserve.lane import Outcome
+from envserve.session import Patience
+from tests.envserve.conftest import Serve
+from tests.envserve.pool_driver import attach_lane, reset, step
+from tests.envserve.server_process import ServerProcess, command, make_config
+from tests.envserve.session_client import SessionClient
+
+#: Nobody was let in by then, and at once if there was a key.
+SHORT = 1.0
+#: Whose key was taken away is out after a second, on a machine that does nothing else.
+SOON = 10.0
+
+
+class Homes:
+    """The folders of several users; the server's is `server`."""
+
+    def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
+        self._root = root
+        self._patch = patch
+        self.server = self.of("server")
+        self.server.client_key(create=True)
+        self.server.server_key(create=True)
+
+    def of(self, name: str) -> KeyFolder:
+        return KeyFolder(self._root / name)
+
+    def become(self, name: str) -> None:
+        """Has this process, and those that it starts, be that user."""
+        self._patch.setenv("ENVSERVE_HOME", str(self._root / name))
+
+    def pin(self, name: str, address: str) -> None:
+        """Has a user know the server, and be that user."""
+        keys = self.server.server_key()
+        assert keys is not None
+        self.of(name).add_pin([address], keys.public, name)
+        self.become(name)
+
+    def let_in(self, name: str, **may: Any) -> None:
+        keys = self.of(name).client_key(create=True)
+        assert keys is not None
+        grant = Grant(name=name, public=keys.public, **may)
+        self.server.clients.add(grant, time.time())
+
+
+@pytest.fixture
+def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Homes:
+    homes = Homes(tmp_path / "homes", monkeypatch)
+    homes.become("server")
+    return homes
+
+
+@pytest.fixture
+def server(serve: Serve, homes: Homes) -> ServerProcess:
+    return serve("--allow-kwarg", "length", "--drain-grace", "0")
+
+
+@pytest.fixture
+def lane_of(server: ServerProcess, homes: Homes) -> Iterator[Callable[..., RemoteLane]]:
+    """Begins to attach as a user who knows the server."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(name: str, connect_seconds: float = 20.0) -> RemoteLane:
+            homes.pin(name, server.address)
+            patience = Patience(connect_seconds=connect_seconds)
+            lane = RemoteLane(server.address, make_config(), patience)
+            return stack.enter_context(contextlib.closing(lane))
+
+        yield begin
+
+
+def client_of(server: ServerProcess, homes: Homes, name: str) -> SessionClient:
+    homes.let_in(name)
+    homes.pin(name, server.address)
+    return SessionClient(server.address, 2)
+
+
+def assert_sound(outcomes: list[Outcome]) -> None:
+    for outcome in outcomes:
+        assert outcome.error is None
+        assert not outcome.faults
+
+
+def start_in_vain(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*options), capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_who_is_not_known_is_refused_and_gets_in_once_invited(
+    server: ServerProcess, homes: Homes, lane_of: Callable[..., RemoteLane]
+) -> None:
+    lane = lane_of("ann")
+    with pytest.raises(ConnectError):
+        ask_welcome(server.address, SHORT)
+    homes.let_in("ann")
+    lane.finish_start(time.monotonic() + 20)
+    reset(lane)
+    assert "of ann: 4 envserve/Ledger-v0, granted" in server.log
+
+
+def test_a_server_with_another_key_is_not_spoken_to(
+    server: ServerProcess, homes: Homes
+) -> None:
+    homes.let_in("ann")
+    homes.of("ann").add_pin([server.address], KeyPair.make().public, "ann")
+    homes.become("ann")
+    with pytest.raises(ConnectError):
+        ask_welcome(server.address, SHORT)
+
+
+def test_nobody_speaks_without_keys_to_who_has_some(
+    server: ServerProcess, homes: Homes
+) -> None:
+    with pytest.raises(ConnectError):
+        ask_welcome(server.address, SHORT, insecure=True)
+    homes.let_in("ann")
+    homes.pin("ann", server.address)  # then the wish is not heard
+    assert ask_welcome(server.address, 20.0, insecure=True).num_names > 0
+
+
+def test_a_server_without_keys_is_spoken_to_on_demand_only(
+    serve: Serve, homes: Homes
+) -> None:
+    server = serve("--insecure-no-auth")
+    with pytest.raises(ConnectError):
+        ask_welcome(server.address, SHORT)
+    assert ask_welcome(server.address, 20.0, insecure=True).num_names > 0
+    homes.pin("server", server.address)
+    with pytest.raises(ConnectError):
+        ask_welcome(server.address, SHORT, insecure=True)
+
+
+@pytest.mark.parametrize("how", ["removed", "expired", "replaced"])
+def test_a_key_that_is_taken_away_ends_its_leases_and_no_others(
+    server: ServerProcess, homes: Homes, how: str
+) -> None:
+    with contextlib.closing(attach_lane(server)) as own:
+        client = client_of(server, homes, "ann")
+        with client, client_of(server, homes, "bob") as other:
+            client.reset()
+            other.reset()
+            client.step(1)
+            clients = homes.server.clients
+            (ann,) = [g for g in clients.grants(time.time()) if g.name == "ann"]
+            if how == "removed":
+                assert clients.remove("ann")
+            elif how == "expired":
+                clients.add(replace(ann, expires=time.time() + 0.5), time.time())
+            else:
+                clients.add(replace(ann, public=KeyPair.make().public), time.time())
+            longest, started = 0.0, time.monotonic()
+            while not client.is_over:
+                assert time.monotonic() < started + SOON, server.log
+                before = time.monotonic()
+                assert_sound(step(own, 1))
+                longest = max(longest, time.monotonic() - before)
+                assert_sound(other.step(2))
+                client.pump()
+            assert "the key of this client was removed, or has expired" in str(
+                client.session.error
+            )
+            assert_sound(step(own, 1))
+            assert_sound(other.step(2))
+            assert longest < 2.0
+            homes.become("ann")
+            with pytest.raises(ConnectError):
+                ask_welcome(server.address, SHORT)
+    assert "all connections are closed and can be made anew: keys" in server.log
+
+
+def test_a_file_that_cannot_be_read_locks_nobody_out_and_lets_nobody_in(
+    server: ServerProcess, homes: Homes, lane_of: Callable[..., RemoteLane]
+) -> None:
+    with client_of(server, homes, "ann") as client:
+        file = homes.server.path / "clients"
+        text = file.read_text()
+        file.write_text("what is this")
+        newcomer = lane_of("bob")
+        with pytest.raises(ConnectError):
+            ask_welcome(server.address, 3 * SHORT)
+        homes.become("ann")
+        assert ask_welcome(server.address, 20.0).num_names > 0
+        client.reset()
+        client.step(1)
+        file.write_text(text)
+        homes.let_in("bob")
+        newcomer.finish_start(time.monotonic() + 20)
+        client.step(2)
+    assert "the clients known before stay known" in server.log
+
+
+def test_two_users_may_draw_the_same_number(
+    server: ServerProcess, homes: Homes
+) -> None:
+    with (
+        client_of(server, homes, "ann") as ann,
+        client_of(server, homes, "bob") as bob,
+    ):
+        assert ann.session.requests.session == bob.session.requests.session
+        ann.reset()
+        bob.close()
+        assert_sound(ann.step(1))
+
+
+def test_other_hosts_are_let_in_once_one_has_a_key(serve: Serve, homes: Homes) -> None:
+    refused = start_in_vain("--bind", "tcp://0.0.0.0:0")
+    assert refused.returncode == 2
+    *_, said = refused.stderr.splitlines(keepends=True)
+    assert said == (
+        "envserve: tcp://0.0.0.0:0 can be reached from other hosts, and no client has "
+        'a key yet; run "envserve invite NAME" first, or bind to tcp://127.0.0.1\n'
+    )
+    homes.let_in("ann")
+    port = serve(bind=("tcp://0.0.0.0:0",)).address.rpartition(":")[2]
+    homes.pin("ann", f"tcp://127.0.0.1:{port}")
+    assert ask_welcome(f"tcp://127.0.0.1:{port}", 20.0).num_names > 0
+
+
+def test_a_key_that_others_can_read_is_not_used(homes: Homes) -> None:
+    (homes.server.path / "server.key").chmod(0o644)
+    refused = start_in_vain("--bind", "tcp://127.0.0.1:0")
+    assert refused.returncode == 2
+    assert "server.key can be read by others (mode 0644); chmod 600" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_a_server_without_tcp_needs_no_keys(serve: Serve, tmp_path: Path) -> None:
+    home = tmp_path / "none"
+    bind = (f"ipc://{tmp_path}/envs",)
+    server = serve(bind=bind, environment={"ENVSERVE_HOME": str(home)})
+    assert server.welcome().num_names > 0
+    assert not home.exists()

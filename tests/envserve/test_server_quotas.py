@@ -1,0 +1,155 @@
+"""Users of a real server, by their keys: what one of them takes is not all there is."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from envserve.keys.folder import KeyFolder
+from envserve.keys.grant import Grant
+from envserve.keys.pair import KeyPair
+from envserve.wire import (
+    Attach,
+    ErrorBody,
+    ErrorCode,
+    Hello,
+    Message,
+    MessageType,
+    decode,
+    encode,
+)
+from tests.envserve.conftest import Join, Serve
+from tests.envserve.server_process import ServerProcess
+
+
+class KeyedPeer:
+    """A DEALER with a key, that speaks without rules."""
+
+    def __init__(self, server: ServerProcess, public: bytes, pair: KeyPair) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.CURVE_SERVERKEY, public)
+        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
+        self._socket.setsockopt(zmq.RCVTIMEO, 20_000)
+        self._socket.connect(server.address)
+        self.send(MessageType.HELLO, Hello().encode())
+        self.boot = self.receive().boot
+
+    def send(
+        self, kind: MessageType, body: bytes, session: int = 0, boot: int = 0
+    ) -> None:
+        message = Message(kind, session=session, boot=boot, request=1, body=body)
+        self._socket.send_multipart(encode(message))
+
+    def attach(self, sessions: range, env_name: str = "CartPole-v1") -> None:
+        """Asks for an env as each of these sessions."""
+        body = Attach(env_name=env_name, num_envs=1, seed=1).encode()
+        for session in sessions:
+            self.send(MessageType.ATTACH, body, session=session, boot=self.boot)
+
+    def receive(self) -> Message:
+        return decode(self._socket.recv_multipart())
+
+    def errors(self, count: int) -> list[ErrorBody]:
+        """Waits for so many refusals."""
+        errors: list[ErrorBody] = []
+        while len(errors) < count:
+            answer = self.receive()
+            if answer.type is MessageType.ERROR:
+                errors.append(ErrorBody.decode(answer.body))
+        return errors
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KeyFolder:
+    """Keys of this test's own servers."""
+    monkeypatch.setenv("ENVSERVE_HOME", str(tmp_path / "home"))
+    folder = KeyFolder()
+    folder.server_key(create=True)
+    return folder
+
+
+PAIR = KeyPair.make()
+
+
+def start(
+    serve: Serve, folder: KeyFolder, *options: str, **grant: object
+) -> ServerProcess:
+    """Starts a server that knows mallory."""
+    own = Grant(name="mallory", public=PAIR.public, **grant)  # type: ignore[arg-type]
+    folder.client_key(create=True)
+    folder.clients.add(own, time.time())
+    return serve(*options)
+
+
+@pytest.fixture
+def mallory(folder: KeyFolder) -> Iterator[list[KeyedPeer]]:
+    peers: list[KeyedPeer] = []
+    yield peers
+    for peer in peers:
+        peer.close()
+
+
+def connect(server: ServerProcess, folder: KeyFolder) -> KeyedPeer:
+    keys = folder.server_key()
+    assert keys is not None
+    return KeyedPeer(server, keys.public, PAIR)
+
+
+def test_who_attaches_without_end_leaves_envs_and_processes_to_others(
+    serve: Serve, join: Join, folder: KeyFolder, mallory: list[KeyedPeer]
+) -> None:
+    server = start(serve, folder, "--max-processes", "8")
+    mallory.append(peer := connect(server, folder))
+    peer.attach(range(1, 129))
+    errors = peer.errors(128 - 6)
+    began = time.monotonic()
+    client = join(server, 4)
+    assert client.session.error is None
+    assert time.monotonic() - began < 3.0
+    assert {error.code for error in errors} == {ErrorCode.ENVS_BUSY}
+    texts = {error.text for error in errors}
+    assert texts == {"mallory has 6 of its 6 processes; others have 0 of 8"}
+    assert len(server.worker_pids) <= 8
+
+
+def test_an_audit_tells_of_a_key_what_it_got_and_what_not(
+    serve: Serve, folder: KeyFolder, mallory: list[KeyedPeer], tmp_path: Path
+) -> None:
+    file = tmp_path / "audit"
+    options = ("--audit", str(file), "--log-level", "error")
+    server = start(serve, folder, *options, envs=("CartPole-*",), max_envs=1)
+    mallory.append(peer := connect(server, folder))
+    peer.attach(range(1, 2))
+    while peer.receive().type is not MessageType.GRANTED:
+        pass
+    peer.attach(range(2, 3))
+    (error,) = peer.errors(1)
+    assert error.text == "mallory has 1 of its 1 envs; others have 0 of 128"
+    peer.attach(range(3, 4), "Acrobot-v1")
+    (error,) = peer.errors(1)
+    assert error.text.startswith("mallory may use CartPole-*; asked for Acrobot-v1; ")
+    peer.send(MessageType.DETACH, b"", session=1, boot=peer.boot)
+    while peer.receive().type is not MessageType.DETACHED:
+        pass
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(one["event"], one["env"], one["count"]) for one in lines] == [
+        ("attached", "CartPole-v1", 1),
+        ("over quota", "CartPole-v1", 1),
+        ("refused", "Acrobot-v1", 1),
+        ("ended", "CartPole-v1", 1),
+    ]
+    assert {(one["name"], one["address"]) for one in lines} == {
+        ("mallory", "127.0.0.1")
+    }
+    assert all(one["fingerprint"] for one in lines)
+    assert file.stat().st_mode & 0o777 == 0o600

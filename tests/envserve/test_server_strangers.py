@@ -1,0 +1,140 @@
+"""Peers without a session: what they can do to a server, and to who steps beside."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from envserve.server.process import raise_file_limit
+from tests.envserve.conftest import Attach, Serve, WaitUntil
+from tests.envserve.pool_driver import kill, step
+from tests.envserve.strangers import Stranger, honest_client
+
+MIB = 1 << 20
+#: Of a server after an attack.
+MAX_GROWTH_BYTES = 300 * MIB
+#: How long a step may take meanwhile: 0.25 s where nothing else runs. After a second
+#: it would be sent again anyway.
+MAX_STEP_SECONDS = 0.9
+#: With keys, strangers do not even get so far.
+OPENINGS = (
+    *("--allow-kwarg", "length", "--drain-grace", "0"),
+    "--insecure-no-auth",
+)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="knows how glibc counts")
+def test_peers_that_announce_routing_ids_do_not_end_the_server(serve: Serve) -> None:
+    server = serve(*OPENINGS)
+    libc = ctypes.CDLL(None)
+    libc.srand(1)  # as in a process that has never called it
+    first = libc.rand()
+    with contextlib.ExitStack() as stack, honest_client(server):
+        for number in range(20):
+            routing_id = b"\0" + (first + number).to_bytes(4, "big")
+            stack.enter_context(Stranger(server.address, routing_id))
+        for _ in range(20):
+            stack.enter_context(Stranger(server.address))
+        assert server.welcome().num_names > 0
+    assert server.process.poll() is None, server.log
+
+
+def fill_with_taken_routing_ids(address: str) -> Iterator[None]:
+    """What the later ones send is not read: their routing id is the first one's."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            peer = stack.enter_context(Stranger(address, b"taken"))
+            with contextlib.suppress(ConnectionError):
+                for _ in range(70):
+                    peer.send(*[bytes(MIB)] * 3)
+            yield
+
+
+def fill_with_endless_frames(address: str) -> Iterator[None]:
+    """A message is nobody's before its last frame has come."""
+    with Stranger(address) as peer, contextlib.suppress(ConnectionError):
+        for _ in range(10):
+            peer.send_unfinished(MIB)
+            yield
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    "fill", [fill_with_taken_routing_ids, fill_with_endless_frames]
+)
+def test_memory_that_peers_fill_is_let_go_of(
+    serve: Serve, wait_until: WaitUntil, fill: Callable[[str], Iterator[None]]
+) -> None:
+    server = serve(*OPENINGS)
+    with honest_client(server) as client:
+        before = server.resident_bytes
+        for _ in fill(server.address):
+            if "memory has grown" in server.log:
+                break
+        wait_until(lambda: server.resident_bytes - before < MAX_GROWTH_BYTES, 3.0)
+        num_steps = len(client.seconds)
+        wait_until(lambda: len(client.seconds) > num_steps + 10)
+    assert "memory has grown" in server.log
+    assert max(client.seconds) < MAX_STEP_SECONDS
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_message_of_endless_frames_keeps_nobody_waiting(
+    serve: Serve, wait_until: WaitUntil, tmp_path: Path, place: int
+) -> None:
+    binds = ("tcp://127.0.0.1:0", f"ipc://{tmp_path}/envs")
+    server = serve(*OPENINGS, bind=binds if place == 0 else binds[::-1])
+    with honest_client(server) as client:
+        for _ in range(3):
+            with Stranger(server.addresses[place]) as peer:
+                peer.send_unfinished(MIB // 8)
+                peer.send(b"the last one")
+                peer.wait_until_cut_off()
+            server.welcome()
+            num_steps = len(client.seconds)
+            wait_until(lambda: len(client.seconds) > num_steps + 10)  # noqa: B023
+    assert server.log.count("a message had too many frames") == 3
+    assert max(client.seconds) < MAX_STEP_SECONDS
+
+
+@contextlib.contextmanager
+def idle_strangers(address: str, count: int) -> Iterator[None]:
+    """So many connections that say nothing."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        sockets = [context.socket(zmq.DEALER) for _ in range(count)]
+        for each in sockets:
+            each.setsockopt(zmq.RECONNECT_IVL, -1)
+            each.connect(address)
+        yield
+    finally:
+        context.destroy(linger=0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_idle_strangers_leave_descriptors_for_others(
+    serve: Serve, attach: Attach, wait_until: WaitUntil
+) -> None:
+    raise_file_limit()
+    limit = ("sh", "-c", 'ulimit -n 400 && exec "$@"', "sh")
+    server = serve(*OPENINGS, prefix=limit)
+    lane = attach(server, env_kwargs={"length": 10**6})
+    folder = Path(f"/proc/{server.process.pid}/fd")
+    with idle_strangers(server.address, 500):
+        wait_until(lambda: len(list(folder.iterdir())) >= 398)
+        kill(server.worker_pids[0])
+        while not any(outcome.faults for outcome in step(lane, 1)):
+            pass
+        assert not any(outcome.faults for outcome in step(lane, 1))
+        started = time.monotonic()
+        step(attach(server), 1)
+        assert time.monotonic() - started < 3.0
+    assert "they have taken all descriptors" in server.log
+    assert "could not be started" not in server.log

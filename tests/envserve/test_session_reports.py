@@ -1,0 +1,95 @@
+"""Reports of a server: what they may be about, and what they cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from envserve.errors import RemoteProtocolError
+from envserve.lane import Block, Fault, Outcome
+from envserve.session import operations, requests
+from envserve.slab import Status
+from envserve.wire import ErrorBody, ErrorCode, Message, MessageType, Report
+from tests.envserve.session_fakes import ADDRESS, SPEC
+
+NUM_BLOCKS = 4096
+ERROR = ErrorBody(code=ErrorCode.ENV_FAILED, text="t" * 4000, traceback="x" * 16_000)
+
+
+def fault_of(row: int, text: str = "it failed") -> Fault:
+    return Fault(row, Status.ENV_ERROR, text)
+
+
+class Stepping:
+    """Blocks of some rows each, that are being stepped by one request."""
+
+    def __init__(self, num_blocks: int = 4, rows_per_block: int = 2) -> None:
+        edges = range(0, num_blocks * rows_per_block, rows_per_block)
+        blocks = [Block(i, at, at + rows_per_block, 0, 0) for i, at in enumerate(edges)]
+        silence = requests.Silence(0.0)
+        self.operations = operations.Operations(ADDRESS, SPEC, tuple(blocks), silence)
+        (self.request,) = self.operations.step(range(num_blocks))
+
+    def end(self, report: bytes, blocks: Sequence[int] | None = None) -> list[Outcome]:
+        """Has a RESULT come, of some of the blocks or of all."""
+        entries = self.request.entries
+        if blocks is not None:
+            entries = tuple(entries[block] for block in blocks)
+        message = Message(type=MessageType.RESULT, entries=entries, report=report)
+        self.operations.end(self.request, message)
+        return [outcome for answer in self.operations._answers for outcome in answer[0]]
+
+
+def test_a_report_says_of_each_block_what_is_of_its_rows() -> None:
+    infos = {row: {"row": row} for row in (7, 0)}
+    faults = [fault_of(5), fault_of(2, "another"), fault_of(4)]
+    report = Report(infos=infos, faults=faults, errors={1: ERROR})
+    outcomes = Stepping().end(report.encode()[0])
+    assert [outcome.infos for outcome in outcomes] == [
+        *({0: {"row": 0}}, {}, {}, {7: {"row": 7}})
+    ]
+    assert [list(outcome.faults) for outcome in outcomes] == [
+        *([], [], [fault_of(5), fault_of(4)], [])
+    ]
+    assert [outcome.error is None for outcome in outcomes] == [True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        Report(faults=[fault_of(4)]),
+        Report(faults=[fault_of(60_000)]),
+        Report(infos={7: {}}),
+        Report(errors={2: ERROR}),
+        Report(errors={4000: ERROR}),
+    ],
+    ids=["row of another block", "no row", "infos", "another block", "no block"],
+)
+def test_what_is_said_of_others_than_are_answered_is_refused(report: Report) -> None:
+    stepping = Stepping()
+    with pytest.raises(RemoteProtocolError, match="rows and blocks that are answered"):
+        stepping.end(report.encode()[0], blocks=[0, 1])
+    assert len(stepping.operations.in_flight) == 4
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        {"faults": [fault_of(row, str(row % 50)) for row in range(4 * NUM_BLOCKS)]},
+        {"infos": {row: {} for row in range(4 * NUM_BLOCKS - 1)}},
+        {"errors": dict.fromkeys(range(NUM_BLOCKS), ERROR)},
+    ],
+    ids=["faults", "infos", "errors"],
+)
+def test_no_report_costs_more_than_50_ms(contents: Mapping[str, object]) -> None:
+    frame, infos_dropped = Report(**contents).encode()  # type: ignore[arg-type]
+    assert not infos_dropped
+    costs = []
+    for _ in range(5):  # the machine does other things, too
+        stepping = Stepping(NUM_BLOCKS, 4)
+        started = time.thread_time()
+        stepping.end(frame)
+        costs.append(time.thread_time() - started)
+    assert min(costs) < 0.05

@@ -1,0 +1,149 @@
+"""Shares of the loop: who floods is dropped while others wait, and nobody else ever."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from envserve.keys.grant import Grant
+from envserve.server.shares import Shares
+from envserve.session.quotas import Events, Quotas
+from envserve.settings import HostSettings
+
+COST = 1e-4
+
+
+def make_shares(weight: float) -> Shares:
+    """Gives mallory so many times the share of others."""
+    grants = {"mallory": Grant(name="mallory", public=bytes(32), share=weight)}
+    return Shares(Quotas(HostSettings(), grants.get), Events())
+
+
+@dataclass
+class Loop:
+    """A loop in virtual time, whose turns end after so many messages or seconds."""
+
+    shares: Shares = field(default_factory=lambda: make_shares(1.0))
+    now: float = 100.0
+    handled: dict[str, float] = field(default_factory=dict)
+    dropped: dict[str, float] = field(default_factory=dict)
+
+    def turn(
+        self, users: list[str], cost: Callable[[str], float], due: float
+    ) -> list[str]:
+        """Reads until the turn is over; returns what is left unread.
+
+        It does not read on at once if told so, unless an honest message is due.
+        """
+        is_over = False
+        self.shares.begin_turn(self.now)
+        while users and not is_over:
+            user, *users = users
+            is_admitted = self.shares.admits((1, b"r", user))
+            self.now += cost(user) if is_admitted else COST / 10
+            is_over = self.shares.charge(self.now)
+            kept = self.handled if is_admitted else self.dropped
+            kept[user] = kept.get(user, 0) + 1
+        pause = self.shares.end_turn(is_drained=not users)
+        self.now = max(self.now + 1e-5, min(self.now + pause, due))
+        return users
+
+    def run(
+        self,
+        seconds: float,
+        flooders: tuple[str, ...],
+        honest: dict[str, int],
+        cost: Callable[[str], float] = lambda user: COST,
+        pace: float = 1e-3,
+    ) -> None:
+        """Lets some flood, and others send so many messages at a pace."""
+        until, due = self.now + seconds, self.now
+        unread: list[str] = []
+        while self.now < until:
+            if self.now >= due:
+                due = self.now + pace
+                unread += [user for user, n in honest.items() for _ in range(n)]
+            names = itertools.islice(itertools.cycle(flooders), 250)
+            read_by_turns = itertools.zip_longest(unread, names)
+            mixed = [user for pair in read_by_turns for user in pair if user]
+            left = self.turn(mixed, cost, due)
+            unread = [user for user in left if user not in flooders]
+            if not left:
+                self.now = max(self.now, due)
+
+
+def test_who_floods_alone_is_served() -> None:
+    loop = Loop()
+    loop.run(3.0, ("mallory",), {})
+    assert not loop.dropped
+
+
+def test_who_floods_while_another_waits_is_dropped_but_for_a_small_share() -> None:
+    loop = Loop()
+    loop.run(1.0, ("mallory",), {"ann": 1})
+    assert loop.shares._events.counts["mallory", "over quota"] >= 1
+    before = dict(loop.handled)
+    loop.run(3.0, ("mallory",), {"ann": 1})
+    assert loop.dropped.keys() == {"mallory"}
+    assert loop.shares.num_dropped == sum(loop.dropped.values())
+    used = COST * (loop.handled["mallory"] - before["mallory"])
+    assert used < 0.2 * 3.0
+    assert loop.handled["ann"] - before["ann"] > 0.4 * 3.0 / 1e-3
+
+
+def test_a_few_long_messages_weigh_as_much_as_many_short_ones() -> None:
+    loop = Loop()
+    loop.run(
+        3.0, ("mallory",), {"ann": 1}, lambda user: 2e-3 if user != "ann" else COST
+    )
+    assert loop.dropped.keys() == {"mallory"}
+    assert loop.handled["mallory"] * 2e-3 < 1.0
+
+
+def test_who_waits_for_answers_is_never_dropped_however_much_it_uses() -> None:
+    """Nothing of its own stands in the queue."""
+    loop = Loop()
+    costs = {"ann": 5e-3, "bob": COST}
+    loop.run(3.0, (), {"ann": 1, "bob": 1}, costs.__getitem__, pace=7e-3)
+    assert not loop.dropped
+    assert loop.handled["ann"] > 300
+
+
+def test_a_turn_that_took_long_after_a_lull_is_no_queue() -> None:
+    """Another process may have had the core in between."""
+    loop = Loop()
+    loop.run(1.0, (), {"ann": 8, "bob": 1}, pace=5e-3)
+    for _ in range(100):
+        loop.now += 0.5
+        loop.turn(["ann", "bob"], lambda user: 5e-3, math.inf)
+        assert loop.shares.over is None
+        loop.turn(["bob"], lambda user: COST, math.inf)
+
+
+def test_many_equal_users_of_a_busy_loop_are_not_dropped() -> None:
+    loop = Loop()
+    names = {f"user-{index}": 1 for index in range(20)}
+    loop.run(3.0, (), names, lambda user: 3e-4, pace=7e-3)
+    assert not loop.dropped
+
+
+def test_a_flood_that_has_ended_is_forgiven() -> None:
+    loop = Loop()
+    loop.run(1.0, ("mallory",), {"ann": 1})
+    assert loop.dropped["mallory"]
+    loop.run(0.1, (), {"ann": 1, "mallory": 1})
+    assert loop.shares.over is None
+    dropped = loop.dropped["mallory"]
+    loop.run(1.0, (), {"ann": 1, "mallory": 1})
+    assert loop.dropped["mallory"] == dropped
+
+
+def test_a_share_can_be_larger() -> None:
+    used = {}
+    for weight in (1.0, 4.0):
+        loop = Loop(make_shares(weight))
+        loop.run(4.0, ("mallory",), {"ann": 2})
+        used[weight] = loop.handled["mallory"]
+    assert used[4.0] > 2 * used[1.0]

@@ -1,0 +1,179 @@
+"""Text that crosses a border: fit for terminals, and no more than others may know."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from envserve import codec
+from envserve.errors import (
+    CallError,
+    EnvsBusy,
+    EnvStartError,
+    RemoteProtocolError,
+)
+from envserve.lane import Fault
+from envserve.session.error_codes import exception_of
+from envserve.settings import HostSettings
+from envserve.slab import Status
+from envserve.text import Seldom, did_you_mean, one_line, printable, without_folders
+from envserve.wire import (
+    ErrorBody,
+    ErrorCode,
+    Message,
+    MessageType,
+    Report,
+    Welcome,
+    encode,
+)
+from tests.envserve.raw_client import RawClient, errors_in
+from tests.envserve.session_fakes import FakeServer, make_attach, make_welcome
+
+#: Sets a terminal's title, clears it, and turns the direction of writing.
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202egnp\u2066\x9b31m\r"
+TRACEBACK = """Traceback (most recent call last):
+  File "/srv/ann/my project/sim.py", line 3, in step
+    open("/srv/ann/data/level.xml")
+FileNotFoundError: No such file: '/srv/ann/data/level.xml' (see http://a/b/c)
+"""
+
+
+def is_fit(text: str) -> bool:
+    return all(line.isprintable() for line in text.split("\n"))
+
+
+def test_a_line_is_printable_and_as_long_as_it_may_be() -> None:
+    assert one_line("a\nb\x1b[0m \u202e") == r"a\nb\x1b[0m \u202e"
+    assert one_line("\x00" * 500, 200) == r"\x00" * 50
+    assert one_line("\u00e9\u4e2d") == "\u00e9\u4e2d"
+    assert printable("a\n\tb\r\n") == "a\n\\tb\n"
+
+
+def test_folders_are_left_out_and_all_else_stays() -> None:
+    shown = without_folders(TRACEBACK)
+    assert 'File "sim.py", line 3' in shown
+    assert "'level.xml' (see http://a/b/c)" in shown
+    assert "ann" not in shown
+    for text in ("1/2 of a/b", "12/3/2026", "ALE/Pong-v5", "tcp://sim:1", "/"):
+        assert without_folders(text) == text
+    assert without_folders("in /usr/lib/python3.11/x.py:3") == "in x.py:3"
+
+
+def test_a_line_of_a_kind_comes_once_a_second_with_a_count() -> None:
+    seldom = Seldom()
+    times = [0.0, 0.1, 0.9, 1.0, 1.5, 5.0]
+    passed = [seldom.passes("busy", now) for now in times]
+    assert passed[:3] == ["", None, None]
+    assert passed[3] == " (and 2 more that were not logged)"
+    assert passed[4:] == [None, " (and 1 more that were not logged)"]
+    assert seldom.passes("other", 0.2) == ""
+
+
+def test_refusals_are_logged_once_a_second_and_kind(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = FakeServer()
+    busy = make_attach(num_envs=10**4).encode()
+    unknown = make_attach(env_name="x" * 200).encode()
+    with caplog.at_level(logging.INFO, "envserve.session"):
+        for number in range(3000):
+            body = unknown if number % 2 else busy
+            message = Message(
+                MessageType.ATTACH, session=number + 1, boot=server.boot, body=body
+            )
+            server.receive((0, b"r", ""), encode(message), number / 1000)
+    lines = [text for text in caplog.messages if text.startswith("refused")]
+    assert len(lines) == 6
+    assert lines[-1].endswith("(and 499 more that were not logged)")
+    assert all(len(line) < 400 for line in lines)
+
+
+@pytest.mark.parametrize("kind", [128, 138, 200, 255])
+def test_types_of_servers_are_dropped_known_or_not(kind: int) -> None:
+    server = FakeServer()
+    assert not server.hear(kind, request=1)
+    assert server.session.dropped_messages == 1
+
+
+# What clients may know of a host.
+
+
+@pytest.mark.parametrize("shows", [False, True])
+def test_paths_are_told_only_where_the_operator_wants_it(shows: bool) -> None:
+    policy = HostSettings(exposed=frozenset({"x"}), debug_errors=shows)
+    raw = RawClient(FakeServer(policy))
+    raw.send(raw.step(1))
+    outcomes = [raw.pool.finish(block) for block in (0, 1)]
+    outcomes[0] = outcomes[0]._replace(
+        faults=(Fault(0, Status.ENV_ERROR, TRACEBACK, is_violation=False),)
+    )
+    outcomes[1] = outcomes[1]._replace(
+        error=EnvStartError("at /opt/x.py", remote_traceback=TRACEBACK)
+    )
+    (result,) = raw.end(outcomes)
+    report = Report.decode(result.report)
+    raw.send(raw.call(0, "call", "x", seq=2))
+    failed = codec.encode({"error": "at /opt/x.py", "traceback": TRACEBACK})
+    (called,) = raw.end([raw.pool.finish(0)._replace(result=failed)])
+    texts = [
+        *(fault.text for fault in report.faults),
+        *(text for e in report.errors.values() for text in (e.text, e.traceback)),
+        *codec.decode(bytes(called.payload)).values(),
+    ]
+    assert len(texts) == 5
+    for text in texts:
+        assert ("/opt/" in text or "/srv/ann/" in text) is shows
+        assert "sim.py" in text or "x.py" in text
+
+
+@pytest.mark.parametrize("length", [0, 1 << 19])
+def test_what_a_worker_says_of_a_failed_call_may_be_anything(length: int) -> None:
+    raw = RawClient(FakeServer(HostSettings(exposed=frozenset({"x"}))))
+    raw.send(raw.call(0, "call", "x"))
+    failed = b"\x82\xa5error" + bytes(length)
+    (called,) = raw.end([raw.pool.finish(0)._replace(result=failed)])
+    assert codec.decode(bytes(called.payload)).keys() == {"error", "traceback"}
+
+
+# What a server says to a client.
+
+
+def test_an_error_of_a_server_cannot_write_to_a_terminal() -> None:
+    for code in ErrorCode:
+        body = ErrorBody(code=code, text=HOSTILE, traceback=HOSTILE + "\n" + HOSTILE)
+        fields = codec.decode(body.encode()) | {"text": HOSTILE, "holder": HOSTILE}
+        fields |= {"traceback": HOSTILE + "\n" + HOSTILE}
+        error = exception_of(ErrorBody.decode(codec.encode(fields)), "tcp://sim:1")
+        assert is_fit(str(error)), code
+        if isinstance(error, EnvsBusy):
+            assert is_fit(error.holder)
+        if code is ErrorCode.CALL_FAILED:
+            assert isinstance(error, CallError)
+            assert "\n" in error.remote_traceback
+
+
+def test_a_report_of_a_server_cannot_either() -> None:
+    fault = [int(Status.ENV_ERROR), False, HOSTILE, [0]]
+    error = {"code": 1, "text": HOSTILE, "traceback": HOSTILE}
+    frame = codec.encode({"infos": {}, "faults": [fault], "errors": [[[1], error]]})
+    report = Report.decode(frame)
+    assert is_fit(report.faults[0].text)
+    assert is_fit(report.errors[1].text + report.errors[1].traceback)
+
+
+def test_names_of_a_server_are_short_and_printable() -> None:
+    hostile = codec.decode(make_welcome().encode()) | {"env_names": [HOSTILE]}
+    assert is_fit(Welcome.decode(codec.encode(hostile)).env_names[0])
+    long = hostile | {"env_names": ["x" * 201]}
+    with pytest.raises(RemoteProtocolError, match="length <= 200"):
+        Welcome.decode(codec.encode(long))
+
+
+def test_near_matches_are_found_where_the_name_was_written() -> None:
+    server = FakeServer()
+    body = make_attach(env_name="Fake-v7").encode()
+    (error,) = errors_in(server.hear(MessageType.ATTACH, body=body))
+    assert "did you mean" not in error.text
+    assert did_you_mean("Fake-v7", ["Fake-v0"]) == "; did you mean Fake-v0?"
+    assert "see import_modules" in did_you_mean("zzz", ["Fake-v0"])

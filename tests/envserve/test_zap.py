@@ -1,0 +1,233 @@
+"""Who gets in at a tcp socket with keys: nobody but whom the handler knows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from envserve.errors import SelfTestError
+from envserve.keys import formats
+from envserve.keys.grant import Grant
+from envserve.keys.pair import KeyPair
+from envserve.server.access import check_refusal
+from envserve.server.router import Router
+from envserve.server.unread import Unread
+from envserve.server.zap import Zap, user_of
+
+SERVER, FRIEND, STRANGER = KeyPair.make(), KeyPair.make(), KeyPair.make()
+GRANT = Grant(name="ann", public=FRIEND.public)
+INVITED = Grant(name="bob", public=FRIEND.public, until=9e9)
+#: Within it, who is let in has been heard, on a machine that has other things to do.
+PATIENCE = 20.0
+#: Who was not heard by then may be taken for refused: so soon is who is let in.
+SHORT = 0.3
+
+Find = Callable[[bytes], Grant | None]
+
+
+def find(public: bytes) -> Grant | None:
+    return GRANT if public == FRIEND.public else None
+
+
+class Door:
+    """A router, and the handler of its keys."""
+
+    def __init__(self, find: Find, binds: str = "tcp://127.0.0.1:0") -> None:
+        self.loop = asyncio.get_running_loop()
+        self.router = Router([binds], 1 << 20, self.loop, Unread(0, 0), SERVER.secret)
+        self.heard: list[tuple[Any, bytes]] = []
+        self.come = asyncio.Event()
+        self.zap: Zap | None = None
+        if find is not None:
+            self.zap = Zap(self.router.context, find, self.loop)
+        self.router.listen()
+        self.router.read_with(self._read)
+
+    def _read(self) -> None:
+        while (received := self.router.receive()) is not None:
+            self.heard.append((received[0], bytes(received[1][0])))
+            self.come.set()
+
+    @property
+    def address(self) -> str:
+        return self.router.addresses[0]
+
+    async def hears(self, seconds: float) -> bool:
+        """Tells whether anything has come by then."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.come.wait()
+        return bool(self.heard)
+
+    def close(self) -> None:
+        if self.zap is not None:
+            self.zap.close()
+        self.router.close()
+
+
+@pytest.fixture
+async def open_door() -> AsyncIterator[Callable[..., Door]]:
+    """Opens doors, and closes them."""
+    with contextlib.ExitStack() as stack:
+
+        def open_(find: Any = find) -> Door:
+            door = Door(find)
+            stack.callback(door.close)
+            return door
+
+        yield open_
+
+
+@pytest.fixture
+def knock() -> Iterator[Callable[..., zmq.Socket[bytes]]]:
+    """Has somebody connect, and say "let me in"."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    sockets = contextlib.ExitStack()
+
+    def knock_(
+        address: str, own: KeyPair | None, server: bytes = SERVER.public, **options: Any
+    ) -> zmq.Socket[bytes]:
+        socket = sockets.enter_context(context.socket(zmq.DEALER))
+        if own is not None:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, server)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
+        socket.setsockopt(zmq.LINGER, 0)
+        for name, value in options.items():
+            socket.setsockopt(getattr(zmq, name), value)
+        socket.connect(address)
+        socket.send(b"let me in")
+        return socket
+
+    with sockets:
+        yield knock_
+    context.destroy(linger=0)
+
+
+#: Who knocks: keyword arguments of `knock`.
+STRANGERS: dict[str, dict[str, Any]] = {
+    "no keys": {"own": None},
+    "another key of the server": {"own": FRIEND, "server": STRANGER.public},
+    "an unknown key": {"own": STRANGER},
+    "a password": {"own": None, "PLAIN_USERNAME": b"ann", "PLAIN_PASSWORD": b"ann"},
+    "a domain of its own": {"own": None, "ZAP_DOMAIN": b"envserve"},
+}
+
+
+@pytest.mark.parametrize("who", STRANGERS)
+async def test_nobody_gets_in_but_who_is_known(
+    open_door: Callable[..., Door], knock: Callable[..., Any], who: str
+) -> None:
+    door = open_door()
+    knock(door.address, **STRANGERS[who])
+    assert not await door.hears(SHORT)
+    knock(door.address, FRIEND)
+    assert await door.hears(PATIENCE)
+    assert [(peer[-1], said) for peer, said in door.heard] == [("ann", b"let me in")]
+
+
+def fail(public: bytes) -> None:
+    raise OSError("the file is gone")
+
+
+@pytest.mark.parametrize(
+    ("handler", "is_stopped"),
+    [(None, False), (find, True), (fail, False), (lambda public: None, False)],
+    ids=["none", "stopped", "raises", "knows nobody"],
+)
+@pytest.mark.parametrize(
+    "own", [STRANGER, FRIEND, None], ids=["unknown", "known", "no"]
+)
+async def test_in_doubt_nobody_gets_in(
+    open_door: Callable[..., Door],
+    knock: Callable[..., Any],
+    handler: Find | None,
+    is_stopped: bool,
+    own: KeyPair | None,
+) -> None:
+    door = open_door(handler)
+    if is_stopped and door.zap is not None:
+        door.zap.close()
+        door.zap = None
+    knock(door.address, own)
+    assert not await door.hears(SHORT)
+
+
+async def test_a_handler_that_failed_goes_on_and_who_is_known_gets_in_later(
+    open_door: Callable[..., Door], knock: Callable[..., Any]
+) -> None:
+    failures = 1
+
+    def fail_first(public: bytes) -> Grant | None:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise OSError("the file is gone")
+        return find(public)
+
+    door = open_door(fail_first)
+    knock(door.address, FRIEND)
+    assert await door.hears(PATIENCE)
+    assert door.zap is not None
+    assert door.zap.counts == {"300": 1, "200": 1}
+
+
+async def test_who_was_invited_is_known_by_the_invitation_only(
+    open_door: Callable[..., Door], knock: Callable[..., Any]
+) -> None:
+    door = open_door(lambda public: INVITED)
+    knock(door.address, FRIEND)
+    assert await door.hears(PATIENCE)
+    (((*_, user), _),) = door.heard
+    assert user == user_of(INVITED) != "bob"
+    assert formats.decode(formats.INVITATION, user) == FRIEND.public
+
+
+async def test_requests_that_are_malformed_are_answered(
+    open_door: Callable[..., Door],
+) -> None:
+    door = open_door()
+    assert door.zap is not None
+    good = [b"1.0", b"7", b"envserve", b"127.0.0.1", b"", b"CURVE", FRIEND.public]
+    asker = door.router.context.socket(zmq.REQ)
+    asker.setsockopt(zmq.LINGER, 0)
+    asker.connect("inproc://zeromq.zap.01")
+    for index, (request, status) in enumerate(
+        [
+            (good, b"200"),
+            ([*good[:6], STRANGER.public], b"400"),
+            ([*good[:6], b"short"], b"300"),
+            ([*good[:5], b"NULL"], b"300"),
+            ([*good[:5], b"PLAIN", b"ann", b"ann"], b"300"),
+            ([*good[:2], b"", *good[3:]], b"300"),
+            ([b"2.0", *good[1:]], b"300"),
+            ([b"1.0", b"7"], b"300"),
+            ([b""], b"300"),
+        ]
+    ):
+        asker.send_multipart(request)
+        assert await asyncio.to_thread(asker.poll, int(1000 * PATIENCE))
+        version, number, found, _, user, metadata = asker.recv_multipart()
+        assert (found, user) == (status, b"" if index else b"ann"), request
+        assert (version, metadata) == (b"1.0", b"")
+        assert number == (b"7" if len(request) > 1 else b"")
+    assert door.zap.counts == {"200": 1, "400": 1, "300": 7}
+    asker.close()
+
+
+async def test_a_server_that_would_let_strangers_in_does_not_begin(
+    open_door: Callable[..., Door],
+) -> None:
+    door = open_door()
+    assert door.zap is not None
+    await check_refusal(door.router, door.zap, SERVER.public)
+    assert not door.zap.counts
+    careless = open_door(lambda public: GRANT)
+    assert careless.zap is not None
+    with pytest.raises(SelfTestError, match="expected a key that nobody knows to be"):
+        await check_refusal(careless.router, careless.zap, SERVER.public)

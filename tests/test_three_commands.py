@@ -1,0 +1,95 @@
+"""The three commands of the README on two hosts, from fresh homes to a training."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.network_hosts import Hosts, needs_namespaces
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+COMMAND = re.compile(r"^(sim1|gpu1)\$ (.*?)(?: +#.*)?$", re.MULTILINE)
+
+
+def commands_of(document: str) -> list[tuple[str, str]]:
+    return COMMAND.findall((ROOT / document).read_text())
+
+
+def test_the_documents_agree_on_the_commands() -> None:
+    commands = commands_of("README.md")
+    assert [host for host, _ in commands] == ["sim1", "sim1", "gpu1"]
+    assert commands_of("docs/security.md") == commands
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    hosts = Hosts(["sim1", "gpu1"])
+    try:
+        hosts.create()
+        yield hosts
+    finally:
+        hosts.remove()
+
+
+@needs_namespaces
+def test_three_commands_lead_from_fresh_homes_to_a_training(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    def words(host: str, command: str, home: str = "") -> dict[str, Any]:
+        """Arguments for `subprocess`: a shell on a host, with that host's home."""
+        folder = tmp_path / (home or host)
+        folder.mkdir(exist_ok=True)
+        own = {"HOME": str(folder), "PATH": f"{BIN}:{os.environ['PATH']}"}
+        own["PYTHONPATH"] = str(ROOT)
+        return {
+            "args": hosts.command(host, "sh", "-c", command),
+            "cwd": folder,
+            "env": {k: v for k, v in os.environ.items() if k != "ENVSERVE_HOME"} | own,
+            "text": True,
+        }
+
+    (_, invite), (_, start), (_, train) = commands_of("README.md")
+    master, terminal = pty.openpty()
+    subprocess.run(**words("sim1", invite), stdout=terminal, check=True, timeout=60)
+    os.close(terminal)
+    line = os.read(master, 1000).decode().strip() + "\n"
+    os.close(master)
+    server = subprocess.Popen(**words("sim1", f"exec {start}"), stdout=subprocess.PIPE)
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline().startswith("envserve: ready on tcp://0.0.0.0")
+        short = f"{train} --set total_steps=2048 --run-dir run"
+        trained = subprocess.run(
+            **words("gpu1", short), input=line, capture_output=True, timeout=110
+        )
+        assert trained.returncode == 0, trained.stdout + trained.stderr
+        assert "joined tcp://sim1:5555 as trainer-1" in trained.stdout
+        metrics = (tmp_path / "gpu1" / "run" / "metrics.jsonl").read_text()
+        assert json.loads(metrics.splitlines()[-1])["steps"] >= 2048
+        again = subprocess.run(
+            **words("gpu1", "envserve join", home="another"),
+            input=line,
+            capture_output=True,
+            timeout=60,
+        )
+        assert (again.returncode, again.stdout) == (1, "")
+        assert again.stderr == (
+            "envserve: this invitation was used, or is older than 15 minutes; ask for "
+            "another: envserve invite trainer-1\n"
+        )
+        for text in (trained.stdout, trained.stderr, again.stderr):
+            assert line[:60] not in text
+    finally:
+        server.terminate()
+        server.communicate(timeout=20)
+    assert server.returncode == 0
