@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from typing import Final
 
 from benchmarks.cases import envs
-from benchmarks.cases.ours import IN_PROCESS, IPC, TCP, our_cases, stepping_in_place
+from benchmarks.cases.ours import (
+    IN_PROCESS,
+    IPC,
+    TCP,
+    WITHOUT_KEYS,
+    our_cases,
+    stepping_in_place,
+)
 from benchmarks.cases.peers import ASYNC, SB3, TIANSHOU, peer_cases
 from benchmarks.command import (
     CORES,
@@ -23,7 +30,10 @@ from envserve.bench.load import Load
 from envserve.bench.turns import SPEED
 
 REUSING: Final = "envserve in-process, out="
-_CASES: Final = (REUSING, IN_PROCESS, IPC, TCP, ASYNC, SB3, TIANSHOU)
+_CASES: Final = (
+    *(REUSING, IN_PROCESS, IPC, TCP, WITHOUT_KEYS),
+    *(ASYNC, SB3, TIANSHOU),
+)
 _IMAGE_BYTES: Final = 84 * 84 * 4
 
 
