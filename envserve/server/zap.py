@@ -32,7 +32,6 @@ _VERSION: Final = b"1.0"
 _NUM_FRAMES: Final = 7  # of a CURVE request; the last is the raw public key
 _KEY_BYTES: Final = 32
 _REQUESTS_AT_ONCE: Final = 64
-_REFUSALS_EVERY_SECONDS: Final = 1.0
 
 
 def user_of(grant: Grant) -> str:
@@ -69,9 +68,7 @@ class Zap:
         self.is_quiet = False
         self._find = find
         self._loop = loop
-        self._defects = Seldom()
-        self._told_at = -float("inf")
-        self._num_untold = 0
+        self._seldom = Seldom()
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(_ADDRESS)
@@ -106,7 +103,7 @@ class Zap:
         try:
             status, user = self._judge(frames)
         except Exception as error:
-            more = self._defects.passes(type(error), time.monotonic())
+            more = self._seldom.passes(type(error), time.monotonic())
             if more is not None:
                 _LOGGER.exception("it could not be found out who knocks%s", more)
         self.counts[status] += 1
@@ -132,17 +129,11 @@ class Zap:
         return "400", ""
 
     def _tell(self, public: bytes, address: bytes) -> None:
-        """Logs a refusal, at most one a second."""
-        self._num_untold += 1
+        """Tells of a refusal; logs at most one a second."""
         key, place = formats.fingerprint(public), address.decode(errors="replace")
         tell("refused", "", reason=f"key {key}, from {place}, is not known here")
-        now = time.monotonic()
-        if not self.is_quiet and now >= self._told_at + _REFUSALS_EVERY_SECONDS:
-            _LOGGER.info(
-                "key %s, from %s, is not known here; refusals since the last such "
-                "line: %d",
-                key,
-                place,
-                self._num_untold,
-            )
-            self._told_at, self._num_untold = now, 0
+        if self.is_quiet:
+            return
+        more = self._seldom.passes("refused", time.monotonic())
+        if more is not None:
+            _LOGGER.info("key %s, from %s, is not known here%s", key, place, more)
