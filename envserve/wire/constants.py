@@ -62,11 +62,6 @@ class MessageType(enum.IntEnum):
     JOINED = 138
     ERROR = 143
 
-    @property
-    def is_from_server(self) -> bool:
-        """Whether only servers send it."""
-        return self >= MessageType.WELCOME
-
 
 class ErrorCode(enum.IntEnum):
     """Why a request failed. The set is closed.
