@@ -1,29 +1,37 @@
 # The commands need nothing but python3 (3.11 or newer) and make: `make train` trains
-# an agent, `make test` runs the whole test suite, `make bench` measures.
+# an agent, `make test` runs the whole test suite, `make bench` measures. Other people's
+# trainers have an environment of their own, so that these stay lean.
 
 PYTHON ?= python3
 CONFIG ?= pendulum
 ARGS ?=
 
 VENV := .venv
-PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
+DOORS := .venv-doors
+PIP = $(@D)/bin/python -m pip --disable-pip-version-check install --quiet
 PINNED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test bench chaos clean
+.PHONY: help train test test-doors examples bench chaos clean
 
 help:
 	@echo "make train [CONFIG=pendulum|cartpole|cheetah] [ARGS='--seed 1']"
 	@echo "                            set up $(VENV) and train PPO on a Gymnasium task"
 	@echo "make test [ARGS='-k name']  set up $(VENV) and run scripts/check (10 to 20 minutes)"
+	@echo "make test-doors [ARGS='-k sb3']"
+	@echo "                            set up $(DOORS) with other people's trainers and envs,"
+	@echo "                            and run tests/doors (10 minutes)"
+	@echo "make examples [ARGS=sb3_ppo]"
+	@echo "                            set up $(DOORS) and have each example learn its task,"
+	@echo "                            some of them while workers are killed (half an hour)"
 	@echo "make bench [ARGS='step --num-envs 64']"
 	@echo "                            set up $(VENV) with other projects' vectorised envs and"
 	@echo "                            measure ours beside them (the whole suite: 10 minutes)"
 	@echo "make chaos [ARGS='kill --scale 0.01']"
 	@echo "                            set up $(VENV), make everything fail that can, and show"
 	@echo "                            that no transition is wrong (the whole: some hours)"
-	@echo "make clean                  remove $(VENV), caches and build files; runs/ stays"
+	@echo "make clean                  remove what make set up, caches and build files; runs/ stays"
 	@echo "PYTHON=python3.12           the interpreter that $(VENV) is made with"
 
 train: $(VENV)/.installed-train
@@ -31,6 +39,13 @@ train: $(VENV)/.installed-train
 
 test: $(VENV)/.installed-dev
 	scripts/check $(ARGS)
+
+# pyproject.toml keeps tests/doors out of every other run.
+test-doors: $(DOORS)/.installed
+	$(DOORS)/bin/python -m pytest --numprocesses 2 tests/doors $(ARGS)
+
+examples: $(DOORS)/.installed
+	$(DOORS)/bin/python scripts/run_examples.py $(ARGS)
 
 bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python scripts/bench.py $(or $(ARGS),suite)
@@ -54,8 +69,13 @@ $(VENV)/.installed-bench: $(PINNED) $(VENV)/.installed-train | $(VENV)/bin/pip
 	$(PIP) --constraint constraints.txt --editable '.[train-cpu,mujoco,bench]'
 	@touch $@
 
+$(DOORS)/.installed: $(PINNED) | $(DOORS)/bin/pip
+	@echo "Installing other people's trainers and envs into $(DOORS); this takes minutes ..."
+	$(PIP) --constraint constraints.txt --editable '.[mujoco,box2d,atari,envpool,sb3,tianshou,trainers,zoo,dev]'
+	@touch $@
+
 # pip is what venv installs last, so its presence says that the environment is whole.
-$(VENV)/bin/pip:
+$(VENV)/bin/pip $(DOORS)/bin/pip:
 	@command -v $(PYTHON) >/dev/null || { echo "make: expected Python 3.11 or" \
 	  "newer as $(PYTHON), found no such command; install it, or name another" \
 	  "one: make PYTHON=/path/to/python3" >&2; exit 1; }
@@ -66,9 +86,9 @@ $(VENV)/bin/pip:
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "make: expected $(PYTHON) to" \
 	  "have the modules venv and ensurepip, got the error above; on Debian and" \
 	  "Ubuntu: apt-get install python3-venv" >&2; exit 1; }
-	$(PYTHON) -m venv --clear $(VENV)
+	$(PYTHON) -m venv --clear $(@D:/bin=)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .coverage .hypothesis .import_linter_cache \
+	rm -rf $(VENV) $(DOORS) build dist *.egg-info .coverage .hypothesis .import_linter_cache \
 	  .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from benchmarks.cases.guarantees import BARE_SLAB, OURS
 from benchmarks.cases.images import REUSING
-from benchmarks.cases.ours import IN_PROCESS, IPC, LIMIT, TCP
-from benchmarks.cases.peers import ASYNC, ENVPOOL
+from benchmarks.cases.ours import IN_PROCESS, IPC, LIMIT, MAKE_VEC, TCP
+from benchmarks.cases.peers import ASYNC, ENVPOOL, SERVED_ENVPOOL
 from benchmarks.lab.tables import as_markdown
 from envserve.bench.turns import MICROSECONDS, SPEED, Measurements
 
@@ -115,6 +115,17 @@ def _of_sb3(meaning: str, bound: float, vec_env: str, number: str) -> Goal:
     return Goal("train", meaning, bound, _ratio(f"SB3, {vec_env}", "ppo", number))
 
 
+def _of_sb3_on_ours(num_envs: int, bound: float) -> Goal:
+    value = _ratio("SB3, SubprocVecEnv", "SB3, envserve.sb3", "total_seconds")
+    meaning = "SB3 end to end, SubprocVecEnv / envserve.sb3"
+    return Goal(f"train-sb3-{num_envs}", meaning, bound, value)
+
+
+def _of_served_envpool(meaning: str, bound: float, base: str) -> Goal:
+    value = _ratio(SERVED_ENVPOOL, base)
+    return Goal("step-cartpole-256", f"EnvPool's behind tcp / {meaning}", bound, value)
+
+
 def _of_none_slow(way: str) -> Goal:
     value = _ratio(f"{way}: one slow", f"{way}: none slow")
     return Goal("straggler", f"one slow / none slow, {way}", 0.9, value)
@@ -124,6 +135,8 @@ _SPARE: Final = _ratio("slow resets, spare envs", "quick resets")
 GOALS: Final = (
     Goal("step-cheetah-16", "in-process / limit", 0.75, _ratio(IN_PROCESS, LIMIT)),
     Goal("step-cheetah-16", "in-process / Async", 4, _ratio(IN_PROCESS, ASYNC)),
+    Goal("step-cheetah-16", "make_vec / Async", 2.5, _ratio(MAKE_VEC, ASYNC)),
+    Goal("step-cheetah-64", "make_vec / Async", 5, _ratio(MAKE_VEC, ASYNC)),
     Goal("step-cheetah-64", "in-process / limit", 0.85, _ratio(IN_PROCESS, LIMIT)),
     Goal("step-cheetah-64", "in-process / Async", 7, _ratio(IN_PROCESS, ASYNC)),
     Goal("step-cheetah-64", "in-process / EnvPool", 1, _ratio(IN_PROCESS, ENVPOOL)),
@@ -134,6 +147,8 @@ GOALS: Final = (
     Goal("step-cartpole-64", "in-process / limit", 0.7, _ratio(IN_PROCESS, LIMIT)),
     Goal("step-cartpole-64", "in-process / Async", 12, _ratio(IN_PROCESS, ASYNC)),
     Goal("step-cartpole-256", "tcp / limit", 0.55, _ratio(TCP, LIMIT)),
+    _of_served_envpool("tcp, one env at a time", 4, TCP),
+    _of_served_envpool("EnvPool", 0.5, ENVPOOL),
     _of_bare_slab("HalfCheetah-v5", 16, 0.9),
     _of_bare_slab("HalfCheetah-v5", 64, 0.9),
     _of_bare_slab("CartPole-v1", 16, 0.8),
@@ -143,6 +158,8 @@ GOALS: Final = (
         _of_sb3(f"end to end, SB3 with {kind} / ppo", bound, kind, "total_seconds")
         for kind, bound in (("SubprocVecEnv", 8), ("DummyVecEnv", 6))
     ),
+    _of_sb3_on_ours(16, 1.5),
+    _of_sb3_on_ours(64, 3),
     Goal("simulate-cartpole-16", "faster Python loop / simulate()", 2, _loop_ratio),
     _at_most("simulate-cheetah-16", "simulate() beyond the lane, us", 150, _beyond),
     Goal("overlap", "best possible / measured, 2 splits", 0.9, _overlap),

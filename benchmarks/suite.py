@@ -27,6 +27,9 @@ _LIGHT: Final = tuple(
     for part in ("--only", word)
 )
 
+#: With few of them, what a trainer waits for is mostly the envs.
+_LARGE_MINIBATCHES: Final = ("--minibatch-size", "2048")
+
 #: Command lines by name, which is also the folder of the result.
 PARTS: Final[dict[str, tuple[str, ...]]] = {
     "step-cheetah-16": ("step", "--num-envs", "16"),
@@ -35,6 +38,8 @@ PARTS: Final[dict[str, tuple[str, ...]]] = {
     "step-cartpole-256": ("step", *_CARTPOLE, "256", *_LIGHT),
     "guarantees": ("guarantees",),
     "train": ("train",),
+    "train-sb3-16": ("train", "--only", "SB3", *_LARGE_MINIBATCHES),
+    "train-sb3-64": ("train", "--only", "SB3", "--num-envs", "64", *_LARGE_MINIBATCHES),
     "simulate-cartpole-16": ("simulate", *_CARTPOLE, "16"),
     "simulate-cheetah-16": ("simulate", "--env", "HalfCheetah-v5"),
     "overlap": ("overlap",),

@@ -1,5 +1,30 @@
 """Environment servers for reinforcement learning.
 
-Start at `envserve.client.BatchEnv`. This file stays empty on purpose: importing any
-module runs it, and a worker process must load neither zmq nor asyncio.
+What is named here is loaded when it is used: importing any module runs this file, and a
+worker process must load neither zmq nor asyncio.
 """
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from envserve.client import BatchEnv
+    from envserve.client.make_vec import make, make_vec
+
+    __version__: str
+
+__all__ = ["BatchEnv", "__version__", "make", "make_vec"]
+
+_HOMES = {
+    "BatchEnv": "envserve.client",
+    "make": "envserve.client.make_vec",
+    "make_vec": "envserve.client.make_vec",
+}
+
+
+def __getattr__(name: str) -> object:
+    import importlib.metadata
+
+    if name == "__version__":
+        return importlib.metadata.version("envserve")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

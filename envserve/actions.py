@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from envserve.encoded import encode_row
 from envserve.errors import ActionError, SpaceError
 from envserve.slab import Rows
 from envserve.spec import EnvSpec, Leaf, flatten
@@ -65,12 +66,12 @@ def check_actions(
     Raises:
       ActionError: With the env, the leaf, and what was expected.
     """
-    leaf = spec.action_leaves[0] if spec.action_leaves else None
+    leaf = spec.action_leaves[0]
     # The usual case, at a third of the time that the rest takes: caches are cold here.
     if (
-        leaf is not None
-        and leaf.space is spec.action_space
+        leaf.space is spec.action_space
         and type(actions) is np.ndarray
+        and not leaf.is_encoded
         and actions.dtype == leaf.dtype
         and actions.shape == (num_envs, *leaf.shape)
     ):
@@ -86,8 +87,13 @@ def check_actions(
         values = flatten(spec.action_space, actions)
     except SpaceError as error:
         raise ActionError(f"actions: {error}") from None
+    if not values:  # there is nothing in an action
+        return [np.zeros((num_envs, *leaf.shape), leaf.dtype)]
     arrays = []
     for leaf, value in zip(spec.action_leaves, values, strict=True):
+        if leaf.is_encoded:
+            arrays.append(_encode(leaf, value, env_indices, num_envs))
+            continue
         array = _as_array(leaf, value, num_envs)
         _check_values(leaf, array, env_indices, "")
         arrays.append(array)
@@ -98,6 +104,8 @@ def check_action_rows(
     spec: EnvSpec, rows: Rows, start: int, stop: int, where: str
 ) -> None:
     """Checks the actions that stand in rows `start` to `stop`.
+
+    Those that are encoded are for the worker to read, which is all that they can end.
 
     Args:
       spec: Spec of the envs.
@@ -138,6 +146,24 @@ def _as_array(leaf: Leaf, value: Any, num_envs: int) -> Array:
         with np.errstate(over="ignore"):
             return array.astype(leaf.dtype, copy=False)
     return array
+
+
+def _encode(
+    leaf: Leaf, values: Any, env_indices: Sequence[int] | Array | None, num_envs: int
+) -> Array:
+    if not isinstance(values, (tuple, list)) or len(values) != num_envs:
+        raise ActionError(
+            f"{_label(leaf)}: expected a tuple of {num_envs} values, one per env; "
+            f"got {values!r:.200}"
+        )
+    rows = np.zeros((num_envs, *leaf.shape), leaf.dtype)
+    for row, value in enumerate(values):
+        try:
+            rows[row] = encode_row(leaf, value, is_strict=True)
+        except SpaceError as error:
+            env_index = row if env_indices is None else int(np.ravel(env_indices)[row])
+            raise ActionError(f"Env {env_index}: {_label(leaf)}: {error}") from None
+    return rows
 
 
 def _check_values(

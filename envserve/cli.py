@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ast
-import asyncio
 import contextlib
 import dataclasses
 import inspect
 import logging
 import os
-import stat
 import sys
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -18,8 +16,15 @@ from typing import Annotated, Any, Final, Literal, NoReturn, get_type_hints
 
 import typer
 
-from envserve.errors import EnvserveError, KeyFileError, SelfTestError, ServerError
+from envserve.errors import (
+    EnvserveError,
+    KeyFileError,
+    ProtocolMismatch,
+    SelfTestError,
+    ServerError,
+)
 from envserve.key_commands import app as key_commands
+from envserve.own_envs import is_own, named, which_others_write
 from envserve.settings import HostSettings, WorkerSettings, is_private, num_cores
 
 __all__ = ["main"]
@@ -33,34 +38,26 @@ app = typer.Typer(
 app.add_typer(key_commands)
 
 
-def _look_for_modules_here(modules: list[str] | None) -> list[str] | None:
+def _look_for_modules_here(words: list[str] | None) -> list[str] | None:
     """Has --import find modules of the working directory too, as `python -m` would."""
     here = os.getcwd()
-    if modules and _can_others_write(os.stat(here)):
+    if all(word.partition(":")[0].endswith(".py") for word in words or ()):
+        return words  # files are looked for where they are
+    if place := which_others_write(here):
         _fail(
-            f"--import: others can write to the working directory, {here}, and so "
+            f"--import: others can write to the working directory, {place}, and so "
             f"any module there could be theirs; start in a folder of your own",
             2,
         )
-    if modules:
-        sys.path.append(here)  # last, so that a file there hides nothing
-    return modules
-
-
-def _can_others_write(folder: os.stat_result) -> bool:
-    """Tells whether files there may be another user's; its own group is the user."""
-    return (
-        folder.st_uid not in (0, os.geteuid())
-        or bool(folder.st_mode & stat.S_IWOTH)
-        or bool(folder.st_mode & stat.S_IWGRP and folder.st_gid != os.getegid())
-    )
+    sys.path.append(here)  # last, so that a file there hides nothing
+    return words
 
 
 _Import = Annotated[
     list[str] | None,
     typer.Option(
         "--import",
-        help="Module that registers envs or wrappers; repeatable.",
+        help="Module or file that registers envs or wrappers; repeatable.",
         callback=_look_for_modules_here,
     ),
 ]
@@ -79,6 +76,7 @@ def main() -> None:
 _FLAGS: Final = {
     "num_workers": "--workers",
     "env_names": "--env",
+    "vector_envs": "--vector",
     "binds": "--bind",
     "import_modules": "--import",
     "exposed": "--expose",
@@ -142,6 +140,14 @@ def _lines_below_fields(kind: type) -> dict[str, str]:
 @_with_host_settings
 def start(
     *,
+    own: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[ENV]...",
+            help="Env to offer: a registered name, FILE.py for all that it registers, "
+            "FILE.py:CLASS, or MODULE:NAME; by default, all registered.",
+        ),
+    ] = None,
     address_file: Annotated[
         Path | None, typer.Option(help="Where to write the real addresses.")
     ] = None,
@@ -152,6 +158,8 @@ def start(
     **given: Any,
 ) -> None:
     """Serve envs until SIGTERM, which lets episodes end first, or SIGINT."""
+    import asyncio
+
     from envserve.server import serve
 
     logging.basicConfig(
@@ -159,7 +167,9 @@ def start(
         level=log_level.upper(),
         format="%(asctime)s %(levelname)s %(message)s",
     )
-    host = _host_settings(given)
+    names = [*(own or ()), *(given["env_names"] or ())]
+    _look_for_modules_here([*filter(is_own, names)])
+    host = _host_settings({**given, "env_names": names})
 
     def on_ready(addresses: tuple[str, ...], num_names: int) -> None:
         if address_file is not None:
@@ -213,13 +223,18 @@ def health(
     timeout: _Timeout = 2.0,
     insecure: _Insecure = False,
 ) -> None:
-    """Ask a server how it is. The exit code is 0 if it is well, 1 if none answers."""
+    """Ask a server how it is.
+
+    The exit code is 0 if it is well, 1 if none answers, 7 if it is of another release.
+    """
     from envserve.client.connection import ask_welcome
     from envserve.client.health import Ailment, diagnose
 
     _check_address(address)
     try:
         welcome = ask_welcome(address, timeout, insecure=insecure)
+    except ProtocolMismatch as error:
+        _fail(f"ProtocolMismatch: {error}", Ailment.MISMATCH)
     except EnvserveError as error:
         _fail(error, Ailment.NO_ANSWER)
     found = diagnose(welcome, startup=startup, live=live, ready=ready)
@@ -283,7 +298,7 @@ def replay(
 @app.command()
 def bench(
     env: Annotated[
-        str, typer.Option(help="Registered name of the env to measure.")
+        str, typer.Option(help="Env to measure, as of `start`.")
     ] = "CartPole-v1",
     import_module: _Import = None,
     num_envs: Annotated[int, typer.Option(min=1, help="Rows of the batch.")] = 16,
@@ -301,10 +316,11 @@ def bench(
     from envserve.bench.command import bench as measure
     from envserve.bench.load import Load
 
-    modules = tuple(import_module or ())
     workers = min(num_workers, num_envs)
-    load = Load(env, num_envs, workers, seconds, import_modules=modules)
+    _look_for_modules_here([env] if is_own(env) else [])
     try:
+        name, modules = named(env, import_module or ())
+        load = Load(name, num_envs, workers, seconds, import_modules=modules)
         measure(load, rounds)
     except EnvserveError as error:
         _fail(error, 1)

@@ -23,6 +23,7 @@ __all__ = [
     "dtype_code",
     "dtype_from_code",
     "encode",
+    "unpack",
 ]
 
 #: The dtypes that may cross a process or host border; the index is the code.
@@ -116,6 +117,11 @@ def decode(
     if len(data) > max_bytes:
         raise CodecError(f"expected at most {max_bytes} bytes; got {len(data)}")
     check(data, max_values)
+    return unpack(data)
+
+
+def unpack(data: _Buffer) -> Any:
+    """Decodes what `check` has walked over; raises CodecError as `decode` does."""
     try:
         return msgpack.unpackb(data, ext_hook=_decode_extension, strict_map_key=False)
     except CodecError:
@@ -125,7 +131,7 @@ def decode(
         raise CodecError(f"not a valid encoding: {type(error).__name__}") from None
 
 
-def check(data: _Buffer, max_values: int | None = None) -> None:
+def check(data: _Buffer, max_values: int | None = None) -> int:
     """Walks over an encoded value, which takes less than to decode it.
 
     Args:
@@ -133,13 +139,15 @@ def check(data: _Buffer, max_values: int | None = None) -> None:
       max_values: How many values there may be inside, keys among them; an array of
         numbers counts as 16. None: any number.
 
+    Returns:
+      How many there are.
+
     Raises:
       CodecError: They are more, or nested too deep, or no encoding of ours.
     """
     at, end, sizes = 0, len(data), _SIZES
     array_cost = 0 if max_values is None else _ARRAY_VALUES - 1
-    # Each takes a byte: who announces more than there are is not believed.
-    room = end if max_values is None else min(max_values, end)
+    most = room = end if max_values is None else max_values
     left, is_map = 1, False  # values to come in what is open
     outer: list[tuple[int, bool]] = []  # the same of what that stands in
     while at < end:
@@ -157,9 +165,10 @@ def check(data: _Buffer, max_values: int | None = None) -> None:
         else:
             at, count = _measure(data, at, kind)
         room -= count if count >= 0 else array_cost * (kind in _EXTENSIONS)
-        if room < 0:
+        # Each takes a byte: who announces more than there are is not believed.
+        if room < 0 or count > end - at:
             raise CodecError(
-                f"expected at most {max_values or end} values, of which an array of "
+                f"expected at most {most} values, of which an array of "
                 f"numbers counts as {_ARRAY_VALUES}; got more"
             )
         if count < 0:
@@ -173,6 +182,7 @@ def check(data: _Buffer, max_values: int | None = None) -> None:
             left, is_map = count, kind in _MAPS
     if at != end or left or any(count for count, _ in outer):
         raise CodecError("not a valid encoding: it does not end where it should")
+    return most - room
 
 
 def _measure(data: _Buffer, at: int, kind: int) -> tuple[int, int]:

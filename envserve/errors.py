@@ -42,11 +42,14 @@ class CodecError(EnvserveError, ValueError):
     """A value that cannot be encoded, or bytes that are not a valid encoding."""
 
 
-class SpaceError(EnvserveError, TypeError):
-    """A space, or a value that should belong to one, has a form we cannot carry."""
+class SpaceError(EnvserveError, TypeError, RuntimeError):
+    """A space that we cannot carry, a value that is not of it, or spaces that differ.
+
+    A RuntimeError too, which Gymnasium raises for envs whose spaces differ.
+    """
 
 
-class ActionError(EnvserveError, ValueError):
+class ActionError(EnvserveError, ValueError, TypeError):
     """Actions with a wrong structure, shape, dtype or value."""
 
 

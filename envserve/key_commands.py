@@ -39,6 +39,7 @@ _LIMITS: Final = {
     "max-envs": "Most envs at a time.",
     "max-processes": "Most worker processes at a time.",
     "max-leases": "Most leases at a time.",
+    "max-row-mib": "Most MiB of memory for rows.",
     "expose": "Attributes of envs it may use, as in --expose there, with commas.",
     "kwargs": "Arguments of envs it may set, as in --allow-kwarg, with commas.",
     "share": "Its weight while others wait; 1 by default.",
@@ -241,7 +242,8 @@ def new(
         )
     else:
         print(
-            "No server of others knows it. On each: envserve clients remove NAME, "
+            "Restart servers of this user: until then they know the old one. No server "
+            "of others knows the new one. On each: envserve clients remove NAME, "
             "envserve invite NAME; then here: envserve join"
         )
 

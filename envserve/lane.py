@@ -11,13 +11,16 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
-from envserve.errors import EnvserveError
+from envserve import codec
+from envserve.errors import EnvserveError, LocalProtocolError
+from envserve.infos import Packed
 from envserve.slab import Rows, Status
 from envserve.spec import EnvSpec
 
 __all__ = [
     "Block",
     "Call",
+    "CallKind",
     "Fault",
     "Lane",
     "Outcome",
@@ -73,31 +76,55 @@ class Reset:
     Attributes:
       block: Index of the block.
       env_indices: Rows of the lane to reset; None for all of the block.
-      seeds: A seed per row to reset; None leaves the choice to the env's own
-        generator, or, right after construction, to its `env_seed`.
+      seeds: A seed per row to reset, or None for what the env then gets. Without them
+        an env gets none either, but, right after construction, its `env_seed`.
+      options: A dict that each of these envs gets, as `codec` encodes it; else empty.
     """
 
     block: int
     env_indices: tuple[int, ...] | None = None
-    seeds: tuple[int, ...] | None = None
+    seeds: tuple[int | None, ...] | None = None
+    options: bytes = b""
+
+    def check(self, block: Block) -> Sequence[int]:
+        """Returns the rows; raises LocalProtocolError for those, or seeds, unfit."""
+        rows, seeds = range(block.start, block.stop), self.seeds
+        chosen = rows if self.env_indices is None else self.env_indices
+        are_rows = len({*chosen}) == len(chosen) and {*chosen} <= {*rows}
+        given = [0] * len(chosen) if seeds is None else [seed or 0 for seed in seeds]
+        fit = len(given) == len(chosen) and all(0 <= seed < 2**63 for seed in given)
+        if not (are_rows and fit):
+            raise LocalProtocolError(
+                f"block {block.index}: expected distinct rows in {rows}, and for each "
+                f"a seed in [0, 2**63), or None; got {chosen!s:.200}; {seeds!s:.200}"
+            )
+        return chosen
+
+
+#: What is done to an attribute.
+CallKind = Literal["call", "get", "set", "thumbnail"]
 
 
 @dataclass(frozen=True)
 class Call:
-    """Attribute access on one env.
+    """Attribute access on some envs of a block.
 
     Attributes:
-      env_index: Row of the lane.
+      block: Index of the block.
+      env_indices: Rows of the lane.
       kind: "call" calls a method, or reads an attribute that is not callable; "get"
-        reads; "set" assigns `arguments[0]`.
+        reads; "set" assigns a value of its own to each; "thumbnail" renders, scales
+        the picture to a width, and makes a JPEG of it.
       name: Name of the attribute.
-      arguments: Plain values, see `envserve.codec`.
+      arguments: A list and a dict, as `codec` encodes them: those of the method; to
+        set, a value for each row.
     """
 
-    env_index: int
-    kind: Literal["call", "get", "set"]
+    block: int
+    env_indices: tuple[int, ...]
+    kind: CallKind
     name: str
-    arguments: tuple[Any, ...] = ()
+    arguments: bytes = codec.encode([[], {}])
 
 
 class Fault(NamedTuple):
@@ -116,6 +143,18 @@ class Fault(NamedTuple):
     text: str
     is_violation: bool = False
 
+    @property
+    def cause(self) -> str:
+        """What has failed: the last line of a traceback; else the first."""
+        lines = self.text.strip().split("\n")
+        return lines[-1 if self.status == Status.ENV_ERROR else 0]
+
+    @property
+    def detail(self) -> str:
+        """The traceback, or what stands below the cause; "" if that says all."""
+        below = self.text.strip().partition("\n")[2]
+        return self.text if below and self.status == Status.ENV_ERROR else below
+
 
 class Outcome(NamedTuple):
     """A block's operation has ended, and its rows are as it left them.
@@ -123,9 +162,13 @@ class Outcome(NamedTuple):
     Attributes:
       block: Index of the block.
       infos: Info dict by row, as far as asked for.
-      faults: Faults of this operation.
-      result: Encoded result of a `Call`, else empty.
+      faults: Faults of this operation; of a `Call`, why rows have no value.
+      result: Of a `Call`, the values of its rows, encoded as a list: of the first, as
+        many as there was room for; the others were not called.
       error: Set when the operation failed as a whole.
+      notes: What is to be said once about the envs; whoever hosts them has.
+      packed_infos: The infos once more, as their worker has encoded them; of a server,
+        and of what it has read, empty.
     """
 
     block: int
@@ -133,6 +176,8 @@ class Outcome(NamedTuple):
     faults: Sequence[Fault] = ()
     result: bytes = b""
     error: EnvserveError | None = None
+    notes: Sequence[str] = ()
+    packed_infos: Mapping[int, Packed] = MappingProxyType({})
 
 
 class Lane(Protocol):
@@ -200,8 +245,8 @@ class Lane(Protocol):
     def submit_reset(self, resets: Sequence[Reset]) -> None:
         """Starts resets, each of another block."""
 
-    def submit_call(self, call: Call) -> None:
-        """Starts attribute access on one env, as an operation of its block."""
+    def submit_call(self, calls: Sequence[Call]) -> None:
+        """Starts attribute access, each on envs of another block."""
 
     def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
         """Waits until so many operations have ended, and returns them.

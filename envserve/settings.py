@@ -7,12 +7,15 @@ these gets a ValueError that names the setting, what was expected, and what came
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
+from pathlib import Path
 from typing import (
     Annotated,
     Any,
@@ -22,12 +25,14 @@ from typing import (
     TypedDict,
     TypeVar,
     get_args,
+    get_origin,
     get_type_hints,
 )
 
 import msgspec
 from msgspec import Meta
 
+from envserve.own_envs import absolute, is_own, name_of
 from envserve.wrappers import Wrappers
 
 __all__ = [
@@ -40,6 +45,7 @@ __all__ = [
     "KwargRule",
     "LocalOptions",
     "Name",
+    "NonFinite",
     "PoolSettings",
     "WorkerSettings",
     "convert",
@@ -80,6 +86,9 @@ _WORDS: Final = {
 Autoreset = Literal["same_step", "next_step", "disabled"]
 #: Which info dicts are reported: of all rows, of rows whose episode ended, or none.
 Infos = Literal["all", "episode_end", "none"]
+#: What NaN and infinity in observations and rewards do: `EnvError`; a row that is lost,
+#: with `valid` False; or nothing, and they are handed on.
+NonFinite = Literal["raise", "mask", "pass"]
 
 Name = Annotated[str, Meta(max_length=200)]
 _Count = Annotated[int, Meta(ge=1)]
@@ -116,7 +125,7 @@ class _Checked:
                 vars(self)[name] = convert(value, hint)
             except ValueError as error:
                 text = re.sub(r", got .*?(?= - at |$)", "", str(error))
-                if hint in (Autoreset, Infos):
+                if get_origin(hint) is Literal:
                     text = f"expected one of {', '.join(get_args(hint))}"
                 raise ValueError(f"{name}: {text}; got {value!r:.200}") from None
 
@@ -124,11 +133,30 @@ class _Checked:
 _hints_of: Final = cache(partial(get_type_hints, include_extras=True))
 
 
-def num_cores() -> int:
-    """Returns how many cores this process may use: fewer than all, where pinned."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def num_cores(root: Path = Path("/")) -> int:
+    """Returns how many cores this process may use: not all, if pinned or by a quota."""
+    pinned = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    return max(1, min(pinned or 1, _quota(root)))
+
+
+@cache
+def _quota(root: Path) -> int:
+    """Returns the cores that Linux's cgroups, v1 or v2, leave to a container."""
+    least = 1 << 16
+    with contextlib.suppress(OSError, ValueError):  # there are none
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if kinds and "cpu" not in kinds.split(","):
+                continue
+            names = ("cfs_quota_us", "cfs_period_us") if kinds else ("max",)
+            group = root / "sys/fs/cgroup" / ("cpu" if kinds else "") / path.lstrip("/")
+            for folder in (group, *group.parents):
+                with contextlib.suppress(OSError, ValueError):  # it sets none
+                    texts = [(folder / f"cpu.{name}").read_text() for name in names]
+                    quota, period = map(int, " ".join(texts).split())
+                    if quota > 0:
+                        least = min(least, -(-quota // period))
+    return least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +171,9 @@ class EnvRequest(_Checked):
     """Groups of blocks that can be stepped apart."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     """Root seed, from which every env's seed follows; see `seeding.env_seed`."""
+    seeded: bool = True
+    """Whether an env's first reset gets its seed; else None reaches it, as in
+    Gymnasium."""
     first_env_index: _U32 = 0
     """Row of the first env in the whole batch, over all lanes."""
     first_incarnation: _U32 = 0
@@ -157,6 +188,12 @@ class EnvRequest(_Checked):
     """Which info dicts are reported."""
     spare_envs: bool = False
     """Whether each row has a second env that is reset while the first is stepped."""
+    nonfinite: NonFinite = "raise"
+    """What NaN and infinity in observations and rewards do."""
+    strict_spaces: bool = False
+    """Whether observations must have the very dtypes of their space, or may be cast."""
+    vectorized: bool = False
+    """Whether each block is one vector env, made by the env's vector_entry_point."""
 
     @property
     def num_hosted(self) -> int:
@@ -171,7 +208,7 @@ class WorkerSettings(_Checked):
     num_workers: _Count = field(default_factory=num_cores)
     """Most worker processes that one client gets; by default one per core."""
     import_modules: tuple[str, ...] = ()
-    """Module that registers envs or wrappers; repeatable."""
+    """Module or file that registers envs or wrappers; repeatable."""
     step_timeout_seconds: _Seconds = 30.0
     """Seconds that one env's step may take; then its worker is killed."""
     reset_timeout_seconds: _Seconds = 120.0
@@ -179,8 +216,10 @@ class WorkerSettings(_Checked):
     max_restarts: Annotated[int, Meta(ge=0)] = 5
     """How often a worker that ends without a step in between is replaced, before its
     envs are given up."""
+    max_row_mib: Annotated[int, Meta(ge=0)] | None = None
+    """Most MiB of shared memory for all rows of one user; by default any."""
     max_infos_kib: Annotated[int, Meta(ge=1, le=1 << 15)] = 64
-    """Most KiB of infos that a worker reports at once; longer ones are left out."""
+    """Most KiB of a row's infos; beyond that the largest keys are left out."""
     crash_dir: str | None = ""
     """Folder for repro files of crashes, by default one of this user's under the
     system's temporary folder; 'none' for no files."""
@@ -197,7 +236,10 @@ class HostSettings(WorkerSettings):
     envs_per_worker: _Count = 64
     """With --workers, how many envs all clients may have."""
     env_names: tuple[str, ...] | None = None
-    """Env to offer; repeatable. By default, all registered."""
+    """Env to offer, as the arguments; repeatable. By default, all registered."""
+    vector_envs: tuple[str, ...] = ()
+    """Env of which a worker steps all rows in one call, by its vector_entry_point;
+    repeatable. For others, clients may ask for that."""
     binds: Annotated[tuple[str, ...], Meta(min_length=1)] = ("tcp://127.0.0.1:5555",)
     """tcp://host:port or ipc://path; repeatable; port 0 is any."""
     exposed: frozenset[ExposeRule] = frozenset()
@@ -245,6 +287,11 @@ class HostSettings(WorkerSettings):
     def __post_init__(self) -> None:
         """Checks everything; raises ValueError."""
         super().__post_init__()
+        names = tuple(map(absolute, self.env_names or ()))
+        own = filter(is_own, (*names, *map(absolute, self.vector_envs)))
+        words = (*map(absolute, self.import_modules), *own)
+        vars(self)["env_names"] = names or self.env_names
+        vars(self)["import_modules"] = tuple(dict.fromkeys(words))
         for address in self.binds:
             try:
                 is_private(address)
@@ -273,27 +320,33 @@ class HostSettings(WorkerSettings):
 class PoolSettings(WorkerSettings, EnvRequest):
     """What a pool is built from: what was asked for, on a host's workers."""
 
-    max_infos_kib: Annotated[int, Meta(ge=1, le=1 << 15)] = 1 << 15
-    """As of a host; a trainer that hosts its envs takes nobody else's time."""
-
     @classmethod
     def of(cls, request: EnvRequest, host: WorkerSettings) -> Self:
         """Puts a request and a host's settings together."""
         asked = {f.name for f in fields(EnvRequest)}
         names = [f.name for f in fields(cls)]
-        return cls(**{n: getattr(request if n in asked else host, n) for n in names})
+        given = {n: getattr(request if n in asked else host, n) for n in names}
+        if isinstance(host, HostSettings) and request.env_name in map(
+            name_of, host.vector_envs
+        ):
+            given["vectorized"] = True
+        return cls(**given)
 
 
 class EnvOptions(TypedDict, total=False):
     """What `BatchEnv.connect` takes of `EnvRequest`, by the same names."""
 
     seed: int | None
+    seeded: bool
     num_splits: int
     env_kwargs: Mapping[str, Any] | None
     wrappers: Sequence[Mapping[str, Any]]
     autoreset: Autoreset
     infos: Infos
     spare_envs: bool
+    nonfinite: NonFinite
+    strict_spaces: bool
+    vectorized: bool
 
 
 class LocalOptions(EnvOptions, total=False):
@@ -303,6 +356,7 @@ class LocalOptions(EnvOptions, total=False):
     step_timeout: float
     reset_timeout: float
     max_restarts: int
+    max_infos_kib: int
     crash_dir: str | None
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "next_beat",
     "restore_last_observation",
     "row_of_beat",
+    "rows_mib",
     "rows_nbytes",
     "write_lost",
     "write_pending",
@@ -137,6 +138,11 @@ def row_of_beat(beat: int) -> int | None:
 def rows_nbytes(spec: EnvSpec, num_envs: int) -> int:
     """Returns how many bytes `Rows.map` needs."""
     return arrays_nbytes(_layout(spec, num_envs))
+
+
+def rows_mib(spec: EnvSpec, num_envs: int) -> int:
+    """Returns how many MiB that is, and at least one."""
+    return max(1, -(-rows_nbytes(spec, num_envs) >> 20))
 
 
 def _layout(spec: EnvSpec, num_envs: int) -> Layout:

@@ -16,6 +16,10 @@ __all__ = ["Seldom", "did_you_mean", "one_line", "printable", "without_folders"]
 #: Of a traceback's line, and of any other absolute path.
 _FOLDERS: Final = re.compile(r'(?<=File ")/[^"\n]*/|(?<![\w:/.])/(?:[^\s/\'"]+/)+')
 _SECONDS: Final = 1.0
+#: Of an env's name: what is left out to compare it, and what ends a module before it.
+_VERSION: Final = re.compile(r"-v\d+$")
+_LAST: Final = re.compile(r"[:/]")
+_FEW: Final = 5
 
 
 def one_line(text: str, max_length: int | None = None) -> str:
@@ -43,11 +47,19 @@ def without_folders(text: str) -> str:
 
 
 def did_you_mean(env_name: str, known: Iterable[str]) -> str:
-    """Returns "; did you mean A or B?" of names that are near, or where to look."""
-    near = difflib.get_close_matches(env_name, list(known), n=3, cutoff=0.5)
-    if not near:
-        return " (own envs: see import_modules)"
-    return f"; did you mean {' or '.join(near)}?"
+    """Returns "; did you mean A or B?" of names that are near, or all if they are few.
+
+    Versions, and whether letters are small, make no difference; a module or namespace
+    may be missing.
+    """
+    names = list(known)
+    bases = {_VERSION.sub("", name).lower(): name for name in names}
+    found = {_LAST.split(base)[-1]: name for base, name in bases.items()} | bases
+    base = _VERSION.sub("", env_name).lower()
+    near = difflib.get_close_matches(base, found, n=3, cutoff=0.75)
+    if near:
+        return f"; did you mean {' or '.join({found[key]: 0 for key in near})}?"
+    return f"; there is only {', '.join(names)}" if 0 < len(names) <= _FEW else ""
 
 
 class Seldom:

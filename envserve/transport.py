@@ -59,6 +59,7 @@ class FrameReceiver:
       first: The frame that began the latest message: ZeroMQ's words about its sender
         are with it.
       num_discarded: How many frames of the last such message were.
+      num_messages: How many messages have come.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class FrameReceiver:
         self._readable = [(socket, _POLLIN)]
         self.is_discarding = False
         self.first = zmq.Frame()
-        self.num_discarded = 0
+        self.num_discarded = self.num_messages = 0
 
     def receive(self, *, waits: bool = False) -> Frames | None:
         """Returns the next message; None when there is none yet.
@@ -100,6 +101,7 @@ class FrameReceiver:
         except zmq.Again:
             return None
         self.first = frame
+        self.num_messages += 1
         frames: Frames = [frame.bytes]
         while frame.more:  # a frame knows; to ask the socket takes longer
             if len(frames) == self._max_frames:

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from envserve.client import BatchEnv
 from ppo.actions.action_spaces import action_kind
-from ppo.errors import EnvDataError
+from ppo.errors import EnvDataError, UnsupportedSpaceError
 from ppo.observations import space_leaves
 
 __all__ = ["InGraphBatchEnv"]
@@ -31,6 +31,10 @@ class InGraphBatchEnv:
         self.env = env
         self.num_envs = env.num_envs
         spaces = space_leaves(env.observation_space)
+        if not tf.nest.flatten(spaces):
+            raise UnsupportedSpaceError(
+                f"observation: expected something to observe, got {spaces}"
+            )
         self.observation_spec = tf.nest.map_structure(
             lambda space: tf.TensorSpec([env.num_envs, *space.shape], space.dtype),
             spaces,

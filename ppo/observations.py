@@ -37,7 +37,9 @@ def space_leaves(space: gymnasium.Space[Any], path: str = "observation") -> Any:
     if _leaf_kind(space) is None:
         raise UnsupportedSpaceError(
             f"{path}: expected Box, Discrete, MultiBinary, MultiDiscrete, or a Dict or "
-            f"Tuple of those, got {space}; wrap the env to encode it as a Box."
+            f"Tuple of those, got {space}; leave it out with the wrapper "
+            "FilterObservation (its filter_keys name what stays), or wrap the env to "
+            "encode it as a Box."
         )
     return space
 

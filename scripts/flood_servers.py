@@ -1,10 +1,11 @@
 """Flood a server with one key, and see what is left to a client with another.
 
+    python scripts/flood_servers.py                                    about 4 minutes
     python scripts/flood_servers.py --kinds ping attach --connections 1 20
 
 The honest client steps 8 CartPole envs. It does so alone; beside the flood of another
 server, which takes the same CPU, but nothing of its own server; and beside the flood of
-its own. The ratio is that of the last two.
+its own. The ratio is that of the last two. Exits with 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -24,11 +25,16 @@ from pathlib import Path
 import numpy as np
 import zmq
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.lab.siege import Cores, Goals
+from envserve import codec
 from envserve.client import BatchEnv
 from envserve.keys import formats
 from envserve.keys.folder import KeyFolder
 from envserve.keys.grant import Grant
 from envserve.keys.pair import KeyPair
+from envserve.lane import Call
 from envserve.wire import (
     Attach,
     Buffer,
@@ -43,6 +49,9 @@ from envserve.wire import (
 
 _ROOT = Path(__file__).resolve().parents[1]
 _NUM_ENVS = 8
+_MIN_RATIO = 0.9
+_MAX_STEP_MS = 100.0
+_GOING = "going"
 _ATTACH_LOOPS = {"attach": ("CartPole-v1", 1), "attach-cheetah": ("HalfCheetah-v5", 8)}
 #: Bodies of floods, by type.
 _BODIES: dict[str, tuple[MessageType, bytes]] = {
@@ -55,7 +64,7 @@ _BODIES: dict[str, tuple[MessageType, bytes]] = {
     "attach-4k": (
         MessageType.ATTACH,
         Attach(
-            env_name="Nothing-v0", num_envs=1, seed=1, env_kwargs={"x": "y" * 3900}
+            env_name="Nothing-v0", num_envs=1, seed=1, env_kwargs={"x": "y" * 3700}
         ).encode(),
     ),
     "reset": (
@@ -64,8 +73,8 @@ _BODIES: dict[str, tuple[MessageType, bytes]] = {
     ),
     "call": (
         MessageType.CALL,
-        CallBody(
-            env_index=0, kind="call", name="step", arguments=([0] * 4000,)
+        CallBody.of(
+            [Call(0, (0,), "call", "step", codec.encode([[[0] * 4000], {}]))]
         ).encode(),
     ),
 }
@@ -84,6 +93,7 @@ class _Peer:
         self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public)
         self._socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
+        self._socket.setsockopt(zmq.RCVTIMEO, 1000)
         self._socket.connect(address)
         self._requests = itertools.count(1)
         self._session, self._boot, self.epoch = id(self), 0, 0
@@ -104,12 +114,14 @@ class _Peer:
         )
 
     def ask(self, kind: MessageType, body: bytes = b"") -> Message:
-        """Says something, and waits for what comes of it."""
-        self._socket.send_multipart(self._pack(kind, body))
+        """Says something until it is answered: who floods is not always heard."""
         while True:
-            answer = decode(self._socket.recv_multipart())
-            if answer.type is not MessageType.BUILDING:
-                return answer
+            self._socket.send_multipart(self._pack(kind, body))
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    answer = decode(self._socket.recv_multipart())
+                    if answer.type is not MessageType.BUILDING:
+                        return answer
 
     def attach(self, env_name: str, num_envs: int) -> bool:
         """Asks for envs as a new session; tells whether it has got them."""
@@ -139,6 +151,7 @@ def _flood(kind: str, address: str, num_connections: int) -> None:
     if kind in ("reset", "call"):
         for peer in peers[:4]:
             peer.attach("CartPole-v1", 8)
+    print(_GOING, flush=True)
     for peer in itertools.cycle(peers):
         if kind not in _ATTACH_LOOPS:
             peer.send_many(kind)
@@ -165,9 +178,12 @@ def _server(folder: Path) -> Iterator[str]:
 @contextlib.contextmanager
 def _flooder(kind: str, address: str, num_connections: int) -> Iterator[None]:
     command = [sys.executable, __file__, "--flood", kind, address, str(num_connections)]
-    with subprocess.Popen(command, cwd=_ROOT) as process:
-        time.sleep(1.5)  # it starts, and gets going
+    with subprocess.Popen(
+        command, cwd=_ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
+            assert process.stdout is not None
+            assert process.stdout.readline().strip() == _GOING, "expected a flood"
             yield
             assert process.poll() is None, "expected the flood to go on; it has ended"
         finally:
@@ -188,41 +204,53 @@ def _measure(batch: BatchEnv, seconds: float) -> tuple[float, float]:
 
 
 def _compare(
-    batch: BatchEnv, addresses: tuple[str, str], kind: str, given: argparse.Namespace
+    batch: BatchEnv,
+    addresses: tuple[str, str],
+    flood: tuple[str, int],
+    given: argparse.Namespace,
+    cores: Cores,
+    goals: Goals,
 ) -> None:
+    """Measures alone, and beside a flood of the other server, and of the own one."""
     own, other = addresses
-    for num_connections in given.connections:
-        runs: dict[str, list[tuple[float, float]]] = {own: [], other: [], "": []}
-        for _ in range(given.rounds):
-            runs[""].append(_measure(batch, given.seconds))
-            for address in (other, own):
-                with _flooder(kind, address, num_connections):
+    kind, num_connections = flood
+    runs: dict[str, list[tuple[float, float]]] = {own: [], other: []}
+    alone, _ = _measure(batch, given.seconds)
+    for _ in range(given.rounds):
+        for address in (other, own):
+            with cores.of("attacker"):
+                flooder = _flooder(kind, address, num_connections)
+                with flooder, cores.of("client"):
                     runs[address].append(_measure(batch, given.seconds))
-        alone, control, flooded = (
-            statistics.median(rate for rate, _ in runs[where])
-            for where in ("", other, own)
-        )
-        print(
-            f"{kind:15} {num_connections:11} {alone:8.0f} {control:8.0f} "
-            f"{flooded:8.0f} {flooded / control:6.2f} "
-            f"{1000 * max(longest for _, longest in runs[other]):15.0f} "
-            f"{1000 * max(longest for _, longest in runs[own]):15.0f}",
-            flush=True,
-        )
+    control, flooded = (
+        statistics.median(rate for rate, _ in runs[where]) for where in (other, own)
+    )
+    print(
+        f"{kind} x{num_connections}: {alone:.0f} steps/s alone, {control:.0f} beside a "
+        f"flood of another server (longest step "
+        f"{1e3 * max(longest for _, longest in runs[other]):.0f} ms), {flooded:.0f} "
+        f"beside one of its own"
+    )
+    name = f"{kind}, {num_connections} connections: "
+    goals.at_least(f"{name}ratio of steps/s", flooded / control, _MIN_RATIO)
+    longest = 1e3 * max(longest for _, longest in runs[own])
+    goals.at_most(f"{name}longest step (ms)", longest, _MAX_STEP_MS)
 
 
-def main() -> None:
-    """Prints a line for each flood."""
+def main() -> int:
+    """Prints a table of goals; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--flood", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--kinds", nargs="+", default=_KINDS, choices=_KINDS)
     parser.add_argument("--connections", nargs="+", type=int, default=(1, 20))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=1.5, help="of a measurement")
     given = parser.parse_args()
     if given.flood:
         kind, address, num_connections = given.flood
         _flood(kind, address, int(num_connections))
+    cores, goals = Cores(), Goals()
+    print(cores, flush=True)
     with contextlib.ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         os.environ["ENVSERVE_HOME"] = str(root / "home")
@@ -231,20 +259,19 @@ def main() -> None:
         folder.server_key(create=True)
         folder.clients.add(Grant(name="mallory", public=pair.public), time.time())
         os.environ["FLOOD_KEY"] = formats.encode(formats.SECRET, pair.secret)
-        homes = [root / name for name in ("own", "other")]
-        for home in homes:
-            home.mkdir()
-        own, other = [stack.enter_context(_server(home)) for home in homes]
-        batch = BatchEnv.connect("CartPole-v1", [own], _NUM_ENVS, seed=0)
-        with batch:
+        addresses = []
+        for side in ("server", "control"):
+            (root / side).mkdir()
+            with cores.of(side):
+                addresses.append(stack.enter_context(_server(root / side)))
+        stack.enter_context(cores.of("client"))
+        own, other = addresses
+        with BatchEnv.connect("CartPole-v1", [own], _NUM_ENVS, seed=0) as batch:
             batch.reset()
-            print(
-                "flood           connections    alone  control  flooded  ratio  "
-                "longest control  longest flooded (ms)"
-            )
-            for kind in given.kinds:
-                _compare(batch, (own, other), kind, given)
+            for flood in itertools.product(given.kinds, given.connections):
+                _compare(batch, (own, other), flood, given, cores, goals)
+    return goals.report()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

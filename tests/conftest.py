@@ -17,6 +17,22 @@ from tests.left_behind import MARK_NAME, MARK_VALUE
 from tests.left_behind import nothing_left_behind as nothing_left_behind
 
 ROOT = Path(__file__).resolve().parent.parent
+#: What takes longest begins first: no process of the suite works on alone at its end.
+LONGEST = (
+    "test_cli_run",
+    "test_learning",
+    "test_update",
+    "test_worlds",
+    "test_cases",
+    "test_determinism",
+    "test_train",
+    "test_network_namespaces",
+    "test_three_commands",
+    "test_kill_and_resume",
+    "test_sequences",
+    "test_evaluate",
+    "test_export",
+)
 
 # The examples of a slow, shared machine are as valid as those of a fast one. Whether a
 # change passes does not depend on luck: every run has the same examples and seeds.
@@ -47,6 +63,11 @@ def pytest_configure() -> None:
     tempfile.tempdir = os.environ["TMPDIR"] = folder
     # And so do keys: all servers and clients of the suite are one user's.
     os.environ["ENVSERVE_HOME"] = os.path.join(folder, "home")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -38,6 +38,7 @@ DATES = {
     "envserve/key_commands.py:clients: time.time",
     "envserve/key_commands.py:invite: time.time",
     "envserve/key_commands.py:make: time.time",
+    "scripts/flood_frames.py:main: time.time",
     "scripts/flood_servers.py:main: time.time",
 }
 

@@ -31,7 +31,9 @@ ATTRIBUTES = frozenset(
 )
 #: Where names become modules, and where those names are from.
 IMPORTS = {
+    "envserve/__init__.py": "a table of what is exported, in that file",
     "envserve/registry.py": "import_modules of the operator; entry points of Gymnasium",
+    "envserve/wire/__init__.py": "its own modules, which it lists",
     "envserve/wrappers/apply.py": "the table of wrappers; a name is looked up in it",
     "ppo/configs.py": "a config of the user's own, in Python",
     "ppo/networks/custom.py": "`network` of the user's own config",
@@ -39,6 +41,7 @@ IMPORTS = {
 #: Where a dtype is not written out, and where it is from.
 DTYPES = {
     "envserve/codec.py: name": "a table of names, above",
+    "envserve/leaves.py: space.dtype": "a space that was made already",
     "envserve/spec.py: space.dtype": "a space that was made already",
     "envserve/slab.py: kind": "a tuple of types, beside it",
 }

@@ -25,8 +25,18 @@ PINNED_LINES = [
     for line in (ROOT / "constraints.txt").read_text().splitlines()
     if line and not line.startswith("#")
 ]
-NOT_OURS = {".venv", "runs", "build", "dist", "__pycache__", "envserve.egg-info"}
+NOT_OURS = {
+    ".venv",
+    ".venv-doors",
+    "runs",
+    "build",
+    "dist",
+    "__pycache__",
+    "envserve.egg-info",
+}
 NOT_OURS |= {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
+#: Extras of `make bench` and `make test-doors`.
+NOT_IN_VENV = {"bench", "envpool", "sb3", "tianshou", "trainers", "zoo"}
 PINS = dict(line.split("==") for line in PINNED_LINES)
 
 
@@ -139,7 +149,9 @@ def test_worker_side_loads_neither_zmq_nor_asyncio(module: str) -> None:
     assert loaded & {"zmq", "asyncio", "tensorflow", "keras"} == set()
 
 
-@pytest.mark.parametrize("module", ["client", "server", "cli", "bench.command"])
+@pytest.mark.parametrize(
+    "module", ["client.batch_env", "server", "cli", "bench.command"]
+)
 def test_envserve_loads_no_tensorflow(module: str) -> None:
     loaded = loaded_by(f"import envserve.{module}")
     assert "envserve" in loaded
@@ -157,6 +169,13 @@ def test_importing_ppo_loads_almost_nothing() -> None:
 
 def test_the_command_loads_what_a_sub_command_needs_only_for_it() -> None:
     assert loaded_by("import envserve.cli") & {"numpy", "gymnasium", "zmq"} == set()
+
+
+def test_a_probe_of_a_server_loads_no_arrays() -> None:
+    loaded = loaded_by("import envserve.cli, envserve.client.connection")
+    loaded |= loaded_by("import envserve.client.health")
+    assert {"envserve", "zmq"} <= loaded
+    assert loaded & {"numpy", "gymnasium", "msgpack", "asyncio"} == set()
 
 
 def test_checking_wrappers_loads_no_gymnasium() -> None:
@@ -187,15 +206,16 @@ def test_constraints_hold_names_and_versions_only() -> None:
 
 def test_constraints_pin_everything_that_make_installs() -> None:
     # Both builds of TensorFlow are pinned, but only one can be installed.
-    absent = ("train", "bench")
+    absent = {"train", *NOT_IN_VENV}
     made = [line for name, e in EXTRAS.items() if name not in absent for line in e]
     unpinned = installed_closure([*PROJECT["dependencies"], *made]) - PINS.keys()
     assert not unpinned, "add them to constraints.txt with the version installed"
 
 
-def test_constraints_pin_the_peers_of_the_benchmarks() -> None:
-    # Nothing but a benchmark needs them: what they bring is seen where they are.
-    unpinned = installed_closure(EXTRAS["bench"], may_be_absent=True) - PINS.keys()
+@pytest.mark.parametrize("extra", sorted(NOT_IN_VENV))
+def test_constraints_pin_what_may_be_absent_here(extra: str) -> None:
+    # Only a benchmark or an adapter needs them: what they bring is seen where they are.
+    unpinned = installed_closure(EXTRAS[extra], may_be_absent=True) - PINS.keys()
     assert not unpinned, "add them to constraints.txt with the version installed"
 
 

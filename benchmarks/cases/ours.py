@@ -10,10 +10,12 @@ from benchmarks.harness import Case
 from envserve.bench.cases import BINDS, bare_loops, batch_env, stepping_batch_env
 from envserve.bench.load import Load
 from envserve.bench.turns import Measure, stepping
+from envserve.client.make_vec import make_vec
 
 LIMIT = "limit: bare loops"
 IN_PROCESS, IPC, TCP = "envserve in-process", "envserve ipc", "envserve tcp"
 WITHOUT_KEYS = "envserve tcp, no keys"
+MAKE_VEC = "envserve make_vec"
 _WAYS = {
     IN_PROCESS: (),
     IPC: BINDS["ipc"],
@@ -33,7 +35,10 @@ def our_cases(load: Load) -> list[Case]:
         Case(name, stepping_batch_env, {"load": load, "binds": binds})
         for name, binds in _WAYS.items()
         if len(binds) <= load.num_envs
-    ] + [Case(WITHOUT_KEYS, stepping_without_keys, {"load": load})]
+    ] + [
+        Case(WITHOUT_KEYS, stepping_without_keys, {"load": load}),
+        Case(MAKE_VEC, stepping_vector_env, {"load": load}),
+    ]
 
 
 @contextlib.contextmanager
@@ -42,6 +47,21 @@ def stepping_without_keys(load: Load) -> Iterator[Measure]:
     options = ("--insecure-no-auth",)
     with batch_env(load, BINDS["tcp"], options, insecure=True) as batch:
         yield stepping(batch.step, load.actions(), load)
+
+
+@contextlib.contextmanager
+def stepping_vector_env(load: Load) -> Iterator[Measure]:
+    """Steps as a trainer does that knows Gymnasium: in-process, infos of every step."""
+    envs = make_vec(
+        load.env_name,
+        load.num_envs,
+        num_workers=load.num_workers,
+        env_kwargs=load.env_kwargs,
+        import_modules=load.import_modules,
+    )
+    with contextlib.closing(envs):
+        envs.reset(seed=0)
+        yield stepping(envs.step, load.actions(), load)
 
 
 @contextlib.contextmanager

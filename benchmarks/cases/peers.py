@@ -9,12 +9,13 @@ import contextlib
 import importlib
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from benchmarks.harness import Case, Skip
-from envserve.bench.cases import vector_env
+from envserve.bench.cases import BINDS, batch_env, vector_env
 from envserve.bench.load import Load
 from envserve.bench.turns import Measure, stepping
 
@@ -23,6 +24,7 @@ ASYNC = "gymnasium AsyncVectorEnv"
 SB3 = "SB3 SubprocVecEnv"
 TIANSHOU = "tianshou ShmemVectorEnv"
 ENVPOOL = "EnvPool"
+SERVED_ENVPOOL = "envserve tcp, of EnvPool's envs"
 
 PEERS = {
     SYNC: "Sync",
@@ -80,10 +82,7 @@ def tianshou_shared_memory(load: Load) -> Iterator[Measure]:
 @contextlib.contextmanager
 def envpool(load: Load) -> Iterator[Measure]:
     """EnvPool: envs rewritten in C++, stepped by threads."""
-    module = import_peer("envpool")
-    if load.env_name not in module.list_all_envs() or load.env_kwargs:
-        raise Skip(f"it has no {load.env_name}")
-    envs = module.make_gymnasium(
+    envs = _envpool_with(load).make_gymnasium(
         load.env_name, num_envs=load.num_envs, num_threads=load.num_workers, seed=0
     )
     with contextlib.closing(envs):
@@ -91,6 +90,24 @@ def envpool(load: Load) -> Iterator[Measure]:
         # Converted beforehand: it takes its own dtypes only.
         actions = [batch.astype(envs.action_space.dtype) for batch in load.actions()]
         yield stepping(envs.step, actions, load)
+
+
+@contextlib.contextmanager
+def served_envpool(load: Load) -> Iterator[Measure]:
+    """The same behind a server of ours, as the one vector env of each worker."""
+    _envpool_with(load)
+    name = f"envpool/{load.env_name}"
+    work = replace(load, env_name=name, import_modules=("envserve.envpool",))
+    with batch_env(work, BINDS["tcp"], ("--vector", name)) as batch:
+        yield stepping(batch.step, load.actions(), load)
+
+
+def _envpool_with(load: Load) -> Any:
+    """Returns the module; raises Skip where it lacks the env."""
+    module = import_peer("envpool")
+    if load.env_name not in module.list_all_envs() or load.env_kwargs:
+        raise Skip(f"it has no {load.env_name}")
+    return module
 
 
 def peer_cases(load: Load) -> list[Case]:
@@ -102,4 +119,5 @@ def peer_cases(load: Load) -> list[Case]:
         Case(SB3, sb3_subprocess, work),
         Case(TIANSHOU, tianshou_shared_memory, work),
         Case(ENVPOOL, envpool, work),
+        Case(SERVED_ENVPOOL, served_envpool, work),
     ]

@@ -6,6 +6,7 @@ from what they report or call.
 
 import contextlib
 import functools
+import importlib
 import json
 import tempfile
 import threading
@@ -41,6 +42,7 @@ _ENDLESS = 10**9
 
 _OURS = "ppo"
 _SUBPROCESS, _DUMMY = "SB3, SubprocVecEnv", "SB3, DummyVecEnv"
+_SB3_ON_OURS = "SB3, envserve.sb3"
 _NUMBERS = {"rollout": ROLLOUT, "update": UPDATE, "total": TOTAL}
 
 
@@ -71,6 +73,7 @@ def train(
         Case(_OURS, training_ours, {**work, "workers": workers}),
         Case(_SUBPROCESS, training_sb3, {**work, "vec_env": "SubprocVecEnv"}),
         Case(_DUMMY, training_sb3, {**work, "vec_env": "DummyVecEnv"}),
+        Case(_SB3_ON_OURS, training_sb3, {**work, "vec_env": "", "workers": workers}),
     ]
     Load(env, 1, 1, 0).check()
     measured = run.measure(cases, repetitions)
@@ -93,10 +96,10 @@ def train(
             **{f"{n} x": ratio(_OURS, key) for n, key in _NUMBERS.items()},
         },
         notes=[
-            f"ppo trains in {workers} workers with two TensorFlow threads, "
-            "SB3 with one torch thread. Both as they train: ours normalises "
-            "observations and scales rewards besides, and writes metrics. x: how many "
-            "times as long as ppo's.",
+            f"ppo and envserve.sb3 step in {workers} workers; ppo trains with two "
+            "TensorFlow threads, SB3 with one torch thread. Both as they train: ours "
+            "normalises observations and scales rewards besides, and writes metrics. "
+            "x: how many times as long as ppo's.",
         ],
     )
 
@@ -188,13 +191,20 @@ class Gate:
 
 
 @contextlib.contextmanager
-def training_sb3(config: Config, iterations: int, vec_env: str) -> Iterator[Measure]:
-    """Train with Stable-Baselines3's PPO and its own vectorised envs."""
+def training_sb3(
+    config: Config, iterations: int, vec_env: str, workers: int = 1
+) -> Iterator[Measure]:
+    """Train with Stable-Baselines3's PPO, on its own vectorised envs or on ours."""
     torch = import_peer("torch")
     stable_baselines3 = import_peer("stable_baselines3")
     torch.set_num_threads(1)
     load = Load(config.env_name, config.num_envs, 1, 0)
-    with contextlib.closing(sb3_vec_env(load, vec_env)) as envs:
+    if vec_env:
+        made = sb3_vec_env(load, vec_env)
+    else:
+        ours = importlib.import_module("envserve.sb3")
+        made = ours.make_vec_env(load.env_name, load.num_envs, num_workers=workers)
+    with contextlib.closing(made) as envs:
         model = stable_baselines3.PPO(
             "MlpPolicy",
             envs,

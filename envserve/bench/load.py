@@ -12,7 +12,7 @@ from gymnasium.error import DependencyNotInstalled
 from gymnasium.vector.utils import batch_space
 
 from envserve.errors import EnvStartError
-from envserve.registry import import_env_modules, make_env
+from envserve.registry import import_env_modules, make_env, spec_of
 
 __all__ = ["Load"]
 
@@ -51,10 +51,7 @@ class Load:
         try:
             make_env(self.env_name, self.env_kwargs).close()
         except (DependencyNotInstalled, ImportError) as error:
-            text = f"{self.env_name} cannot be built: {error}"
-            if isinstance(error, DependencyNotInstalled) and "mujoco" in text.lower():
-                text = f"{self.env_name} needs MuJoCo: pip install 'envserve[mujoco]'"
-            raise EnvStartError(text) from error
+            raise EnvStartError(f"{self.env_name} cannot be built: {error}") from error
 
     def actions(self) -> list[Any]:
         """Returns batches of actions `[num_envs, ...]`, the same at every call."""
@@ -76,4 +73,4 @@ class Load:
 def _make_env(load: Load) -> gymnasium.Env[Any, Any]:
     """Builds one env as its users do, in Gymnasium's wrappers."""
     import_env_modules(load.import_modules)
-    return gymnasium.make(load.env_name, **load.env_kwargs)
+    return gymnasium.make(spec_of(load.env_name), **load.env_kwargs)

@@ -68,6 +68,22 @@ class Absence:
         self.awaited |= found
         return positions - found
 
+    def shown_rows(self, num_rows: int, ended: Collection[int]) -> Array:
+        """Tells of which rows the observation is the last, bool `[num_rows]`.
+
+        Of the others, whose step is owed, it is the final one.
+
+        Args:
+          num_rows: Of the batch.
+          ended: Positions of blocks whose step has ended.
+        """
+        is_shown = np.ones(num_rows, np.bool_)
+        for position in self.owed:
+            block = self._blocks[position]
+            has_come = position in ended
+            is_shown[block.start : block.stop] = has_come & ~block.ended
+        return is_shown
+
     def forget(self) -> None:
         """Forgets what is owed, since it will never come."""
         for blocks in (self.owed, self.awaited, self.padded, self._since):

@@ -1,24 +1,34 @@
-"""Attributes of a batch's envs: called, read and set one env at a time."""
+"""Attributes of a batch's envs: called, read and set, of many at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any, Final
+
+import numpy as np
 
 from envserve import codec
 from envserve.client.lane_group import LaneGroup
 from envserve.client.row_set import check_rows
-from envserve.errors import CallError
-from envserve.lane import Call
-from envserve.text import printable
+from envserve.errors import CallError, RemoteProtocolError
+from envserve.lane import Call, CallKind, Fault
+from envserve.worker.calls import MAX_RESULT_VALUES
 
 __all__ = ["Attributes"]
 
-_MAX_TEXT: Final = 16 << 10
+_Rows = Sequence[int] | np.ndarray[Any, Any] | None
+
+#: Values to set for more rows of a block than that holds, are set one after the other:
+#: a server does not take more at once.
+_MAX_SET_BYTES: Final = 1 << 10
 
 
 class Attributes:
     """What `BatchEnv` has for them.
+
+    All envs are asked at once, in one round trip to each server, unless what they say
+    is longer than a few MiB. An error is raised once all have answered.
 
     Attributes:
       num_envs: Number of rows.
@@ -29,56 +39,126 @@ class Attributes:
 
     _begin: Callable[[], None]
 
-    def call(self, env_index: int, name: str, *arguments: Any) -> Any:
+    def call(self, env_index: int, name: str, /, *arguments: Any, **named: Any) -> Any:
         """Calls a method of one env, or reads an attribute that is not callable.
 
         Args:
           env_index: Row of the env.
           name: Name of the attribute; servers allow only those they expose.
-          arguments: Plain values: numbers, strings, bytes, lists, dicts, arrays.
+          *arguments: Plain values: numbers, strings, bytes, lists, dicts, arrays.
+          **named: The same, by name.
 
         Raises:
           CallError: With the traceback from the worker, if the method raised.
         """
-        return self._call(env_index, "call", name, arguments)
+        return self._use([env_index], "call", name, arguments, named)[0]
 
-    def get_attr(self, name: str) -> list[Any]:
-        """Returns an attribute of every env, in row order."""
-        return [self._call(row, "get", name, ()) for row in range(self.num_envs)]
+    def call_each(
+        self, name: str, /, *arguments: Any, env_indices: _Rows = None, **named: Any
+    ) -> list[Any]:
+        """Does the same with some envs, or all; returns what each has given."""
+        return self._use(env_indices, "call", name, arguments, named)
 
-    def set_attr(self, name: str, values: Sequence[Any]) -> None:
-        """Sets an attribute of every env to its own value."""
-        if len(values) != self.num_envs:
-            raise ValueError(f"expected {self.num_envs} values; got {len(values)}")
-        for row, value in enumerate(values):
-            self._call(row, "set", name, (value,))
+    def get_attr(self, name: str, env_indices: _Rows = None) -> list[Any]:
+        """Returns an attribute of some envs, or all."""
+        return self._use(env_indices, "get", name)
 
-    def render(self, env_index: int) -> Any:
-        """Returns what one env renders; see the env's `render_mode`."""
-        return self.call(env_index, "render")
+    def set_attr(
+        self, name: str, values: Sequence[Any], env_indices: _Rows = None
+    ) -> None:
+        """Sets an attribute of some envs, or all, of each to its own value.
 
-    def _call(
+        An env that is replaced after a fault of its own gets it again; one whose worker
+        or server was lost, and a vector env, does not.
+        """
+        rows = check_rows(env_indices, self.num_envs).tolist()
+        if len(values) != len(rows):
+            raise ValueError(f"expected {len(rows)} values; got {len(values)}")
+        self._use(rows, "set", name, dict(zip(rows, values, strict=True)))
+
+    def render(self, env_index: int | _Rows = None) -> Any:
+        """Returns what an env renders; of several, or by default all, a list.
+
+        See the envs' `render_mode`.
+        """
+        if isinstance(env_index, int | np.integer):
+            return self.call(int(env_index), "render")
+        return self.call_each("render", env_indices=env_index)
+
+    def thumbnails(
+        self, env_indices: _Rows = None, width: int = 160
+    ) -> list[bytes | None]:
+        """Returns pictures to be looked at, made where the envs run.
+
+        Args:
+          env_indices: Rows; None for all.
+          width: Pixels, 8 to 1,024.
+
+        Returns:
+          A JPEG of each env; None for one that does not render a picture.
+
+        Raises:
+          CallError: An env's `render` raised, or Pillow is not installed there.
+        """
+        return self._use(env_indices, "thumbnail", "render", [width])
+
+    def _use(
         self,
-        env_index: int,
-        kind: Literal["call", "get", "set"],
+        env_indices: _Rows,
+        kind: CallKind,
         name: str,
-        arguments: tuple[Any, ...],
-    ) -> Any:
+        arguments: Sequence[Any] | Mapping[int, Any] = (),
+        named: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
         self._begin()
-        check_rows([env_index], self.num_envs)
+        rows = check_rows(env_indices, self.num_envs).tolist()
         if name.startswith("_"):
             raise CallError(f"expected the name of a public attribute; got {name!r}")
-        result = self._group.call(Call(env_index, kind, name, arguments))
-        answer = codec.decode(result, max_bytes=len(result))
-        if "error" in answer:
-            where = self._group.block_of(env_index).lane.name
-            error, traceback = (
-                printable(str(answer[key])[-_MAX_TEXT:])
-                for key in ("error", "traceback")
-            )
-            raise CallError(
-                f"Env {env_index} ({where}): {name}: {error}",
-                env_index=env_index,
-                remote_traceback=traceback,
-            )
-        return answer["value"]
+
+        def pack(asked: Sequence[int]) -> bytes:
+            own = [arguments[row] for row in asked] if kind == "set" else arguments
+            try:
+                return codec.encode([list(own), named or {}])
+            except codec.CodecError as error:
+                raise CallError(
+                    f"Env {asked[0]}: {name}: {error}", env_index=asked[0]
+                ) from None
+
+        found: dict[int, Any] = {}
+        of_all = pack(rows) if kind != "set" else b""
+        while missing := sorted({*rows} - found.keys()):
+            calls, listed = {}, []
+            for block, group in groupby(missing, self._group.blocks.block_of):
+                asked = [*group]
+                packed = of_all or pack(asked)
+                while kind == "set" and len(asked) > 1 and len(packed) > _MAX_SET_BYTES:
+                    asked = asked[: len(asked) // 2]
+                    packed = pack(asked)
+                here = tuple([row - block.offset for row in asked])
+                calls[block.position] = Call(block.lane_block, here, kind, name, packed)
+                listed.append((block, asked))
+            for (block, asked), outcome in zip(
+                listed, self._group.call(calls), strict=True
+            ):
+                faults = {f.env_index + block.offset: f for f in outcome.faults}
+                failed = next((row for row in asked if row in faults), None)
+                if failed is not None:
+                    raise _error_of(faults[failed], failed, block.lane.name, name)
+                found.update(zip(asked, _values_in(outcome.result), strict=False))
+        return [found[row] for row in rows]
+
+
+def _values_in(result: bytes) -> list[Any]:
+    most = 2 * MAX_RESULT_VALUES
+    values = codec.decode(result, max_bytes=len(result), max_values=most)
+    if not isinstance(values, list) or not values:
+        raise RemoteProtocolError("expected a value for at least one env; got none")
+    return values
+
+
+def _error_of(fault: Fault, env_index: int, where: str, name: str) -> CallError:
+    return CallError(
+        f"Env {env_index} ({where}): {name}: {fault.cause}",
+        env_index=env_index,
+        remote_traceback=fault.detail,
+    )

@@ -14,16 +14,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
 
 import numpy as np
+from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from gymnasium.spaces import Space
 
 from envserve.actions import check_actions
 from envserve.client.attributes import Attributes
 from envserve.client.lane_group import LaneGroup
 from envserve.client.make import Builders, OnFault
-from envserve.client.row_set import RowSet, RowSets, check_rows
+from envserve.client.resets import Resets
+from envserve.client.row_set import RowSet, RowSets
 from envserve.client.stats import BatchStats, StepRecorder
-from envserve.client.step_result import StepResult, add_infos, gather_result
+from envserve.client.step_result import (
+    StepResult,
+    add_infos,
+    decode_result,
+    gather_result,
+)
 from envserve.errors import (
+    EnvError,
     EnvserveError,
     EnvTimeout,
     LocalProtocolError,
@@ -31,16 +39,24 @@ from envserve.errors import (
 )
 from envserve.lane import Lane
 from envserve.settings import Autoreset
-from envserve.spec import EnvSpec, unflatten
+from envserve.spec import EnvSpec
 
-__all__ = ["BatchEnv", "BatchStats", "StepResult"]
+__all__ = ["BatchEnv", "BatchStats", "EnvsClosed", "ResetFirst", "StepResult"]
 
 Array = np.ndarray[Any, Any]
 
 _all: Final = np.logical_and.reduce
 
 
-class BatchEnv(Attributes, Builders):
+class EnvsClosed(LocalProtocolError, ClosedEnvironmentError):
+    """The envs were used after `close`."""
+
+
+class ResetFirst(LocalProtocolError, ResetNeeded):
+    """The envs were stepped before all of them were reset."""
+
+
+class BatchEnv(Attributes, Resets, Builders):
     """A batch of equal envs.
 
     Build it with `BatchEnv.local` or `BatchEnv.connect`; or from lanes of your own.
@@ -56,7 +72,12 @@ class BatchEnv(Attributes, Builders):
         together, by one worker; it is the least that can be sent and received.
       splits: For each group of blocks its rows, int64 `[n]`; there are `num_splits`,
         or fewer where there are too few rows.
+      reset_infos: Info dict by row of the last `reset`, with `infos="all"`.
+      autoreset: When an ended episode's env is reset.
+      reset_call: How a row is reset by who uses this, for messages.
     """
+
+    reset_call = "reset(env_indices=...)"
 
     def __init__(
         self,
@@ -88,55 +109,23 @@ class BatchEnv(Attributes, Builders):
         self.num_envs = len(self._row_sets.everything)
         self.blocks = self._row_sets.rows_by(lambda block: block.position)
         self.splits = self._row_sets.rows_by(lambda block: block.split)
-        self._autoreset = autoreset
+        self.autoreset = autoreset
         self._raises_faults = on_fault == "raise"
         self._has_reset = False
+        self._resetting = None
         self._is_stepping = False  # in a call of `step`, or interrupted there
         self._is_untold = False  # as it was about to return
         self._ended = np.zeros(self.num_envs, np.bool_)
         self._recorder = StepRecorder()
         self._is_closed = False
-
-    def reset(
-        self,
-        env_indices: Sequence[int] | Array | None = None,
-        seeds: Sequence[int] | None = None,
-    ) -> Any:
-        """Resets envs and returns their first observations.
-
-        Args:
-          env_indices: Rows to reset; None for all.
-          seeds: A seed per row. By default an env's first reset uses the seed that
-            follows from the root seed, and later ones go on with its random numbers.
-
-        Returns:
-          Observations `[len(env_indices), ...]`, in the order of `env_indices`.
-        """
-        indices = check_rows(env_indices, self.num_envs)
-        if seeds is not None and len(seeds) != len(indices):
-            raise ValueError(f"expected {len(indices)} seeds; got {len(seeds)}")
-        self._begin()
-        has_reset, self._has_reset = self._has_reset, False  # if it is cut short
-        try:
-            self._group.reset(indices, seeds)
-        except LocalProtocolError:  # it was refused, and nothing was changed
-            self._has_reset = has_reset
-            raise
-        self._has_reset = has_reset or env_indices is None
-        self._ended[indices] = False
-        leaves = [
-            np.concatenate(parts)[indices]
-            for parts in zip(
-                *(lane.rows.observation for lane in self.lanes), strict=True
-            )
-        ]
-        return unflatten(self.spec.observation_space, leaves)
+        self.reset_infos: Mapping[int, Mapping[str, Any]] = {}
+        self._is_encoded = self.spec.has_encoded_observations
 
     def step(self, actions: Any, out: StepResult | None = None) -> StepResult:
         """Steps all envs.
 
-        What has come of a step that was interrupted is dropped, but for lost episodes,
-        which the next one tells.
+        What has come of a step that was interrupted is dropped, but for the ends of
+        episodes, which the next one tells.
 
         Args:
           actions: Arrays `[num_envs, ...]`, nested as the action space.
@@ -144,18 +133,21 @@ class BatchEnv(Attributes, Builders):
 
         Raises:
           ActionError: The actions do not fit the action space; nothing was stepped.
-          EnvError: An env broke its own spaces, or failed while `on_fault="raise"`.
+          EnvError: An env broke its own spaces, or failed while `on_fault="raise"`. All
+            envs have to be reset before the next step.
           ServerError: A server was lost.
         """
         group = self._group
         if self._is_stepping or self._is_closed or not self._has_reset:
             self._begin(needs_reset=True)
         if group.out:
-            raise group.out_error(group.out)
+            raise group.blocks.out_error(group.out)
+        if out is not None:
+            self._check_out()
         began_at = time.perf_counter()
         everything = self._row_sets.everything
         arrays = check_actions(self.spec, actions, None, self.num_envs)
-        if self._autoreset == "disabled":
+        if self.autoreset == "disabled":
             self._check_not_ended(everything)
         self._is_stepping = True
         group.send(everything, arrays, together=True)
@@ -166,6 +158,8 @@ class BatchEnv(Attributes, Builders):
         group.release(ready)
         self._is_stepping = self._is_untold = False
         if error is not None:
+            # What has become of the other rows is not told.
+            self._has_reset = type(error[1]) is not EnvError
             raise error[1]
         return result
 
@@ -236,6 +230,8 @@ class BatchEnv(Attributes, Builders):
                 "out: expected env_indices and no min_envs with it; else the number "
                 "of rows is not known before"
             )
+        if out is not None:
+            self._check_out()
         group = self._group
         positions, num_rows = self._row_sets.choose(group.out, min_envs, env_indices)
         deadline = math.inf if timeout is None else time.monotonic() + timeout
@@ -285,18 +281,37 @@ class BatchEnv(Attributes, Builders):
     @property
     def num_out(self) -> int:
         """How many rows have been sent and not received."""
-        return 0 if self._is_stepping else self._group.num_rows(self._group.out)
+        return 0 if self._is_stepping else self._group.blocks.num_rows(self._group.out)
+
+    @property
+    def pending(self) -> str:
+        """What is to be waited for: "reset", "step", or nothing."""
+        return "reset" if self._resetting else "step" if self.num_out else ""
+
+    def drain(self) -> None:
+        """Receives what is out, and drops it: all envs have to be reset then."""
+        self._has_reset = False
+        while self.num_out:
+            with contextlib.suppress(EnvError):
+                self.recv(self.num_out)
 
     def _begin(self, *, needs_reset: bool = False) -> None:
         """Checks that the batch can be used; nobody waits for an interrupted step."""
         if self._is_closed:
-            raise LocalProtocolError(f"{self!r} can no longer be used")
+            raise EnvsClosed(f"{self.spec.env_name}: closed, and can no longer be used")
         if self._is_stepping:
             self._group.give_up_step(is_untold=self._is_untold)
             self._is_stepping = self._is_untold = False
+        if self._resetting is not None:
+            raise LocalProtocolError("the envs are being reset; recv_reset() first")
         if needs_reset and not self._has_reset:
-            raise LocalProtocolError(
-                "expected reset() of all envs before the first step"
+            raise ResetFirst("expected reset() of all envs before the first step")
+
+    def _check_out(self) -> None:
+        if self._is_encoded:
+            raise ValueError(
+                "out: expected None where observations hold texts, sequences, graphs "
+                "or choices; there is no array to write them to"
             )
 
     def _check_not_ended(self, row_set: RowSet) -> None:
@@ -304,7 +319,7 @@ class BatchEnv(Attributes, Builders):
         if ended.size:
             raise LocalProtocolError(
                 f"the episodes of envs {ended.tolist()} have ended; "
-                "reset(env_indices=...) them before the next step"
+                f"{self.reset_call} them before the next step"
             )
 
     def _result(
@@ -330,7 +345,9 @@ class BatchEnv(Attributes, Builders):
         absence = self._group.absence
         if absence.padded or absence.awaited:
             absence.show(self.spec, row_set, result)
-        if self._autoreset == "disabled":
+        if self._is_encoded:
+            result = decode_result(self.spec, result, row_set.env_indices)
+        if self.autoreset == "disabled":
             self._ended[row_set.env_indices] = result.terminated | result.truncated
         if first_error is None:
             recorder = self._recorder

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import selectors
-import socket
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import zmq
 
 from envserve.client.diagnosis import Diagnosis
+from envserve.client.watch import Descriptor, Pending
 from envserve.errors import ConnectError, RemoteProtocolError
 from envserve.keys.folder import KeyFolder
 from envserve.keys.pair import Keys
-from envserve.session import ClientSession
 from envserve.transport import (
     KEYED_BYTES,
     NOBLOCK,
@@ -28,16 +25,22 @@ from envserve.transport import (
 )
 from envserve.wire import (
     Buffer,
+    ErrorBody,
     Hello,
     Message,
     MessageType,
     Welcome,
+    check_versions,
     decode,
     encode,
+    exception_of,
 )
 from envserve.wire.constants import MAX_FRAMES
 
-__all__ = ["SLICE_SECONDS", "Connection", "Descriptor", "Exchange", "ask_welcome"]
+if TYPE_CHECKING:
+    from envserve.session import ClientSession
+
+__all__ = ["SLICE_SECONDS", "Connection", "Exchange", "ask_welcome"]
 
 #: Longest that `receive_soon` waits: shorter than a connection is away if it breaks, so
 #: that who looks after each slice sees every break.
@@ -79,6 +82,7 @@ class Connection:
       address: The server's.
       keys: The server's public key and an own pair; None if none are used.
       max_frame_bytes: Longest frame that is received.
+      max_row_bytes: The same, but for results of calls, of which few come.
       descriptor: Shows that `receive` may have something.
       receive: Returns the next message, or None.
       receive_soon: Waits for the next message; None after `SLICE_SECONDS`.
@@ -101,7 +105,8 @@ class Connection:
         """
         self.address = address
         self.keys = keys or KeyFolder().keys_for(address, insecure=insecure)
-        self.max_frame_bytes = _MIN_FRAME_BYTES
+        self.max_frame_bytes = self.max_row_bytes = _MIN_FRAME_BYTES
+        self._former: zmq.Socket[bytes] | None = None
         self.descriptor = Descriptor()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._open()
@@ -111,6 +116,7 @@ class Connection:
         # Without a look for options that are not used here.
         self._send = super(zmq.Socket, socket).send
         receiver = FrameReceiver(socket, MAX_FRAMES + 1, 1)
+        self._pending = Pending(receiver, self.address)
         self.receive: Callable[[], Frames | None] = receiver.receive
         self.receive_soon = partial(receiver.receive, waits=True)
         set_common_options(socket)
@@ -118,7 +124,7 @@ class Connection:
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.RCVTIMEO, int(1000 * SLICE_SECONDS))
         # Whoever reads no more is sent no more: the rest waits at the server.
-        limit = max(2, _MAX_UNREAD_BYTES // self.max_frame_bytes)
+        limit = max(2, _MAX_UNREAD_BYTES // self.max_row_bytes)
         socket.setsockopt(zmq.RCVHWM, limit)
         socket.setsockopt(zmq.MAXMSGSIZE, self.max_frame_bytes + KEYED_BYTES)
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
@@ -142,9 +148,33 @@ class Connection:
     def renew(self, max_frame_bytes: int = 0) -> None:
         """Begins to connect anew, for frames as long as before or longer ones."""
         self.max_frame_bytes = max(self.max_frame_bytes, max_frame_bytes)
-        before = self._socket
+        self.forget_former()
+        self._former = self._socket
         self._open()
-        before.close(linger=0)
+        if max_frame_bytes:
+            self.forget_former()
+
+    def has_former_connected(self) -> bool:
+        """Tells whether the socket before the last `renew` has a connection too."""
+        former = self._former
+        return former is not None and bool(
+            int(former.getsockopt(zmq.EVENTS)) & _POLLOUT
+        )
+
+    def forget_former(self) -> None:
+        """Closes that socket."""
+        if self._former is not None:
+            self._former.close(linger=0)
+            self._former = None
+
+    def is_endless(self, is_connected: bool) -> bool:
+        """Tells whether more has come than any message may have."""
+        most = (MAX_FRAMES + 1) * (self.max_frame_bytes + KEYED_BYTES)
+        return self._pending.count(is_connected) > most
+
+    def drop(self) -> None:
+        """Ends the connection, with what has come of a message."""
+        self._socket.disconnect(self.address)
 
     def send(self, frames: list[Buffer]) -> bool:
         """Hands a message over; False if the server cannot be reached now."""
@@ -191,6 +221,7 @@ class Exchange:
         self._is_renewed = False
         self._alone_since = time.monotonic()
         self._errors: list[float] = []  # when it was seen that there was one
+        self._judge_at = math.inf
 
     def run(self, now: float) -> None:
         """Receives and sends until neither goes on, and looks at the connection.
@@ -232,8 +263,17 @@ class Exchange:
             self._note_connected(now)
         elif self._is_connected and not is_connected:
             self._note_disconnected(now)
+        self._judge(now)
+        if self.connection.is_endless(is_connected):
+            text = "expected messages that end; got one that does not"
+            self.session.refuse(RemoteProtocolError(text))
+            self.flush()
+            self.connection.drop()
+            return False
         if (operations := self.session.attachment.operations) is not None:
-            self.accept(operations.max_result_bytes, now)
+            most = operations.max_result_bytes
+            self.connection.max_row_bytes = max(_MIN_FRAME_BYTES, most)
+            self.accept(most, now)
         if not self._is_connected and now > self._alone_since + _RENEW_SECONDS:
             self.connection.renew()
             self._alone_since, self._is_renewed = now, True
@@ -254,13 +294,26 @@ class Exchange:
         self.session.disconnected(now)
 
     def _note_connected(self, now: float) -> None:
-        """Notes a connection; ends the session if an error follows each of them."""
+        """Notes a connection, and that it may tell of an error."""
         self._is_connected = True
         if self._is_renewed and now < self._alone_since + _AT_ONCE_SECONDS:
-            recent = [at for at in self._errors if now < at + _ERRORS_SECONDS]
-            self._errors = [*recent, now]
+            self._judge_at = now + _AT_ONCE_SECONDS
+        self.session.connected(now)
+
+    def _judge(self, now: float) -> None:
+        """Ends the session if an error follows each connection.
+
+        If the network was away, the former socket connects as well, by itself.
+        """
+        if self._judge_at < math.inf and self.connection.has_former_connected():
+            self._judge_at = math.inf
+            self.connection.forget_former()
+        if now < self._judge_at:
+            return
+        self._judge_at = math.inf
+        self._errors = [at for at in self._errors if now < at + _ERRORS_SECONDS]
+        self._errors.append(now)
         if len(self._errors) < _MAX_ERRORS:
-            self.session.connected(now)
             return
         self.session.refuse(
             RemoteProtocolError(
@@ -279,52 +332,6 @@ class Exchange:
         self.connection.wait(until - now, for_writing=wants_to_send)
 
 
-class Descriptor:
-    """One descriptor for what comes, and for what somebody else has received.
-
-    ZeroMQ's own shows an edge, which whoever receives consumes.
-    """
-
-    def __init__(self) -> None:
-        """Joins ZeroMQ's, once there is one to `watch`, with a wake-up of our own."""
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._is_awake = False  # whether a byte is in that pair
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._reader, selectors.EVENT_READ)
-        self._watched: int | None = None
-
-    def watch(self, descriptor: int) -> None:
-        """Shows another descriptor of ZeroMQ's from now on."""
-        before, self._watched = self._watched, descriptor
-        if before is not None:
-            self._selector.unregister(before)
-        self._selector.register(descriptor, selectors.EVENT_READ)
-
-    def fileno(self) -> int:
-        """Returns the descriptor."""
-        return self._selector.fileno()
-
-    def wake(self) -> None:
-        """Makes it readable, until `sleep`."""
-        if not self._is_awake:
-            self._is_awake = True
-            self._writer.send(b"!")
-
-    def sleep(self) -> None:
-        """Lets it show again only what comes."""
-        if self._is_awake:
-            with contextlib.suppress(BlockingIOError):
-                self._reader.recv(64)
-            self._is_awake = False
-
-    def close(self) -> None:
-        """Closes all of it."""
-        self._selector.close()
-        self._reader.close()
-        self._writer.close()
-
-
 def ask_welcome(
     address: str, timeout_seconds: float, *, insecure: bool = False
 ) -> Welcome:
@@ -332,6 +339,7 @@ def ask_welcome(
 
     Raises:
       ConnectError: No server answered in time.
+      ProtocolMismatch: It speaks other versions.
       RemoteProtocolError: What answers is no server of ours.
     """
     connection = Connection(address, insecure=insecure)
@@ -345,15 +353,22 @@ def ask_welcome(
             if now - asked_at >= _ASK_SECONDS and connection.send(encode(hello)):
                 asked_at = now
             is_sent = asked_at > -math.inf
-            if not is_sent and (refusal := diagnosis.look(now)) is not None:
+            if (refusal := diagnosis.look(now)) is not None:
                 raise refusal
             if (frames := connection.receive()) is None:
                 until = min(deadline, now + SLICE_SECONDS)
                 connection.wait(until - now, for_writing=not is_sent)
                 continue
             message = decode(frames)
+            if message.type is MessageType.ERROR:
+                raise exception_of(ErrorBody.decode(message.body), address)
             if message.type is MessageType.WELCOME:
-                return Welcome.decode(message.body)
+                welcome = Welcome.decode(message.body)
+                check_versions(welcome, address)
+                return welcome
     finally:
         connection.close()
-    raise ConnectError(f"{address}: no server answered within {timeout_seconds:g} s")
+    but = "; something listens there, maybe of others" if is_sent else ""
+    raise ConnectError(
+        f"{address}: no server answered within {timeout_seconds:g} s{but}"
+    )

@@ -13,7 +13,6 @@ import time
 from typing import Final
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from envserve.errors import ConnectError
 from envserve.keys.folder import unknown_server
@@ -44,6 +43,7 @@ class Finding(enum.Enum):
     UNKNOWN_CLIENT = enum.auto()
     OTHER_SERVER = enum.auto()  # than the one whose key we have
     FINE = enum.auto()  # there can be one
+    UNKNOWN_HOST = enum.auto()
 
 
 def diagnose_connection(
@@ -59,6 +59,8 @@ def diagnose_connection(
     deadline = time.monotonic() + timeout_seconds
     try:
         mechanism = _mechanism_of(address, deadline)
+    except socket.gaierror:
+        return Finding.UNKNOWN_HOST
     except (OSError, ValueError):
         return Finding.NOBODY
     if mechanism == b"NULL":
@@ -99,6 +101,8 @@ def _mechanism_of(address: str, deadline: float) -> bytes:
 
 def _shake_hands(address: str, keys: Keys, deadline: float) -> Finding:
     """Connects to a server that uses keys, and sends nothing."""
+    from zmq.utils.monitor import recv_monitor_message  # which loads asyncio
+
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.CURVE_SERVERKEY, keys[0])
@@ -142,8 +146,11 @@ def refusal_of(
     server = fingerprint(keys[0]) if keys else ""
     client = fingerprint(keys[1].public) if keys else ""
     texts = {
+        Finding.UNKNOWN_HOST: "no host of that name is known here, or nobody tells its "
+        "address; is it spelled right?",
         Finding.NOT_ZEROMQ: "what listens there does not speak ZeroMQ, or hangs; "
-        "nothing was sent; is `envserve start` running there, at that port?",
+        f"{'nothing was sent; ' if keys else ''}is `envserve start` running there, at "
+        "that port?",
         Finding.USES_NO_KEYS: "the server uses no keys, and this client insists on "
         "them; start it without --insecure-no-auth, or say insecure=True in a network "
         "that you trust",
@@ -163,7 +170,7 @@ class Diagnosis:
 
     Attributes:
       is_final: Whether what was found does not mend while one waits: others can be
-        invited meanwhile.
+        invited meanwhile, and a host may be about to start.
     """
 
     def __init__(self, address: str, keys: Keys | None) -> None:
@@ -190,4 +197,5 @@ class Diagnosis:
     def _run(self) -> None:
         finding = diagnose_connection(*self._about, _LOOK_SECONDS)
         self._refusal = refusal_of(finding, *self._about)
-        self.is_final = finding is not Finding.UNKNOWN_CLIENT
+        may_pass = (Finding.UNKNOWN_CLIENT, Finding.UNKNOWN_HOST)
+        self.is_final = finding not in may_pass

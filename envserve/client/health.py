@@ -24,6 +24,7 @@ class Ailment(enum.IntEnum):
     LAGGING = 4  # the serving loop was late by more than 5 s within the last 10
     DRAINING = 5
     FULL = 6
+    MISMATCH = 7  # it speaks other versions of the protocol
 
 
 def diagnose(

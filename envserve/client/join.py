@@ -13,9 +13,16 @@ from envserve.errors import ConnectError
 from envserve.keys import formats
 from envserve.keys.invitation import Invitation
 from envserve.keys.pair import KeyPair
-from envserve.session.error_codes import exception_of
 from envserve.transport import set_common_options
-from envserve.wire import ErrorBody, Join, Message, MessageType, decode, encode
+from envserve.wire import (
+    ErrorBody,
+    Join,
+    Message,
+    MessageType,
+    decode,
+    encode,
+    exception_of,
+)
 from envserve.wire.constants import MAX_BODY_BYTES
 
 __all__ = ["join"]

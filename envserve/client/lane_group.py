@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import replace
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from envserve.client.absence import Absence, PutAside
 from envserve.client.inbox import Inbox
-from envserve.client.row_set import BatchBlock, RowSet, blocks_of
-from envserve.errors import EnvserveError, LocalProtocolError
+from envserve.client.row_set import BatchBlock, BatchBlocks, RowSet
+from envserve.errors import EnvserveError, EnvTimeout, LocalProtocolError
 from envserve.lane import Call, Lane, Outcome, Reset
 
 __all__ = ["LaneGroup"]
 
 Array = np.ndarray[Any, Any]
+What = TypeVar("What", Reset, Call)
 
 #: Lanes end every operation by deadlines of their own; this is how often we look.
 _COLLECT_SECONDS: Final = 60.0
@@ -41,23 +41,13 @@ class LaneGroup:
     """
 
     def __init__(self, lanes: Sequence[Lane], padding_after_seconds: float) -> None:
-        self.blocks = blocks_of(lanes)
+        self.blocks = BatchBlocks.of(lanes)
         self.out: set[int] = set()
         self.inbox = Inbox(lanes, self.blocks)
-        self._lanes = tuple(lanes)
         self.absence = Absence(self.blocks, padding_after_seconds)
         self._called: set[int] = set()  # blocks with a reset or call in flight
         self._interrupted: set[int] = set()  # blocks of a step that nobody waits for
         self._put_aside: dict[int, PutAside] = {}  # of those, what was owed before
-
-    def num_rows(self, positions: Iterable[int]) -> int:
-        """Returns how many rows some blocks have."""
-        blocks = self.blocks
-        return sum([blocks[at].stop - blocks[at].start for at in positions])
-
-    def block_of(self, env_index: int) -> BatchBlock:
-        """Returns the block that a row belongs to."""
-        return next(block for block in self.blocks if env_index < block.stop)
 
     # Steps.
 
@@ -75,7 +65,7 @@ class LaneGroup:
         if self.inbox.is_midway or self._called or self._interrupted:
             self._clean_up(row_set.positions)
         if not self.out.isdisjoint(row_set.positions):
-            raise self.out_error(self.out & row_set.positions)
+            raise self.blocks.out_error(row_set.positions & self.out)
         self.inbox.is_midway = True
         owed = self.absence.owed
         if owed and not owed.isdisjoint(row_set.positions):
@@ -125,8 +115,8 @@ class LaneGroup:
         """
         if self.inbox.is_midway:
             self._clean_up(positions)
-        outcomes, absence = self.inbox.outcomes, self.absence
-        if num_rows is not None and num_rows == self.num_rows(positions):
+        outcomes, absence, blocks = self.inbox.outcomes, self.absence, self.blocks
+        if num_rows is not None and num_rows == blocks.num_rows(positions):
             num_rows = None
         may_be_absent = bool(absence.awaited)
         while True:
@@ -143,7 +133,7 @@ class LaneGroup:
                 timeout = min(timeout, absence.next_pad() - time.monotonic())
             if deadline != math.inf or num_rows is not None:
                 remaining = deadline - time.monotonic()
-                is_enough = num_rows is not None and self.num_rows(ready) >= num_rows
+                is_enough = num_rows is not None and blocks.num_rows(ready) >= num_rows
                 if is_enough or (remaining <= 0 and may_be_absent):
                     return ready
                 timeout = min(timeout, remaining)
@@ -186,67 +176,85 @@ class LaneGroup:
 
     # Resets and calls.
 
-    def reset(self, env_indices: Array, seeds: Sequence[int] | None) -> None:
-        """Resets some rows, each with its seed if there are seeds."""
-        resets = _resets_of(self.blocks, env_indices, seeds)
-        positions = {block.position for block, _ in resets}
-        by_lane: dict[Lane, list[Reset]] = {}
-        for block, reset in resets:
-            by_lane.setdefault(block.lane, []).append(reset)
+    def start_reset(
+        self,
+        env_indices: Array,
+        seeds: Sequence[int | None] | None,
+        options: bytes = b"",
+    ) -> Set[int]:
+        """Starts a reset of some rows, each with its seed if there are seeds.
 
-        def submit() -> None:
-            for lane, of_lane in by_lane.items():
-                lane.submit_reset(of_lane)
+        Returns:
+          Positions of the blocks, for `finish_reset`.
+        """
+        resets = _resets_of(self.blocks, env_indices, seeds, options)
+        self._clean_up(range(len(self.blocks)))  # what the other rows show counts too
+        self._start(resets, lambda lane, some: lane.submit_reset(some))
+        return resets.keys()
 
-        if not self.out.isdisjoint(positions):
-            raise self.out_error(self.out & positions)
-        self._clean_up(positions)
-        self._wait_for(positions & self.absence.owed)
-        self.inbox.is_midway = True
-        for block, reset in resets:
-            owed = self.inbox.outcomes.pop(block.position, None)
-            rows = reset.env_indices or ()
-            if owed is not None and 0 < len(rows) < block.stop - block.start:
-                # The other rows show it yet.
-                self._put_aside[block.position] = PutAside(owed, block, rows)
-            else:
-                self.absence.owed.discard(block.position)
-        self._run(positions, submit)
+    def finish_reset(
+        self, positions: Set[int], deadline: float
+    ) -> dict[int, Mapping[str, Any]]:
+        """Waits for what `start_reset` has started, until an instant of `monotonic`.
 
-    def call(self, call: Call) -> bytes:
-        """Carries out attribute access; returns the encoded result."""
-        block = self.block_of(call.env_index)
-        positions = {block.position}
-        if block.position in self.out:
-            raise self.out_error(positions)
-        self._clean_up(positions)
-        self._wait_for(positions & self.absence.owed)
-        self.inbox.is_midway = True
-        if block.position in self.inbox.outcomes:  # of a step, which is owed still
-            outcome = self.inbox.outcomes.pop(block.position)
-            self._put_aside[block.position] = PutAside(outcome, block)
-        here = replace(call, env_index=call.env_index - block.offset)
-        (outcome,) = self._run(positions, lambda: block.lane.submit_call(here))
-        return outcome.result
-
-    def _run(
-        self, positions: Set[int], submit: Callable[[], None]
-    ) -> Sequence[Outcome]:
-        """Carries out operations that are no steps, and waits for them.
+        Returns:
+          Infos by row, as far as there are any.
 
         Raises:
-          EnvserveError: The first error that came, once all have ended.
+          EnvTimeout: It takes longer; one can wait again.
         """
-        self._called |= positions
-        try:
-            submit()
-        except EnvserveError:
-            if len(self._lanes) == 1:  # it has refused them as a whole
-                self._take_called(positions)
-                self.inbox.is_midway = False
-            raise
+        if self.inbox.is_midway or not positions <= self._called:
+            self._clean_up(positions)
+            raise LocalProtocolError("the reset was interrupted; reset() once more")
+        outcomes = self._finish(positions, deadline)
+        return {
+            row + self.blocks[position].offset: info
+            for position, outcome in zip(sorted(positions), outcomes, strict=True)
+            for row, info in outcome.infos.items()
+        }
+
+    def call(self, calls: Mapping[int, Call]) -> Sequence[Outcome]:
+        """Carries out attribute access on blocks, given by position, in that order."""
+        self._start(calls, lambda lane, some: lane.submit_call(some))
+        return self._finish(calls.keys())
+
+    def _start(
+        self, asked: Mapping[int, What], submit: Callable[[Lane, list[What]], None]
+    ) -> None:
+        """Starts operations that are no steps, once their blocks have nothing to do."""
+        positions = asked.keys()
+        if not self.out.isdisjoint(positions):
+            raise self.blocks.out_error(positions & self.out)
+        self._clean_up(positions)
+        self._wait_for(positions & self.absence.owed)
+        self.inbox.is_midway = True
+        by_lane: dict[Lane, list[What]] = {}
+        for position, what in asked.items():
+            block, is_reset = self.blocks[position], isinstance(what, Reset)
+            by_lane.setdefault(block.lane, []).append(what)
+            owed = self.inbox.outcomes.pop(position, None)
+            rows = (what.env_indices or ()) if is_reset else ()
+            is_part = 0 < len(rows) < block.stop - block.start
+            if owed is not None and (is_part or not is_reset):  # it is shown yet
+                self._put_aside[position] = PutAside(owed, block, rows)
+            elif is_reset:
+                self.absence.owed.discard(position)
+        self._called |= asked.keys()
+        for lane, some in by_lane.items():
+            try:
+                submit(lane, some)
+            except EnvserveError:
+                if lane is next(iter(by_lane)):  # it has refused them as a whole
+                    self._take_called(asked.keys())
+                    self.inbox.is_midway = False
+                raise
         self.inbox.is_midway = False
-        self._wait_for(positions)
+
+    def _finish(
+        self, positions: Set[int], deadline: float = math.inf
+    ) -> Sequence[Outcome]:
+        """Waits for them; raises the first error, once all have ended."""
+        self._wait_for(positions, deadline)
         self.inbox.is_midway = True
         outcomes = self._take_called(positions)
         self.inbox.is_midway = False
@@ -268,18 +276,26 @@ class LaneGroup:
             del self._put_aside[position]
         return found
 
-    def _wait_for(self, positions: Set[int]) -> None:
-        """Waits until operations have ended, however long their envs are absent."""
+    def _wait_for(self, positions: Set[int], deadline: float = math.inf) -> None:
+        """Waits until operations have ended, however long their envs are absent.
+
+        Raises:
+          EnvTimeout: That takes longer than until an instant of `monotonic`.
+        """
         while waiting := positions - self.inbox.outcomes.keys():
             for position in waiting & self.inbox.absent():
                 error = self.blocks[position].lane.given_up
                 if error is not None:
                     raise error
-            self.inbox.collect(_COLLECT_SECONDS, waiting, len(waiting))
+            left = deadline - time.monotonic()
+            seconds = max(0.0, min(left, _COLLECT_SECONDS))
+            self.inbox.collect(seconds, waiting, len(waiting))
+            if left <= 0 and positions - self.inbox.outcomes.keys():
+                raise EnvTimeout("not all have finished in time; one can wait again")
 
     # Interrupts.
 
-    def _clean_up(self, positions: Set[int]) -> None:
+    def _clean_up(self, positions: Iterable[int]) -> None:
         """Mends what an interrupted call has left: all at once, or a call at a time."""
         if self.inbox.is_midway:
             for position, put_aside in self._put_aside.items():
@@ -292,50 +308,48 @@ class LaneGroup:
                 block = self.blocks[position]
                 block.lane.submit_step((block.lane_block,))
             self.inbox.is_midway = False
-        if left := self._called & positions:
+        if left := self._called.intersection(positions):
             self._wait_for(left)
             self._take_called(left)
-        if left := self._interrupted & positions:
+        if left := self._interrupted.intersection(positions):
             self._drop_interrupted(left)
 
     def _drop_interrupted(self, positions: Set[int]) -> None:
         """Waits for steps that were interrupted; drops what has come of them.
 
-        But for lost episodes, which are told, and for envs that are absent.
+        But for the ends of episodes, which are told, and for envs that are absent.
         """
         outcomes = self.inbox.outcomes
         while waiting := positions - outcomes.keys() - self.inbox.absent():
             self.inbox.collect(_COLLECT_SECONDS, waiting, len(waiting))
         self.inbox.is_midway = True
         for position in positions & outcomes.keys():
-            if not outcomes[position].faults:
+            if not (self.blocks[position].ended.any() or outcomes[position].faults):
                 del outcomes[position]
                 self.absence.owed.discard(position)
         self._interrupted -= positions
         self.inbox.is_midway = False
 
-    def out_error(self, positions: Set[int]) -> LocalProtocolError:
-        """Returns what to raise for blocks that should not be out."""
-        chosen = [self.blocks[at] for at in sorted(positions)]
-        rows = [row for block in chosen for row in range(block.start, block.stop)]
-        return LocalProtocolError(f"the rows {rows} are out; recv() them first")
-
 
 def _resets_of(
-    blocks: Sequence[BatchBlock], env_indices: Array, seeds: Sequence[int] | None
-) -> list[tuple[BatchBlock, Reset]]:
-    """Returns what to reset of which blocks."""
+    blocks: Sequence[BatchBlock],
+    env_indices: Array,
+    seeds: Sequence[int | None] | None,
+    options: bytes,
+) -> dict[int, Reset]:
+    """Returns what to reset of which blocks, by position."""
     position_of = {int(index): at for at, index in enumerate(env_indices)}
-    resets = []
+    resets = {}
     for block in blocks:
         chosen = [row for row in range(block.start, block.stop) if row in position_of]
         if not chosen:
             continue
         is_whole = len(chosen) == block.stop - block.start
         rows = tuple(row - block.offset for row in chosen)
-        reset = Reset(block.lane_block, None if is_whole else rows)
+        some = None if is_whole and seeds is None else rows
+        values = None
         if seeds is not None:
-            values = tuple(int(seeds[position_of[row]]) for row in chosen)
-            reset = Reset(block.lane_block, rows, values)
-        resets.append((block, reset))
+            given = [seeds[position_of[row]] for row in chosen]
+            values = tuple(None if seed is None else int(seed) for seed in given)
+        resets[block.position] = Reset(block.lane_block, some, values, options)
     return resets

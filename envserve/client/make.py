@@ -10,6 +10,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, Final, Literal, Protocol, Self, TypeVar, Unpack, get_args
 
+from envserve import own_envs
 from envserve.client.remote_lane import RemoteLane
 from envserve.lane import Lane
 from envserve.pool.pool import Pool
@@ -22,12 +23,15 @@ from envserve.settings import (
     LocalOptions,
     PoolSettings,
 )
+from envserve.text import did_you_mean
 from envserve.wrappers import check_wrappers, parse_wrappers
 
-__all__ = ["Builders", "OnFault", "OnServerLost"]
+__all__ = ["Builders", "EnvWord", "OnFault", "OnServerLost"]
 
 Batch = TypeVar("Batch")
 
+#: An env's name, or the class or function that makes it.
+EnvWord = str | Callable[..., Any]
 #: What a failed env does besides giving an invalid row.
 OnFault = Literal["truncate", "raise"]
 #: What follows when a server was waited for in vain.
@@ -52,7 +56,7 @@ class Builders(Protocol):
     @classmethod
     def local(
         cls,
-        env_name: str,
+        env_name: EnvWord,
         num_envs: int,
         num_workers: int | None = None,
         *,
@@ -64,7 +68,9 @@ class Builders(Protocol):
         """Starts envs in worker processes of this host.
 
         Args:
-          env_name: Registered name, like "HalfCheetah-v5".
+          env_name: Registered name, like "HalfCheetah-v5"; or an own env, like
+            "my_env.py:Walk", "my_package:Walk-v0", or a class or function that can be
+            imported; see docs/own-envs.md.
           num_envs: Number of rows.
           num_workers: Processes to spread them over; by default one per core.
           on_fault: What a failed env does besides giving an invalid row.
@@ -77,15 +83,20 @@ class Builders(Protocol):
 
         Raises:
           EnvStartError: The envs cannot be built; has the worker's traceback.
+          TypeError: The env, the modules or an option are not what they should be.
+          UnknownEnv: There is no such env, or workers cannot import it.
           ValueError: An option is out of bounds.
           WrapperError: A wrapper is not known, or an argument of it is wrong.
         """
-        given = _settings_of(options)
+        modules = options.get("import_modules") or ()
+        name, options["import_modules"] = own_envs.named(env_name, modules)
+        own_envs.check_files(options["import_modules"])
+        given = _settings_of(options, LocalOptions, on_fault)
         if not options.get("import_modules"):  # nobody else knows more of wrappers
             check_wrappers(given["wrappers"])
         if num_workers is not None:
             given["num_workers"] = num_workers
-        settings = PoolSettings(env_name=env_name, num_envs=num_envs, **given)
+        settings = PoolSettings(env_name=name, num_envs=num_envs, **given)
         make = partial(
             cls,
             autoreset=settings.autoreset,
@@ -97,7 +108,7 @@ class Builders(Protocol):
     @classmethod
     def connect(
         cls,
-        env_name: str,
+        env_name: EnvWord,
         addresses: Sequence[str],
         num_envs: int,
         *,
@@ -114,7 +125,8 @@ class Builders(Protocol):
         """Takes envs of servers, spread evenly over them.
 
         Args:
-          env_name: Name of an env that every server offers.
+          env_name: Name of an env that every server offers; of an own one, what its
+            servers were told: "my_env.py:Walk", which they call "my_env:Walk".
           addresses: Servers, like "tcp://sim1:5555" or "ipc:///tmp/envs".
           num_envs: Number of rows in all.
           on_fault: As for `local`.
@@ -139,8 +151,9 @@ class Builders(Protocol):
           WrapperError: A server does not know a wrapper, or an argument is wrong.
         """
         _check_servers(addresses, num_envs, on_server_lost)
-        asked = _settings_of(options)
-        whole = EnvRequest(env_name=env_name, num_envs=num_envs, **asked)
+        asked = _settings_of(options, EnvOptions, on_fault)
+        name = own_envs.name_of(env_name)
+        whole = EnvRequest(env_name=name, num_envs=num_envs, **asked)
         patience = Patience(
             connect_seconds=connect_timeout,
             lost_seconds=server_lost_after,
@@ -175,8 +188,19 @@ def _start(
         return batch
 
 
-def _settings_of(options: Mapping[str, Any]) -> dict[str, Any]:
+def _settings_of(
+    options: Mapping[str, Any], known: Any, on_fault: str
+) -> dict[str, Any]:
     """Returns options as fields of settings; a root seed that is not given is drawn."""
+    _check_choice("on_fault", on_fault, OnFault)
+    for name in options.keys() - known.__annotations__:
+        hint = did_you_mean(name, known.__annotations__)
+        if name in LocalOptions.__annotations__:
+            hint = "; servers have their own"
+        raise TypeError(
+            f"there is no option {name!r} here{hint}; arguments of the env belong into "
+            f"env_kwargs"
+        )
     names = {field.name for field in fields(PoolSettings)}
     given = {
         name + _SECONDS if name + _SECONDS in names else name: value
@@ -200,15 +224,18 @@ def _shares_of(whole: EnvRequest, num_servers: int) -> list[EnvRequest]:
 def _check_servers(
     addresses: Sequence[str], num_envs: int, on_server_lost: str
 ) -> None:
-    if isinstance(addresses, str):
-        raise TypeError(f"expected a list of addresses; got {addresses!r}")
+    if isinstance(addresses, str) or not all(isinstance(at, str) for at in addresses):
+        raise TypeError(
+            f"expected a list of addresses like 'tcp://sim1:5555'; got {addresses!r}"
+        )
     if not addresses or num_envs < len(addresses):
         raise ValueError(
             f"expected at least one server, and an env for each; got "
             f"{len(addresses)} servers and num_envs={num_envs}"
         )
-    if on_server_lost not in get_args(OnServerLost):
-        raise ValueError(
-            f"on_server_lost: expected one of {get_args(OnServerLost)}; got "
-            f"{on_server_lost!r}"
-        )
+    _check_choice("on_server_lost", on_server_lost, OnServerLost)
+
+
+def _check_choice(name: str, value: str, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise ValueError(f"{name}: expected one of {get_args(choices)}; got {value!r}")

@@ -35,7 +35,7 @@ from envserve.settings import EnvRequest
 from envserve.slab import Rows
 from envserve.spec import EnvSpec
 from envserve.wire import Attach
-from envserve.worker.channel import MAX_CALL_BYTES
+from envserve.worker.channel import MAX_ANSWER_BYTES
 
 __all__ = ["RemoteLane"]
 
@@ -104,7 +104,8 @@ class RemoteLane:
         self._has_closed = threading.Event()  # wakes the keeper, to end
         self._exchange = Exchange(self._session, self._connection)
         self._descriptor = self._connection.descriptor
-        self._diagnosis = Diagnosis(address, self._connection.keys)
+        self._diagnosis = Diagnosis(address, keys := self._connection.keys)
+        self._unheard = _STARTING[: 1 if keys else 2]  # keys show who is there
         self._is_watched = self._is_closing = False  # watched: its descriptor
         self._close_by = math.inf
         self._let_go = weakref.finalize(self, _let_go, self._exchange)
@@ -178,11 +179,11 @@ class RemoteLane:
         """Asks for resets, each of another block."""
         self._submit(self._session.submit_reset, resets)
 
-    def submit_call(self, call: Call) -> None:
-        """Asks for attribute access on one env, as an operation of its block."""
+    def submit_call(self, calls: Sequence[Call]) -> None:
+        """Asks for attribute access, each on envs of another block."""
         with self._lock:
-            self._exchange.accept(MAX_CALL_BYTES, time.monotonic())
-        self._submit(self._session.submit_call, call)
+            self._exchange.accept(MAX_ANSWER_BYTES, time.monotonic())
+        self._submit(self._session.submit_call, calls)
 
     def _submit(self, submit: Callable[[What, float], None], what: What) -> None:
         with self._lock:
@@ -321,7 +322,7 @@ class RemoteLane:
         if not self._has_started.is_set():
             with self._lock:
                 self._exchange.run(time.monotonic())
-                if self._session.state is ClientState.CONNECTING:
+                if self._session.state in self._unheard:
                     self._diagnose()
                 if self._session.state in _STARTING:
                     self._exchange.wait(time.monotonic() + SLICE_SECONDS)
@@ -352,9 +353,8 @@ class RemoteLane:
 
     def __repr__(self) -> str:
         state = "CLOSED" if self._is_closing else self._session.state.name
-        return (
-            f"<RemoteLane {self.name} {state}, {self._session.num_in_flight} in flight>"
-        )
+        count = self._session.num_in_flight
+        return f"<RemoteLane {self.name} {state}, {count} in flight>"
 
 
 def _keep(reference: weakref.ref[RemoteLane], has_closed: threading.Event) -> None:

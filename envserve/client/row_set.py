@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence, Set
 from functools import lru_cache, partial
 from itertools import groupby, pairwise, starmap
-from typing import Any, Final, NamedTuple
+from operator import attrgetter
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 
@@ -13,7 +15,7 @@ from envserve.errors import LocalProtocolError
 from envserve.lane import Lane
 from envserve.slab import Rows
 
-__all__ = ["BatchBlock", "Piece", "RowSet", "RowSets", "blocks_of", "check_rows"]
+__all__ = ["BatchBlock", "BatchBlocks", "Piece", "RowSet", "RowSets", "check_rows"]
 
 Array = np.ndarray[Any, Any]
 
@@ -46,19 +48,45 @@ class BatchBlock(NamedTuple):
         """Its rows of the lane."""
         return slice(self.start - self.offset, self.stop - self.offset)
 
+    @property
+    def ended(self) -> Array:
+        """Which of its rows show the end of an episode, bool `[rows]`."""
+        rows = self.lane.rows.at(self.lane_rows)
+        return rows.terminated | rows.truncated
 
-def blocks_of(lanes: Iterable[Lane]) -> tuple[BatchBlock, ...]:
-    """Returns the blocks of all lanes, whose rows follow each other."""
-    blocks: list[BatchBlock] = []
-    offset = 0
-    for lane in lanes:
-        for b in lane.blocks:
-            rows = (b.start + offset, b.stop + offset)
-            blocks.append(
-                BatchBlock(len(blocks), lane, b.index, *rows, offset, b.split)
-            )
-        offset += lane.num_envs
-    return tuple(blocks)
+
+class BatchBlocks(tuple[BatchBlock, ...]):
+    """All blocks of a batch, each at its position."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, lanes: Iterable[Lane]) -> Self:
+        """Returns the blocks of all lanes, whose rows follow each other."""
+        blocks: list[BatchBlock] = []
+        offset = 0
+        for lane in lanes:
+            for b in lane.blocks:
+                rows = (b.start + offset, b.stop + offset)
+                blocks.append(
+                    BatchBlock(len(blocks), lane, b.index, *rows, offset, b.split)
+                )
+            offset += lane.num_envs
+        return cls(blocks)
+
+    def num_rows(self, positions: Iterable[int]) -> int:
+        """Returns how many rows some of them have."""
+        return sum([self[at].stop - self[at].start for at in positions])
+
+    def block_of(self, env_index: int) -> BatchBlock:
+        """Returns the one that a row belongs to."""
+        return self[bisect_right(self, env_index, key=attrgetter("start")) - 1]
+
+    def out_error(self, positions: Iterable[int]) -> LocalProtocolError:
+        """Returns what to raise for some that should not be out."""
+        chosen = [self[at] for at in sorted(positions)]
+        rows = [row for block in chosen for row in range(block.start, block.stop)]
+        return LocalProtocolError(f"the rows {rows} are out; recv() them first")
 
 
 class Piece:

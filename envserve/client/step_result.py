@@ -10,12 +10,13 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from envserve.client.row_set import BatchBlock, RowSet
+from envserve.encoded import decode_observation
 from envserve.errors import EnvError, EnvserveError
 from envserve.lane import Fault, Outcome
 from envserve.slab import Rows, Status
 from envserve.spec import EnvSpec, flatten, unflatten
 
-__all__ = ["StepResult", "add_infos", "gather_result"]
+__all__ = ["StepResult", "add_infos", "decode_result", "gather_result"]
 
 Array = np.ndarray[Any, Any]
 
@@ -97,7 +98,8 @@ def gather_result(
             final.append(_zero_pages(leaf))
     if _any(terminated) or _any(truncated):
         _write_final(rows, final)
-    if spec.observation_leaves[0].space is spec.observation_space:
+    leaves = spec.observation_leaves
+    if leaves and leaves[0].space is spec.observation_space:
         (observation,), (final,) = observation, final
     else:
         observation = unflatten(spec.observation_space, observation)
@@ -113,6 +115,20 @@ def gather_result(
             rows.status.copy(),
             infos,
         )
+    )
+
+
+def decode_result(
+    spec: EnvSpec, result: StepResult, env_indices: Sequence[int] | Array
+) -> StepResult:
+    """Makes values of what is encoded, once nothing more is written to the rows."""
+    decode = partial(
+        decode_observation, spec, env_indices, is_whole=result.status == _OK
+    )
+    ended = result.terminated | result.truncated
+    last = decode(result.final_observation, ended=ended)
+    return result._replace(
+        observation=decode(result.observation), final_observation=last
     )
 
 
@@ -214,13 +230,8 @@ def add_infos(
 
 
 def _error_of(fault: Fault, env_index: int, where: str) -> EnvError:
-    if fault.status == Status.ENV_ERROR:  # a traceback, its cause last
-        above, _, cause = fault.text.strip().rpartition("\n")
-        detail = fault.text if above else ""
-    else:  # the cause first, then a stack or what stderr ends with
-        cause, _, detail = fault.text.strip().partition("\n")
     return EnvError(
-        f"Env {env_index} ({where}): {cause}",
+        f"Env {env_index} ({where}): {fault.cause}",
         env_index=env_index,
-        remote_traceback=detail,
+        remote_traceback=fault.detail,
     )

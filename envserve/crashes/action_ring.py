@@ -7,6 +7,7 @@ the env is.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
@@ -36,7 +37,7 @@ RngState = tuple[_Word, _Word, _Word, _Word, _Word, _Word]
 _MAX_STEPS: Final = 2048
 _MAX_RING_BYTES: Final = 8 << 20
 #: Longer actions are not kept: copying them would cost more than the step's message.
-_MAX_ACTION_BYTES: Final = 4096
+_MAX_ACTION_BYTES: Final = 16 << 10
 
 #: What is known of an env; a count is one of its block's steps.
 _RECORD: Final = np.dtype(
@@ -49,9 +50,12 @@ _RECORD: Final = np.dtype(
         ("kept_at", np.int64),  # count at the generator's state; or _NEVER
         ("generator", np.uint64, 6),
         ("is_touched", np.int64),  # by calls
+        ("options", np.int64),  # digest of the last options at a reset
+        ("options_at", np.int64),  # count at that reset; or _NEVER
     ]
 )
 _NEVER: Final = -1
+_EARLIER: Final = -2  # than the last reset, without a step in between
 #: Records of a row: of its env, and of one that has failed.
 _PRESENT, _FAILED = range(2)
 
@@ -73,6 +77,8 @@ class Played:
       num_missing: Actions before these, and after that reset, which are not kept.
       episode_step: How many actions the running episode has seen.
       is_touched: Whether a caller has called its methods, or set its attributes.
+      options: What the reset to begin with has got, as of `lane.Reset`.
+      misses_options: Whether that is not known, or an earlier one has got some.
     """
 
     incarnation: Count
@@ -82,6 +88,8 @@ class Played:
     num_missing: Count
     episode_step: Count
     is_touched: bool
+    options: bytes = b""
+    misses_options: bool = False
 
 
 class ActionRing:
@@ -117,18 +125,25 @@ class ActionRing:
         return RowRecord(self._records[row], self.counts, block_start, self.num_steps)
 
     def read(
-        self, row: int, block_start: int, *, has_failed: bool = False
+        self,
+        row: int,
+        block_start: int,
+        options: bytes = b"",
+        *,
+        has_failed: bool = False,
     ) -> Played | None:
         """Returns what a row has been through; None if it was never reset.
 
         Args:
           row: The row.
           block_start: First row of its block.
+          options: What it was last reset with, of resets with options.
           has_failed: Read of the env that has failed in the last step, and has been
             replaced since; not of the present one.
         """
         record = self._records[row, _FAILED if has_failed else _PRESENT].item()
-        known, incarnation, begun_at, seed, seeded_at, kept_at, state, touched = record
+        known, incarnation, begun_at, seed, seeded_at, kept_at, state, *others = record
+        touched, digest, options_at = others
         count = self.counts[block_start]
         # Code of an env can write here too.
         if known != 1 or not max(seeded_at, kept_at, 0) <= begun_at <= count:
@@ -140,6 +155,7 @@ class ActionRing:
             since = begun_at
             if kept_at >= 0:
                 generator, since = tuple(state.tolist()), kept_at
+        has_options = options_at == since and digest == zlib.crc32(options)
         num_kept = min(count - since, self.num_steps)
         slots = np.arange(count - num_kept, count) % max(1, self.num_steps)
         return Played(
@@ -150,6 +166,8 @@ class ActionRing:
             num_missing=count - since - num_kept,
             episode_step=count - begun_at,
             is_touched=bool(touched),
+            options=options if has_options else b"",
+            misses_options=options_at != _NEVER and not has_options,
         )
 
 
@@ -166,7 +184,7 @@ class RowRecord:
         self._block_start = block_start
         self._interval = num_steps // 8
         self._due_at = -1
-        self._seeded = (0, _NEVER)
+        self._seeded = self._options = (0, _NEVER)
         self._is_touched = 0
 
     @classmethod
@@ -189,6 +207,7 @@ class RowRecord:
         incarnation: int,
         seed: int | None,
         last_seed: int | None,
+        options: bytes = b"",
         *,
         is_autoreset: bool,
     ) -> None:
@@ -199,6 +218,7 @@ class RowRecord:
           incarnation: How often it has been rebuilt.
           seed: What it is reset with.
           last_seed: The last seed that it has had before.
+          options: What it is reset with besides.
           is_autoreset: Whether whoever replays the actions will know of this reset.
         """
         count = self._counts[self._block_start]
@@ -209,6 +229,10 @@ class RowRecord:
             generator = _read_rng_state(env, last_seed)
             if not is_autoreset:
                 self._seeded = (0, _NEVER)
+        if options:
+            self._options = (zlib.crc32(options), count)
+        elif self._options[1] == count:
+            self._options = (0, _EARLIER)
         self._write(incarnation, count, generator)
 
     def adopt(self, other: RowRecord, incarnation: int) -> None:
@@ -218,9 +242,11 @@ class RowRecord:
           other: Where that was noted.
           incarnation: How often the row's envs have been rebuilt.
         """
-        _, _, _, seed, seeded_at, kept_at, state, _ = other._present.item()
+        _, _, _, seed, seeded_at, kept_at, state, *_ = other._present.item()
         count = self._counts[self._block_start]
         self._seeded = (seed, _NEVER if seeded_at < 0 else count)
+        if self._options[1] == count:  # they were the other env's
+            self._options = (0, _EARLIER)
         self._write(incarnation, count, None if kept_at < 0 else state)
 
     def touch(self) -> None:
@@ -230,6 +256,7 @@ class RowRecord:
 
     def keep_failed(self) -> None:
         """Keeps the record of an env that is about to be replaced."""
+        self._options = (0, _NEVER)
         self._records[_FAILED] = self._present
 
     def _write(
@@ -240,7 +267,7 @@ class RowRecord:
         state = (0,) * 6 if generator is None else generator
         self._records[_PRESENT] = (
             *(1, incarnation, count, *self._seeded),
-            *(kept_at, state, self._is_touched),
+            *(kept_at, state, self._is_touched, *self._options),
         )
 
 
@@ -273,14 +300,14 @@ def _read_rng_state(env: Any, seed: int | None) -> RngState | None:
 
     Args:
       env: The env without its wrappers.
-      seed: What it was last seeded with.
+      seed: What it was last seeded with, if it ever was.
 
     Returns:
       The state; None for an env without a PCG64, or whose generator does not come
       from that seed: such an env must have its luck from elsewhere.
     """
     try:
-        if env.np_random_seed not in (seed, _SET_BY_ENV):
+        if seed is not None and env.np_random_seed not in (seed, _SET_BY_ENV):
             return None
         state = env.np_random.bit_generator.state
         if state["bit_generator"] != _RNG_KIND:

@@ -16,14 +16,14 @@ import numpy as np
 from envserve import codec
 from envserve.crashes.action_ring import Count, Played
 from envserve.errors import ReproError
-from envserve.settings import Autoreset
+from envserve.settings import Autoreset, NonFinite
 from envserve.slab import Status
 from envserve.wrappers import WrapperSpec, plain_wrappers, wrappers_from_plain
 
 __all__ = ["MAX_REPRO_BYTES", "End", "Repro", "decode_repro", "encode_repro"]
 
 MAX_REPRO_BYTES: Final = 64 << 20
-_FORMAT: Final = 2
+_FORMAT: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +53,14 @@ class Repro:
       env_name: Registered name.
       env_kwargs: Plain arguments of its constructor.
       wrappers: What it was wrapped in.
+      vectorized: Whether it was a row of a vector env, which cannot be played alone.
+      nonfinite: See `settings.NonFinite`.
+      strict_spaces: See `settings.EnvRequest`.
       import_modules: Modules that had been imported where it was built; for the
         reader to know of, never to import.
       autoreset: See `settings.Autoreset`.
       root_seed: Seed of the whole batch.
+      seeded: Whether envs' first resets have got seeds.
       env_index: Row of the whole batch.
       timeout_seconds: How long the call that it ended in might take.
       played: How to get there; the fault is in the last action, or in the reset if
@@ -69,11 +73,15 @@ class Repro:
     import_modules: tuple[str, ...]
     autoreset: Autoreset
     root_seed: Count
+    seeded: bool
     env_index: Count
     timeout_seconds: Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
     played: Played
     end: End
     wrappers: tuple[WrapperSpec, ...] = ()
+    nonfinite: NonFinite = "raise"
+    strict_spaces: bool = False
+    vectorized: bool = False
 
 
 def encode_repro(repro: Repro) -> bytes:

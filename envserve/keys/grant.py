@@ -45,6 +45,7 @@ class Grant:
     max_envs: _Count | None = None
     max_processes: _Count | None = None
     max_leases: _Count | None = None
+    max_row_mib: _Count | None = None
     exposed: tuple[ExposeRule, ...] | None = None
     allowed_kwargs: tuple[KwargRule, ...] | None = None
     share: Annotated[float, Meta(gt=0, le=1000)] = 1.0

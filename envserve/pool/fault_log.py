@@ -5,35 +5,43 @@ The line names the env, its worker, the cause, and how to see it again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from envserve.crashes.action_ring import ActionRing, Played
 from envserve.crashes.files import CrashFiles
 from envserve.crashes.repro import End, Repro, encode_repro
+from envserve.encoded import action_values
+from envserve.errors import CodecError, EnvError
 from envserve.lane import Fault
 from envserve.pool.states import Exit, Lost
 from envserve.pool.supervisor import SupervisedWorker
 from envserve.seeding import env_seed
 from envserve.settings import PoolSettings
 from envserve.slab import Slab, row_of_beat
-from envserve.spec import EnvSpec
-from envserve.text import one_line, printable
+from envserve.spec import EnvSpec, flatten
+from envserve.text import Seldom, one_line, printable
 from envserve.worker.channel import Kind
 
 __all__ = ["FaultLog"]
 
 _MAX_CAUSE: Final = 300  # characters of what is said on the line
 _MAX_ACTION: Final = 80
+_MAX_NOTED: Final = 16  # classes of envs
 
 
 class FaultLog:
-    """Reports the faults of one pool."""
+    """Reports the faults of one pool.
+
+    Attributes:
+      options: What each row was last reset with, of those that had any; encoded.
+    """
 
     def __init__(
         self,
@@ -47,34 +55,53 @@ class FaultLog:
         self._logger = logger
         self._label = f"{label}: " if label else ""
         self._files = None
-        if config.crash_dir is not None:
+        if config.crash_dir not in (None, "none"):
             folder = Path(config.crash_dir) if config.crash_dir else None
             self._files = CrashFiles(folder, owner)
         self._last_detail = ""
+        self._seldom = Seldom()
+        self._noted: set[str] = set()
+        self.options: dict[int, bytes] = {}
 
     def attach(self, slab: Slab, spec: EnvSpec) -> None:
         """Takes the memory in which workers note what their envs go through."""
         self._heartbeats = slab.heartbeats
+        self._spec = spec
         self._ring = ActionRing(spec, self._config.num_envs, slab.extra)
 
     def env_failed(self, fault: Fault, worker: SupervisedWorker, now: float) -> None:
         """Reports an env that has raised, or broken its spaces, and was rebuilt."""
         row = fault.env_index
         block = next(b for b in worker.blocks if row < b.stop)
-        played = self._ring.read(row, block.start, has_failed=True)
-        detail, _, cause = fault.text.strip().rpartition("\n")
+        played = self._read(row, block.start, has_failed=True)
         end = End(status=fault.status, text=fault.text, is_violation=fault.is_violation)
         path = self._write(row, played, end, self._config.step_timeout_seconds, now)
         pid = None
         if worker.process is not None:
             worker.process.poll_exit()  # which hears of its start, too
             pid = worker.process.pid
+        name = f"Env {self._index_of(row)}"
+        if self._config.vectorized:
+            name = f"The vector env of envs {self._index_of(row)} to "
+            name += f"{self._index_of(block.stop - 1)}"
         self._log(
-            f"Env {self._index_of(row)} (worker {worker.index}, pid {pid}) failed and "
-            f"was rebuilt: {_shortened(cause, _MAX_CAUSE)}",
+            f"{name} (worker {worker.index}, pid {pid}) failed and "
+            f"was rebuilt: {_shortened(fault.cause, _MAX_CAUSE)}",
             [*self._story(row, played), *self._recipe(path)],
-            detail,
+            fault.text.strip().removesuffix(fault.cause),
         )
+
+    def reset_refused(self, error: EnvError, num_faults: int, now: float) -> None:
+        """Reports a reset whose seeds or options rows of a block did not take.
+
+        That is the caller's mistake as a rule, who hears of it: a line a second will
+        do, without a traceback and a repro file for each env.
+        """
+        more = self._seldom.passes("reset", now)
+        if more is not None:
+            others = f"; {num_faults - 1} more of its block" if num_faults > 1 else ""
+            head = _shortened(str(error).partition("\n")[0], _MAX_CAUSE)
+            self._log(f"{head}{others}{more}", [], error.remote_traceback)
 
     def worker_lost(
         self,
@@ -111,6 +138,16 @@ class FaultLog:
             detail or exit_.excerpt,
         )
 
+    def note(self, notes: Sequence[str]) -> Sequence[str]:
+        """Says what workers note, once for each class of envs; returns what is new."""
+        new = {note.partition(" ")[0]: note for note in notes}
+        if new.keys() <= self._noted or len(self._noted) > _MAX_NOTED:
+            return ()
+        self._noted |= new.keys()
+        for note in new.values():
+            self._logger.warning("%s%s", self._label, note)
+        return [*new.values()]
+
     def forget(self, worker: SupervisedWorker) -> None:
         """Forgets what a worker's envs went through, for its successor's sake."""
         self._heartbeats[worker.index, :2] = 0
@@ -128,7 +165,7 @@ class FaultLog:
         if row is None or not any(is_slow or b.index in running for b in hosts):
             return ["no env was at work"], None
         (block,) = hosts
-        played = self._ring.read(row, block.start)
+        played = self._read(row, block.start)
         is_call = running.get(block.index) == Kind.CALL
         doing = "a call of" if is_call else "a reset of" if is_slow else "a step of"
         parts = [f"in {doing} env {self._index_of(row)}", *self._story(row, played)]
@@ -147,6 +184,20 @@ class FaultLog:
         line = "; ".join([head, *parts])
         self._logger.warning("%s%s%s", self._label, line, below)
 
+    def error_of(self, fault: Fault) -> EnvError:
+        """Returns what to raise for an env that could not be reset as was asked."""
+        then = ", and it was reset without seed and options"
+        return EnvError(
+            f"Env {self._index_of(fault.env_index)}: its reset failed"
+            f"{'' if self._config.vectorized else then}: {fault.cause}",
+            env_index=fault.env_index,
+            remote_traceback=fault.detail,
+        )
+
+    def _read(self, row: int, start: int, *, has_failed: bool = False) -> Played | None:
+        options = self.options.get(row, b"")
+        return self._ring.read(row, start, options, has_failed=has_failed)
+
     def _index_of(self, row: int) -> int:
         return self._config.first_env_index + row
 
@@ -154,7 +205,7 @@ class FaultLog:
         if played is None:
             return ["it was never reset"]
         incarnation, seed = played.incarnation, played.seed
-        if seed is None:
+        if seed is None and self._config.seeded:
             seed = env_seed(self._config.seed, self._index_of(row), incarnation)
         story = [
             f"incarnation {incarnation}",
@@ -162,7 +213,7 @@ class FaultLog:
             f"step {played.episode_step} of its episode",
         ]
         if all(len(array) for array in played.actions):
-            story.append(f"last action {_action_text(played)}")
+            story.append(f"last action {_action_text(self._spec, played)}")
         return story
 
     def _write(
@@ -182,7 +233,11 @@ class FaultLog:
             wrappers=config.wrappers,
             import_modules=config.import_modules,
             autoreset=config.autoreset,
+            vectorized=config.vectorized,
+            nonfinite=config.nonfinite,
+            strict_spaces=config.strict_spaces,
             root_seed=int(config.seed),
+            seeded=config.seeded,
             env_index=int(self._index_of(row)),
             timeout_seconds=timeout_seconds,
             played=played,
@@ -197,7 +252,10 @@ class FaultLog:
         imports = "".join(
             f" --import {shlex.quote(module)}" for module in self._config.import_modules
         )
-        return [f"to see it again: envserve replay {shlex.quote(str(path))}{imports}"]
+        what = (
+            "what its first row saw" if self._config.vectorized else "to see it again"
+        )
+        return [f"{what}: envserve replay {shlex.quote(str(path))}{imports}"]
 
 
 def _shortened(text: str, length: int) -> str:
@@ -205,8 +263,11 @@ def _shortened(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
-def _action_text(played: Played) -> str:
+def _action_text(spec: EnvSpec, played: Played) -> str:
+    last: list[Any] = [array[-1:] for array in played.actions]
+    with contextlib.suppress(CodecError):  # else bytes are shown
+        last = flatten(spec.action_space, action_values(spec, last)[0])
     with np.printoptions(precision=4, threshold=8, edgeitems=3):
-        values = [str(array[-1]) for array in played.actions]
+        values = list(map(str, last))
     text = values[0] if len(values) == 1 else f"({', '.join(values)})"
     return _shortened(text, _MAX_ACTION)

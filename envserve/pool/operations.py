@@ -16,7 +16,7 @@ import numpy as np
 
 from envserve import codec
 from envserve.errors import CallError, LocalProtocolError
-from envserve.lane import Block, Call, Fault, Outcome, Reset
+from envserve.lane import Block, Fault, Outcome, Reset
 from envserve.pool.fault_log import FaultLog
 from envserve.pool.states import Event, Lost, Ready, WorkerState
 from envserve.pool.supervisor import SupervisedWorker
@@ -29,10 +29,11 @@ from envserve.slab import (
     write_lost,
 )
 from envserve.spec import EnvSpec
-from envserve.worker.channel import HEADER, MAX_CALL_BYTES, Frame, Kind, pack_frame
+from envserve.worker.calls import read_answer
+from envserve.worker.channel import HEADER, Frame, Kind, pack_frame
 from envserve.worker.report import read_report
 
-__all__ = ["Operations", "Task", "call_task", "reset_task"]
+__all__ = ["Operations", "Task", "reset_task"]
 
 # Plain ints: members of enums cost more where every step passes.
 _IDLE: Final = 0  # in place of a kind of operation
@@ -180,6 +181,14 @@ class Operations:
         self._sequence = sequence
         return outbox
 
+    def note_options(self, resets: Sequence[Reset]) -> None:
+        """Keeps what envs are about to be reset with, should they fail after that."""
+        for reset in resets:
+            if reset.options:
+                block = self._places[reset.block].block
+                rows = reset.env_indices or range(block.start, block.stop)
+                self._fault_log.options.update(dict.fromkeys(rows, reset.options))
+
     def _begin_lost(self, place: _Place) -> None:
         place.keep_last_observation(self._rows)
         self.has_news = True
@@ -235,10 +244,11 @@ class Operations:
     def _on_answer(self, place: _Place, payload: bytes, now: float) -> None:
         """Ends an operation of which there is more to say than that it is done."""
         worker, block = place.worker, place.block
-        if place.kind == Kind.CALL:
-            self._end(place, result=payload)
-            return
         try:
+            if place.kind == Kind.CALL:
+                faults, result = read_answer(payload, block)
+                self._end(place, faults=faults, result=result)
+                return
             report = read_report(payload, block, self._workers.config.max_infos_kib)
         except ValueError as error:
             worker.fail(f"sent a report that cannot be read: {error}", now)
@@ -255,11 +265,29 @@ class Operations:
             worker.has_stepped = True
         elif place.task[1]:
             self._losses.pop(block.index, None)
+        is_refusal = place.kind != _STEP and place.task[0]
         for fault in report.faults:
-            part = slice(fault.env_index, fault.env_index + 1)
-            write_lost(self._rows, part, fault.status)
-            self._fault_log.env_failed(fault, worker, now)
-        self._end(place, faults=report.faults, infos=report.infos)
+            if place.kind == _STEP:
+                part = slice(fault.env_index, fault.env_index + 1)
+                write_lost(self._rows, part, fault.status)
+            is_one = self._workers.config.vectorized and fault is not report.faults[0]
+            if not (is_refusal or is_one):
+                self._fault_log.env_failed(fault, worker, now)
+        notes = self._fault_log.note(report.notes) if report.notes else ()
+        if report.faults and place.kind != _STEP:
+            # Its envs have begun anew all the same, each without what it has refused.
+            failure = self._fault_log.error_of(report.faults[0])
+            if is_refusal:
+                self._fault_log.reset_refused(failure, len(report.faults), now)
+            self._end(place, error=failure)
+            return
+        self._end(
+            place,
+            faults=report.faults,
+            infos=report.infos,
+            notes=notes,
+            packed_infos=report.packed_infos,
+        )
 
     def _end(self, place: _Place, **outcome: Any) -> None:
         place.kind = _IDLE
@@ -316,46 +344,11 @@ def reset_task(block: Block, reset: Reset) -> Task:
     """Returns what a reset needs.
 
     Raises:
-      LocalProtocolError: A row is not of the block, or seeds are too few, too many or
-        out of [0, 2**63).
+      LocalProtocolError: See `Reset.check`.
     """
-    rows = range(block.start, block.stop)
-    chosen = rows if reset.env_indices is None else reset.env_indices
-    if any(row not in rows for row in chosen):
-        raise LocalProtocolError(
-            f"block {block.index}: expected env_indices from {rows.start} to "
-            f"{rows.stop - 1}; got {reset.env_indices}"
-        )
-    seeds = reset.seeds
-    if seeds is not None and (
-        len(seeds) != len(chosen) or not all(0 <= seed < 2**63 for seed in seeds)
-    ):
-        raise LocalProtocolError(
-            f"block {block.index}: expected {len(chosen)} seeds in [0, 2**63); "
-            f"got {seeds}"
-        )
-    payload = b""
-    if reset.env_indices is not None or seeds is not None:
-        payload = codec.encode({"rows": reset.env_indices, "seeds": seeds})
-    return payload, set(chosen) == set(rows)
-
-
-def call_task(call: Call) -> Task:
-    """Returns what a call needs; raises CallError for what cannot be sent."""
-    message = {
-        "row": call.env_index,
-        "kind": call.kind,
-        "name": call.name,
-        "arguments": list(call.arguments),
-    }
-    try:
-        payload = codec.encode(message)
-        if len(payload) > MAX_CALL_BYTES:
-            raise codec.CodecError(
-                f"expected at most {MAX_CALL_BYTES} bytes; got {len(payload)}"
-            )
-    except codec.CodecError as error:
-        raise CallError(
-            f"Env {call.env_index}: {call.name}: {error}", env_index=call.env_index
-        ) from None
-    return payload, False
+    chosen = reset.check(block)
+    payload, options, seeds = b"", reset.options, reset.seeds
+    if reset.env_indices is not None or seeds is not None or options:
+        fields = {"rows": reset.env_indices, "seeds": seeds, "options": options}
+        payload = codec.encode(fields)
+    return payload, len(chosen) == block.stop - block.start

@@ -19,13 +19,14 @@ from envserve.errors import EnvserveError, EnvStartError, LocalProtocolError
 from envserve.lane import Call, Outcome, Reset, make_blocks
 from envserve.pool.fault_log import FaultLog
 from envserve.pool.launcher import Launcher
-from envserve.pool.operations import Operations, Task, call_task, reset_task
+from envserve.pool.operations import Operations, Task, reset_task
 from envserve.pool.states import Lost, WorkerState
 from envserve.pool.supervisor import SupervisedWorker
 from envserve.pool.workers import Workers
 from envserve.settings import PoolSettings, num_cores
 from envserve.slab import Rows, Status
 from envserve.spec import EnvSpec
+from envserve.worker.calls import call_payload
 from envserve.worker.channel import Kind
 
 __all__ = ["Pool"]
@@ -188,21 +189,22 @@ class Pool:
         indices = [reset.block for reset in resets]
         self._operations.check_idle(indices)
         tasks = [reset_task(self.blocks[reset.block], reset) for reset in resets]
+        self._operations.note_options(resets)
         self._submit(Kind.RESET, indices, tasks)
 
-    def submit_call(self, call: Call) -> None:
-        """Starts attribute access on one env, as an operation of its block.
+    def submit_call(self, calls: Sequence[Call]) -> None:
+        """Starts attribute access, each on envs of another block.
 
         Raises:
-          CallError: An argument is not a plain value, or too long.
+          CallError: The arguments are too long.
         """
-        if not 0 <= call.env_index < self.num_envs:
-            raise LocalProtocolError(
-                f"expected an env_index below {self.num_envs}; got {call.env_index}"
-            )
-        index = next(b.index for b in self.blocks if call.env_index < b.stop)
-        self._operations.check_idle([index])
-        self._submit(Kind.CALL, [index], [call_task(call)])
+        indices = [call.block for call in calls]
+        self._operations.check_idle(indices)
+        self._submit(
+            Kind.CALL,
+            indices,
+            [(call_payload(call, len(self.blocks)), False) for call in calls],
+        )
 
     def _submit(self, kind: int, indices: Sequence[int], tasks: Sequence[Task]) -> None:
         """Sends operations: one write per worker, however many of its blocks."""

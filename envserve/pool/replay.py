@@ -72,6 +72,8 @@ def describe_repro(repro: Repro) -> str:
     if played.num_missing:
         missing = f"{_actions(played.num_missing)} before these are not known"
         doubts.insert(0, missing)
+    if played.misses_options:
+        doubts.append("options of its reset, or of an earlier one, are not kept")
     if played.is_touched:
         doubts.append("its attributes or methods were used as well, which is not kept")
     env = f"env {repro.env_index} of {one_line(repro.env_name)}"
@@ -100,6 +102,9 @@ def replay(
       timeout_seconds: How long a step, or the reset, may take before it counts as a
         hang; by default what the file says.
     """
+    if repro.vectorized:
+        text = "its vector env stepped other rows with it, which the file does not hold"
+        return Ending(False, f"cannot be played: {text}", None)
     if timeout_seconds is None:
         timeout_seconds = repro.timeout_seconds
     process = launcher.launch()

@@ -10,6 +10,7 @@ import logging
 import math
 import selectors
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, Final
 
 from envserve import codec
@@ -23,7 +24,7 @@ from envserve.errors import (
 from envserve.lane import Block
 from envserve.pool.launcher import KILL_SECONDS, Launcher, WorkerProcess
 from envserve.pool.states import MOVES, Event, Exit, Lost, Ready, WorkerState
-from envserve.settings import PoolSettings
+from envserve.settings import EnvRequest, PoolSettings
 from envserve.slab import Slab, Status
 from envserve.worker.channel import Frame, Kind, pack_frame
 from envserve.worker.report import read_spaces
@@ -41,11 +42,9 @@ _FIRST_BACKOFF_SECONDS: Final = 0.1
 #: Least from one start to the next of a worker that has not stepped in between.
 _START_SECONDS: Final = 0.1
 _MAX_BACKOFF_SECONDS: Final = 30.0
-#: What a worker needs to know besides, and is plain.
-_SETTINGS: Final = (
-    *("env_name", "num_envs", "seed", "first_env_index"),
-    *("autoreset", "infos", "max_infos_kib", "spare_envs"),
-)
+_REFUSALS: Final = {Kind.UNKNOWN_ENV: UnknownEnv, Kind.BAD_WRAPPER: WrapperError}
+#: What a worker needs to know, as far as it is plain.
+_SETTINGS: Final = (*(field.name for field in fields(EnvRequest)), "max_infos_kib")
 
 
 class _Restarts:
@@ -120,7 +119,7 @@ class SupervisedWorker:
         self._slab: Slab | None = None
         self._restarts = _Restarts()
         self._is_built = False  # since the start
-        self._traceback = ""  # of a FAILED frame
+        self._traceback, self._is_hopeless = "", False  # by a FAILED frame
         self._kill_status = Status.WORKER_DIED
         self._close_by = math.inf
         self._beat, self._beat_at = [0, 0], 0.0
@@ -147,8 +146,7 @@ class SupervisedWorker:
         self._move(WorkerState.STARTING)
         self._restarts.note_start(now)
         self._beat_at = now
-        self._traceback = ""
-        self._kill_status = Status.WORKER_DIED
+        self._traceback, self._kill_status = "", Status.WORKER_DIED
         self.has_stepped = self._is_built = False
         self.exit = None
         try:
@@ -274,15 +272,15 @@ class SupervisedWorker:
             try:
                 spec = read_spaces(frame.payload, self._config.env_name)
             except ValueError as error:
-                self.fail(f"sent spaces that cannot be read: {error}", now)
+                # Said at once: the next process would send the same.
+                self._traceback = f"It sent spaces that cannot be read: {error}"
+                self.fail("sent spaces that cannot be read", now)
                 return []
             self._move(WorkerState.SERVING)
             self._is_built = True
             return [Ready(spec)]
-        if frame.kind is Kind.UNKNOWN_ENV:
-            self.error = UnknownEnv(frame.payload.decode(errors="replace"))
-        elif frame.kind is Kind.BAD_WRAPPER:
-            self.error = WrapperError(frame.payload.decode(errors="replace"))
+        if frame.kind in _REFUSALS:
+            self.error = _REFUSALS[frame.kind](frame.payload.decode(errors="replace"))
         elif frame.kind is not Kind.BUILT:
             self._on_odd_message(frame, now)
         return []
@@ -290,6 +288,7 @@ class SupervisedWorker:
     def _on_odd_message(self, frame: Frame, now: float) -> None:
         if frame.kind is Kind.FAILED:
             self._traceback = frame.payload.decode(errors="replace")
+            self._is_hopeless = frame.block == 1
         else:
             self.fail(f"sent {frame.kind.name} when it should not", now)
 
@@ -304,7 +303,8 @@ class SupervisedWorker:
         if now - self._beat_at > limit:
             self.fail(
                 f"a {what} timed out after {limit:g} s; "
-                f"raise {what.split()[0]}_timeout if the env may take that long",
+                f"raise {(word := what.split()[0])}_timeout (a server's "
+                f"--{word}-timeout) if the env may take that long",
                 now,
                 Status.TIMEOUT,
             )
@@ -356,8 +356,8 @@ class SupervisedWorker:
         if self._traceback:
             text = f"stopped:\n{self._traceback.rstrip()}"
         tries = self._restarts.num_failures
-        cannot_be_built = self._slab is None and self._traceback
-        if not self.error and (tries > self._config.max_restarts or cannot_be_built):
+        is_hopeless = self._is_hopeless or (self._slab is None and self._traceback)
+        if not self.error and (tries > self._config.max_restarts or is_hopeless):
             self.error = EnvStartError(
                 f"{self.label} failed"
                 + ("" if tries == 1 else f" {tries} times in a row")

@@ -20,7 +20,7 @@ from envserve.pool.launcher import Launcher
 from envserve.pool.states import Event
 from envserve.pool.supervisor import SupervisedWorker
 from envserve.settings import PoolSettings
-from envserve.slab import Slab
+from envserve.slab import Slab, rows_mib
 from envserve.spec import EnvSpec
 from envserve.wrappers import plain_wrappers
 
@@ -113,8 +113,14 @@ class Workers:
                 text = f"{label} has other spaces than the first worker: "
                 self.error = EnvStartError(text + "; ".join(different))
                 return False
-        num_envs = self.config.num_envs
-        num_bytes = ring_nbytes(first, num_envs)
+        num_envs, most = self.config.num_envs, self.config.max_row_mib
+        num_bytes, needed = ring_nbytes(first, num_envs), rows_mib(first, num_envs)
+        if most is not None and needed > most:
+            self.error = EnvStartError(
+                f"rows of {num_envs} envs need {needed} MiB, and {most} are left for "
+                f"this user; ask for fewer, or the operator for more (--max-row-mib)"
+            )
+            return False
         try:
             with self._launcher.reserve:
                 self.slab = Slab.create(first, num_envs, len(self.all), num_bytes)

@@ -52,6 +52,7 @@ class Access:
         self.clients = folder.clients
         self.clients.read()
         self._admitted: set[tuple[str, bytes]] = set()  # users and keys
+        self._revoked: set[tuple[str, bytes]] = set()
 
     def check_binds(self, binds: Sequence[str]) -> None:
         """Raises KeyFileError if others could reach it, and none of them has a key."""
@@ -67,13 +68,17 @@ class Access:
         """Returns what a key may; None if it surely is not known.
 
         Raises:
-          KeyFileError: It is not known, but the file cannot be read now.
+          KeyFileError: It is not known, but the file cannot be read now. Or it is of a
+            name that was let in with another key, which is about to be shut out.
         """
         grant = self.clients.find(public, self._now())
         if grant is None and not self.clients.is_current:
             raise KeyFileError("the file of clients cannot be read now")
         if grant is not None and not grant.is_invitation:
-            self._admitted.add((grant.name, public))
+            entry = grant.name, public
+            if any(name == grant.name for name, _ in self._admitted - {entry}):
+                raise KeyFileError(f"{grant.name} has had another key until now")
+            self._admitted.add(entry)
         return grant
 
     def grant_of(self, user: str) -> Grant | None:
@@ -99,16 +104,19 @@ class Access:
         _LOGGER.info("%s joined, key %s", grant.name, formats.fingerprint(public))
         tell("joined", grant.name)
 
-    def take_revoked(self) -> set[str]:
+    def find_revoked(self) -> set[str]:
         """Returns users who were let in with a key that is not theirs any more."""
         now = self._now()
-        gone = set()
         for user, public in self._admitted:
             grant = self.clients.find(public, now)
             if grant is None or grant.name != user:
-                gone.add((user, public))
-        self._admitted -= gone
-        return {user for user, _ in gone}
+                self._revoked.add((user, public))
+        return {user for user, _ in self._revoked}
+
+    def forget_revoked(self) -> None:
+        """Notes that nothing of them is left: they may come back with other keys."""
+        self._admitted -= self._revoked
+        self._revoked.clear()
 
 
 async def check_refusal(router: Router, zap: Zap, server_public: bytes) -> None:

@@ -144,14 +144,15 @@ class ConnectionWatch:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        recycle: Callable[[str], None],
+        recycle: Callable[[str, bool], None],
         most: Callable[[], int],
     ) -> None:
         """Begins to look, four times a second.
 
         Args:
           loop: The event loop.
-          recycle: Closes all connections; is told why.
+          recycle: Closes all connections; is told why, and whether it is for their
+            number.
           most: By how many bytes memory may grow over the least since then.
         """
         self._loop = loop
@@ -184,8 +185,10 @@ class ConnectionWatch:
         self._short_since = min(self._short_since, now) if is_short else math.inf
         if growth > self._most():
             why = f"memory has grown by {growth / 2**20:.0f} MiB (--max-buffered-mib)"
+            is_of_number = False
         elif now - self._short_since >= self._may_be_short:
             why = "they have taken all descriptors (ulimit -n)"
+            is_of_number = True
             self._may_be_short = min(2 * self._may_be_short, _MAX_SHORT_SECONDS)
         else:
             if now - self._recycled_at > 2 * _MAX_SHORT_SECONDS:
@@ -193,7 +196,7 @@ class ConnectionWatch:
             return
         self._least_bytes = self._short_since = math.inf
         self._recycled_at = now
-        self._recycle(why)
+        self._recycle(why, is_of_number)
 
     def _own_bytes(self) -> int:
         """Returns how much memory this process does not share; 0 where unknown."""

@@ -26,6 +26,7 @@ import zmq
 from envserve.errors import ServerError
 from envserve.server.unread import LONG_BYTES, Unread
 from envserve.server.zap import DOMAIN
+from envserve.session.quotas import tell
 from envserve.transport import (
     KEYED_BYTES,
     NOBLOCK,
@@ -52,6 +53,9 @@ _LINGER_MS: Final = 100
 #: who could not be heard for longer.
 _MAX_DISCARDED: Final = 50_000
 _RETRY_SECONDS: Final = 0.001
+#: Who has all connections closed so often within a time is not let in for as long.
+_MAX_BLAMED: Final = 3
+_BLAMED_SECONDS: Final = 60.0
 #: Who whoever connects to a socket is, if it uses no keys.
 _USERS: Final = {"ipc": "local", "tcp": ""}
 
@@ -79,6 +83,19 @@ class _Socket:
         #: Past a layer of Python that serves other types of sockets.
         self.send: Callable[..., object] = super(zmq.Socket, socket).send
 
+    @property
+    def sender(self) -> str:
+        """Whose the latest message is; never kept, since routes are the peers'.
+
+        "" without keys, or if ZeroMQ does not say.
+        """
+        if not self.has_keys:
+            return self.user
+        try:
+            return str(self.receiver.first.get("User-Id"))
+        except zmq.ZMQError:
+            return ""
+
 
 class Router:
     """All of a server's sockets, as if they were one.
@@ -86,7 +103,6 @@ class Router:
     Attributes:
       addresses: Where it listens, or will; with real ports once it does.
       context: Of the sockets.
-      nameless: Messages that were dropped since they said no user.
     """
 
     def __init__(
@@ -106,7 +122,6 @@ class Router:
           unread: Bounds what clients do not read.
           secret: The server's raw secret key; without it, tcp uses no keys.
         """
-        self.nameless = 0
         self._secret = secret
         self.addresses = list(binds)
         _seed_routes()
@@ -118,15 +133,15 @@ class Router:
         self._reopening: asyncio.TimerHandle | None = None
         self._listeners: list[socketlib.socket] = []
         self._num_made = 0
+        self._blamed: dict[str, list[float]] = {}  # whose fault a recycle was, and when
         self._make()
 
     def _make(self) -> None:
         self._sockets: dict[int, _Socket] = {}
         for user in {_USERS[address.partition("://")[0]] for address in self.addresses}:
             socket = self.context.socket(zmq.ROUTER)
-            self._num_made += 1
+            number = self._num_made = self._num_made + 1
             has_keys = user != "local" and self._secret is not None
-            number = self._num_made
             self._sockets[number] = _Socket(socket, number, user, has_keys)
             set_common_options(socket)
             # Without it, replies that cannot be sent vanish unnoticed.
@@ -190,7 +205,12 @@ class Router:
         for each in self._sockets.values():
             self._loop.remove_reader(descriptor_of(each.zmq))
 
-    def recycle(self, why: str) -> None:
+    def is_shut_out(self, user: str) -> bool:
+        """Whether all connections were closed for a user again and again, of late."""
+        since = self._loop.time() - _BLAMED_SECONDS
+        return sum(at > since for at in self._blamed.get(user, ())) >= _MAX_BLAMED
+
+    def recycle(self, why: str, user: str = "") -> None:
         """Closes all connections, with all that they hold, and listens anew.
 
         libzmq 4.3.5 can close no single one. No lease ends: clients connect again, and
@@ -198,7 +218,15 @@ class Router:
 
         Args:
           why: For the log.
+          user: Whose fault it is, if that is known.
         """
+        if user:
+            recent = self._blamed.setdefault(user, [])
+            recent[:] = [*recent[1 - _MAX_BLAMED :], self._loop.time()]
+            why += f", by {user}"
+            if self.is_shut_out(user):
+                why += f"; {user} is not let in for {_BLAMED_SECONDS:g} s"
+                tell("shut out", user, reason=why)
         _LOGGER.warning("all connections are closed and can be made anew: %s", why)
         self._remove_readers()
         self._close_sockets()
@@ -229,9 +257,10 @@ class Router:
         return bool(zmq.zmq_poll(self._readable, 0))
 
     @property
-    def is_discarding(self) -> bool:
-        """Whether a message of too many frames is being thrown away."""
-        return any(each.receiver.is_discarding for each in self._by_turns)
+    def discarding(self) -> str | None:
+        """Whose message of too many frames is being thrown away, if one is."""
+        sockets = (s for s in self._by_turns if s.receiver.is_discarding)
+        return next((socket.sender for socket in sockets), None)
 
     def receive(self) -> tuple[Peer, Frames] | None:
         """Returns who sent the next message, and its frames; None if there is none."""
@@ -240,15 +269,12 @@ class Router:
             socket = by_turns[0]
             by_turns.rotate()
             while (frames := socket.receive()) is not None:
-                user = socket.user
-                if socket.has_keys:
-                    user = _user_of(socket.receiver.first)
-                    if not user:
-                        self.nameless += 1
-                        continue
+                user = socket.sender
+                if socket.has_keys and not user:
+                    continue
                 return (socket.number, bytes(frames[0]), user), frames[1:]
             if socket.receiver.num_discarded > _MAX_DISCARDED:
-                self.recycle("a message had too many frames")
+                self.recycle("a message had too many frames", socket.sender)
                 break
         return None
 
@@ -300,14 +326,6 @@ def _use_keys(socket: zmq.Socket[bytes], secret: bytes) -> None:
     # Unless both are set, ZeroMQ lets unknown keys in while nobody answers, or always.
     socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-
-
-def _user_of(frame: zmq.Frame) -> str:
-    """Returns whose key a frame came under; never kept, since routes are the peers'."""
-    try:
-        return str(frame.get("User-Id"))
-    except zmq.ZMQError:
-        return ""
 
 
 def _listener(address: str) -> tuple[socketlib.socket, str]:

@@ -37,10 +37,14 @@ _STOP_SECONDS: Final = 1.5
 #: How often it is looked whose key was taken away; and how often is warned of no keys.
 _WATCH_SECONDS: Final = 1.0
 _WARN_SECONDS: Final = 60.0
+#: How long the last words to who was revoked may take.
+_FAREWELL_SECONDS: Final = 0.25
 #: How often an answer may stand in memory until it has left.
 _COPIES: Final = 4
 #: Descriptors that are kept for workers: a quarter, but never more.
 _MAX_RESERVED: Final = 1024
+#: Takes why, and whether it is for the number of connections.
+_Recycle = Callable[[str, bool], None]
 #: The process should be gone a second after the grace period.
 _AFTER_DRAIN_SECONDS: Final = 0.8
 
@@ -80,7 +84,9 @@ async def serve(
         registry = Registry(config.env_names, config.import_modules)
         lag = LoopLag(loop)
         stack.callback(lag.stop)
-        router, access = await _open_sockets(config, loop, stack)
+        router, access, recycle = await _open_sockets(
+            config, loop, stack, num_descriptors // 4
+        )
         session = ServerSession(
             config,
             registry,
@@ -92,7 +98,7 @@ async def serve(
             grant_of=None if access is None else access.grant_of,
         )
         most = partial(_most_buffered, config, session)
-        stack.callback(ConnectionWatch(loop, router.recycle, most).stop)
+        stack.callback(ConnectionWatch(loop, recycle, most).stop)
         shell = RouterShell(router, session, launcher, loop)
         watch = _warn_of_no_keys(config) if access is None else _watch(access, shell)
         stack.callback(asyncio.create_task(watch).cancel)
@@ -111,8 +117,9 @@ async def serve(
 def _most_buffered(config: HostSettings, session: ServerSession) -> int:
     """Returns how many bytes may be on their way: answers are copied, and encrypted."""
     leases = [claim.lease for claim in session.claims.values() if claim.lease]
-    answers = sum(lease.max_result_bytes for lease in leases)
-    return (config.max_buffered_mib << 20) + _COPIES * answers
+    answers = sum(_COPIES * lease.max_result_bytes for lease in leases)
+    kept = sum(lease.kept.num_bytes for lease in leases)
+    return (config.max_buffered_mib << 20) + answers + kept
 
 
 async def _drain(shell: RouterShell, signals: StopSignals, grace_seconds: float) -> str:
@@ -125,9 +132,19 @@ async def _drain(shell: RouterShell, signals: StopSignals, grace_seconds: float)
 
 
 async def _open_sockets(
-    config: HostSettings, loop: asyncio.AbstractEventLoop, stack: contextlib.ExitStack
-) -> tuple[Router, Access | None]:
-    """Listens, once nobody can get in who should not."""
+    config: HostSettings,
+    loop: asyncio.AbstractEventLoop,
+    stack: contextlib.ExitStack,
+    many: int,
+) -> tuple[Router, Access | None, _Recycle]:
+    """Listens, once nobody can get in who should not; also returns what recycles.
+
+    Args:
+      config: Set-up.
+      loop: The event loop.
+      stack: Closes what this opens.
+      many: Whoever made fewer connections has not taken all descriptors.
+    """
     access = None
     if not config.insecure_no_auth and any(a.startswith("tcp:") for a in config.binds):
         access = Access(KeyFolder())
@@ -137,9 +154,11 @@ async def _open_sockets(
     unread = Unread(config.max_unread_mib * mib, config.max_total_unread_mib * mib)
     router = Router(config.binds, config.max_message_bytes, loop, unread, secret)
     stack.callback(router.close)
+    recycle: _Recycle = partial(_recycle, router, None)
     if access is not None:
-        zap = Zap(router.context, access.find, loop)
+        zap = Zap(router.context, access.find, loop, router.is_shut_out)
         stack.callback(zap.close)
+        recycle = partial(_recycle, router, partial(zap.take_suspect, many))
         await check_refusal(router, zap, access.keys.public)
     if config.audit is not None:
 
@@ -150,7 +169,15 @@ async def _open_sockets(
 
         stack.callback(Audit(config.audit, describe, loop).close)
     router.listen()
-    return router, access
+    return router, access, recycle
+
+
+def _recycle(
+    router: Router, suspect: Callable[[], str] | None, why: str, is_of_number: bool
+) -> None:
+    """Blames whoever has made most connections, if it is for their number."""
+    user = suspect() if suspect is not None else ""
+    router.recycle(why, user if is_of_number else "")
 
 
 async def _watch(access: Access, shell: RouterShell) -> None:
@@ -158,8 +185,12 @@ async def _watch(access: Access, shell: RouterShell) -> None:
     while True:
         await asyncio.sleep(_WATCH_SECONDS)
         try:
-            if revoked := access.take_revoked():
-                shell.revoke(revoked)
+            if revoked := access.find_revoked():
+                shell.end_leases(revoked)
+                # Not at once: what a client has not read is lost with its connection.
+                await asyncio.sleep(_FAREWELL_SECONDS)
+                shell.shut_out(revoked)
+                access.forget_revoked()
         except Exception:
             _LOGGER.exception("whose key was taken away could not be found out")
 

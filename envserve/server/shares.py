@@ -4,6 +4,8 @@ A share is milliseconds of the loop: one message can take as long as thousands. 
 waits for answers before it asks for more leaves nothing unread for long. Whose messages
 stand in the queue, and who has had more than others, has them dropped unread. They are
 not lost: clients send again what is not answered.
+
+Steps do not count against their user: of each leased block there is one at a time.
 """
 
 from __future__ import annotations
@@ -52,8 +54,10 @@ class Shares:
         self.num_dropped = 0
         self._quotas = quotas
         self._events = events
-        #: Seconds of the loop by user, and how often it left something unread.
+        #: Seconds of the loop by user, in all and but for steps; and how often it left
+        #: something unread.
         self._used: dict[str, float] = {}
+        self._unearned: dict[str, float] = {}
         self._left: dict[str, float] = {}
         self._judged_at = 0.0
         #: Since when something is left unread at every turn's end.
@@ -61,6 +65,7 @@ class Shares:
         #: Of the turn: its latest instant and user, its end, and whom it dropped first.
         self._now = self._ends_at = 0.0
         self._user = ""
+        self._is_step = False
         self._first_dropped: Peer | None = None
 
     def begin_turn(self, now: float) -> None:
@@ -81,11 +86,21 @@ class Shares:
             self._ends_at = 0.0
         return False
 
-    def charge(self, now: float) -> bool:
-        """Notes that the message is done with; tells whether the turn is over."""
-        user = self._user
-        self._used[user] = self._used.get(user, 0.0) + now - self._now
-        self._now = now
+    def charge(
+        self, now: float, user: str | None = None, *, is_step: bool = False
+    ) -> bool:
+        """Notes what was done with a message; tells whether the turn is over.
+
+        Args:
+          now: The instant.
+          user: Whose it is, unless that of the message that was admitted last.
+          is_step: Whether it began a step, which no other message had asked for.
+        """
+        self._user = user = user or self._user
+        seconds, self._now, self._is_step = now - self._now, now, is_step
+        self._used[user] = self._used.get(user, 0.0) + seconds
+        if not is_step:
+            self._unearned[user] = self._unearned.get(user, 0.0) + seconds
         return now >= self._ends_at
 
     def end_turn(self, is_drained: bool) -> float:
@@ -101,7 +116,8 @@ class Shares:
             self._standing_at, self.over = math.inf, None
         else:
             self._standing_at = min(self._standing_at, self._now)
-            self._left[self._user] = self._left.get(self._user, 0.0) + 1.0
+            if not self._is_step:
+                self._left[self._user] = self._left.get(self._user, 0.0) + 1.0
         if self._now >= self._judged_at + _JUDGE_SECONDS:
             self._judge(self._now)
         return 0.0 if is_drained or self.over is None else _PAUSE_SECONDS
@@ -109,17 +125,19 @@ class Shares:
     def _judge(self, now: float) -> None:
         kept = math.exp((self._judged_at - now) / _MEMORY_SECONDS)
         self._judged_at = now
-        for counts in (self._used, self._left):
+        for counts in (self._used, self._unearned, self._left):
             for user in list(counts):
                 counts[user] *= kept
                 if counts[user] < _NOTHING:
                     del counts[user]
         before, self.over = self.over, None
-        if now < self._standing_at + _STANDING_SECONDS or len(self._used) < 2:
+        is_standing = now >= self._standing_at + _STANDING_SECONDS
+        if not (is_standing and self._left) or len(self._used) < 2:
             return
         user = max(self._left, key=self._left.__getitem__)
         used = {u: t / self._quotas.weight_of(u) for u, t in self._used.items()}
-        own = used.pop(user, 0.0)
+        own = self._unearned.get(user, 0.0) / self._quotas.weight_of(user)
+        used.pop(user, 0.0)
         share = _TOLERANCE * sum(used.values()) / len(used)
         if own > max(_FREE_SECONDS, share):
             self.over = user

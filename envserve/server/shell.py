@@ -34,14 +34,13 @@ from envserve.session import (
     StartPool,
 )
 from envserve.text import Seldom
+from envserve.wire import Buffer, Peer
 
 __all__ = ["RouterShell"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 #: How long workers may take to end, unless the server is about to.
 _CLOSE_SECONDS: Final = 1.0
-#: How long the last words to who was revoked may take.
-_FAREWELL_SECONDS: Final = 0.25
 #: Messages handled before the loop turns to pools and timers; `Shares` bounds the time.
 _MESSAGES_AT_ONCE: Final = 64
 
@@ -57,23 +56,41 @@ class _LeasedPool:
       timer_at: When that is; infinity while there is no timer.
     """
 
-    def __init__(self, pool: Pool, on_timer: Callable[[], None]) -> None:
+    def __init__(
+        self, pool: Pool, loop: asyncio.AbstractEventLoop, on_news: Callable[[], None]
+    ) -> None:
         self.pool = pool
         self.is_announced = self.is_ending = False
         self.timer: asyncio.TimerHandle | None = None
         self.timer_at = math.inf
-        self._on_timer = on_timer
+        self._loop = loop
+        self._on_news = on_news
 
-    def look_at(self, instant: float, loop: asyncio.AbstractEventLoop) -> None:
+    def watch(self) -> None:
+        """Begins to look after it."""
+        self._loop.add_reader(self.pool.fileno(), self._on_news)
+        self.look_at(time.monotonic())
+
+    def look_at(self, instant: float) -> None:
         """Sets the timer."""
         if self.timer is not None:
             self.timer.cancel()
         self.timer_at = instant
-        self.timer = loop.call_at(instant, self._on_timer)
+        self.timer = self._loop.call_at(instant, self._on_timer)
 
-    def release(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _on_timer(self) -> None:
+        self.timer, self.timer_at = None, math.inf
+        self._on_news()
+
+    def begin_close(self, seconds: float) -> None:
+        """Has the pool close, within so many seconds."""
+        self.is_ending = True
+        self.pool.begin_close(seconds)
+        self.look_at(time.monotonic())
+
+    def release(self) -> None:
         """Looks after it no more; ends a pool that is not closed yet by force."""
-        loop.remove_reader(self.pool.fileno())
+        self._loop.remove_reader(self.pool.fileno())
         if self.timer is not None:
             self.timer.cancel()
         self.pool.close()
@@ -148,8 +165,8 @@ class RouterShell:
         self._is_ending = True
         self._close_seconds = timeout_seconds / 2
         self._carry_out(self._session.stop(why))
-        for session in self._pools:  # also those that are closing already
-            self._close_pool(session)
+        for leased in self._pools.values():  # also those that are closing already
+            leased.begin_close(self._close_seconds)
         self._plan_read()
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -162,7 +179,7 @@ class RouterShell:
                 if handle is not None:
                     handle.cancel()
             for leased in self._pools.values():
-                leased.release(self._loop)
+                leased.release()
             _LOGGER.info(
                 "%d replies could not be sent; %d messages were none of ours; "
                 "%d failures",
@@ -171,19 +188,16 @@ class RouterShell:
                 self.failures,
             )
 
-    def revoke(self, users: Collection[str]) -> None:
+    def end_leases(self, users: Collection[str]) -> None:
         """Ends the sessions of users who may use the server no more."""
         self._carry_out(self._session.claims.close_users(users))
-        # Not at once: what a client has not read is lost with its connection.
-        self._loop.call_later(_FAREWELL_SECONDS, self._shut_out, users)
 
-    def _shut_out(self, users: Collection[str]) -> None:
+    def shut_out(self, users: Collection[str]) -> None:
+        """Does so again, since they may have come back, and closes all connections."""
         if not self._is_ending:
-            try:  # also what those have who have come back meanwhile
-                self._carry_out(self._session.claims.close_users(users))
-            finally:
-                text = f"keys were taken away of {', '.join(sorted(users))}"
-                self._router.recycle(text)
+            self.end_leases(users)
+            text = f"keys were taken away of {', '.join(sorted(users))}"
+            self._router.recycle(text)
 
     # Messages.
 
@@ -199,21 +213,19 @@ class RouterShell:
             for _ in range(_MESSAGES_AT_ONCE):
                 received = self._router.receive()
                 if received is None:
-                    may_be_more = self._router.is_discarding
+                    user = self._router.discarding
+                    may_be_more = user is not None
+                    if may_be_more:
+                        shares.charge(time.monotonic(), user)
                     break
                 peer, message = received
+                decisions: Sequence[Decision] = ()
                 if shares.admits(peer):
-                    try:
-                        decisions = self._session.receive(peer, message, now)
-                    except Exception:
-                        self.failures += 1
-                        more = self._defects.passes("message", now)
-                        if more is not None:
-                            _LOGGER.exception("a message could not be handled%s", more)
-                        decisions = self._session.receive_failed(peer, message)
+                    decisions = self._receive(peer, message, now)
                     self._carry_out(decisions)
                 now = time.monotonic()
-                if shares.charge(now):
+                is_step = bool(decisions) and isinstance(decisions[0], RunStep)
+                if shares.charge(now, is_step=is_step):
                     break
         finally:
             pause = shares.end_turn(is_drained=not may_be_more)
@@ -222,11 +234,21 @@ class RouterShell:
             elif may_be_more:
                 self._plan_read()
 
+    def _receive(
+        self, peer: Peer, message: Sequence[Buffer], now: float
+    ) -> Sequence[Decision]:
+        try:
+            return self._session.receive(peer, message, now)
+        except Exception:
+            self.failures += 1
+            more = self._defects.passes("message", now)
+            if more is not None:
+                _LOGGER.exception("a message could not be handled%s", more)
+            return self._session.receive_failed(peer, message)
+
     def _plan_read(self) -> None:
         if self._planned_read is None and self._router.has_unread():
             self._planned_read = self._loop.call_soon(self._on_messages)
-
-    # Decisions.
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
         """Does what was decided, and what that leads to."""
@@ -234,7 +256,7 @@ class RouterShell:
         while work:
             decision = work.popleft()
             if isinstance(decision, Reply):
-                self.dropped_replies += not self._router.send(*decision)
+                self._send(decision)
                 continue
             try:
                 work.extend(self._use_pool(decision))
@@ -242,6 +264,19 @@ class RouterShell:
                 work.extend(self._abandon(decision.session, error))
         if self._is_ending and self._session.has_ended:
             self._has_ended.set()
+
+    def _send(self, reply: Reply) -> None:
+        try:
+            if self._router.send(reply.peer, reply.frames):
+                return
+        except Exception:  # of ZeroMQ: other replies need not fail
+            self.failures += 1
+            more = self._defects.passes("reply", time.monotonic())
+            if more is not None:
+                _LOGGER.exception("a reply could not be sent%s", more)
+        self.dropped_replies += 1
+        if reply.repeats is not None:
+            reply.repeats.count -= 1
 
     def _use_pool(
         self, decision: StartPool | RunStep | RunReset | RunCall | EndPool
@@ -253,7 +288,7 @@ class RouterShell:
         if isinstance(decision, EndPool):
             if session not in self._pools:  # it is closed, or could not be started
                 return self._session.pool_closed(session)
-            self._close_pool(session)
+            self._pools[session].begin_close(self._close_seconds)
             return ()
         leased = self._pools[session]
         pool = leased.pool
@@ -263,13 +298,13 @@ class RouterShell:
             elif isinstance(decision, RunReset):
                 pool.submit_reset(decision.resets)
             else:
-                pool.submit_call(decision.call)
+                pool.submit_call(decision.calls)
         except EnvserveError as error:
             _LOGGER.error("%s: %s", self._session.claims.name_of(session), error)
             return self._session.pool_failed(session, error)
         deadline = pool.next_deadline()
         if deadline is not None and deadline < leased.timer_at:
-            leased.look_at(deadline, self._loop)
+            leased.look_at(deadline)
         absent = pool.absent
         return self._session.pool_finished(session, (), absent) if absent else ()
 
@@ -286,10 +321,9 @@ class RouterShell:
                     label=label,
                     owner=session[0] or label,
                 )
-            leased = _LeasedPool(pool, partial(self._on_look, session))
+            leased = _LeasedPool(pool, self._loop, partial(self._on_pool, session))
             self._pools[session] = leased  # what fails from here on ends it as such
-            self._loop.add_reader(pool.fileno(), self._on_pool, session)
-            leased.look_at(time.monotonic(), self._loop)
+            leased.watch()
             return ()
         except EnvserveError as error:
             return self._session.pool_failed(session, error)
@@ -301,12 +335,6 @@ class RouterShell:
             _LOGGER.error("%s: %s", self._session.claims.name_of(session), failure)
             return self._session.pool_failed(session, failure)
 
-    def _close_pool(self, session: SessionId) -> None:
-        leased = self._pools[session]
-        leased.is_ending = True
-        leased.pool.begin_close(self._close_seconds)
-        leased.look_at(time.monotonic(), self._loop)
-
     def _abandon(self, session: SessionId, error: Exception) -> list[Decision]:
         """Gives a session up, at once, since what it needs here has failed."""
         self.failures += 1
@@ -315,7 +343,7 @@ class RouterShell:
         )
         try:
             if session in self._pools:
-                self._pools.pop(session).release(self._loop)
+                self._pools.pop(session).release()
         finally:
             text = f"the server failed: {type(error).__name__}: {error}"
             decisions = self._session.pool_broken(session, ServerError(text))
@@ -337,36 +365,23 @@ class RouterShell:
             elif leased.is_announced:  # the usual case
                 decisions = self._session.pool_finished(session, outcomes, pool.absent)
             else:
-                decisions = self._announce(session, leased)
+                decisions = []
+                if pool.is_ready:
+                    leased.is_announced, now = True, time.monotonic()
+                    ready = pool.spec, pool.blocks, pool.rows
+                    decisions = self._session.pool_ready(session, *ready, now)
             if leased.is_ending and pool.is_closed:
-                self._pools.pop(session).release(self._loop)
+                self._pools.pop(session).release()
                 decisions += self._session.pool_closed(session)
             else:
                 deadline = pool.next_deadline()
                 if deadline is not None and deadline < leased.timer_at:
-                    leased.look_at(deadline, self._loop)
+                    leased.look_at(deadline)
         except Exception as defect:
             decisions = self._abandon(session, defect)
         if decisions:
             self._carry_out(decisions)
             self._plan_read()
-
-    def _announce(self, session: SessionId, leased: _LeasedPool) -> list[Decision]:
-        """Says that a pool is ready, once it is."""
-        pool = leased.pool
-        if not pool.is_ready:
-            return []
-        leased.is_announced = True
-        return self._session.pool_ready(
-            session, pool.spec, pool.blocks, pool.rows, time.monotonic()
-        )
-
-    def _on_look(self, session: SessionId) -> None:
-        leased = self._pools[session]
-        leased.timer, leased.timer_at = None, math.inf
-        self._on_pool(session)
-
-    # Leases.
 
     def _plan_lease_end(self) -> None:
         deadline = self._session.next_deadline()

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import zmq
 
+from envserve.errors import KeyFileError
 from envserve.keys import formats
 from envserve.keys.grant import Grant
 from envserve.session.quotas import tell
@@ -46,6 +47,7 @@ class Zap:
 
     Attributes:
       counts: How often which status was answered.
+      entered: How often each user was let in, since `take_suspect`.
       addresses: Where each user was let in from last.
       is_quiet: Whether no refusals are logged.
     """
@@ -55,6 +57,7 @@ class Zap:
         context: zmq.Context[Any],
         find: Callable[[bytes], Grant | None],
         loop: asyncio.AbstractEventLoop,
+        is_shut_out: Callable[[str], bool] = lambda user: False,
     ) -> None:
         """Is there from now on; no socket of the context may listen before.
 
@@ -62,7 +65,10 @@ class Zap:
           context: Of the sockets.
           find: Returns what a public key may, or None; may raise.
           loop: The event loop that this thread runs.
+          is_shut_out: Whether a user is not let in for now, whose key is good.
         """
+        self._is_shut_out = is_shut_out
+        self.entered: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
         self.addresses: dict[str, str] = {}
         self.is_quiet = False
@@ -81,6 +87,15 @@ class Zap:
         if self._planned is not None:
             self._planned.cancel()
         self._socket.close()
+
+    def take_suspect(self, many: int) -> str:
+        """Returns who made at least so many connections, and most; counts anew.
+
+        All come back after each time, so that few show nothing. "" if nobody did.
+        """
+        entered, self.entered = self.entered, Counter()
+        ((user, count),) = entered.most_common(1) or [("", 0)]
+        return user if count >= max(many, entered.total() * 0.6) else ""
 
     def _on_requests(self) -> None:
         """Answers until none is left: the descriptor shows an edge only."""
@@ -102,6 +117,10 @@ class Zap:
         status, user = "300", ""
         try:
             status, user = self._judge(frames)
+        except KeyFileError as error:
+            more = self._seldom.passes(KeyFileError, time.monotonic())
+            if more is not None:
+                _LOGGER.warning("who knocks may try again: %s%s", error, more)
         except Exception as error:
             more = self._seldom.passes(type(error), time.monotonic())
             if more is not None:
@@ -123,6 +142,9 @@ class Zap:
         grant = self._find(frames[6])
         if grant is not None:
             user = user_of(grant)
+            if self._is_shut_out(user):
+                return "300", ""
+            self.entered[user] += 1
             self.addresses[user] = frames[3].decode(errors="replace")
             return "200", user
         self._tell(frames[6], frames[3])

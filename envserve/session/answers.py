@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final
 
 from msgspec.structs import replace
 
-from envserve import codec
 from envserve.errors import RemoteProtocolError
 from envserve.session.decisions import Decision, Reply
 from envserve.session.policy import Refusal
@@ -18,6 +14,7 @@ from envserve.wire import (
     MIN_VERSION,
     VERSION,
     Buffer,
+    Building,
     ErrorBody,
     ErrorCode,
     Executed,
@@ -29,42 +26,10 @@ from envserve.wire import (
 
 __all__ = [
     "Answers",
-    "Repeats",
     "lease_lost",
     "no_new_leases",
     "versions_differ",
 ]
-
-#: Between copies of an answer: the first ones, and later ones.
-_SECONDS: Final = 1.0
-_LATER_SECONDS: Final = 60.0
-_MAX_REPEATS: Final = 8
-#: How the result of a call begins that has failed, and how long it may be.
-_FAILED: Final = b"\x82" + codec.encode("error")
-_MAX_FAILED_BYTES: Final = 1 << 18
-
-
-@dataclass(slots=True)
-class Repeats:
-    """How often an answer was given again.
-
-    Whoever reads asks again because an answer was lost, and that happens seldom. What
-    nobody reads stays in memory.
-    """
-
-    count: int = 0
-    next_at: float = -math.inf
-
-    def allow(self, now: float) -> bool:
-        """Tells whether to give it again: once a second, after 8 times once a minute.
-
-        It never ends: a client whose answers were all lost must not wait for ever.
-        """
-        if now < self.next_at:
-            return False
-        self.count += 1
-        self.next_at = now + (_SECONDS if self.count < _MAX_REPEATS else _LATER_SECONDS)
-        return True
 
 
 class Answers:
@@ -87,9 +52,9 @@ class Answers:
         body: bytes = b"",
         *,
         entries: tuple[tuple[int, int], ...] | None = None,
-        flags: int = 0,
         payload: Buffer = b"",
         report: bytes = b"",
+        version: int = VERSION,
     ) -> Reply:
         """Answers a message with another that repeats its numbers, and its entries.
 
@@ -103,7 +68,7 @@ class Answers:
             body,
             payload,
             report,
-            flags=flags,
+            version=version,
             attempt=asked.attempt,
         )
         return Reply(asked.peer, frames)
@@ -124,9 +89,15 @@ class Answers:
         enrol(asked.peer[-1], Join.decode(asked.body).public)
         return [self.reply(asked, MessageType.JOINED)]
 
+    def building(self, asked: Message, seconds: float = 0.0) -> Reply:
+        """Says that the envs are still being built, for so long."""
+        body = Building(elapsed_ms=int(1000 * seconds)).encode()
+        return self.reply(asked, MessageType.BUILDING, body)
+
     def error(self, asked: Message, body: ErrorBody) -> Reply:
-        """Answers with an ERROR."""
-        return self.reply(asked, MessageType.ERROR, self.shown_error(body).encode())
+        """Answers with an ERROR, as the client's version has it."""
+        error = self.shown_error(body).encode()
+        return self.reply(asked, MessageType.ERROR, error, version=asked.version)
 
     def shown(self, text: str) -> str:
         """Returns what clients may know of a text of an env's."""
@@ -136,17 +107,6 @@ class Answers:
         """Returns what they may know of an error."""
         text, traceback = self.shown(body.text), self.shown(body.traceback)
         return replace(body, text=text, traceback=traceback)
-
-    def shown_result(self, result: bytes) -> bytes:
-        """Returns what they may know of what came of a call, which is encoded."""
-        if not result.startswith(_FAILED) or self._shows_folders:
-            return result
-        try:
-            answer = codec.decode(result, max_bytes=_MAX_FAILED_BYTES, max_values=4)
-            shown = {key: self.shown(str(text)) for key, text in answer.items()}
-        except codec.CodecError as error:  # worker processes run code of others
-            shown = {"error": f"the worker's answer: {error}", "traceback": ""}
-        return codec.encode(shown)
 
     def refuse(self, asked: Message, code: ErrorCode, text: str) -> Reply:
         """Says that a request, or this copy of it, was refused."""
@@ -176,8 +136,8 @@ def versions_differ(theirs: object) -> Refusal:
     """Says that client and server share no version."""
     return Refusal(
         ErrorCode.VERSION_MISMATCH,
-        f"the server speaks protocol versions {MIN_VERSION} to {VERSION}, the client "
-        f"{theirs}; install the same release of envserve on both sides",
+        f"the server speaks {MIN_VERSION} to {VERSION}, this client {theirs}; "
+        f"install the same release",
     )
 
 

@@ -21,15 +21,12 @@ from envserve.errors import (
     ServerLost,
     UnknownEnv,
 )
-from envserve.session.error_codes import exception_of
 from envserve.session.operations import Operations
 from envserve.session.requests import Request, Requests
 from envserve.session.states import ClientState, Machine
 from envserve.slab import rows_nbytes
 from envserve.text import did_you_mean
 from envserve.wire import (
-    MIN_VERSION,
-    VERSION,
     Attach,
     Buffer,
     ErrorBody,
@@ -39,6 +36,8 @@ from envserve.wire import (
     Message,
     MessageType,
     Welcome,
+    check_versions,
+    exception_of,
 )
 
 __all__ = ["Attachment", "Loss", "Patience", "attach_again"]
@@ -133,14 +132,10 @@ class Attachment:
     def accept_welcome(self, message: Message, now: float) -> None:
         """Goes on to ATTACH, if the server speaks our version."""
         welcome = Welcome.decode(message.body)
-        if welcome.min_version > VERSION or welcome.max_version < MIN_VERSION:
-            self.fail(
-                ProtocolMismatch(
-                    f"{self.address}: the server speaks protocol versions "
-                    f"{welcome.min_version} to {welcome.max_version}, this client "
-                    f"{MIN_VERSION} to {VERSION}; install the same release"
-                )
-            )
+        try:
+            check_versions(welcome, self.address)
+        except ProtocolMismatch as error:
+            self.fail(error)
             return
         self._requests.clear()
         self._requests.boot = message.boot
@@ -180,7 +175,8 @@ class Attachment:
             self.loss.given_up = None
             if not in_flight:
                 self.loss = None
-        for request in in_flight.values():  # one per block, since the loss
+        # Since the loss there is one per block; but calls that were not sent.
+        for request in {id(each): each for each in in_flight.values()}.values():
             self._requests.send(request, now)
 
     def _check_usable(self, granted: Granted) -> None:

@@ -10,27 +10,28 @@ import logging
 import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Final, Protocol, TypeVar
 
 from envserve import codec
 from envserve.errors import UnknownEnv, WrapperError
 from envserve.lane import Block
-from envserve.session.answers import Answers, Repeats, lease_lost
+from envserve.session.answers import Answers, lease_lost
+from envserve.session.claim import Claim
 from envserve.session.decisions import Decision, EndPool, SessionId, StartPool
 from envserve.session.lease import Lease
 from envserve.session.policy import Health, Refusal
 from envserve.session.quotas import Amounts, Events, Quota, Quotas
-from envserve.session.states import ClaimState, Machine
+from envserve.session.states import ClaimState
 from envserve.settings import HostSettings, PoolSettings
-from envserve.slab import Rows
+from envserve.slab import Rows, rows_mib
 from envserve.spec import EnvSpec
 from envserve.text import one_line
 from envserve.wire import Attach, ErrorBody, ErrorCode, Granted, Message, Welcome
 from envserve.wire.constants import MAX_NAMES, MAX_RESULT_BYTES
 from envserve.wrappers import check_wrappers
 
-__all__ = ["Claim", "Claims", "Offer"]
+__all__ = ["Claims", "Offer"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 
@@ -59,73 +60,11 @@ class _Recent(defaultdict[str, OrderedDict[int, Value]]):
 
     def note(self, session: SessionId, value: Value) -> None:
         """Notes something; forgets the user's oldest if that is too many."""
-        user, number = session
-        sessions = self[user]
-        sessions[number] = value
-        sessions.move_to_end(number)
+        sessions = self[session[0]]
+        sessions[session[1]] = value
+        sessions.move_to_end(session[1])
         if len(sessions) > _MAX_RECENT:
             sessions.popitem(last=False)
-
-
-@dataclass(slots=True)
-class Claim:
-    """One client's claim on envs.
-
-    Attributes:
-      session: Its user, and the number that the client drew, which is a secret.
-      number: Of all claims of this start of the server; the epoch of its lease.
-      policy: What the host allows to its user.
-      amounts: What it takes.
-      attach: What it asked for.
-      attach_body: The same, as bytes, to know a copy by.
-      asked: Its latest ATTACH or DETACH, with the peer of its latest message.
-      client: Its user, and what the client calls itself, fit for a line of a log.
-      since: When it came first.
-      heard_at: When the client was heard last.
-      machine: Where it is.
-      is_waiting: Whether nothing was done about its envs yet.
-      lease: The operations on its envs, while GRANTED.
-      granted: Body of GRANTED.
-      reason: Why it is CLOSING; None for a DETACH.
-      repeats: How often it was told again that it is granted.
-    """
-
-    session: SessionId
-    number: int
-    policy: HostSettings
-    amounts: Amounts
-    attach: Attach
-    attach_body: bytes
-    asked: Message
-    client: str
-    since: float
-    heard_at: float
-    machine: Machine[ClaimState] = field(
-        default_factory=lambda: Machine(ClaimState.BUILDING)
-    )
-    is_waiting: bool = True
-    lease: Lease | None = None
-    granted: bytes = b""
-    reason: ErrorBody | None = None
-    repeats: Repeats = field(default_factory=Repeats)
-
-    @property
-    def user(self) -> str:
-        """Whose it is; "" where users are not known."""
-        return self.session[0]
-
-    @property
-    def state(self) -> ClaimState:
-        """See `ClaimState`."""
-        return self.machine.state
-
-    @property
-    def name(self) -> str:
-        """What a log calls it."""
-        return f"lease {self.number}" + (f" of {self.user}" if self.user else "")
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.attach.num_envs} {self.attach.env_name}"
 
 
 class Claims(dict[SessionId, Claim]):
@@ -232,10 +171,16 @@ class Claims(dict[SessionId, Claim]):
         count = Counter(claim.user for claim in building if not claim.is_waiting)
         starts: list[Decision] = []
         for claim in building:
-            if claim.is_waiting and count[claim.user] < _BUILDS_AT_ONCE:
+            policy = claim.policy
+            if policy.max_row_mib is not None:
+                own = sum(c.row_mib for c in self.values() if c.user == claim.user)
+                policy = replace(policy, max_row_mib=max(0, policy.max_row_mib - own))
+            # How long rows are is known once the envs are built.
+            most = _BUILDS_AT_ONCE if policy.max_row_mib is None else 1
+            if claim.is_waiting and count[claim.user] < most:
                 claim.is_waiting = False
                 count[claim.user] += 1
-                config = PoolSettings.of(claim.attach, claim.policy)
+                config = PoolSettings.of(claim.attach, policy)
                 starts.append(StartPool(claim.session, config))
         return starts
 
@@ -243,12 +188,11 @@ class Claims(dict[SessionId, Claim]):
         quota.check(attach)
         try:
             self._offer.check(attach.env_name)
-        except UnknownEnv as error:
-            raise Refusal(ErrorCode.UNKNOWN_ENV, str(error)) from None
-        try:
             check_wrappers(attach.wrappers)
-        except WrapperError as error:
-            raise Refusal(ErrorCode.BAD_WRAPPER, str(error)) from None
+        except (UnknownEnv, WrapperError) as error:
+            is_env = isinstance(error, UnknownEnv)
+            code = ErrorCode.UNKNOWN_ENV if is_env else ErrorCode.BAD_WRAPPER
+            raise Refusal(code, str(error)) from None
 
     def _check_room(
         self, quota: Quota, attach: Attach, asker: tuple[str, str], now: float
@@ -265,9 +209,9 @@ class Claims(dict[SessionId, Claim]):
         user, client = asker
         own = [c for c in holders if c.user == user and (user or c.client == client)]
         parts = [
-            f"{claim.attach.num_hosted} of {claim.attach.env_name} by {claim.client} "
-            f"for {now - claim.since:.0f} s"
-            for claim in own[:8]
+            f"{c.attach.num_hosted} of {c.attach.env_name} by {c.client} for "
+            f"{now - c.since:.0f} s"
+            for c in own[:8]
         ]
         others = sum(claim.attach.num_hosted for claim in holders if claim not in own)
         if others:
@@ -313,7 +257,7 @@ class Claims(dict[SessionId, Claim]):
                 f"{lease.max_result_bytes} bytes, and clients accept "
                 f"{MAX_RESULT_BYTES} at once; ask for fewer envs per server",
             )
-        claim.lease = lease
+        claim.lease, claim.row_mib = lease, rows_mib(spec, len(rows.reward))
         claim.machine.move(ClaimState.GRANTED)
         attach = claim.attach
         self.events.note("attached", claim.user, attach.env_name, attach.num_envs)
@@ -379,9 +323,8 @@ class Claims(dict[SessionId, Claim]):
         for claim in self.values():
             silence = now - claim.heard_at
             # The same sum as in `next_deadline`.
-            if now >= claim.heard_at + self._policy.lease_seconds and (
-                claim.state is not ClaimState.CLOSING
-            ):
+            is_silent = now >= claim.heard_at + self._policy.lease_seconds
+            if is_silent and claim.state is not ClaimState.CLOSING:
                 text = f"its client was silent for {silence:.1f} s"
                 decisions += self.close(claim, lease_lost(text))
                 self.unaware.discard(claim.session)  # nobody is there to know
@@ -389,9 +332,8 @@ class Claims(dict[SessionId, Claim]):
 
     def next_deadline(self) -> float:
         """When `close_silent` has to be called next."""
-        heard = [
-            claim.heard_at
-            for claim in self.values()
-            if claim.state is not ClaimState.CLOSING
-        ]
-        return min(heard, default=math.inf) + self._policy.lease_seconds
+        open_ = (c for c in self.values() if c.state is not ClaimState.CLOSING)
+        return (
+            min((c.heard_at for c in open_), default=math.inf)
+            + self._policy.lease_seconds
+        )

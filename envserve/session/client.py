@@ -21,7 +21,6 @@ from envserve.errors import (
 )
 from envserve.lane import Block, Call, Outcome, Reset
 from envserve.session.attachment import Attachment, Patience
-from envserve.session.error_codes import exception_of
 from envserve.session.operations import Operations
 from envserve.session.requests import Request, Requests, Unasked
 from envserve.session.states import ClientState
@@ -37,6 +36,7 @@ from envserve.wire import (
     MessageType,
     Pong,
     decode,
+    exception_of,
 )
 
 __all__ = ["ClientSession"]
@@ -152,9 +152,9 @@ class ClientSession:
         """Asks for resets, each of another block."""
         self._submit(self._usable().reset(resets), now)
 
-    def submit_call(self, call: Call, now: float) -> None:
-        """Asks for attribute access; raises CallError for what is no plain value."""
-        self._submit(self._usable().call(call), now)
+    def submit_call(self, calls: Sequence[Call], now: float) -> None:
+        """Asks for attribute access; raises CallError for arguments too long."""
+        self._submit(self._usable().call(calls), now)
 
     def _usable(self) -> Operations:
         attachment, state = self.attachment, self._machine.state

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
-from envserve.errors import RemoteProtocolError
+from envserve.errors import LocalProtocolError, RemoteProtocolError
 from envserve.lane import Block, Call, Reset
 from envserve.settings import PoolSettings
 from envserve.wire import Buffer, CallBody, Message, Peer, ResetBody
-from envserve.wire.constants import RESET_BYTES, RESET_ROW_BYTES
+from envserve.wire.constants import (
+    MAX_OPTIONS_BYTES,
+    MAX_TOLD_BLOCKS,
+    MAX_TOLD_BYTES,
+    RESET_BYTES,
+    RESET_ROW_BYTES,
+)
 
 __all__ = [
     "Decision",
     "EndPool",
+    "Repeats",
     "Reply",
     "RunCall",
     "RunReset",
     "RunStep",
     "SessionId",
     "StartPool",
-    "read_call",
+    "read_calls",
     "read_resets",
 ]
 
@@ -28,16 +37,46 @@ __all__ = [
 #: A user, and the number that it drew for a session: what one user has under a number,
 #: another cannot find there.
 SessionId = tuple[str, int]
+#: Between copies of an answer: the first ones, and later ones.
+_SECONDS: Final = 1.0
+_LATER_SECONDS: Final = 60.0
+_MAX_REPEATS: Final = 8
+
+
+@dataclass(slots=True)
+class Repeats:
+    """How often an answer was given again.
+
+    Whoever reads asks again because an answer was lost, and that happens seldom. What
+    nobody reads stays in memory.
+    """
+
+    count: int = 0
+    given_at: float = -math.inf
+
+    def allow(self, now: float) -> bool:
+        """Tells whether to give it again: once a second, after 8 times once a minute.
+
+        It never ends: a client whose answers were all lost must not wait for ever.
+        """
+        wait = _SECONDS if self.count < _MAX_REPEATS else _LATER_SECONDS
+        if now < self.given_at + wait:
+            return False
+        self.count += 1
+        self.given_at = now
+        return True
 
 
 class Reply(NamedTuple):
     """Send frames to a peer; if that is not possible now, drop them.
 
-    The client asks again, and the answer is still there.
+    The client asks again, and the answer is still there. If it was given before,
+    `repeats` has counted it.
     """
 
     peer: Peer
     frames: list[Buffer]
+    repeats: Repeats | None = None
 
 
 class StartPool(NamedTuple):
@@ -62,10 +101,10 @@ class RunReset(NamedTuple):
 
 
 class RunCall(NamedTuple):
-    """Call an env of a session's pool; report `pool_finished`."""
+    """Call envs of a session's pool; report `pool_finished`."""
 
     session: SessionId
-    call: Call
+    calls: Sequence[Call]
 
 
 class EndPool(NamedTuple):
@@ -82,12 +121,16 @@ def read_resets(message: Message, blocks: Sequence[Block]) -> list[Reset]:
     listed = [blocks[index] for index, _ in message.entries]
     num_rows = sum(block.stop - block.start for block in listed)
     limit = RESET_BYTES + RESET_ROW_BYTES * num_rows
-    if len(message.body) > limit:
+    body = ResetBody(resets=())
+    if len(message.body) <= limit + MAX_OPTIONS_BYTES:
+        body = ResetBody.decode(message.body)
+    num_bytes = len(message.body) - len(body.options)
+    if num_bytes > limit or (body.options and len(listed) > MAX_TOLD_BLOCKS):
         raise RemoteProtocolError(
-            f"expected at most {limit} bytes for {num_rows} rows; "
-            f"got {len(message.body)}"
+            f"expected at most {limit} bytes for {num_rows} rows beside options, and "
+            f"{MAX_TOLD_BLOCKS} blocks with them; got {num_bytes} bytes, and "
+            f"{len(listed)} blocks"
         )
-    body = ResetBody.decode(message.body)
     if len(body.resets) != len(message.entries):
         raise RemoteProtocolError(
             f"expected a reset for each of {len(message.entries)} blocks; "
@@ -95,30 +138,36 @@ def read_resets(message: Message, blocks: Sequence[Block]) -> list[Reset]:
         )
     resets = []
     for block, (rows, seeds) in zip(listed, body.resets, strict=True):
-        allowed = range(block.start, block.stop)
-        if rows is not None and (
-            len(set(rows)) < len(rows) or not all(row in allowed for row in rows)
-        ):
-            raise RemoteProtocolError(f"expected distinct rows in {allowed}")
-        count = len(allowed) if rows is None else len(rows)
-        if seeds is not None and len(seeds) != count:
-            raise RemoteProtocolError(
-                f"expected {count} seeds for block {block.index}; got {len(seeds)}"
-            )
-        resets.append(Reset(block.index, rows, seeds))
+        resets.append(Reset(block.index, rows, seeds, body.options))
+        try:
+            resets[-1].check(block)
+        except LocalProtocolError as error:
+            raise RemoteProtocolError(str(error)) from None
     return resets
 
 
-def read_call(message: Message, blocks: Sequence[Block]) -> Call:
+def read_calls(message: Message, blocks: Sequence[Block]) -> list[Call]:
     """Returns what a CALL asks for; raises RemoteProtocolError."""
     body = CallBody.decode(message.body)
-    (index, _), *others = message.entries
-    block = blocks[index]
-    if others or not block.start <= body.env_index < block.stop:
+    if len(body.calls) != len(message.entries):
         raise RemoteProtocolError(
-            f"expected one block, and an env in rows {block.start} to "
-            f"{block.stop - 1}; got env {body.env_index}"
+            f"expected a call for each of {len(message.entries)} blocks; "
+            f"got {len(body.calls)}"
         )
-    if body.kind == "set" and len(body.arguments) != 1:
-        raise RemoteProtocolError("expected one argument to set")
-    return Call(body.env_index, body.kind, body.name, body.arguments)
+    calls: list[Call] = []
+    num_bytes = 0
+    for (index, _), (rows, raw) in zip(message.entries, body.calls, strict=True):
+        allowed = range(blocks[index].start, blocks[index].stop)
+        if not rows or len({*rows}) < len(rows) or not {*rows} <= {*allowed}:
+            raise RemoteProtocolError(f"expected distinct rows in {allowed}")
+        arguments = bytes(raw)
+        if arguments == b"\xc0" and calls:
+            arguments = calls[-1].arguments
+        num_bytes += len(arguments)
+        if num_bytes > MAX_TOLD_BYTES:
+            raise RemoteProtocolError(
+                f"expected arguments that are at most {MAX_TOLD_BYTES} bytes, counted "
+                "for each block"
+            )
+        calls.append(Call(index, rows, body.kind, body.name, arguments))
+    return calls

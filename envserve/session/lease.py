@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
 from typing import Any, Final
 
@@ -26,18 +27,19 @@ import numpy as np
 from envserve.actions import ActionBounds, check_action_rows
 from envserve.errors import ActionError, LocalProtocolError, RemoteProtocolError
 from envserve.lane import Block, Outcome, Reset
-from envserve.session.answers import Answers, Repeats
+from envserve.session.answers import Answers
 from envserve.session.decisions import (
     Decision,
+    Repeats,
     Reply,
     RunCall,
     RunReset,
     RunStep,
     SessionId,
-    read_call,
+    read_calls,
     read_resets,
 )
-from envserve.session.error_codes import body_of
+from envserve.session.kept import KeptResults
 from envserve.session.policy import Refusal, check_call
 from envserve.session.states import BLOCK_MOVES, BlockState
 from envserve.settings import HostSettings
@@ -47,12 +49,12 @@ from envserve.wire import (
     BlockParts,
     ErrorCode,
     Executed,
-    Flag,
     Message,
     MessageType,
     Pong,
     Report,
     RowCodec,
+    body_of,
 )
 
 __all__ = ["Lease"]
@@ -96,6 +98,7 @@ class Lease:
 
     Attributes:
       epoch: Number of the lease.
+      kept: What calls have given.
       late_messages: How many late copies were ignored.
     """
 
@@ -124,6 +127,7 @@ class Lease:
         self._last_seq = [0] * len(self._blocks)
         self._states = [BlockState.IDLE] * len(self._blocks)
         self._requests: list[_Request | None] = [None] * len(self._blocks)
+        self.kept = KeptResults(policy.max_buffered_mib << 20)
         self._unended: Array | None = None  # while draining: bool per row
 
     @property
@@ -169,14 +173,17 @@ class Lease:
             resets = read_resets(message, self._blocks)
             decision = RunReset(self._session, resets)
         else:
-            call = read_call(message, self._blocks)
-            check_call(self._policy, call.kind, call.name, call.env_index)
-            decision = RunCall(self._session, call)
+            calls = read_calls(message, self._blocks)
+            first = calls[0]
+            check_call(self._policy, first.kind, first.name, first.env_indices[0])
+            decision = RunCall(self._session, calls)
         message.body = message.payload = message.report = b""  # they are used up
         request = _Request(message, blocks, now, resets)
+        request.is_split = message.type is MessageType.CALL
         for block, seq in message.entries:
             last_seq[block] = seq
             self._requests[block] = request
+            self.kept.drop(block)
         self._move(blocks, BlockState.RUNNING)
         return [decision]
 
@@ -203,9 +210,13 @@ class Lease:
             if not request.repeats.allow(now):
                 self.late_messages += 1
                 return []
-        if request.is_split:
-            return self._answer_split(request)
-        return [self._answer(request, request.blocks)]
+        replies = (
+            self._answer_split(request)
+            if request.is_split
+            else [self._answer(request, request.blocks)]
+        )
+        last = (reply._replace(repeats=request.repeats) for reply in replies[-1:])
+        return [*replies[:-1], *last]
 
     def _find(self, message: Message) -> _Request | None:
         """Returns the request that this is a copy of, if any block still has it."""
@@ -251,6 +262,8 @@ class Lease:
             request = self._requests[outcome.block]
             assert request is not None, "only a request makes a block busy"
             request.outcomes[outcome.block] = outcome
+            if outcome.result:
+                self.kept.add(request.outcomes, outcome.block)
             if self._unended is not None:
                 self._note_ends(self._unended, request, outcome)
             if request.is_split:
@@ -321,7 +334,7 @@ class Lease:
 
     # Answers.
 
-    def _answer_split(self, request: _Request) -> list[Decision]:
+    def _answer_split(self, request: _Request) -> list[Reply]:
         """Says where each block of a request is, unless it has a later request."""
         held = [block for block in request.blocks if self._requests[block] is request]
         absent = [block for block in held if self._states[block] is BlockState.ABSENT]
@@ -330,45 +343,38 @@ class Lease:
         first = _ROUND * request.num_rounds % max(1, len(done))
         request.num_rounds += 1
         done = done[first:] + done[:first]
-        replies: list[Decision] = [self._answer(request, (block,)) for block in done]
+        replies = [self._answer(request, (block,)) for block in done]
         return [self._say_absent(request, absent), *replies] if absent else replies
 
     def _answer(self, request: _Request, blocks: tuple[int, ...]) -> Reply:
         """Answers a request as to some of its blocks, which are done."""
-        if request.message.type is MessageType.CALL:
-            return self._answer_call(request)
-        report, flags = b"", 0
+        report = b""
         for block in blocks:
             outcome = request.outcomes[block]
-            if outcome.infos or outcome.faults or outcome.error is not None:
-                report, flags = self._report([request.outcomes[b] for b in blocks])
+            if outcome.infos or outcome.faults or outcome.notes or outcome.error:
+                report = self._report([request.outcomes[b] for b in blocks])
                 break
-        body, payload = self._parts[blocks].pack_results()
+        kind = MessageType.RESULT
+        if request.message.type is not MessageType.CALL:
+            body, payload = self._parts[blocks].pack_results()
+        else:  # each block for itself
+            kind = MessageType.CALL_RESULT
+            body, payload = b"", request.outcomes[blocks[0]].result
         return self._answers.reply(
             request.message,
-            MessageType.RESULT,
+            kind,
             body,
             entries=None if blocks is request.blocks else _entries(request, blocks),
-            flags=flags,
             payload=payload,
             report=report,
         )
 
-    def _answer_call(self, request: _Request) -> Reply:
-        (outcome,) = request.outcomes.values()
-        if outcome.error is not None:
-            error = body_of(outcome.error, Executed.YES)
-            return self._answers.error(request.message, error)
-        return self._answers.reply(
-            request.message,
-            MessageType.CALL_RESULT,
-            payload=self._answers.shown_result(outcome.result),
-        )
-
-    def _report(self, outcomes: Collection[Outcome]) -> tuple[bytes, int]:
-        """Returns frame 2 of a RESULT, and its flags."""
+    def _report(self, outcomes: Collection[Outcome]) -> bytes:
+        """Returns frame 2 of a RESULT."""
         shown = self._answers.shown
-        report, infos_dropped = Report(
+        packed = (out.packed_infos.items() for out in outcomes)
+        return Report(
+            packed_infos=dict(chain.from_iterable(packed)),
             infos={row: info for out in outcomes for row, info in out.infos.items()},
             faults=[
                 fault._replace(text=shown(fault.text))
@@ -382,8 +388,8 @@ class Lease:
                 for outcome in outcomes
                 if outcome.error is not None
             },
+            notes=[note for outcome in outcomes for note in outcome.notes],
         ).encode()
-        return report, int(Flag.INFOS_DROPPED) if infos_dropped else 0
 
     def _say_absent(self, request: _Request, blocks: Collection[int]) -> Reply:
         entries = _entries(request, blocks)

@@ -11,30 +11,27 @@ import logging
 from collections.abc import Container, Mapping, Sequence
 from typing import Final
 
-from envserve.errors import (
-    EnvserveError,
-    LocalProtocolError,
-    RemoteProtocolError,
-)
+from envserve.errors import EnvserveError, LocalProtocolError, RemoteProtocolError
 from envserve.lane import Block, Call, Fault, Outcome, Reset
-from envserve.session.error_codes import outcomes_of
-from envserve.session.requests import Request, Silence, pack_call
+from envserve.session.outcomes import outcomes_of
+from envserve.session.requests import Request, Silence, pack_calls
 from envserve.slab import Rows, Status, keep_last_observation, write_lost
 from envserve.spec import EnvSpec
 from envserve.wire import (
     BlockParts,
-    Flag,
     Message,
     MessageType,
     ResetBody,
     RowCodec,
     RowPart,
 )
+from envserve.wire.constants import MAX_TOLD_BLOCKS
 
 __all__ = ["Operations"]
 
 _LOGGER: Final = logging.getLogger(__name__)
-_INFOS_DROPPED: Final = int(Flag.INFOS_DROPPED)  # flags are slow to combine
+#: Notes of a server that are told, each once.
+_MAX_NOTED: Final = 16
 
 #: Outcomes of what was answered; with the request and the answer if there are rows.
 _Answer = tuple[list[Outcome], Request | None, Message | None]
@@ -142,6 +139,7 @@ class Operations:
         self._block_of_row = [b.index for b in blocks for _ in range(b.start, b.stop)]
         self._answers: list[_Answer] = []
         self._told: set[int] = set()  # absent, as the server says
+        self._noted: set[str] = set()
 
     # What is asked. Nothing is changed by what is refused.
 
@@ -176,22 +174,23 @@ class Operations:
         lost = self.lost
         requests = [self._reset((r,)) for r in resets if r.block in lost]
         alive = tuple([reset for reset in resets if reset.block not in lost])
-        if alive:
-            requests.append(self._reset(alive))
-        return requests
+        size = MAX_TOLD_BLOCKS if any(r.options for r in resets) else len(self.blocks)
+        chunks = [alive[at : at + size] for at in range(0, len(alive), size)]
+        return requests + [self._reset(chunk) for chunk in chunks]
 
-    def call(self, call: Call) -> list[Request]:
-        """Drafts attribute access; raises CallError for arguments of no plain form."""
-        body = pack_call(call, len(self.rows.reward), self._address)
-        block = next(b.index for b in self.blocks if call.env_index < b.stop)
-        self._check_idle([block])
-        entries = ((block, self._seqs[block] + 1),)
-        request = Request(MessageType.CALL, entries, body)
-        return [self._begin(request)]
+    def call(self, calls: Sequence[Call]) -> list[Request]:
+        """Drafts attribute access; raises CallError for arguments that are too long."""
+        self._check_idle([call.block for call in calls])
+        requests = []
+        for asked, body in pack_calls(calls, self._address):
+            entries = tuple([(c.block, self._seqs[c.block] + 1) for c in asked])
+            requests.append(self._begin(Request(MessageType.CALL, entries, body)))
+        return requests
 
     def _reset(self, resets: tuple[Reset, ...], *, is_step: bool = False) -> Request:
         blocks = tuple([reset.block for reset in resets])
-        body = ResetBody(resets=tuple([(r.env_indices, r.seeds) for r in resets]))
+        rows = tuple([(r.env_indices, r.seeds) for r in resets])
+        body = ResetBody(resets=rows, options=resets[0].options)
         request = Request(
             MessageType.RESET,
             tuple([(block, self._seqs[block] + 1) for block in blocks]),
@@ -236,13 +235,13 @@ class Operations:
           RemoteProtocolError: Its report is none, or of other rows; then nothing is
             changed.
         """
-        if message.flags & _INFOS_DROPPED:
-            _LOGGER.warning(
-                "%s: infos were too long for a message, and are dropped", self._address
-            )
         reported: Mapping[int, Outcome] = {}
         if message.report:
             reported = outcomes_of(message, self._block_of_row, self._address)
+            for note in [n for each in reported.values() for n in each.notes]:
+                if len(self._noted) < _MAX_NOTED and note not in self._noted:
+                    self._noted.add(note)
+                    _LOGGER.warning("%s: %s", self._address, note)
         outcomes = []
         for block, seq in message.entries:
             self._seqs[block] = seq
@@ -264,10 +263,11 @@ class Operations:
         self, index: int, request: Request, message: Message, reported: Outcome | None
     ) -> Outcome:
         """Says what came of a block, and notes that its envs are back."""
-        if request.type is MessageType.CALL:
-            return Outcome(index, result=bytes(message.payload))
         if reported is not None and reported.error is not None:
             return Outcome(index, error=reported.error)
+        if request.type is MessageType.CALL:
+            outcome = reported or Outcome(index)
+            return outcome._replace(result=bytes(message.payload))
         block = self.blocks[index]
         rows = range(block.start, block.stop)
         is_reset = request.type is MessageType.RESET

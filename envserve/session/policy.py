@@ -19,6 +19,7 @@ __all__ = [
     "Health",
     "OverQuota",
     "Refusal",
+    "TooEarly",
     "check_call",
     "check_kwargs",
     "narrow",
@@ -26,9 +27,10 @@ __all__ = [
 
 _ATTRIBUTE_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _ALWAYS_EXPOSED: Final = {
-    "render": frozenset({"call"}),
+    "render": frozenset({"call", "thumbnail"}),
     "render_mode": frozenset({"call", "get"}),
     "metadata": frozenset({"call", "get"}),
+    "np_random_seed": frozenset({"get"}),
 }
 
 
@@ -53,6 +55,10 @@ class OverQuota(Refusal):
     """More than a user may have."""
 
     event = "over quota"
+
+
+class TooEarly(OverQuota):
+    """More than a user may have now, and not in a moment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,4 +141,6 @@ def narrow(host: HostSettings, grant: Grant) -> HostSettings:
     if grant.exposed is not None:
         exposed = _by_kind(exposed) & _by_kind(grant.exposed)
     workers = min(host.num_workers, grant.max_processes or host.num_workers)
-    return replace(host, exposed=exposed, num_workers=workers)
+    limits = [m for m in (host.max_row_mib, grant.max_row_mib) if m is not None]
+    most = min(limits, default=None)
+    return replace(host, exposed=exposed, num_workers=workers, max_row_mib=most)

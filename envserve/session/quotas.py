@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from envserve.keys.grant import Grant
-from envserve.session.policy import OverQuota, Refusal, check_kwargs, narrow
+from envserve.session.policy import OverQuota, Refusal, TooEarly, check_kwargs, narrow
 from envserve.settings import HostSettings
 from envserve.text import Seldom, one_line
 from envserve.wire import Attach, ErrorCode
@@ -221,16 +221,15 @@ class Quotas:
         return 1.0 if grant is None else grant.share
 
     def begin_lease(self, quota: Quota, now: float) -> None:
-        """Notes that a lease begins; raises OverQuota if it is too early for that."""
+        """Notes that a lease begins; raises TooEarly if it may not yet."""
         if quota.grant is None:
             return
         interval = 1 / _ATTACHES_PER_SECOND
         due = max(self._due.get(quota.user, now), now)
         if due > now + (_ATTACHES_AT_ONCE - 1) * interval:
-            raise OverQuota(
+            raise TooEarly(
                 ErrorCode.ENVS_BUSY,
                 f"{quota.user} may attach {_ATTACHES_PER_SECOND} times a second, and "
-                f"{_ATTACHES_AT_ONCE} times at once; wait a moment, or ask for more "
-                f"envs at a time",
+                f"{_ATTACHES_AT_ONCE} times at once; more of them wait",
             )
         self._due[quota.user] = due + interval

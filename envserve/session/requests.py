@@ -8,12 +8,12 @@ be sent, so the outbox is bounded. What needs no answer of its own is sent once.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from envserve import codec
-from envserve.errors import CallError, LocalProtocolError, RemoteProtocolError
+from envserve.errors import CallError, RemoteProtocolError
 from envserve.lane import Call, Reset
 from envserve.wire import (
     Buffer,
@@ -24,8 +24,9 @@ from envserve.wire import (
     pack,
     set_attempt,
 )
+from envserve.wire.constants import MAX_TOLD_BLOCKS, MAX_TOLD_BYTES
 
-__all__ = ["Request", "Requests", "Silence", "Unasked", "next_session", "pack_call"]
+__all__ = ["Request", "Requests", "Silence", "Unasked", "next_session", "pack_calls"]
 
 _FIRST_RESEND_SECONDS: Final = 1.0
 _MAX_RESEND_SECONDS: Final = 4.0
@@ -329,16 +330,23 @@ def next_session(session: int) -> int:
     return (session + _STRIDE) & 0xFFFFFFFFFFFFFFFF or _STRIDE
 
 
-def pack_call(call: Call, num_envs: int, address: str) -> bytes:
-    """Returns the body of a CALL; raises CallError for arguments of no plain form."""
-    if not 0 <= call.env_index < num_envs:
-        raise LocalProtocolError(
-            f"{address}: expected an env_index below {num_envs}; got {call.env_index}"
-        )
+def pack_calls(
+    calls: Sequence[Call], address: str
+) -> list[tuple[Sequence[Call], bytes]]:
+    """Returns the bodies of CALLs, as few as can be, each with what it asks for.
+
+    Raises:
+      CallError: Arguments are too long for a message.
+    """
+    longest = max(len(call.arguments) for call in calls)
+    size = min(MAX_TOLD_BLOCKS, MAX_TOLD_BYTES // max(longest, 1)) or 1
+    chunks = [calls[at : at + size] for at in range(0, len(calls), size)]
     try:
-        return CallBody(**vars(call)).encode()
+        return [(chunk, CallBody.of(chunk).encode()) for chunk in chunks]
     except codec.CodecError as error:
+        if len(calls) > 1:
+            return [pair for call in calls for pair in pack_calls([call], address)]
+        row = calls[0].env_indices[0]
         raise CallError(
-            f"{address}: Env {call.env_index}: {call.name}: {error}",
-            env_index=call.env_index,
+            f"{address}: Env {row}: {calls[0].name}: {error}", env_index=row
         ) from None

@@ -23,10 +23,10 @@ from envserve.session.answers import (
     no_new_leases,
     versions_differ,
 )
-from envserve.session.claims import Claim, Claims, Offer
+from envserve.session.claim import Claim
+from envserve.session.claims import Claims, Offer
 from envserve.session.decisions import Decision, Reply, SessionId
-from envserve.session.error_codes import body_of
-from envserve.session.policy import Health, Refusal
+from envserve.session.policy import Health, Refusal, TooEarly
 from envserve.session.quotas import Quotas
 from envserve.session.states import ClaimState
 from envserve.settings import HostSettings
@@ -36,7 +36,6 @@ from envserve.wire import (
     MIN_VERSION,
     VERSION,
     Buffer,
-    Building,
     Drain,
     ErrorBody,
     ErrorCode,
@@ -46,6 +45,7 @@ from envserve.wire import (
     MessageType,
     Peer,
     Pong,
+    body_of,
     decode,
     peek,
 )
@@ -228,8 +228,12 @@ class ServerSession:
             raise RemoteProtocolError("expected a session number that is not 0")
         if self.claims.is_ending:
             raise no_new_leases()
-        claim = self.claims.add(message, now)
-        return [*self.claims.start_builds(), self._tell_building(claim, now)]
+        try:
+            self.claims.add(message, now)
+        except TooEarly as refusal:  # a later copy will not be
+            self.claims.events.refuse(refusal, message.peer[-1], now)
+            return [self._answers.building(message)]
+        return [*self.claims.start_builds(), self._answers.building(message)]
 
     def _on_repeated_attach(
         self, claim: Claim, message: Message, now: float
@@ -239,18 +243,13 @@ class ServerSession:
         if claim.state is ClaimState.CLOSING:
             return [self._answers.session_ended(message, claim.reason)]
         claim.asked = message
-        if claim.state is ClaimState.GRANTED:
-            return [self._tell_granted(claim)] if claim.repeats.allow(now) else []
-        return [self._tell_building(claim, now)]
+        if claim.state is ClaimState.GRANTED and claim.repeats.allow(now):
+            return [self._tell_granted(claim)._replace(repeats=claim.repeats)]
+        return [self._answers.building(message, now - claim.since)]
 
     def _tell_granted(self, claim: Claim) -> Reply:
-        request = claim.asked.request
-        asked = _unasked(claim, request)
+        asked = _unasked(claim, claim.asked.request)
         return self._answers.reply(asked, MessageType.GRANTED, claim.granted)
-
-    def _tell_building(self, claim: Claim, now: float) -> Reply:
-        body = Building(elapsed_ms=int(1000 * (now - claim.since))).encode()
-        return self._answers.reply(claim.asked, MessageType.BUILDING, body)
 
     # What has happened to pools.
 

@@ -1,46 +1,57 @@
 """The wire: messages, their bodies, rows and reports, as bytes. No I/O, no clock.
 
 All that comes from a peer is checked against limits before it is decoded; whatever is
-wrong with it raises RemoteProtocolError, and nothing else.
+wrong with it raises RemoteProtocolError, and nothing else. A module is loaded when
+something of it is used: NumPy is not for everybody who greets a server.
 """
 
-from envserve.wire.bodies import (
-    Attach,
-    Building,
-    CallBody,
-    Drain,
-    Granted,
-    Hello,
-    Join,
-    Pong,
-    ResetBody,
-    Welcome,
-)
-from envserve.wire.constants import (
-    MIN_VERSION,
-    VERSION,
-    ErrorCode,
-    Executed,
-    Flag,
-    MessageType,
-)
-from envserve.wire.message import (
-    Buffer,
-    Message,
-    Peer,
-    decode,
-    encode,
-    pack,
-    peek,
-    place_of,
-    set_attempt,
-)
-from envserve.wire.report import ErrorBody, Report
-from envserve.wire.rows import (
-    BlockParts,
-    RowCodec,
-    RowPart,
-)
+import importlib
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from envserve.wire.bodies import (
+        Attach,
+        Building,
+        CallBody,
+        Drain,
+        Granted,
+        Pong,
+        ResetBody,
+        pack_options,
+    )
+    from envserve.wire.constants import (
+        MIN_VERSION,
+        VERSION,
+        ErrorCode,
+        Executed,
+        MessageType,
+    )
+    from envserve.wire.greetings import (
+        ErrorBody,
+        Hello,
+        Join,
+        Welcome,
+        body_of,
+        check_versions,
+        exception_of,
+    )
+    from envserve.wire.message import (
+        Buffer,
+        Message,
+        Peer,
+        decode,
+        encode,
+        pack,
+        peek,
+        place_of,
+        set_attempt,
+    )
+    from envserve.wire.report import Report
+    from envserve.wire.rows import (
+        BlockParts,
+        RowCodec,
+        RowPart,
+    )
 
 __all__ = [
     "MIN_VERSION",
@@ -54,7 +65,6 @@ __all__ = [
     "ErrorBody",
     "ErrorCode",
     "Executed",
-    "Flag",
     "Granted",
     "Hello",
     "Join",
@@ -67,10 +77,25 @@ __all__ = [
     "RowCodec",
     "RowPart",
     "Welcome",
+    "body_of",
+    "check_versions",
     "decode",
     "encode",
+    "exception_of",
     "pack",
+    "pack_options",
     "peek",
     "place_of",
     "set_attempt",
 ]
+
+_MODULES = ("constants", "greetings", "message", "bodies", "rows", "report")
+
+
+def __getattr__(name: str) -> object:
+    """Looks in modules that cost little first."""
+    for module in _MODULES if name in __all__ else ():
+        found = vars(importlib.import_module(f"{__name__}.{module}"))
+        if name in found:
+            return found[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

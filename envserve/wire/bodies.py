@@ -7,18 +7,15 @@ RemoteProtocolError and nothing else.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal, Self, TypeVar
+from typing import Annotated, Any, Final, Self, TypeVar
 
-import msgspec
-from msgspec import Meta, Raw, Struct
-from msgspec.structs import force_setattr
+from msgspec import Meta, Raw
 
 from envserve import codec
 from envserve.errors import RemoteProtocolError, SpaceError
-from envserve.lane import Block
+from envserve.lane import Block, Call, CallKind
 from envserve.settings import EnvRequest, Name, convert
 from envserve.spec import EnvSpec, describe, restore
 from envserve.text import one_line
@@ -29,54 +26,32 @@ from envserve.wire.constants import (
     MAX_CALL_BYTES,
     MAX_CALL_VALUES,
     MAX_ENTRIES,
-    MAX_NAMES,
-    MIN_VERSION,
-    VERSION,
+    MAX_OPTIONS_BYTES,
+    MAX_OPTIONS_VALUES,
+    MAX_TOLD_BLOCKS,
 )
+from envserve.wire.greetings import Body, Milliseconds, Row, read
 
 __all__ = [
     "Attach",
-    "Body",
     "Building",
     "CallBody",
     "Drain",
     "Granted",
-    "Hello",
-    "Join",
-    "Milliseconds",
     "Pong",
     "ResetBody",
-    "Row",
-    "Welcome",
-    "read",
+    "pack_options",
     "read_values",
 ]
 
 Type = TypeVar("Type")
 
-_Version = Annotated[int, Meta(ge=0, le=255)]
 _U32 = Annotated[int, Meta(ge=0, lt=2**32)]
 _U63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _BlockIndex = Annotated[int, Meta(ge=0, lt=MAX_ENTRIES)]
 _Seconds = Annotated[float, Meta(ge=0, lt=2.0**63)]
-Milliseconds = _U63
-#: One of a lease.
-Row = Annotated[int, Meta(ge=0, lt=1 << 16)]
-
-#: NumPy's integers go as integers.
-_ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=operator.index)
-
-
-def read(data: bytes | bytearray | memoryview, kind: type[Type], where: str) -> Type:
-    """Decodes a value of some type, whose length has been checked.
-
-    Raises:
-      RemoteProtocolError: It is not of that type; names the place in it.
-    """
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except (ValueError, RecursionError) as error:
-        raise RemoteProtocolError(f"{where}: {one_line(str(error), 500)}") from None
+_Options = dict[str, Any]
+_NIL: Final = Raw(b"\xc0")
 
 
 def read_values(
@@ -93,11 +68,8 @@ def read_values(
         raise RemoteProtocolError(f"{where}: {one_line(str(error), 500)}") from None
 
 
-def _write_values(
-    fields: Mapping[str, Any], what: str, max_bytes: int, max_values: int
-) -> bytes:
-    """Encodes values of any kind; raises CodecError for what would be refused."""
-    body = codec.encode(fields)
+def _within(body: bytes, what: str, max_bytes: int, max_values: int) -> bytes:
+    """Returns what is encoded; raises CodecError for what would be refused."""
     if len(body) > max_bytes:
         raise codec.CodecError(
             f"expected {what} that encode to less than {max_bytes} bytes; got "
@@ -110,73 +82,6 @@ def _write_values(
     return body
 
 
-class Body(Struct, frozen=True, kw_only=True):
-    """What all bodies do."""
-
-    def encode(self) -> bytes:
-        """Returns the body."""
-        return _ENCODER.encode(self)
-
-    @classmethod
-    def decode(cls, body: bytes) -> Self:
-        """Reads a body."""
-        return read(body, cls, cls.__name__)
-
-
-class Hello(Body, frozen=True, kw_only=True):
-    """Opens a conversation.
-
-    Attributes:
-      min_version: Lowest protocol version that the client speaks.
-      max_version: Highest.
-      client: Who asks, for the server's log.
-    """
-
-    min_version: _Version = MIN_VERSION
-    max_version: _Version = VERSION
-    client: Name = ""
-
-
-class Welcome(Body, frozen=True, kw_only=True):
-    """What the server is and has.
-
-    Attributes:
-      min_version: Lowest protocol version that the server speaks.
-      max_version: Highest.
-      max_message_bytes: Longest frame that the server accepts.
-      lease_seconds: Silence after which it gives a client's envs up.
-      env_names: Names on offer, at most 1,000 of them.
-      num_names: How many there are.
-      total_envs: How many envs it can host at once.
-      free_envs: How many of them nobody has leased.
-      is_starting: Whether workers cannot be started yet.
-      is_draining: Whether it gives out no envs any more, since it is about to stop.
-      loop_lag_ms: How late its serving loop was lately, at worst.
-    """
-
-    min_version: _Version = MIN_VERSION
-    max_version: _Version = VERSION
-    max_message_bytes: _U63
-    lease_seconds: _Seconds
-    env_names: Annotated[tuple[Name, ...], Meta(max_length=MAX_NAMES)]
-    num_names: _U32
-    total_envs: _U32
-    free_envs: _U32
-    is_starting: bool = False
-    is_draining: bool = False
-    loop_lag_ms: Milliseconds = 0
-
-    def __post_init__(self) -> None:
-        """Makes names fit to be shown."""
-        force_setattr(self, "env_names", tuple(map(one_line, self.env_names)))
-
-
-class Join(Body, frozen=True, kw_only=True):
-    """Asks that a client's public key takes the place of its invitation's."""
-
-    public: Annotated[bytes, Meta(min_length=32, max_length=32)]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Attach(EnvRequest):
     """Asks for envs."""
@@ -184,9 +89,9 @@ class Attach(EnvRequest):
     def encode(self) -> bytes:
         """Returns the body; raises CodecError if an argument cannot be sent."""
         wrappers = [[spec.name, spec.arguments] for spec in self.wrappers]
-        fields = {**vars(self), "wrappers": wrappers}
+        body = codec.encode({**vars(self), "wrappers": wrappers})
         what = "env_kwargs and wrappers"
-        return _write_values(fields, what, MAX_ATTACH_BYTES, MAX_ATTACH_VALUES)
+        return _within(body, what, MAX_ATTACH_BYTES, MAX_ATTACH_VALUES)
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
@@ -290,7 +195,7 @@ class Drain(Body, frozen=True, kw_only=True):
 
 
 _Rows = Annotated[tuple[Row, ...], Meta(max_length=1 << 16)]
-_Seeds = Annotated[tuple[_U63, ...], Meta(max_length=1 << 16)]
+_Seeds = Annotated[tuple[_U63 | None, ...], Meta(max_length=1 << 16)]
 
 
 class ResetBody(Body, frozen=True, kw_only=True):
@@ -298,28 +203,76 @@ class ResetBody(Body, frozen=True, kw_only=True):
 
     Attributes:
       resets: Per entry of the message, rows of the lease (None: all of the block) and
-        a seed for each (None: the env's own choice).
+        a seed for each, or None; see `lane.Reset`.
+      options: What each of their envs gets as well; see `pack_options`.
     """
 
     resets: Annotated[
         tuple[tuple[_Rows | None, _Seeds | None], ...], Meta(max_length=MAX_ENTRIES)
     ]
-
-
-class CallBody(Body, frozen=True, kw_only=True):
-    """Attribute access on one env; the fields mean what they do in `lane.Call`."""
-
-    env_index: Row
-    kind: Literal["call", "get", "set"]
-    name: Name
-    arguments: Annotated[tuple[Any, ...], Meta(max_length=64)]
-
-    def encode(self) -> bytes:
-        """Returns the body; raises CodecError for arguments that cannot be sent."""
-        fields = msgspec.structs.asdict(self)
-        return _write_values(fields, "arguments", MAX_CALL_BYTES, MAX_CALL_VALUES)
+    options: Annotated[bytes, Meta(max_length=MAX_OPTIONS_BYTES)] = b""
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
-        """Reads a body."""
-        return read_values(body, cls, "CallBody", MAX_CALL_VALUES)
+        """Reads a body, whose options are left to who uses them."""
+        found = super().decode(body)
+        if found.options:
+            read_values(found.options, _Options, "options", MAX_OPTIONS_VALUES)
+        return found
+
+
+def pack_options(options: Mapping[str, Any] | None) -> bytes:
+    """Encodes what `reset(options=...)` is to give to envs; nothing for None.
+
+    Raises:
+      CodecError: They are no dict of plain values under names, or too much.
+    """
+    if options is None:
+        return b""
+    try:
+        convert(options, _Options)
+        body = codec.encode(options)
+        return _within(body, "values", MAX_OPTIONS_BYTES, MAX_OPTIONS_VALUES)
+    except ValueError as error:
+        raise codec.CodecError(f"options: {error}") from None
+
+
+class CallBody(Body, frozen=True, kw_only=True):
+    """Attribute access on some envs; the fields mean what they do in `lane.Call`.
+
+    Attributes:
+      kind: What is done.
+      name: To which attribute.
+      calls: Per entry of the message, rows of the lease and their arguments, or nil
+        for those of the entry before.
+    """
+
+    kind: CallKind
+    name: Name
+    calls: Annotated[
+        tuple[tuple[_Rows, Raw], ...], Meta(min_length=1, max_length=MAX_TOLD_BLOCKS)
+    ]
+
+    @classmethod
+    def of(cls, calls: Sequence[Call]) -> Self:
+        """Puts calls that differ in rows and arguments into one body."""
+        before, told = b"", []
+        for call in calls:
+            is_same = call.arguments == before
+            told.append((call.env_indices, _NIL if is_same else Raw(call.arguments)))
+            before = call.arguments
+        return cls(kind=calls[0].kind, name=calls[0].name, calls=tuple(told))
+
+    def encode(self) -> bytes:
+        """Returns the body; raises CodecError for arguments that cannot be sent."""
+        body = super().encode()
+        return _within(body, "arguments", MAX_CALL_BYTES, MAX_CALL_VALUES)
+
+    @classmethod
+    def decode(cls, body: bytes) -> Self:
+        """Reads a body, whose arguments are left to who uses them."""
+        try:
+            codec.check(body, MAX_CALL_VALUES)
+        except codec.CodecError as error:
+            raise RemoteProtocolError(f"CallBody: {error}") from None
+        return super().decode(body)

@@ -10,8 +10,8 @@ from typing import Final
 
 MAGIC: Final = b"ENVS"
 #: Highest and lowest protocol version that this code speaks.
-VERSION: Final = 1
-MIN_VERSION: Final = 1
+VERSION: Final = 2
+MIN_VERSION: Final = 2
 
 #: Prefix with body, rows, report.
 MAX_FRAMES: Final = 3
@@ -28,10 +28,18 @@ MAX_CALL_VALUES: Final = 4096
 #: Of a RESET: for the whole of it, and for each row of the blocks that it lists.
 RESET_BYTES: Final = 64
 RESET_ROW_BYTES: Final = 24
+#: Of a RESET besides: its options.
+MAX_OPTIONS_BYTES: Final = 16 << 10
+MAX_OPTIONS_VALUES: Final = 1024
+#: Blocks of a CALL, or of a RESET with options: what it says is told to each.
+MAX_TOLD_BLOCKS: Final = 64
+#: Arguments of a CALL, each time that they are told.
+MAX_TOLD_BYTES: Final = 1 << 20
 #: Rows that may stand in a body; longer ones have a frame of their own.
 MAX_INLINE_BYTES: Final = 64 << 10
-#: Infos, faults and errors of one result.
-MAX_REPORT_BYTES: Final = 64 << 10
+#: Infos, faults and errors of one result; and values of the infos.
+MAX_REPORT_BYTES: Final = 1 << 20
+MAX_REPORT_VALUES: Final = 1 << 17
 #: Rows of one result: the longest frame that clients accept.
 MAX_RESULT_BYTES: Final = 1 << 30
 MAX_TEXT_BYTES: Final = 4 << 10
@@ -92,12 +100,6 @@ class Executed(enum.IntEnum):
     NO = 0
     YES = 1
     UNKNOWN = 2
-
-
-class Flag(enum.IntFlag):
-    """Bits of a message's flags; unknown bits are ignored."""
-
-    INFOS_DROPPED = 1  # of RESULT: infos were too long for a message
 
 
 #: How long the body of a message may be, in bytes.

@@ -48,7 +48,7 @@ _ATTEMPT_OFFSET: Final = 36
 _PREFIX_BYTES: Final = _PREFIX.size
 
 _TYPES: Final = {int(member): member for member in MessageType}
-_GREETINGS: Final = (MessageType.HELLO, MessageType.WELCOME)
+_TIMELESS: Final = (MessageType.HELLO, MessageType.WELCOME, MessageType.ERROR)
 
 
 @dataclass(slots=True)  # frozen takes three times as long to make
@@ -58,7 +58,7 @@ class Message:
     Attributes:
       type: What it is; a plain int for a type that this version does not know.
       version: Protocol version of the sender.
-      flags: See `Flag`.
+      flags: Bits, none of which means anything yet.
       session: Number that the client drew for itself; 0 where there is none.
       boot: Number that the server drew when it started; 0 before it is known.
       epoch: Number of the lease; 0 before it is granted.
@@ -110,7 +110,7 @@ def pack(
       payload: Frame 1.
       report: Frame 2.
       version: Protocol version.
-      flags: See `Flag`.
+      flags: Bits; see `Message`.
       attempt: How often the request was sent before.
     """
     count, size = len(entries), len(body)
@@ -190,8 +190,8 @@ def decode(frames: Sequence[Buffer]) -> Message:
     if num_frames > 2:
         message.report = frames[2]
     limit = BODY_LIMITS.get(type_)
-    # The form of greetings never changes, so that any two versions can find out.
-    if limit is not None and (version == VERSION or message.type in _GREETINGS):
+    # The form of these never changes, so that any two versions can find out.
+    if limit is not None and (version == VERSION or message.type in _TIMELESS):
         start = _PREFIX_BYTES + count * _ENTRY_BYTES
         report_bytes = len(message.report)
         if (

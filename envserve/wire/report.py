@@ -1,8 +1,8 @@
-"""Errors, and the report of a result: its infos, faults and errors of single blocks.
+"""The report of a result: its infos, faults and errors of single blocks.
 
-A report that would exceed its limit loses its infos, and says so by a flag; then the
-ends of its texts; at last, all but one text per kind of fault, and all but one error.
-Which rows and blocks have failed is never lost.
+A report that would exceed its limit loses the largest of its infos, key by key, and
+names them; then the ends of its texts; at last, all but one text per kind of fault,
+and all but one error. Which rows and blocks have failed is never lost.
 """
 
 from __future__ import annotations
@@ -13,26 +13,25 @@ from typing import Annotated, Any, Final
 
 import numpy as np
 from msgspec import Meta, Raw, Struct
-from msgspec.structs import force_setattr, replace
+from msgspec.structs import replace
 
-from envserve import codec
 from envserve.errors import RemoteProtocolError
+from envserve.infos import Packed, Room, encode_infos, join_infos
 from envserve.lane import Fault
-from envserve.settings import Name
 from envserve.slab import Status
 from envserve.text import one_line, printable
-from envserve.wire.bodies import Body, Milliseconds, Row, read, read_values
+from envserve.wire.bodies import read_values
 from envserve.wire.constants import (
     MAX_ENTRIES,
     MAX_REPORT_BYTES,
+    MAX_REPORT_VALUES,
     MAX_TEXT_BYTES,
-    MAX_TRACEBACK_BYTES,
-    ErrorCode,
     Executed,
 )
+from envserve.wire.greetings import Body, ErrorBody, Row, clip, read
 from envserve.wire.message import Buffer
 
-__all__ = ["ErrorBody", "Report"]
+__all__ = ["Report"]
 
 #: To how many bytes texts are cut, one after the other, until the report fits.
 _TEXT_BYTES: Final = (MAX_TEXT_BYTES, 1024, 256, 64)
@@ -47,48 +46,11 @@ _MAX_LISTED: Final = 64
 _Faults = dict[tuple[Status, bool, str], list[int]]
 _Errors = dict["ErrorBody", list[int]]
 
+#: How many notes there are at most, and how much of each.
+_MAX_NOTES: Final = 4
+_MAX_NOTE: Final = 1024
+_Note = Annotated[str, Meta(max_length=_MAX_NOTE)]
 _Indices = tuple[Row, ...] | Annotated[bytes, Meta(max_length=(1 << 16) // 8)]
-
-
-class ErrorBody(Body, frozen=True, kw_only=True):
-    """Why a request failed.
-
-    Attributes:
-      code: Kind of error.
-      executed: Whether envs have seen the request.
-      text: What happened, for a person.
-      traceback: Traceback from a worker; empty when there is none.
-      env_index: Row of the lease that it concerns; None for all, or none.
-      holder: Of ENVS_BUSY: the client that has most of the envs.
-      held_ms: Of ENVS_BUSY: for how long it has had them.
-      is_draining: Of ENVS_BUSY: the server gives out none any more.
-    """
-
-    code: ErrorCode
-    executed: Executed = Executed.NO
-    text: Annotated[str, Meta(max_length=MAX_TEXT_BYTES)]
-    traceback: Annotated[str, Meta(max_length=MAX_TRACEBACK_BYTES)] = ""
-    env_index: Row | None = None
-    holder: Name = ""
-    held_ms: Milliseconds = 0
-    is_draining: bool = False
-
-    def __post_init__(self) -> None:
-        """Makes texts fit to be shown, whoever wrote them."""
-        for name, fit in _FITS.items():
-            force_setattr(self, name, fit(getattr(self, name)))
-
-    def encode(self) -> bytes:
-        """Returns the body of an ERROR, with texts that fit."""
-        return Body.encode(self.clipped(MAX_TEXT_BYTES, MAX_TRACEBACK_BYTES))
-
-    def clipped(self, text_bytes: int, traceback_bytes: int) -> ErrorBody:
-        """Returns the same with texts of at most so many bytes."""
-        traceback = _clip(self.traceback, traceback_bytes, keep_end=True)
-        return replace(self, text=_clip(self.text, text_bytes), traceback=traceback)
-
-
-_FITS: Final = {"text": printable, "traceback": printable, "holder": one_line}
 
 
 class _FaultGroup(Struct, array_like=True):
@@ -107,6 +69,7 @@ class _Report(Body, frozen=True, kw_only=True):
     infos: Raw
     faults: Sequence[_FaultGroup]
     errors: Sequence[tuple[_Indices, ErrorBody]]
+    notes: Annotated[tuple[_Note, ...], Meta(max_length=_MAX_NOTES)] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,16 +80,21 @@ class Report:
       infos: Info dict by row.
       faults: Faults, by row.
       errors: By block: the operation failed as a whole there.
+      notes: What is to be said once about the envs; a few, and short.
+      packed_infos: Of who sends: the infos as they were encoded, if they all were.
     """
 
     infos: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     faults: Sequence[Fault] = ()
     errors: Mapping[int, ErrorBody] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    packed_infos: Mapping[int, Packed] = field(default_factory=dict)
 
-    def encode(self) -> tuple[bytes, bool]:
-        """Returns the frame, empty if there is nothing to say; if infos are lost."""
-        if not (self.infos or self.faults or self.errors):
-            return b"", False
+    def encode(self) -> bytes:
+        """Returns the frame, empty if there is nothing to say."""
+        if not (self.infos or self.faults or self.errors or self.notes):
+            return b""
+        notes = tuple(dict.fromkeys(self.notes))[:_MAX_NOTES]
         faults: _Faults = {}
         for fault in self.faults:
             key = (fault.status, fault.is_violation, fault.text)
@@ -135,15 +103,19 @@ class Report:
         for block, error in self.errors.items():
             errors.setdefault(error, []).append(block)
         if max(len(faults), len(errors)) <= MAX_ENTRIES:
-            frame = _pack(self.infos, faults, errors, MAX_TEXT_BYTES)
-            if len(frame) <= MAX_REPORT_BYTES:
-                return frame, False
             for text_bytes in _TEXT_BYTES:
-                frame = _pack({}, faults, errors, text_bytes)
-                if len(frame) <= MAX_REPORT_BYTES:
-                    return frame, bool(self.infos)
+                frame = _pack(b"\x80", faults, errors, notes, text_bytes)
+                room = Room(MAX_REPORT_BYTES - len(frame), MAX_REPORT_VALUES)
+                if room.num_bytes > 0:
+                    infos = self._encode_infos(room)
+                    return _pack(infos, faults, errors, notes, text_bytes)
         merged = _merge_faults(faults), _merge_errors(errors)
-        return _pack({}, *merged, _MERGED_TEXT_BYTES), bool(self.infos)
+        return _pack(b"\x80", *merged, notes, _MERGED_TEXT_BYTES)
+
+    def _encode_infos(self, room: Room) -> bytes:
+        if len(self.packed_infos) == len(self.infos):
+            return join_infos(self.packed_infos, self.infos, room)
+        return encode_infos(self.infos, room, room)
 
     @classmethod
     def decode(cls, frame: Buffer) -> Report:
@@ -155,7 +127,10 @@ class Report:
         blocks = _unpack_disjoint([blocks for blocks, _ in report.errors], "errors")
         return cls(
             infos=read_values(
-                memoryview(report.infos), dict[Row, Mapping[str, Any]], "report.infos"
+                memoryview(report.infos),
+                dict[Row, Mapping[Any, Any]],
+                "report.infos",
+                MAX_REPORT_VALUES,
             ),
             faults=tuple(
                 Fault(row, group.status, group.text, group.is_violation)
@@ -167,20 +142,25 @@ class Report:
                 for (_, error), listed in zip(report.errors, blocks, strict=True)
                 for block in listed
             },
+            notes=tuple(map(one_line, report.notes)),
         )
 
 
 def _pack(
-    infos: Mapping[int, Mapping[str, Any]],
+    infos: bytes,
     faults: _Faults,
     errors: _Errors,
+    notes: tuple[str, ...],
     text_bytes: int,
 ) -> bytes:
     return _Report(
-        infos=Raw(codec.encode(infos)),
+        notes=tuple(clip(note, _MAX_NOTE) for note in notes),
+        infos=Raw(infos),
         faults=[
             _FaultGroup(
-                status, is_violation, _clip(text, text_bytes), _pack_indices(rows)
+                *(status, is_violation),
+                clip(text, text_bytes, keep_end=status is Status.ENV_ERROR),
+                _pack_indices(rows),
             )
             for (status, is_violation, text), rows in faults.items()
         ],
@@ -238,12 +218,3 @@ def _unpack_disjoint(sets: Sequence[_Indices], where: str) -> list[Sequence[int]
         if count > len(seen):
             raise RemoteProtocolError(f"report.{where}: expected each index once")
     return found
-
-
-def _clip(text: str, max_bytes: int, *, keep_end: bool = False) -> str:
-    """Cuts a text to so many bytes of UTF-8; a traceback's end is what counts."""
-    data = text.encode(errors="replace")
-    if len(data) <= max_bytes:
-        return data.decode()
-    part = data[-max_bytes:] if keep_end else data[:max_bytes]
-    return part.decode(errors="ignore")

@@ -24,6 +24,7 @@ from envserve.errors import WorkerError
 
 __all__ = [
     "HEADER",
+    "MAX_ANSWER_BYTES",
     "MAX_CALL_BYTES",
     "Channel",
     "Frame",
@@ -40,8 +41,10 @@ _MAX_READ_BYTES: Final = 1 << 18
 #: The other side reads too slowly, as opposed to: it is gone.
 _FULL: Final = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS}
 
-#: Longest encoding of a call, and of its result.
+#: Longest encoding of a call's arguments, and of the value that it has for a row.
 MAX_CALL_BYTES: Final = 32 << 20
+#: Longest answer to a call of all rows of a block; also with a report: `max_report`.
+MAX_ANSWER_BYTES: Final = MAX_CALL_BYTES + (8 << 20)
 
 
 class Kind(enum.IntEnum):
@@ -59,7 +62,7 @@ class Kind(enum.IntEnum):
     BUILT = 7  # one more env is built
     READY = 8  # all are; carries their spaces
     DONE = 9  # the block's rows are written
-    FAILED = 10  # traceback; the worker exits
+    FAILED = 10  # traceback; the worker exits, as others would if block is 1
     UNKNOWN_ENV = 11  # message; the worker exits
     BAD_WRAPPER = 15  # message; the worker exits
     # Between launcher and template.
@@ -72,7 +75,7 @@ _MAX_BYTES: Final = 64 << 20
 #: What workers say is read in the loop that serves all.
 _MAX_BYTES_OF: Final = {
     Kind.READY: 16 << 20,
-    Kind.DONE: MAX_CALL_BYTES + (8 << 20),  # with a report: `max_report`
+    Kind.DONE: MAX_ANSWER_BYTES,
     **dict.fromkeys([Kind.BUILT, Kind.FAILED], 128 << 10),
     **dict.fromkeys([Kind.UNKNOWN_ENV, Kind.BAD_WRAPPER], 128 << 10),
 }

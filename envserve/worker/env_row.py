@@ -7,27 +7,38 @@ spaces do not allow as `SpaceViolation`. What to do then is the worker's to say.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from envserve import codec
 from envserve.crashes.action_ring import RowRecord
-from envserve.errors import SpaceError
 from envserve.registry import make_env
 from envserve.seeding import env_seed
 from envserve.slab import BEAT, Rows, next_beat
-from envserve.spec import EnvSpec, Leaf, flatten
+from envserve.spec import EnvSpec
+from envserve.worker.reset_arguments import complete
+from envserve.worker.thumbnails import thumbnail
+from envserve.worker.values import (
+    Rules,
+    SpaceViolation,
+    flag_of,
+    label_of,
+    leaf_array,
+    leaf_values,
+    reset_values,
+    reward_of,
+    violation_of,
+)
 from envserve.wrappers import WrapperSpec
 
 __all__ = ["EnvRow", "SpaceViolation"]
 
 Array = np.ndarray[Any, Any]
-
-
-class SpaceViolation(Exception):
-    """The env returned what its own spaces do not allow."""
 
 
 class EnvRow:
@@ -39,6 +50,9 @@ class EnvRow:
       incarnation: How often the env has been rebuilt, over all its processes.
       record: What the row has been through, once attached.
       inner_env: The env without its wrappers, once built.
+      is_fresh: Whether this incarnation has not been reset yet.
+      attributes: Those that have been set, which the next incarnation gets too.
+      is_seeded: Whether its first reset gets a seed.
     """
 
     def __init__(
@@ -50,7 +64,9 @@ class EnvRow:
         name: str,
         kwargs: Mapping[str, Any],
         root_seed: int,
+        is_seeded: bool = True,
         wrappers: Sequence[WrapperSpec] = (),
+        rules: Rules | None = None,
     ) -> None:
         """Only stores; `build` makes the env."""
         self.row = row
@@ -60,43 +76,51 @@ class EnvRow:
         self._kwargs = dict(kwargs)
         self._wrappers = tuple(wrappers)
         self._root_seed = root_seed
+        self.is_seeded = is_seeded
+        self.is_fresh = True
+        self._rules = rules or Rules()
         self._fresh_seed: int | None = None
         self._last_seed: int | None = None
         self._beat = 0
         self._needs_reset = False
         self._is_built = False
+        self.attributes: dict[str, Any] = {}
 
     @property
     def seed(self) -> int:
         """Seed of this incarnation."""
         return env_seed(self._root_seed, self.env_index, self.incarnation)
 
-    @property
-    def is_fresh(self) -> bool:
-        """Whether this incarnation has not been reset yet."""
-        return self._fresh_seed is not None
+    def forget_seed(self) -> None:
+        """Has the first reset get no seed, unless one is given."""
+        self._fresh_seed = None
 
     def build(self) -> EnvSpec:
-        """Makes the env; its first reset will use the incarnation's seed."""
-        self._env = make_env(self._name, self._kwargs, self._wrappers)
+        """Makes the env; its first reset will use the incarnation's seed, if any."""
+        env = make_env(self._name, self._kwargs, self._wrappers)
+        self._env = complete(env, needs_seed=self.is_seeded)
         self._step_env = self._env.step
         self.inner_env = self._env.unwrapped
         self._is_built = True
-        self._fresh_seed = self.seed
+        self.is_fresh = True
+        self._fresh_seed = self.seed if self.is_seeded else None
         spec = EnvSpec(self._name, self._env.observation_space, self._env.action_space)
         self._space = spec.observation_space
         self._leaves = spec.observation_leaves
-        first = self._leaves[0]
-        self._only_leaf = first if first.space is self._space else None
-        self._only_dtype = None if self._only_leaf is None else first.dtype
-        self._only_shape = first.shape
+        self._only_leaf = self._only_dtype = self._only_shape = None
+        for leaf in self._leaves:
+            if leaf.space is self._space and not leaf.is_encoded:
+                self._only_leaf, self._only_dtype = leaf, leaf.dtype
+                self._only_shape = leaf.shape
         return spec
 
     def rebuild(self) -> None:
-        """Replaces an env that failed by its next incarnation."""
+        """Replaces an env that failed by its next incarnation, its attributes set."""
         self.close()
         self.incarnation += 1
         self.build()
+        for name, value in self.attributes.items():
+            self._env.set_wrapper_attr(name, copy.deepcopy(value))
 
     def attach(
         self,
@@ -115,7 +139,8 @@ class EnvRow:
         """
         self._observation = rows.observation
         self._final_observation = rows.final_observation
-        self._only_row = rows.observation[0][self.row, ...]
+        if self._only_leaf is not None:
+            self._only_row = rows.observation[0][self.row, ...]
         self._heartbeat = heartbeat
         self._beat = next_beat(self._beat, self.row)
         self.record = record
@@ -134,17 +159,29 @@ class EnvRow:
         self._beat = beat = self._beat + BEAT
         self._heartbeat[0] = beat
         if self._needs_reset and self._is_next_step:
-            return 0.0, False, False, self._begin_episode(None, is_autoreset=True)
-        observation, reward, terminated, truncated, info = self._step_env(action)
+            return 0.0, False, False, self._begin_episode(is_autoreset=True)
+        try:
+            observation, reward, terminated, truncated, info = self._step_env(action)
+            is_over = terminated or truncated
+        except (TypeError, ValueError) as error:
+            violation = violation_of(error)
+            if violation is None:
+                raise
+            raise violation from None
         if type(info) is not dict and not isinstance(info, Mapping):
             raise SpaceViolation(
                 f"expected info to be a dict; got {type(info).__name__}; mend the env"
             )
         if type(reward) is not float:
-            reward = float(reward)
-        if terminated or truncated:
+            try:
+                reward = float(reward)
+            except (TypeError, ValueError):
+                reward = reward_of(reward)
+        if is_over:
+            terminated = flag_of("terminated", terminated)
+            truncated = flag_of("truncated", truncated)
             episode_info = self._end_episode(observation, reward, info)
-            return reward, bool(terminated), bool(truncated), episode_info
+            return reward, terminated, truncated, episode_info
         # The usual case of `_write`, without a call.
         if (
             type(observation) is np.ndarray
@@ -167,28 +204,40 @@ class EnvRow:
             self._needs_reset = True
             self._write(self._observation, observation)
             return info
-        reset_info = self._begin_episode(None, is_autoreset=True)
-        return {**info, "reset_info": reset_info} if reset_info else info
+        reset_info = self._begin_episode(is_autoreset=True)
+        if reset_info or "reset_info" in info:  # none of the env's own
+            return {**info, "reset_info": reset_info}
+        return info
 
-    def reset(self, seed: int | None) -> Mapping[str, Any]:
-        """Resets the env, writes its first observation, and returns the info."""
-        info = self._begin_episode(seed, is_autoreset=False)
+    def reset(self, seed: int | None, options: bytes = b"") -> Mapping[str, Any]:
+        """Resets the env, writes its first observation, and returns the info.
+
+        Args:
+          seed: What it gets; None for the seed of this incarnation, while it is fresh.
+          options: See `lane.Reset`.
+        """
+        info = self._begin_episode(seed, options)
         self.check_finite()
         return info
 
     def _begin_episode(
-        self, seed: int | None, *, is_autoreset: bool
+        self,
+        seed: int | None = None,
+        options: bytes = b"",
+        *,
+        is_autoreset: bool = False,
     ) -> Mapping[str, Any]:
         if seed is None:
             seed = self._fresh_seed
         self._fresh_seed = None
-        self._needs_reset = False
+        self.is_fresh = self._needs_reset = False
         if not (is_autoreset and self.record.begin_as_before()):
             self.record.begin(
                 self.inner_env,
                 self.incarnation,
                 seed,
                 self._last_seed,
+                options,
                 is_autoreset=is_autoreset,
             )
         if seed is not None:
@@ -197,19 +246,31 @@ class EnvRow:
         self._beat = beat = self._beat + BEAT
         heartbeat[0] = beat
         heartbeat[1] = 1
-        observation, info = self._env.reset(seed=seed)
+        own = codec.decode(options) if options else None  # no two envs share them
+        result = self._env.reset(seed=seed, options=own)
+        observation, info = reset_values(result)
         self._write(self._observation, observation)
         heartbeat[1] = 0
         return info
 
-    def call(self, kind: str, name: str, arguments: list[Any]) -> Any:
+    def call(
+        self,
+        kind: str,
+        name: str,
+        arguments: list[Any],
+        named: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Any:
         """Calls a method, or gets or sets an attribute, of the env or a wrapper."""
         if kind == "set":
+            value = copy.deepcopy(arguments[0])
             self._env.set_wrapper_attr(name, arguments[0])
+            self.attributes[name] = value
             return None
         value = self._env.get_wrapper_attr(name)
-        if kind == "call" and (callable(value) or arguments):
-            return value(*arguments)
+        if kind == "thumbnail":
+            return thumbnail(value(), *arguments)
+        if kind == "call" and (callable(value) or arguments or named):
+            return value(*arguments, **named)
         return value
 
     def close(self) -> None:
@@ -224,18 +285,11 @@ class EnvRow:
         self._check_finite(reward, self._observation)
 
     def _check_finite(self, reward: float, target: tuple[Array, ...]) -> None:
+        check = self._rules.check_finite
         if not math.isfinite(reward):
-            raise SpaceViolation(f"expected a finite reward; got {reward}")
+            check("a finite reward", reward)
         for leaf, array in zip(self._leaves, target, strict=True):
-            if leaf.dtype.kind == "f":
-                value = array[self.row]
-                finite = np.isfinite(value)
-                if not finite.all():
-                    odd = value[~finite].flat[0] if value.ndim else value
-                    raise SpaceViolation(
-                        f"expected {_label(leaf)} to be finite; got {odd}; "
-                        "mend the env, or end the episode before it diverges"
-                    )
+            check(f"{label_of(leaf)} to be finite", array[self.row])
 
     def _write(self, target: tuple[Array, ...], observation: Any) -> None:
         leaf = self._only_leaf
@@ -247,31 +301,7 @@ class EnvRow:
         ):
             target[0][self.row] = observation
             return
-        try:
-            values = flatten(self._space, observation)
-        except SpaceError as error:
-            raise SpaceViolation(f"observation: {error}") from None
+        values = leaf_values(self._space, observation)
         for leaf, array, value in zip(self._leaves, target, values, strict=True):
-            array[self.row] = _checked(leaf, value)
-
-
-def _checked(leaf: Leaf, value: Any) -> Array:
-    array = np.asarray(value)
-    is_array = isinstance(value, np.ndarray)
-    right_dtype = (
-        array.dtype == leaf.dtype
-        if is_array and array.ndim
-        else np.can_cast(array.dtype, leaf.dtype, "same_kind")
-        or (array.dtype.kind in "iu" and leaf.dtype.kind in "iu")
-    )
-    if array.shape != leaf.shape or not right_dtype:
-        sizes = ", ".join(str(size) for size in array.shape)
-        raise SpaceViolation(
-            f"expected {_label(leaf)} {leaf}; got {array.dtype}[{sizes}]; "
-            f"cast it in the env, or declare that in its observation space"
-        )
-    return array
-
-
-def _label(leaf: Leaf) -> str:
-    return f"observation {leaf.path!r}" if leaf.path else "observation"
+            env_class = type(self.inner_env)
+            array[self.row] = leaf_array(leaf, value, self._rules, env_class)

@@ -12,12 +12,14 @@ from collections.abc import Callable
 from envserve import codec
 from envserve.crashes.action_ring import RowRecord, restore_rng_state
 from envserve.crashes.repro import Repro, decode_repro
+from envserve.encoded import action_values
 from envserve.errors import ReproError
 from envserve.slab import Rows
-from envserve.spec import EnvSpec, action_values
+from envserve.spec import EnvSpec
 from envserve.worker.channel import Kind, pack_frame
-from envserve.worker.env_row import EnvRow, SpaceViolation
-from envserve.worker.report import describe_error, printable
+from envserve.worker.env_row import EnvRow
+from envserve.worker.report import fault_of
+from envserve.worker.values import Rules
 
 __all__ = ["play", "run"]
 
@@ -40,7 +42,9 @@ def run(channel: socket.socket, payload: bytes) -> None:
         name=repro.env_name,
         kwargs=repro.env_kwargs,
         root_seed=repro.root_seed,
+        is_seeded=repro.seeded,
         wrappers=repro.wrappers,
+        rules=Rules(repro.nonfinite, repro.strict_spaces),
     )
     spec = env.build()
     _check_actions(repro, spec)
@@ -48,9 +52,9 @@ def run(channel: socket.socket, payload: bytes) -> None:
     try:
         play(repro, env, spec, on_action)
     except Exception as error:
-        is_violation = isinstance(error, SpaceViolation)
-        text = printable(str(error)) if is_violation else describe_error(error)
-        failure = codec.encode({"text": text, "is_violation": is_violation})
+        fault = fault_of(0, error)
+        told = {"text": fault["text"], "is_violation": fault["violation"]}
+        failure = codec.encode(told)
         channel.sendall(pack_frame(Kind.FAILED, block=1, payload=failure))
     else:
         channel.sendall(pack_frame(Kind.READY))
@@ -76,10 +80,11 @@ def play(
     env.attach(rows, heartbeat, RowRecord.private(), repro.autoreset)
     played = repro.played
     if played.generator is not None:
-        env.reset(None)  # which makes the generator
+        if repro.seeded:  # else this would be by chance, and fail by chance
+            env.reset(None, played.options)  # which makes the generator
         restore_rng_state(env.inner_env, played.generator)
     on_action(0)
-    env.reset(played.seed)
+    env.reset(played.seed, played.options)
     for number, action in enumerate(action_values(spec, played.actions), 1):
         on_action(number)
         reward, *_ = env.step(action)

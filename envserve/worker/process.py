@@ -13,7 +13,7 @@ import math
 import random
 import socket
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
 from typing import Any, Final
@@ -22,33 +22,40 @@ import numpy as np
 
 from envserve import codec
 from envserve.crashes.action_ring import ActionRing
-from envserve.errors import EnvStartError, UnknownEnv, WorkerError, WrapperError
+from envserve.encoded import action_values
+from envserve.errors import (
+    EnvStartError,
+    SpaceError,
+    UnknownEnv,
+    WorkerError,
+    WrapperError,
+)
 from envserve.settings import num_cores
 from envserve.slab import Slab, Status, next_beat
-from envserve.spec import EnvSpec, action_values
+from envserve.spec import EnvSpec, own_classes
 from envserve.worker import play
-from envserve.worker.channel import MAX_CALL_BYTES, Frame, Inbox, Kind, pack_frame
+from envserve.worker.calls import CallTask, answer_call
+from envserve.worker.channel import Frame, Inbox, Kind, pack_frame
 from envserve.worker.env_row import EnvRow, SpaceViolation
-from envserve.worker.report import (
-    describe_error,
-    encode_report,
-    encode_spaces,
-    error_message,
-    printable,
-)
+from envserve.worker.orphans import Orphans
+from envserve.worker.report import encode_report, encode_spaces, fault_of, printable
 from envserve.worker.spare_row import SpareRow, reset_threads
+from envserve.worker.values import Rules
+from envserve.worker.vector_block import VectorBlock
 from envserve.wrappers import wrappers_from_plain
 
 __all__ = ["run"]
 
 _Row = EnvRow | SpareRow
 
+_LOGGER: Final = logging.getLogger(__name__)
 #: To wake a core that sleeps takes longer than a light env's step; a policy thinks for
 #: about as long as this. Only where no other worker waits for that core.
 _SPIN_SECONDS: Final = 400e-6
 #: How long closing waits for resets that run; the pool's patience is twice that.
 _CLOSE_SECONDS: Final = 0.5
 _OK: Final = int(Status.OK)
+_OURS: Final = (EnvStartError, SpaceError)
 
 
 def run(channel: socket.socket, import_error: str = "") -> None:
@@ -73,8 +80,11 @@ def run(channel: socket.socket, import_error: str = "") -> None:
             config = codec.decode(build.payload, max_bytes=1 << 26)
             if config["num_workers"] <= num_cores():
                 inbox.spin_seconds = _SPIN_SECONDS
-            worker = _Worker(channel, config)
+            hosted = _VectorWorker if config["vectorized"] else _Worker
+            worker = hosted(channel, config)
+            orphans = Orphans()
             for frame in frames:
+                orphans.reap()
                 if frame.kind is Kind.SLAB:
                     worker.attach(inbox.fds.pop())
                 elif frame.kind is Kind.CLOSE:
@@ -85,13 +95,16 @@ def run(channel: socket.socket, import_error: str = "") -> None:
         except (UnknownEnv, WrapperError) as error:
             is_env = isinstance(error, UnknownEnv)
             kind = Kind.UNKNOWN_ENV if is_env else Kind.BAD_WRAPPER
+            refused = pack_frame(kind, payload=printable(str(error)).encode())
             with contextlib.suppress(OSError):
-                channel.sendall(
-                    pack_frame(kind, payload=printable(str(error)).encode())
-                )
-        except Exception:
-            text = printable(traceback.format_exc())
-            failed = pack_frame(Kind.FAILED, payload=text.encode())
+                channel.sendall(refused)
+        except Exception as error:
+            # What we say ourselves is whole; of others, where it comes from counts.
+            is_ours = isinstance(error, _OURS) and error.__cause__ is None
+            is_lasting = isinstance(error, SpaceViolation) and error.is_lasting
+            is_whole = is_ours or is_lasting
+            text = printable(str(error) if is_whole else traceback.format_exc())
+            failed = pack_frame(Kind.FAILED, int(is_lasting), payload=text.encode())
             # A pool that is gone needs no report.
             with contextlib.suppress(OSError):
                 channel.sendall(failed)
@@ -104,13 +117,17 @@ class _Worker:
         self._infos_of_all = build["infos"] == "all"
         self._infos_of_ends = build["infos"] == "episode_end"
         self._max_infos_kib = build["max_infos_kib"]
+        self._checks_finite = build["nonfinite"] != "pass"
+        self._rules = Rules(build["nonfinite"], build["strict_spaces"])
         self._threads = (
             reset_threads(len(build["incarnations"])) if build["spare_envs"] else None
         )
-        self._envs = {
-            row: self._make_row(row, incarnation)
-            for row, incarnation in build["incarnations"]
+        self._incarnations = dict(build["incarnations"])
+        self._blocks = {
+            index: self._host(range(start, stop))
+            for index, start, stop in build["blocks"]
         }
+        self._envs = {env.row: env for envs in self._blocks.values() for env in envs}
         first, *others = self._envs.values()
         # Env code that uses the global generators must not do the same everywhere.
         random.seed(first.seed)
@@ -122,25 +139,39 @@ class _Worker:
         for env in self._envs.values():
             if isinstance(env, SpareRow):
                 self._check_built(env, env.build_spare())
-        self._blocks = {
-            index: [self._envs[row] for row in range(start, stop)]
-            for index, start, stop in build["blocks"]
-        }
+        if build["worker"] == 0:
+            self._warn_of_own_spaces()
         gc.collect()
         gc.freeze()
         self._send(pack_frame(Kind.READY, payload=encode_spaces(self._spec)))
 
-    def _make_row(self, row: int, incarnation: int) -> _Row:
+    def _warn_of_own_spaces(self) -> None:
+        spec = self._spec
+        own = own_classes(spec.observation_space) | own_classes(spec.action_space)
+        for name, kind in own.items():
+            _LOGGER.warning(
+                "%s: a space of class %s is taken as a %s; what that class does in "
+                "sample() and contains() is not known outside of the env",
+                *(spec.env_name, name, kind),
+            )
+
+    def _host(self, rows: range) -> list[Any]:
+        """Returns what plays the rows of a block; nothing is built yet."""
+        return [self._make_row(row) for row in rows]
+
+    def _make_row(self, row: int) -> _Row:
         build = self._build
         make = partial(
             EnvRow,
             row=row,
             env_index=build["first_env_index"] + row,
-            incarnation=incarnation,
+            incarnation=self._incarnations[row],
             name=build["env_name"],
             kwargs=build["env_kwargs"],
             root_seed=build["seed"],
+            is_seeded=build["seeded"],
             wrappers=wrappers_from_plain(build["wrappers"]),
+            rules=self._rules,
         )
         return make() if self._threads is None else SpareRow(make, self._threads)
 
@@ -162,14 +193,17 @@ class _Worker:
         self._rows = self._slab.rows
         heartbeat = memoryview(self._slab.heartbeats[build["worker"]])
         self._heartbeat = heartbeat
-        self._ring = ring = ActionRing(self._spec, build["num_envs"], self._slab.extra)
+        self._ring = ActionRing(self._spec, build["num_envs"], self._slab.extra)
         for envs in self._blocks.values():
-            for env in envs:
-                record = ring.row(env.row, envs[0].row)
-                env.attach(self._rows, heartbeat, record, build["autoreset"])
+            self._attach(envs, heartbeat)
         self._float_observations = [
             array for array in self._rows.observation if array.dtype.kind == "f"
         ]
+
+    def _attach(self, envs: list[_Row], heartbeat: memoryview) -> None:
+        for env in envs:
+            record = self._ring.row(env.row, envs[0].row)
+            env.attach(self._rows, heartbeat, record, self._build["autoreset"])
 
     def handle(self, frame: Frame) -> None:
         """Carries out one operation on a block, and answers it."""
@@ -179,7 +213,7 @@ class _Worker:
         elif frame.kind is Kind.RESET:
             payload = self._reset(envs, frame.payload)
         elif frame.kind is Kind.CALL:
-            payload = self._call(frame.payload)
+            payload = self._call(envs, frame.payload)
         else:
             raise WorkerError(f"expected an operation on a block; got {frame.kind!r}")
         self._send(pack_frame(Kind.DONE, frame.block, frame.sequence, payload))
@@ -222,16 +256,25 @@ class _Worker:
             if infos_of_all and info:
                 infos[env.row] = info
         rows.reward[start:stop] = rewards
-        rows.terminated[start:stop] = False
-        rows.truncated[start:stop] = False
+        rows.terminated[start:stop] = rows.truncated[start:stop] = False
         for row, terminated, truncated in ended:
             rows.terminated[row] = terminated
             rows.truncated[row] = truncated
-        if not self._is_finite(rewards, start, stop):
+        if self._checks_finite and not self._is_finite(rewards, start, stop):
             faults += self._recover_non_finite(envs)
         for fault in faults:
             infos.pop(fault["row"], None)
-        return encode_report(faults, infos, (), stop - start, self._max_infos_kib)
+        return self._report(faults, infos, (), stop - start)
+
+    def _report(
+        self,
+        faults: list[dict[str, Any]],
+        infos: dict[int, Mapping[str, Any]],
+        rebuilt: Sequence[int],
+        num_rows: int,
+    ) -> bytes:
+        most, notes = self._max_infos_kib, self._rules.take_notes()
+        return encode_report(faults, infos, rebuilt, num_rows, most, notes)
 
     def _is_finite(self, rewards: list[float], start: int, stop: int) -> bool:
         """Looks at a whole block at once; which row it is matters only if not.
@@ -263,79 +306,95 @@ class _Worker:
         knows, should this worker die before it answers, that the last observation of
         the row is the final one already.
         """
-        is_violation = isinstance(error, SpaceViolation)
-        text = printable(str(error)) if is_violation else describe_error(error)
+        fault = fault_of(env.row, error)
         for final, last in zip(
             self._rows.final_observation, self._rows.observation, strict=True
         ):
-            final[env.row] = 0 if is_violation else last[env.row]
+            final[env.row] = 0 if isinstance(error, SpaceViolation) else last[env.row]
         self._rows.status[env.row] = Status.PENDING
         env.record.keep_failed()
         self._heartbeat[1] = 1
         env.rebuild()
         env.reset(None)
-        return {
-            "row": env.row,
-            "status": int(Status.ENV_ERROR),
-            "text": text,
-            "violation": is_violation,
-        }
+        return fault
 
     def _reset(self, envs: list[_Row], payload: bytes) -> bytes:
         request = codec.decode(payload) if payload else {}
         chosen = request.get("rows")
-        seeds = request.get("seeds")
+        seeds, options = request.get("seeds"), request.get("options", b"")
         if chosen is None:
             chosen = [env.row for env in envs]
-        infos, rebuilt = {}, []
+        infos, rebuilt, faults = {}, [], []
         for position, row in enumerate(chosen):
             env = self._envs[row]
             seed = None if seeds is None else seeds[position]
+            if seeds is not None and seed is None:
+                env.forget_seed()
             incarnation = env.incarnation
-            info = self._reset_or_rebuild(env, seed)
-            if env.incarnation != incarnation:
-                rebuilt.append(row)
+            try:
+                info = self._reset_or_rebuild(env, seed, options)
+            except Exception as error:
+                if seed is None and not options:
+                    raise  # it cannot be reset at all
+                faults.append(self._recover(env, error))
+                incarnation, info = incarnation + 1, {}  # a fault tells of one
+            rebuilt += [row] * (env.incarnation - incarnation)
             if info and self._infos_of_all:
                 infos[row] = info
             rows = self._rows
             rows.reward[row] = 0.0
             rows.terminated[row] = rows.truncated[row] = False
             rows.status[row] = _OK
-        return encode_report([], infos, rebuilt, len(envs), self._max_infos_kib)
+        return self._report(faults, infos, rebuilt, len(envs))
 
-    def _reset_or_rebuild(self, env: _Row, seed: int | None) -> Mapping[str, Any]:
+    def _reset_or_rebuild(
+        self, env: _Row, seed: int | None, options: bytes
+    ) -> Mapping[str, Any]:
         """Gives an env whose reset fails one new incarnation, unless it is new."""
         was_fresh = env.is_fresh
         try:
-            return env.reset(seed)
-        except Exception:
+            return env.reset(seed, options)
+        except Exception as error:
             if was_fresh:
                 raise
-            logging.getLogger(__name__).warning(
-                "Env %d: its reset failed; building it anew",
-                env.env_index,
-                exc_info=True,
-            )
-            env.rebuild()
-            return env.reset(seed)
+            first = error
+        env.rebuild()
+        info = env.reset(seed, options)  # what this raises is told by who is told
+        text = "Env %d: its reset failed; it was built anew"
+        _LOGGER.warning(text, env.env_index, exc_info=first)
+        return info
 
-    def _call(self, payload: bytes) -> bytes:
-        request = codec.decode(payload, max_bytes=MAX_CALL_BYTES)
-        env = self._envs[request["row"]]
-        self._heartbeat[0] = next_beat(self._heartbeat[0], env.row)
-        self._heartbeat[1] = 1
-        if request["kind"] != "get":
-            env.record.touch()
-        try:
-            value = env.call(request["kind"], request["name"], request["arguments"])
-            result = codec.encode({"value": value})
-            if len(result) > MAX_CALL_BYTES:
-                raise ValueError(
-                    f"expected a result below {MAX_CALL_BYTES} bytes; got {len(result)}"
-                )
-        except Exception as error:
-            result = codec.encode(
-                {"error": error_message(error), "traceback": describe_error(error)}
-            )
+    def _call(self, _: list[_Row], payload: bytes) -> bytes:
+        task = CallTask.read(payload)
+
+        def value_of(position: int) -> Any:
+            env = self._envs[task.rows[position]]
+            self._heartbeat[0] = next_beat(self._heartbeat[0], env.row)
+            self._heartbeat[1] = 1
+            if task.changes_env:
+                env.record.touch()
+            return env.call(task.kind, task.name, *task.given(position))
+
+        answer = answer_call(task, value_of)
         self._heartbeat[1] = 0
-        return result
+        return answer
+
+
+class _VectorWorker(_Worker):
+    """Hosts blocks that are one vector env each."""
+
+    def _host(self, rows: range) -> list[Any]:
+        incarnation = self._incarnations[rows.start]
+        return [VectorBlock(self._build, rows, self._rules, incarnation)]
+
+    def _attach(self, envs: list[Any], heartbeat: memoryview) -> None:
+        envs[0].attach(self._rows, heartbeat, self._ring)
+
+    def _step(self, envs: list[Any]) -> bytes:
+        return bytes(envs[0].step())
+
+    def _reset(self, envs: list[Any], payload: bytes) -> bytes:
+        return bytes(envs[0].reset(payload))
+
+    def _call(self, envs: list[Any], payload: bytes) -> bytes:
+        return bytes(envs[0].call(payload))

@@ -11,6 +11,7 @@ import copy
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any, Final
 
 from envserve.crashes.action_ring import RowRecord
@@ -58,14 +59,14 @@ class SpareRow:
           threads: Where resets are done.
         """
         self._active, self._spare = make(), make()
+        self._spare.attributes = self._active.attributes
         self._threads = threads
         self.row = self._active.row
         self.env_index = self._active.env_index
         self.incarnation = self._active.incarnation
         self.warming: Future[Mapping[str, Any]] | None = None
-        self._spare_seed: int | None = spare_seed(self.seed)
+        self._spare_seed = spare_seed(self.seed) if self._active.is_seeded else None
         self._is_over = False
-        self._attributes: dict[str, Any] = {}  # those that have been set
         self._missed_attributes: dict[str, Any] = {}  # while the spare was away
 
     @property
@@ -77,6 +78,12 @@ class SpareRow:
     def is_fresh(self) -> bool:
         """Whether the active env is new, and has not been reset yet."""
         return self._active.is_fresh
+
+    def forget_seed(self) -> None:
+        """Has first resets get no seed, unless one is given."""
+        self._spare_seed = None
+        self._active.forget_seed()
+        self._spare.forget_seed()
 
     def build(self) -> EnvSpec:
         """Makes the first env."""
@@ -92,7 +99,6 @@ class SpareRow:
         self._active.incarnation = self.incarnation
         self._active.rebuild()
         self.incarnation = self._active.incarnation
-        self._set_attributes(self._active, self._attributes)
 
     def attach(
         self,
@@ -122,41 +128,48 @@ class SpareRow:
         self._is_over = True
         if self._is_same_step:
             reset_info = self.reset(None)
-            if reset_info:
+            if reset_info or "reset_info" in info:
                 info = {**info, "reset_info": reset_info}
         return reward, terminated, truncated, info
 
-    def reset(self, seed: int | None) -> Mapping[str, Any]:
+    def reset(self, seed: int | None, options: bytes = b"") -> Mapping[str, Any]:
         """Begins an episode, writes its first observation, and returns the info.
 
         Args:
           seed: Seeds both envs anew; what has been made ready is dropped. By default
             the spare's turn comes, unless the active env is fresh.
+          options: See `lane.Reset`; what has been made ready without them is dropped.
         """
         self._is_over = False
-        if seed is None and not self.is_fresh:
+        if seed is None and not options and not self.is_fresh:
             info = self._take_turns()
         else:
+            is_turn = seed is not None or not self.is_fresh
+            if is_turn and self.warming is not None:
+                self._take_spare(self.warming)
             if seed is not None:
-                if self.warming is not None:
-                    self._take_spare(self.warming)
                 self._spare_seed = spare_seed(seed)
-            info = self._active.reset(seed)
+            info = self._active.reset(seed, options)
         if self.warming is None:
             self._warm_spare()
         return info
 
-    def call(self, kind: str, name: str, arguments: list[Any]) -> Any:
+    def call(
+        self,
+        kind: str,
+        name: str,
+        arguments: list[Any],
+        named: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Any:
         """Calls, gets or sets an attribute of the active env; sets it on both.
 
         What the spare has been made ready with is then out of date: it will be reset
         once more when its turn comes.
         """
         if kind != "set":
-            return self._active.call(kind, name, arguments)
+            return self._active.call(kind, name, arguments, named)
         value = copy.deepcopy(arguments[0])
         self._active.call("set", name, arguments)
-        self._attributes[name] = value
         if self.warming is None:
             self._set_attributes(self._spare, {name: value})
         else:

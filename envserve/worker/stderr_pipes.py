@@ -1,5 +1,6 @@
 """What workers write to stderr: passed on unchanged, and its end kept for reports.
 
+Lines are whole, and a stack comes in one piece, whoever else writes one meanwhile.
 Reading never stops for a writer's sake, so a worker that writes a lot does not wait
 for a terminal that is stopped: what does not fit into a buffer then is left out.
 """
@@ -18,6 +19,9 @@ __all__ = ["TAIL_BYTES", "StderrPipes"]
 #: How much of the end of a worker's output is kept.
 TAIL_BYTES: Final = 4096
 _READ_BYTES: Final = 1 << 16
+#: What a worker writes last, a word at a time: it is held until its end is there.
+_STACKS: Final = (b"Fatal Python error: ", b"Stack (most recent call first):")
+_MAX_HELD_BYTES: Final = 1 << 14
 #: What waits for a reader of our own stderr that is slow.
 _MAX_UNSENT_BYTES: Final = 1 << 20
 #: Most that is read of a worker that has ended: who has inherited its pipe may go on.
@@ -37,6 +41,7 @@ class StderrPipes:
         self._poller = poller
         self._workers: dict[int, int] = {}  # by read end; -1 once it has ended
         self._tails: dict[int, bytearray] = {}  # by worker
+        self._held: dict[int, bytearray] = {}  # by read end
         self._unsent = bytearray()
         self._num_dropped = 0
         self._out_fd = _writable(stderr_fd)
@@ -52,6 +57,7 @@ class StderrPipes:
             return None
         os.set_blocking(read_fd, False)
         self._workers[read_fd] = worker
+        self._held[read_fd] = bytearray()
         self._tails[worker] = bytearray()
         self._poller.register(read_fd, select.POLLIN)
         return write_fd
@@ -88,12 +94,15 @@ class StderrPipes:
                     break
             if read_fd in self._workers:
                 self._workers[read_fd] = -1
+                self._let_go(read_fd)
         return bytes(self._tails.pop(worker, b""))
 
     def close(self) -> None:
         """Passes on what has come so far."""
         for read_fd in list(self._workers):
             self._read(read_fd)
+            if read_fd in self._held:
+                self._let_go(read_fd, is_over=True)
         last = select.poll()
         last.register(self._out_fd, select.POLLOUT)
         give_up_at = time.monotonic() + _LAST_FLUSH_MS / 1000
@@ -111,6 +120,8 @@ class StderrPipes:
         worker = self._workers[read_fd]
         if not data:
             self._poller.unregister(read_fd)
+            self._let_go(read_fd, is_over=True)
+            del self._held[read_fd]
             del self._workers[read_fd]
             os.close(read_fd)
             return False
@@ -118,8 +129,20 @@ class StderrPipes:
             tail = self._tails[worker]
             tail += data[-TAIL_BYTES:]
             del tail[:-TAIL_BYTES]
-        self._pass_on(data)
+        self._held[read_fd] += data
+        self._let_go(read_fd)
         return True
+
+    def _let_go(self, read_fd: int, *, is_over: bool = False) -> None:
+        """Passes on what is whole of what was read; all if nothing is to follow."""
+        held = self._held[read_fd]
+        stop = len(held)
+        if not is_over and stop <= _MAX_HELD_BYTES and self._workers[read_fd] >= 0:
+            ends = 1 + max(held.rfind(b"\n"), held.rfind(b"\r"))
+            stop = min([ends, *(held.index(s) for s in _STACKS if s in held)])
+        if stop:
+            self._pass_on(bytes(held[:stop]))
+            del held[:stop]
 
     def _pass_on(self, data: bytes) -> None:
         room = _MAX_UNSENT_BYTES - len(self._unsent)

@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from envserve import codec
 from envserve.worker.channel import FrameReader, Kind, pack_frame
+from envserve.worker.orphans import children
 from envserve.worker.stderr_pipes import StderrPipes
 
 __all__ = ["kill_group", "main"]
@@ -288,17 +289,7 @@ def _be_first_to_go() -> None:
 
 
 def _children() -> list[int]:
-    """Returns the children of this process, adopted ones among them; on Linux only."""
-    if sys.platform != "linux":
-        return []
-    children, ours = [], os.getpid()
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it has ended
-            # Its name, which comes before, may hold anything.
-            stat = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2]
-            if int(stat.split()[1]) == ours:
-                children.append(int(name))
-    return children
+    return [pid for pid, *_ in children()]
 
 
 def kill_group(pid: int) -> None:

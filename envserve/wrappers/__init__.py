@@ -18,6 +18,7 @@ from envserve.wrappers.table import (
     Choice,
     Integer,
     Integers,
+    Keys,
     Number,
     register_wrapper,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "Choice",
     "Integer",
     "Integers",
+    "Keys",
     "Number",
     "WrapperSpec",
     "Wrappers",

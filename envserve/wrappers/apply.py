@@ -76,6 +76,8 @@ def _bytes_after(space: spaces.Space[Any], name: str, arguments: dict[str, Any])
     """Returns what a wrapper makes of an observation's size, before it allocates it."""
     if name == "FrameStackObservation":
         return int(arguments["stack_size"] * _nbytes(space))
+    if name == "DelayObservation":
+        return int((1 + arguments["delay"]) * _nbytes(space))
     if name == "FrameHistory":
         past = arguments["past_indices"]
         return int(max(1 + max(past), len(past)) * _nbytes(space))

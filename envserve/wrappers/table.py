@@ -23,6 +23,7 @@ __all__ = [
     "Choice",
     "Integer",
     "Integers",
+    "Keys",
     "Known",
     "Number",
     "find",
@@ -83,6 +84,13 @@ def Integers(
     return Argument(Annotated[tuple[item, ...], length], text, required)
 
 
+def Keys(*, required: bool = False) -> Argument:
+    """A list of parts of a Dict, or of places in a Tuple; wrappers get a tuple."""
+    item = Annotated[str, Meta(max_length=200)] | Annotated[int, Meta(ge=0, lt=1 << 16)]
+    kind = Annotated[tuple[item, ...], Meta(min_length=1, max_length=256)]
+    return Argument(kind, "a list of 1 to 256 names, or of ints from 0", required)
+
+
 @dataclass(frozen=True)
 class Known:
     """A wrapper that is known.
@@ -99,9 +107,13 @@ class Known:
 
 _SCALE: Final = Number(-1e6, 1e6, required=True)
 _REWARD: Final = Number(-1e9, 1e9)
+_REPEATS: Final = Integer(1, 1000, required=True)
+_EPSILON: Final = Number(1e-12, 1)
+_BINS: Final = {"bins": Integer(2, 1000, required=True), "multidiscrete": Boolean()}
 
 #: Gymnasium's, by the names of their classes.
 _GYMNASIUM: Final[dict[str, dict[str, Argument]]] = {
+    "AddRenderObservation": {"render_only": Boolean()},
     "AtariPreprocessing": {
         "noop_max": Integer(0, 1000),
         "frame_skip": Integer(1, 100),
@@ -113,9 +125,13 @@ _GYMNASIUM: Final[dict[str, dict[str, Argument]]] = {
     },
     "ClipAction": {},
     "ClipReward": {"min_reward": _REWARD, "max_reward": _REWARD},
+    "DelayObservation": {"delay": Integer(0, 64, required=True)},
+    "DiscretizeAction": _BINS,
+    "DiscretizeObservation": _BINS,
     "DtypeObservation": {
         "dtype": Choice(("float32", "float64", "int32", "int64"), required=True)
     },
+    "FilterObservation": {"filter_keys": Keys(required=True)},
     "FlattenObservation": {},
     "FrameStackObservation": {
         "stack_size": Integer(1, 64, required=True),
@@ -123,16 +139,25 @@ _GYMNASIUM: Final[dict[str, dict[str, Argument]]] = {
     },
     "GrayscaleObservation": {"keep_dim": Boolean()},
     "MaxAndSkipObservation": {"skip": Integer(2, 100)},
+    "NormalizeObservation": {"epsilon": _EPSILON},
+    "NormalizeReward": {"gamma": Number(0, 1), "epsilon": _EPSILON},
+    "RecordEpisodeStatistics": {"buffer_length": Integer(1, 10_000)},
+    "RepeatAction": {"num_repeats": _REPEATS},
     "RescaleAction": {"min_action": _SCALE, "max_action": _SCALE},
     "RescaleObservation": {"min_obs": _SCALE, "max_obs": _SCALE},
+    "ReshapeObservation": {"shape": Integers(1, 1 << 22, 1, 8, required=True)},
     "ResizeObservation": {"shape": Integers(1, 1024, 2, 2, required=True)},
+    "StickyAction": {
+        "repeat_action_probability": Number(0, 0.999, required=True),
+        "repeat_action_duration": Integer(1, 1000),
+    },
     "TimeAwareObservation": {"flatten": Boolean(), "normalize_time": Boolean()},
     "TimeLimit": {"max_episode_steps": Integer(1, 10**9, required=True)},
 }
 
 #: Ours: Gymnasium has none that does the same.
 _OWN: Final[dict[str, dict[str, Argument]]] = {
-    "ActionRepeat": {"amount": Integer(1, 1000, required=True)},
+    "ActionRepeat": {"amount": _REPEATS},  # RepeatAction, by its older name
     "FrameDelta": {},
     "FrameHistory": {
         "past_indices": Integers(0, 63, 1, 64, required=True),

@@ -57,7 +57,8 @@ Import = Annotated[
     typer.Option(
         "--import",
         metavar="MODULE",
-        help="Module that registers envs or wrappers, for local workers; repeatable.",
+        help="Module or file that registers envs or wrappers, for local workers; "
+        "repeatable.",
     ),
 ]
 WhichCheckpoint = Annotated[

@@ -16,12 +16,13 @@ from typing import Any, Final
 import numpy as np
 
 from envserve import codec
+from envserve.encoded import decode_row, encode_row
 from envserve.errors import CodecError, RemoteProtocolError, WorkerError
 from envserve.keys import formats
 from envserve.lane import Block, Fault, make_blocks
 from envserve.settings import HostSettings
 from envserve.slab import Rows, Status
-from envserve.spec import EnvSpec
+from envserve.spec import EnvSpec, leaves_of
 from envserve.wire import (
     Attach,
     Building,
@@ -51,7 +52,14 @@ from envserve.worker.report import (
 )
 from envserve.wrappers import WrapperSpec
 from tests.envserve.raw_client import SESSION, RawClient
-from tests.envserve.session_fakes import SPEC, FakeServer, attach, make_welcome
+from tests.envserve.session_fakes import (
+    SPEC,
+    FakeServer,
+    attach,
+    make_call,
+    make_welcome,
+)
+from tests.envserve.space_table import ENCODED
 from tests.oracle.probe_envs import SPACES
 
 #: Heads of long values, of nothing, and numbers at the edge of something.
@@ -74,7 +82,7 @@ _HEADS: Final = (
         b"\xa0",
     ),
 )
-#: Spaces are made, with up to 64 MiB of bounds: once a lease.
+#: Spaces are made, with up to 64 MiB of bounds that differ: once a lease.
 _SPACES_SECONDS: Final = 0.5
 
 
@@ -140,7 +148,8 @@ def make_targets() -> dict[str, Target]:
     targets = {kind.__name__: _body_target(kind, bodies) for kind, bodies in _bodies()}
     spec = EnvSpec("A-v0", SPACES["image"], SPACES["image"])
     blocks = make_blocks(4, 2, 1)
-    spaces = [EnvSpec("A-v0", space, space) for space in SPACES.values()]
+    every = [*SPACES.values(), *ENCODED.values()]
+    spaces = [EnvSpec("A-v0", space, space) for space in every]
     granted = [
         Granted(epoch=1, lease_seconds=60.0, spec=each, blocks=blocks)
         for each in spaces
@@ -159,6 +168,7 @@ def make_targets() -> dict[str, Target]:
         [body, bytes(ended) + bytes(16)],
     )
     targets["actions"] = Target(part.unpack_actions, [part.pack_actions()[0]])
+    targets["rows of values"] = _values_target()
     values = [
         {"a": [1, 2.5, None, "x", b"y", {"b": True}], "c": np.arange(6.0)},
         [[[]]],
@@ -193,6 +203,24 @@ def make_targets() -> dict[str, Target]:
     return targets
 
 
+def _values_target() -> Target:
+    """Rows of every encoded leaf; the first byte says of which."""
+    leaves = [leaf for each in ENCODED.values() for leaf in leaves_of(each)]
+    leaves = [leaf for leaf in leaves if leaf.is_encoded]
+    valid = []
+    for number, leaf in enumerate(leaves):
+        leaf.space.seed(number)
+        row = encode_row(leaf, leaf.space.sample()).tobytes().rstrip(b"\0")
+        valid.append(bytes([number]) + row)
+
+    def read(data: bytes) -> None:
+        leaf = leaves[data[0] % len(leaves)] if data else leaves[0]
+        row = data[1 : 1 + leaf.nbytes].ljust(leaf.nbytes, b"\0")
+        leaf.space.contains(decode_row(leaf, np.frombuffer(row, np.uint8)))
+
+    return Target(read, valid, (CodecError,), 0.05)
+
+
 def _body_target(kind: Any, bodies: Sequence[Any]) -> Target:
     return Target(kind.decode, [body.encode() for body in bodies])
 
@@ -207,7 +235,7 @@ def _bodies() -> list[tuple[type, list[Any]]]:
         infos={0: {"a": 1.5}},
         faults=[Fault(1, Status.ENV_ERROR, "no", is_violation=True)],
         errors={0: error},
-    ).encode()[0]
+    ).encode()
     return [
         (Hello, [Hello(client="host:1")]),
         (Welcome, [make_welcome(env_names=("A-v0", "B-v0"), num_names=2)]),
@@ -227,10 +255,8 @@ def _bodies() -> list[tuple[type, list[Any]]]:
         (
             CallBody,
             [
-                CallBody(env_index=0, kind="set", name="x", arguments=(1.5,)),
-                CallBody(
-                    env_index=1, kind="call", name="x", arguments=([1], {"a": {}})
-                ),
+                CallBody.of([make_call([0], "set", "x", 1.5)]),
+                CallBody.of([make_call([1], "call", "x", [1], {"a": {}})] * 2),
             ],
         ),
     ]

@@ -15,11 +15,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import pytest
 
-from envserve.client import batch_env, lane_group
+from envserve.client import batch_env
 from envserve.client.absence import Absence
 from envserve.client.lane_group import LaneGroup
 from envserve.client.row_set import RowSets
-from envserve.lane import Outcome, Reset
+from envserve.lane import Outcome
 from envserve.session import (
     ClientSession,
     EndPool,
@@ -245,13 +245,14 @@ def what_is_owed_answers_the_next_action(patch: Patch) -> None:
 
 @bug(BATCHES)
 def a_reset_gives_up_what_is_owed_to_other_rows(patch: Patch) -> None:
-    def give_up(real: Any, self: Any, *arguments: Any) -> None:
-        real(self, *arguments)
+    def give_up(real: Any, self: Any, *arguments: Any) -> Any:
+        infos = real(self, *arguments)
         for position in self.absence.owed & self.inbox.outcomes.keys():
             self.absence.owed.remove(position)
             del self.inbox.outcomes[position]
+        return infos
 
-    around(patch, LaneGroup, "reset", give_up)
+    around(patch, LaneGroup, "finish_reset", give_up)
 
 
 def pass_for_valid(patch: Patch, status: Status) -> None:
@@ -323,11 +324,6 @@ def a_step_waits_for_its_first_block_only(patch: Patch) -> None:
         return positions
 
     around(patch, LaneGroup, "wait", wait)
-
-
-@bug(BATCHES)
-def a_reset_of_a_row_resets_its_block(patch: Patch) -> None:
-    patch.setattr(lane_group, "Reset", lambda block, *_: Reset(block, None, None))
 
 
 def alter_results(patch: Patch, alter: Callable[[Any], Any]) -> None:

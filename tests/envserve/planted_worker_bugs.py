@@ -114,8 +114,8 @@ def an_env_that_failed_goes_on(patch: Patch) -> None:
 
 @plant_in(WORKER_BUGS)
 def a_fresh_env_is_stepped_with_an_action_that_was_lost(patch: Patch) -> None:
-    def reset(real: Any, self: EnvRow, seed: Any) -> Any:
-        info = real(self, seed)
+    def reset(real: Any, self: EnvRow, *arguments: Any) -> Any:
+        info = real(self, *arguments)
         self.inner_env.step(np.int64(5))
         return info
 

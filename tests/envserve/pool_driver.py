@@ -189,12 +189,17 @@ def step(lane: Lane, actions: Any, blocks: Sequence[int] = ()) -> list[Outcome]:
 
 
 def call(lane: Lane, env_index: int, name: str, *arguments: Any) -> Any:
-    lane.submit_call(Call(env_index, "call", name, arguments))
-    block = next(b for b in lane.blocks if env_index < b.stop)
-    (outcome,) = gather(lane, [block.index])
+    """Returns what came of a call: its value, or the text of its fault."""
+    block = next(b.index for b in lane.blocks if env_index < b.stop)
+    packed = codec.encode([arguments, {}])
+    lane.submit_call([Call(block, (env_index,), "call", name, packed)])
+    (outcome,) = gather(lane, [block])
     if outcome.error is not None:
         raise outcome.error
-    return codec.decode(outcome.result, max_bytes=1 << 26)
+    if outcome.faults:
+        return {"error": outcome.faults[0].text}
+    (value,) = codec.decode(outcome.result, max_bytes=1 << 26)
+    return {"value": value}
 
 
 def once(mark: Path, script: str, when: str = "True") -> str:

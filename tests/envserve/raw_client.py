@@ -17,7 +17,7 @@ from envserve.wire import (
     decode,
     encode,
 )
-from tests.envserve.session_fakes import FakePool, FakeServer, make_attach
+from tests.envserve.session_fakes import FakePool, FakeServer, make_attach, make_call
 
 SESSION = 11
 Entries = tuple[tuple[int, int], ...]
@@ -69,7 +69,7 @@ class RawClient:
         self, row: int, kind: Any, name: str, arguments: Any = (), seq: int = 1
     ) -> list[Buffer]:
         """A CALL."""
-        body = CallBody(env_index=row, kind=kind, name=name, arguments=arguments)
+        body = CallBody.of([make_call([row], kind, name, *arguments)])
         (block,) = (b.index for b in self.pool.blocks if b.start <= row < b.stop)
         return self.frames(MessageType.CALL, ((block, seq),), body.encode())
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from envserve import codec
 from envserve.errors import CallError, EnvserveError, UnknownEnv
 from envserve.lane import Call, Fault, Outcome, Reset
 from envserve.session import (
@@ -43,6 +44,13 @@ ADDRESS = "tcp://fake:1"
 SPEC = EnvSpec(
     "Fake-v0", spaces.Box(-np.inf, np.inf, (2,), np.float64), spaces.Discrete(100)
 )
+
+
+def make_call(
+    rows: Sequence[int], kind: Any, name: str, *arguments: Any, block: int = 0
+) -> Call:
+    packed = codec.encode([list(arguments), {}])
+    return Call(block, tuple(rows), kind, name, packed)
 
 
 class FakeOffer:
@@ -88,7 +96,7 @@ class FakePool(MemoryPool):
         outcome = super().finish(block, num_errors)
         return outcome._replace(faults=faults, error=error)
 
-    def _reset(self, row: int, seed: int | None = None) -> Any:
+    def _reset(self, row: int, seed: int | None = None, options: bytes = b"") -> Any:
         self.count[row] = 0
         self.rows.observation[0][row] = 0
         return {"reset": True}

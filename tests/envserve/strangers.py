@@ -20,6 +20,7 @@ from tests.oracle.ledger_env import ledger_hash
 #: How many frames a stranger sends at once.
 _CHUNK = 1 << 16
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(52, b"\0")
+_KEYED_GREETING = _GREETING.replace(b"NULL\0", b"CURVE")
 _MORE, _LONG, _COMMAND = 1, 2, 4
 
 
@@ -37,9 +38,7 @@ class Stranger:
         self.socket = socket.create_connection((host, int(port)), timeout_seconds)
         self._has_greeted = routing_id is not None
         if routing_id is not None:
-            properties = _property(b"Socket-Type", b"DEALER")
-            properties += _property(b"Identity", routing_id)
-            self.socket.sendall(_GREETING + _frame(b"\x05READY" + properties, _COMMAND))
+            self.socket.sendall(greeting_of(b"DEALER", routing_id))
             answer = b""
             while b"READY" not in answer:  # what is sent earlier breaks the handshake
                 if not (data := self.socket.recv(256)):
@@ -50,6 +49,10 @@ class Stranger:
         """Sends the beginning of a frame, or, if silent until now, of a greeting."""
         half = _frame(bytes(1000))[:500] if self._has_greeted else _GREETING[:40]
         self.socket.sendall(half)
+
+    def begin_handshake(self) -> None:
+        """Greets like who has a key, and says no more."""
+        self.socket.sendall(_KEYED_GREETING)
 
     def send(self, *frames: bytes) -> None:
         """Sends a message of these frames."""
@@ -64,8 +67,10 @@ class Stranger:
 
     def is_cut_off(self) -> bool:
         """Tells whether the server has closed the connection."""
+        poller = select.poll()
+        poller.register(self.socket, select.POLLIN)
         try:
-            while select.select([self.socket], [], [], 0)[0]:
+            while poller.poll(0):
                 if not self.socket.recv(1 << 16):
                     return True
         except ConnectionError:
@@ -83,6 +88,17 @@ class Stranger:
 
     def __exit__(self, *_: object) -> None:
         self.socket.close()
+
+
+def greeting_of(kind: bytes, routing_id: bytes = b"") -> bytes:
+    """What a socket of a kind says first, without keys."""
+    properties = _property(b"Socket-Type", kind) + _property(b"Identity", routing_id)
+    return _GREETING + _frame(b"\x05READY" + properties, _COMMAND)
+
+
+def more_frames(size: int, count: int) -> bytes:
+    """So many frames, after each of which there is more."""
+    return _frame(bytes(size), _MORE) * count
 
 
 def _property(name: bytes, value: bytes) -> bytes:

@@ -15,7 +15,7 @@ import pytest
 
 from envserve.client import BatchEnv, StepResult
 from envserve.client.absence import Absence
-from envserve.client.row_set import blocks_of
+from envserve.client.row_set import BatchBlocks
 from envserve.errors import EnvserveError, ServerLost
 from envserve.slab import Status
 from tests.envserve.interrupts import Place, run_traced
@@ -248,7 +248,7 @@ def test_a_batch_of_which_nothing_is_alive_waits() -> None:
 
 def test_what_comes_back_first_does_not_make_the_rest_padding_at_once() -> None:
     lane = FakeLane(2, 2, Faults(draw=random.Random(0).random))
-    absence = Absence(blocks_of([lane]), 0.5)
+    absence = Absence(BatchBlocks.of([lane]), 0.5)
     both, second = {0, 1}, {1}
     for now in (0.0, 10.0):  # nobody is there who could go on
         absence.pad(both, both, now)
@@ -278,3 +278,45 @@ def test_nobody_waits_for_servers_that_are_given_up() -> None:
         lanes[0].given_up = ServerLost("it is given up as well")
         with pytest.raises(ServerLost, match="given up as well"):
             batch.step(actions)
+
+
+class EndingLane(FakeLane):
+    """Ends each episode in its second step."""
+
+    def _step(self, row: int) -> None:
+        super()._step(row)
+        self.rows.terminated[row] = self.state[row, 1] == 2
+        self.rows.final_observation[0][row] = self.state[row]
+
+
+def interrupted(lane: FakeLane) -> BatchEnv:
+    """Returns a batch whose second step was interrupted while it waited."""
+    batch = BatchEnv([lane], autoreset="disabled")
+    first = batch.reset()
+    batch.step(np.full(len(first), 1))
+    lane.faults.interrupt_waiting = 1.0
+    with pytest.raises(KeyboardInterrupt):
+        batch.step(np.full(len(first), 2))
+    lane.faults.interrupt_waiting = 0.0
+    return batch
+
+
+def test_an_end_that_came_while_nobody_waited_is_told() -> None:
+    with interrupted(EndingLane(2, 1, Faults(end=1.0))) as batch:
+        result = batch.step(np.array([3, 3]))
+        assert result.terminated.all()
+        assert not result.valid.any()
+        assert result.reward.tolist() == [2, 2]
+        batch.reset()
+        assert batch.step(np.array([4, 4])).valid.all()
+
+
+def test_a_reset_of_some_rows_shows_what_the_others_have_come_to() -> None:
+    with interrupted(FakeLane(2, 2, Faults(end=1.0))) as batch:
+        batch.reset([0])
+        assert batch.last_observation()[:, 1].tolist() == [0, 2]
+        lane = batch.lanes[0]
+        lane.rows.observation[0][1] = 7, 7, 7
+        batch._group.absence.owe([1])  # such as of a step that is absent
+        lane.rows.final_observation[0][1] = 1, 2, 3
+        assert batch.last_observation()[1].tolist() == [1, 2, 3]

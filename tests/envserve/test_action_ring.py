@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
+from envserve import codec
 from envserve.crashes.action_ring import ActionRing, Played, ring_nbytes
 from envserve.crashes.repro import End, Repro, decode_repro, encode_repro
 from envserve.slab import Rows, Status
@@ -42,7 +43,7 @@ class WalkEnv(gymnasium.Env[Array, Any]):
         else:
             super().reset(seed=seed)
             self._luck = self.np_random
-        self._place = self._luck.normal(size=2)
+        self._place = self._luck.normal(size=2) + (options or {}).get("start", 0.0)
         self._left = int(self._luck.integers(1, self._longest, dtype=np.int32))
         return self._place.copy(), {}
 
@@ -125,6 +126,7 @@ class Walk:
             import_modules=(),
             autoreset=self.autoreset,  # type: ignore[arg-type]
             root_seed=ROOT_SEED,
+            seeded=True,
             env_index=7,
             timeout_seconds=1.0,
             played=played or self.played(),
@@ -192,6 +194,38 @@ def test_seed_and_resets_of_the_caller_are_followed(make: Make) -> None:
     assert len(played.actions[0]) == played.episode_step == 0
     walk.step(30)
     assert walk.replay() == walk.place
+
+
+@pytest.mark.parametrize("has_spare", [False, True])
+@pytest.mark.parametrize("seed", [None, 5])
+def test_options_of_the_reset_to_begin_with_are_followed(
+    make: Make, seed: int | None, has_spare: bool
+) -> None:
+    walk = make(has_spare=has_spare, longest=1000)
+    walk.env.reset(None)
+    walk.step(2)
+    options, others = (codec.encode({"start": start}) for start in (7.0, 8.0))
+    walk.env.reset(seed, options)
+    walk.step(3)
+    played = walk.played(options=options)
+    assert (played.options, played.misses_options) == (options, False)
+    assert walk.replay(played) == walk.place
+    assert walk.played(options=others).misses_options
+    walk.env.reset(None, options)
+    for _ in range(2):  # also where there is no step in between
+        walk.env.reset(None)
+        played = walk.played(options=options)
+        assert (played.options, played.misses_options) == (b"", True)
+        assert walk.replay(played) == walk.place
+
+
+def test_an_env_that_was_never_seeded_is_followed(make: Make) -> None:
+    walk = make()
+    walk.env.forget_seed()
+    walk.env.reset(None)
+    for _ in range(30):
+        walk.step()
+        assert walk.replay() == walk.place
 
 
 def test_own_luck_is_followed_from_the_seed_while_all_is_kept(make: Make) -> None:

@@ -71,11 +71,15 @@ def test_a_wrong_env_name_is_one_line() -> None:
     [
         (
             DependencyNotInstalled("MuJoCo is not installed"),
-            r"^CartPole-v1 needs MuJoCo: pip install 'envserve\[mujoco\]'$",
+            r"^CartPole-v1 needs .*: pip install 'envserve\[mujoco\]' where",
         ),
         (
             DependencyNotInstalled("Box2D is not installed, run `pip install box2d`"),
-            "^CartPole-v1 cannot be built: Box2D is not installed, run `pip install b",
+            r"^CartPole-v1 needs .*: pip install 'envserve\[box2d\]' where",
+        ),
+        (
+            DependencyNotInstalled("jax is not installed, run `pip install jax`"),
+            "^CartPole-v1 cannot be built: jax is not installed, run `pip install j",
         ),
         (
             ImportError("it has moved to the mujoco package"),

@@ -49,6 +49,7 @@ def config(**changes: Any) -> PoolSettings:
         ("first_env_index", -1),
         ("autoreset", "same-step"),
         ("infos", "never"),
+        ("nonfinite", "ignore"),
         ("step_timeout_seconds", 0.0),
         ("reset_timeout_seconds", float("nan")),
         ("max_restarts", -1),

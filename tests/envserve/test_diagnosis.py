@@ -184,6 +184,7 @@ CASES: dict[str, tuple[tuple[Any, ...], Keys | None, Finding, str]] = {
     ),
     "echo": ((Tcp, echo), KEYS, Finding.NOT_ZEROMQ, "does not speak ZeroMQ"),
     "web": ((Tcp, web), KEYS, Finding.NOT_ZEROMQ, "does not speak ZeroMQ"),
+    "web in the clear": ((Tcp, web), None, Finding.NOT_ZEROMQ, "does not speak ZeroMQ"),
     "only listens": ((Tcp, nothing), KEYS, Finding.NOT_ZEROMQ, "or hangs"),
     "doubts": ((Router, SERVER, b"300"), KEYS, Finding.NOBODY, ""),
     "hangs up": ((Tcp, hang_up), KEYS, Finding.NOBODY, ""),
@@ -205,11 +206,35 @@ def test_why_nothing_connects_is_found_and_said(listen: Listen, name: str) -> No
         assert refusal is None
 
 
-@pytest.mark.parametrize(
-    "address", ["tcp://127.0.0.1:1", "tcp://nobody.invalid:1", "ipc:///tmp/nobody", "x"]
-)
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "ipc:///tmp/nobody", "x"])
 def test_nobody_is_found_where_nobody_is(address: str) -> None:
     assert diagnose_connection(address, KEYS, SECONDS) is Finding.NOBODY
+
+
+def test_a_name_of_no_host_is_said_but_may_be_one_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    address = "tcp://nobody.invalid:1"
+    text = "nobody.invalid:1: no host of that name is known here"
+    with pytest.raises(ConnectError, match=text):
+        connection.ask_welcome(address, 20.0, insecure=True)
+    lane = RemoteLane(
+        address, make_config(), Patience(connect_seconds=2.5), insecure=True
+    )
+    started = time.monotonic()
+    with pytest.raises(ConnectError, match=text):
+        lane.finish_start(started + 20.0)
+    assert time.monotonic() - started > 2.0
+
+
+def test_what_says_nothing_in_the_clear_is_told_from_nobody(listen: Listen) -> None:
+    address = listen(Router).address
+    with pytest.raises(ConnectError, match=r"within 1.2 s; something listens there"):
+        connection.ask_welcome(address, 1.2, insecure=True)
 
 
 REFUSED = [name for name, case in CASES.items() if case[2].value in range(2, 7)]
@@ -232,7 +257,7 @@ def test_a_lane_says_so_soon_and_has_sent_nothing(
         lane.finish_start(started + 60.0)
     assert time.monotonic() - started < SECONDS + SLACK_SECONDS
     assert text in str(error.value)
-    assert not any(b"ENVS" in part for part in peer.heard)
+    assert keys is None or not any(b"ENVS" in part for part in peer.heard)
 
 
 def test_who_asks_how_a_server_is_is_told_as_well(

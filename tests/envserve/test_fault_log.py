@@ -13,15 +13,18 @@ from typing import Literal
 import numpy as np
 import pytest
 
+from envserve import codec
 from envserve.client import BatchEnv
 from envserve.crashes.action_ring import ActionRing
-from envserve.lane import Call
+from envserve.errors import EnvError
+from envserve.lane import Reset
 from envserve.pool.fault_log import FaultLog
 from envserve.pool.launcher import Launcher
 from envserve.pool.replay import load_repro
 from envserve.pool.states import Lost
 from envserve.seeding import env_seed
 from envserve.slab import Status
+from tests.envserve.session_fakes import make_call
 
 from .pool_driver import (
     FAULTY,
@@ -209,7 +212,8 @@ def test_file_says_whether_the_env_was_touched(
     script = "if action: os._exit(3)"
     pool = make_pool(SCRIPT, 2, 1, env_kwargs={"step": script}, crash_dir=str(tmp_path))
     reset(pool)
-    pool.submit_call(Call(1, kind, "value", ("x",) if kind == "set" else ()))
+    arguments = ("x",) if kind == "set" else ()
+    pool.submit_call([make_call([1], kind, "value", *arguments)])
     gather(pool, [0])
     step(pool, [0, 1])
     (path,) = tmp_path.iterdir()
@@ -220,7 +224,7 @@ def test_crash_in_a_call_is_named_and_gives_no_file(
     make_pool: PoolMaker, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     pool = make_pool.and_reset(SCRIPT, 2, 1, crash_dir=str(tmp_path))
-    pool.submit_call(Call(1, "call", "run", ("os._exit(3)",)))
+    pool.submit_call([make_call([1], "call", "run", "os._exit(3)")])
     gather(pool, [0])
     (line,) = lines(caplog)
     assert "in a call of env 1" in line
@@ -307,3 +311,21 @@ def test_folder_that_cannot_be_written_costs_a_line_and_no_step(
     assert "replay" not in lines(caplog)[0]
     assert not any(outcome.faults for outcome in step(pool, 0))
     assert np.isfinite(pool.rows.reward).all()
+
+
+def test_options_that_envs_do_not_take_cost_a_line(
+    make_pool: PoolMaker, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """However many resets and envs: the caller has been told."""
+    pool = make_pool.and_reset("envserve/Reset-v0", 8, 1, crash_dir=str(tmp_path))
+    frozen = pool._clock()
+    pool._clock = lambda: frozen
+    refused = Reset(0, options=codec.encode({"level": 13}))
+    for _ in range(3):
+        pool.submit_reset([refused])
+        (outcome,) = gather(pool, [0])
+        assert isinstance(outcome.error, EnvError)
+    (line,) = lines(caplog)
+    assert line.startswith("Env 0: its reset failed, and it was reset without seed")
+    assert line.endswith("ValueError: there is no level 13; 7 more of its block")
+    assert not [*tmp_path.iterdir()]

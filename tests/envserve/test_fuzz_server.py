@@ -31,6 +31,7 @@ from tests.envserve.conftest import Attach as AttachLane
 from tests.envserve.conftest import Serve
 from tests.envserve.pool_driver import step
 from tests.envserve.server_process import use_keys
+from tests.envserve.session_fakes import make_call
 from tests.oracle.ledger_env import ledger_hash
 
 NUM_RANDOM = 10_000
@@ -79,11 +80,11 @@ class Attacker:
             self._socket.recv_multipart()
             self.num_answers += 1
 
-    def attach(self, boot: int) -> int:
+    def attach(self, boot: int, session: int = LEASED_SESSION) -> int:
         """Leases an env; returns the epoch."""
         message = Message(
             type=MessageType.ATTACH,
-            session=LEASED_SESSION,
+            session=session,
             boot=boot,
             body=Attach(env_name="CartPole-v1", num_envs=1, seed=1).encode(),
         )
@@ -127,7 +128,7 @@ def valid_messages(boot: int) -> list[list[Buffer]]:
     common: dict[str, Any] = {"session": 1 << 60, "boot": boot, "epoch": 1}
     entries = ((0, 1), (1, 1))
     reset = ResetBody(resets=((None, None), ((1,), (5,)))).encode()
-    call = CallBody(env_index=0, kind="call", name="render", arguments=()).encode()
+    call = CallBody.of([make_call([0], "call", "render")]).encode()
     hello = Hello().encode()
     messages = [
         Message(type=MessageType.HELLO, body=hello),
@@ -144,7 +145,10 @@ def valid_messages(boot: int) -> list[list[Buffer]]:
 
 
 def messages_of_odd_values(
-    boot: int, epoch: int, random: np.random.Generator
+    boot: int,
+    epoch: int,
+    random: np.random.Generator,
+    session: int = LEASED_SESSION,
 ) -> Iterator[list[Buffer]]:
     """Well-formed control messages in which one field is an array, or odd else.
 
@@ -159,7 +163,7 @@ def messages_of_odd_values(
     ]
     wrappers = (WrapperSpec("ActionRepeat", {"amount": 4}),)
     attach = Attach(env_name="CartPole-v1", num_envs=10**4, seed=1, wrappers=wrappers)
-    call = CallBody(env_index=0, kind="get", name="x", arguments=())
+    call = CallBody.of([make_call([0], "get", "x")])
     bodies = [
         (MessageType.HELLO, Hello().encode()),
         (MessageType.ATTACH, attach.encode()),
@@ -175,7 +179,7 @@ def messages_of_odd_values(
         yield encode(
             Message(
                 type=kind,
-                session=LEASED_SESSION if has_lease else LEASED_SESSION + 1 + number,
+                session=session if has_lease else session + 1 + number,
                 boot=boot,
                 epoch=epoch,
                 entries=((0, 1),),

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from envserve.errors import ConnectError
+from envserve.errors import ConnectError, KeyFileError
 from envserve.keys.folder import KeyFolder
 from envserve.keys.grant import Grant
+from envserve.server.access import Access
 
 NOW = 1_800_000_000.0
 KEY = bytes(32)
@@ -43,6 +44,23 @@ def test_what_was_wrong_beside_the_file_is_looked_at_again(
     assert len(caplog.records) == 1
     folder.path.chmod(0o700)
     assert folder.clients.find(KEY, NOW) is None
+
+
+def test_a_new_key_of_a_name_gets_in_once_nothing_is_left_of_the_old_one(
+    folder: KeyFolder,
+) -> None:
+    """Else leases of the one could not be told from leases of the other."""
+    access, new = Access(folder), bytes([1] * 32)
+    assert access.find(KEY)
+    folder.clients.add(Grant(name="ci", public=new), NOW)
+    with pytest.raises(KeyFileError, match="ci has had another key"):
+        access.find(new)
+    assert access.find_revoked() == {"ci"}
+    with pytest.raises(KeyFileError, match="ci has had another key"):
+        access.find(new)
+    access.forget_revoked()
+    assert access.find(new)
+    assert access.find_revoked() == set()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")

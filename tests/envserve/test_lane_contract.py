@@ -289,7 +289,8 @@ def test_attributes_are_called_and_set(make_batch: MakeBatch, spare_envs: bool) 
 
 def test_a_remote_exception_brings_its_traceback(make_batch: MakeBatch) -> None:
     batch = make_batch(LEDGER, 2, 1)
-    with pytest.raises(CallError, match=r"Env 1 \(.+\): complain: too dark") as caught:
+    text = r"Env 1 \(.+\): complain: ValueError: too dark"
+    with pytest.raises(CallError, match=text) as caught:
         batch.call(1, "complain", "too dark")
     assert "raise ValueError(text)\nValueError: too dark" in str(caught.value)
     assert caught.value.env_index == 1

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv
-from envserve.errors import EnvError, EnvStartError, UnknownEnv
+from envserve.errors import EnvError, EnvStartError, LocalProtocolError, UnknownEnv
 
 from .conftest import MakeBatch
 from .pool_driver import FAULTY, LEDGER
@@ -62,7 +62,16 @@ def test_a_raising_env_costs_its_row_alone(
     batch = make_batch.and_reset(
         FAULTY, 4, 2, env_kwargs={"fault": "raise"}, spare_envs=spare_envs
     )
+    if batch.lanes[0].name == "local":
+        batch.set_attr("render_mode", range(4))
     lost = batch.step(actions_of(batch, failing=1))
+    if batch.lanes[0].name == "local":
+        assert batch.get_attr("render_mode") == [
+            0,
+            1,
+            2,
+            3,
+        ]  # of the env that is new, too
     assert lost.valid.tolist() == [True, False, True, True]
     assert lost.truncated.tolist() == [False, True, False, False]
     fault = lost.infos[1]["fault"]
@@ -93,6 +102,7 @@ def test_a_fault_can_raise_here(
     if fault == "raise":
         assert caught.value.env_index == 1
         assert "Traceback" in caught.value.remote_traceback
+    batch.reset()
     assert batch.step(actions_of(batch)).valid.all()
 
 
@@ -105,7 +115,7 @@ def test_a_fault_can_raise_here(
             "wrong_shape",
             r"Env 1 \(.+\): expected observation float32\[3\]; got .*\[2\]",
         ),
-        ("wrong_dtype", r"Env 1 \(.+\): expected .* float32\[3\]; got float64\[3\]"),
+        ("wrong_dtype", r"Env 1 \(.+\): expected .* float32\[3\]; got complex128\[3\]"),
     ],
 )
 @either
@@ -116,9 +126,46 @@ def test_an_env_that_breaks_its_spaces_is_an_error_and_the_batch_goes_on(
     batch.reset()
     with pytest.raises(EnvError, match=message):
         batch.step(actions_of(batch, failing=1))
+    with pytest.raises(LocalProtocolError, match="reset"):
+        batch.step(actions_of(batch))
+    batch.reset()
     result = batch.step(actions_of(batch))
     assert result.valid.all()
-    assert result.observation[:, 0].tolist() == [2, 1, 2]
+    assert result.observation[:, 0].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("fault", ["nan", "inf_reward"])
+@either
+def test_what_is_not_finite_can_be_masked(
+    make_batch: MakeBatch, spare_envs: bool, fault: str
+) -> None:
+    kwargs = {"fault": fault}
+    batch = make_batch.and_reset(
+        FAULTY, 3, 2, env_kwargs=kwargs, spare_envs=spare_envs, nonfinite="mask"
+    )
+    lost = batch.step(actions_of(batch, failing=1))
+    assert lost.valid.tolist() == [True, False, True]
+    assert lost.truncated.tolist() == [False, True, False]
+    assert "finite" in lost.infos[1]["fault"]["text"]
+    for array in (lost.observation, lost.final_observation, lost.reward):
+        assert np.isfinite(array).all()
+    assert batch.step(actions_of(batch)).observation[:, 0].tolist() == [2, 1, 2]
+
+
+@pytest.mark.parametrize("fault", ["nan", "inf_reward"])
+@either
+def test_what_is_not_finite_can_pass(
+    make_batch: MakeBatch, spare_envs: bool, fault: str
+) -> None:
+    kwargs = {"fault": fault}
+    batch = make_batch.and_reset(
+        FAULTY, 3, 2, env_kwargs=kwargs, spare_envs=spare_envs, nonfinite="pass"
+    )
+    step = batch.step(actions_of(batch, failing=1))
+    assert step.valid.all()
+    odd = step.reward if fault == "inf_reward" else step.observation[:, 1]
+    assert np.isfinite(odd).tolist() == [True, False, True]
+    assert batch.step(actions_of(batch)).observation[:, 0].tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize("fault", ["hang", "spin"])

@@ -16,7 +16,6 @@ import pytest
 
 from envserve import codec
 from envserve.errors import CallError
-from envserve.lane import Call
 from envserve.settings import HostSettings
 from envserve.wire import (
     Buffer,
@@ -25,10 +24,11 @@ from envserve.wire import (
     MessageType,
     ResetBody,
     encode,
+    pack_options,
 )
 from envserve.wire.constants import BODY_LIMITS, MAX_ENTRIES
 from tests.envserve.raw_client import SESSION, RawClient, changed, errors_in
-from tests.envserve.session_fakes import FakeServer, make_attach, pair
+from tests.envserve.session_fakes import FakeServer, make_attach, make_call, pair
 
 MOST_SECONDS = 0.02
 MAX_ATTACH_VALUES = 256
@@ -69,9 +69,9 @@ def costly_messages(raw: RawClient) -> Iterator[tuple[str, list[Buffer]]]:
     yield "unknown env", encode(stranger)
     for kind in MessageType:
         for name, item in ITEMS.items():
-            call = {"env_index": 0, "kind": "set", "name": "x"}
+            call = {"kind": "set", "name": "x"}
             head = call if kind is MessageType.CALL else {}
-            last = {MessageType.CALL: "arguments", MessageType.RESET: "resets"}
+            last = {MessageType.CALL: "calls", MessageType.RESET: "resets"}
             body = filled(head, last.get(kind, "env_kwargs"), item, BODY_LIMITS[kind])
             listed = 1 if kind is MessageType.CALL else MAX_ENTRIES
             message = Message(kind, entries=((0, 1),) * listed, body=body, **numbers)
@@ -82,11 +82,17 @@ def costly_messages(raw: RawClient) -> Iterator[tuple[str, list[Buffer]]]:
     body = codec.encode({"resets": [whole] * 50})
     reset = Message(MessageType.RESET, entries=((0, 1),), body=body, **numbers)
     yield "RESET of everything, often", encode(reset)
-    yield "largest CALL", raw.call(0, "set", "x", ([0] * (MAX_CALL_VALUES - 20),))
+    yield "largest CALL", raw.call(0, "call", "x", ([0] * (MAX_CALL_VALUES - 20),))
+    options = pack_options({"many": [0] * 500, "long": bytes(15 << 10)})
+    body = ResetBody(resets=((None, None),) * 63, options=options).encode()
+    rest = tuple((block, 1) for block in range(1, 64))
+    yield "RESET with options", raw.frames(MessageType.RESET, rest, body)
     raw.finish()
     step = raw.step(1, seq=3)
-    entries = tuple((block, 3 if block == 0 else 1) for block in range(raw.num_blocks))
-    raw.send(changed(step, entries=((0, 2), *entries[1:])))
+    seqs = [3] + [2] * 63 + [1] * (raw.num_blocks - 64)
+    entries = tuple(enumerate(seqs))
+    found = raw.send(changed(step, entries=((0, 2), *entries[1:])))
+    assert not found, errors_in(found)
     yield "copy that differs", changed(step, entries=entries, attempt=1)
 
 
@@ -181,5 +187,5 @@ def test_a_client_refuses_to_attach_with_too_much() -> None:
 def test_a_client_refuses_to_call_with_too_much(argument: Any, text: str) -> None:
     _, client = pair()
     with pytest.raises(CallError, match=f"tcp://fake:1: Env 0: x: .*{text}"):
-        client.submit_call(Call(0, "set", "x", (argument,)), 0.0)
+        client.submit_call([make_call([0], "call", "x", argument)], 0.0)
     assert not client.outbox

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from envserve.errors import CallError, EnvserveError, LocalProtocolError
-from envserve.lane import Call, Outcome, Reset
+from envserve.errors import EnvserveError, LocalProtocolError
+from envserve.lane import Outcome, Reset
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
 from envserve.slab import Status
+from tests.envserve.session_fakes import make_call
 
 from .pool_driver import LEDGER, SCRIPT, PoolMaker, call, gather, kill, reset, step
 
@@ -114,7 +114,7 @@ def test_block_in_flight_cannot_be_submitted_again(make_pool: PoolMaker) -> None
     submits: list[Callable[[], None]] = [
         lambda: pool.submit_step([0]),
         lambda: pool.submit_reset([Reset(0)]),
-        lambda: pool.submit_call(Call(0, "get", "difficulty")),
+        lambda: pool.submit_call([make_call([0], "get", "difficulty")]),
     ]
     for submit in submits:
         with pytest.raises(LocalProtocolError, match="block 0 is in flight"):
@@ -151,11 +151,11 @@ def test_what_is_refused_starts_nothing(
     assert pool.rows.observation[0][:, 2].tolist() == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("env_index", [-1, 2])
-def test_call_of_no_env_is_refused(make_pool: PoolMaker, env_index: int) -> None:
-    pool = make_pool(LEDGER, 2, 1)
-    with pytest.raises(LocalProtocolError, match=f"got {env_index}"):
-        pool.submit_call(Call(env_index, "get", "difficulty"))
+def test_rows_beyond_the_limit_get_no_memory(make_pool: PoolMaker) -> None:
+    pool = make_pool(LEDGER, 4, 1, max_row_mib=0)
+    assert pool.error is not None
+    assert str(pool.error).startswith("rows of 4 envs need 1 MiB, and 0 are left for")
+    assert pool._workers.slab is None
 
 
 def test_env_kwargs_that_cannot_be_sent_are_an_error_of_ours() -> None:
@@ -164,18 +164,6 @@ def test_env_kwargs_that_cannot_be_sent_are_an_error_of_ours() -> None:
 
 
 # Calls.
-
-
-@pytest.mark.parametrize(
-    "argument",
-    [lambda: None, [0] * 70_000, {(1, 2): 3}, np.array([object()])],
-    ids=["function", "long list", "tuple key", "object array"],
-)
-def test_call_that_cannot_be_sent_is_free(make_pool: PoolMaker, argument: Any) -> None:
-    pool = make_pool.and_reset(LEDGER, 2, 1)
-    with pytest.raises(CallError, match="Env 1: echo: "):
-        pool.submit_call(Call(1, "call", "echo", (argument,)))
-    assert not step(pool, 1)[0].faults
 
 
 @pytest.mark.parametrize("nbytes", [10_000, 1_000_000, 20_000_000])

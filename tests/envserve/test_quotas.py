@@ -50,9 +50,12 @@ class KeyServer(FakeServer):
         last = [decode(frames) for frames in self.take_replies()][-1]
         return last
 
-    def attach(self, user: str = "ann", now: float = 0.0, **asked: Any) -> Message:
+    def attach(
+        self, user: str = "ann", now: float = 0.0, session: int = 0, **asked: Any
+    ) -> Message:
         body = make_attach(**{"num_envs": 1, **asked}).encode()
-        return self.say(user, MessageType.ATTACH, now, body=body)
+        number = {"session": session} if session else {}
+        return self.say(user, MessageType.ATTACH, now, body=body, **number)
 
     def refuse(self, user: str = "ann", now: float = 0.0, **asked: Any) -> ErrorBody:
         """Asks for envs in vain."""
@@ -75,7 +78,7 @@ def grant(name: str = "ann", **options: Any) -> Grant:
     return Grant(name=name, public=bytes(32), **options)
 
 
-GIVEN = MessageType.BUILDING
+GIVEN, GRANTED = MessageType.BUILDING, MessageType.GRANTED
 FEW = {"num_workers": 1, "max_processes": 100}
 
 
@@ -166,21 +169,30 @@ def test_a_key_attaches_twice_a_second_and_eight_times_at_once() -> None:
     server = KeyServer(grant(), grant("bob"), **FEW, envs_per_worker=100)
     for _ in range(8):
         server.attach()
-    body = server.refuse()
-    assert body.code is ErrorCode.ENVS_BUSY
-    assert body.text.startswith("ann may attach 2 times a second, and 8 times at once")
+    server.attach(session=100)
     assert server.count("ann", "over quota") == 1
     for user in ("bob", "local", ""):
         server.attach(user)
     assert len(server.pools) == 11
     server.attach(now=0.5)
-    server.refuse(now=0.75)
+    server.attach(now=0.75)
     server.attach(now=1.0)
     assert len(server.pools) == 13
-    for _ in range(8):
+    for _ in range(9):
         server.attach(now=100.0)
-    server.refuse(now=100.0)
     assert len(server.pools) == 21
+
+
+def test_a_lease_that_is_too_early_begins_when_a_copy_of_its_attach_is_not() -> None:
+    """Else a trainer of nine lanes could not start."""
+    server = KeyServer(grant(), **FEW, envs_per_worker=100)
+    for number in range(100, 112):
+        assert server.attach(session=number).type is GIVEN
+    assert len(server.pools) == 8
+    for now in (0.5, 1.0, 1.5, 2.0):
+        for number in range(108, 112):
+            assert server.attach(session=number, now=now).type in (GIVEN, GRANTED)
+        assert len(server.pools) == 8 + 2 * now
 
 
 def test_who_has_no_key_attaches_as_fast_as_it_likes() -> None:
@@ -213,6 +225,30 @@ def test_four_leases_of_a_user_are_built_at_a_time(way: str) -> None:
         )
     assert ("ann", 6) in server.pools
     assert ("ann", 7) not in server.pools
+
+
+def test_rows_of_all_leases_of_a_user_share_its_memory() -> None:
+    """How long rows are is known once envs are built: one lease after the other."""
+    server = KeyServer(grant(max_row_mib=3), grant("bob"), **FEW, envs_per_worker=1000)
+    server.builds_at_once = False
+    for number in range(100, 103):
+        server.attach(session=number, num_envs=100)
+    server.attach("bob", session=103)
+    assert set(server.pools) == {("ann", 100), ("bob", 103)}
+    assert server.pools["ann", 100].config.max_row_mib == 3
+    assert server.pools["bob", 103].config.max_row_mib is None
+    server.build(("ann", 100), 0.0)  # less than a MiB counts as one
+    assert server.pools["ann", 101].config.max_row_mib == 2
+    server.detach(("ann", 100))
+    server.build(("ann", 101), 0.0)
+    assert server.pools["ann", 102].config.max_row_mib == 2
+
+
+def test_the_hosts_limit_of_memory_holds_for_all_keys() -> None:
+    server = KeyServer(grant(max_row_mib=3), grant("bob"), max_row_mib=2, **FEW)
+    for user in ("ann", "bob", "local"):
+        server.attach(user)
+    assert {pool.config.max_row_mib for pool in server.pools.values()} == {2}
 
 
 def test_a_key_may_use_envs_that_fit_its_patterns() -> None:

@@ -40,12 +40,19 @@ def test_offer_is_fixed_at_the_start() -> None:
         del gymnasium.registry["RegisteredLater-v0"]
 
 
-def test_unknown_name_lists_near_matches_or_points_to_import_modules() -> None:
+def test_unknown_name_lists_near_matches_and_none_that_are_far() -> None:
     with pytest.raises(UnknownEnv, match=r"CartPool-v1.*did you mean.*CartPole-v1"):
         Registry(["CartPool-v1"])
-    for name, hint in (("Pendulum-v0", "mean Pendulum-v1"), ("zzz", "import_modules")):
+    for name, hint in (
+        ("Pendulum-v0", "mean Pendulum-v1"),
+        ("lunarlander", "LunarLander-v3"),
+    ):
         with pytest.raises(UnknownEnv, match=hint):
             make_env(name, {})
+    for name in ("Foo-v0", "Mine-v0", "Walk-v0", "ALE/Nothing-v5"):
+        with pytest.raises(UnknownEnv) as caught:
+            make_env(name, {})
+        assert "did you mean" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

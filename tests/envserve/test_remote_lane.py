@@ -15,7 +15,6 @@ from envserve import codec
 from envserve.client import connection, remote_lane
 from envserve.client.remote_lane import RemoteLane
 from envserve.errors import ConnectError, EnvStartError, LocalProtocolError, ServerLost
-from envserve.lane import Call
 from envserve.session import Patience, requests
 from envserve.slab import Status
 from tests.chaos.proxy import Proxy
@@ -23,6 +22,7 @@ from tests.chaos.toxics import Toxics
 from tests.envserve.conftest import Attach, Serve, bind_for
 from tests.envserve.pool_driver import gather, step
 from tests.envserve.server_process import ServerProcess, make_config
+from tests.envserve.session_fakes import make_call
 
 
 @pytest.fixture
@@ -108,9 +108,9 @@ def test_results_of_calls_come_whole_however_long(
     options = ("--import", "picture_envs", "--expose", "picture")
     lane = attach(serve(*options, cwd=tmp_path), "Picture-v0")
     for _ in range(2):
-        lane.submit_call(Call(0, "call", "picture", (3 << 20,)))
+        lane.submit_call([make_call([0], "call", "picture", 3 << 20)])
         (outcome,) = gather(lane, [0])
-        picture = codec.decode(outcome.result, max_bytes=4 << 20)["value"]
+        (picture,) = codec.decode(outcome.result, max_bytes=4 << 20)
         np.testing.assert_array_equal(picture, np.full(3 << 20, 7))
     submit(lane, 1)
     finish(lane)

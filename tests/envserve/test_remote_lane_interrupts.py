@@ -17,13 +17,14 @@ import pytest
 
 from envserve.client import BatchEnv, connection, remote_lane
 from envserve.client.remote_lane import RemoteLane
-from envserve.lane import Call, Outcome, Reset
+from envserve.client.watch import Descriptor
+from envserve.lane import Outcome, Reset
 from envserve.slab import Status
 from envserve.transport import Frames
 from envserve.wire import Buffer
 from tests.envserve.interrupts import Place, run_traced
 from tests.envserve.server_process import make_config
-from tests.envserve.session_fakes import FakeServer
+from tests.envserve.session_fakes import FakeServer, make_call
 
 STRIDE = 16
 BLOCKS: Final = (0, 1)
@@ -69,9 +70,9 @@ class MemoryConnection:
         self.server = FakeServer(boot=1)
         self.slow: set[int] = set()
         self._replies: collections.deque[list[Buffer]] = collections.deque()
-        self.max_frame_bytes = 1 << 30
+        self.max_frame_bytes = self.max_row_bytes = 1 << 30
         self.keys = None
-        self.descriptor = connection.Descriptor()
+        self.descriptor = Descriptor()
         self.made.append(self)
 
     @untraced
@@ -103,6 +104,9 @@ class MemoryConnection:
         if frames is None:
             time.sleep(0.001)
         return frames
+
+    def is_endless(self, is_connected: bool) -> bool:
+        return False
 
     def look(self) -> tuple[bool, bool]:
         return bool(self._replies), True
@@ -246,7 +250,7 @@ def reset_after_a_restart(run: Run, line: int) -> list[Place]:
 def call_and_lose(run: Run, line: int) -> list[Place]:
     def submit() -> None:
         run.lane.rows.action[0][:] = 50
-        run.lane.submit_call(Call(0, "call", "render"))
+        run.lane.submit_call([make_call([0], "call", "render")])
         run.lane.submit_step([1])
         run.lane.lose("it was enough")
         run.lane.rows.action[0][:] += 1

@@ -17,6 +17,7 @@ from envserve.crashes.action_ring import Played
 from envserve.crashes.files import SUFFIX
 from envserve.crashes.repro import End, Repro, decode_repro, encode_repro
 from envserve.errors import ReproError
+from envserve.lane import Reset
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
 from envserve.pool.replay import describe_repro, load_repro, replay
@@ -53,6 +54,11 @@ class CrashyEnv(gymnasium.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
+        doom = (options or {}).get("doom")
+        if doom == "reset":
+            self.fault()
+        if doom == "step":
+            self.chance = 1.0
         self.place = np.float64(0)
         self.left = self.np_random.integers(1, 40)
         return self.look(0.1 if seed is None else 0), {}
@@ -114,7 +120,8 @@ def crash(
     [
         ("raise", 4, {}),
         ("nan", 3, {}),
-        ("exit", 3, {"autoreset": "next_step"}),
+        ("nan", 3, {"nonfinite": "mask"}),
+        ("exit", 3, {"autoreset": "next_step", "seeded": False}),
         ("segfault", 3, {"num_splits": 2}),
         ("abort", 3, {"spare_envs": True}),
         ("raise", 3, {"spare_envs": True}),
@@ -146,6 +153,33 @@ def test_crashes_by_chance_are_reproduced_at_the_same_action(
         assert ending.number == len(repro.played.actions[0])
 
 
+@pytest.mark.parametrize("doom", ["reset", "step"])
+def test_a_crash_that_options_lead_to_is_reproduced_once_an_episode_has_begun(
+    make_pool: PoolMaker, launcher: Launcher, crash_dir: Path, doom: str
+) -> None:
+    kwargs = {"fault": "raise", "chance": 0.0}
+    pool = make_pool(CRASHY, 2, 1, env_kwargs=kwargs, crash_dir=str(crash_dir))
+    reset(pool)
+    doomed = Reset(0, (1,), options=codec.encode({"doom": doom}))
+    (outcome,) = reset(pool, doomed)
+    assert (outcome.error is not None) is (doom == "reset")
+    pool.submit_step([0])
+    gather(pool, [0])
+    if doom == "reset":  # who asked for it is told, and files are for what nobody saw
+        assert not files_in(crash_dir)
+        return
+    (path,) = files_in(crash_dir)
+    repro = load_repro(path)
+    assert repro.env_index == 1
+    ending = replay(repro, launcher)
+    assert ending.is_reproduced, (ending, describe_repro(repro))
+    assert ending.number == 1
+    played = replace(repro.played, options=b"", misses_options=True)
+    forgetful = replace(repro, played=played)
+    assert "options of its reset, or of an earlier" in describe_repro(forgetful)
+    assert not replay(forgetful, launcher).is_reproduced
+
+
 def make_repro(fault: str = "segfault", **changes: Any) -> Repro:
     played = Played(
         incarnation=0,
@@ -162,6 +196,7 @@ def make_repro(fault: str = "segfault", **changes: Any) -> Repro:
         import_modules=("tests.oracle.probe_envs",),
         autoreset="same_step",
         root_seed=1,
+        seeded=True,
         env_index=0,
         timeout_seconds=20.0,
         played=played,
@@ -266,7 +301,7 @@ def test_wrappers_are_said() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"format": 3},
+        {"format": 2},
         {"wrappers": [["ActionRepeat", 4]]},
         {"env_name": 7},
         {"env_kwargs": [1]},

@@ -27,7 +27,8 @@ from envserve.server.process import raise_file_limit
 from envserve.server.router import Router
 from envserve.server.shell import RouterShell
 from envserve.server.unread import Unread
-from envserve.session import Decision, ServerSession
+from envserve.session import Decision, Reply, ServerSession
+from envserve.session.decisions import Repeats
 from envserve.settings import HostSettings
 from envserve.slab import Status
 from envserve.wire import (
@@ -256,6 +257,40 @@ async def test_a_dead_workers_block_is_absent_and_then_lost(tmp_path: Path) -> N
         await peer.send(kinds.STEP, 3, actions, entries=((0, 3), (1, 3)))
         result = await peer.receive(kinds.ABSENT, kinds.RESULT)
         assert (result.type, len(result.entries)) == (kinds.RESULT, 2)
+
+
+async def test_an_answer_that_could_not_be_sent_again_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path) as (shell, _):
+        repeats = Repeats()
+        monkeypatch.setattr(shell._router, "send", lambda *_: False)
+        for now in range(20):
+            assert repeats.allow(float(now))
+            shell._carry_out([Reply((1, b"r", ""), [b"?"], repeats)])
+        assert repeats.count == 0
+        assert not repeats.allow(19.5)
+        monkeypatch.undo()
+
+
+async def test_a_reply_at_which_the_server_fails_costs_no_other_decision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent: list[object] = []
+
+    def send(_: object, frames: Sequence[Buffer]) -> bool:
+        if frames == [b"bad"]:
+            raise zmq.ZMQError(errno.EFAULT)
+        sent.extend(frames)
+        return True
+
+    async with running(tmp_path) as (shell, _):
+        monkeypatch.setattr(shell._router, "send", send)
+        shell._carry_out([Reply((1, b"r", ""), [f]) for f in (b"bad", b"good")])
+        assert sent == [b"good"]
+        assert (shell.failures, shell.dropped_replies) == (1, 1)
+        monkeypatch.undo()
+    assert "a reply could not be sent" in caplog.text
 
 
 async def test_what_was_dropped_is_logged_at_the_end(

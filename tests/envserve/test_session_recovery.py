@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from envserve.errors import ServerLost
-from envserve.lane import Call, Reset
+from envserve.lane import Reset
 from envserve.session import ClientState
 from envserve.slab import Status
 from envserve.wire import Buffer, MessageType, decode
@@ -20,6 +20,7 @@ from tests.envserve.session_fakes import (
     exchange,
     executed,
     finish,
+    make_call,
     make_client,
     pair,
     restart,
@@ -220,10 +221,10 @@ def test_a_reset_of_some_rows_leaves_the_block_lost(is_late: bool) -> None:
 
 def test_a_call_in_flight_fails_and_a_later_one_is_carried_out() -> None:
     client, restarted = restart()
-    client.submit_call(Call(0, "call", "render"), 1.0)
+    client.submit_call([make_call([0], "call", "render", block=0)], 1.0)
     (outcome,) = finish(client, restarted, 1.0)
     assert isinstance(outcome.error, ServerLost)
-    client.submit_call(Call(3, "call", "render"), 1.0)
+    client.submit_call([make_call([3], "call", "render", block=1)], 1.0)
     (outcome,) = finish(client, restarted, 1.0)
     assert outcome.error is None
     check_lost(client, step_all(client, restarted, 1.0), last=3)
@@ -234,7 +235,7 @@ def test_a_call_while_envs_are_lost_waits_for_them() -> None:
     client.connected(1.0)
     exchange(client, restarted, 1.0)
     assert state_of(client) is ClientState.ATTACHING
-    client.submit_call(Call(0, "call", "render"), 1.0)
+    client.submit_call([make_call([0], "call", "render", block=0)], 1.0)
     assert finish(client, restarted, 1.5) == []
     restarted.build(next(iter(restarted.pools)), 2.0)
     (outcome,) = finish(client, restarted, 2.0)

@@ -29,6 +29,7 @@ class Loop:
     now: float = 100.0
     handled: dict[str, float] = field(default_factory=dict)
     dropped: dict[str, float] = field(default_factory=dict)
+    steppers: frozenset[str] = frozenset()
 
     def turn(
         self, users: list[str], cost: Callable[[str], float], due: float
@@ -43,7 +44,7 @@ class Loop:
             user, *users = users
             is_admitted = self.shares.admits((1, b"r", user))
             self.now += cost(user) if is_admitted else COST / 10
-            is_over = self.shares.charge(self.now)
+            is_over = self.shares.charge(self.now, is_step=user in self.steppers)
             kept = self.handled if is_admitted else self.dropped
             kept[user] = kept.get(user, 0) + 1
         pause = self.shares.end_turn(is_drained=not users)
@@ -120,6 +121,31 @@ def test_a_turn_that_took_long_after_a_lull_is_no_queue() -> None:
         loop.turn(["ann", "bob"], lambda user: 5e-3, math.inf)
         assert loop.shares.over is None
         loop.turn(["bob"], lambda user: COST, math.inf)
+
+
+def test_steps_of_hundreds_of_blocks_are_no_flood() -> None:
+    """All of them may stand in the queue: each is the only one of its block."""
+    loop = Loop(steppers=frozenset({"ann", "bob"}))
+    loop.run(3.0, ("ann",), {"bob": 1})
+    assert not loop.dropped
+
+
+def test_steps_of_hundreds_of_blocks_hide_no_flood() -> None:
+    loop = Loop(steppers=frozenset({"ann", "bob"}))
+    cost = {"mallory": 4 * COST}
+    loop.run(3.0, ("ann", "mallory"), {"bob": 1}, lambda user: cost.get(user, COST))
+    assert loop.dropped.keys() == {"mallory"}
+
+
+def test_frames_that_are_thrown_away_are_charged_to_their_sender() -> None:
+    shares, now = make_shares(1.0), 100.0
+    for _ in range(200):
+        shares.begin_turn(now)
+        shares.admits((1, b"a", "ann"))
+        shares.charge(now := now + COST)
+        shares.charge(now := now + 2e-3, "mallory")
+        shares.end_turn(is_drained=False)
+    assert shares.over == "mallory"
 
 
 def test_many_equal_users_of_a_busy_loop_are_not_dropped() -> None:

@@ -14,7 +14,6 @@ from envserve.errors import (
     RemoteProtocolError,
 )
 from envserve.lane import Fault
-from envserve.session.error_codes import exception_of
 from envserve.settings import HostSettings
 from envserve.slab import Status
 from envserve.text import Seldom, did_you_mean, one_line, printable, without_folders
@@ -26,6 +25,7 @@ from envserve.wire import (
     Report,
     Welcome,
     encode,
+    exception_of,
 )
 from tests.envserve.raw_client import RawClient, errors_in
 from tests.envserve.session_fakes import FakeServer, make_attach, make_welcome
@@ -114,26 +114,17 @@ def test_paths_are_told_only_where_the_operator_wants_it(shows: bool) -> None:
     (result,) = raw.end(outcomes)
     report = Report.decode(result.report)
     raw.send(raw.call(0, "call", "x", seq=2))
-    failed = codec.encode({"error": "at /opt/x.py", "traceback": TRACEBACK})
-    (called,) = raw.end([raw.pool.finish(0)._replace(result=failed)])
+    failed = Fault(0, Status.ENV_ERROR, TRACEBACK, is_violation=False)
+    (called,) = raw.end([raw.pool.finish(0)._replace(faults=(failed,))])
     texts = [
         *(fault.text for fault in report.faults),
         *(text for e in report.errors.values() for text in (e.text, e.traceback)),
-        *codec.decode(bytes(called.payload)).values(),
+        *(fault.text for fault in Report.decode(called.report).faults),
     ]
-    assert len(texts) == 5
+    assert len(texts) == 4
     for text in texts:
         assert ("/opt/" in text or "/srv/ann/" in text) is shows
         assert "sim.py" in text or "x.py" in text
-
-
-@pytest.mark.parametrize("length", [0, 1 << 19])
-def test_what_a_worker_says_of_a_failed_call_may_be_anything(length: int) -> None:
-    raw = RawClient(FakeServer(HostSettings(exposed=frozenset({"x"}))))
-    raw.send(raw.call(0, "call", "x"))
-    failed = b"\x82\xa5error" + bytes(length)
-    (called,) = raw.end([raw.pool.finish(0)._replace(result=failed)])
-    assert codec.decode(bytes(called.payload)).keys() == {"error", "traceback"}
 
 
 # What a server says to a client.
@@ -176,4 +167,6 @@ def test_near_matches_are_found_where_the_name_was_written() -> None:
     (error,) = errors_in(server.hear(MessageType.ATTACH, body=body))
     assert "did you mean" not in error.text
     assert did_you_mean("Fake-v7", ["Fake-v0"]) == "; did you mean Fake-v0?"
-    assert "see import_modules" in did_you_mean("zzz", ["Fake-v0"])
+    assert did_you_mean("walk-v1", ["a:Walk-v0", "b"]) == "; did you mean a:Walk-v0?"
+    assert did_you_mean("zzz", ["Fake-v0"]) == "; there is only Fake-v0"
+    assert did_you_mean("zzz", [f"Fake-v{n}" for n in range(9)]) == ""

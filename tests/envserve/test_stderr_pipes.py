@@ -71,7 +71,7 @@ def read_all(fd: int) -> bytes:
 
 def test_bytes_are_passed_on_and_the_last_kept_per_worker(pipes: Pipes) -> None:
     writers = {worker: open_for(pipes, worker) for worker in (7, 8)}
-    texts = {7: b"\xff\x00rubbish \xed\xa0\x80\n", 8: b"x" * 5000 + b"end"}
+    texts = {7: b"\xff\x00rubbish \xed\xa0\x80\n", 8: b"x" * 5000 + b"end\n"}
     for worker, fd in writers.items():
         os.write(fd, texts[worker])
         handle_all(pipes, pipes.poller)
@@ -81,6 +81,39 @@ def test_bytes_are_passed_on_and_the_last_kept_per_worker(pipes: Pipes) -> None:
     assert pipes.end(8) == texts[8][-TAIL_BYTES:]
     assert pipes.poller.poll(0) == []
     assert pipes.end(7) == b""  # forgotten
+
+
+def test_lines_and_stacks_of_several_workers_do_not_mix(pipes: Pipes) -> None:
+    ends = [open_for(pipes, worker) for worker in (1, 2)]
+    parts = [
+        b"he",
+        b"llo\nFatal Python error: Seg",
+        b"mentation\n\n",
+        b'  File "',
+        b"a",
+    ]
+    for part in parts:
+        for end in ends:
+            os.write(end, part)
+            handle_all(pipes, pipes.poller)
+    assert read_all(pipes.out) == b"hello\n" * 2
+    for end in ends:
+        os.close(end)
+    whole = b"".join(parts)
+    assert pipes.end(1) == pipes.end(2) == whole
+    assert read_all(pipes.out) == whole.removeprefix(b"hello\n") * 2
+
+
+def test_what_has_no_end_of_a_line_is_held_for_a_while_only(pipes: Pipes) -> None:
+    end = open_for(pipes, 1)
+    os.write(end, b"10 %\r20 %")
+    handle_all(pipes, pipes.poller)
+    assert read_all(pipes.out) == b"10 %\r"
+    os.write(end, bytes(20_000))
+    handle_all(pipes, pipes.poller)
+    assert read_all(pipes.out) == b"20 %" + bytes(20_000)
+    os.close(end)
+    pipes.end(1)
 
 
 def test_output_of_what_a_worker_leaves_behind_is_passed_on(pipes: Pipes) -> None:
@@ -117,10 +150,10 @@ def test_writer_goes_on_unread_and_what_is_left_out_is_said(kind: str) -> None:
         passed_on += read_all(out)
     assert 1 << 19 < len(passed_on) < 3 << 20
     fd = open_for(pipes, 2)
-    os.write(fd, b"again")
+    os.write(fd, b"again\n")
     handle_all(pipes, poller)
     note, _, rest = read_all(out).partition(b"\n")
-    assert rest == b"again"
+    assert rest == b"again\n"
     dropped = 64 * 0x10000 - len(passed_on)
     assert note == f"[envserve: {dropped} bytes of workers left out here]".encode()
     assert os.get_blocking(write_fd)  # it is shared with others

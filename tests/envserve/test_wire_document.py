@@ -10,22 +10,27 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from envserve.lane import make_blocks
+from envserve import codec
+from envserve.encoded import encode_row
+from envserve.lane import Call, make_blocks
 from envserve.slab import Rows
-from envserve.spec import EnvSpec
+from envserve.spec import EnvSpec, leaves_of
 from envserve.wire import (
     Attach,
     Buffer,
+    CallBody,
     ErrorCode,
     Granted,
     Hello,
     Message,
     MessageType,
+    ResetBody,
     RowCodec,
     RowPart,
     Welcome,
     constants,
     encode,
+    pack_options,
 )
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
@@ -58,7 +63,9 @@ def example() -> dict[str, list[Buffer]]:
     granted = Granted(epoch=1, lease_seconds=60.0, spec=SPEC, blocks=blocks)
     body, _ = RowPart(RowCodec(rows), [(0, 2)]).pack_results()
     later_body, _ = RowPart(RowCodec(later), [(0, 1)]).pack_results()
+    calls = [Call(block, (block,), "get", "metadata") for block in range(2)]
     actions = rows.action[0].tobytes()
+    reset = ResetBody(resets=(((1,), (5,)),), options=pack_options({"level": 3}))
     kinds = MessageType
     messages = {
         "HELLO": say(kinds.HELLO, 1, Hello(client="docs").encode(), boot=0, epoch=0),
@@ -69,6 +76,13 @@ def example() -> dict[str, list[Buffer]]:
         "RESULT": say(kinds.RESULT, 3, body, entries=entries),
         "ABSENT": say(kinds.ABSENT, 4, entries=((1, 2),)),
         "RESULT of block 0": say(kinds.RESULT, 4, later_body, entries=((0, 2),)),
+        "CALL": say(
+            kinds.CALL, 6, CallBody.of(calls).encode(), entries=((0, 3), (1, 4))
+        ),
+        "CALL_RESULT of block 1": say(
+            kinds.CALL_RESULT, 6, entries=((1, 4),), payload=codec.encode([{}])
+        ),
+        "RESET": say(kinds.RESET, 5, reset.encode(), entries=((1, 3),)),
     }
     return {name: encode(message) for name, message in messages.items()}
 
@@ -97,6 +111,11 @@ def test_the_example_is_what_the_code_makes(name: str) -> None:
     assert documented(name) == [hex_lines(frame) for frame in example()[name]]
 
 
+def test_the_row_of_a_text_is_what_the_code_makes() -> None:
+    (leaf,) = leaves_of(spaces.Text(3))
+    assert hex_lines(encode_row(leaf, "ab").data) in DOCUMENT.read_text()
+
+
 def test_every_type_code_and_limit_is_documented() -> None:
     text = DOCUMENT.read_text()
     for kind in MessageType:
@@ -108,5 +127,7 @@ def test_every_type_code_and_limit_is_documented() -> None:
         *("MAX_REPORT_BYTES", "MAX_TEXT_BYTES", "MAX_TRACEBACK_BYTES"),
         *("MAX_ATTACH_VALUES", "MAX_CALL_BYTES", "MAX_CALL_VALUES"),
         *("RESET_BYTES", "RESET_ROW_BYTES"),
+        *("MAX_OPTIONS_BYTES", "MAX_OPTIONS_VALUES", "MAX_TOLD_BLOCKS"),
+        *("MAX_TOLD_BYTES",),
     ):
         assert f"{getattr(constants, name):,}" in text, name

@@ -32,6 +32,7 @@ from envserve.wire import (
     ResetBody,
     decode,
     encode,
+    pack_options,
     peek,
     set_attempt,
 )
@@ -44,7 +45,7 @@ from envserve.wire.constants import (
 )
 from envserve.wrappers import WrapperSpec
 from tests.envserve.mutation import mutate, read_or_refuse
-from tests.envserve.session_fakes import make_welcome
+from tests.envserve.session_fakes import make_call, make_welcome
 from tests.oracle.probe_envs import SPACES
 
 U16, U32, U64 = 2**16 - 1, 2**32 - 1, 2**64 - 1
@@ -63,6 +64,8 @@ ATTACH = Attach(
     autoreset="next_step",
     infos="all",
     spare_envs=True,
+    nonfinite="mask",
+    vectorized=True,
 )
 BODIES: list[Any] = [
     Hello(client="host:1"),
@@ -70,8 +73,9 @@ BODIES: list[Any] = [
     ATTACH,
     Building(elapsed_ms=5),
     Pong(running={0: 12, 3: 4000}),
-    ResetBody(resets=((None, None), ((1, 2), None), ((3,), (2**63 - 1,)))),
-    CallBody(env_index=3, kind="set", name="gravity", arguments=(1.5,)),
+    ResetBody(resets=((None, None), ((1, 2), None), ((3, 4), (2**63 - 1, None)))),
+    ResetBody(resets=((None, None),), options=pack_options({"level": 3})),
+    CallBody.of([make_call([3], "set", "gravity", 1.5)] * 2),
     ErrorBody(
         code=ErrorCode.CALL_FAILED,
         executed=Executed.YES,
@@ -231,6 +235,13 @@ def test_unknown_types_and_versions_come_back_without_contents() -> None:
     for frames in (patched(5, "<B", 200), patched(4, "<B", 7)):
         message = decode(frames)
         assert (message.session, message.entries, message.body) == (1, (), b"")
+
+
+@pytest.mark.parametrize("version", [1, 9])
+def test_an_error_of_any_version_can_be_read(version: int) -> None:
+    body = ErrorBody(code=ErrorCode.VERSION_MISMATCH, text="no").encode()
+    error = Message(MessageType.ERROR, version, entries=((1, 2),), body=body)
+    assert decode(encode(error)).body == body
 
 
 def test_a_prefix_can_be_read_where_the_rest_is_bad() -> None:

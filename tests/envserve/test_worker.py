@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import gymnasium
@@ -15,11 +15,15 @@ from gymnasium import spaces
 
 from envserve import codec
 from envserve.crashes.action_ring import ring_nbytes
+from envserve.lane import Block, Fault
 from envserve.slab import Slab, Status, row_of_beat
 from envserve.spec import EnvSpec, restore
 from envserve.worker import process
+from envserve.worker.calls import call_payload, read_answer
 from envserve.worker.channel import Frame, FrameReader, Kind, pack_frame
 from envserve.worker.report import max_report
+
+from .session_fakes import make_call
 
 LEDGER = "envserve/Ledger-v0"
 FAULTY = "envserve/Faulty-v0"
@@ -54,6 +58,10 @@ class Hosted:
             "infos": "none",
             "max_infos_kib": 64,
             "spare_envs": False,
+            "vectorized": False,
+            "nonfinite": "raise",
+            "strict_spaces": False,
+            "seeded": True,
             "blocks": [[0, 0, rows]],
             "incarnations": [[row, 0] for row in range(rows)],
         }
@@ -101,9 +109,10 @@ class Hosted:
         self.rows.action[0][:] = actions
         return self.ask(Kind.STEP)
 
-    def call(self, kind: str, name: str, *arguments: Any) -> Any:
-        request = {"row": 1, "kind": kind, "name": name, "arguments": arguments}
-        return self.ask(Kind.CALL, request)
+    def call(self, kind: str, name: str, *arguments: Any) -> Sequence[Fault]:
+        self.send(Kind.CALL, call_payload(make_call([1], kind, name, *arguments)))
+        block = Block(0, 0, self.num_rows, 0, 0)
+        return read_answer(self.receive().payload, block)[0]
 
     def end(self) -> None:
         """Hangs up, and waits until the worker has gone."""
@@ -177,11 +186,14 @@ def test_reports_have_a_bound(host: Host) -> None:
     gymnasium.register("Long-v0", lambda **_: LongEnv())
     try:
         hosted = host("Long-v0", infos="all").ready()
-        limit, _ = max_report(2, 64)
-        omitted = {0: {"omitted": ["lists"]}, 1: {"omitted": ["lists"]}}
-        assert hosted.step([0, 0], [0, 0])["infos"] == omitted
-        assert hosted.step([0, 3], [0, 3])["infos"] == omitted
-        assert hosted.step([0, 1], [0, 1])["infos"] == {}  # not even their names
+        limit = max_report(2, 64)
+        omitted = {"omitted": ["lists"]}
+        assert hosted.step([0, 0], [0, 0])["infos"] == {0: omitted, 1: omitted}
+        both = hosted.step([0, 3], [0, 3])["infos"]
+        assert both == {0: omitted, 1: infos[3]}
+        cut = hosted.step([0, 1], [0, 1])["infos"]
+        assert [len(info["omitted"]) for info in cut.values()] == [10, 10]
+        assert all(len(name) == 32 for name in cut[0]["omitted"])
         assert set(hosted.step([0, 2], [0, 2])["infos"][0]) == {"n"}
         faults = hosted.step([1, 0], [1, 0])["faults"]
         assert len(faults) == 2
@@ -222,6 +234,21 @@ class KeepingEnv(gymnasium.Env[Any, Any]):
         return self.kept[0], 0.0, False, False, {}
 
 
+class OwnWordsEnv(KeepingEnv):
+    def step(self, action: Any) -> Any:
+        return action, 0.0, True, False, {"reset_info": 5}
+
+
+def test_an_env_has_no_reset_info_of_its_own(host: Host) -> None:
+    gymnasium.register("OwnWords-v0", lambda **_: OwnWordsEnv())
+    try:
+        hosted = host("OwnWords-v0", infos="all").ready()
+        infos = hosted.step([0, 0], [0, 0])["infos"]
+    finally:
+        del gymnasium.registry["OwnWords-v0"]
+    assert infos == {0: {"reset_info": {}}, 1: {"reset_info": {}}}
+
+
 @pytest.fixture
 def keeping_env() -> Iterator[str]:
     gymnasium.register("Keeping-v0", lambda **_: KeepingEnv())
@@ -252,9 +279,9 @@ def test_call_that_fails_gives_the_traceback_and_costs_nothing(
     host: Host, name: str, arguments: list[Any], text: str
 ) -> None:
     hosted = host(LEDGER).ready()
-    answer = hosted.call("call", name, *arguments)
-    assert text in answer["traceback"]
-    assert answer["error"] in answer["traceback"]
+    (fault,) = hosted.call("call", name, *arguments)
+    assert fault.env_index == 1
+    assert text in fault.text
     assert hosted.step(1, 1) is None
 
 

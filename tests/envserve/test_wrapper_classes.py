@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import gymnasium
@@ -12,61 +11,7 @@ from gymnasium import spaces
 from gymnasium.utils import seeding
 
 from envserve.errors import EnvStartError
-from envserve.registry import make_env
-from envserve.wrappers import WrapperSpec
-from envserve.wrappers.apply import wrap
-from envserve.wrappers.table import KNOWN
-
-
-class Line(gymnasium.Env[Any, Any]):
-    """Shows given observations one after the other, always in the same array.
-
-    The reward of step n is n. It ends with the last observation.
-    """
-
-    action_space = spaces.Discrete(5, start=-2)
-
-    def __init__(
-        self, shown: Sequence[Any], dtype: str, low: float, high: float
-    ) -> None:
-        self._shown = np.array(shown, dtype)
-        shape = self._shown.shape[1:]
-        self.observation_space = spaces.Box(low, high, shape, np.dtype(dtype).type)
-        self._array = np.empty(shape, dtype)
-        self.actions: list[Any] = []
-
-    def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
-        self._step = 0
-        self._array[...] = self._shown[0]
-        return self._array, {"step": 0}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self._step += 1
-        self.actions.append(action)
-        self._array[...] = self._shown[self._step]
-        is_over = self._step == len(self._shown) - 1
-        return self._array, float(self._step), is_over, False, {"step": self._step}
-
-
-def line(
-    shown: Sequence[Any], dtype: str = "float32", low: float = 0, high: float = 9
-) -> Line:
-    return Line(shown, dtype, low, high)
-
-
-def wrapped(env: gymnasium.Env[Any, Any], name: str, **arguments: Any) -> Any:
-    return wrap(env, (WrapperSpec(name, arguments),))
-
-
-def episode(env: Any, action: Any = 0) -> list[Any]:
-    """The observations of an episode."""
-    observations = [env.reset()[0]]
-    while True:
-        observation, _, terminated, truncated, _ = env.step(action)
-        observations.append(observation)
-        if terminated or truncated:
-            return observations
-
+from tests.envserve.shown_env import episode, line, wrapped
 
 # ActionRepeat.
 
@@ -305,79 +250,3 @@ def test_range_normalize_refuses_what_has_no_range(part: str, bounds: Any) -> No
     ):
         wrapped(env, "RangeNormalize")
     assert wrapped(env, "RangeNormalize", **{part: False}) is not None
-
-
-# Gymnasium's, as far as envs of ours need them to do what docs/wrappers.md says.
-
-
-def test_wrappers_are_applied_in_their_order() -> None:
-    inner_first = (
-        WrapperSpec("ActionRepeat", {"amount": 2}),
-        WrapperSpec("TimeLimit", {"max_episode_steps": 3}),
-    )
-    for specs, reward in ((inner_first, 11.0), (inner_first[::-1], 3.0)):
-        env = wrap(line(range(9)), specs)
-        env.reset()
-        while not (last := env.step(0))[3]:
-            pass
-        assert last[1] == reward, specs
-
-
-def test_32_bits_are_a_dtype() -> None:
-    env = wrap(
-        line([[1.5], [2.5]], "float64"),
-        (WrapperSpec("DtypeObservation", {"dtype": "float32"}),),
-    )
-    assert env.reset()[0].dtype == env.observation_space.dtype == np.float32
-
-
-def test_integers_are_not_rescaled_to_zeros() -> None:
-    arguments = {"min_obs": -1, "max_obs": 1}
-    with pytest.raises(EnvStartError, match="observations that are floats"):
-        wrapped(line([[0], [9]], "uint8"), "RescaleObservation", **arguments)
-    specs = (
-        WrapperSpec("DtypeObservation", {"dtype": "float32"}),
-        WrapperSpec("RescaleObservation", arguments),
-    )
-    env = wrap(line([[0], [9]], "uint8"), specs)
-    assert [seen.tolist() for seen in episode(env)] == [[-1], [1]]
-
-
-IMAGES = np.zeros((3, 8, 8, 3)).tolist()
-#: An env that fits, arguments, and the shape of what is seen or done then.
-USES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
-    "ActionRepeat": ("CartPole-v1", {"amount": 2}, (4,)),
-    "ClipAction": ("Pendulum-v1", {}, (3,)),
-    "ClipReward": ("CartPole-v1", {"min_reward": 0, "max_reward": 0.5}, (4,)),
-    "DtypeObservation": ("CartPole-v1", {"dtype": "float64"}, (4,)),
-    "FlattenObservation": ("images", {}, (192,)),
-    "FrameDelta": ("images", {}, (8, 8, 3)),
-    "FrameHistory": ("images", {"past_indices": [1]}, (1, 8, 8, 3)),
-    "FrameStackObservation": ("images", {"stack_size": 2}, (2, 8, 8, 3)),
-    "GrayscaleObservation": ("images", {"keep_dim": True}, (8, 8, 1)),
-    "MaxAndSkipObservation": ("images", {"skip": 2}, (8, 8, 3)),
-    "RandomStart": ("CartPole-v1", {"max_steps": 2}, (4,)),
-    "RangeNormalize": ("Pendulum-v1", {}, (3,)),
-    "RescaleAction": ("Pendulum-v1", {"min_action": -1, "max_action": 1}, (3,)),
-    "RescaleObservation": ("Pendulum-v1", {"min_obs": 0, "max_obs": 1}, (3,)),
-    "ResizeObservation": ("images", {"shape": [4, 6]}, (4, 6, 3)),
-    "TimeAwareObservation": ("CartPole-v1", {"normalize_time": True}, (5,)),
-    "TimeLimit": ("CartPole-v1", {"max_episode_steps": 9}, (4,)),
-}
-
-
-@pytest.mark.parametrize("name", sorted(KNOWN.keys() - {"AtariPreprocessing"}))
-def test_every_wrapper_can_be_used_as_it_is_named(name: str) -> None:
-    env_name, arguments, shape = USES[name]
-    inner = (
-        line(IMAGES, "uint8", 0, 255)
-        if env_name == "images"
-        else make_env(env_name, {})
-    )
-    env = wrapped(inner, name, **arguments)
-    assert env.observation_space.shape == shape
-    observations = [env.reset(seed=0)[0], env.step(env.action_space.sample())[0]]
-    for observation in observations:
-        assert observation.shape == shape
-        assert observation.dtype == env.observation_space.dtype
-    env.close()

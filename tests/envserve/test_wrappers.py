@@ -21,6 +21,7 @@ from envserve.wrappers import (
     Choice,
     Integer,
     Integers,
+    Keys,
     Number,
     WrapperSpec,
     check_wrappers,
@@ -167,6 +168,7 @@ def test_plain_form_is_checked(value: Any) -> None:
         (Number(0, 1), [0, 0.5, 1], [-0.1, 2, "0", float("inf"), True, None]),
         (Boolean(), [True, False], [0, 1, "true", None]),
         (Choice(("a", "b")), ["a", "b"], ["c", 1, None, ["a"]]),
+        (Keys(), [["a", 1], [0]], [[], [-1], [1.5], [None], [True], "a", ["b" * 201]]),
         (Integers(0, 3, 1, 2), [[0], (1, 3)], [[], [4], [1, 2, 3], 1, "1", [True]]),
     ],
 )
@@ -184,6 +186,7 @@ def test_arguments_have_bounds(argument: Any, good: list[Any], bad: list[Any]) -
     [
         (IMAGE, of("FrameStackObservation", stack_size=64)),
         (IMAGE, of("FrameHistory", past_indices=[63])),
+        (IMAGE, of("DelayObservation", delay=64)),
         (
             spaces.Box(0, 255, (800, 800), np.uint8),
             of("DtypeObservation", dtype="float64"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from envserve.keys.grant import Grant
 from envserve.keys.pair import KeyPair
 from envserve.server.access import check_refusal
 from envserve.server.router import Router
+from envserve.server.serve import _recycle
 from envserve.server.unread import Unread
 from envserve.server.zap import Zap, user_of
 
@@ -44,7 +46,8 @@ class Door:
         self.come = asyncio.Event()
         self.zap: Zap | None = None
         if find is not None:
-            self.zap = Zap(self.router.context, find, self.loop)
+            door = self.router
+            self.zap = Zap(door.context, find, self.loop, door.is_shut_out)
         self.router.listen()
         self.router.read_with(self._read)
 
@@ -231,3 +234,60 @@ async def test_a_server_that_would_let_strangers_in_does_not_begin(
     assert careless.zap is not None
     with pytest.raises(SelfTestError, match="expected a key that nobody knows to be"):
         await check_refusal(careless.router, careless.zap, SERVER.public)
+
+
+async def test_whose_messages_close_all_connections_is_kept_out_for_a_while(
+    open_door: Callable[..., Door],
+    knock: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    door = open_door()
+    for count in range(1, 4):
+        socket = knock(door.address, FRIEND)
+        assert await door.hears(PATIENCE)
+        socket.send_multipart([b""] * 60_000)
+        async with asyncio.timeout(PATIENCE):
+            while caplog.text.count("all connections are closed") < count:
+                await asyncio.sleep(0.01)  # as the server does, between its turns
+                door._read()
+        door.come.clear()
+        socket.close()
+    assert "ann is not let in for 60 s" in caplog.text
+    assert door.router.is_shut_out("ann")
+    door.heard.clear()
+    knock(door.address, FRIEND)
+    assert not await door.hears(SHORT)
+    assert door.zap is not None
+    assert door.zap.counts["300"] > 0
+    door.router._blamed["ann"] = [door.loop.time() - 61.0] * 3
+    assert await door.hears(PATIENCE)
+
+
+async def test_who_makes_most_of_many_connections_is_to_blame_for_their_number(
+    open_door: Callable[..., Door],
+) -> None:
+    zap = open_door().zap
+    assert zap is not None
+    zap.entered.update({"ann": 100, "bob": 9})
+    assert zap.take_suspect(50) == "ann"
+    assert zap.take_suspect(50) == ""
+    zap.entered.update({"ann": 100, "bob": 100})
+    assert zap.take_suspect(50) == ""
+    zap.entered.update({"ann": 9})
+    assert zap.take_suspect(50) == ""
+    zap.entered.update({"ann": 60})
+    assert zap.take_suspect(100) == ""
+
+
+@pytest.mark.parametrize("is_of_number", [False, True])
+async def test_nobody_is_to_blame_by_connections_for_what_is_not_their_number(
+    open_door: Callable[..., Door], is_of_number: bool
+) -> None:
+    door = open_door()
+    assert door.zap is not None
+    suspect = partial(door.zap.take_suspect, 50)
+    for _ in range(3):
+        door.zap.entered.update({"ann": 60})
+        _recycle(door.router, suspect, "it is full", is_of_number)
+        assert not door.zap.entered
+    assert door.router.is_shut_out("ann") is is_of_number

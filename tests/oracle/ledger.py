@@ -92,17 +92,18 @@ class Ledger:
         self,
         observation: Array,
         env_indices: Sequence[int] | Array | None = None,
-        seeds: Sequence[int] | None = None,
+        seeds: Sequence[int | None] | None = None,
     ) -> None:
         """Checks the first observations of a reset, in the order of `env_indices`."""
         rows = self._rows(env_indices)
         check_shape("observation", observation, (len(rows), 4))
         for index, row in enumerate(rows.tolist()):
             seen = tuple(observation[index].tolist())
-            if seeds is None:
+            seed = None if seeds is None else seeds[index]
+            if seed is None:
                 self._reset(row, seen)
                 continue
-            expected = (seeds[index], 0, 0, 0)
+            expected = (seed, 0, 0, 0)
             if seen != expected:
                 self._fail(row, "first observation", [expected], seen)
             self._books.begin_life(row, seen, -1, self._books.states(row))

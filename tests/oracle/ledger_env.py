@@ -82,7 +82,7 @@ class LedgerEnv(gymnasium.Env[Array, np.int64]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Array, dict[str, Any]]:
-        """Starts the next episode, or with a seed a new ledger."""
+        """Starts the next episode, or with a seed a new ledger; shows its options."""
         super().reset(seed=seed)
         if self._reset_seconds:
             time.sleep(self._reset_seconds)
@@ -93,7 +93,8 @@ class LedgerEnv(gymnasium.Env[Array, np.int64]):
         else:
             self._episode += 1
         self._step = 0
-        return self._observation(), {"reset_of_episode": self._episode}
+        info: dict[str, Any] = {"reset_of_episode": self._episode}
+        return self._observation(), info if options is None else info | options
 
     def step(self, action: np.int64) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         value = int(action)

@@ -18,9 +18,13 @@ from gymnasium import spaces
 from tests.oracle.breakdowns import BREAKDOWNS
 from tests.oracle.journal import Array
 from tests.oracle.ledger_env import LedgerEnv
+from tests.oracle.vector_envs import MODES
 
 #: What registers the envs when it is imported.
 MODULE: Final = __name__
+
+#: Those that are vector envs, too.
+VECTOR_ENVS: Final = MODES
 
 #: A space of every kind that can be carried.
 SPACES: Final[dict[str, spaces.Space[Any]]] = {
@@ -114,7 +118,7 @@ class FaultyEnv(gymnasium.Env[Array, np.int64]):
             elif self._fault == "wrong_shape":
                 observation = np.zeros(2, np.float32)
             elif self._fault == "wrong_dtype":
-                observation = observation.astype(np.float64)
+                observation = observation.astype(np.complex128)
             elif self._fault in BREAKDOWNS:
                 BREAKDOWNS[self._fault](math.inf)
         return observation, reward, False, False, {}
@@ -124,6 +128,50 @@ class FaultyEnv(gymnasium.Env[Array, np.int64]):
             BREAKDOWNS["hang"](math.inf)
 
 
-for _class in (LedgerEnv, EchoEnv, FaultyEnv):
+class ResetEnv(gymnasium.Env[Array, np.int64]):
+    """Shows in its infos what its reset was given; there is no level 13."""
+
+    def __init__(self) -> None:
+        self.observation_space = spaces.Box(0, 1, (1,), np.int64)
+        self.action_space = spaces.Discrete(2)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Array, dict[str, Any]]:
+        super().reset(seed=seed)
+        if options is not None and options.get("level") == 13:
+            raise ValueError("there is no level 13")
+        return np.zeros(1, np.int64), {"seed": seed, "options": options}
+
+    def step(self, action: np.int64) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        return np.ones(1, np.int64), float(action), False, bool(action), {}
+
+
+class NeedyResetEnv(ResetEnv):
+    """Must be given both."""
+
+    def reset(self, seed: Any, options: Any) -> Any:  # type: ignore[override]
+        return super().reset(seed=seed, options=options)
+
+
+class SeedResetEnv(ResetEnv):
+    """Takes no options."""
+
+    def reset(self, seed: Any = None) -> Any:  # type: ignore[override]
+        return super().reset(seed=seed)
+
+
+class BareResetEnv(ResetEnv):
+    """Takes nothing."""
+
+    def reset(self) -> Any:  # type: ignore[override]
+        return super().reset()
+
+
+_CLASSES: Final = (
+    *(LedgerEnv, EchoEnv, FaultyEnv),
+    *(ResetEnv, NeedyResetEnv, SeedResetEnv, BareResetEnv),
+)
+for _class in _CLASSES:
     _name = _class.__name__.removesuffix("Env")
     gymnasium.register(f"envserve/{_name}-v0", f"{_class.__module__}:{_class.__name__}")

@@ -30,12 +30,12 @@ from envserve.errors import (
 from envserve.lane import Block, Call, Lane, Outcome, Reset
 from envserve.session import ClientSession, ClientState
 from envserve.slab import Status
-from envserve.wire import Attach
+from envserve.wire import Attach, pack_options
 from tests.oracle.journal import Array
 from tests.oracle.ledger import Ledger
 from tests.worlds.endpoint import Endpoint
-from tests.worlds.journal import Violation
-from tests.worlds.pool import LENGTH, SPEC
+from tests.worlds.journal import Violation, check_levels
+from tests.worlds.pool import LENGTH, SPEC, answers_to
 from tests.worlds.profile import Profile, log_uniform
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class Caller(Endpoint):
         elif draw < 0.91:
             self._reset(session, idle)
         elif draw < 0.96:
-            self._call(session, idle[0])
+            self._call(session, idle)
         elif draw < 0.98:
             self._step(session, idle, is_refused=True)
         elif draw < 0.99:
@@ -208,15 +208,18 @@ class Caller(Endpoint):
 
     def _reset(self, session: ClientSession, idle: Sequence[Block]) -> None:
         source = self.clock.random
-        resets = []
+        resets, options = [], b""
+        if source.random() < 0.5:
+            options = pack_options({"level": self.world.journal.new_level()})
         for block in idle:
             rows = seeds = None
             if source.random() < 0.5:
                 whole = _rows(block)
                 rows = tuple(source.sample(whole, source.randint(1, len(whole))))
                 if source.random() < 0.5:
-                    seeds = tuple(source.getrandbits(62) for _ in rows)
-            resets.append(Reset(block.index, rows, seeds))
+                    drawn = (source.getrandbits(62) for _ in rows)
+                    seeds = tuple(s if source.random() < 0.8 else None for s in drawn)
+            resets.append(Reset(block.index, rows, seeds, options))
         self._submit_resets(session, resets)
 
     def _submit_resets(self, session: ClientSession, resets: Sequence[Reset]) -> None:
@@ -241,11 +244,16 @@ class Caller(Endpoint):
         indices = [block.index for block in blocks]
         session.submit_step(indices, self.clock.now)
 
-    def _call(self, session: ClientSession, block: Block) -> None:
-        argument = self.world.journal.new_call()
-        call = Call(block.start, "call", "render", (argument,))
-        self._in_flight[block.index] = Asked(call)
-        session.submit_call(call, self.clock.now)
+    def _call(self, session: ClientSession, blocks: Sequence[Block]) -> None:
+        source, calls = self.clock.random, []
+        arguments = codec.encode([[self.world.journal.new_call()], {}])
+        for block in blocks:
+            rows = tuple(
+                source.sample(_rows(block), source.randint(1, len(_rows(block))))
+            )
+            calls.append(Call(block.index, rows, "call", "render", arguments))
+            self._in_flight[block.index] = Asked(calls[-1])
+        session.submit_call(calls, self.clock.now)
 
     def _ask_too_early(self, session: ClientSession) -> None:
         try:
@@ -267,6 +275,7 @@ class Caller(Endpoint):
             self._take_step(session, asked, outcome, block)
         elif isinstance(asked.kind, Reset):
             rows = list(asked.kind.env_indices or _rows(block))
+            check_levels(outcome.infos, rows, asked.kind.options)
             observation = session.rows.observation[0][rows]
             self.ledgers[-1].reset(observation, rows, asked.kind.seeds)
             self._seen[rows] = observation
@@ -275,9 +284,9 @@ class Caller(Endpoint):
             if block.index in session.operations.lost:  # it is reset once more
                 self._given_up.update(rows)
         elif isinstance(asked.kind, Call):
-            answer = codec.decode(outcome.result, max_bytes=1000)
-            if answer["value"] != [asked.kind.env_index, *asked.kind.arguments]:
-                raise Violation(f"{asked.kind} was answered with another's result")
+            values = codec.decode(outcome.result)
+            if values != answers_to(asked.kind):
+                raise Violation(f"{asked.kind} was answered with {values}")
 
     def _take_step(
         self, session: ClientSession, asked: Asked, outcome: Outcome, block: Block

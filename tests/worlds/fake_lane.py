@@ -98,10 +98,10 @@ class FakeLane(MemoryPool):
         for reset in resets:
             self._begin(reset.block, reset)
 
-    def submit_call(self, call: Call) -> None:
-        index = next(b.index for b in self.blocks if call.env_index < b.stop)
-        assert index not in self.running, "a block in flight was submitted"
-        self.running[index] = call
+    def submit_call(self, calls: Sequence[Call]) -> None:
+        for call in calls:
+            assert call.block not in self.running, "a block in flight was submitted"
+            self.running[call.block] = call
 
     def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
         self.is_waiting = True
@@ -139,7 +139,7 @@ class FakeLane(MemoryPool):
             self._outcomes.append(self.fail(index))
         self._mark_lost(index, Status.WORKER_DIED)
 
-    def _reset(self, row: int, seed: int | None = None) -> None:
+    def _reset(self, row: int, seed: int | None = None, options: bytes = b"") -> None:
         self.state[row] = (self.state[row, 0] + 1, 0, 0)
         self.rows.observation[0][row] = self.state[row]
 

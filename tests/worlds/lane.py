@@ -79,8 +79,8 @@ class WorldLane(Endpoint):
         self._client.submit_reset(resets, self.clock.now)
         self.look()
 
-    def submit_call(self, call: Call) -> None:
-        self._client.submit_call(call, self.clock.now)
+    def submit_call(self, calls: Sequence[Call]) -> None:
+        self._client.submit_call(calls, self.clock.now)
         self.look()
 
     def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from envserve.session import Decision, EndPool, Reply, ServerSession, StartPool
-from envserve.session.claims import Claim
+from envserve.session.claim import Claim
 from envserve.wire import Attach, Buffer, Message, MessageType, decode, encode
 from tests.worlds.journal import Violation
 

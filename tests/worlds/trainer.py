@@ -13,11 +13,11 @@ import numpy as np
 
 from envserve.client import BatchEnv, StepResult
 from envserve.errors import CallError, EnvserveError, EnvTimeout, ProtocolError
-from envserve.wire import Attach
+from envserve.wire import Attach, pack_options
 from tests.oracle.ledger import Ledger
 from tests.oracle.player import Player
 from tests.worlds.host import Host
-from tests.worlds.journal import Violation
+from tests.worlds.journal import Violation, check_levels
 from tests.worlds.lane import WorldLane
 from tests.worlds.pool import LENGTH, SPEC
 from tests.worlds.profile import log_uniform
@@ -179,8 +179,16 @@ class Trainer:
 
     def _reset(self, player: Player) -> None:
         rows = np.flatnonzero(player.random.random(player.batch.num_envs) < 0.3)
+        source, options, seeds = self._random, None, None
+        if source.random() < 0.5:
+            options = {"level": self.world.journal.new_level()}
+        if source.random() < 0.5:
+            seeds = [source.choice((None, source.getrandbits(62))) for _ in rows]
         if len(rows):
-            player.ledger.reset(player.batch.reset(rows), rows)
+            observation = player.batch.reset(rows, seeds, options=options)
+            player.ledger.reset(observation, rows, seeds)
+            encoded = pack_options(options)
+            check_levels(player.batch.reset_infos, rows.tolist(), encoded)
 
     def _interrupt(self, player: Player) -> None:
         """Is cut short in a step, and goes on with another."""
@@ -198,10 +206,13 @@ class Trainer:
 
     def _call(self, player: Player) -> None:
         argument = self.world.journal.new_call()
-        row = self._random.randrange(player.batch.num_envs)
+        batch, source = player.batch, self._random
+        rows = source.sample(range(batch.num_envs), source.randint(1, batch.num_envs))
         try:
-            result = player.batch.call(row, "render", argument)
-        except CallError:  # its envs were lost meanwhile
+            found = batch.call_each("render", argument, env_indices=rows)
+        except CallError:  # envs were lost meanwhile
             return
-        if result[1:] != [argument]:
-            raise Violation(f"call {argument} was answered with {result}")
+        first = [batch._group.blocks.block_of(row).offset for row in rows]
+        expected = [[row - at, argument] for row, at in zip(rows, first, strict=True)]
+        if found != expected:
+            raise Violation(f"call {argument} of {rows} was answered with {found}")

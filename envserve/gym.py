@@ -1,0 +1,66 @@
+"""For `gymnasium.make_vec("envserve.gym:HalfCheetah-v5", num_envs=4, addresses=[...])`.
+
+Gymnasium imports what stands before the colon, then makes what is registered by the
+name behind it. So importing this makes `envserve.make_vec` the vector entry point of
+all envs that are registered by then. `gymnasium.make_vec("CartPole-v1")` uses it then,
+unless `vectorization_mode` is "sync" or "async". For others: `envserve/Remote-v0`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+import gymnasium
+
+from envserve.client import BatchEnv
+from envserve.client.make_vec import make_vec as _make_vec
+from envserve.client.vector_env import VectorEnv
+from envserve.settings import LocalOptions
+
+__all__ = ["make_vec"]
+
+_OPTIONS: Final = {
+    *LocalOptions.__annotations__,
+    *(
+        name
+        for function in (_make_vec, BatchEnv.local, BatchEnv.connect)
+        for name in inspect.signature(function).parameters
+    ),
+}
+
+
+def make_vec(
+    env: str, max_episode_steps: int | None = None, **kwargs: Any
+) -> VectorEnv:
+    """Makes what `envserve.make_vec` makes, of what `gymnasium.make_vec` gives.
+
+    Args:
+      env: Registered name.
+      max_episode_steps: Limit of an episode, if it is another than the registered one.
+      **kwargs: As for `envserve.make_vec`; any others are arguments of the env.
+    """
+    options = {name: kwargs.pop(name) for name in _OPTIONS & kwargs.keys()}
+    kwargs |= options.pop("env_kwargs", None) or {}
+    registered = gymnasium.registry.get(env)
+    if registered is None or max_episode_steps != registered.max_episode_steps:
+        kwargs |= {"max_episode_steps": max_episode_steps} if max_episode_steps else {}
+    return _make_vec(env, env_kwargs=kwargs, **options)
+
+
+def __getattr__(name: str) -> Callable[..., VectorEnv]:
+    """Gives each registered env an entry point by its own name."""
+    if name not in gymnasium.registry:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return partial(make_vec, name)
+
+
+for _spec in gymnasium.registry.values():
+    _spec.vector_entry_point = f"{__name__}:{_spec.id}"
+gymnasium.register(
+    "envserve/Remote-v0",
+    entry_point="envserve:make",
+    vector_entry_point=f"{__name__}:make_vec",
+)

@@ -1,0 +1,77 @@
+"""One client's claim on envs, from its ATTACH until they are free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from envserve.session.decisions import Repeats, SessionId
+from envserve.session.lease import Lease
+from envserve.session.quotas import Amounts
+from envserve.session.states import ClaimState, Machine
+from envserve.settings import HostSettings
+from envserve.wire import Attach, ErrorBody, Message
+
+__all__ = ["Claim"]
+
+
+@dataclass(slots=True)
+class Claim:
+    """One client's claim on envs.
+
+    Attributes:
+      session: Its user, and the number that the client drew, which is a secret.
+      number: Of all claims of this start of the server; the epoch of its lease.
+      policy: What the host allows to its user.
+      amounts: What it takes.
+      attach: What it asked for.
+      attach_body: The same, as bytes, to know a copy by.
+      asked: Its latest ATTACH or DETACH, with the peer of its latest message.
+      client: Its user, and what the client calls itself, fit for a line of a log.
+      since: When it came first.
+      heard_at: When the client was heard last.
+      machine: Where it is.
+      is_waiting: Whether nothing was done about its envs yet.
+      lease: The operations on its envs, while GRANTED.
+      granted: Body of GRANTED.
+      row_mib: What its rows take.
+      reason: Why it is CLOSING; None for a DETACH.
+      repeats: How often it was told again that it is granted.
+    """
+
+    session: SessionId
+    number: int
+    policy: HostSettings
+    amounts: Amounts
+    attach: Attach
+    attach_body: bytes
+    asked: Message
+    client: str
+    since: float
+    heard_at: float
+    machine: Machine[ClaimState] = field(
+        default_factory=lambda: Machine(ClaimState.BUILDING)
+    )
+    is_waiting: bool = True
+    lease: Lease | None = None
+    granted: bytes = b""
+    row_mib: int = 0
+    reason: ErrorBody | None = None
+    repeats: Repeats = field(default_factory=Repeats)
+
+    @property
+    def user(self) -> str:
+        """Whose it is; "" where users are not known."""
+        return self.session[0]
+
+    @property
+    def state(self) -> ClaimState:
+        """See `ClaimState`."""
+        return self.machine.state
+
+    @property
+    def name(self) -> str:
+        """What a log calls it."""
+        return f"lease {self.number}" + (f" of {self.user}" if self.user else "")
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.attach.num_envs} {self.attach.env_name}"

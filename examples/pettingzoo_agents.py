@@ -1,0 +1,109 @@
+"""Games of PettingZoo whose agents are rows, as vector envs of Gymnasium.
+
+A game's rows begin and end together: an agent that drops out earlier observes what it
+saw last, and gets no reward, until the game is over.
+
+envserve start examples/pettingzoo_agents.py --vector agents/RockPaperScissors-v2
+"""
+
+from importlib import import_module
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import (
+    batch_space,
+    concatenate,
+    create_empty_array,
+    iterate,
+)
+
+
+class AgentsEnv(VectorEnv[Any, Any, Any]):
+    """Some games side by side; rows are the agents of the first, then of the next."""
+
+    def __init__(self, num_envs: int, game: str, **options: Any) -> None:
+        """Takes a multiple of the agents, and a module that has a `parallel_env`."""
+        make = import_module(game).parallel_env
+        first = make(**options)
+        self.agents = first.possible_agents
+        if num_envs % len(self.agents):
+            count = len(self.agents)
+            raise ValueError(f"expected a multiple of {count} agents; got {num_envs}")
+        self.num_envs = num_envs
+        others = [make(**options) for _ in range(num_envs // len(self.agents) - 1)]
+        self.games = [first, *others]
+        self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "reset_mask": True}
+        self.single_observation_space = first.observation_space(self.agents[0])
+        self.single_action_space = first.action_space(self.agents[0])
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self._seen: list[Any] = [None] * num_envs
+        self._terminated = np.zeros(num_envs, bool)
+
+    def rows_of(self, number: int) -> range:
+        """Returns the rows of a game."""
+        return range(number * len(self.agents), (number + 1) * len(self.agents))
+
+    def reset(
+        self,
+        *,
+        seed: int | list[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Resets all games, or those that have a row in `options["reset_mask"]`."""
+        mask = (options or {}).get("reset_mask", np.ones(self.num_envs, bool))
+        for number in range(len(self.games)):
+            rows = self.rows_of(number)
+            if mask[rows].any():
+                own = seed[rows.start] if isinstance(seed, list) else seed
+                self._begin(number, own)
+        return self._observation(), {}
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        """Steps all games; those that were over begin anew."""
+        each = list(iterate(self.action_space, actions))
+        rewards = np.zeros(self.num_envs)
+        terminated, truncated = np.zeros((2, self.num_envs), bool)
+        for number, game in enumerate(self.games):
+            rows = self.rows_of(number)
+            if not game.agents:
+                self._begin(number, None)
+                continue
+            named = dict(zip(self.agents, rows, strict=True))
+            taken = {agent: each[named[agent]] for agent in game.agents}
+            seen, gains, ends, _, _ = game.step(taken)
+            for agent in taken:
+                row = named[agent]
+                self._seen[row], rewards[row] = seen[agent], gains[agent]
+                self._terminated[row] = ends[agent]
+            if not game.agents:
+                terminated[rows] = self._terminated[rows]
+                truncated[rows] = ~self._terminated[rows]
+        return self._observation(), rewards, terminated, truncated, {}
+
+    def _begin(self, number: int, seed: int | None) -> None:
+        seen, _ = self.games[number].reset(seed=seed)
+        for row, agent in zip(self.rows_of(number), self.agents, strict=True):
+            self._seen[row], self._terminated[row] = seen[agent], False
+
+    def _observation(self) -> Any:
+        empty: Any = create_empty_array(self.single_observation_space, self.num_envs)
+        return concatenate(self.single_observation_space, self._seen, empty)
+
+    def close_extras(self, **_: Any) -> None:
+        """Closes the games."""
+        for game in self.games:
+            game.close()
+
+
+for _name, _game in {
+    "RockPaperScissors-v2": "classic.rps_v2",
+    "KnightsArchersZombies-v11": "butterfly.knights_archers_zombies_v11",
+}.items():
+    gymnasium.register(
+        f"agents/{_name}",
+        vector_entry_point=AgentsEnv,  # type: ignore[arg-type]
+        kwargs={"game": f"pettingzoo.{_game}"},
+    )

@@ -1,0 +1,394 @@
+"""Send a server what nobody should send, beside an honest client that checks each row.
+
+    python scripts/flood_frames.py [--messages 1000000]            about 4 minutes
+
+First bad messages, some of a lease's own among them, peers that choose their routing
+ids, and connections that break off; then messages with all numbers of the honest
+client, under another key. Then keys that the server has are looked for where they must
+not be. Exits with 1 if a goal is missed, or a row is wrong or lost. Linux only.
+"""
+
+import contextlib
+import functools
+import itertools
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any, Final
+from unittest import mock
+
+import numpy as np
+import typer
+import zmq
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.lab.processes import vitals_of, with_descendants
+from benchmarks.lab.siege import Cores, Goals
+from envserve.keys import formats
+from envserve.keys.folder import KeyFolder
+from envserve.keys.grant import Grant
+from envserve.lane import Call
+from envserve.wire import (
+    Attach,
+    Buffer,
+    CallBody,
+    ErrorBody,
+    Hello,
+    Message,
+    MessageType,
+    ResetBody,
+    decode,
+    encode,
+)
+from tests.envserve.pool_driver import FAULTY, LEDGER, attach_lane, step
+from tests.envserve.server_process import ServerProcess, use_keys
+from tests.envserve.strangers import Stranger, honest_client
+from tests.envserve.test_fuzz_server import (
+    Attacker,
+    messages_of_odd_values,
+    mutated_messages,
+    random_messages,
+    valid_messages,
+)
+
+MAX_GROWTH_MIB: Final = 32.0
+MAX_MORE_DESCRIPTORS: Final = 8
+_OPENINGS: Final = ("--allow-kwarg", "length", "--allow-kwarg", "fault:any")
+_WARM_UP: Final = 20_000
+#: So often there is a step of the attacker's own env, and another connection.
+_STEP_EVERY, _PEER_EVERY = 32, 1000
+#: How long an answer may take that is not lost.
+_STEP_SECONDS: Final = 2.0
+_STRANGERS: Final = 50
+#: Answers that may be under way: more than twice as many would be dropped.
+_MAX_UNREAD: Final = 24
+_SETTLE_SECONDS: Final = 10.0
+_PLANTED: Final = "planted-3f1c0a7be94d"
+
+
+class Peer(Attacker):
+    """Counts what comes back by type, and steps an env of its own now and then."""
+
+    def __init__(self, address: str, session: int) -> None:
+        super().__init__(address)
+        self.session = session
+        self.answers: Counter[int] = Counter()
+        self.boot = self.wait_for_answer(1 << 49)
+        self.valid = valid_messages(self.boot)
+        self.epoch = self.attach(self.boot, session)
+        self._seq = 0
+        self._renew()
+
+    def _renew(self) -> None:
+        """Makes the next operation of the lease, and has it be changed like others."""
+        self._seq += 1
+        kind, body = MessageType.STEP, bytes(8)
+        if self._seq == 1:
+            kind, body = MessageType.RESET, ResetBody(resets=((None, None),)).encode()
+        self._own = Message(
+            kind,
+            session=self.session,
+            boot=self.boot,
+            epoch=self.epoch,
+            request=self._seq,
+            entries=((0, self._seq),),
+            body=body,
+        )
+        self.valid[2] = encode(self._own)
+
+    def step(self) -> None:
+        """Has its env step, after which all that was sent before is handled.
+
+        What was changed by chance may have ended the lease: then there is another.
+        """
+        seq = self._seq
+        until = time.monotonic() + _STEP_SECONDS
+        self.send(encode(self._own))
+        while self._seq == seq and time.monotonic() < until:
+            self._socket.poll(100)
+            self.read()
+        if self._seq == seq:
+            self.session, self._seq = self.session + 1, 0
+            self.epoch = self.attach(self.boot, self.session)
+            self._renew()
+
+    def read(self) -> None:
+        """Reads what has come."""
+        while self._socket.poll(0):
+            answer = decode(self._socket.recv_multipart())
+            self.answers[answer.type] += 1
+            is_own = answer.session == self.session
+            is_own = is_own and answer.entries == self._own.entries
+            if is_own and answer.type is MessageType.RESULT:
+                self._renew()
+
+
+def send_bad(address: str, count: int, seed: int) -> Counter[int]:
+    """Sends bad messages; returns how many answers of which type there were."""
+    random = np.random.default_rng(seed)
+    session = int(random.integers(1, 1 << 62))
+    with contextlib.closing(Peer(address, session)) as peer:
+        odd = messages_of_odd_values(peer.boot, peer.epoch, random, session)
+        garbage: Iterator[Sequence[Buffer]] = itertools.chain(
+            itertools.islice(random_messages(random), count // 10),
+            itertools.islice(odd, count // 10),
+            mutated_messages(peer.valid, random),
+        )
+        strangers: list[Stranger] = []
+        for number, frames in enumerate(itertools.islice(garbage, count)):
+            peer.send(frames)
+            if number % _STEP_EVERY == 0:
+                peer.step()
+            if number % _PEER_EVERY == 0:
+                announce(address, b"\0" + random.bytes(4))
+                strangers.append(Stranger(address, None))
+                strangers[-1].send_half()
+                if len(strangers) > _STRANGERS:
+                    strangers.pop(0).socket.close()
+        peer.wait_for_answer(1 << 51)
+        return peer.answers
+
+
+def announce(address: str, routing_id: bytes) -> None:
+    """Says HELLO as a peer that has chosen its routing id, and goes."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.ROUTING_ID, routing_id)
+        dealer.setsockopt(zmq.LINGER, 0)
+        use_keys(dealer, address)
+        dealer.connect(address)
+        hello = Message(MessageType.HELLO, body=Hello().encode())
+        dealer.send_multipart(encode(hello))
+        dealer.poll(100)
+
+
+def send_as_another(
+    address: str, count: int, numbers: tuple[int, int], attach: bytes
+) -> tuple[int, list[Any], list[Any]]:
+    """Uses the numbers of another key's lease, and by turns a session nobody has.
+
+    Returns:
+      How many answers there were, and all kinds of them for either session.
+    """
+
+    @functools.cache
+    def refusal(body: bytes) -> str:
+        return ErrorBody.decode(body).text if body else ""
+
+    session, epoch = numbers
+    call = CallBody.of([Call(0, (0,), "call", "render")]).encode()
+    reset = ResetBody(resets=((None, None),)).encode()
+    bodies = [
+        (MessageType.PING, b"", ()),
+        (MessageType.STEP, bytes(8), ((0, 1),)),
+        (MessageType.RESET, reset, ((0, 1),)),
+        (MessageType.CALL, call, ((0, 1),)),
+        (MessageType.DETACH, b"", ()),
+        (MessageType.ATTACH, attach, ()),
+    ]
+    kinds: dict[int, set[Any]] = {session: set(), session ^ 1 << 40: set()}
+    num_answers = 0
+
+    class Reader(Attacker):
+        def read(self) -> None:
+            nonlocal num_answers
+            while self._socket.poll(0):
+                frames = self._socket.recv_multipart()
+                answer = decode(frames)
+                num_answers += 1
+                if answer.session in kinds:
+                    asked = answer.request % len(bodies)
+                    said = int(answer.type), refusal(answer.body)
+                    kinds[answer.session].add((bodies[asked][0].name, *said))
+
+        def wait(self) -> None:
+            self._socket.poll(100)
+            self.read()
+
+    with contextlib.closing(Reader(address)) as peer:
+        boot = peer.wait_for_answer(1 << 49)
+        turns = itertools.cycle(itertools.product(kinds, range(len(bodies))))
+        for number, (whose, index) in enumerate(itertools.islice(turns, count)):
+            kind, body, entries = bodies[index]
+            message = Message(kind, session=whose, boot=boot, epoch=epoch, body=body)
+            message.request = number // (2 * len(bodies)) * len(bodies) + index
+            message.entries = entries
+            peer.send(encode(message))
+            until = time.monotonic() + _STEP_SECONDS
+            while num_answers < number - _MAX_UNREAD and time.monotonic() < until:
+                peer.wait()
+    known, unknown = (sorted(found, key=repr) for found in kinds.values())
+    return num_answers, known, unknown
+
+
+def as_attacker(home: Path, cores: Cores, what: Callable[..., Any], *given: Any) -> Any:
+    """Runs something in a process of its own, with keys of its own."""
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        cores.of("attacker"),
+        mock.patch.dict(os.environ, ENVSERVE_HOME=str(home)),
+        ProcessPoolExecutor(1, spawn) as executor,
+    ):
+        return executor.submit(what, *given).result()
+
+
+def planted_secrets(folder: KeyFolder) -> dict[str, bytes]:
+    """Returns what must not be found anywhere, by name."""
+    secrets = {"variable of the environment": _PLANTED.encode()}
+    pairs = {"server": folder.server_key(), "client": folder.client_key()}
+    for name, pair in pairs.items():
+        assert pair is not None
+        text = formats.encode(formats.SECRET, pair.secret)
+        secrets[f"{name}.key, as text"] = text.encode()
+        secrets[f"{name}.key, raw"] = pair.secret
+        assert text.encode() in (folder.path / f"{name}.key").read_bytes()
+    return secrets
+
+
+def memory_of(pid: int) -> Iterator[bytes]:
+    """Returns what a core file of a process would hold."""
+    with open(f"/proc/{pid}/mem", "rb", 0) as memory:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            found = re.match(r"([0-9a-f]+)-([0-9a-f]+) r", line)
+            if found and not line.endswith(("[vvar]", "[vsyscall]", "[vvar_vclock]")):
+                start, stop = (int(number, 16) for number in found.groups())
+                with contextlib.suppress(OSError):  # a page that is not there
+                    yield os.pread(memory.fileno(), stop - start, start)
+
+
+def places_of(server: ServerProcess, folder: Path) -> Iterator[tuple[str, bytes]]:
+    """Returns all that others can get at: argv, workers, log, crash and core files."""
+    pid, *started = with_descendants(server.process.pid)
+    yield "argv of the server", Path(f"/proc/{pid}/cmdline").read_bytes()
+    for pid in started:
+        yield f"argv of {pid}", Path(f"/proc/{pid}/cmdline").read_bytes()
+        for data in memory_of(pid):
+            yield f"memory of {pid}, which a core file would hold", data
+    yield "log", server.log.encode()
+    for path in filter(Path.is_file, folder.rglob("*")):
+        yield str(path), path.read_bytes()
+
+
+def look_for_secrets(server: ServerProcess, folder: Path, goals: Goals) -> None:
+    """Looks through all that there is, and at what is left of a server that crashed."""
+    secrets = planted_secrets(KeyFolder())
+    crashing = attach_lane(server, FAULTY, 1, env_kwargs={"fault": "raise"})
+    with contextlib.closing(crashing) as lane:
+        (outcome,) = step(lane, 1)
+        assert outcome.faults
+        crashes = list((folder / "crashes").iterdir())
+        assert crashes, "expected a crash file"
+        places = list(places_of(server, folder))
+    size = sum(len(data) for _, data in places) / 2**20
+    print(f"{len(places)} places of {size:.0f} MiB are searched, {crashes[0].name} too")
+    found = [
+        f"{name} in {place}"
+        for place, data in places
+        for name, secret in secrets.items()
+        if secret in data
+    ]
+    print(*found, sep="\n")
+    goals.at_most("secrets found", len(found), 0)
+    server.signal(signal.SIGABRT)
+    pid = server.process.pid
+    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert ended is not None
+    goals.at_most("core files of the server", ended.si_code == os.CLD_DUMPED, 0)
+
+
+def vitals(server: ServerProcess) -> tuple[float, int]:
+    """Returns MiB and descriptors of a server."""
+    found = vitals_of(server.process.pid)
+    assert found is not None
+    return found.resident_bytes / 2**20, found.num_files
+
+
+def flood(
+    server: ServerProcess, mallory: Path, messages: int, cores: Cores, goals: Goals
+) -> None:
+    """Sends all, and notes what became of the server."""
+    address = server.address
+    with honest_client(server) as client:
+        as_attacker(mallory, cores, send_bad, address, _WARM_UP, 0)
+        mib, descriptors = vitals(server)
+        started, first = time.monotonic(), len(client.seconds)
+        answers = as_attacker(mallory, cores, send_bad, address, messages, 1)
+        requests = client.lane._session.requests
+        numbers = requests.session, requests.epoch
+        attach = Attach(env_name=LEDGER, num_envs=4, seed=3).encode()
+        given = address, messages, numbers, attach
+        count, known, unknown = as_attacker(mallory, cores, send_as_another, *given)
+        seconds = time.monotonic() - started
+        steps = client.seconds[first:]
+        until = time.monotonic() + _SETTLE_SECONDS
+        while time.monotonic() < until and (
+            vitals(server)[0] > mib + MAX_GROWTH_MIB
+            or vitals(server)[1] > descriptors + MAX_MORE_DESCRIPTORS
+        ):
+            time.sleep(0.1)
+        mib_after, descriptors_after = vitals(server)
+    total = answers.total()
+    print(
+        f"{2 * messages:,} messages in {seconds:.0f} s; answers to bad ones {total:,}, "
+        f"to those of another key {count:,}; honest steps {len(steps):,}, each right"
+    )
+    goals.at_least(
+        "RESULTs among answers (%)", 100 * answers[MessageType.RESULT] / total, 3
+    )
+    goals.at_least("messages of another key answered (%)", 100 * count / messages, 90)
+    goals.at_most(
+        "answers unlike an unknown session's", len(set(known) ^ set(unknown)), 0
+    )
+    goals.at_most("memory of the server (MiB more)", mib_after - mib, MAX_GROWTH_MIB)
+    more = descriptors_after - descriptors
+    goals.at_most("descriptors of the server more", more, MAX_MORE_DESCRIPTORS)
+    goals.at_most("honest client's longest step (ms)", 1e3 * max(steps), 500)
+
+
+def main(
+    messages: Annotated[int, typer.Option(help="Of each of the two kinds.")] = 10**6,
+) -> None:
+    """Floods a server."""
+    cores, goals = Cores(), Goals()
+    print(cores, flush=True)
+    limits = ("sh", "-c", 'ulimit -c unlimited && exec "$@"', "sh")
+    with contextlib.ExitStack() as stack:
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        os.environ["ENVSERVE_HOME"] = str(root / "home")
+        own, other = KeyFolder(), KeyFolder(root / "mallory")
+        server_pair, pair = own.server_key(create=True), other.client_key(create=True)
+        own.client_key(create=True)
+        assert server_pair is not None
+        assert pair is not None
+        grant = Grant(
+            name="mallory", public=pair.public, envs=("CartPole-v1",), share=1000.0
+        )
+        own.clients.add(grant, time.time())
+        folder = root / "server"
+        (folder / "crashes").mkdir(parents=True)
+        with cores.of("server"):
+            options = (*_OPENINGS, "--crash-dir", str(folder / "crashes"))
+            server = ServerProcess(
+                folder,
+                *(*options, "--drain-grace", "0", "--log-level", "info"),
+                environment={"ENVSERVE_PLANTED": _PLANTED},
+                prefix=limits,
+            )
+        stack.enter_context(server)
+        stack.enter_context(cores.of("client"))
+        other.add_pin([server.address], server_pair.public, "mallory")
+        flood(server, root / "mallory", messages, cores, goals)
+        look_for_secrets(server, folder, goals)
+    sys.exit(goals.report())
+
+
+if __name__ == "__main__":
+    typer.run(main)

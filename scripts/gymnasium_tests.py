@@ -1,0 +1,180 @@
+"""Run Gymnasium's own tests of vector envs over ours.
+
+    python scripts/gymnasium_tests.py --source DIR [ARGUMENTS of pytest]
+
+DIR is a checkout of the installed release. Of tests/vector those count that use
+`AsyncVectorEnv`, in whose place ours stands; in tests/wrappers/vector ours stands for
+`SyncVectorEnv` as well. What may fail stands in gymnasium_tests.txt with the reason.
+The exit code is 1 if anything else does, or if one of these passes. RecordVideo needs
+moviepy, and where OpenGL is missing `-k "not Ant-v4"` leaves out what renders with it.
+
+The tests give functions that make envs. For them alone this file is an env module for
+workers too: its env is made by a function that this process has pickled.
+"""
+
+import argparse
+import atexit
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+from gymnasium.vector import AutoresetMode
+
+HERE = Path(__file__).resolve().parent
+SELF = Path(__file__).stem
+ENV = "envserve/Pickled-v0"
+#: Whom our class stands for in which folder.
+PARTS = {
+    "tests/vector": ("AsyncVectorEnv",),
+    "tests/wrappers/vector": ("AsyncVectorEnv", "SyncVectorEnv"),
+}
+MAX_EXPECTED = 15
+#: What workers need of the tests; to import it here saves them the time.
+PRELOADED = ("tests.testing_env", "tests.vector.testing_utils")
+
+_count = itertools.count()
+
+
+def make_pickled(path: str) -> gymnasium.Env[Any, Any]:
+    """Make the next env of a worker, which makes its envs in row order."""
+    functions = pickle.loads(Path(path).read_bytes())
+    env: gymnasium.Env[Any, Any] = functions[next(_count) % len(functions)]()
+    return env
+
+
+gymnasium.register(ENV, f"{SELF}:make_pickled")
+
+
+def expected_failures() -> dict[str, str]:
+    """Return the reason by the id of each test that may fail."""
+    lines = (HERE / f"{SELF}.txt").read_text().splitlines()
+    entries = [line.partition("  # ") for line in lines if line and line[0] != "#"]
+    return {name.strip(): reason for name, _, reason in entries}
+
+
+class Harness:
+    """A plugin of pytest that puts our class in the place of Gymnasium's."""
+
+    def __init__(self) -> None:
+        self.users: set[str] = set()
+        self.outcomes: dict[str, str] = {}
+        self.test = ""
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        import pytest
+
+        expected = expected_failures()
+        for item in items:
+            if item.nodeid in expected:
+                reason = expected[item.nodeid]
+                item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.test = nodeid
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            self.outcomes.setdefault(report.nodeid, report.outcome)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        for part in PARTS:
+            of_part = [n for n in sorted(self.users) if n.startswith(part)]
+            passed = [n for n in of_part if self.outcomes.get(n) == "passed"]
+            terminalreporter.write_line(
+                f"{part}: {len(of_part)} tests use our class, {len(passed)} pass"
+            )
+
+    def substitute(self) -> Callable[..., Any]:
+        """Return a class that is made as `AsyncVectorEnv` is, of functions."""
+        import cloudpickle  # type: ignore[import-untyped]
+
+        from envserve.client import BatchEnv
+        from envserve.client.vector_env import MODES, VectorEnv
+        from envserve.pool.launcher import Launcher
+        from envserve.pool.pool import Pool
+        from envserve.settings import PoolSettings
+
+        launcher = Launcher([SELF, *PRELOADED])
+        atexit.register(launcher.close)
+        folder = tempfile.TemporaryDirectory()
+        users, harness = self.users, self
+
+        class FunctionsVectorEnv(VectorEnv):
+            def __init__(
+                self,
+                env_fns: Sequence[Callable[[], Any]],
+                shared_memory: bool = True,
+                copy: bool = True,
+                autoreset_mode: Any = AutoresetMode.NEXT_STEP,
+                observation_mode: object = "same",  # we have no other
+            ) -> None:
+                users.add(harness.test)
+                path = Path(folder.name, f"{next(_count)}.pickle")
+                path.write_bytes(cloudpickle.dumps(list(env_fns)))
+                mode = AutoresetMode(autoreset_mode)
+                settings = PoolSettings(
+                    env_name=ENV,
+                    num_envs=len(env_fns),
+                    num_workers=1,
+                    env_kwargs={"path": str(path)},
+                    autoreset=next(name for name in MODES if MODES[name] is mode),
+                    infos="all",
+                    nonfinite="pass",
+                    seed=0,
+                    seeded=False,
+                )
+                pool = Pool(settings, launcher=launcher)
+                pool.finish_start(time.monotonic() + 60)
+                batch = BatchEnv(
+                    [pool], autoreset=settings.autoreset, padding_after=1e9
+                )
+                super().__init__(batch, copy=copy)
+
+        return FunctionsVectorEnv
+
+
+def run_part(part: str, arguments: Sequence[str]) -> int:
+    """Run one folder of tests in this process; return pytest's exit code."""
+    import pytest
+
+    harness = Harness()
+    ours: Any = harness.substitute()
+    for name in PARTS[part]:
+        setattr(gymnasium.vector, name, ours)
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "-rfEX"]
+    return int(pytest.main([part, *options, *arguments], plugins=[harness]))
+
+
+def main() -> int:
+    """Run the folders, each in a process of its own; return the exit code."""
+    if sys.argv[1:2] == ["--part"]:
+        return run_part(sys.argv[2], sys.argv[3:])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--source", type=Path, required=True, help="the checkout")
+    given, arguments = parser.parse_known_args()
+    if sum("tests/vector" in name for name in expected_failures()) > MAX_EXPECTED:
+        parser.error(f"more than {MAX_EXPECTED} of tests/vector may fail")
+    source = given.source.resolve()
+    path = [str(HERE), str(HERE.parent), str(source), os.environ.get("PYTHONPATH", "")]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    codes = [
+        subprocess.run(
+            [sys.executable, "-B", "-m", SELF, "--part", part, *arguments],
+            cwd=source,
+            env=environ,
+        ).returncode
+        for part in PARTS
+    ]
+    return int(any(codes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

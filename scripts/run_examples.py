@@ -1,0 +1,60 @@
+"""Have the examples learn CartPole on two servers, some while workers are killed.
+
+    python scripts/run_examples.py [sb3_ppo ...] [--kill-every 2] [--seed 0]
+
+Prints env steps/s beside the trainer's own envs, and exits with 1 if a mean return is
+below its goal. Needs what `make examples` installs.
+"""
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.lab.processes import own_keys
+from tests.doors.example_runs import (
+    GOALS,
+    UNDER_FIRE,
+    run_example,
+    two_servers,
+    under_fire,
+)
+
+
+def main(
+    names: Annotated[list[str] | None, typer.Argument(help="Default: all.")] = None,
+    kill_every: Annotated[float, typer.Option(help="Seconds.")] = 2.0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    console = Console()
+    table = Table("example", "own envs", "here", "servers", "killed", "return", "goal")
+    has_failed = False
+    for name in names or GOALS:
+        console.print(f"{name} ...")
+        budget = ["--steps", "20000", "--seed", str(seed)]
+        own, here = (run_example(name, *budget, is_own=each) for each in (True, False))
+        with contextlib.ExitStack() as stack:
+            servers = stack.enter_context(two_servers())
+            options = ["--connect", *(server.address for server in servers)]
+            targets = servers if name in UNDER_FIRE else []
+            fire = stack.enter_context(under_fire(targets, kill_every))
+            options += ["--seed", str(seed)]
+            run = run_example(name, *options, on_trained=fire.is_over.set)
+        has_failed |= run.mean_return < GOALS[name]
+        speeds = [f"{each.steps_per_second:.0f}" for each in (own, here, run)]
+        scores = [str(len(fire.killed)), f"{run.mean_return:.1f}", f"{GOALS[name]:.0f}"]
+        table.add_row(name, *speeds, *scores)
+    console.print("Env steps/s on its own envs, on ours here, and on two servers:")
+    console.print(table)
+    raise typer.Exit(1 if has_failed else 0)
+
+
+if __name__ == "__main__":
+    with own_keys():
+        typer.run(main)

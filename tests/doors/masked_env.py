@@ -1,0 +1,52 @@
+"""An env in which one of four actions is allowed, another one at each step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+ENV_NAME = "envserve-tests/Masked-v0"
+EPISODE_LENGTH = 20
+
+
+class Masked(gymnasium.Env[Any, Any]):
+    """Rewards what its mask allows, and observes no more than the time."""
+
+    observation_space = gymnasium.spaces.Box(0.0, 1.0, (1,))
+    action_space = gymnasium.spaces.Discrete(4)
+
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        self.render_mode = render_mode
+
+    def render(self) -> Any:
+        return np.zeros((2, 2, 3), np.uint8)
+
+    def action_masks(self) -> Any:
+        return np.arange(4) == self.allowed
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.time = 0
+        self.label = (options or {}).get("label", "none")
+        return self._observe(), {"seed": -1 if seed is None else seed}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        reward = float(action == self.allowed)
+        self.time += 1
+        return self._observe(), reward, False, self.time == EPISODE_LENGTH, {}
+
+    def times(self, factor: int, *, plus: int = 0) -> int:
+        return factor * self.time + plus
+
+    def _observe(self) -> Any:
+        self.allowed = int(self.np_random.integers(4))
+        return np.array([self.time / EPISODE_LENGTH], np.float32)
+
+
+gymnasium.register(ENV_NAME, f"{__name__}:Masked")

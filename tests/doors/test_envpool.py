@@ -1,0 +1,70 @@
+"""EnvPool's envs as blocks: seeds of rows, all three modes, Gymnasium's way in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import envserve
+from envserve.client import BatchEnv
+from envserve.errors import EnvError, EnvStartError
+
+NAME = "envpool:CartPole-v1"
+NUM_ENVS = 6
+
+
+def batch(workers: int, **options: Any) -> BatchEnv:
+    options = {"seed": 5, "vectorized": True, **options}
+    return BatchEnv.local(NAME, NUM_ENVS, workers, **options)
+
+
+def play(env: BatchEnv) -> list[Any]:
+    draws = np.random.default_rng(0)
+    with env:
+        seen: list[Any] = [env.reset()]
+        for _ in range(60):
+            result = env.step(draws.integers(0, 2, NUM_ENVS))
+            seen.append(result._replace(infos={}))
+            ended = np.flatnonzero(result.terminated | result.truncated)
+            if env.autoreset == "disabled" and ended.size:
+                seen[-1].observation[ended] = env.reset(ended)
+    return seen
+
+
+def test_rows_follow_from_their_seeds_however_many_workers_there_are() -> None:
+    np.testing.assert_equal(play(batch(3)), play(batch(1)))
+
+
+def test_resets_of_the_caller_give_the_same_episodes() -> None:
+    np.testing.assert_equal(play(batch(1, autoreset="disabled")), play(batch(1)))
+
+
+def test_a_reset_with_seeds_makes_rows_anew() -> None:
+    with batch(1) as env:
+        first = env.reset(seeds=[*range(NUM_ENVS)])
+        env.step([0] * NUM_ENVS)
+        np.testing.assert_equal(env.reset(seeds=[*range(NUM_ENVS)]), first)
+        with pytest.raises(EnvError, match="expected no options with seeds"):
+            env.reset([1], seeds=[3])
+
+
+def test_gymnasiums_vector_env_has_its_rows() -> None:
+    envs = envserve.make_vec(NAME, NUM_ENVS, num_workers=1, seed=5, vectorized=True)
+    with batch(1, autoreset="next_step") as env:
+        np.testing.assert_equal(envs.reset()[0], env.reset())
+        for _ in range(60):
+            actions = np.ones(NUM_ENVS, np.int64)
+            observation, rewards, *ends, _ = envs.step(actions)
+            result = env.step(actions)
+            np.testing.assert_equal(observation, result.observation)
+            np.testing.assert_equal(rewards, result.reward)
+            np.testing.assert_equal(ends, [result.terminated, result.truncated])
+    envs.close()
+
+
+def test_an_env_that_is_only_a_vector_env_says_so() -> None:
+    text = "exists only as a vector env; ask for vectorized=True"
+    with pytest.raises(EnvStartError, match=text):
+        batch(1, vectorized=False)

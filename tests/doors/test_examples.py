@@ -1,0 +1,67 @@
+"""The examples: next to their trainers' own form, on servers, and under fire."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+
+import pytest
+
+from tests.doors.example_runs import (
+    GOALS,
+    UNDER_FIRE,
+    own_form,
+    run_example,
+    source_of,
+    two_servers,
+    under_fire,
+)
+from tests.envserve.server_process import ROOT, ServerProcess
+
+BUDGETS = {"optuna_sweep": ("--steps", "600", "--trials", "2")}
+TINY = ("--steps", "2048")
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[ServerProcess]]:
+    with two_servers() as servers:
+        yield servers
+
+
+def test_every_example_that_learns_has_a_goal() -> None:
+    files = (ROOT / "examples").glob("*.py")
+    assert {f.stem for f in files if "mean return" in f.read_text()} == GOALS.keys()
+
+
+@pytest.mark.parametrize("name", GOALS)
+def test_an_example_differs_in_few_lines_from_its_trainers_own_way(name: str) -> None:
+    source = source_of(name)
+    ours = [line for line in source.splitlines() if "# Its own" not in line]
+    changes = list(difflib.ndiff(own_form(source).splitlines(), ours))
+    assert 1 <= sum(line.startswith("+ ") for line in changes) <= 3
+    assert sum(line.startswith("- ") for line in changes) <= 3
+    assert "envserve" not in own_form(source)
+
+
+@pytest.mark.parametrize("name", GOALS)
+def test_servers_give_a_trainer_what_its_own_envs_give(
+    name: str, servers: list[ServerProcess]
+) -> None:
+    budget = BUDGETS.get(name, TINY)
+    addresses = [server.address for server in servers]
+    remote = run_example(name, *budget, "--connect", *addresses)
+    own = run_example(name, *budget, is_own=True)
+    assert remote.told == own.told
+    assert remote.steps_per_second > 0
+
+
+@pytest.mark.parametrize("name", UNDER_FIRE)
+def test_a_trainer_goes_on_while_workers_are_killed(
+    name: str, servers: list[ServerProcess]
+) -> None:
+    addresses = [server.address for server in servers]
+    options = ("--steps", "8192", "--connect", *addresses)
+    with under_fire(servers, seconds=0.5) as fire:
+        run = run_example(name, *options, on_trained=fire.is_over.set)
+    assert len(fire.killed) >= 3
+    assert run.mean_return > 15.0

@@ -1,0 +1,27 @@
+"""Whatever `make test-doors` installs has a pin."""
+
+from __future__ import annotations
+
+import sysconfig
+from importlib.metadata import distributions
+
+from packaging.utils import canonicalize_name
+
+from tests.test_project import PINS
+
+#: The project itself, and what venv brings.
+NO_PINS = {"envserve", "pip"}
+
+
+def test_every_installed_package_is_pinned() -> None:
+    # Not what Ray keeps for itself, elsewhere.
+    found = distributions(path=[sysconfig.get_path("purelib")])
+    installed = {str(canonicalize_name(each.name)): each.version for each in found}
+    for name in NO_PINS:
+        installed.pop(name)
+    differing = {
+        name: version
+        for name, version in installed.items()
+        if PINS.get(name) != version.partition("+")[0]
+    }
+    assert not differing, "add them to constraints.txt with the version installed"

@@ -1,0 +1,152 @@
+"""`envserve.sb3`: what Stable-Baselines3's own envs give, and what it asks of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from sb3_contrib import MaskablePPO
+from stable_baselines3.common.env_util import make_vec_env as own_make_vec_env
+from stable_baselines3.common.monitor import load_results
+from stable_baselines3.common.vec_env import VecNormalize
+
+from envserve.sb3 import make_vec_env
+from tests.doors.masked_env import ENV_NAME, EPISODE_LENGTH
+from tests.envserve.server_process import ServerProcess
+
+MODULE = "tests.doors.masked_env"
+EXPOSED = ("action_masks", "has_wrapper_attr", "label", "set:label", "times")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    options = [part for name in EXPOSED for part in ("--expose", name)]
+    folder = tmp_path_factory.mktemp("server")
+    with ServerProcess(folder, *options, imports=(MODULE,)) as server:
+        yield server
+
+
+@pytest.fixture(params=["here", "server"])
+def masked(request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[Any]:
+    is_here = request.param == "here"
+    where: dict[str, Any]
+    where = {"import_modules": [MODULE]} if is_here else {"addresses": [server.address]}
+    envs = make_vec_env(ENV_NAME, 3, seed=5, **where)
+    yield envs
+    envs.close()
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "Taxi-v4"])
+def test_the_same_seed_gives_the_rows_and_infos_of_its_own_envs(name: str) -> None:
+    ours, theirs = make_vec_env(name, 4, seed=3), own_make_vec_env(name, 4, seed=3)
+    generator = np.random.default_rng(0)
+    num_actions = theirs.action_space.n
+    np.testing.assert_array_equal(ours.reset(), theirs.reset())
+    episodes = 0
+    for _ in range(450):
+        actions = generator.integers(0, num_actions, 4)
+        (*arrays, infos), (*own_arrays, own_infos) = (
+            ours.step(actions),
+            theirs.step(actions),
+        )
+        for array, own_array in zip(arrays, own_arrays, strict=True):
+            assert array.dtype == own_array.dtype
+            np.testing.assert_array_equal(array, own_array)
+        for info, own_info in zip(infos, own_infos, strict=True):
+            for each in (info, own_info):
+                each.get("episode", {}).pop("t", None)
+                episodes += "episode" in each
+            np.testing.assert_equal(info, own_info)
+        np.testing.assert_equal(ours.reset_infos, theirs.reset_infos)
+    assert episodes > 4
+    ours.close()
+
+
+def test_seeds_reach_the_envs_once(masked: Any) -> None:
+    masked.reset()
+    assert [info["seed"] for info in masked.reset_infos] == [5, 6, 7]
+    masked.reset()
+    assert [info["seed"] for info in masked.reset_infos] == [-1, -1, -1]
+
+
+def test_methods_and_attributes_of_chosen_envs(masked: Any) -> None:
+    masked.reset()
+    masked.step(np.zeros(3, int))
+    assert masked.env_method("times", 2, plus=1, indices=[0, 2]) == [3, 3]
+    masked.set_attr("label", "red", indices=1)
+    assert masked.get_attr("label") == ["none", "red", "none"]
+    assert masked.get_attr("label", indices=1) == ["red"]
+    assert masked.has_attr("times")
+    assert not masked.has_attr("no_such_thing")
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        masked.get_attr("no_such_thing")
+
+
+def test_a_reset_drops_the_step_that_runs(masked: Any) -> None:
+    masked.reset()
+    masked.step_async(np.zeros(3, int))
+    observation = masked.reset()
+    np.testing.assert_array_equal(observation, np.zeros((3, 1)))
+
+
+def test_masks_of_sb3_contrib(masked: Any) -> None:
+    model = MaskablePPO("MlpPolicy", masked, n_steps=16, batch_size=16, device="cpu")
+    model.learn(96)
+    rewards = [info["r"] for info in model.ep_info_buffer]
+    assert rewards == [EPISODE_LENGTH] * len(rewards) != []
+
+
+def test_wrappers_monitor_files_and_normalization(tmp_path: Path) -> None:
+    wrappers = [{"name": "TimeLimit", "max_episode_steps": 9}]
+    file = str(tmp_path / "log")
+    envs = make_vec_env("CartPole-v1", 2, wrappers=wrappers, monitor_file=file)
+    assert envs.env_is_wrapped(gymnasium.wrappers.TimeLimit) == [True, True]
+    assert envs.env_is_wrapped(gymnasium.wrappers.FlattenObservation, 0) == [False]
+    scaled = VecNormalize(envs)
+    scaled.reset()
+    for _ in range(40):
+        *_, infos = scaled.step(np.zeros(2, int))
+    scaled.close()
+    assert len(load_results(str(tmp_path))) >= 8
+    assert "TimeLimit.truncated" in infos[0]
+
+
+def test_a_lost_episode_is_a_truncated_one() -> None:
+    envs = make_vec_env("CartPole-v1", 2, num_workers=1)
+    before = envs.reset()
+    (pid,) = envs.venv.batch.lanes[0].worker_pids
+    os.kill(pid, signal.SIGKILL)
+    _, rewards, dones, infos = envs.step(np.zeros(2, int))
+    assert dones.tolist() == [True, True]
+    assert rewards.tolist() == [0.0, 0.0]
+    for info, last in zip(infos, before, strict=True):
+        assert info["TimeLimit.truncated"]
+        assert info["fault"]["status"] == "WORKER_DIED"
+        np.testing.assert_array_equal(info["terminal_observation"], last)
+    envs.close()
+
+
+def test_pictures_are_tiled() -> None:
+    options: dict[str, Any]
+    options = {"env_kwargs": {"render_mode": "rgb_array"}, "import_modules": [MODULE]}
+    envs = make_vec_env(ENV_NAME, 2, **options)
+    envs.reset()
+    assert envs.render().shape == (4, 2, 3)
+    envs.close()
+
+
+def test_options_reach_the_envs_once_and_are_the_same_for_all(masked: Any) -> None:
+    masked.set_options({"label": "red"})
+    masked.reset()
+    assert masked.get_attr("label") == ["red"] * 3
+    masked.reset()
+    assert masked.get_attr("label") == ["none"] * 3
+    masked.set_options([{}, {}, {"label": "red"}])
+    with pytest.raises(ValueError, match="the same for all envs"):
+        masked.reset()

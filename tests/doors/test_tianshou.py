@@ -1,0 +1,102 @@
+"""`envserve.tianshou`: what Tianshou's own vector env gives, for any rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from tianshou.env import DummyVectorEnv
+
+from envserve.tianshou import make_vector_env
+from tests.doors.masked_env import ENV_NAME
+from tests.envserve.server_process import ServerProcess
+
+MODULE = "tests.doors.masked_env"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("server")
+    options = ("--workers", "1", "--expose", "label", "--expose", "set:label")
+    with ServerProcess(folder, *options, imports=(MODULE,)) as server:
+        yield server
+
+
+@pytest.fixture(params=["here", "server"])
+def where(request: pytest.FixtureRequest, server: ServerProcess) -> dict[str, Any]:
+    if request.param == "server":
+        return {"addresses": [server.address]}
+    return {"num_workers": 1, "import_modules": [MODULE]}
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "Taxi-v4", ENV_NAME])
+def test_any_rows_give_what_its_own_envs_give(
+    name: str, where: dict[str, Any], random_generator: np.random.Generator
+) -> None:
+    ours = make_vector_env(name, 4, **where)
+    theirs = DummyVectorEnv([lambda: gymnasium.make(name)] * 4)
+    both = (ours, theirs)
+    for envs in both:
+        envs.seed(3)
+    check_equal(*(envs.reset() for envs in both))
+    num_actions = theirs.action_space[0].n
+    num_resets = 0
+    for _ in range(120):
+        rows = random_generator.permutation(4)[: random_generator.integers(1, 5)]
+        actions = random_generator.integers(0, num_actions, len(rows))
+        steps = [envs.step(actions, rows) for envs in both]
+        check_equal(*steps)
+        ended = rows[steps[0][2] | steps[0][3]]
+        if len(ended):
+            num_resets += 1
+            check_equal(*(envs.reset(ended) for envs in both))
+    assert num_resets > 2 or name == "Taxi-v4"
+    ours.close()
+
+
+def check_equal(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> None:
+    assert ours[0].dtype == theirs[0].dtype
+    for mine, other in zip(ours, theirs, strict=True):
+        np.testing.assert_equal(mine.tolist(), other.tolist())
+
+
+def test_attributes_pictures_and_seeds(where: dict[str, Any]) -> None:
+    envs = make_vector_env(ENV_NAME, 3, **where)
+    assert len(envs) == 3
+    assert envs.seed(5) == [5, 6, 7]
+    assert [info["seed"] for info in envs.reset(seed=9)[1]] == [9, 9, 9]
+    assert [info["seed"] for info in envs.reset([2])[1]] == [-1]
+    envs.set_env_attr("label", "red", [1])
+    assert envs.get_env_attr("label") == ["none", "red", "none"]
+    assert np.array(envs.render()).shape == (3, 2, 2, 3)
+    envs.close()
+    assert envs.is_closed
+
+
+def test_observations_that_are_dicts(tmp_path: Path) -> None:
+    module = tmp_path / "walk.py"
+    module.write_text(WALK)
+    envs = make_vector_env(f"{module}:Walk", 2)
+    observation, _ = envs.reset()
+    assert observation.dtype == object
+    np.testing.assert_equal(observation[1], {"place": np.zeros(1, np.float32)})
+    envs.close()
+
+
+WALK = """
+import gymnasium, numpy
+
+class Walk(gymnasium.Env):
+    observation_space = gymnasium.spaces.Dict(place=gymnasium.spaces.Box(0, 9, (1,)))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return {"place": numpy.zeros(1, numpy.float32)}, {}
+
+    def step(self, action):
+        return {"place": numpy.ones(1, numpy.float32)}, 0.0, False, False, {}
+"""

@@ -1,0 +1,201 @@
+"""Calls of many envs at once, over every kind of lane."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from envserve import codec
+from envserve.client.attributes import _values_in
+from envserve.client.connection import Connection
+from envserve.errors import CallError, CodecError
+from envserve.lane import Block
+from envserve.wire import MessageType, decode
+from envserve.worker.calls import (
+    CallTask,
+    answer_call,
+    answer_call_of_all,
+    call_payload,
+    read_answer,
+)
+from envserve.worker.thumbnails import thumbnail
+
+from .conftest import MakeBatch
+from .pool_driver import LEDGER
+from .session_fakes import make_call
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Numbers of the CALLs that clients send, however often."""
+    numbers = set()
+    send = Connection.send
+
+    def note(self: Connection, frames: Any) -> bool:
+        message = decode(frames)
+        if message.type is MessageType.CALL:
+            numbers.add(message.request)
+        return send(self, frames)
+
+    monkeypatch.setattr(Connection, "send", note)
+    return numbers
+
+
+def test_an_attribute_of_64_envs_takes_one_message(
+    make_batch: MakeBatch, asked: set[int], lane_kind: str
+) -> None:
+    batch = make_batch.and_reset(LEDGER, 64, 2)
+    for ask in (
+        lambda: batch.get_attr("difficulty"),
+        lambda: batch.set_attr("difficulty", range(64)),
+        lambda: batch.call_each("echo", 1),
+        lambda: batch.render(),
+    ):
+        asked.clear()
+        ask()
+        assert len(asked) == (lane_kind != "local")
+    assert batch.get_attr("difficulty") == [*range(64)]
+
+
+def test_each_env_has_its_own_answer(make_batch: MakeBatch) -> None:
+    batch = make_batch.and_reset(LEDGER, 5, 2)
+    batch.set_attr("difficulty", ["a", "b", "c", "d", "e"])
+    rows = [3, 0, 4]
+    assert batch.call_each("difficulty", env_indices=rows) == ["d", "a", "e"]
+    assert batch.call_each("echo", 1, env_indices=[]) == []
+    assert batch.call(2, "echo", 1, *"ab") == [1, "a", "b"]
+    step = np.arange(5)
+    batch.step(step)
+    assert [image.max() for image in batch.render([4, 1])] == [1, 1]
+    assert batch.render(2).shape == (2, 3, 3)
+
+
+def test_what_has_no_plain_form_is_said_in_a_line(make_batch: MakeBatch) -> None:
+    batch = make_batch.and_reset(LEDGER, 2, 1)
+    with pytest.raises(
+        CallError, match=r"^Env 0 \(.*\): echo: no plain form .* method$"
+    ):
+        batch.get_attr("echo")
+
+
+def test_arguments_go_by_name_too(make_batch: MakeBatch) -> None:
+    batch = make_batch.and_reset(LEDGER, 3, 2)
+    with pytest.raises(CallError, match=r"Env 1 .*: complain: ValueError: too dark"):
+        batch.call(1, "complain", text="too dark")
+    with pytest.raises(CallError, match=r"Env 0 .*unexpected keyword argument 'x'"):
+        batch.call_each("echo", x=1)
+    assert batch.step(np.zeros(3, np.int64)).valid.all()
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [lambda: None, [0] * 70_000, {(1, 2): 3}, np.array([object()])],
+    ids=["function", "long list", "tuple key", "object array"],
+)
+def test_what_cannot_be_sent_is_free(make_batch: MakeBatch, argument: Any) -> None:
+    batch = make_batch.and_reset(LEDGER, 2, 1)
+    with pytest.raises(CallError, match="Env 1: echo: "):
+        batch.call(1, "echo", argument)
+    assert batch.step(np.zeros(2, np.int64)).valid.all()
+
+
+def test_values_too_long_for_one_message_are_set_all_the_same(
+    make_batch: MakeBatch, asked: set[int]
+) -> None:
+    batch = make_batch(LEDGER, 8, 2)
+    values = [[row] * 1500 for row in range(8)]
+    batch.set_attr("difficulty", values)
+    assert len(asked) <= 8
+    assert batch.get_attr("difficulty") == values
+
+
+def test_a_block_calls_as_many_as_it_has_room_for() -> None:
+    block = Block(0, 4, 8, 0, 0)
+    task = CallTask.read(call_payload(make_call([4, 6, 7], "call", "x", "y")))
+    called = []
+
+    def value_of(position: int) -> Any:
+        called.append(position)
+        assert task.given(position) == (["y"], {})
+        if position == 0:
+            raise ValueError("not that one")
+        return bytes(5 << 20)
+
+    (fault,), values = read_answer(answer_call(task, value_of), block)
+    assert (fault.env_index, fault.text.splitlines()[-1]) == (
+        4,
+        "ValueError: not that one",
+    )
+    assert called == [0, 1]
+    first, second = codec.decode(values, max_bytes=len(values))
+    assert (first, len(second)) == (None, 5 << 20)
+    for wrong in (b"", b"\xff\xff\xff\xff", b"\4\0\0\0rows"):
+        with pytest.raises(ValueError, match=r"answer|Codec|Validation"):
+            read_answer(wrong, block)
+
+
+def test_what_is_enough_is_divided_among_all_blocks() -> None:
+    task = CallTask.read(call_payload(make_call([4, 5], "call", "x"), 64))
+    answer = answer_call(task, lambda _: bytes(1 << 20))
+    assert len(answer) < 2 << 20
+
+
+def test_a_vector_env_is_called_once_however_much_it_gives() -> None:
+    block = Block(0, 0, 3, 0, 0)
+    task = CallTask.read(call_payload(make_call([0, 1, 2], "call", "take", 5 << 20)))
+    called: list[int] = []
+
+    class Env:
+        def take(self, size: int) -> bytes:
+            called.append(size)
+            return bytes(size)
+
+    (fault, _), _ = read_answer(answer_call_of_all(task, Env(), range(3)), block)
+    assert "expected at most 4 MiB" in fault.text
+    assert (fault.env_index, called) == (1, [5 << 20])
+
+
+def test_results_hold_so_many_values() -> None:
+    block = Block(0, 0, 5, 0, 0)
+    task = CallTask.read(call_payload(make_call([0, 1, 2, 3, 4], "get", "x")))
+    odd: list[Any] = [[{}] * 60_000] * 3
+    given = [odd, *[[0] * 60_000] * 4]
+    (fault,), values = read_answer(answer_call(task, given.__getitem__), block)
+    assert "expected at most 131072 values" in fault.text
+    assert _values_in(values) == [None, *given[1:4]]
+    with pytest.raises(CodecError, match="expected at most 262144 values"):
+        _values_in(codec.encode([*odd, *odd]))
+
+
+# Thumbnails.
+
+
+def test_thumbnails_are_made_where_the_envs_are(make_batch: MakeBatch) -> None:
+    batch = make_batch("CartPole-v1", 3, 2, env_kwargs={"render_mode": "rgb_array"})
+    batch.reset()
+    pictures = batch.thumbnails([2, 0], width=120)
+    for jpeg in pictures:
+        assert jpeg is not None
+        assert len(jpeg) < 6000
+        assert Image.open(io.BytesIO(jpeg)).size == (120, 80)
+    with pytest.raises(CallError, match="width: expected 8 to 1024 pixels; got 4000"):
+        batch.thumbnails(width=4000)
+
+
+def test_what_is_no_picture_has_no_thumbnail(make_batch: MakeBatch) -> None:
+    batch = make_batch("CartPole-v1", 2, 1)
+    assert batch.thumbnails() == [None, None]
+    odd: Any
+    for odd in ("text", None, [], np.zeros((4, 4), np.uint8), np.zeros((4, 4, 3))):
+        assert thumbnail(odd, 160) is None
+    assert thumbnail([np.zeros((4, 4, 3), np.uint8)], 160) is not None
+
+
+def test_without_pillow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "PIL", None)
+    with pytest.raises(ImportError, match=r"pip install 'envserve\[page\]'"):
+        thumbnail(np.zeros((4, 4, 3), np.uint8), 160)

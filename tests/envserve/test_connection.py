@@ -1,0 +1,130 @@
+"""A client's connection: errors of the protocol, messages without end, long frames."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+
+from envserve.client.connection import Connection, Exchange
+from envserve.client.remote_lane import RemoteLane
+from envserve.errors import RemoteProtocolError
+from envserve.session import ClientSession
+from envserve.worker.channel import MAX_CALL_BYTES
+from tests.envserve.server_process import make_config
+from tests.envserve.session_fakes import make_client
+from tests.envserve.strangers import greeting_of, more_frames
+from tests.envserve.test_hostile_servers import PeakMemory
+
+MAX_GROWTH_BYTES = 64 << 20
+
+
+class FlakyConnection:
+    """Is there, and is not; or ZeroMQ has given it up."""
+
+    def __init__(self, *, tries_again: bool) -> None:
+        self._tries_again = tries_again
+        self.is_there = True
+        self.max_frame_bytes = self.max_row_bytes = 1 << 20
+        self.descriptor = SimpleNamespace(wake=lambda: None)
+
+    def receive(self) -> None:
+        return None
+
+    def send(self, frames: Any) -> bool:
+        return self.is_there
+
+    def look(self) -> tuple[bool, bool]:
+        return False, self.is_there
+
+    def is_endless(self, is_connected: bool) -> bool:
+        return False
+
+    def has_former_connected(self) -> bool:
+        return self.is_there and self._tries_again
+
+    def renew(self, max_frame_bytes: int = 0) -> None:
+        pass
+
+    def forget_former(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("tries_again", [True, False])
+def test_only_who_does_not_try_again_by_itself_has_met_an_error(
+    tries_again: bool,
+) -> None:
+    """A network that comes and goes is none, however often it does."""
+    session: ClientSession = make_client()
+    connection, now = FlakyConnection(tries_again=tries_again), 0.0
+    exchange = Exchange(session, connection)  # type: ignore[arg-type]
+    for _ in range(4):  # less than it waits for an answer
+        for is_there, seconds in ((True, 0.1), (False, 2.2), (True, 0.1)):
+            connection.is_there = is_there
+            for _ in range(int(10 * seconds)):
+                now += 0.1
+                exchange.run(now)
+    assert session.state.is_over is not tries_again
+    if not tries_again:
+        with pytest.raises(RemoteProtocolError, match="expected ZeroMQ's protocol"):
+            raise session.error or AssertionError
+
+
+def test_a_call_takes_long_frames_and_no_fewer_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sockets: list[zmq.Socket[bytes]] = []
+    make = zmq.Context.socket
+
+    def note(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> object:
+        sockets.append(make(context, kind))
+        return sockets[-1]
+
+    monkeypatch.setattr(zmq.Context, "socket", note)
+    with closing(Connection("tcp://127.0.0.1:1")) as connection:
+        dealers = [each for each in sockets if each.type == zmq.DEALER]
+        before = dealers[0].getsockopt(zmq.RCVHWM)
+        connection.renew(MAX_CALL_BYTES)
+        after = [each for each in sockets if each.type == zmq.DEALER][1]
+        assert int(after.getsockopt(zmq.MAXMSGSIZE)) > MAX_CALL_BYTES
+        assert after.getsockopt(zmq.RCVHWM) == before
+
+
+@pytest.fixture
+def endless_server() -> Iterator[str]:
+    """Greets without keys, and sends one message that does not end."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with suppress(OSError):
+                peer, _ = listener.accept()
+                with peer:
+                    peer.sendall(greeting_of(b"ROUTER"))
+                    said = b""
+                    while b"READY" not in said:
+                        said += peer.recv(256)
+                    frames = more_frames(1000, 64)
+                    while True:
+                        peer.sendall(frames)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    thread.join()
+
+
+def test_a_message_without_end_ends_the_lane_and_is_forgotten(
+    endless_server: str,
+) -> None:
+    memory = PeakMemory()
+    lane = RemoteLane(endless_server, make_config(), insecure=True)
+    with closing(lane), pytest.raises(RemoteProtocolError, match="messages that end"):
+        lane.finish_start(time.monotonic() + 20.0)
+    assert memory.growth() < MAX_GROWTH_BYTES

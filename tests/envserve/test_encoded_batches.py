@@ -1,0 +1,238 @@
+"""Actions that are texts and the like, crash files of them; and what a batch says."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium.spaces import (
+    Box,
+    Dict,
+    Discrete,
+    Text,
+)
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from envserve import make_vec
+from envserve.actions import ActionBounds, check_action_rows, check_actions
+from envserve.client import BatchEnv
+from envserve.crashes.action_ring import ActionRing, ring_nbytes
+from envserve.crashes.repro import End, Repro, decode_repro, encode_repro
+from envserve.encoded import action_values, encode_row
+from envserve.errors import ActionError, CodecError, SpaceError
+from envserve.pool.fault_log import _action_text
+from envserve.slab import Rows, Status
+from envserve.spec import EnvSpec, describe, restore
+from envserve.worker.env_row import EnvRow
+from envserve.worker.play import play
+from envserve.worker.report import encode_spaces, read_spaces
+
+from .space_table import TableEnv
+from .space_table import __name__ as MODULE
+from .test_encoded import FLOATS, leaf_of, packed
+from .test_space_table import assert_same, batched, make_batch
+
+
+def test_actions_are_refused_by_env_and_place() -> None:
+    space = Dict({"say": Text(3), "wait": Discrete(2)})
+    spec = EnvSpec("A", FLOATS, space)
+    wait = np.zeros(2, np.int64)
+    for say, words in (
+        (("a", "abcd"), r"Env 5: action 'say': .*Text\(1, 3.*; got 'abcd'"),
+        (("?", "a"), r"Env 4: action 'say': .*; got '\?'"),
+        (("a", 3), "Env 5: action 'say': expected a value of .*; got 3"),
+        (("a", "b" * 99), "Env 5: action 'say': .*at most 35 bytes; got 105"),
+        (("a",), "action 'say': expected a tuple of 2 values, one per env"),
+        ("ab", "action 'say': expected a tuple of 2 values, one per env"),
+    ):
+        with pytest.raises(ActionError, match=words):
+            check_actions(spec, {"say": say, "wait": wait}, [4, 5], 2)
+
+
+def test_a_server_does_not_read_actions_and_a_worker_refuses_them() -> None:
+    spec = EnvSpec("A", FLOATS, Text(3))
+    rows = Rows.allocate(spec, 2)
+    rows.action[0][:] = packed(spec.action_leaves[0], [1])
+    check_action_rows(spec, rows, 0, 2, "tcp://a:1")
+    assert ActionBounds(spec, rows).hold(0, 2)
+    with pytest.raises(CodecError, match="expected a value of Text"):
+        action_values(spec, rows.action)
+
+
+@pytest.mark.parametrize("name", ["dict_of_all", "sequence_stacked", "dict_empty"])
+def test_a_crash_file_plays_the_same_actions(name: str) -> None:
+    make: dict[str, Any] = {
+        **{"row": 0, "env_index": 0, "incarnation": 0, "name": "Table-v0"},
+        **{"kwargs": {"space": name}, "root_seed": 3},
+    }
+    env = EnvRow(**make)
+    spec = env.build()
+    rows = Rows.allocate(spec, 1)
+    ring = ActionRing(spec, 1, bytearray(ring_nbytes(spec, 1)))
+    heartbeat = memoryview(bytearray(16)).cast("q")
+    env.attach(rows, heartbeat, ring.row(0, 0))
+    env.reset(None)
+    for _ in range(2):
+        action = spec.action_space.sample()
+        batch = batched(spec.action_space, [action])
+        for target, array in zip(
+            rows.action, check_actions(spec, batch, None, 1), strict=True
+        ):
+            target[...] = array
+        ring.note_step(rows.action, 0, 1)
+        env.step(action)
+    played = ring.read(0, 0)
+    assert played is not None
+    repro = Repro(
+        env_name="Table-v0",
+        env_kwargs={"space": name},
+        import_modules=(),
+        autoreset="same_step",
+        root_seed=3,
+        seeded=True,
+        env_index=0,
+        timeout_seconds=1.0,
+        played=played,
+        end=End(status=Status.ENV_ERROR, text=""),
+    )
+    again = EnvRow(**make)
+    numbers: list[int] = []
+    seen = play(decode_repro(encode_repro(repro)), again, again.build(), numbers.append)
+    assert numbers == [0, 1, 2]
+    for left, right in zip(rows.observation, seen.observation, strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+# Large boxes, and what a batch says.
+
+
+BOUNDS = (("low", 0), ("high", 255))
+
+
+def test_bounds_of_a_box_of_80_mib_take_no_memory() -> None:
+    sides = {side: {"shape": [80 << 20], "fill": fill} for side, fill in BOUNDS}
+    box = restore({**describe(Box(0, 255, (1,), np.uint8)), **sides})
+    spec = EnvSpec("A", box, Discrete(2))
+    payload = encode_spaces(spec)
+    assert len(payload) < 400
+    began = time.process_time()
+    space = read_spaces(payload, "A").observation_space
+    assert time.process_time() - began < 0.05
+    assert isinstance(space, Box)
+    assert space.shape == box.shape
+    assert space.low.base is not None
+    assert space.low.base.nbytes == 1
+    assert leaf_of(space).limits == (0, 255)
+    assert describe(space) == describe(box)
+    for side in sides.values():
+        side["shape"] = [2**31]
+    with pytest.raises(SpaceError, match="below 1024 MiB"):
+        restore({**describe(box), **sides})
+
+
+def test_bounds_that_differ_have_a_limit_that_is_told() -> None:
+    high = np.arange(16 << 20, dtype=np.uint8)
+    space = Box(np.zeros_like(high), high, dtype=np.uint8)
+    with pytest.raises(SpaceError, match="one low and one high for all"):
+        encode_spaces(EnvSpec("A", space, Discrete(2)))
+
+
+MISSIONS = {"space": "dict_with_missions", "acts": False}
+OWN_CLASS = f"""
+from envserve.client import BatchEnv
+with BatchEnv.local("Table-v0", 4, 2, import_modules=[{MODULE!r}],
+                    env_kwargs={MISSIONS}) as batch:
+    batch.reset()
+"""
+
+
+def test_a_class_of_ones_own_is_told_once() -> None:
+    command = [sys.executable, "-c", OWN_CLASS]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert run.stderr.count("a space of class Missions is taken as a text") == 1
+
+
+@pytest.fixture
+def batch() -> Iterator[BatchEnv]:
+    with BatchEnv.local(
+        "Table-v0", 4, 2, import_modules=[MODULE], env_kwargs=MISSIONS, seed=1
+    ) as batch:
+        yield batch
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_gymnasiums_vector_env_gives_the_same_values(mode: AutoresetMode) -> None:
+    space = "dict_of_all"
+    theirs = SyncVectorEnv([lambda: TableEnv(space)] * 2, autoreset_mode=mode)
+    with contextlib.closing(
+        make_vec(
+            *("Table-v0", 2),
+            autoreset_mode=mode,
+            copy=False,
+            env_kwargs={"space": space},
+            import_modules=[MODULE],
+        )
+    ) as ours:
+        first = ours.reset(seed=5)[0]
+        assert ours.observation_space.contains(first)
+        assert_same(first, theirs.reset(seed=5)[0])
+        theirs.action_space.seed(1)
+        for _ in range(8):
+            actions = theirs.action_space.sample()
+            seen, expected = ours.step(actions), theirs.step(actions)
+            assert_same(seen[0], expected[0])
+            if "final_obs" in expected[4]:
+                for left, right in zip(
+                    seen[4]["final_obs"], expected[4]["final_obs"], strict=True
+                ):
+                    assert_same(left, right)
+        mask = np.array([False, True])
+        again = ours.reset(seed=[None, 9], options={"reset_mask": mask})[0]
+        assert again["name"][0] == seen[0]["name"][0]
+
+
+def test_an_action_that_is_no_value_ends_its_own_block_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options: dict[str, Any] = {"num_workers": 2, "padding_after": math.inf}
+    with make_batch(None, env_kwargs={"space": "text"}, **options) as batch:
+        batch.reset()
+        (leaf,) = batch.spec.action_leaves
+        rows = np.stack([encode_row(leaf, "ab"), packed(leaf, [1])])
+        monkeypatch.setattr(
+            "envserve.client.batch_env.check_actions", lambda *_: [rows]
+        )
+        result = batch.step(("ab", "ab"))
+    assert result.valid.tolist() == [True, False]
+    assert result.status[1] == Status.WORKER_DIED
+    assert result.observation[0] == "ab"
+    assert "expected a value of Text" in result.infos[1]["fault"]["text"]
+
+
+def test_the_line_of_a_fault_has_actions_as_envs_take_them() -> None:
+    spec = EnvSpec("A", FLOATS, Dict({"say": Text(3), "wait": Discrete(2)}))
+    leaf = spec.action_leaves[0]
+    for row, text in ((encode_row(leaf, "ab"), "(ab, 1)"), (packed(leaf, [1]), " 0 ")):
+        played: Any = SimpleNamespace(actions=(row[None], np.ones(1, np.int64)))
+        assert text in _action_text(spec, played)
+
+
+def test_there_is_no_array_to_write_texts_to(batch: BatchEnv) -> None:
+    assert batch.reset()["mission"][3].startswith("get the ")
+    actions = np.zeros(4, np.int64)
+    result = batch.step(actions)
+    with pytest.raises(ValueError, match="out: expected None"):
+        batch.step(actions, result)
+    batch.send(actions)
+    with pytest.raises(ValueError, match="out: expected None"):
+        batch.recv(env_indices=range(4), out=result)
+    rows, result = batch.recv(2)
+    assert len(result.observation["mission"]) == len(rows)

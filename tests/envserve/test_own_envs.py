@@ -1,0 +1,342 @@
+"""Envs of users: in one file, in a package, as a class; and what is said when not."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import gymnasium
+import pytest
+from gymnasium.envs.classic_control import CartPoleEnv
+from gymnasium.envs.registration import EnvSpec
+
+from envserve import registry
+from envserve.client import BatchEnv
+from envserve.errors import EnvStartError, UnknownEnv
+from envserve.own_envs import absolute, name_of, named, which_others_write
+from envserve.registry import Registry, import_env_modules, make_env
+from envserve.settings import EnvRequest, HostSettings, PoolSettings
+from tests.envserve.conftest import Serve
+
+WALK = """
+import gymnasium
+import numpy as np
+
+class Walk(gymnasium.Env):
+    def __init__(self, size=4, render_mode=None):
+        self.observation_space = gymnasium.spaces.Box(-1, 1, (size,), np.float32)
+        self.action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(self.observation_space.shape, np.float32), {}
+
+    def step(self, action):
+        return self.reset()[0], 1.0, False, False, {}
+
+class Far:
+    class Walk(Walk):
+        def __init__(self, gait, **more):
+            super().__init__(**more)
+
+def make_walk(size=3):
+    return Walk(size)
+
+gymnasium.register("Walk-v0", "walk_file:Walk", max_episode_steps=10)
+"""
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test imports and registers is gone after it."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    modules, names, came = (
+        set(known) for known in (sys.modules, gymnasium.registry, registry._came_with)
+    )
+    yield
+    for old, known in (
+        (modules, sys.modules),
+        (names, gymnasium.registry),
+        (came, registry._came_with),
+    ):
+        for name in set(known) - old:
+            del known[name]
+    registry._register_installed.cache_clear()
+
+
+@pytest.fixture
+def walk_file(tmp_path: Path) -> str:
+    path = tmp_path / "walk_file.py"
+    path.write_text(WALK)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        ("CartPole-v1", "CartPole-v1"),
+        ("ALE/Pong-v5", "ALE/Pong-v5"),
+        ("my_package.envs:Walk-v0", "my_package.envs:Walk-v0"),
+        ("../a/my_env.py:Walk", "my_env:Walk"),
+        ("my_env.py:Far.Walk", "my_env:Far.Walk"),
+        ("a/my_env.py", "a/my_env.py"),
+        (CartPoleEnv, "gymnasium.envs.classic_control.cartpole:CartPoleEnv"),
+        (make_env, "envserve.registry:make_env"),
+    ],
+)
+def test_a_word_has_a_plain_name(word: object, name: str) -> None:
+    assert name_of(word) == name
+
+
+def test_what_workers_import_follows_from_the_word() -> None:
+    here = Path.cwd()
+    words = ("other", f"{here}/b.py", f"{here}/my_env.py:Walk")
+    assert named("my_env.py:Walk", ["other", "b.py"]) == ("my_env:Walk", words)
+    assert named("a.b:Walk-v0") == ("a.b:Walk-v0", ("a.b:Walk-v0",))
+    assert named("CartPole-v1", ["other"]) == ("CartPole-v1", ("other",))
+    path = "gymnasium.envs.classic_control.cartpole:CartPoleEnv"
+    assert named(CartPoleEnv) == (path, (path,))
+    assert absolute("no_file:Walk") == "no_file:Walk"
+
+
+def test_what_workers_cannot_import_is_said_with_a_way_out() -> None:
+    class Local(CartPoleEnv):
+        pass
+
+    for env in (Local, lambda: CartPoleEnv()):
+        with pytest.raises(UnknownEnv, match=r"of this script.*\"my_env\.py:MyEnv\""):
+            named(env)
+    script = type("Mine", (CartPoleEnv,), {"__module__": "__main__"})
+    with pytest.raises(UnknownEnv, match="got 'Mine' of this script"):
+        named(script)
+    for odd in (42, None, CartPoleEnv()):
+        with pytest.raises(TypeError, match="expected the name of an env, or a class"):
+            named(odd)
+    with pytest.raises(UnknownEnv, match=r"name one: my_env\.py:MyEnv"):
+        named("my_env.py")
+    with pytest.raises(
+        TypeError, match=r"import_modules: .* list of modules; got 'my'"
+    ):
+        BatchEnv.local("CartPole-v1", 1, import_modules="my")
+
+
+def test_an_env_that_the_caller_has_registered_is_found_by_its_module() -> None:
+    script: Any = type("Mine", (CartPoleEnv,), {"__module__": "__main__"})
+    function: Any = make_env
+    gymnasium.register("Mine-v0", script)
+    gymnasium.register("ByText-v0", "my_package.envs:Walk")
+    gymnasium.register("ByClass-v0", function)
+    assert named("ByText-v0") == ("ByText-v0", ("my_package.envs",))
+    assert named("ByText-v0", ["my_package"])[1] == ("my_package",)
+    assert named("ByClass-v0", ["other"])[1] == ("other", "envserve.registry")
+    assert named("CartPole-v1")[1] == ()
+    with pytest.raises(UnknownEnv, match="got 'Mine-v0' of this script"):
+        named("Mine-v0")
+    assert named("Mine-v0", ["other"])[1] == ("other",)  # which may register it, too
+
+
+def test_a_file_gives_what_it_registers_and_what_is_named_in_it(walk_file: str) -> None:
+    assert import_env_modules([walk_file]) == ("Walk-v0",)
+    assert import_env_modules([walk_file]) == ("Walk-v0",)
+    words = [f"{walk_file}:{name}" for name in ("Walk", "Walk-v0", "make_walk")]
+    names = import_env_modules(words)
+    assert names == ("walk_file:Walk", "walk_file:Walk-v0", "walk_file:make_walk")
+    limits, sizes = [], []
+    for name in names:
+        env = make_env(name, {"size": 2} if "make" in name else {})
+        limits.append(env.spec and env.spec.max_episode_steps)
+        sizes.append(env.observation_space.shape)
+    assert (limits, sizes) == ([None, 10, None], [(4,), (4,), (2,)])
+
+
+def test_a_server_offers_what_its_operator_names_and_nothing_else(
+    walk_file: str,
+) -> None:
+    host = HostSettings(env_names=(f"{walk_file}:Walk", walk_file, "CartPole-v1"))
+    offer = Registry(host.env_names, host.import_modules)
+    assert offer.names == ("CartPole-v1", "Walk-v0", "walk_file:Walk")
+    for name in ("walk_file:make_walk", f"{walk_file}:Walk", "Acrobot-v1"):
+        with pytest.raises(UnknownEnv, match="is offered"):
+            offer.check(name)
+        with pytest.raises(UnknownEnv):
+            make_env(name if "_" in name else "this:zen", {})
+    asked = EnvRequest(env_name="this:Zen", num_envs=1, seed=0)
+    assert PoolSettings.of(asked, host).import_modules == host.import_modules
+    assert "this" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("no/such.py", None, "no/such.py: no such file$"),
+        ("my env.py", "", "named by one word"),
+        ("json.py", "", r"/json/__init__\.py is found; rename the file"),
+        ("torn.py", "\n1 / 0", r"ZeroDivisionError: .* \(\S*/torn\.py:2\)"),
+        ("odd.py", "def f(:", "SyntaxError"),
+        (
+            "lean.py",
+            "\n\nimport no_such",
+            r"'no_such' \(\S*/lean\.py:3\); it has to be",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_named(
+    file: str, text: str | None, message: str, tmp_path: Path
+) -> None:
+    if text is not None:
+        (tmp_path / file).write_text(text)
+    with pytest.raises(EnvStartError, match=message) as caught:
+        import_env_modules([f"{tmp_path / file}:Walk"])
+    assert str(tmp_path / file) in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_missed_before_a_worker_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr("envserve.client.make.Pool")
+    for name, modules in (("nofile.py:Walk", []), ("CartPole-v1", ["nofile.py"])):
+        with pytest.raises(EnvStartError, match=r"/nofile\.py: no such file$"):
+            BatchEnv.local(name, 2, import_modules=modules)
+
+
+def test_a_script_that_starts_envs_unguarded_is_told_to_guard_that(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "script_file.py"
+    path.write_text(f"{WALK}\nfrom envserve.client import BatchEnv\n")
+    with path.open("a") as file:
+        file.write("BatchEnv.local('script_file.py:Walk', 1)\n")
+    with pytest.raises(EnvStartError, match=r"to start no .*__main__.*_file\.py:28,"):
+        import_env_modules([f"{path}:Walk"])
+    assert named("CartPole-v1")[0] == "CartPole-v1"  # that is over
+
+
+@pytest.mark.parametrize("above", [-1, 0, 1])
+def test_a_file_that_others_can_change_is_not_imported(
+    walk_file: str, tmp_path: Path, above: int
+) -> None:
+    path = tmp_path / "up" / "in" / "walk_file.py"
+    path.parent.mkdir(parents=True)
+    shutil.copy(walk_file, path)
+    odd = [path, *path.parents][above + 1]
+    odd.chmod(0o777)
+    link = tmp_path / "link"
+    link.symlink_to(path.parent)
+    for folder in (path.parent, link):
+        with pytest.raises(EnvStartError, match=f"others can write to .*{odd.name};"):
+            import_env_modules([f"{folder}/walk_file.py"])
+    assert "walk_file" not in sys.modules
+    odd.chmod(0o1777)
+    assert bool(which_others_write(str(path))) == (above == -1)
+
+
+def test_a_word_without_an_env_says_what_there_is(
+    walk_file: str, tmp_path: Path
+) -> None:
+    (tmp_path / "empty_file.py").write_text("")
+    with pytest.raises(UnknownEnv, match=r"empty_file\.py registers no env; .*:MyEnv"):
+        Registry([str(tmp_path / "empty_file.py")])
+    with pytest.raises(UnknownEnv, match="expected 'nope' to be registered by walk_fi"):
+        import_env_modules([f"{walk_file}:nope"])
+    with pytest.raises(UnknownEnv, match=r"got neither; did you mean Walk\?"):
+        import_env_modules([f"{walk_file}:Wlak"])
+    import_env_modules([walk_file])
+    text = (
+        r"no env named 'Foo-v0' .*empty_file\.py registers no env.* registers Walk-v0"
+    )
+    with pytest.raises(UnknownEnv, match=text):
+        make_env("Foo-v0", {})
+    with pytest.raises(UnknownEnv, match=r"come with --import ale_py"):
+        make_env("ALE/Nothing-v5", {})
+
+
+def test_envpool_is_a_word_for_the_module_that_registers_its_envs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "envserve.envpool", ModuleType("as_if_installed"))
+    gymnasium.registry["envpool/CartPole-v1"] = EnvSpec("envpool/CartPole-v1")
+    (name,) = import_env_modules(["envpool:CartPole-v1"])
+    assert name == "envpool:CartPole-v1"
+    with pytest.raises(EnvStartError, match=r"a vector env; .*vectorized=True.*--vec"):
+        make_env(name, {})
+
+
+def test_vector_envs_of_a_server_are_known_by_their_plain_names() -> None:
+    host = HostSettings(vector_envs=("a/walk_file.py:Walk",))
+    assert host.import_modules == (f"{Path.cwd()}/a/walk_file.py:Walk",)
+    for name, is_one in (("walk_file:Walk", True), ("Walk", False)):
+        asked = EnvRequest(env_name=name, num_envs=1, seed=0)
+        assert PoolSettings.of(asked, host).vectorized is is_one
+
+
+def test_installed_packages_offer_theirs_by_entry_points(tmp_path: Path) -> None:
+    (tmp_path / "walk_file.py").write_text(WALK)
+    info = tmp_path / "walks-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: walks\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[envserve.envs]\nwalks/Direct-v0 = walk_file:Walk\nall = walk_file\n"
+    )
+    sys.path.append(str(tmp_path))
+    with pytest.raises(UnknownEnv):
+        make_env("Nothing-v0", {})
+    for name in ("walks/Direct-v0", "Walk-v0"):
+        assert make_env(name, {}).observation_space.shape == (4,)
+    assert {"walks/Direct-v0", "Walk-v0"} <= set(Registry().names)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "text"),
+    [
+        (
+            "Walk",
+            {"colour": 1},
+            r"keyword argument 'colour'; .* takes render_mode, size",
+        ),
+        ("Far.Walk", {}, r"missing .* 'gait'; .* takes gait, render_mode, size$"),
+        ("Far.Walk", {"gait": 1, "colour": 1}, "'colour'; .* takes gait, render_mode,"),
+        ("make_walk", {"colour": 1}, "'colour'; walk_file:make_walk takes size$"),
+    ],
+)
+def test_arguments_that_an_env_does_not_take_are_said_beside_those_it_takes(
+    name: str, kwargs: dict[str, Any], text: str, walk_file: str
+) -> None:
+    (plain,) = import_env_modules([f"{walk_file}:{name}"])
+    with pytest.raises(EnvStartError, match=f"^env_kwargs: .*{text}"):
+        make_env(plain, kwargs)
+
+
+def test_an_error_within_a_constructor_stays_as_it_is(walk_file: str) -> None:
+    with Path(walk_file).open("a") as file:
+        file.write("def bad():\n    return Walk(colour=1)\n")
+    (plain,) = import_env_modules([f"{walk_file}:bad"])
+    with pytest.raises(TypeError, match="'colour'"):
+        make_env(plain, {})
+
+
+def test_workers_run_own_envs(walk_file: str) -> None:
+    with BatchEnv.local(
+        f"{walk_file}:make_walk", 2, 1, env_kwargs={"size": 5}
+    ) as batch:
+        assert batch.reset().shape == (2, 5)
+        assert batch.spec.env_name == "walk_file:make_walk"
+    text = r"In the worker:\nenv_kwargs: Walk\.__init__\(\) got .* render_mode, size$"
+    with pytest.raises(EnvStartError, match=text):
+        BatchEnv.local(f"{walk_file}:Walk", 1, 1, env_kwargs={"colour": 1})
+
+
+def test_one_file_is_served_and_reached_by_the_same_words(
+    serve: Serve, walk_file: str
+) -> None:
+    folder, file = Path(walk_file).parent, Path(walk_file).name
+    server = serve(file, f"{file}:Walk", imports=(), cwd=folder)
+    assert "with 2 env names" in server.ready_line
+    for word in (f"elsewhere/{file}:Walk", "Walk-v0"):
+        with BatchEnv.connect(word, [server.address], 2) as batch:
+            assert batch.reset().shape == (2, 4)
+    with pytest.raises(UnknownEnv, match="there is only Walk-v0, walk_file:Walk"):
+        BatchEnv.connect("os:system", [server.address], 2)

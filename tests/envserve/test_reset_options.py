@@ -1,0 +1,151 @@
+"""What envs are given at a reset, and what they say of it, over every kind of lane."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from envserve.client import BatchEnv
+from envserve.errors import CodecError, EnvError, EnvStartError, LocalProtocolError
+from envserve.seeding import env_seed
+
+from .conftest import MakeBatch
+
+RESET = "envserve/Reset-v0"
+
+
+@pytest.fixture
+def batch(make_batch: MakeBatch) -> BatchEnv:
+    """Three envs that show what they get, in two blocks."""
+    return make_batch(RESET, 3, 2, seed=1, infos="all")
+
+
+def seen(batch: BatchEnv, what: str) -> dict[int, Any]:
+    return {row: info[what] for row, info in batch.reset_infos.items()}
+
+
+def step(batch: BatchEnv, action: int = 0) -> Any:
+    return batch.step(np.full(batch.num_envs, action))
+
+
+def test_every_env_of_a_reset_gets_its_options(batch: BatchEnv) -> None:
+    assert batch.reset_infos == {}
+    batch.reset()
+    assert seen(batch, "options") == {0: None, 1: None, 2: None}
+    batch.reset([2, 0], options={"level": 3, "sizes": np.arange(2)})
+    assert batch.reset_infos.keys() == {0, 2}
+    for options in seen(batch, "options").values():
+        assert options.pop("sizes").tolist() == [0, 1]
+        assert options == {"level": 3}
+    batch.reset([1], options={})
+    assert seen(batch, "options") == {1: {}}
+
+
+def test_a_reset_by_itself_gets_no_options(batch: BatchEnv) -> None:
+    batch.reset(options={"level": 3})
+    result = step(batch, action=1)
+    infos = [info["reset_info"] for info in result.infos.values()]
+    assert infos == [{"seed": None, "options": None}] * 3
+
+
+def test_each_row_has_a_seed_or_none(batch: BatchEnv) -> None:
+    batch.reset(seeds=[None, 5, None])
+    assert seen(batch, "seed") == {0: None, 1: 5, 2: None}
+    batch.reset()
+    assert seen(batch, "seed") == dict.fromkeys(range(3))
+
+
+@pytest.mark.parametrize("spare_envs", [False, True])
+@pytest.mark.parametrize("seeded", [False, True])
+def test_first_resets_have_seeds_if_the_batch_is_seeded(
+    make_batch: MakeBatch, seeded: bool, spare_envs: bool
+) -> None:
+    options: dict[str, Any] = {"infos": "all", "spare_envs": spare_envs}
+    batch = make_batch(RESET, 1, 1, seed=1, seeded=seeded, **options)
+    batch.reset()
+    assert seen(batch, "seed") == {0: env_seed(1, 0, 0) if seeded else None}
+    next_seed = step(batch, action=1).infos[0]["reset_info"]["seed"]
+    assert (next_seed is not None) is (seeded and spare_envs)
+
+
+def test_with_a_spare_the_options_are_of_the_next_episode(
+    make_batch: MakeBatch,
+) -> None:
+    batch = make_batch(RESET, 1, 1, infos="all", spare_envs=True)
+    for level in range(3):  # each turn that is taken drops what was made ready
+        batch.reset(options={"level": level})
+        assert seen(batch, "options") == {0: {"level": level}}
+    batch.reset()
+    assert seen(batch, "options") == {0: None}
+
+
+def test_what_an_env_does_not_take_is_an_error_and_costs_no_more(
+    batch: BatchEnv,
+) -> None:
+    batch.reset()
+    with pytest.raises(EnvError, match=r"Env 0: its reset failed, .*no level 13") as at:
+        batch.reset([1, 0], options={"level": 13})
+    assert at.value.remote_traceback.count("raise ValueError") == 1
+    with pytest.raises(LocalProtocolError, match=r"reset\(\) of all envs"):
+        step(batch)
+    batch.reset(options={"level": 1})
+    assert [*seen(batch, "options").values()] == [{"level": 1}] * 3
+    assert step(batch).valid.all()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"level": object()}, "options: .*object"),
+        ({1: 2}, "options: expected a str"),
+        ([1], "options: expected a map"),
+        ({"image": np.zeros(20_000, np.uint8)}, "options: .* less than 16384 bytes"),
+        ({"many": [0] * 2000}, "options: .* at most 1024 values"),
+    ],
+)
+def test_options_that_cannot_be_sent_reset_nothing(
+    batch: BatchEnv, options: Any, text: str
+) -> None:
+    batch.reset()
+    step(batch)
+    with pytest.raises(CodecError, match=text):
+        batch.reset(options=options)
+    assert step(batch).valid.all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "seeded", "lacks"),
+    [
+        ("NeedyReset", True, ()),
+        ("SeedReset", True, ("options",)),
+        ("BareReset", False, ("seed", "options")),
+    ],
+)
+def test_an_env_gets_what_its_reset_takes(
+    make_batch: MakeBatch, kind: str, seeded: bool, lacks: tuple[str, ...]
+) -> None:
+    name = f"envserve/{kind}-v0"
+    wrappers = [{"name": "TimeLimit", "max_episode_steps": 9}]
+    batch = make_batch(name, 2, 1, seeded=seeded, infos="all", wrappers=wrappers)
+    batch.reset()
+    assert (seen(batch, "seed")[0] is not None) is seeded
+    asked: dict[str, dict[str, Any]]
+    asked = {"seed": {"seeds": [5, None]}, "options": {"options": {"level": 1}}}
+    for what, more in asked.items():
+        if what in lacks:
+            with pytest.raises(EnvError, match=rf"reset\(\) takes no {what}; declare"):
+                batch.reset(**more)
+        else:
+            batch.reset(**more)
+            assert seen(batch, what)[0] is not None
+    batch.reset()
+    assert step(batch).valid.all()
+
+
+def test_an_env_without_seeds_is_refused_where_each_gets_one(
+    make_batch: MakeBatch,
+) -> None:
+    with pytest.raises(EnvStartError, match=r"takes no seed, .* with seeded=False"):
+        make_batch("envserve/BareReset-v0", 2, 1)

@@ -1,0 +1,33 @@
+"""Other people's trainers: loaded for who asks for them, and named where missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+FRAMEWORKS = {"stable_baselines3", "tianshou", "torch"}
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    ("adapter", "framework"), [("sb3", "stable_baselines3"), ("tianshou", "tianshou")]
+)
+def test_a_missing_framework_names_the_extra(adapter: str, framework: str) -> None:
+    hide = f"import sys; sys.modules[{framework!r}] = None"
+    finished = run_python(f"{hide}; import envserve.{adapter}")
+    assert finished.returncode == 1
+    last = finished.stderr.splitlines()[-1]
+    assert last.startswith("ModuleNotFoundError:")
+    assert last.endswith(f"; pip install 'envserve[{adapter}]'")
+
+
+def test_vector_envs_load_no_framework() -> None:
+    code = "import sys, envserve; envserve.make_vec; print(*sys.modules)"
+    assert FRAMEWORKS & set(run_python(code).stdout.split()) == set()

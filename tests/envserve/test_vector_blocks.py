@@ -1,0 +1,238 @@
+"""Blocks of which each is one vector env: the data, the modes, the faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from envserve.client import BatchEnv, Status
+from envserve.errors import CallError, EnvError, EnvStartError, UnknownEnv
+from envserve.pool.replay import load_repro, replay
+from envserve.settings import EnvRequest, HostSettings, PoolSettings
+from tests.oracle.vector_envs import MODES
+
+from .conftest import MakeBatch
+from .pool_driver import PoolMaker, step
+
+NUM_ENVS = 5
+
+
+@pytest.fixture(scope="module", params=["local", "tcp"])
+def lane_kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def play(batch: BatchEnv, num_steps: int = 40) -> list[Any]:
+    """What random actions lead to, all of it; rows that have ended are reset."""
+    draws = np.random.default_rng(7)
+    seen: list[Any] = [batch.reset()]
+    for _ in range(num_steps):
+        result = batch.step(draws.integers(0, 4, batch.num_envs))
+        ended = np.flatnonzero(result.terminated | result.truncated)
+        seen.append((result._replace(infos={}), {**result.infos}))
+        if batch.autoreset == "disabled" and ended.size:
+            seen.append(batch.reset(ended))
+    return seen
+
+
+#: A vector env's mode, and what is asked of it, where that can be.
+POSSIBLE = [*((mode, mode) for mode in MODES), ("disabled", "same_step")]
+
+
+@pytest.mark.parametrize(("own", "asked"), POSSIBLE)
+def test_a_block_gives_the_data_of_its_envs_alone(
+    make_batch: MakeBatch, own: str, asked: str
+) -> None:
+    infos = "episode_end" if own == asked == "disabled" else "all"
+    options: dict[str, Any] = {
+        "autoreset": asked,
+        "infos": infos,
+        "seed": 3,
+        "num_splits": 2,
+    }
+    alone = make_batch(MODES[own], NUM_ENVS, 1, **options)
+    together = make_batch(MODES[own], NUM_ENVS, 1, vectorized=True, **options)
+    for single, vector in zip(play(alone), play(together), strict=True):
+        np.testing.assert_equal(vector, single)
+
+
+def test_rows_do_not_depend_on_how_many_make_a_block(make_batch: MakeBatch) -> None:
+    batches = [
+        make_batch(MODES["same_step"], 6, workers, vectorized=True, seed=3)
+        for workers in (1, 3)
+    ]
+    one, three = map(play, batches)
+    np.testing.assert_equal(three, one)
+
+
+@pytest.mark.parametrize(
+    ("own", "asked"),
+    [(own, asked) for own in MODES for asked in MODES if (own, asked) not in POSSIBLE],
+)
+def test_a_mode_that_cannot_be_is_refused_at_start(
+    make_batch: MakeBatch, own: str, asked: str
+) -> None:
+    text = rf"expected autoreset=.*{own}.* resets in mode {own.upper()}; got {asked}"
+    with pytest.raises(EnvStartError, match=text):
+        make_batch(MODES[own], 2, 1, vectorized=True, autoreset=asked)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        (
+            {"wrappers": [{"name": "ActionRepeat", "amount": 2}]},
+            EnvStartError,
+            "no wrappers",
+        ),
+        ({"spare_envs": True}, EnvStartError, "no spare_envs"),
+        ({"env_name": "envserve/Ledger-v0"}, UnknownEnv, "has a vector_entry_point"),
+        ({"env_name": "Nothing-v0"}, UnknownEnv, "Nothing-v0"),
+        (
+            {"env_kwargs": {"fault": "uneven"}, "num_envs": 5, "num_splits": 2},
+            EnvStartError,
+            r"Env \d: its spaces differ from those of env \d",
+        ),
+    ],
+)
+def test_what_a_vector_env_cannot_be_is_refused_at_start(
+    make_batch: MakeBatch, options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        make_batch(**{"env_name": MODES["same_step"], **options}, vectorized=True)
+
+
+def faulty(make_batch: MakeBatch, fault: str, **options: Any) -> BatchEnv:
+    kwargs = {"fault": fault}
+    batch = make_batch(
+        *(MODES["next_step"], 4, 2),
+        **{
+            "autoreset": "next_step",
+            "vectorized": True,
+            "env_kwargs": kwargs,
+            **options,
+        },
+    )
+    batch.reset()
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"),
+    [
+        ("raise", Status.ENV_ERROR),
+        ("exit", Status.WORKER_DIED),
+        ("hang", Status.TIMEOUT),
+    ],
+)
+def test_a_fault_costs_the_rows_of_its_block_an_episode(
+    make_batch: MakeBatch, fault: str, status: Status
+) -> None:
+    more = {"step_timeout": 0.3} if fault == "hang" else {}
+    batch = faulty(make_batch, fault, **more)
+    last = batch.step([0, 1, 0, 1])
+    result = batch.step([3, 0, 0, 0])
+    assert result.status.tolist() == [status] * 2 + [Status.OK] * 2
+    assert result.truncated.tolist()[:2] == [True] * 2
+    np.testing.assert_equal(
+        result.final_observation["x"][:2], last.observation["x"][:2]
+    )
+    assert all("fault" in result.infos[row] for row in (0, 1))
+    assert batch.step([0] * 4).valid.all()
+
+
+def test_a_fault_is_one_line_and_a_file_that_cannot_be_played(
+    make_pool: PoolMaker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"autoreset": "next_step", "vectorized": True}
+    options |= {"env_kwargs": {"fault": "raise"}, "crash_dir": str(tmp_path)}
+    pool = make_pool.and_reset(MODES["next_step"], 3, 1, **options)
+    (outcome,) = step(pool, 3)
+    first, *others = [fault.text for fault in outcome.faults]
+    assert "Traceback" in first
+    assert others == ["RuntimeError: the simulator lost its balance"] * 2
+    (record,) = caplog.records
+    assert "The vector env of envs 0 to 2 (worker 0" in record.getMessage()
+    (path,) = tmp_path.glob("*.repro")
+    repro = load_repro(path)
+    assert [len(array) for array in repro.played.actions] == [1]
+    ending = replay(repro, make_pool.launcher)
+    assert not ending.is_reproduced
+    assert ending.text.startswith("cannot be played: its vector env stepped other rows")
+
+
+def test_a_host_may_step_an_env_so_unasked() -> None:
+    host = HostSettings(vector_envs=("A-v0",))
+    settings = [
+        PoolSettings.of(EnvRequest(env_name=name, num_envs=1, seed=0), host)
+        for name in ("A-v0", "B-v0")
+    ]
+    assert [each.vectorized for each in settings] == [True, False]
+
+
+def test_a_value_that_breaks_the_spaces_raises(make_batch: MakeBatch) -> None:
+    for fault, text in {
+        "nan": "expected observation 'x' to be finite; got nan",
+        "wrong_shape": r"expected observation 'x' float32\[2, 2\]; got float32\[1, 2\]",
+        "wrong_keys": "expected a dict with",
+    }.items():
+        batch = faulty(make_batch, fault)
+        with pytest.raises(EnvError, match=text):
+            batch.step([3, 0, 0, 0])
+        batch.reset()
+        assert batch.step([0] * 4).valid.all()
+
+
+def test_nan_is_masked_or_passed_on_if_so_asked(make_batch: MakeBatch) -> None:
+    masked = faulty(make_batch, "nan", nonfinite="mask").step([3, 0, 0, 0])
+    assert masked.valid.tolist() == [False, False, True, True]
+    passed = faulty(make_batch, "nan", nonfinite="pass").step([3, 0, 0, 0])
+    assert passed.valid.all()
+    assert np.isnan(passed.observation["x"][:2]).all()
+
+
+def test_attributes_are_the_vector_envs(make_batch: MakeBatch) -> None:
+    batch = faulty(make_batch, "")
+    assert batch.call(3, "render_mode") is None
+    if batch.lanes[0].name == "local":
+        batch.set_attr("level", [2, 2, 4, 4])
+        assert batch.get_attr("level") == [2, 2, 4, 4]
+        with pytest.raises(CallError, match="one value for a vector env; got several"):
+            batch.set_attr("level", [1, 2, 4, 4])
+        assert batch.call(0, "double", 4) == 8
+
+
+def test_some_rows_of_a_block_are_reset_only_by_a_mask(make_batch: MakeBatch) -> None:
+    batch = make_batch(MODES["disabled"], 4, 1, vectorized=True, autoreset="disabled")
+    batch.reset()
+    before = batch.step([0] * 4).observation["x"]
+    after = batch.reset([1, 2], seeds=[5, 6])["x"]
+    both = batch.reset([1, 2], seeds=[5, 6])["x"]
+    np.testing.assert_equal(after, both)
+    np.testing.assert_equal(batch.reset(seeds=[5, 6, 5, 6])["x"][:2], after)
+    assert not np.isin(after, before).any()
+
+
+def test_where_there_is_no_mask_some_rows_are_refused(make_batch: MakeBatch) -> None:
+    batch = faulty(make_batch, "")
+    text = "its reset failed: .*a whole block of 2 rows.*takes no reset_mask"
+    with pytest.raises(EnvError, match=text):
+        batch.reset([1])
+    batch.reset([0, 1])
+
+
+def test_resets_take_options_and_no_seeds(make_batch: MakeBatch) -> None:
+    batch = faulty(make_batch, "", seeded=False, infos="all")
+    first = batch.reset(options={"x": 3.0})["x"]
+    np.testing.assert_equal(first, np.full((4, 2), 3.0, np.float32))
+    assert batch.reset_infos[2] == {"start": 3.0}
+    drawn = [batch.reset(seeds=[5, None, 5, None])["x"] for _ in range(2)]
+    np.testing.assert_equal(*(each[[0, 2]] for each in drawn))
+    assert not np.isin(*(each[[1, 3]] for each in drawn)).any()
+    with pytest.raises(EnvError, match=r"its reset failed: .*no level"):
+        batch.reset(options={"x": "no level"})
+    batch.reset()
+    assert batch.step([0] * 4).valid.all()

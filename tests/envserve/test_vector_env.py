@@ -1,0 +1,301 @@
+"""`make_vec` gives what Gymnasium's own vector envs give, here and behind a server."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.error import ClosedEnvironmentError
+from gymnasium.utils.env_checker import data_equivalence
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers import TimeLimit
+from gymnasium.wrappers.vector import (
+    NormalizeObservation,
+    NormalizeReward,
+    RecordEpisodeStatistics,
+)
+
+from envserve import make_vec
+from envserve.client.vector_env import VectorEnv
+from envserve.errors import CallError, LocalProtocolError
+from envserve.pool.launcher import Launcher
+from envserve.pool.pool import Pool
+from tests.oracle.probe_envs import MODULE
+
+Make = Callable[..., VectorEnv]
+
+MODES = [mode.value for mode in AutoresetMode]
+
+
+@pytest.fixture(scope="module", params=["local", "tcp"])
+def lane_kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def make(
+    shared_address: str, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Make]:
+    """Makes vector envs, and closes them; in-process with workers of one launcher."""
+    monkeypatch.setattr("envserve.client.make.Pool", partial(Pool, launcher=launcher))
+    where: dict[str, Any] = {"num_workers": 2, "import_modules": [MODULE]}
+    if shared_address:
+        where = {"addresses": [shared_address]}
+    with contextlib.ExitStack() as stack:
+
+        def make_here(env: str, num_envs: int = 4, **options: Any) -> VectorEnv:
+            envs = make_vec(env, num_envs, **where, **options)
+            stack.callback(envs._batch.close)
+            return envs
+
+        yield make_here
+
+
+def test_reset_infos_of_a_stranger_may_be_anything(make: Make) -> None:
+    envs = make("CartPole-v1", 2, autoreset_mode=AutoresetMode.SAME_STEP)
+    envs.reset(seed=1)
+    batch = envs._batch
+    step = batch.step([0, 0])
+    ended = np.array([True, True])
+    infos: Any = {0: {"reset_info": 5, "a": 1}, 1: {"reset_info": {"b": 2}}}
+    told = envs._infos(step._replace(terminated=ended, infos=infos))
+    assert told["b"].tolist() == [0, 2]
+    assert told["final_info"]["a"].tolist() == [1, 0]
+    infos = {0: {"fault": 7}, 1: {"fault": {"status": "TIMEOUT"}}}
+    valid = np.array([True, False])
+    told = envs._infos(step._replace(terminated=ended, infos=infos, valid=valid))
+    assert told["_fault"].tolist() == [False, True]
+    assert told["final_info"]["fault"].tolist() == [7, 0]
+
+
+def assert_equal_rows(ours: Any, theirs: Any) -> None:
+    assert data_equivalence(ours, theirs, exact=True), (ours, theirs)
+
+
+def assert_equal_infos(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Compares values; ours know no NumPy scalars, only Python's."""
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        if isinstance(value, dict):
+            assert_equal_infos(ours[key], value)
+        elif value.dtype == object:
+            assert_equal_rows(ours[key], value)
+        else:
+            np.testing.assert_array_equal(ours[key], value)
+
+
+def assert_equal_resets(ours: Any, theirs: Any) -> None:
+    assert_equal_rows(ours[0], theirs[0])
+    assert_equal_infos(ours[1], theirs[1])
+
+
+def assert_equal_runs(
+    ours: VectorEnv, theirs: SyncVectorEnv[Any, Any], num_steps: int
+) -> None:
+    """Steps both by the same actions, and compares all that comes of it."""
+    assert ours.single_observation_space == theirs.single_observation_space
+    assert ours.observation_space == theirs.observation_space
+    assert ours.single_action_space == theirs.single_action_space
+    assert ours.action_space == theirs.action_space
+    assert ours.metadata == theirs.metadata
+    assert_equal_resets(ours.reset(seed=5), theirs.reset(seed=5))
+    theirs.action_space.seed(1)
+    for _ in range(num_steps):
+        actions = theirs.action_space.sample()
+        *rows, infos = ours.step(actions)
+        *expected, expected_infos = theirs.step(actions)
+        assert_equal_rows(rows, expected)
+        assert_equal_infos(infos, expected_infos)
+        ended = rows[2] | rows[3]
+        if ended.any() and theirs.autoreset_mode is AutoresetMode.DISABLED:
+            options = {"reset_mask": ended}
+            assert_equal_resets(
+                ours.reset(options=dict(options)), theirs.reset(options=options)
+            )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ten_thousand_steps_are_those_of_gymnasium(make: Make, mode: str) -> None:
+    ours = make("CartPole-v1", 64, autoreset_mode=mode, seed=0)
+    envs = [partial(gymnasium.make, "CartPole-v1")] * 64
+    with contextlib.closing(SyncVectorEnv(envs, autoreset_mode=mode)) as theirs:
+        assert_equal_runs(ours, theirs, 157)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_with_infos_are_those_of_gymnasium(make: Make, mode: str) -> None:
+    short = {"name": "TimeLimit", "max_episode_steps": 12}
+    ours = make("HalfCheetah-v5", 3, autoreset_mode=mode, seed=0, wrappers=[short])
+    envs = [lambda: TimeLimit(gymnasium.make("HalfCheetah-v5"), 12)] * 3
+    with contextlib.closing(SyncVectorEnv(envs, autoreset_mode=mode)) as theirs:
+        assert_equal_runs(ours, theirs, 30)
+
+
+@pytest.mark.parametrize("space", ["dict", "tuple", "discrete_start"])
+def test_observations_are_batched_by_their_space(make: Make, space: str) -> None:
+    envs = make("envserve/Echo-v0", env_kwargs={"space": space})
+    observation, _ = envs.reset()
+    assert observation in envs.observation_space
+    actions = envs.action_space.sample()
+    observation, *_ = envs.step(actions)
+    assert observation in envs.observation_space
+    assert_equal_rows(observation, actions)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_lost_row_is_truncated_and_says_why(make: Make, mode: str) -> None:
+    envs = make("envserve/Faulty-v0", 4, autoreset_mode=mode)
+    envs.reset()
+    *_, infos = envs.step([0, 0, 0, 0])
+    assert infos == {}
+    observation, reward, terminated, truncated, infos = envs.step([0, 0, 1, 0])
+    lost = [False, False, True, False]
+    assert truncated.tolist() == infos["_fault"].tolist() == lost
+    assert infos["fault"]["status"].tolist() == [None, None, "ENV_ERROR", None]
+    assert infos["valid"].tolist() == [True, True, False, True]
+    assert not terminated.any()
+    assert reward.tolist() == [1, 1, 0, 1]
+    assert ("final_obs" in infos) == ("final_info" in infos) == (mode == "SameStep")
+    if mode == "SameStep":
+        assert infos["final_info"] == {}
+        assert infos["_final_info"].tolist() == infos["_final_obs"].tolist() == lost
+        assert infos["final_obs"][2].tolist() == [1, 1, 1]
+    if mode == "Disabled":
+        envs.reset(options={"reset_mask": truncated})
+    for step in range(1, 4):
+        observation, *_, infos = envs.step([0, 0, 0, 0])
+        assert infos == {}
+        assert observation[:, 0].tolist() == [step + 2, step + 2, step, step + 2]
+
+
+def test_a_step_waits_for_a_worker_that_died(make: Make) -> None:
+    envs = make("envserve/Faulty-v0", 4, env_kwargs={"fault": "kill"})
+    envs.reset()
+    *_, truncated, infos = envs.step([0, 1, 0, 0])
+    lost = infos["_fault"]
+    assert lost[1]
+    assert 0 < lost.sum() < 4
+    assert (truncated == lost).all()
+    assert (infos["valid"] == ~lost).all()
+    assert set(infos["fault"]["status"][lost]) == {"WORKER_DIED"}
+    assert envs.step([0, 0, 0, 0])[4] == {}
+
+
+def test_wrappers_of_gymnasium_see_the_same(make: Make) -> None:
+    def wrap(envs: Any) -> Any:
+        return NormalizeReward(NormalizeObservation(RecordEpisodeStatistics(envs)))
+
+    ours = wrap(make("CartPole-v1", 4))
+    envs = [partial(gymnasium.make, "CartPole-v1")] * 4
+    with contextlib.closing(wrap(SyncVectorEnv(envs))) as theirs:
+        assert_equal_resets(ours.reset(seed=2), theirs.reset(seed=2))
+        episodes = 0
+        for step in range(60):
+            actions = (np.arange(4) // 2 + step) % 2
+            *rows, infos = ours.step(actions)
+            *expected, expected_infos = theirs.step(actions)
+            assert_equal_rows(rows, expected)
+            assert infos.keys() == expected_infos.keys()
+            if "episode" in infos:
+                episodes += infos["_episode"].sum()
+                for key in ("r", "l"):  # and "t", the seconds that it took
+                    pair = infos["episode"][key], expected_infos["episode"][key]
+                    assert_equal_rows(*pair)
+        assert episodes >= 4
+
+
+def test_observations_are_the_callers_to_keep_unless_they_are_reused(
+    make: Make,
+) -> None:
+    for copy in (True, False):
+        envs = make("CartPole-v1", seed=0, copy=copy)
+        envs.reset(seed=0)
+        first, *first_others, _ = envs.step([0, 0, 0, 0])
+        kept = first.copy(), [array.copy() for array in first_others]
+        second, *_ = envs.step([0, 0, 0, 0])
+        assert (first is second) == (not copy)
+        assert (first == kept[0]).all() == copy
+        assert_equal_rows(first_others, kept[1])
+
+
+def test_attributes_are_read_and_set(make: Make, shared_address: str) -> None:
+    envs = make("CartPole-v1", 3)
+    assert envs.render_mode is None
+    assert envs.metadata["render_fps"] == 50
+    envs.reset(seed=[3, 5, 7])
+    assert envs.np_random_seed == (3, 5, 7)
+    assert envs.get_attr("render_mode") == (None, None, None)
+    with pytest.raises(ValueError, match=r"expected reset\(\) instead of call"):
+        envs.call("reset")
+    if shared_address:
+        with pytest.raises(CallError, match="not allowed"):
+            envs.set_attr("gravity", 1.0)
+        return
+    envs.set_attr("gravity", 5.5)
+    assert envs.call("gravity") == (5.5, 5.5, 5.5)
+    assert envs.call("has_wrapper_attr", name="gravity") == (True, True, True)
+    envs.set_attr("gravity", [1.0, 2.0, 3.0])
+    assert envs.get_attr("gravity") == (1.0, 2.0, 3.0)
+    with pytest.raises(ValueError, match="expected 3 values; got 2"):
+        envs.set_attr("gravity", [1.0, 2.0])
+
+
+def test_envs_render(make: Make) -> None:
+    envs = make("CartPole-v1", 2, env_kwargs={"render_mode": "rgb_array"})
+    assert envs.render_mode == "rgb_array"
+    envs.reset()
+    pictures = envs.render()
+    assert [picture.shape for picture in pictures] == [(400, 600, 3)] * 2
+
+
+def test_closed_envs_say_so(make: Make) -> None:
+    envs = make("CartPole-v1")
+    envs.reset()
+    assert not envs.closed
+    envs.close()
+    envs.close()
+    assert envs.closed
+    for use in (envs.reset, partial(envs.step, [0] * 4), partial(envs.call, "render")):
+        with pytest.raises(ClosedEnvironmentError, match="was closed"):
+            use()
+
+
+def test_envs_that_nobody_holds_end(make: Make) -> None:
+    batch = make("CartPole-v1")._batch
+    with pytest.raises(LocalProtocolError, match="can no longer be used"):
+        batch.reset()
+
+
+@pytest.mark.parametrize(
+    ("seed", "options", "error"),
+    [
+        ([1, 2], None, r"an int, or one for each of 4 envs; got \[1, 2\]"),
+        (1.5, None, r"^seed: expected an int, .*; got 1\.5"),
+        ("a", None, "^seed: expected an int, .*; got 'a'"),
+        (-1, None, r"^seed: expected an int in \[0, 2\*\*63\); got -1"),
+        ([1, 2, 3, 4.5], None, r"^seed: expected an int in .*; got 4\.5"),
+        (None, {"reset_mask": [True] * 4}, "must be a numpy array"),
+        (None, {"reset_mask": np.ones(3, np.bool_)}, r"must have shape `\(4,\)`"),
+        (None, {"reset_mask": np.ones(4, np.int64)}, "dtype=np.bool_`, got int64"),
+        (None, {"reset_mask": np.zeros(4, np.bool_)}, "at least one True value"),
+    ],
+)
+def test_what_reset_cannot_mean_is_said(
+    make: Make, seed: Any, options: Any, error: str
+) -> None:
+    envs = make("CartPole-v1", autoreset_mode="Disabled")
+    envs.reset()
+    with pytest.raises((ValueError, TypeError), match=error):
+        envs.reset(seed=seed, options=options)
+
+
+def test_what_make_vec_cannot_mean_is_said() -> None:
+    with pytest.raises(ValueError, match="servers have their own"):
+        make_vec("CartPole-v1", 2, ["tcp://127.0.0.1:1"], num_workers=2)
+    with pytest.raises(ValueError, match="not a valid AutoresetMode"):
+        make_vec("CartPole-v1", 2, autoreset_mode="never")

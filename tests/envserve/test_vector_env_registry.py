@@ -1,0 +1,158 @@
+"""Envs made through Gymnasium's registry, and one env as `gymnasium.Env`."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+import envserve
+from envserve.client.vector_env import VectorEnv
+from envserve.errors import ActionError, LocalProtocolError
+from envserve.pool.launcher import Launcher
+from envserve.pool.pool import Pool
+from tests.oracle.probe_envs import MODULE
+
+#: What Gymnasium says of CartPole itself.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*A Box observation space m.*imum value is:UserWarning"
+)
+
+
+@pytest.fixture(scope="module", params=["local", "tcp"])
+def lane_kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def few_templates(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("envserve.client.make.Pool", partial(Pool, launcher=launcher))
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    """Gymnasium's registry, which is as before afterwards."""
+    before = {
+        name: spec.vector_entry_point for name, spec in gymnasium.registry.items()
+    }
+    yield
+    for name in [*gymnasium.registry]:
+        if name in before:
+            gymnasium.registry[name].vector_entry_point = before[name]
+        else:
+            del gymnasium.registry[name]
+    sys.modules.pop("envserve.gym", None)
+
+
+def where(address: str) -> dict[str, Any]:
+    return {"addresses": [address]} if address else {"num_workers": 1}
+
+
+def test_gymnasium_makes_vector_envs(registry: None, shared_address: str) -> None:
+    options: Any = {"render_mode": "rgb_array", **where(shared_address)}
+    envs = gymnasium.make_vec("envserve.gym:HalfCheetah-v5", num_envs=2, **options)
+    with contextlib.closing(envs):
+        assert isinstance(envs, VectorEnv)
+        assert repr(envs) == "VectorEnv(HalfCheetah-v5, num_envs=2)"
+        assert envs.render_mode == "rgb_array"
+        envs.reset(seed=1)
+        _, reward, *_ = envs.step(np.zeros((2, 6), np.float32))
+        assert reward.shape == (2,)
+        assert envs.spec is not None
+        with contextlib.closing(gymnasium.make_vec(envs.spec)) as others:
+            assert isinstance(others, VectorEnv)
+            assert others.spec == envs.spec
+
+
+def test_envs_that_are_not_registered_here_have_an_id_to_be_made_by(
+    registry: None, shared_address: str
+) -> None:
+    name = "envserve.gym:envserve/Remote-v0"
+    options: Any = {"env": "CartPole-v1", **where(shared_address)}
+    with contextlib.closing(gymnasium.make_vec(name, 3, **options)) as envs:
+        assert isinstance(envs, VectorEnv)
+        assert envs.reset()[0].shape == (3, 4)
+    address: Any = {"address": shared_address} if shared_address else {}
+    with contextlib.closing(gymnasium.make(name, env="CartPole-v1", **address)) as env:
+        assert env.reset()[0].shape == (4,)
+
+
+def test_arguments_of_envs_stand_beside_ours(registry: None) -> None:
+    options: Any = {
+        "max_episode_steps": 2,
+        "sutton_barto_reward": True,
+        "num_workers": 1,
+    }
+    envs = gymnasium.make_vec("envserve.gym:CartPole-v1", num_envs=1, **options)
+    with contextlib.closing(envs):
+        envs.reset()
+        assert envs.step([0])[1] == 0.0  # 1 without the argument
+        assert envs.step([0])[3].tolist() == [True]
+
+
+def test_what_vector_envs_are_made_of_makes_them_again(registry: None) -> None:
+    kwargs = {"render_mode": "rgb_array"}
+    with contextlib.closing(
+        envserve.make_vec("CartPole-v1", 2, num_workers=1, env_kwargs=kwargs)
+    ) as envs:
+        assert envs.spec is not None
+        assert envs.spec.max_episode_steps == 500
+        with contextlib.closing(gymnasium.make_vec(envs.spec)) as others:
+            assert isinstance(others, VectorEnv)
+            assert (others.num_envs, others.render_mode) == (2, "rgb_array")
+
+
+def test_only_importing_the_gym_module_changes_what_gymnasium_makes() -> None:
+    code = """if True:
+        import gymnasium, envserve
+        envserve.make_vec, envserve.make, envserve.BatchEnv
+        before = {spec.vector_entry_point for spec in gymnasium.registry.values()}
+        assert not any("envserve" in str(entry) for entry in before), before
+        import envserve.gym
+        assert gymnasium.spec("CartPole-v1").vector_entry_point
+        sync = gymnasium.make_vec("CartPole-v1", vectorization_mode="sync")
+        assert isinstance(sync, gymnasium.vector.SyncVectorEnv)
+        try:
+            envserve.gym.Nothing
+        except AttributeError as error:
+            print(error)
+    """
+    finished = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert finished.stdout == "module 'envserve.gym' has no attribute 'Nothing'\n"
+
+
+def test_one_env_passes_the_checks_of_gymnasium(shared_address: str) -> None:
+    with contextlib.closing(
+        envserve.make("CartPole-v1", shared_address or None, render_mode="rgb_array")
+    ) as env:
+        assert env.metadata["render_modes"] == ["rgb_array"]
+        check_env(env)
+
+
+def test_an_env_that_is_lost_is_truncated_and_says_why(shared_address: str) -> None:
+    imports: Any = {} if shared_address else {"import_modules": [MODULE]}
+    name = "envserve/Faulty-v0"
+    with contextlib.closing(
+        envserve.make(name, shared_address or None, **imports)
+    ) as env:
+        env.reset()
+        assert env.step(0)[1:] == (1.0, False, False, {})
+        *_, terminated, truncated, info = env.step(1)
+        assert (terminated, truncated, info["valid"]) == (False, True, False)
+        assert info["fault"]["status"] == "ENV_ERROR"
+        with pytest.raises(LocalProtocolError, match="have ended"):
+            env.step(0)
+        env.reset()
+        assert env.step(0)[1:] == (1.0, False, False, {})
+        with pytest.raises(ActionError, match=r"expected action in \[0, 1\]; got 2"):
+            env.step(2)

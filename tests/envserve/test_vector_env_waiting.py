@@ -1,0 +1,239 @@
+"""What a vector env does between `step_async` and `step_wait`, and at a reset."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium.error import (
+    AlreadyPendingCallError,
+    ClosedEnvironmentError,
+    NoAsyncCallError,
+)
+
+from envserve import make_vec
+from envserve.client.vector_env import VectorEnv
+from envserve.errors import CodecError, EnvError, EnvTimeout, LocalProtocolError
+from envserve.pool.launcher import Launcher
+from envserve.pool.pool import Pool
+from envserve.seeding import env_seed
+from tests.envserve.pool_driver import SCRIPT
+from tests.oracle.probe_envs import MODULE
+
+Make = Callable[..., VectorEnv]
+
+FAULTY = "envserve/Faulty-v0"
+RESET = "envserve/Reset-v0"
+
+
+@pytest.fixture(scope="module", params=["local", "tcp"])
+def lane_kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def make_here(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes vector envs in workers of one launcher, and closes them."""
+    monkeypatch.setattr("envserve.client.make.Pool", partial(Pool, launcher=launcher))
+    with contextlib.ExitStack() as stack:
+
+        def make(env: str, num_envs: int = 4, **options: Any) -> VectorEnv:
+            if "addresses" not in options:
+                options |= {"num_workers": 2, "import_modules": [MODULE]}
+            envs = make_vec(env, num_envs, **options)
+            stack.callback(envs._batch.close)
+            return envs
+
+        yield make
+
+
+@pytest.fixture
+def make(make_here: Make, shared_address: str) -> Make:
+    """The same, here and behind a server."""
+    if not shared_address:
+        return make_here
+    return partial(make_here, addresses=[shared_address])
+
+
+def test_a_step_can_be_waited_for_later(make: Make) -> None:
+    ours, others = make("CartPole-v1"), make("CartPole-v1")
+    ours.reset(seed=1)
+    others.reset_async(seed=1)
+    others.reset_wait(timeout=30)
+    for step in range(40):
+        actions = np.full(4, step % 2)
+        ours.step_async(actions)
+        later = ours.step_wait(timeout=30)
+        for one, other in zip(later[:4], others.step(actions)[:4], strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_what_takes_longer_can_be_waited_for_again(
+    make_here: Make, tmp_path: Path, copy: bool
+) -> None:
+    gate = tmp_path / "gate"
+    wait = f"while __import__('os').path.exists({str(gate)!r}): time.sleep(0.002)"
+    kwargs = {"reset": wait, "step": wait}
+    envs = make_here(SCRIPT, 2, autoreset_mode="Disabled", copy=copy, env_kwargs=kwargs)
+
+    def timed_out(wait_for: Callable[[float], Any]) -> None:
+        with pytest.raises(multiprocessing.TimeoutError) as caught:
+            wait_for(0.0)
+        assert isinstance(caught.value, EnvTimeout)
+
+    gate.touch()
+    envs.reset_async(seed=[5, 6])
+    timed_out(envs.reset_wait)
+    timed_out(envs.reset_wait)
+    with pytest.raises(LocalProtocolError, match="recv_reset"):
+        envs._batch.call(0, "render_mode")
+    gate.unlink()
+    observation, infos = envs.reset_wait(timeout=30)
+    assert observation[:, 0].tolist() == [5, 6]
+    assert infos == {}
+    for number in range(2):
+        gate.touch()
+        envs.step_async([0, number])
+        timed_out(envs.step_wait)
+        gate.unlink()
+        observation, reward, _, truncated, _ = envs.step_wait(timeout=30)
+        assert observation[:, 0].tolist() == [5, 6]
+        assert reward.tolist() == [0, number]
+        assert truncated.all()
+        envs.reset(seed=[5, 6])
+
+
+@pytest.mark.parametrize("name", ["reset", "step"])
+def test_a_call_out_of_order_is_refused(make: Make, name: str) -> None:
+    envs = make("CartPole-v1")
+    with pytest.raises(NoAsyncCallError, match=f"without any prior call to `{name}_a"):
+        getattr(envs, f"{name}_wait")()
+    envs.reset(seed=3)
+    start: dict[str, Callable[[], None]] = {
+        "reset": partial(envs.reset_async, 3),
+        "step": partial(envs.step_async, [0] * 4),
+    }
+    start[name]()
+    calls: list[Callable[[], Any]] = [
+        *(envs.reset_async, envs.reset, partial(envs.step_async, [0] * 4)),
+        *(envs.render, partial(envs.step, [0] * 4), partial(envs.get_attr, "x")),
+    ]
+    for call in calls:
+        with pytest.raises(AlreadyPendingCallError, match=f"call to `{name}`") as info:
+            call()
+        assert isinstance(info.value, LocalProtocolError)
+        assert info.value.name == name
+    other = "step" if name == "reset" else "reset"
+    with pytest.raises(NoAsyncCallError):
+        getattr(envs, f"{other}_wait")()
+    assert getattr(envs, f"{name}_wait")()[0].shape == (4, 4)
+    envs.step([0] * 4)
+
+
+def test_closing_what_is_waited_for_says_so(make: Make) -> None:
+    envs = make("CartPole-v1")
+    envs.reset()
+    envs.step_async([0] * 4)
+    with pytest.warns(UserWarning, match="waiting for a pending call to `step`"):
+        envs.close(terminate=True)
+    with pytest.raises(ClosedEnvironmentError):
+        envs.step_wait()
+
+
+def test_envs_that_break_their_spaces_hold_up_no_other(make_here: Make) -> None:
+    envs = make_here(FAULTY, 4, env_kwargs={"fault": "wrong_shape"})
+    envs.reset()
+    with pytest.raises(EnvError, match=r"Env 0 \(local\): expected observation"):
+        envs.step([1, 0, 1, 1])
+    with pytest.raises(LocalProtocolError, match="reset"):  # what became of row 1?
+        envs.step([0, 0, 0, 0])
+    envs.reset()
+    envs.step_async([1, 0, 1, 1])
+    with pytest.raises(EnvError, match=r"Env 0 \(local\): expected observation"):
+        envs.step_wait()
+    with pytest.raises(LocalProtocolError, match="reset"):
+        envs.step_async([0, 0, 0, 0])
+    envs.reset()
+    assert envs.step([0, 0, 0, 0])[1].tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["send", "send_reset", "recv_reset"])
+def test_ctrl_c_leaves_what_can_be_waited_for_or_begun_anew(
+    make_here: Make, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    envs = make_here(RESET, 2)
+    envs.reset()
+    whole = getattr(envs._batch, name)
+
+    def cut(*arguments: Any, **named: Any) -> None:
+        if name != "recv_reset":
+            whole(*arguments, **named)
+        raise KeyboardInterrupt
+
+    call = partial(envs.step_async, [1, 0]) if name == "send" else envs.reset
+    with monkeypatch.context() as patch:
+        patch.setattr(envs._batch, name, cut)
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    if name == "send":
+        assert envs.step_wait()[1].tolist() == [1, 0]
+    else:
+        envs.reset()
+    assert envs.step([0, 1])[1].tolist() == [0, 1]
+
+
+def test_infos_of_a_reset_say_what_the_envs_got(make: Make) -> None:
+    envs = make(RESET, 3, autoreset_mode="Disabled")
+    assert envs.reset()[1]["seed"].tolist() == [None] * 3
+    assert envs.reset(seed=4)[1]["seed"].tolist() == [4, 5, 6]
+    infos = envs.reset(seed=[7, None, 9], options={"level": 3})[1]
+    assert infos["seed"].tolist() == [7, None, 9]
+    assert infos["options"]["level"].tolist() == [3, 3, 3]
+    options = {"reset_mask": np.array([True, False, True]), "level": 5}
+    envs.step([0, 1, 0])
+    observation, infos = envs.reset(options=options)
+    assert options.keys() == {"reset_mask", "level"}
+    assert observation.tolist() == [[0], [1], [0]]
+    assert infos["_seed"].tolist() == [True, False, True]
+    assert infos["options"]["level"].tolist() == [5, 0, 5]
+
+
+def test_only_a_batch_with_a_seed_seeds_its_envs(make: Make) -> None:
+    envs = make(RESET, 2, seed=8)
+    assert envs.reset()[1]["seed"].tolist() == [env_seed(8, row, 0) for row in (0, 1)]
+    assert envs.reset()[1]["seed"].tolist() == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"level": object()}, CodecError),
+        ({"level": b"a" * (17 << 10)}, CodecError),
+        ({"level": 13}, EnvError),
+    ],
+)
+def test_options_that_cannot_be_had_are_an_error(
+    make: Make, options: dict[str, Any], error: type[Exception]
+) -> None:
+    envs = make(RESET, 2)
+    envs.reset()
+    with pytest.raises(error):
+        envs.reset(options=options)
+    envs.reset(options={"level": 1})
+    assert envs.step([1, 0])[1].tolist() == [1, 0]
+
+
+def test_a_mask_of_all_rows_may_come_first_and_one_of_some_may_not(make: Make) -> None:
+    envs = make(RESET, 2, autoreset_mode="Disabled")
+    envs.reset(options={"reset_mask": np.array([True, False])})
+    with pytest.raises(LocalProtocolError, match="reset\\(\\) of all envs"):
+        envs.step([0, 0])
+    envs.reset(options={"reset_mask": np.ones(2, np.bool_)})
+    envs.step([0, 0])

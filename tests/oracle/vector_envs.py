@@ -1,0 +1,99 @@
+"""An env that is a vector env as well, in each of Gymnasium's three autoreset modes.
+
+`envserve/Walk{Next,Same,Off}-v0` are the same walks: alone by their entry point, and
+many in a `SyncVectorEnv` by their vector_entry_point, so that one must give the very
+data of the other. Action 3 in row 0 of such a vector env is where a fault happens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from tests.oracle.breakdowns import BREAKDOWNS
+
+__all__ = ["MODES"]
+
+#: Names by the mode of their vector envs.
+MODES: Final = {
+    "next_step": "envserve/WalkNext-v0",
+    "same_step": "envserve/WalkSame-v0",
+    "disabled": "envserve/WalkOff-v0",
+}
+
+#: What a broken vector env makes of its observations.
+_BREAKS: Final[dict[str, Callable[[Any], Any]]] = {
+    "nan": lambda observation: {**observation, "x": observation["x"] * math.nan},
+    "wrong_shape": lambda observation: {**observation, "x": observation["x"][:1]},
+    "wrong_keys": lambda observation: {"x": observation["x"]},
+}
+
+
+class WalkEnv(gymnasium.Env[Any, np.int64]):
+    """Goes where luck takes it; ends at a mark, or after 7 steps."""
+
+    def __init__(self, mode: str = "", fault: str = "") -> None:
+        self.observation_space = spaces.Dict(
+            {"x": spaces.Box(-9, 9, (2,), np.float32), "t": spaces.Discrete(8)}
+        )
+        self.action_space = spaces.Discrete(4)
+        self.length = 7
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._t, self._x = 0, self.np_random.uniform(-1, 1, 2).astype(np.float32)
+        if options:
+            self._x[:] = float(options["x"])
+        return self._observation(), {"start": float(self._x[0])}
+
+    def step(self, action: np.int64) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._t += 1
+        luck = self.np_random.random()
+        self._x[int(action) % 2] += np.float32(luck - 0.5)
+        info: dict[str, Any] = {"luck": luck, "at": {"t": self._t}}
+        if luck > 0.5:
+            info["lucky"] = True
+        is_truncated = self._t == self.length
+        return self._observation(), float(action), luck > 0.9, is_truncated, info
+
+    def _observation(self) -> dict[str, Any]:
+        return {"x": self._x.copy(), "t": np.int64(self._t)}
+
+
+class WalksEnv(SyncVectorEnv):
+    """Many walks, one of which fails where it is told to."""
+
+    def __init__(self, num_envs: int, mode: str, fault: str = "") -> None:
+        super().__init__([WalkEnv] * num_envs, autoreset_mode=AutoresetMode[mode])
+        self.level = 1
+        self._fault = fault
+        if fault == "uneven":  # its blocks are not alike
+            self.single_observation_space = spaces.Box(0, 1, (num_envs,))
+
+    def step(self, actions: Any) -> Any:
+        if actions[0] == 3 and self._fault in BREAKDOWNS:
+            BREAKDOWNS[self._fault](math.inf)
+        observation, *others = super().step(actions)
+        if actions[0] == 3 and self._fault in _BREAKS:
+            observation = _BREAKS[self._fault](observation)
+        return observation, *others
+
+    def double(self, number: int) -> int:
+        return 2 * number
+
+
+for _mode, _name in MODES.items():
+    gymnasium.register(
+        _name,
+        entry_point=f"{__name__}:WalkEnv",
+        vector_entry_point=f"{__name__}:WalksEnv",
+        kwargs={"mode": _mode.upper()},
+    )
