@@ -18,7 +18,7 @@ PINNED := pyproject.toml constraints.txt
 help:
 	@echo "make train [CONFIG=pendulum|cartpole|cheetah] [ARGS='--seed 1']"
 	@echo "                            set up $(VENV) and train PPO on a Gymnasium task"
-	@echo "make test [ARGS='-k name']  set up $(VENV) and run scripts/check (10 to 20 minutes)"
+	@echo "make test [ARGS='-k name']  set up $(VENV) and run scripts/check (about 13 minutes)"
 	@echo "make test-doors [ARGS='-k sb3']"
 	@echo "                            set up $(DOORS) with other people's trainers and envs,"
 	@echo "                            and run tests/doors (10 minutes)"
