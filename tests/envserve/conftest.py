@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from envserve.client import BatchEnv
 from envserve.client.remote_lane import RemoteLane
@@ -222,3 +223,17 @@ def own_launcher() -> Iterator[Launcher]:
 def make_own_pool(own_launcher: Launcher) -> Iterator[PoolMaker]:
     with contextlib.closing(PoolMaker(own_launcher)) as maker:
         yield maker
+
+
+@pytest.fixture
+def sockets(monkeypatch: pytest.MonkeyPatch) -> list[zmq.Socket[bytes]]:
+    """Sockets of ZeroMQ that this process makes from now on, as they are made."""
+    made: list[zmq.Socket[bytes]] = []
+    make = zmq.Context.socket
+
+    def note(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> object:
+        made.append(make(context, kind))
+        return made[-1]
+
+    monkeypatch.setattr(zmq.Context, "socket", note)
+    return made

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Final
 
 import numpy as np
-import pytest
 import zmq
 
 from envserve.client import BatchEnv
@@ -44,17 +43,9 @@ def test_a_trainer_that_does_not_read_a_while_gets_its_answers(serve: Serve) -> 
 
 
 def test_a_client_sends_no_zmtp_heartbeats_and_bounds_what_waits_for_it(
-    monkeypatch: pytest.MonkeyPatch,
+    sockets: list[zmq.Socket[bytes]],
 ) -> None:
     """With both, libzmq 4.3.5 aborts a process that does not read for a while."""
-    sockets: list[zmq.Socket[bytes]] = []
-    make = zmq.Context.socket
-
-    def note(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> object:
-        sockets.append(make(context, kind))
-        return sockets[-1]
-
-    monkeypatch.setattr(zmq.Context, "socket", note)
     connection = Connection("tcp://127.0.0.1:1")
     (socket,) = sockets
     assert socket.getsockopt(zmq.HEARTBEAT_IVL) == 0

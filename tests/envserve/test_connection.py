@@ -78,16 +78,8 @@ def test_only_who_does_not_try_again_by_itself_has_met_an_error(
 
 
 def test_a_call_takes_long_frames_and_no_fewer_messages(
-    monkeypatch: pytest.MonkeyPatch,
+    sockets: list[zmq.Socket[bytes]],
 ) -> None:
-    sockets: list[zmq.Socket[bytes]] = []
-    make = zmq.Context.socket
-
-    def note(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> object:
-        sockets.append(make(context, kind))
-        return sockets[-1]
-
-    monkeypatch.setattr(zmq.Context, "socket", note)
     with closing(Connection("tcp://127.0.0.1:1")) as connection:
         dealers = [each for each in sockets if each.type == zmq.DEALER]
         before = dealers[0].getsockopt(zmq.RCVHWM)
