@@ -61,7 +61,7 @@ $(VENV)/.installed-train: $(PINNED) | $(VENV)/bin/pip
 
 $(VENV)/.installed-dev: $(PINNED) $(VENV)/.installed-train | $(VENV)/bin/pip
 	@echo "Installing the development tools into $(VENV) ..."
-	$(PIP) --constraint constraints.txt --editable '.[train-cpu,mujoco,box2d,atari,plot,video,dev]'
+	$(PIP) --constraint constraints.txt --editable '.[train-cpu,mujoco,box2d,atari,plot,video,page,metrics,dev]'
 	@touch $@
 
 $(VENV)/.installed-bench: $(PINNED) $(VENV)/.installed-train | $(VENV)/bin/pip
@@ -71,7 +71,7 @@ $(VENV)/.installed-bench: $(PINNED) $(VENV)/.installed-train | $(VENV)/bin/pip
 
 $(DOORS)/.installed: $(PINNED) | $(DOORS)/bin/pip
 	@echo "Installing other people's trainers and envs into $(DOORS); this takes minutes ..."
-	$(PIP) --constraint constraints.txt --editable '.[mujoco,box2d,atari,envpool,sb3,tianshou,trainers,zoo,dev]'
+	$(PIP) --constraint constraints.txt --editable '.[mujoco,box2d,atari,envpool,sb3,tianshou,trainers,zoo,page,metrics,docs,browser,dev]'
 	@touch $@
 
 # pip is what venv installs last, so its presence says that the environment is whole.
