@@ -8,7 +8,7 @@ ARGS ?=
 
 VENV := .venv
 DOORS := .venv-doors
-PIP = $(@D)/bin/python -m pip --disable-pip-version-check install --quiet
+PIP = $(@D)/bin/python scripts/pip_install.py
 PINNED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
@@ -18,10 +18,11 @@ PINNED := pyproject.toml constraints.txt
 help:
 	@echo "make train [CONFIG=pendulum|cartpole|cheetah] [ARGS='--seed 1']"
 	@echo "                            set up $(VENV) and train PPO on a Gymnasium task"
-	@echo "make test [ARGS='-k name']  set up $(VENV) and run scripts/check (about 13 minutes)"
+	@echo "make test [ARGS='-k name']  set up $(VENV) and run scripts/check (about 11 minutes)"
 	@echo "make test-doors [ARGS='-k sb3']"
-	@echo "                            set up $(DOORS) with other people's trainers and envs,"
-	@echo "                            and run tests/doors (10 minutes)"
+	@echo "                            set up $(DOORS) with other people's trainers and envs, a"
+	@echo "                            browser's driver and what builds the docs, and run what"
+	@echo "                            needs them, or minutes to learn (15 minutes)"
 	@echo "make examples [ARGS=sb3_ppo]"
 	@echo "                            set up $(DOORS) and have each example learn its task,"
 	@echo "                            some of them while workers are killed (half an hour)"
@@ -40,9 +41,9 @@ train: $(VENV)/.installed-train
 test: $(VENV)/.installed-dev
 	scripts/check $(ARGS)
 
-# pyproject.toml keeps tests/doors out of every other run.
+# pyproject.toml keeps these folders out of every other run.
 test-doors: $(DOORS)/.installed
-	$(DOORS)/bin/python -m pytest --numprocesses 2 tests/doors $(ARGS)
+	$(DOORS)/bin/python -m pytest --numprocesses 2 tests/doors tests/learning $(ARGS)
 
 examples: $(DOORS)/.installed
 	$(DOORS)/bin/python scripts/run_examples.py $(ARGS)
@@ -71,7 +72,7 @@ $(VENV)/.installed-bench: $(PINNED) $(VENV)/.installed-train | $(VENV)/bin/pip
 
 $(DOORS)/.installed: $(PINNED) | $(DOORS)/bin/pip
 	@echo "Installing other people's trainers and envs into $(DOORS); this takes minutes ..."
-	$(PIP) --constraint constraints.txt --editable '.[mujoco,box2d,atari,envpool,sb3,tianshou,trainers,zoo,page,metrics,docs,browser,dev]'
+	$(PIP) --constraint constraints.txt --editable '.[train-cpu,mujoco,box2d,atari,envpool,sb3,tianshou,trainers,zoo,plot,video,page,metrics,docs,browser,dev]'
 	@touch $@
 
 # pip is what venv installs last, so its presence says that the environment is whole.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "ActionError",
+    "AddressError",
     "CallError",
     "CodecError",
     "ConnectError",
@@ -29,6 +30,7 @@ __all__ = [
     "ServerLost",
     "SpaceError",
     "UnknownEnv",
+    "VideoError",
     "WorkerError",
     "WrapperError",
 ]
@@ -99,6 +101,10 @@ class ReproError(EnvserveError, ValueError):
     """A file that is no repro file, or does not fit to the env that it names."""
 
 
+class VideoError(EnvserveError, RuntimeError):
+    """An env gives no frames, or they cannot be made a video of."""
+
+
 class EnvTimeout(EnvserveError, TimeoutError):
     """An env, worker or server did not answer before the deadline."""
 
@@ -113,6 +119,10 @@ class ServerError(EnvserveError, RuntimeError):
 
 class ConnectError(ServerError, ConnectionError):
     """No server answered at the address before the deadline."""
+
+
+class AddressError(ConnectError, ValueError):
+    """A word that is no address of a server, or names a host that nobody knows."""
 
 
 class ServerLost(ServerError, ConnectionError):

@@ -102,7 +102,7 @@ class Reset:
 
 
 #: What is done to an attribute.
-CallKind = Literal["call", "get", "set", "thumbnail"]
+CallKind = Literal["call", "get", "set"]
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,7 @@ class Call:
       block: Index of the block.
       env_indices: Rows of the lane.
       kind: "call" calls a method, or reads an attribute that is not callable; "get"
-        reads; "set" assigns a value of its own to each; "thumbnail" renders, scales
-        the picture to a width, and makes a JPEG of it.
+        reads; "set" assigns a value of its own to each.
       name: Name of the attribute.
       arguments: A list and a dict, as `codec` encodes them: those of the method; to
         set, a value for each row.

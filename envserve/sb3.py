@@ -49,8 +49,8 @@ def make_vec_env(
     Raises:
       EnvserveError: As for `envserve.make_vec`.
     """
-    options |= {"autoreset": "same_step", "seed": seed}
-    batch = make_batch(env, n_envs, addresses, **options)
+    fixed = {"autoreset": "same_step"}
+    batch = make_batch(env, n_envs, addresses, fixed, seed=seed, **options)
     kwargs, wrappers = options.get("env_kwargs") or {}, options.get("wrappers", ())
     names = [wrapper.name for wrapper in parse_wrappers(wrappers)]
     vec_env = BatchVecEnv(batch, kwargs.get("render_mode"), names)

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["draw_root_seed", "env_seed", "spare_seed"]
+__all__ = ["INCARNATIONS_PER_LEASE", "draw_root_seed", "env_seed", "spare_seed"]
 
 MAX_ROOT_SEED = 2**63 - 1
+#: By how much each further lease of a client raises the first incarnation of its envs:
+#: more often no env is rebuilt within a lease.
+INCARNATIONS_PER_LEASE = 1 << 18
 
 
 def draw_root_seed() -> int:

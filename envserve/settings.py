@@ -8,11 +8,10 @@ these gets a ValueError that names the setting, what was expected, and what came
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from pathlib import Path
@@ -32,7 +31,9 @@ from typing import (
 import msgspec
 from msgspec import Meta
 
+from envserve.address import is_private
 from envserve.own_envs import absolute, is_own, name_of
+from envserve.text import Name
 from envserve.wrappers import Wrappers
 
 __all__ = [
@@ -48,8 +49,8 @@ __all__ = [
     "NonFinite",
     "PoolSettings",
     "WorkerSettings",
+    "cgroup_limits",
     "convert",
-    "is_private",
     "num_cores",
 ]
 
@@ -90,7 +91,6 @@ Infos = Literal["all", "episode_end", "none"]
 #: with `valid` False; or nothing, and they are handed on.
 NonFinite = Literal["raise", "mask", "pass"]
 
-Name = Annotated[str, Meta(max_length=200)]
 _Count = Annotated[int, Meta(ge=1)]
 _U32 = Annotated[int, Meta(ge=0, lt=2**32)]
 _Seconds = Annotated[float, Meta(gt=0)]
@@ -143,20 +143,32 @@ def num_cores(root: Path = Path("/")) -> int:
 def _quota(root: Path) -> int:
     """Returns the cores that Linux's cgroups, v1 or v2, leave to a container."""
     least = 1 << 16
+    for numbers in cgroup_limits(root, "cpu", ("cfs_quota_us", "cfs_period_us")):
+        quota, period = numbers
+        if quota > 0:
+            least = min(least, -(-quota // period))
+    return least
+
+
+def cgroup_limits(root: Path, what: str, names: tuple[str, ...]) -> Iterator[list[int]]:
+    """Yields the limits that Linux's cgroups set for this process, its own first.
+
+    Args:
+      root: Of the file system.
+      what: "cpu" or "memory".
+      names: Of the files in which v1 says what v2 says in `max`.
+    """
     with contextlib.suppress(OSError, ValueError):  # there are none
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, kinds, path = line.split(":", 2)
-            if kinds and "cpu" not in kinds.split(","):
+            if kinds and what not in kinds.split(","):
                 continue
-            names = ("cfs_quota_us", "cfs_period_us") if kinds else ("max",)
-            group = root / "sys/fs/cgroup" / ("cpu" if kinds else "") / path.lstrip("/")
+            files = names if kinds else ("max",)
+            group = root / "sys/fs/cgroup" / (what if kinds else "") / path.lstrip("/")
             for folder in (group, *group.parents):
                 with contextlib.suppress(OSError, ValueError):  # it sets none
-                    texts = [(folder / f"cpu.{name}").read_text() for name in names]
-                    quota, period = map(int, " ".join(texts).split())
-                    if quota > 0:
-                        least = min(least, -(-quota // period))
-    return least
+                    texts = [(folder / f"{what}.{name}").read_text() for name in files]
+                    yield [int(word) for word in " ".join(texts).split()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,6 +292,10 @@ class HostSettings(WorkerSettings):
     audit: str | None = None
     """File to append a line of JSON to for whatever a client is given, denied, or
     loses; only this user can read it."""
+    metrics_port: Annotated[int, Meta(ge=0, le=65535)] | None = None
+    """Port where Prometheus reads metrics over http, without a key; 0 is any."""
+    metrics_host: str = "127.0.0.1"
+    """Address of that port; by default, only this host reaches it."""
     insecure_no_auth: bool = False
     """Use no keys on tcp: whoever reaches an address can use the server, and read and
     change its traffic."""
@@ -358,29 +374,3 @@ class LocalOptions(EnvOptions, total=False):
     max_restarts: int
     max_infos_kib: int
     crash_dir: str | None
-
-
-def is_private(address: str) -> bool:
-    """Tells whether only this host reaches an address.
-
-    Args:
-      address: Like "tcp://127.0.0.1:5555" or "ipc:///tmp/envs".
-
-    Raises:
-      ValueError: It is no such address.
-    """
-    scheme, _, rest = address.partition("://")
-    if scheme == "ipc" and rest:
-        return True
-    host, _, port = rest.rpartition(":")
-    if scheme != "tcp" or not host or not (port.isdigit() and int(port) < 65536):
-        raise ValueError(
-            f"expected an address like tcp://127.0.0.1:5555 or ipc:///path; "
-            f"got {address!r}"
-        )
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # a name, an interface or *: whatever that may reach
-        return False

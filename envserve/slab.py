@@ -25,10 +25,12 @@ __all__ = [
     "Rows",
     "Slab",
     "Status",
+    "anonymous_file",
     "arrays_nbytes",
     "keep_last_observation",
     "map_arrays",
     "next_beat",
+    "private_heartbeat",
     "restore_last_observation",
     "row_of_beat",
     "rows_mib",
@@ -42,6 +44,7 @@ Array = np.ndarray[Any, Any]
 Layout = Sequence[tuple[tuple[int, ...], np.dtype[Any]]]
 
 _ALIGNMENT: Final = 64  # a cache line: no two arrays, and no two heartbeats, share one
+_BEAT_BYTES: Final = 8 * _ALIGNMENT
 
 
 class Status(enum.IntEnum):
@@ -122,6 +125,11 @@ class Rows:
 
 #: What one call of an env adds to its row's beat.
 BEAT: Final = 1 << 20
+
+
+def private_heartbeat() -> memoryview:
+    """Returns a heartbeat that nobody looks at."""
+    return memoryview(bytearray(_BEAT_BYTES)).cast("q")
 
 
 def next_beat(beat: int, row: int) -> int:
@@ -218,9 +226,9 @@ class Slab:
     Attributes:
       fd: Descriptor of the memory, to be sent to workers.
       rows: The rows, as views into the memory.
-      heartbeats: int64 `[num_workers, 8]`; column 0 is another one after every call of
+      heartbeats: int64 `[num_workers, 64]`; column 0 is another one after every call of
         an env, and tells which one it was, see `row_of_beat`; column 1 is 1 while the
-        worker is inside a reset. A row is a cache line.
+        worker is inside a reset. From column 8 on are the cells of `durations`.
       extra: What lies behind them, for whoever has asked for it.
     """
 
@@ -236,18 +244,18 @@ class Slab:
         self.rows = Rows.map(spec, num_envs, self._memory)
         at = _aligned(rows_nbytes(spec, num_envs))
         self.heartbeats: Array = np.ndarray(
-            (num_workers, 8), np.int64, self._memory, at
+            (num_workers, _BEAT_BYTES // 8), np.int64, self._memory, at
         )
-        self.extra = memoryview(self._memory)[at + num_workers * _ALIGNMENT :]
+        self.extra = memoryview(self._memory)[at + num_workers * _BEAT_BYTES :]
 
     @classmethod
     def create(
         cls, spec: EnvSpec, num_envs: int, num_workers: int, extra_nbytes: int = 0
     ) -> Slab:
         """Returns a slab in new memory, all zero."""
-        nbytes = _aligned(rows_nbytes(spec, num_envs)) + num_workers * _ALIGNMENT
+        nbytes = _aligned(rows_nbytes(spec, num_envs)) + num_workers * _BEAT_BYTES
         slab = cls.__new__(cls)
-        slab.fd = _anonymous_file()
+        slab.fd = anonymous_file()
         try:
             os.ftruncate(slab.fd, nbytes + extra_nbytes)
             if hasattr(os, "memfd_create"):
@@ -274,7 +282,8 @@ class Slab:
         return f"<Slab {len(self._memory)} bytes, {state}>"
 
 
-def _anonymous_file() -> int:
+def anonymous_file() -> int:
+    """Returns a descriptor of a new file in memory, empty."""
     if hasattr(os, "memfd_create"):
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         return os.memfd_create("envserve-slab", flags)

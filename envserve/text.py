@@ -9,9 +9,14 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
-from typing import Final
+from typing import Annotated, Final
 
-__all__ = ["Seldom", "did_you_mean", "one_line", "printable", "without_folders"]
+from msgspec import Meta
+
+__all__ = ["Name", "Seldom", "did_you_mean", "one_line", "printable", "without_folders"]
+
+#: What a peer may call an env.
+Name = Annotated[str, Meta(max_length=200)]
 
 #: Of a traceback's line, and of any other absolute path.
 _FOLDERS: Final = re.compile(r'(?<=File ")/[^"\n]*/|(?<![\w:/.])/(?:[^\s/\'"]+/)+')

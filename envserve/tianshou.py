@@ -29,8 +29,8 @@ def make_vector_env(
     env: Any, num_envs: int, addresses: Sequence[str] | None = None, **options: Any
 ) -> BatchVectorEnv:
     """Makes envs as Tianshou takes them; as for `envserve.make_vec`."""
-    options |= {"autoreset": "disabled", "num_splits": num_envs}
-    return BatchVectorEnv(make_batch(env, num_envs, addresses, **options))
+    fixed = {"autoreset": "disabled", "num_splits": num_envs}
+    return BatchVectorEnv(make_batch(env, num_envs, addresses, fixed, **options))
 
 
 class BatchVectorEnv(BaseVectorEnv):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import resource
 from typing import Final
 
 import zmq
@@ -12,8 +14,11 @@ __all__ = [
     "FrameReceiver",
     "Frames",
     "descriptor_of",
+    "raise_file_limit",
     "set_common_options",
 ]
+
+_LOGGER: Final = logging.getLogger(__name__)
 
 #: Plain numbers: ZeroMQ's own flags are slow to combine.
 NOBLOCK: Final = int(zmq.NOBLOCK)
@@ -122,3 +127,22 @@ class FrameReceiver:
             self._socket.recv(NOBLOCK)
             self.num_discarded += 1
         return False
+
+
+def raise_file_limit() -> int:
+    """Allows as many open files as may be: workers, clients and servers need some.
+
+    ZeroMQ ends a process that runs out of them.
+
+    Returns:
+      How many.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError) as error:  # macOS: "unlimited" is more than it gives
+        _LOGGER.info("the limit of %d open files stays: %s", soft, error)
+        return soft
+    return hard

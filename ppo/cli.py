@@ -8,23 +8,14 @@ import os
 import sys
 from collections.abc import Sequence
 
-import typer
-
+from envserve.terminal import make_app
 from ppo.commands.configs import configs
-from ppo.commands.evaluate import evaluate
-from ppo.commands.export import export
-from ppo.commands.plot import plot
+from ppo.commands.runs import evaluate, export, plot, visualize
 from ppo.commands.train import train
-from ppo.commands.visualize import visualize
 
 __all__ = ["main"]
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="Train and evaluate agents with proximal policy optimisation.",
-)
+app = make_app("ppo", "Train and evaluate agents with proximal policy optimisation.")
 for _command in (train, evaluate, configs, export, plot, visualize):
     app.command()(_command)
 

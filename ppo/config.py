@@ -25,6 +25,18 @@ from ppo.errors import ConfigError, suggestion
 __all__ = ["Config"]
 
 _NETWORKS = ("auto", "mlp", "cnn")
+#: What others call these settings.
+_ALIASES = {
+    **{"lr": "learning_rate", "gamma": "discount", "lam": "gae_lambda"},
+    **{"env": "env_name", "env_id": "env_name", "n_envs": "num_envs"},
+    **{"timesteps": "total_steps", "total_timesteps": "total_steps"},
+    **{"n_steps": "horizon", "num_steps": "horizon", "rollout_length": "horizon"},
+    **{"n_epochs": "epochs", "update_epochs": "epochs", "batch_size": "minibatch_size"},
+    **{"ent_coef": "entropy_coefficient", "vf_coef": "value_coefficient"},
+    **{"clip_coef": "clip_range", "clip_range_vf": "value_clip_range"},
+    **{"max_grad_norm": "max_gradient_norm", "target_kl": "max_kl"},
+    **{"hidden_sizes": "policy_layers", "net_arch": "policy_layers"},
+}
 _FUNCTION = re.compile(r"(.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*")
 
 _Count = Annotated[int, Field(ge=1, le=2**53)]
@@ -363,7 +375,7 @@ def _in_words(error: ErrorDetails) -> str:
     """Say which key is wrong, what was expected, and what was got."""
     key, indices = "".join(map(str, error["loc"][:1])), error["loc"][1:]
     if error["type"] == "extra_forbidden":
-        near = suggestion(key, Config.model_fields)
+        near = suggestion(_ALIASES.get(key, key), Config.model_fields)
         return f"unknown key {key!r}.{near} `ppo configs NAME` lists all keys."
     if error["type"] == "missing":
         return f'expected a key {key}, such as {key} = "CartPole-v1".'

@@ -1,4 +1,4 @@
-"""Where a config comes from: a name, a TOML, JSON or Python file, and settings.
+"""Where a config comes from: a name, a TOML, JSON or Python file, an env, and settings.
 
 A named config holds what its task needs that differs from the defaults, and why. The
 defaults are those of continuous control; a family of tasks shares what differs.
@@ -6,21 +6,26 @@ defaults are those of continuous control; a family of tasks shares what differs.
 
 import contextlib
 import json
+import re
 import runpy
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from envserve.own_envs import is_own
 from ppo.config import Config
 from ppo.errors import ConfigError, suggestion
 
 __all__ = [
     "CONFIGS",
     "EXPECTED_RETURNS",
+    "WORDS",
     "apply_settings",
+    "is_env",
     "load_config",
     "read_config",
+    "suited",
 ]
 
 
@@ -59,28 +64,34 @@ def _atari(env_name: str) -> Config:
     a lost life ends no episode: returns are the game's score. The usual budget is ten
     times as large.
     """
+    is_frameskip_in_env = env_name.startswith("ALE/")
     return Config(
         env_name=env_name,
+        env_kwargs={"frameskip": 1} if is_frameskip_in_env else {},
         import_modules=("ale_py",),
         wrappers=(
             {"name": "AtariPreprocessing"},
             {"name": "FrameStackObservation", "stack_size": 4},
         ),
-        num_envs=8,
-        epochs=4,
-        minibatch_size=256,
-        learning_rate=2.5e-4,
-        clip_range=0.1,
-        decay_clip_range=True,
-        entropy_coefficient=0.01,
-        normalize_advantages=True,
-        recompute_advantages=False,
-        policy_layers=(),
-        value_layers=(),
-        jit_compile=False,  # on CPUs, XLA's convolutions take longer
-        evaluation_episodes=10,
+        **_PIXELS,
     )
 
+
+_PIXELS: dict[str, Any] = {
+    "num_envs": 8,
+    "epochs": 4,
+    "minibatch_size": 256,
+    "learning_rate": 2.5e-4,
+    "clip_range": 0.1,
+    "decay_clip_range": True,
+    "entropy_coefficient": 0.01,
+    "normalize_advantages": True,
+    "recompute_advantages": False,
+    "policy_layers": (),
+    "value_layers": (),
+    "jit_compile": False,  # on CPUs, XLA's convolutions take longer
+    "evaluation_episodes": 10,
+}
 
 CONFIGS: dict[str, Config] = {
     # In two splits a rollout takes two thirds of the time; with HalfCheetah, whose envs
@@ -132,6 +143,12 @@ CONFIGS: dict[str, Config] = {
     "breakout": _atari("BreakoutNoFrameskip-v4"),
 }
 
+WORDS = (
+    "the name of a config (`ppo configs` lists them), a .toml, .json or .py file, or "
+    "an env, such as CartPole-v1 or my_env.py:Walk"
+)
+"""What `load_config` takes, as errors say it."""
+
 EXPECTED_RETURNS: dict[str, str] = {
     "cartpole": "500",
     "acrobot": "-72",
@@ -149,10 +166,18 @@ EXPECTED_RETURNS: dict[str, str] = {
 and over seeds; docs/scores.md says more. Empty where it was not measured."""
 
 
+def is_env(name: str) -> bool:
+    """Whether a name is that of an env: registered, `MODULE:NAME` or `FILE.py:NAME`."""
+    if is_own(name):
+        return ":" in name
+    return re.search(r"-v\d+$", name) is not None
+
+
 def load_config(name: str) -> Config:
     """Return a named config, or read one from a `.toml`, `.json` or `.py` file.
 
-    A Python file is run; what it calls `config` is taken.
+    A Python file is run; what it calls `config` is taken. An env has the named config
+    that is for it, or else the defaults; see `suited`.
 
     Raises:
         ConfigError: there is neither, or the file is wrong.
@@ -163,10 +188,34 @@ def load_config(name: str) -> Config:
         return read_config(Path(name))
     if name.endswith(".py"):
         return _run_config(Path(name))
-    raise ConfigError(
-        f"Config: expected one of {', '.join(CONFIGS)} or a .toml, .json or .py file, "
-        f"got {name!r}.{suggestion(name, CONFIGS)}"
-    )
+    if name.startswith("ALE/"):
+        return _atari(name)
+    if is_env(name):
+        known = (config for config in CONFIGS.values() if config.env_name == name)
+        return next(known, Config(env_name=name))
+    known_names = [*CONFIGS, *(config.env_name for config in CONFIGS.values())]
+    raise ConfigError(f"Expected {WORDS}; got {name!r}.{suggestion(name, known_names)}")
+
+
+def suited(observation_space: Any, action_space: Any) -> dict[str, Any]:
+    """Return what to change of the defaults for an env that has no config of its own.
+
+    That is nothing for actions that are real numbers, which the defaults are for.
+    """
+    if _has_images(observation_space):
+        return _PIXELS
+    if action_space.dtype is not None and action_space.dtype.kind == "f":
+        return {}
+    return {"entropy_coefficient": 0.01, "normalize_advantages": True}
+
+
+def _has_images(space: Any) -> bool:
+    """Whether something in a space is a Box of bytes with two dimensions or more."""
+    parts = getattr(space, "spaces", None)
+    if parts is not None:
+        parts = parts.values() if isinstance(parts, Mapping) else parts
+        return any(map(_has_images, parts))
+    return str(space.dtype) == "uint8" and len(space.shape) >= 2
 
 
 def read_config(path: Path) -> Config:
@@ -226,7 +275,8 @@ def _run_config(path: Path) -> Config:
     if not isinstance(config, Config):
         found = "no such name" if config is None else f"a {type(config).__name__}"
         raise ConfigError(
-            f"{path}: expected `config = ppo.config.Config(...)`, found {found}."
+            f"{path}: expected `config = ppo.config.Config(...)`, found {found}. An "
+            f"env in that file is {path}:NAME."
         )
     return config
 

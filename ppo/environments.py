@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from envserve.address import resolve
 from envserve.client import BatchEnv
 from envserve.settings import Autoreset
 from ppo.config import Config
@@ -30,15 +31,17 @@ def env_maker(
 
     Args:
         config: names the env, and what goes with it.
-        addresses: env servers; with none, envs run in worker processes of this host.
+        addresses: env servers, such as sim1 or tcp://sim1:5555; with none, envs run in
+            worker processes of this host.
         num_workers: local worker processes; by default one per core.
         import_modules: modules that register envs or wrappers, for local workers.
         autoreset: when an ended episode's env is reset; rollouts need "same_step".
 
     Raises:
         ConfigError: there are more servers than envs.
+        envserve.errors.ConnectError: nobody knows the host of an address.
     """
-    servers = list(addresses or ())
+    servers = [address for word in addresses or () for address in resolve(word)]
     if config.num_envs < len(servers):
         raise ConfigError(
             f"num_envs: expected at least one env per server, got {config.num_envs} "

@@ -19,7 +19,6 @@ __all__ = [
     "RunFolderError",
     "RunWriteError",
     "UnsupportedSpaceError",
-    "VideoError",
     "suggestion",
 ]
 
@@ -50,10 +49,6 @@ class OutputError(BadInputError):
 
 class UnsupportedSpaceError(BadInputError):
     """No network is known for an observation or action space."""
-
-
-class VideoError(BadInputError):
-    """An env gives no frames, or there is nothing to make a video with."""
 
 
 class RunWriteError(PpoError):

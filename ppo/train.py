@@ -7,7 +7,7 @@ result. All random seeds derive from the config's seed and the iteration.
 import collections
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +45,8 @@ class Progress(NamedTuple):
     """Mean of the last 100 training episodes; NaN before the first has ended."""
     lost_steps: int
     """Steps that failed envs have cost since `train` was called."""
+    metrics: Mapping[str, float]
+    """What the iteration gave; see docs/metrics.md."""
 
 
 class TrainResult(NamedTuple):
@@ -186,7 +188,7 @@ def train(
         evaluator = CurveEvaluator(run.agent, config, make_env, on_step)
         with run_folder.writing():
             writer = MetricsWriter(
-                run_folder.path, resumed_from=first if resume else None
+                run_folder.path, config, resumed_from=first if resume else None
             )
         with writer:
             loop = _Loop(run, first, run_folder, writer, evaluator)
@@ -233,7 +235,7 @@ class _Loop:
             before = self.counters
             evaluation = None
             try:
-                steps_per_second = self._iterate()
+                steps_per_second, metrics = self._iterate()
                 if self._is_evaluation_due(before):
                     evaluation = self._evaluate()
             except DivergedError:
@@ -256,6 +258,7 @@ class _Loop:
                     steps_per_second,
                     self._run.mean_return,
                     self._run.lost_steps.total,
+                    metrics,
                 )
             )
 
@@ -263,8 +266,8 @@ class _Loop:
     def _is_finished(self) -> bool:
         return self.counters.iteration >= self._config.num_iterations
 
-    def _iterate(self) -> float:
-        """Collect and learn once; returns the steps per second."""
+    def _iterate(self) -> tuple[float, dict[str, float]]:
+        """Collect and learn once; returns the steps per second, and all numbers."""
         before = self.counters.steps
         self.counters, metrics = self._run.iterate(self.counters)
         steps = self.counters.steps - before
@@ -272,7 +275,8 @@ class _Loop:
         self._run.lost_steps.add(
             int(metrics["invalid_steps"]), self._config.steps_per_iteration
         )
-        return steps / (metrics["rollout_seconds"] + metrics["update_seconds"])
+        seconds = metrics["rollout_seconds"] + metrics["update_seconds"]
+        return steps / seconds, metrics
 
     def _is_evaluation_due(self, before: Counters) -> bool:
         every = self._config.evaluate_every

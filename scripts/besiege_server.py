@@ -30,7 +30,7 @@ from benchmarks.lab.processes import own_keys
 from benchmarks.lab.siege import Cores, Goals
 from envserve.keys.folder import KeyFolder
 from envserve.keys.pair import KeyPair
-from envserve.server.process import raise_file_limit
+from envserve.transport import raise_file_limit
 from tests.envserve.pool_driver import attach_lane, step
 from tests.envserve.server_process import ServerProcess
 from tests.envserve.strangers import HonestClient, Stranger, honest_client

@@ -164,7 +164,7 @@ def _server(folder: Path) -> Iterator[str]:
     """Starts one; gives its address."""
     file = folder / "address"
     command = [
-        *(sys.executable, "-m", "envserve.cli", "start", "--workers", "2"),
+        *(sys.executable, "-m", "envserve", "start", "--workers", "2"),
         *("--bind", "tcp://127.0.0.1:0", "--address-file", str(file)),
         *("--log-level", "error", "--drain-grace", "0", "--max-processes", "16"),
     ]

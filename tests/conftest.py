@@ -26,7 +26,6 @@ LONGEST = (
     "test_cases",
     "test_determinism",
     "test_train",
-    "test_network_namespaces",
     "test_three_commands",
     "test_kill_and_resume",
     "test_sequences",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,11 +27,15 @@ def run(*words: str) -> None:
 class Hosts:
     """Hosts in the documentation network 192.0.2.0/24."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(
+        self, names: Sequence[str], aliases: Mapping[str, str] | None = None
+    ) -> None:
         self.tag = f"es{os.getpid()}"
         self.switch = f"{self.tag}-switch"
         self.names = names
         self.addresses = {name: f"192.0.2.{i}" for i, name in enumerate(names, 1)}
+        #: A second name of a host, which others may have too.
+        self.aliases = aliases or {}
 
     def namespace(self, name: str) -> str:
         return f"{self.tag}-{name}"
@@ -43,7 +47,10 @@ class Hosts:
         run("ip", "netns", "add", self.switch)
         run("ip", "-n", self.switch, "link", "add", "bridge0", "type", "bridge")
         run("ip", "-n", self.switch, "link", "set", "bridge0", "up")
-        hosts = "".join(f"{self.addresses[name]} {name}\n" for name in self.names)
+        hosts = "".join(
+            f"{self.addresses[name]} {name} {self.aliases.get(name, '')}\n"
+            for name in self.names
+        )
         for index, name in enumerate(self.names):
             namespace = self.namespace(name)
             # `ip netns exec` shows a process this file in place of /etc/hosts.

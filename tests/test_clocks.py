@@ -27,7 +27,7 @@ STAMPS = {
     "benchmarks/suite.py:suite: datetime.now",
     "tests/chaos/cli.py:chaos: datetime.now",
     "tests/chaos/case_tables.py:_save: datetime.now",
-    "ppo/commands/train.py:_prepare: time.strftime",
+    "ppo/commands/plan.py:new_folder: time.strftime",
     "ppo/run_folder/metrics.py:_announce_restart: time.time",
     "envserve/keys/folder.py:new_key: datetime.now",
 }
@@ -35,9 +35,10 @@ STAMPS = {
 #: Keys and invitations end on dates.
 DATES = {
     "envserve/server/access.py:__init__: time.time",
-    "envserve/key_commands.py:clients: time.time",
-    "envserve/key_commands.py:invite: time.time",
-    "envserve/key_commands.py:make: time.time",
+    "envserve/commands/doctor.py:_keys: time.time",
+    "envserve/commands/keys.py:clients: time.time",
+    "envserve/commands/keys.py:invite: time.time",
+    "envserve/commands/keys.py:make: time.time",
     "scripts/flood_frames.py:main: time.time",
     "scripts/flood_servers.py:main: time.time",
 }

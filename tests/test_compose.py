@@ -1,7 +1,8 @@
-"""docker-compose.yml: valid, private, and made of commands that exist."""
+"""docker-compose.yml and deploy/: valid, private, and made of commands that exist."""
 
 from __future__ import annotations
 
+import configparser
 import os
 import re
 import shutil
@@ -18,7 +19,9 @@ from envserve.settings import HostSettings
 ROOT = Path(__file__).resolve().parent.parent
 HEALTH = ["envserve", "health", "--startup", "--live", "tcp://127.0.0.1:5555"]
 PROGRAMS = {"server": "envserve", "trainer": "ppo"}
-SERVERS = ("sim1", "sim2")
+#: Services whose command is ours; with those of a profile, which somebody looks at.
+OURS = ("keys", "sim", "trainer", "page")
+SHOWN = ("page", "tensorboard", "prometheus", "grafana")
 Service = dict[str, Any]
 
 
@@ -67,18 +70,23 @@ def test_docker_compose_accepts_the_file_and_reads_it_as_these_tests_do() -> Non
     assert finished.returncode == 0, finished.stderr
     assert finished.stderr == ""
     resolved = yaml.safe_load(finished.stdout)
-    assert resolved["networks"] == {"simulation": {"internal": True}}
+    assert resolved["networks"] == {"simulation": {"internal": True}, "shown": {}}
     assert resolved["services"].keys() == SERVICES.keys()
     for name, service in SERVICES.items():
-        for key in ("command", "healthcheck", "depends_on", "image", "environment"):
+        for key in ("command", "image", "environment", "profiles"):
             assert resolved["services"][name].get(key) == service.get(key), (name, key)
 
 
-def test_services_share_one_private_network_and_publish_nothing() -> None:
-    assert SERVICES.keys() == {"keys", *SERVERS, "trainer"}
-    for service in SERVICES.values():
-        assert service["networks"] == ["simulation"]
-        assert not service.keys() & {"ports", "network_mode", "privileged"}
+def test_only_what_is_to_be_looked_at_is_reached_and_only_from_this_host() -> None:
+    assert SERVICES.keys() == {*OURS, *SHOWN}
+    for name, service in SERVICES.items():
+        assert not service.keys() & {"network_mode", "privileged"}
+        if name in SHOWN:
+            assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+            assert service["profiles"]
+        else:
+            assert "ports" not in service
+            assert service["networks"] == ["simulation"]
 
 
 def test_an_env_cannot_fill_the_host() -> None:
@@ -90,39 +98,36 @@ def test_an_env_cannot_fill_the_host() -> None:
 
 def test_keys_are_made_before_they_are_used_and_each_role_sees_its_own() -> None:
     keys = SERVICES["keys"]
-    assert keys["command"][:3] == ["keys", "make", "/keys"]
-    _, *roles = (word for word in keys["command"][2:] if not word.startswith("-"))
-    ats = [f"tcp://{name}:5555" for name in SERVERS]
-    assert roles == ["server", "trainer", *ats]
-    assert keys["volumes"] == [f"{role}-keys:/keys/{role}" for role in roles[:2]]
-    done = {"keys": {"condition": "service_completed_successfully"}}
-    for name in (*SERVERS, "trainer"):
+    words = ["keys", "make", "/keys", "server", "trainer", "--at", "tcp://*:5555"]
+    assert keys["command"] == words
+    roles = ("server", "trainer")
+    assert keys["volumes"] == [f"{role}-keys:/keys/{role}" for role in roles]
+    done = {"condition": "service_completed_successfully"}
+    assert SERVICES["sim"]["depends_on"] == {"keys": done}
+    for name in OURS[1:]:
         service = SERVICES[name]
         role = "trainer" if name == "trainer" else "server"
         assert service["environment"] == {"ENVSERVE_HOME": f"/keys/{role}"}
         mounted = [v for v in service["volumes"] if "keys" in v]
         assert mounted == [f"{role}-keys:/keys/{role}:ro"]
         assert f"/keys/{role}" in stages()["base"]
-        assert role == "trainer" or service["depends_on"] == done
         assert "--insecure-no-auth" not in service["command"]
 
 
-def test_trainer_waits_for_the_health_of_every_server_that_it_connects_to() -> None:
-    trainer = SERVICES["trainer"]
-    connected = [word for word in trainer["command"] if word.startswith("tcp://")]
-    assert connected == [f"tcp://{name}:5555" for name in SERVERS]
-    healthy = {"condition": "service_healthy"}
-    assert trainer["depends_on"] == dict.fromkeys(SERVERS, healthy)
-    for name in SERVERS:
-        _, *test = SERVICES[name]["healthcheck"]["test"]
-        assert test == HEALTH
-        assert "tcp://0.0.0.0:5555" in SERVICES[name]["command"]
+@pytest.mark.parametrize("name", ["trainer", "page"])
+def test_who_connects_finds_all_servers_by_name_once_they_are_healthy(
+    name: str,
+) -> None:
+    assert "dns://sim:5555" in SERVICES[name]["command"]
+    assert SERVICES[name]["depends_on"] == {"sim": {"condition": "service_healthy"}}
+    assert "tcp://0.0.0.0:5555" in SERVICES["sim"]["command"]
+    assert "healthcheck" not in SERVICES["sim"]  # that of its image counts
 
 
-@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("name", OURS)
 def test_command_and_its_options_exist(name: str) -> None:
     service = SERVICES[name]
-    program = PROGRAMS[service["build"]["target"]]
+    program = PROGRAMS[service["image"].removeprefix("envserve-")]
     words = service["command"]
     subcommand = words[: 2 if words[0] == "keys" else 1]
     known = output_of(program, *subcommand, "--help")
@@ -159,12 +164,13 @@ def test_images_run_their_program_as_an_ordinary_user() -> None:
     for target, program in PROGRAMS.items():
         stage = stages()[target]
         assert f'ENTRYPOINT ["{program}"]' in stage
-        assert "USER envserve" in stage
+        assert "USER 10001:10001" in stage  # a number, which tells that it is not root
+    assert "--uid 10001" in stages()["base"]
 
 
 def test_dockerfile_copies_what_exists_and_is_not_ignored() -> None:
     allowed = (ROOT / ".dockerignore").read_text().splitlines()
-    copies = re.findall(r"^COPY (.*) \S+$", (ROOT / "Dockerfile").read_text(), re.M)
+    copies = re.findall(r"^COPY (.*?) \S+$", (ROOT / "Dockerfile").read_text(), re.M)
     for name in " ".join(copies).split():
         assert (ROOT / name).exists(), name
         assert f"!{name}" in allowed
@@ -184,3 +190,38 @@ def test_volume_of_runs_is_a_folder_that_the_image_prepares() -> None:
     volume, _, path = SERVICES["trainer"]["volumes"][-1].partition(":")
     assert volume == "runs"
     assert path in stages()["base"]
+
+
+def test_an_edit_of_the_source_downloads_nothing() -> None:
+    for target in PROGRAMS:
+        before, _, after = stages()[target].partition("COPY envserve")
+        assert "pip install --constraint" in before
+        assert re.findall(r"pip install (.*) \.$", after, re.M) == [
+            "--no-deps --no-build-isolation --force-reinstall"
+        ]
+
+
+def test_prometheus_asks_where_the_services_answer() -> None:
+    file = ROOT / "deploy" / "prometheus" / "prometheus.yml"
+    jobs = yaml.safe_load(file.read_text())["scrape_configs"]
+    asked = {(d["names"][0], d["port"]) for j in jobs for d in j["dns_sd_configs"]}
+    commands = {name: SERVICES[name]["command"] for name in ("sim", "trainer")}
+    answering = {
+        (name, int(words[words.index("--metrics-port") + 1]))
+        for name, words in commands.items()
+    }
+    assert asked == answering
+
+
+def test_the_unit_of_systemd_runs_a_command_that_exists() -> None:
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read(ROOT / "deploy" / "systemd" / "envserve.service")
+    service = unit["Service"]
+    assert service["Type"] == "notify"
+    program, command, *words = service["ExecStart"].split()
+    assert Path(program).name == "envserve"
+    known = output_of("envserve", command, "--help")
+    assert all(word in known for word in words if word.startswith("--"))
+    grace = HostSettings().drain_grace_seconds
+    assert grace + 1 < int(service["TimeoutStopSec"])

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from envserve.crashes.files import default_folder
+
 ROOT = Path(__file__).resolve().parent.parent
 on_linux = pytest.mark.skipif(
     sys.platform != "linux", reason="orphans are found through /proc, on Linux only"
@@ -124,3 +126,9 @@ def test_longer_lived_fixture_may_replace_its_process(tmp_path: Path) -> None:
     )
     assert "1 passed" in output
     assert "error" not in output
+
+
+def test_repro_files_of_the_suite_push_out_none_of_the_users() -> None:
+    folder = default_folder()
+    assert f"envserve-suite-{os.getuid()}" in folder.parts
+    assert folder.parent == Path(os.environ["TMPDIR"])  # of processes that it starts

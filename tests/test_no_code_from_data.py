@@ -32,6 +32,7 @@ ATTRIBUTES = frozenset(
 #: Where names become modules, and where those names are from.
 IMPORTS = {
     "envserve/__init__.py": "a table of what is exported, in that file",
+    "envserve/demo/servers.py": "what its own envs draw with, listed there",
     "envserve/registry.py": "import_modules of the operator; entry points of Gymnasium",
     "envserve/wire/__init__.py": "its own modules, which it lists",
     "envserve/wrappers/apply.py": "the table of wrappers; a name is looked up in it",
@@ -62,7 +63,9 @@ def found_in(path: Path) -> Iterator[str]:
             top = module.partition(".")[0]
             if top in MODULES:
                 yield f"{place}: import {module}"
-            if top in ("importlib", "pkgutil", "imp", "runpy") and place not in IMPORTS:
+            by_name = top in ("importlib", "pkgutil", "imp", "runpy")
+            by_name &= module != "importlib.metadata"  # which imports nothing
+            if by_name and place not in IMPORTS:
                 yield f"{place}: imports by name"
         match node:
             case ast.Name(id=name) if name in NAMES:

@@ -84,7 +84,7 @@ def test_three_commands_lead_from_fresh_homes_to_a_training(
         )
         assert (again.returncode, again.stdout) == (1, "")
         assert again.stderr == (
-            "envserve: this invitation was used, or is older than 15 minutes; ask for "
+            "Error: this invitation was used, or is older than 15 minutes; ask for "
             "another: envserve invite trainer-1\n"
         )
         for text in (trained.stdout, trained.stderr, again.stderr):

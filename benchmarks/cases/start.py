@@ -90,7 +90,7 @@ def fresh_script(code: str, after: str) -> Iterator[Measure]:
 @contextlib.contextmanager
 def ready_line() -> Iterator[Measure]:
     """Starts a server, and ends it once it says that it is ready."""
-    command = [sys.executable, "-m", "envserve.cli", "start", "--log-level", "warning"]
+    command = [sys.executable, "-m", "envserve", "start", "--log-level", "warning"]
     command += ["--bind", "tcp://127.0.0.1:0"]
 
     def measure() -> Mapping[str, float]:

@@ -149,7 +149,7 @@ def _running_server(load: Load, bind: str, options: Sequence[str]) -> Iterator[s
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         command = [
-            *(sys.executable, "-m", "envserve.cli", "start", "--env", load.env_name),
+            *(sys.executable, "-m", "envserve", "start", "--env", load.env_name),
             *("--workers", str(load.num_workers), "--bind", bind.format(folder=folder)),
             *("--envs-per-worker", str(-(-load.num_envs // load.num_workers))),
             *("--log-level", "warning", "--drain-grace", "0"),

@@ -85,23 +85,6 @@ class Attributes:
             return self.call(int(env_index), "render")
         return self.call_each("render", env_indices=env_index)
 
-    def thumbnails(
-        self, env_indices: _Rows = None, width: int = 160
-    ) -> list[bytes | None]:
-        """Returns pictures to be looked at, made where the envs run.
-
-        Args:
-          env_indices: Rows; None for all.
-          width: Pixels, 8 to 1,024.
-
-        Returns:
-          A JPEG of each env; None for one that does not render a picture.
-
-        Raises:
-          CallError: An env's `render` raised, or Pillow is not installed there.
-        """
-        return self._use(env_indices, "thumbnail", "render", [width])
-
     def _use(
         self,
         env_indices: _Rows,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -40,7 +41,7 @@ from envserve.wire.constants import MAX_FRAMES
 if TYPE_CHECKING:
     from envserve.session import ClientSession
 
-__all__ = ["SLICE_SECONDS", "Connection", "Exchange", "ask_welcome"]
+__all__ = ["SLICE_SECONDS", "Connection", "Exchange", "ask", "ask_welcome"]
 
 #: Longest that `receive_soon` waits: shorter than a connection is away if it breaks, so
 #: that who looks after each slice sees every break.
@@ -342,32 +343,52 @@ def ask_welcome(
       ProtocolMismatch: It speaks other versions.
       RemoteProtocolError: What answers is no server of ours.
     """
-    connection = Connection(address, insecure=insecure)
-    deadline = time.monotonic() + timeout_seconds
     hello = Message(type=MessageType.HELLO, body=Hello(client="health").encode())
-    diagnosis = Diagnosis(address, connection.keys)
+    with contextlib.closing(Connection(address, insecure=insecure)) as connection:
+        answer = ask(connection, hello, MessageType.WELCOME, timeout_seconds)
+    welcome = Welcome.decode(answer.body)
+    check_versions(welcome, address)
+    return welcome
+
+
+def ask(
+    connection: Connection, asked: Message, kind: MessageType, timeout_seconds: float
+) -> Message:
+    """Asks what belongs to no session; returns the answer of that kind.
+
+    The request's number tells an answer from that to an earlier one.
+
+    Raises:
+      ConnectError: No server answered in time.
+      RemoteProtocolError: What answers is no server of ours.
+      EnvserveError: The server has answered with this error.
+    """
+    address = connection.address
+    deadline = time.monotonic() + timeout_seconds
+    diagnosis = Diagnosis(address, connection.keys, timeout_seconds)
     asked_at = -math.inf
-    try:
-        while (now := time.monotonic()) < deadline:
-            # Again, since a server may close all connections at any time.
-            if now - asked_at >= _ASK_SECONDS and connection.send(encode(hello)):
-                asked_at = now
-            is_sent = asked_at > -math.inf
-            if (refusal := diagnosis.look(now)) is not None:
-                raise refusal
-            if (frames := connection.receive()) is None:
-                until = min(deadline, now + SLICE_SECONDS)
-                connection.wait(until - now, for_writing=not is_sent)
-                continue
-            message = decode(frames)
-            if message.type is MessageType.ERROR:
-                raise exception_of(ErrorBody.decode(message.body), address)
-            if message.type is MessageType.WELCOME:
-                welcome = Welcome.decode(message.body)
-                check_versions(welcome, address)
-                return welcome
-    finally:
-        connection.close()
+    while (now := time.monotonic()) < deadline:
+        # Again, since a server may close all connections at any time.
+        if now - asked_at >= _ASK_SECONDS and connection.send(encode(asked)):
+            asked_at = now
+        is_sent = asked_at > -math.inf
+        if (refusal := diagnosis.look(now)) is not None:
+            raise refusal
+        if (frames := connection.receive()) is None:
+            if connection.is_endless(connection.look()[1]):
+                connection.renew(connection.max_frame_bytes)  # which forgets it
+                text = "expected messages that end; got one that does not"
+                raise RemoteProtocolError(f"{address}: {text}")
+            until = min(deadline, now + SLICE_SECONDS)
+            connection.wait(until - now, for_writing=not is_sent)
+            continue
+        message = decode(frames)
+        if message.request != asked.request:
+            continue
+        if message.type is MessageType.ERROR:
+            raise exception_of(ErrorBody.decode(message.body), address)
+        if message.type is kind:
+            return message
     but = "; something listens there, maybe of others" if is_sent else ""
     raise ConnectError(
         f"{address}: no server answered within {timeout_seconds:g} s{but}"

@@ -6,7 +6,10 @@ shows whose key is not known. Neither is looked at as long as connections work.
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import math
+import re
 import socket
 import threading
 import time
@@ -26,8 +29,11 @@ ALONE_SECONDS: Final = 1.0
 _LOOK_SECONDS: Final = 1.5
 #: Signature and version of ZMTP 3: with it a server sends all of its greeting.
 _OUR_GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03"
+#: The rest of it, of who uses no keys: what uses none says then which socket it is.
+_OUR_REST: Final = b"\0" + b"NULL".ljust(20, b"\0") + bytes(32)
 _GREETING_BYTES: Final = 64
 _MECHANISM: Final = slice(12, 32)
+_SOCKET_TYPE: Final = re.compile(rb"Socket-Type\0\0\0.([A-Z]+)", re.DOTALL)
 _KEY_IS_UNKNOWN: Final = 400
 #: Once may be a server that ends.
 _MIN_FAILURES: Final = 2
@@ -44,6 +50,7 @@ class Finding(enum.Enum):
     OTHER_SERVER = enum.auto()  # than the one whose key we have
     FINE = enum.auto()  # there can be one
     UNKNOWN_HOST = enum.auto()
+    FOREIGN = enum.auto()  # a ZeroMQ socket, but no server's
 
 
 def diagnose_connection(
@@ -58,11 +65,13 @@ def diagnose_connection(
     """
     deadline = time.monotonic() + timeout_seconds
     try:
-        mechanism = _mechanism_of(address, deadline)
+        mechanism, kind = _greet(address, deadline)
     except socket.gaierror:
         return Finding.UNKNOWN_HOST
     except (OSError, ValueError):
         return Finding.NOBODY
+    if mechanism == b"NULL" and kind not in (b"", b"ROUTER"):
+        return Finding.FOREIGN
     if mechanism == b"NULL":
         return Finding.FINE if keys is None else Finding.USES_NO_KEYS
     if mechanism != b"CURVE":
@@ -70,8 +79,10 @@ def diagnose_connection(
     return Finding.NEEDS_KEYS if keys is None else _shake_hands(address, keys, deadline)
 
 
-def _mechanism_of(address: str, deadline: float) -> bytes:
-    """Returns what a greeting says of keys, b"" if what comes is none.
+def _greet(address: str, deadline: float) -> tuple[bytes, bytes]:
+    """Returns what a greeting says of keys, and which socket that without them is.
+
+    Both are b"" if nothing is said of it.
 
     Raises:
       OSError: Nobody accepts connections, or nobody who keeps them.
@@ -81,22 +92,37 @@ def _mechanism_of(address: str, deadline: float) -> bytes:
     host, _, port = rest.rpartition(":")
     if scheme != "tcp":
         raise ValueError(f"expected an address of tcp; got {address!r}")
-    greeting, left = b"", max(0.01, deadline - time.monotonic())
+    left = max(0.01, deadline - time.monotonic())
     with socket.create_connection((host.strip("[]"), int(port)), left) as stream:
         stream.sendall(_OUR_GREETING)
-        while len(greeting) < _GREETING_BYTES:
+        greeting = _receive(stream, _GREETING_BYTES, deadline)
+        if len(greeting) < _GREETING_BYTES or not greeting[0] & greeting[9] & 1:
+            return b"", b""
+        mechanism, kind = greeting[_MECHANISM].rstrip(b"\0"), None
+        if mechanism == b"NULL":
+            stream.sendall(_OUR_REST)
+            *_, length = _receive(stream, 2, deadline) or [0]
+            kind = _SOCKET_TYPE.search(_receive(stream, length, deadline))
+    return mechanism, kind[1] if kind else b""
+
+
+def _receive(stream: socket.socket, num_bytes: int, deadline: float) -> bytes:
+    """Returns so many bytes, or those that have come by the deadline or the end.
+
+    Raises:
+      OSError: It was closed at once, or reset.
+    """
+    received = b""
+    with contextlib.suppress(TimeoutError):
+        while len(received) < num_bytes:
             stream.settimeout(max(0.01, deadline - time.monotonic()))
-            try:
-                part = stream.recv(_GREETING_BYTES - len(greeting))
-            except TimeoutError:
-                break
-            if not part and not greeting:
+            part = stream.recv(num_bytes - len(received))
+            if not (part or received):
                 raise ConnectionError("it was closed at once, maybe by a relay")
-            greeting += part
-            if not part or greeting[0] != _OUR_GREETING[0]:
+            if not part:
                 break
-    is_whole = len(greeting) == _GREETING_BYTES and greeting[9] & 1
-    return greeting[_MECHANISM].rstrip(b"\0") if is_whole else b""
+            received += part
+    return received
 
 
 def _shake_hands(address: str, keys: Keys, deadline: float) -> Finding:
@@ -146,11 +172,13 @@ def refusal_of(
     server = fingerprint(keys[0]) if keys else ""
     client = fingerprint(keys[1].public) if keys else ""
     texts = {
-        Finding.UNKNOWN_HOST: "no host of that name is known here, or nobody tells its "
-        "address; is it spelled right?",
+        Finding.UNKNOWN_HOST: "cannot resolve that name; is it spelled right, and does "
+        "this network know it?",
         Finding.NOT_ZEROMQ: "what listens there does not speak ZeroMQ, or hangs; "
         f"{'nothing was sent; ' if keys else ''}is `envserve start` running there, at "
         "that port?",
+        Finding.FOREIGN: "a ZeroMQ socket of some other program listens there; is "
+        "`envserve start` running there, at that port?",
         Finding.USES_NO_KEYS: "the server uses no keys, and this client insists on "
         "them; start it without --insecure-no-auth, or say insecure=True in a network "
         "that you trust",
@@ -173,11 +201,14 @@ class Diagnosis:
         invited meanwhile, and a host may be about to start.
     """
 
-    def __init__(self, address: str, keys: Keys | None) -> None:
-        """Begins after `ALONE_SECONDS`, if `look` is called then."""
+    def __init__(
+        self, address: str, keys: Keys | None, timeout_seconds: float = math.inf
+    ) -> None:
+        """Begins after `ALONE_SECONDS`, or a quarter of the timeout if that is less."""
         self.is_final = False
         self._about = address, keys
-        self._next_at = time.monotonic() + ALONE_SECONDS
+        self._look_seconds = min(_LOOK_SECONDS, timeout_seconds / 2)
+        self._next_at = time.monotonic() + min(ALONE_SECONDS, timeout_seconds / 4)
         self._thread: threading.Thread | None = None
         self._refusal: ConnectError | None = None
 
@@ -195,7 +226,7 @@ class Diagnosis:
         return self._refusal
 
     def _run(self) -> None:
-        finding = diagnose_connection(*self._about, _LOOK_SECONDS)
+        finding = diagnose_connection(*self._about, self._look_seconds)
         self._refusal = refusal_of(finding, *self._about)
         may_pass = (Finding.UNKNOWN_CLIENT, Finding.UNKNOWN_HOST)
         self.is_final = finding not in may_pass

@@ -9,9 +9,12 @@ from __future__ import annotations
 import enum
 from typing import Final
 
+from envserve.address import resolve
+from envserve.client.connection import ask_welcome
+from envserve.errors import AddressError, EnvserveError, ProtocolMismatch
 from envserve.wire import Welcome
 
-__all__ = ["Ailment", "diagnose"]
+__all__ = ["Ailment", "diagnose", "probe"]
 
 _MAX_LAG_MS: Final = 5000
 
@@ -20,6 +23,7 @@ class Ailment(enum.IntEnum):
     """What may be wrong, as exit codes of `envserve health`."""
 
     NO_ANSWER = 1
+    NO_ADDRESS = 2
     STARTING = 3  # workers cannot be started yet: imports go on, or have failed
     LAGGING = 4  # the serving loop was late by more than 5 s within the last 10
     DRAINING = 5
@@ -30,14 +34,7 @@ class Ailment(enum.IntEnum):
 def diagnose(
     welcome: Welcome, *, startup: bool = False, live: bool = False, ready: bool = False
 ) -> tuple[Ailment, str] | None:
-    """Returns the first thing wrong that is asked about, and a text.
-
-    Args:
-      welcome: What the server says.
-      startup: Can workers be started?
-      live: Does the serving loop keep up?
-      ready: Are there envs to have?
-    """
+    """Returns the first thing wrong that is asked about, and a text."""
     if (startup or ready) and welcome.is_starting:
         return Ailment.STARTING, "workers cannot be started yet"
     if live and welcome.loop_lag_ms > _MAX_LAG_MS:
@@ -47,3 +44,31 @@ def diagnose(
     if ready and not welcome.free_envs:
         return Ailment.FULL, f"all of its {welcome.total_envs} envs are leased"
     return None
+
+
+def probe(
+    address: str,
+    *,
+    startup: bool = False,
+    live: bool = False,
+    ready: bool = False,
+    timeout: float = 2.0,
+    insecure: bool = False,
+) -> tuple[int, str]:
+    """Asks as `envserve health` does; returns its exit code, and what to say."""
+    try:
+        (address, *_) = resolve(address)
+        welcome = ask_welcome(address, timeout, insecure=insecure)
+    except AddressError as error:
+        return Ailment.NO_ADDRESS, str(error)
+    except ProtocolMismatch as error:
+        return Ailment.MISMATCH, f"ProtocolMismatch: {error}"
+    except EnvserveError as error:
+        return Ailment.NO_ANSWER, str(error)
+    if found := diagnose(welcome, startup=startup, live=live, ready=ready):
+        return found[0], f"{address}: {found[1]}"
+    return 0, (
+        f"{address}: serving {welcome.num_names} env "
+        f"name{'s' * (welcome.num_names != 1)}; "
+        f"{welcome.free_envs} of {welcome.total_envs} envs free"
+    )

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any, Final, Literal, Protocol, Self, TypeVar, Unpack, get_args
 
 from envserve import own_envs
+from envserve.address import resolve
 from envserve.client.remote_lane import RemoteLane
 from envserve.lane import Lane
 from envserve.pool.pool import Pool
@@ -127,7 +128,8 @@ class Builders(Protocol):
         Args:
           env_name: Name of an env that every server offers; of an own one, what its
             servers were told: "my_env.py:Walk", which they call "my_env:Walk".
-          addresses: Servers, like "tcp://sim1:5555" or "ipc:///tmp/envs".
+          addresses: Servers, like "sim1", "sim1:5555", "tcp://sim1:5555",
+            "ipc:///tmp/envs", or "dns://sims:5555" for all addresses of a name.
           num_envs: Number of rows in all.
           on_fault: As for `local`.
           padding_after: As for `local`.
@@ -143,6 +145,7 @@ class Builders(Protocol):
             `local`; servers take only `env_kwargs` and wrappers that they know.
 
         Raises:
+          AddressError: There is no such address, or nobody knows the host.
           ConnectError: No server answers at an address, or its key is not known.
           KeyFileError: A file of keys cannot be read, or others can.
           EnvsBusy: A server has not enough free envs.
@@ -150,7 +153,7 @@ class Builders(Protocol):
           UnknownEnv: A server does not offer the env.
           WrapperError: A server does not know a wrapper, or an argument is wrong.
         """
-        _check_servers(addresses, num_envs, on_server_lost)
+        servers = _servers(addresses, num_envs, on_server_lost)
         asked = _settings_of(options, EnvOptions, on_fault)
         name = own_envs.name_of(env_name)
         whole = EnvRequest(env_name=name, num_envs=num_envs, **asked)
@@ -160,7 +163,7 @@ class Builders(Protocol):
             pads=on_server_lost == "pad",
             max_row_mib=max_row_mib,
         )
-        shares = zip(addresses, _shares_of(whole, len(addresses)), strict=True)
+        shares = zip(servers, _shares_of(whole, len(servers)), strict=True)
         lanes = (RemoteLane(*each, patience, insecure=insecure) for each in shares)
         make = partial(
             cls,
@@ -221,19 +224,20 @@ def _shares_of(whole: EnvRequest, num_servers: int) -> list[EnvRequest]:
     ]
 
 
-def _check_servers(
-    addresses: Sequence[str], num_envs: int, on_server_lost: str
-) -> None:
+def _servers(addresses: Sequence[str], num_envs: int, on_server_lost: str) -> list[str]:
+    """Returns the addresses that words stand for, and checks what depends on them."""
     if isinstance(addresses, str) or not all(isinstance(at, str) for at in addresses):
         raise TypeError(
             f"expected a list of addresses like 'tcp://sim1:5555'; got {addresses!r}"
         )
-    if not addresses or num_envs < len(addresses):
+    _check_choice("on_server_lost", on_server_lost, OnServerLost)
+    servers = [address for word in addresses for address in resolve(word)]
+    if not servers or num_envs < len(servers):
         raise ValueError(
             f"expected at least one server, and an env for each; got "
-            f"{len(addresses)} servers and num_envs={num_envs}"
+            f"{len(servers)} servers and num_envs={num_envs}"
         )
-    _check_choice("on_server_lost", on_server_lost, OnServerLost)
+    return servers
 
 
 def _check_choice(name: str, value: str, choices: Any) -> None:

@@ -39,7 +39,7 @@ def make_vec(
     Args:
       env: Registered name, like "HalfCheetah-v5", or an own env; see `BatchEnv.local`.
       num_envs: Number of rows.
-      addresses: Servers, like "tcp://sim1:5555"; by default the envs run in worker
+      addresses: Servers, like "sim1"; by default the envs run in worker
         processes of this host.
       num_workers: Worker processes here, by default one per core.
       autoreset_mode: "NextStep", "SameStep" or "Disabled", or a member of Gymnasium's
@@ -60,13 +60,15 @@ def make_vec(
       TypeError: There is no such option.
       ValueError: An option is out of bounds.
     """
-    _check_options(options, "autoreset_mode='SameStep', 'NextStep' or 'Disabled'")
     mode = AutoresetMode(autoreset_mode)
     options |= {"seed": seed, "wrappers": wrappers}
     options |= {"render_mode": render_mode, "env_kwargs": env_kwargs}
     autoreset = next(name for name, each in MODES.items() if each is mode)
-    options_here = {**options, "autoreset": autoreset}
-    batch = make_batch(env, num_envs, addresses, num_workers, **options_here)
+    instead = "autoreset_mode='SameStep', 'NextStep' or 'Disabled'"
+    fixed = {"autoreset": autoreset}
+    batch = make_batch(
+        env, num_envs, addresses, fixed, instead, num_workers=num_workers, **options
+    )
     made = VectorEnv(batch, copy=copy)
     options |= {"addresses": addresses, "num_workers": num_workers, "copy": copy}
     options |= {"autoreset_mode": mode.value, "num_envs": num_envs}
@@ -88,7 +90,7 @@ def make(
 
     Args:
       env: Registered name, like "HalfCheetah-v5", or an own env; see `BatchEnv.local`.
-      address: A server, like "tcp://sim1:5555"; by default the env runs on this host.
+      address: A server, like "sim1"; by default the env runs on this host.
       seed: As for `make_vec`.
       render_mode: As for `gymnasium.make`.
       env_kwargs: Other arguments of the env's constructor.
@@ -97,10 +99,11 @@ def make(
     Raises:
       EnvserveError: As for `make_vec`.
     """
-    _check_options(options, "none, since its caller resets one env")
     options |= {"seed": seed, "render_mode": render_mode, "env_kwargs": env_kwargs}
     addresses = None if address is None else [address]
-    made = Env(make_batch(env, 1, addresses, autoreset="disabled", **options))
+    fixed = {"autoreset": "disabled"}
+    instead = "none, since its caller resets one env"
+    made = Env(make_batch(env, 1, addresses, fixed, instead, **options))
     options |= {"env": env, "address": address}
     made.spec = _spec_of(env, options, entry_point="envserve:make")
     return made
@@ -110,6 +113,9 @@ def make_batch(
     env: EnvWord,
     num_envs: int,
     addresses: Sequence[str] | None,
+    fixed: Mapping[str, Any],
+    instead: str = "none, since how the trainer steps envs decides it",
+    *,
     num_workers: int | None = None,
     render_mode: str | None = None,
     **options: Any,
@@ -118,10 +124,15 @@ def make_batch(
 
     By default it waits for envs that are not there, has the infos of every step, passes
     on what is not finite, and seeds no env unless there is a root seed.
+
+    Raises:
+      TypeError: An option is given that is `fixed`; says what to do `instead`.
     """
+    for name in sorted(options.keys() & {*fixed, "autoreset_mode"}):
+        raise TypeError(f"{name}: expected {instead}; got {name}={options[name]!r}")
     given: dict[str, Any] = {"infos": "all", "nonfinite": "pass"}
     given |= {"padding_after": math.inf, "seeded": options.get("seed") is not None}
-    given |= options
+    given |= {**options, **fixed}
     if render_mode is not None:
         given["env_kwargs"] = {**(given.get("env_kwargs") or {})}
         given["env_kwargs"]["render_mode"] = render_mode
@@ -133,11 +144,6 @@ def make_batch(
         f"num_workers: expected none with addresses, since servers have their own "
         f"(envserve start --workers); got {num_workers}"
     )
-
-
-def _check_options(options: Mapping[str, Any], instead: str) -> None:
-    for name in options.keys() & {"autoreset", "autoreset_mode"}:
-        raise TypeError(f"{name}: expected {instead}; got {name}={options[name]!r}")
 
 
 def _spec_of(env: EnvWord, kwargs: Mapping[str, Any], **changes: Any) -> EnvSpec | None:

@@ -47,6 +47,19 @@ class BatchStats:
         """Share of rows that are valid; 1 before the first step."""
         return self.valid_rows / self.rows if self.rows else 1.0
 
+    def __str__(self) -> str:
+        """Tells the same in a few words, with times in milliseconds."""
+        parts = [
+            f"{self.steps:,} steps",
+            f"{self.valid_rows:,} of {self.rows:,} rows valid",
+            *(f"{name}: {number:,}" for name, number in self.invalid_rows.items()),
+            *(f"{k} {1000 * v:.3g} ms" for k, v in self.latency_seconds.items()),
+        ]
+        for lane, counts in self.lanes.items():
+            some = ", ".join(f"{key} {number:,}" for key, number in counts.items())
+            parts.append(f"{lane}: {some}")
+        return "; ".join(parts)
+
 
 class StepRecorder:
     """Counts steps as they end; costs next to nothing while all rows are valid.

@@ -57,6 +57,27 @@ class StepResult(NamedTuple):
     status: Array
     infos: Mapping[int, Mapping[str, Any]]
 
+    def __repr__(self) -> str:
+        """Shows how many rows there are of what, and the observation's shape."""
+        return (
+            f"<StepResult: {len(self.reward)} rows, {int(self.valid.sum())} valid, "
+            f"{int(self.terminated.sum())} terminated, {int(self.truncated.sum())} "
+            f"truncated, {len(self.infos)} with infos; observation "
+            f"{_shape_of(self.observation)}>"
+        )
+
+
+def _shape_of(value: Any) -> str:
+    """Describes a batch of observations, such as "float32[64, 4]"."""
+    if isinstance(value, Mapping):
+        parts = (f"{key}: {_shape_of(part)}" for key, part in value.items())
+        return f"{{{', '.join(parts)}}}"
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return f"{value.dtype}{[*value.shape]}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shape_of, value))})"
+    return f"{len(value)} values"
+
 
 #: `StepResult._make` without its check of the length, and a call of Python.
 _make_result: Final[Callable[[tuple[Any, ...]], StepResult]] = partial(

@@ -124,6 +124,12 @@ class ActionRing:
         self.counts[block_start] = 0
         return RowRecord(self._records[row], self.counts, block_start, self.num_steps)
 
+    def glance(self, row: int, block_start: int) -> tuple[int | None, int]:
+        """Returns a row's last seed, if all since is known, and its episode's steps."""
+        known, _, begun_at, seed, seeded_at, *_ = self._records[row, _PRESENT].item()
+        is_seeded = known == 1 and min(seed, seeded_at) >= 0
+        return seed if is_seeded else None, max(0, self.counts[block_start] - begun_at)
+
     def read(
         self,
         row: int,

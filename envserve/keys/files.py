@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import os
 import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,6 +108,8 @@ def locked(folder: Path, seconds: float = 1.0) -> Iterator[None]:
 
 def write_private(path: Path, text: str) -> None:
     """Replaces a file; raises KeyFileError, and then it is what it was."""
+    import tempfile  # which a probe does not need
+
     with _refusals(path, "written"), contextlib.ExitStack() as cleaning:
         fd, part = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # 0600
         cleaning.callback(lambda: Path(part).unlink(missing_ok=True))

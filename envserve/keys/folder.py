@@ -3,6 +3,8 @@
 `servers` holds the pins, a line each:
 
     tcp://sim1:5555,tcp://10.0.0.7:5555   envserve-public-1.8fK...   as=trainer-1
+
+A pin of `tcp://*:5555` is that of all servers of a cluster, whatever their addresses.
 """
 
 from __future__ import annotations
@@ -10,15 +12,18 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from envserve.address import NamedAddress, is_private
 from envserve.errors import CodecError, ConnectError, KeyFileError
 from envserve.keys import files, formats
-from envserve.keys.clients import ClientsFile
 from envserve.keys.pair import KeyPair
-from envserve.settings import is_private
+
+if TYPE_CHECKING:
+    from envserve.keys.clients import ClientsFile
 
 __all__ = ["KeyFolder", "unknown_server"]
 
@@ -89,6 +94,8 @@ class KeyFolder:
     @cached_property
     def clients(self) -> ClientsFile:
         """Who may use this user's servers; the user may, by `client.key`."""
+        from envserve.keys.clients import ClientsFile  # which a probe does not need
+
         own = self.client_key()
         return ClientsFile(self.path / "clients", own.public if own else None)
 
@@ -101,7 +108,7 @@ class KeyFolder:
         noted, the server is this user's; keys of this user that are missing are made.
 
         Args:
-          address: The server's.
+          address: The server's; of a `NamedAddress` the key may be noted by name.
           insecure: Whether to use no keys, unless one was noted for just this address:
             a server that had a key is never spoken to without.
 
@@ -112,7 +119,8 @@ class KeyFolder:
         if address.startswith("ipc://"):
             _check_owner(address.removeprefix("ipc://"))
             return None
-        pin = self.pin_of(address)
+        name = address.name if isinstance(address, NamedAddress) else address
+        pin = self.pin_of(address) or self.pin_of(name)
         if pin is None and insecure:
             return None
         try:
@@ -123,7 +131,7 @@ class KeyFolder:
             raise ConnectError(str(error)) from None
         pair = self.client_key(create=pin is not None)
         if pin is None or pair is None:
-            raise ConnectError(unknown_server(address))
+            raise ConnectError(unknown_server(name))
         return pin, pair
 
     @property
@@ -133,7 +141,9 @@ class KeyFolder:
 
     def pin_of(self, address: str) -> bytes | None:
         """Returns the key that was noted of a server; raises KeyFileError."""
-        noted = self._pins().get(address)
+        pins = self._pins()
+        fitting = (p for p in pins if "*" in p and fnmatchcase(address, p))
+        noted = pins.get(address) or pins.get(next(fitting, ""))
         return noted[0] if noted else None
 
     def add_pin(self, addresses: Sequence[str], public: bytes, name: str) -> None:

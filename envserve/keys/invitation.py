@@ -9,9 +9,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Final, Self
 
+from envserve.address import is_private
 from envserve.errors import CodecError
 from envserve.keys import formats
-from envserve.settings import is_private
 
 __all__ = ["Invitation"]
 

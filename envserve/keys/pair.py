@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 from dataclasses import dataclass, field
 from typing import NoReturn, Self
 
@@ -21,7 +21,7 @@ class KeyPair:
     @classmethod
     def make(cls) -> Self:
         """Makes a new pair; any 32 bytes are a secret of Curve25519."""
-        return cls.of(secrets.token_bytes(32))
+        return cls.of(os.urandom(32))
 
     @classmethod
     def of(cls, secret: bytes) -> Self:

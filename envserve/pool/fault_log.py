@@ -24,7 +24,7 @@ from envserve.pool.states import Exit, Lost
 from envserve.pool.supervisor import SupervisedWorker
 from envserve.seeding import env_seed
 from envserve.settings import PoolSettings
-from envserve.slab import Slab, row_of_beat
+from envserve.slab import Slab, Status, row_of_beat
 from envserve.spec import EnvSpec, flatten
 from envserve.text import Seldom, one_line, printable
 from envserve.worker.channel import Kind
@@ -34,6 +34,8 @@ __all__ = ["FaultLog"]
 _MAX_CAUSE: Final = 300  # characters of what is said on the line
 _MAX_ACTION: Final = 80
 _MAX_NOTED: Final = 16  # classes of envs
+#: How often a record is read until no step has come between.
+_MAX_READS: Final = 8
 
 
 class FaultLog:
@@ -226,6 +228,32 @@ class FaultLog:
     ) -> Path | None:
         if self._files is None or played is None or not self._files.has_room(now):
             return None
+        name = self._config.env_name
+        name = f"{name}-env-{self._index_of(row)}-{end.status.name.lower()}"
+        return self._files.write(
+            name, self._repro(row, played, end, timeout_seconds), now
+        )
+
+    def record(self, row: int, start: int) -> bytes:
+        """Returns a repro file of an env that goes on; nothing if it was never reset.
+
+        Args:
+          row: The row.
+          start: First row of its block.
+        """
+        counts = self._ring.counts
+        for _ in range(_MAX_READS):
+            count, played = counts[start], self._read(row, start)
+            if count == counts[start]:
+                break
+        if played is None:
+            return b""
+        end = End(status=Status.OK, text="went on when this was recorded")
+        return self._repro(row, played, end, self._config.step_timeout_seconds)
+
+    def _repro(
+        self, row: int, played: Played, end: End, timeout_seconds: float
+    ) -> bytes:
         config = self._config
         repro = Repro(
             env_name=config.env_name,
@@ -243,8 +271,7 @@ class FaultLog:
             played=played,
             end=end,
         )
-        name = f"{config.env_name}-env-{self._index_of(row)}-{end.status.name.lower()}"
-        return self._files.write(name, encode_repro(repro), now)
+        return encode_repro(repro)
 
     def _recipe(self, path: Path | None) -> list[str]:
         if path is None:

@@ -8,7 +8,7 @@ nothing to pay. Nothing here waits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from envserve.lane import Block, Fault, Outcome, Reset
 from envserve.pool.fault_log import FaultLog
 from envserve.pool.states import Event, Lost, Ready, WorkerState
 from envserve.pool.supervisor import SupervisedWorker
+from envserve.pool.tally import MANY, Tally
 from envserve.pool.workers import Workers
 from envserve.slab import (
     Rows,
@@ -56,6 +57,7 @@ class _Place:
       kind: STEP, RESET or CALL from its submission until it has ended; else IDLE.
       task: What goes with it, unless it is a step.
       sequence: Number by which its answer is known.
+      begun_at: When it was submitted, or its envs were lost since.
       has_kept: Whether the last observations are the final ones already.
     """
 
@@ -65,6 +67,7 @@ class _Place:
     kind: int = _IDLE
     task: Task = b"", False
     sequence: int = 0
+    begun_at: float = 0.0
     has_kept: bool = False
 
     def frame(self, is_lost: bool) -> bytes:
@@ -94,17 +97,22 @@ class Operations:
       num_running: Blocks in flight.
       has_news: Whether a block has become absent since this was cleared.
       outcomes: What has come of operations that have ended.
-      num_losses: How often workers were lost.
+      tally: What is counted of all that.
       likely_last: The worker that has answered last; None if it need not again.
       state: "ready", or why nothing can be submitted.
     """
 
     def __init__(
-        self, blocks: Sequence[Block], workers: Workers, fault_log: FaultLog
+        self,
+        blocks: Sequence[Block],
+        workers: Workers,
+        fault_log: FaultLog,
+        tally: Tally,
     ) -> None:
         """Begins with blocks that are idle."""
-        self.num_running = self.num_losses = 0
+        self.num_running = 0
         self.has_news = False
+        self.tally = tally
         self._plain_outcomes = [Outcome(block.index) for block in blocks]
         self.outcomes: list[Outcome] = []
         self.likely_last: SupervisedWorker | None = None
@@ -129,6 +137,11 @@ class Operations:
             return ()
         return {index for index in self._losses if self._places[index].kind}
 
+    def rows_where(self, test: Callable[[SupervisedWorker, int], object]) -> list[int]:
+        """Returns rows by their worker, and by what kind of operation runs on them."""
+        places = (p for p in self._places if test(p.worker, p.kind))
+        return [row for p in places for row in range(p.part.start, p.part.stop)]
+
     # Submitting.
 
     def check_idle(self, indices: Sequence[int]) -> None:
@@ -149,7 +162,7 @@ class Operations:
             raise LocalProtocolError("expected each block once; got one of them twice")
 
     def begin(
-        self, kind: int, indices: Sequence[int], tasks: Sequence[Task]
+        self, kind: int, indices: Sequence[int], tasks: Sequence[Task], now: float
     ) -> dict[SupervisedWorker, list[bytes]]:
         """Notes operations on blocks that are idle; returns what to send to whom.
 
@@ -157,6 +170,7 @@ class Operations:
           kind: STEP, RESET or CALL.
           indices: The blocks.
           tasks: What goes with each; empty for steps.
+          now: The instant.
         """
         if tasks:
             self.likely_last = None  # what is long may not be sent at once
@@ -165,7 +179,7 @@ class Operations:
         for position, index in enumerate(indices):
             place = self._places[index]
             place.sequence = sequence = (sequence + 1) & 0xFFFFFFFF
-            place.kind, place.has_kept = kind, False
+            place.kind, place.has_kept, place.begun_at = kind, False, now
             self.num_running += 1
             worker = place.worker
             if not tasks and index not in self._losses:  # the usual case
@@ -181,12 +195,13 @@ class Operations:
         self._sequence = sequence
         return outbox
 
-    def note_options(self, resets: Sequence[Reset]) -> None:
+    def note_resets(self, resets: Sequence[Reset]) -> None:
         """Keeps what envs are about to be reset with, should they fail after that."""
         for reset in resets:
+            block = self._places[reset.block].block
+            rows = reset.env_indices or range(block.start, block.stop)
+            self.tally.begin(rows, block.index)
             if reset.options:
-                block = self._places[reset.block].block
-                rows = reset.env_indices or range(block.start, block.stop)
                 self._fault_log.options.update(dict.fromkeys(rows, reset.options))
 
     def _begin_lost(self, place: _Place) -> None:
@@ -215,15 +230,21 @@ class Operations:
             place.kind = _IDLE
             self.num_running -= 1
             self.outcomes.append(self._plain_outcomes[index])
+            tally = self.tally
+            tally.steps[index] += 1  # as `note_step` does
+            tally.waits.append(now - place.begun_at)
+            if tally.is_watched or len(tally.waits) > MANY:
+                tally.follow(index, now)
         elif isinstance(event, Ready):
             self._on_ready(worker, event.spec, now)
         elif isinstance(event, Lost):
             self._workers.watch_at = now  # its successor is to be started
             if self.state != "starting":
+                self.tally.faults[event.status] += 1
                 places = self._hosted_by(worker)
                 running = {p.block.index: p.kind for p in places if p.kind}
                 self._fault_log.worker_lost(worker, event, running, now)
-            self._lose(worker, event)
+            self._lose(worker, event, now)
 
     def _on_ready(self, worker: SupervisedWorker, spec: EnvSpec, now: float) -> None:
         workers = self._workers
@@ -232,6 +253,7 @@ class Operations:
         if self.state == "starting":
             assert workers.slab is not None, "all workers are ready"
             self._fault_log.attach(workers.slab, spec)
+            self.tally.slab = workers.slab
             self.state = "ready"
         frames = [
             place.frame(place.block.index in self._losses)
@@ -258,6 +280,7 @@ class Operations:
         if place.kind == _STEP and block.index in self._losses:
             status, text = self._losses.pop(block.index)
             write_lost(self._rows, place.part, status)
+            self.tally.note_lost(block.index, status, place.begun_at, now)
             rows = range(block.start, block.stop)
             self._end(place, faults=[Fault(row, status, text) for row in rows])
             return
@@ -270,9 +293,13 @@ class Operations:
             if place.kind == _STEP:
                 part = slice(fault.env_index, fault.env_index + 1)
                 write_lost(self._rows, part, fault.status)
+                self.tally.invalid[fault.status] += 1
             is_one = self._workers.config.vectorized and fault is not report.faults[0]
             if not (is_refusal or is_one):
+                self.tally.faults[fault.status] += 1
                 self._fault_log.env_failed(fault, worker, now)
+        if place.kind == _STEP:
+            self.tally.note_step(block.index, now - place.begun_at, now)
         notes = self._fault_log.note(report.notes) if report.notes else ()
         if report.faults and place.kind != _STEP:
             # Its envs have begun anew all the same, each without what it has refused.
@@ -294,12 +321,12 @@ class Operations:
         self.num_running -= 1
         self.outcomes.append(Outcome(place.block.index, **outcome))
 
-    def _lose(self, worker: SupervisedWorker, lost: Lost) -> None:
+    def _lose(self, worker: SupervisedWorker, lost: Lost, now: float) -> None:
         """Marks a worker's blocks lost; what runs on them waits for its successor."""
         if self.state == "starting":
             self._workers.error = self._workers.error or worker.error
             return
-        self.num_losses += 1
+        self.tally.restarts += 1
         self._fault_log.forget(worker)
         text = f"{worker.label} {lost.text}"
         loss = Lost(lost.status, f"{text}{worker.excerpt_note}")
@@ -310,6 +337,7 @@ class Operations:
             if block.index not in self._losses:  # else its episodes have ended before
                 self._losses[block.index] = loss
                 self.has_news |= place.kind != _IDLE
+                place.begun_at = now
             # Rows that were answered stay as they are: they may still have to be read.
             place.keep_last_observation(self._rows)
             if place.kind and worker.error is not None:
@@ -317,10 +345,12 @@ class Operations:
             elif place.kind == Kind.CALL:
                 self._end(place, error=CallError(f"{text}, during a call"))
 
-    def drop_all(self, replaced: Sequence[SupervisedWorker], lost: Lost) -> None:
+    def drop_all(
+        self, replaced: Sequence[SupervisedWorker], lost: Lost, now: float
+    ) -> None:
         """Forgets all that runs, with workers; the rows show what was seen last."""
         for worker in replaced:
-            self._lose(worker, lost)
+            self._lose(worker, lost, now)
         for place in self._places:
             if place.kind == _STEP and place.has_kept:
                 restore_last_observation(self._rows, place.part)
@@ -335,6 +365,13 @@ class Operations:
     def release(self) -> None:
         """Lets go of the slab, now that nothing more will happen."""
         del self._fault_log
+        self.tally.slab = None
+
+    def record(self, row: int) -> bytes:
+        """Returns what a row has been through, as a repro file; or nothing."""
+        blocks = (place.block for place in self._places)
+        start = next((b.start for b in blocks if b.start <= row < b.stop), None)
+        return b"" if start is None else self._fault_log.record(row, start)
 
     def _hosted_by(self, worker: SupervisedWorker) -> list[_Place]:
         return [place for place in self._places if place.worker is worker]

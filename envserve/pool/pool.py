@@ -19,9 +19,11 @@ from envserve.errors import EnvserveError, EnvStartError, LocalProtocolError
 from envserve.lane import Call, Outcome, Reset, make_blocks
 from envserve.pool.fault_log import FaultLog
 from envserve.pool.launcher import Launcher
+from envserve.pool.looks import Looks
 from envserve.pool.operations import Operations, Task, reset_task
 from envserve.pool.states import Lost, WorkerState
 from envserve.pool.supervisor import SupervisedWorker
+from envserve.pool.tally import Tally
 from envserve.pool.workers import Workers
 from envserve.settings import PoolSettings, num_cores
 from envserve.slab import Rows, Status
@@ -48,6 +50,8 @@ class Pool:
       config: What was to be built.
       blocks: The blocks, which partition the rows.
       num_envs: Number of rows.
+      tally: What it has been through, in numbers.
+      looks: What others see of it while it runs.
       is_waiting: Whether a call that was interrupted did nothing but wait.
     """
 
@@ -82,7 +86,10 @@ class Pool:
         self._workers = Workers(config, self.blocks, launcher, clock)
         self._has_cores_for_all = len(self._workers.all) <= num_cores()
         log = FaultLog(config, _LOGGER, label, owner)
-        self._operations = Operations(self.blocks, self._workers, log)
+        counts_resets = config.autoreset == "next_step"
+        self.tally = Tally(self.blocks, counts_resets=counts_resets)
+        self._operations = Operations(self.blocks, self._workers, log, self.tally)
+        self.looks = Looks(self._workers, self._operations)
         self.is_waiting = self._is_released = False
         try:
             self._advance(0.0, clock())
@@ -147,7 +154,7 @@ class Pool:
 
     def stats(self) -> Mapping[str, int]:
         """Returns how often workers were replaced."""
-        return {"restarts": self._operations.num_losses}
+        return {"restarts": self.tally.restarts}
 
     def finish_start(self, deadline: float) -> None:
         """Waits until all envs are built.
@@ -189,7 +196,7 @@ class Pool:
         indices = [reset.block for reset in resets]
         self._operations.check_idle(indices)
         tasks = [reset_task(self.blocks[reset.block], reset) for reset in resets]
-        self._operations.note_options(resets)
+        self._operations.note_resets(resets)
         self._submit(Kind.RESET, indices, tasks)
 
     def submit_call(self, calls: Sequence[Call]) -> None:
@@ -211,7 +218,7 @@ class Pool:
         now = self._clock()
         workers = self._workers
         workers.watch_at = min(workers.watch_at, now + _WATCH_SECONDS)
-        for worker, frames in self._operations.begin(kind, indices, tasks).items():
+        for worker, frames in self._operations.begin(kind, indices, tasks, now).items():
             worker.send(b"".join(frames), len(frames), now)
 
     # Going on.
@@ -302,7 +309,7 @@ class Pool:
         if self._operations.state != "closing":
             lost = Lost(Status.WORKER_DIED, f"was replaced: {text}")
             replaced = self._workers.replace(lost.text, self._clock())
-            self._operations.drop_all(replaced, lost)
+            self._operations.drop_all(replaced, lost, self._clock())
 
     # Closing.
 

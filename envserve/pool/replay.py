@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +24,7 @@ from envserve.errors import ReproError
 from envserve.pool.launcher import Launcher, WorkerProcess
 from envserve.slab import Status
 from envserve.text import one_line
+from envserve.video import VideoWriter
 from envserve.worker.channel import Frame, Kind, pack_frame
 
 __all__ = ["Ending", "describe_repro", "load_repro", "replay"]
@@ -92,7 +93,11 @@ def describe_repro(repro: Repro) -> str:
 
 
 def replay(
-    repro: Repro, launcher: Launcher, timeout_seconds: float | None = None
+    repro: Repro,
+    launcher: Launcher,
+    timeout_seconds: float | None = None,
+    film: VideoWriter | None = None,
+    num_filmed: int = 0,
 ) -> Ending:
     """Builds the env anew in a process of its own, and applies the actions.
 
@@ -101,22 +106,30 @@ def replay(
       launcher: Starts the process; has imported the modules that register own envs.
       timeout_seconds: How long a step, or the reset, may take before it counts as a
         hang; by default what the file says.
+      film: Gets what the env renders before each of the last actions.
+      num_filmed: How many of them.
     """
-    if repro.vectorized:
-        text = "its vector env stepped other rows with it, which the file does not hold"
-        return Ending(False, f"cannot be played: {text}", None)
     if timeout_seconds is None:
         timeout_seconds = repro.timeout_seconds
     process = launcher.launch()
     with contextlib.closing(process.channel):
-        process.channel.send(pack_frame(Kind.REPLAY, payload=encode_repro(repro)))
+        if film:
+            kwargs = {**repro.env_kwargs, "render_mode": "rgb_array"}
+            repro = replace(repro, env_kwargs=kwargs)
+        number, payload = num_filmed if film else 0, encode_repro(repro)
+        process.channel.send(pack_frame(Kind.REPLAY, 0, number, payload))
         try:
-            return _follow(repro, process, timeout_seconds)
+            return _follow(repro, process, timeout_seconds, film)
         finally:
             process.kill("it is done", time.monotonic())
 
 
-def _follow(repro: Repro, process: WorkerProcess, timeout_seconds: float) -> Ending:
+def _follow(
+    repro: Repro,
+    process: WorkerProcess,
+    timeout_seconds: float,
+    film: VideoWriter | None,
+) -> Ending:
     number: int | None = None
     for frame in _frames(process, timeout_seconds):
         if frame is None:
@@ -124,8 +137,14 @@ def _follow(repro: Repro, process: WorkerProcess, timeout_seconds: float) -> End
             return _judge(repro, number, end)
         if frame.kind is Kind.DONE:
             number = frame.sequence
+        elif frame.kind is Kind.PICTURE:
+            if film:
+                film.frames_per_second, picture = codec.decode(frame.payload)
+                film.add(picture)
         elif frame.kind is Kind.READY:
             text = f"did not crash in {_actions(len(repro.played.actions[0]))}"
+            if repro.end.status is Status.OK:  # a flight record
+                return Ending(True, f"to its end: {text}", number)
             return Ending(False, text, number)
         elif frame.kind is Kind.FAILED and frame.block:
             failure = codec.decode(frame.payload)

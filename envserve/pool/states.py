@@ -9,10 +9,13 @@ its exit is known, since until then it may write to its rows.
 from __future__ import annotations
 
 import enum
+import os
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, NamedTuple
 
+from envserve import worker
 from envserve.slab import Status
 from envserve.spec import EnvSpec
 from envserve.text import one_line
@@ -23,6 +26,8 @@ __all__ = ["MOVES", "Event", "Exit", "Lost", "Ready", "WorkerState"]
 #: How Python's fault handler begins, and its stack.
 _FATAL: Final = "Fatal Python error: "
 _STACK: Final = "Stack (most recent call first):"
+#: Below the first of these are no frames of envs.
+_OUR_FRAME: Final = f'  File "{Path(worker.__file__).parent}{os.sep}'
 _EXCERPT_LINES: Final = 10
 _EXCERPT_WIDTH: Final = 200
 
@@ -118,6 +123,8 @@ class Exit:
             if start and lines[start - 1].startswith(_FATAL):
                 start -= 1
             lines = lines[start : start + _EXCERPT_LINES]
+            ours = [i for i, line in enumerate(lines) if line.startswith(_OUR_FRAME)]
+            lines = lines[: max(3, *ours[:1])] if ours else lines
         elif self.exit_code in (0, -signal.SIGKILL):
             return ""
         return "\n".join(line[:_EXCERPT_WIDTH] for line in lines[-_EXCERPT_LINES:])

@@ -16,6 +16,7 @@ from envserve import codec
 from envserve.crashes.action_ring import ring_nbytes
 from envserve.errors import EnvserveError, EnvStartError, WorkerError
 from envserve.lane import Block
+from envserve.pictures import PictureBoard, board_nbytes
 from envserve.pool.launcher import Launcher
 from envserve.pool.states import Event
 from envserve.pool.supervisor import SupervisedWorker
@@ -39,6 +40,7 @@ class Workers:
       watch_at: When to `watch` them, if nothing happens before.
       spec: Spaces of all envs, once all workers are ready for the first time.
       slab: The rows, from then on.
+      board: Pictures of the envs, as long as the rows.
       error: Why there will be none, or why a worker was given up before.
       selector: Wakes for those that `read` has something from.
     """
@@ -78,6 +80,7 @@ class Workers:
         self.spec: EnvSpec | None = None
         self.error: EnvserveError | None = None
         self.slab: Slab | None = None
+        self.board: PictureBoard | None = None
         self._specs: dict[int, EnvSpec] = {}  # of the workers that are ready first
         self.all = [self._new_worker(index) for index in range(self._num_workers)]
 
@@ -114,7 +117,8 @@ class Workers:
                 self.error = EnvStartError(text + "; ".join(different))
                 return False
         num_envs, most = self.config.num_envs, self.config.max_row_mib
-        num_bytes, needed = ring_nbytes(first, num_envs), rows_mib(first, num_envs)
+        ring, needed = ring_nbytes(first, num_envs), rows_mib(first, num_envs)
+        num_bytes = ring + board_nbytes(num_envs, len(self.all))
         if most is not None and needed > most:
             self.error = EnvStartError(
                 f"rows of {num_envs} envs need {needed} MiB, and {most} are left for "
@@ -127,6 +131,7 @@ class Workers:
         except OSError as error:
             self.error = WorkerError(f"no shared memory for the rows: {error}")
             return False
+        self.board = PictureBoard(num_envs, len(self.all), self.slab.extra[ring:])
         for each in self.all:
             each.attach(self.slab)
         self.spec = first
@@ -200,5 +205,5 @@ class Workers:
             self._launcher.close()
         if self.slab is not None:
             self.slab.close()
-            self.slab = None
+            self.slab = self.board = None
         self.selector.close()

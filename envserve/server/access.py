@@ -15,6 +15,7 @@ from typing import Final
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from envserve.address import is_private
 from envserve.errors import KeyFileError, RemoteProtocolError, SelfTestError
 from envserve.keys import formats
 from envserve.keys.folder import KeyFolder
@@ -23,7 +24,6 @@ from envserve.keys.pair import KeyPair
 from envserve.server.router import Router
 from envserve.server.zap import Zap
 from envserve.session.quotas import tell
-from envserve.settings import is_private
 
 __all__ = ["Access", "check_refusal"]
 

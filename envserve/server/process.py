@@ -19,7 +19,6 @@ __all__ = [
     "LoopLag",
     "StopSignals",
     "keep_from_envs",
-    "raise_file_limit",
 ]
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -219,20 +218,3 @@ def _has_free_descriptor() -> bool:
     except OSError:
         return False
     return True
-
-
-def raise_file_limit() -> int:
-    """Allows as many open files as may be: every worker and client needs some.
-
-    Returns:
-      How many.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == hard:
-        return soft
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError) as error:  # macOS: "unlimited" is more than it gives
-        _LOGGER.info("the limit of %d open files stays: %s", soft, error)
-        return soft
-    return hard

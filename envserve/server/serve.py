@@ -12,6 +12,7 @@ from typing import Final
 
 from envserve.keys import formats
 from envserve.keys.folder import KeyFolder
+from envserve.metrics_port import MetricsPort
 from envserve.pool.launcher import Launcher
 from envserve.registry import Registry
 from envserve.server.access import Access, check_refusal
@@ -21,14 +22,16 @@ from envserve.server.process import (
     LoopLag,
     StopSignals,
     keep_from_envs,
-    raise_file_limit,
 )
 from envserve.server.router import Router
 from envserve.server.shell import RouterShell
+from envserve.server.status import StatusBoard
+from envserve.server.systemd import Notifier
 from envserve.server.unread import Unread
 from envserve.server.zap import Zap
 from envserve.session import Health, ServerSession
 from envserve.settings import HostSettings
+from envserve.transport import raise_file_limit
 
 __all__ = ["serve"]
 
@@ -64,7 +67,7 @@ async def serve(
     Raises:
       KeyFileError: A file of keys cannot be used, or nobody would have a key.
       SelfTestError: Somebody would get in who should not.
-      ServerError: An address cannot be listened on.
+      ServerError: An address, or a port for metrics, cannot be listened on.
       UnknownEnv: A name to offer is not registered.
       EnvStartError: A module cannot be imported.
     """
@@ -73,6 +76,13 @@ async def serve(
     keep_from_envs(config.worker_user)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(StopSignals(loop))
+        metrics = None
+        if config.metrics_port is not None:
+            metrics = stack.enter_context(
+                MetricsPort(config.metrics_port, config.metrics_host)
+            )
+        notifier = Notifier(loop)
+        stack.callback(notifier.close)
         # Early, so that it imports while this process does.
         launcher = Launcher(
             config.import_modules,
@@ -96,20 +106,31 @@ async def serve(
             ),
             enrol=access.enrol if access else None,
             grant_of=None if access is None else access.grant_of,
+            drain=partial(_ask_drain, signals, config.drain_grace_seconds),
         )
         most = partial(_most_buffered, config, session)
         stack.callback(ConnectionWatch(loop, recycle, most).stop)
         shell = RouterShell(router, session, launcher, loop)
+        board = StatusBoard(config, session, shell, loop)
+        if metrics is not None:
+            board.show_at(metrics)
+        session.questions.look = lambda s, asked: shell.pools[s].pool.looks.answer(
+            asked
+        )
         watch = _warn_of_no_keys(config) if access is None else _watch(access, shell)
         stack.callback(asyncio.create_task(watch).cancel)
         cut_short = ""
         try:
             on_ready(tuple(router.addresses), len(registry.names))
+            notifier.ready(f"serving on {' '.join(router.addresses)}")
             await signals.asked.wait()
+            notifier.stopping()
             if config.drain_grace_seconds and not signals.at_once.is_set():
                 cut_short = await _drain(shell, signals, config.drain_grace_seconds)
             _LOGGER.info("stopping")
         finally:
+            if metrics is not None:  # not in this thread, for which its own may wait
+                await asyncio.to_thread(metrics.server_close)
             seconds = _AFTER_DRAIN_SECONDS if cut_short else _STOP_SECONDS
             await shell.stop(seconds, cut_short)
 
@@ -120,6 +141,11 @@ def _most_buffered(config: HostSettings, session: ServerSession) -> int:
     answers = sum(_COPIES * lease.max_result_bytes for lease in leases)
     kept = sum(lease.kept.num_bytes for lease in leases)
     return (config.max_buffered_mib << 20) + answers + kept
+
+
+def _ask_drain(signals: StopSignals, grace_seconds: float) -> float:
+    signals.asked.set()
+    return grace_seconds
 
 
 async def _drain(shell: RouterShell, signals: StopSignals, grace_seconds: float) -> str:

@@ -13,13 +13,15 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Final
 
 from envserve.errors import EnvserveError, EnvStartError, ServerError
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
+from envserve.pool.tally import add
+from envserve.server.leased_pool import LeasedPool
 from envserve.server.router import Router
 from envserve.server.shares import Shares
 from envserve.session import (
@@ -45,63 +47,19 @@ _CLOSE_SECONDS: Final = 1.0
 _MESSAGES_AT_ONCE: Final = 64
 
 
-class _LeasedPool:
-    """A lease's pool in the event loop.
-
-    Attributes:
-      pool: The pool.
-      is_announced: Whether its being ready was reported.
-      is_ending: Whether it was told to close.
-      timer: When to look after it though it has said nothing.
-      timer_at: When that is; infinity while there is no timer.
-    """
-
-    def __init__(
-        self, pool: Pool, loop: asyncio.AbstractEventLoop, on_news: Callable[[], None]
-    ) -> None:
-        self.pool = pool
-        self.is_announced = self.is_ending = False
-        self.timer: asyncio.TimerHandle | None = None
-        self.timer_at = math.inf
-        self._loop = loop
-        self._on_news = on_news
-
-    def watch(self) -> None:
-        """Begins to look after it."""
-        self._loop.add_reader(self.pool.fileno(), self._on_news)
-        self.look_at(time.monotonic())
-
-    def look_at(self, instant: float) -> None:
-        """Sets the timer."""
-        if self.timer is not None:
-            self.timer.cancel()
-        self.timer_at = instant
-        self.timer = self._loop.call_at(instant, self._on_timer)
-
-    def _on_timer(self) -> None:
-        self.timer, self.timer_at = None, math.inf
-        self._on_news()
-
-    def begin_close(self, seconds: float) -> None:
-        """Has the pool close, within so many seconds."""
-        self.is_ending = True
-        self.pool.begin_close(seconds)
-        self.look_at(time.monotonic())
-
-    def release(self) -> None:
-        """Looks after it no more; ends a pool that is not closed yet by force."""
-        self._loop.remove_reader(self.pool.fileno())
-        if self.timer is not None:
-            self.timer.cancel()
-        self.pool.close()
-
-
 class RouterShell:
     """Moves messages between a Router, a session and its pools.
 
     Attributes:
+      pools: The pools of leases.
+      past_counts: What those have counted that are gone.
       dropped_replies: Replies that could not be sent.
       failures: Messages and pools at which our own code failed.
+      resends: Replies that were given before.
+      messages_in: Messages that came.
+      messages_out: Replies that left.
+      bytes_in: In those that came.
+      bytes_out: In those that left.
     """
 
     def __init__(
@@ -119,13 +77,15 @@ class RouterShell:
           launcher: Starts the workers of all pools.
           loop: The event loop that this thread runs.
         """
-        self.dropped_replies = self.failures = 0
+        self.dropped_replies = self.failures = self.resends = 0
+        self.messages_in = self.messages_out = self.bytes_in = self.bytes_out = 0
+        self.past_counts = add(())
         self._defects = Seldom()
         self._router = router
         self._session = session
         self._launcher = launcher
         self._loop = loop
-        self._pools: dict[SessionId, _LeasedPool] = {}
+        self.pools: dict[SessionId, LeasedPool] = {}
         self._lease_timer: asyncio.TimerHandle | None = None
         self._planned_read: asyncio.Handle | None = None
         self._shares = Shares(session.quotas, session.claims.events)
@@ -136,7 +96,13 @@ class RouterShell:
         self._plan_read()
 
     def __repr__(self) -> str:
-        return f"<RouterShell {len(self._pools)} pools>"
+        return f"<RouterShell {len(self.pools)} pools>"
+
+    @property
+    def num_dropped(self) -> int:
+        """Replies that could not be sent, and messages that were not handled."""
+        unread = self._session.dropped_messages + self._shares.num_dropped
+        return self.dropped_replies + unread
 
     # Its end.
 
@@ -165,7 +131,7 @@ class RouterShell:
         self._is_ending = True
         self._close_seconds = timeout_seconds / 2
         self._carry_out(self._session.stop(why))
-        for leased in self._pools.values():  # also those that are closing already
+        for leased in self.pools.values():  # also those that are closing already
             leased.begin_close(self._close_seconds)
         self._plan_read()
         try:
@@ -178,15 +144,15 @@ class RouterShell:
             for handle in (self._lease_timer, self._planned_read):
                 if handle is not None:
                     handle.cancel()
-            for leased in self._pools.values():
+            for leased in self.pools.values():
                 leased.release()
-            _LOGGER.info(
-                "%d replies could not be sent; %d messages were none of ours; "
-                "%d failures",
-                self.dropped_replies,
-                self._session.dropped_messages,
-                self.failures,
-            )
+            for number, what in (
+                (self.dropped_replies, "replies could not be sent"),
+                (self._session.dropped_messages, "messages were none of ours"),
+                (self.failures, "failures"),
+            ):
+                if number:
+                    _LOGGER.warning("%s: %d", what, number)
 
     def end_leases(self, users: Collection[str]) -> None:
         """Ends the sessions of users who may use the server no more."""
@@ -219,6 +185,8 @@ class RouterShell:
                         shares.charge(time.monotonic(), user)
                     break
                 peer, message = received
+                self.messages_in += 1
+                self.bytes_in += sum(map(len, message))
                 decisions: Sequence[Decision] = ()
                 if shares.admits(peer):
                     decisions = self._receive(peer, message, now)
@@ -268,6 +236,9 @@ class RouterShell:
     def _send(self, reply: Reply) -> None:
         try:
             if self._router.send(reply.peer, reply.frames):
+                self.messages_out += 1
+                self.bytes_out += sum(map(len, reply.frames))
+                self.resends += reply.repeats is not None
                 return
         except Exception:  # of ZeroMQ: other replies need not fail
             self.failures += 1
@@ -286,11 +257,11 @@ class RouterShell:
         if isinstance(decision, StartPool):
             return self._start_pool(decision)
         if isinstance(decision, EndPool):
-            if session not in self._pools:  # it is closed, or could not be started
+            if session not in self.pools:  # it is closed, or could not be started
                 return self._session.pool_closed(session)
-            self._pools[session].begin_close(self._close_seconds)
+            self.pools[session].begin_close(self._close_seconds)
             return ()
-        leased = self._pools[session]
+        leased = self.pools[session]
         pool = leased.pool
         try:
             if isinstance(decision, RunStep):
@@ -321,8 +292,8 @@ class RouterShell:
                     label=label,
                     owner=session[0] or label,
                 )
-            leased = _LeasedPool(pool, self._loop, partial(self._on_pool, session))
-            self._pools[session] = leased  # what fails from here on ends it as such
+            leased = LeasedPool(pool, self._loop, partial(self._on_pool, session))
+            self.pools[session] = leased  # what fails from here on ends it as such
             leased.watch()
             return ()
         except EnvserveError as error:
@@ -342,8 +313,8 @@ class RouterShell:
             "%s is given up", self._session.claims.name_of(session), exc_info=error
         )
         try:
-            if session in self._pools:
-                self._pools.pop(session).release()
+            if session in self.pools:
+                self._release(session)
         finally:
             text = f"the server failed: {type(error).__name__}: {error}"
             decisions = self._session.pool_broken(session, ServerError(text))
@@ -351,9 +322,17 @@ class RouterShell:
 
     # Pools.
 
+    def _release(self, session: SessionId) -> None:
+        """Lets go of a pool, but not of what it has counted."""
+        leased = self.pools.pop(session)
+        if (claim := self._session.claims.get(session)) is not None:
+            claim.account = leased.account()
+        self.past_counts = add((self.past_counts, leased.pool.tally.counts))
+        leased.release()
+
     def _on_pool(self, session: SessionId) -> None:
         """Passes on what has happened in a pool."""
-        leased = self._pools[session]
+        leased = self.pools[session]
         pool = leased.pool
         try:
             try:
@@ -371,7 +350,7 @@ class RouterShell:
                     ready = pool.spec, pool.blocks, pool.rows
                     decisions = self._session.pool_ready(session, *ready, now)
             if leased.is_ending and pool.is_closed:
-                self._pools.pop(session).release()
+                self._release(session)
                 decisions += self._session.pool_closed(session)
             else:
                 deadline = pool.next_deadline()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from msgspec.structs import replace
@@ -15,6 +16,7 @@ from envserve.wire import (
     VERSION,
     Buffer,
     Building,
+    Drain,
     ErrorBody,
     ErrorCode,
     Executed,
@@ -23,6 +25,7 @@ from envserve.wire import (
     MessageType,
     pack,
 )
+from envserve.wire.constants import DRAIN_WORD
 
 __all__ = [
     "Answers",
@@ -33,7 +36,11 @@ __all__ = [
 
 
 class Answers:
-    """Makes the answers of one start of a server."""
+    """Makes the answers of one start of a server.
+
+    Attributes:
+      refusals: ERRORs, by the name of their code.
+    """
 
     def __init__(self, boot: int, *, shows_folders: bool = False) -> None:
         """Takes the boot id that every answer carries.
@@ -43,6 +50,7 @@ class Answers:
           shows_folders: Whether clients may know where this host's files are.
         """
         self._boot = boot
+        self.refusals: Counter[str] = Counter()
         self._shows_folders = shows_folders
 
     def reply(
@@ -89,6 +97,21 @@ class Answers:
         enrol(asked.peer[-1], Join.decode(asked.body).public)
         return [self.reply(asked, MessageType.JOINED)]
 
+    def drain(
+        self, asked: Message, drain: Callable[[], float] | None
+    ) -> list[Decision]:
+        """Answers an ASK_DRAIN; see `ServerSession`."""
+        if asked.peer[-1] != "local" or drain is None:
+            raise Refusal(
+                ErrorCode.REFUSED,
+                "expected the user who runs this server, by its own keys or over ipc; "
+                "others end what they have by leaving",
+            )
+        if asked.body != DRAIN_WORD:
+            raise RemoteProtocolError("expected the body of an ASK_DRAIN")
+        body = Drain(grace_ms=int(1000 * drain())).encode()
+        return [self.reply(asked, MessageType.DRAIN, body)]
+
     def building(self, asked: Message, seconds: float = 0.0) -> Reply:
         """Says that the envs are still being built, for so long."""
         body = Building(elapsed_ms=int(1000 * seconds)).encode()
@@ -96,6 +119,7 @@ class Answers:
 
     def error(self, asked: Message, body: ErrorBody) -> Reply:
         """Answers with an ERROR, as the client's version has it."""
+        self.refusals[body.code.name] += 1
         error = self.shown_error(body).encode()
         return self.reply(asked, MessageType.ERROR, error, version=asked.version)
 

@@ -21,6 +21,7 @@ from envserve.errors import (
     ServerLost,
     UnknownEnv,
 )
+from envserve.seeding import INCARNATIONS_PER_LEASE
 from envserve.session.operations import Operations
 from envserve.session.requests import Request, Requests
 from envserve.session.states import ClientState, Machine
@@ -46,8 +47,6 @@ _LOGGER: Final = logging.getLogger(__name__)
 _RETRY_SECONDS: Final = 0.5
 #: How long others may have the envs of a lease that was lost by our own silence.
 _BUSY_SECONDS: Final = 5.0
-#: More often than that no env is rebuilt within a lease.
-_INCARNATIONS_PER_LEASE: Final = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,5 +391,5 @@ def _check_equal(granted: Granted, before: Operations) -> None:
 
 def attach_again(attach: Attach, num_leases: int) -> Attach:
     """Returns what to ask for after so many leases: the same, with other seeds."""
-    first = attach.first_incarnation + num_leases * _INCARNATIONS_PER_LEASE
+    first = attach.first_incarnation + num_leases * INCARNATIONS_PER_LEASE
     return replace(attach, first_incarnation=first & 0xFFFFFFFF)

@@ -36,6 +36,7 @@ class Claim:
       row_mib: What its rows take.
       reason: Why it is CLOSING; None for a DETACH.
       repeats: How often it was told again that it is granted.
+      account: What its envs have done, as its end is told in a log.
     """
 
     session: SessionId
@@ -57,6 +58,7 @@ class Claim:
     row_mib: int = 0
     reason: ErrorBody | None = None
     repeats: Repeats = field(default_factory=Repeats)
+    account: dict[str, float] = field(default_factory=dict)
 
     @property
     def user(self) -> str:
@@ -67,6 +69,21 @@ class Claim:
     def state(self) -> ClaimState:
         """See `ClaimState`."""
         return self.machine.state
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """What a log of JSON says of it."""
+        asked = {"env": self.attach.env_name, "num_envs": self.attach.num_envs}
+        return {"lease": self.number, "client": self.client, **asked, **self.account}
+
+    @property
+    def done(self) -> str:
+        """What its envs have done, in words."""
+        text = (
+            " after {env_steps:,} env steps in {seconds:,.1f} s, "
+            "{steps_per_second:,.0f}/s, faults: {num_faults}"
+        )
+        return text.format(**self.account) if self.granted and self.account else ""
 
     @property
     def name(self) -> str:

@@ -21,7 +21,7 @@ from envserve.session.claim import Claim
 from envserve.session.decisions import Decision, EndPool, SessionId, StartPool
 from envserve.session.lease import Lease
 from envserve.session.policy import Health, Refusal
-from envserve.session.quotas import Amounts, Events, Quota, Quotas
+from envserve.session.quotas import KEYLESS, Amounts, Events, Quota, Quotas
 from envserve.session.states import ClaimState
 from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Rows, rows_mib
@@ -124,6 +124,15 @@ class Claims(dict[SessionId, Claim]):
         """Returns what a log calls a session, whose number is a secret."""
         return self[session].name if session in self else "a lease that has ended"
 
+    def seen_by(self, user: str) -> list[Claim]:
+        """Returns granted claims that a user may know of: its own.
+
+        Without keys, or as the user who runs the server, all of them.
+        """
+        is_own_host = user in KEYLESS
+        granted = (claim for claim in self.values() if claim.lease is not None)
+        return [claim for claim in granted if is_own_host or claim.user == user]
+
     def note_name(self, session: SessionId, name: str) -> None:
         """Notes what a client calls itself, as far as that is fit for a log."""
         shown = one_line(name, _MAX_PRINTED_NAME)
@@ -162,7 +171,7 @@ class Claims(dict[SessionId, Claim]):
             now,
             now,
         )
-        _LOGGER.info("%s, attaching (client: %s)", claim, client)
+        _LOGGER.debug("%s, attaching (client: %s)", claim, client)
         return claim
 
     def start_builds(self) -> list[Decision]:
@@ -277,7 +286,7 @@ class Claims(dict[SessionId, Claim]):
             self.unaware.add(claim.session)
         if claim.lease is not None:
             late = claim.lease.late_messages
-            _LOGGER.info("%s, ending; %d late copies were ignored", claim, late)
+            _LOGGER.debug("%s, ending; %d late copies were ignored", claim, late)
             claim.lease = None
         return [EndPool(claim.session)]
 
@@ -311,7 +320,9 @@ class Claims(dict[SessionId, Claim]):
         claim.machine.move(ClaimState.ENDED)
         self.ended.note(session, claim.reason)
         why = claim.reason.text.partition("\n")[0] if claim.reason else "detached"
-        _LOGGER.info("%s, ended (%s)", claim, one_line(why))
+        fields = {"fields": {**claim.fields, "why": why}}
+        text = "%s, ended%s (%s)"
+        _LOGGER.info(text, claim, claim.done, one_line(why), extra=fields)
         if claim.granted:
             attach = claim.attach
             self.events.note("ended", claim.user, attach.env_name, attach.num_envs, why)

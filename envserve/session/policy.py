@@ -27,7 +27,7 @@ __all__ = [
 
 _ATTRIBUTE_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _ALWAYS_EXPOSED: Final = {
-    "render": frozenset({"call", "thumbnail"}),
+    "render": frozenset({"call"}),
     "render_mode": frozenset({"call", "get"}),
     "metadata": frozenset({"call", "get"}),
     "np_random_seed": frozenset({"get"}),

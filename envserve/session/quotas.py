@@ -19,14 +19,15 @@ from envserve.settings import HostSettings
 from envserve.text import Seldom, one_line
 from envserve.wire import Attach, ErrorCode
 
-__all__ = ["AUDIT", "Amounts", "Events", "Quota", "Quotas", "tell"]
+__all__ = ["AUDIT", "KEYLESS", "Amounts", "Events", "Quota", "Quotas", "tell"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 #: Longest text of a refusal in the log.
 _MAX_LINE: Final = 300
 #: Whoever writes an audit takes its records, whose arguments are those of `tell`.
 AUDIT: Final = logging.getLogger("envserve.audit")
-_KEYLESS: Final = frozenset({"", "local"})
+#: Who is known by no key.
+KEYLESS: Final = frozenset({"", "local"})
 #: How fast a key may begin leases, each of which forks processes.
 _ATTACHES_PER_SECOND: Final = 2
 _ATTACHES_AT_ONCE: Final = 8
@@ -201,7 +202,7 @@ class Quotas:
 
     def of(self, user: str) -> Quota:
         """Returns what a user may; raises Refusal if that is nothing."""
-        if self._grant_of is None or user in _KEYLESS:
+        if self._grant_of is None or user in KEYLESS:
             return Quota(user, self._host, None)
         grant = self._grant_of(user)
         if grant is None:

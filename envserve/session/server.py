@@ -27,6 +27,7 @@ from envserve.session.claim import Claim
 from envserve.session.claims import Claims, Offer
 from envserve.session.decisions import Decision, Reply, SessionId
 from envserve.session.policy import Health, Refusal, TooEarly
+from envserve.session.questions import QUESTIONS, Questions
 from envserve.session.quotas import Quotas
 from envserve.session.states import ClaimState
 from envserve.settings import HostSettings
@@ -70,6 +71,8 @@ class ServerSession:
       claims: What clients have, or have asked for.
       quotas: What users may.
       dropped_messages: How many were no messages at all.
+      questions: Answers who looks on.
+      refusals: ERRORs that were sent, by the name of their code.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class ServerSession:
         check_health: Callable[[], Health] = Health,
         enrol: Callable[[str, bytes], None] | None = None,
         grant_of: Callable[[str], Grant | None] | None = None,
+        drain: Callable[[], float] | None = None,
     ) -> None:
         """Starts without sessions.
 
@@ -91,14 +95,17 @@ class ServerSession:
           enrol: Puts a public key in the place of a user's, who was invited only, or
             raises RemoteProtocolError; None if there are no keys.
           grant_of: What the key of a user may, see `Quotas`.
+          drain: Has a drain begin soon; returns how many seconds it may take.
         """
         self.boot = boot
         self.dropped_messages = 0
         self._answers = Answers(boot, shows_folders=policy.debug_errors)
-        self._check_health = check_health
-        self._enrol = enrol
+        self.refusals = self._answers.refusals
+        self.check_health = check_health
+        self._enrol, self._drain = enrol, drain
         self.quotas = Quotas(policy, grant_of)
         self.claims = Claims(policy, offer, self._answers, self.quotas)
+        self.questions = Questions(self.claims, self._answers, self.quotas)
 
     @property
     def has_ended(self) -> bool:
@@ -177,8 +184,12 @@ class ServerSession:
             return []
         if message.version != VERSION:
             raise versions_differ(message.version)
+        if kind in QUESTIONS:
+            return self.questions.answer(message, now)
         if not isinstance(kind, MessageType):
             raise Refusal(ErrorCode.UNSUPPORTED, f"messages of type {kind} are unknown")
+        if kind is MessageType.ASK_DRAIN:
+            return self._answers.drain(message, self._drain)
         if message.boot != self.boot:
             return [self._answers.fence(message, "server was started")]
         if kind is MessageType.DETACH:
@@ -211,7 +222,7 @@ class ServerSession:
         if message.session:
             session = message.peer[-1], message.session
             self.claims.note_name(session, hello.client)
-        body = self.claims.welcome(message.peer[-1], self._check_health()).encode()
+        body = self.claims.welcome(message.peer[-1], self.check_health()).encode()
         return [self._answers.reply(message, MessageType.WELCOME, body)]
 
     def _on_stranger(self, message: Message, now: float) -> list[Decision]:
@@ -249,6 +260,7 @@ class ServerSession:
 
     def _tell_granted(self, claim: Claim) -> Reply:
         asked = _unasked(claim, claim.asked.request)
+        asked.attempt = claim.asked.attempt
         return self._answers.reply(asked, MessageType.GRANTED, claim.granted)
 
     # What has happened to pools.
@@ -269,7 +281,9 @@ class ServerSession:
             self.claims.grant(claim, spec, blocks, rows)
         except Refusal as refusal:
             return self.claims.close(claim, refusal.body)
-        _LOGGER.info("%s, granted after %.1f s", claim, now - claim.since)
+        waited, extra = now - claim.since, {"fields": claim.fields}
+        text = "%s, granted to %s after %.1f s"
+        _LOGGER.info(text, claim, claim.client, waited, extra=extra)
         return [self._tell_granted(claim), *self.claims.start_builds()]
 
     def pool_failed(
@@ -347,8 +361,8 @@ class ServerSession:
                 claim.lease.begin_drain()
                 asked = _unasked(claim, 0)
                 decisions.append(self._answers.reply(asked, MessageType.DRAIN, body))
-        count = len(self.claims)
-        _LOGGER.info("draining: %d sessions end within %g s", count, grace_seconds)
+        if count := len(self.claims):
+            _LOGGER.info("draining: %g s for leases: %d", grace_seconds, count)
         return decisions
 
     def stop(self, why: str = "") -> list[Decision]:

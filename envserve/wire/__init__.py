@@ -14,6 +14,8 @@ if TYPE_CHECKING:
         Building,
         CallBody,
         Drain,
+        FrameRequest,
+        FrameResult,
         Granted,
         Pong,
         ResetBody,
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
         RowCodec,
         RowPart,
     )
+    from envserve.wire.status import Histogram, LeaseStatus, ServerStatus
 
 __all__ = [
     "MIN_VERSION",
@@ -65,9 +68,13 @@ __all__ = [
     "ErrorBody",
     "ErrorCode",
     "Executed",
+    "FrameRequest",
+    "FrameResult",
     "Granted",
     "Hello",
+    "Histogram",
     "Join",
+    "LeaseStatus",
     "Message",
     "MessageType",
     "Peer",
@@ -76,6 +83,7 @@ __all__ = [
     "ResetBody",
     "RowCodec",
     "RowPart",
+    "ServerStatus",
     "Welcome",
     "body_of",
     "check_versions",
@@ -89,12 +97,13 @@ __all__ = [
     "set_attempt",
 ]
 
-_MODULES = ("constants", "greetings", "message", "bodies", "rows", "report")
+_LIGHT = ("constants", "greetings", "message", "status")
+_OTHERS = ("bodies", "rows", "report")
 
 
 def __getattr__(name: str) -> object:
     """Looks in modules that cost little first."""
-    for module in _MODULES if name in __all__ else ():
+    for module in (*_LIGHT, *_OTHERS) if name in __all__ else ():
         found = vars(importlib.import_module(f"{__name__}.{module}"))
         if name in found:
             return found[name]

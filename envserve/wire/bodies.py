@@ -16,9 +16,10 @@ from msgspec import Meta, Raw
 from envserve import codec
 from envserve.errors import RemoteProtocolError, SpaceError
 from envserve.lane import Block, Call, CallKind
-from envserve.settings import EnvRequest, Name, convert
+from envserve.pictures import Picture
+from envserve.settings import EnvRequest, convert
 from envserve.spec import EnvSpec, describe, restore
-from envserve.text import one_line
+from envserve.text import Name, one_line
 from envserve.wire.constants import (
     MAX_ATTACH_BYTES,
     MAX_ATTACH_VALUES,
@@ -26,17 +27,20 @@ from envserve.wire.constants import (
     MAX_CALL_BYTES,
     MAX_CALL_VALUES,
     MAX_ENTRIES,
+    MAX_FRAME_ROWS,
     MAX_OPTIONS_BYTES,
     MAX_OPTIONS_VALUES,
     MAX_TOLD_BLOCKS,
 )
-from envserve.wire.greetings import Body, Milliseconds, Row, read
+from envserve.wire.greetings import U32, U63, Body, Milliseconds, Row, Seconds, read
 
 __all__ = [
     "Attach",
     "Building",
     "CallBody",
     "Drain",
+    "FrameRequest",
+    "FrameResult",
     "Granted",
     "Pong",
     "ResetBody",
@@ -46,10 +50,7 @@ __all__ = [
 
 Type = TypeVar("Type")
 
-_U32 = Annotated[int, Meta(ge=0, lt=2**32)]
-_U63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _BlockIndex = Annotated[int, Meta(ge=0, lt=MAX_ENTRIES)]
-_Seconds = Annotated[float, Meta(ge=0, lt=2.0**63)]
 _Options = dict[str, Any]
 _NIL: Final = Raw(b"\xc0")
 
@@ -170,19 +171,19 @@ class Granted:
 
 class _Granted(Body, frozen=True, kw_only=True):
     epoch: Annotated[int, Meta(ge=1, lt=2**32)]
-    lease_seconds: _Seconds
+    lease_seconds: Seconds
     env_name: Name
     observation_space: Raw
     action_space: Raw
     blocks: Annotated[
-        tuple[tuple[_U32, _U32, _U32, _BlockIndex], ...], Meta(max_length=MAX_ENTRIES)
+        tuple[tuple[U32, U32, U32, _BlockIndex], ...], Meta(max_length=MAX_ENTRIES)
     ]
 
 
 class Pong(Body, frozen=True, kw_only=True):
     """Answers a PING: for how many ms each busy block has been running."""
 
-    running: Annotated[Mapping[_U32, Milliseconds], Meta(max_length=MAX_ENTRIES)]
+    running: Annotated[Mapping[U32, Milliseconds], Meta(max_length=MAX_ENTRIES)]
 
 
 class Drain(Body, frozen=True, kw_only=True):
@@ -195,7 +196,7 @@ class Drain(Body, frozen=True, kw_only=True):
 
 
 _Rows = Annotated[tuple[Row, ...], Meta(max_length=1 << 16)]
-_Seeds = Annotated[tuple[_U63 | None, ...], Meta(max_length=1 << 16)]
+_Seeds = Annotated[tuple[U63 | None, ...], Meta(max_length=1 << 16)]
 
 
 class ResetBody(Body, frozen=True, kw_only=True):
@@ -276,3 +277,31 @@ class CallBody(Body, frozen=True, kw_only=True):
         except codec.CodecError as error:
             raise RemoteProtocolError(f"CallBody: {error}") from None
         return super().decode(body)
+
+
+class FrameRequest(Body, frozen=True, kw_only=True):
+    """FRAME: asks for pictures, and has workers make more of them for some seconds.
+
+    Attributes:
+      lease: Its number, as of `LeaseStatus`.
+      rows: Rows of the lease.
+      width: Pixels across, at most.
+      after: For each row the serial of the picture that is known, or 0; may be short.
+      record: Whether to give no pictures, but what the first of the rows went through.
+    """
+
+    lease: U63
+    rows: Annotated[tuple[Row, ...], Meta(max_length=MAX_FRAME_ROWS)]
+    width: Annotated[int, Meta(ge=8, le=1024)] = 160
+    after: Annotated[tuple[U63, ...], Meta(max_length=MAX_FRAME_ROWS)] = ()
+    record: bool = False
+
+
+class FrameResult(Body, frozen=True, kw_only=True):
+    """What there is, in the order of the request; none that is known, or not made yet.
+
+    Attributes:
+      pictures: As many as there is room for.
+    """
+
+    pictures: Annotated[tuple[Picture, ...], Meta(max_length=MAX_FRAME_ROWS)] = ()

@@ -42,9 +42,18 @@ MAX_REPORT_BYTES: Final = 1 << 20
 MAX_REPORT_VALUES: Final = 1 << 17
 #: Rows of one result: the longest frame that clients accept.
 MAX_RESULT_BYTES: Final = 1 << 30
+MAX_STATUS_BYTES: Final = 64 << 10
+#: Pictures of a FRAME_RESULT, beside 64 texts; rows of a FRAME; a flight record.
+MAX_FRAMES_BYTES: Final = 640 << 10
+MAX_FRAME_ROWS: Final = 64
+MAX_RECORD_BYTES: Final = 16 << 20
 MAX_TEXT_BYTES: Final = 4 << 10
 MAX_TRACEBACK_BYTES: Final = 16 << 10
 MAX_NAMES: Final = 1000
+
+
+#: The body of an ASK_DRAIN, which nobody sends by chance.
+DRAIN_WORD: Final = b"drain"
 
 
 class MessageType(enum.IntEnum):
@@ -58,6 +67,9 @@ class MessageType(enum.IntEnum):
     PING = 6
     DETACH = 7
     JOIN = 8
+    STATUS = 9
+    FRAME = 10
+    ASK_DRAIN = 11
     WELCOME = 129
     GRANTED = 130
     BUILDING = 131
@@ -68,6 +80,8 @@ class MessageType(enum.IntEnum):
     DRAIN = 136
     ABSENT = 137
     JOINED = 138
+    STATUS_RESULT = 139
+    FRAME_RESULT = 140
     ERROR = 143
 
 
@@ -112,6 +126,8 @@ BODY_LIMITS: Final = {
     MessageType.RESET: MAX_BODY_BYTES,
     MessageType.CALL: MAX_CALL_BYTES,
     MessageType.WELCOME: MAX_BODY_BYTES,
+    MessageType.STATUS_RESULT: MAX_STATUS_BYTES,
+    MessageType.FRAME_RESULT: MAX_BODY_BYTES,
     MessageType.GRANTED: MAX_BODY_BYTES,
     MessageType.PONG: MAX_BODY_BYTES,
     MessageType.ERROR: MAX_BODY_BYTES,

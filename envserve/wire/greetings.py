@@ -28,8 +28,7 @@ from envserve.errors import (
     UnknownEnv,
     WrapperError,
 )
-from envserve.settings import Name
-from envserve.text import one_line, printable
+from envserve.text import Name, one_line, printable
 from envserve.wire.constants import (
     MAX_NAMES,
     MAX_TEXT_BYTES,
@@ -41,12 +40,15 @@ from envserve.wire.constants import (
 )
 
 __all__ = [
+    "U32",
+    "U63",
     "Body",
     "ErrorBody",
     "Hello",
     "Join",
     "Milliseconds",
     "Row",
+    "Seconds",
     "Welcome",
     "body_of",
     "check_versions",
@@ -58,10 +60,10 @@ __all__ = [
 Type = TypeVar("Type")
 
 _Version = Annotated[int, Meta(ge=0, le=255)]
-_U32 = Annotated[int, Meta(ge=0, lt=2**32)]
-_U63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-_Seconds = Annotated[float, Meta(ge=0, lt=2.0**63)]
-Milliseconds = _U63
+U32 = Annotated[int, Meta(ge=0, lt=2**32)]
+U63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Seconds = Annotated[float, Meta(ge=0, lt=2.0**63)]
+Milliseconds = U63
 #: One of a lease.
 Row = Annotated[int, Meta(ge=0, lt=1 << 16)]
 
@@ -127,12 +129,12 @@ class Welcome(Body, frozen=True, kw_only=True):
 
     min_version: _Version = MIN_VERSION
     max_version: _Version = VERSION
-    max_message_bytes: _U63
-    lease_seconds: _Seconds
+    max_message_bytes: U63
+    lease_seconds: Seconds
     env_names: Annotated[tuple[Name, ...], Meta(max_length=MAX_NAMES)]
-    num_names: _U32
-    total_envs: _U32
-    free_envs: _U32
+    num_names: U32
+    total_envs: U32
+    free_envs: U32
     is_starting: bool = False
     is_draining: bool = False
     loop_lag_ms: Milliseconds = 0

@@ -15,7 +15,6 @@ from envserve.errors import CallError
 from envserve.lane import Block, Call, Fault
 from envserve.worker.channel import MAX_CALL_BYTES
 from envserve.worker.report import encode_report, fault_of, read_report
-from envserve.worker.thumbnails import thumbnail
 
 __all__ = [
     "MAX_RESULT_VALUES",
@@ -157,8 +156,6 @@ def _use(task: CallTask, env: Any) -> Any:
             raise ValueError("expected one value for a vector env; got several")
         return setattr(env, task.name, arguments[0])
     value = getattr(env, task.name)
-    if task.kind == "thumbnail":
-        return [thumbnail(each, *arguments) for each in value()]
     if task.kind == "call" and (callable(value) or arguments or named):
         return value(*arguments, **named)
     return value

@@ -63,6 +63,7 @@ class Kind(enum.IntEnum):
     READY = 8  # all are; carries their spaces
     DONE = 9  # the block's rows are written
     FAILED = 10  # traceback; the worker exits, as others would if block is 1
+    PICTURE = 17  # of REPLAY: frames per second, and what the env has rendered
     UNKNOWN_ENV = 11  # message; the worker exits
     BAD_WRAPPER = 15  # message; the worker exits
     # Between launcher and template.

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from envserve import codec
+from envserve import codec, durations
 from envserve.crashes.action_ring import RowRecord
 from envserve.registry import make_env
 from envserve.seeding import env_seed
 from envserve.slab import BEAT, Rows, next_beat
 from envserve.spec import EnvSpec
+from envserve.worker.camera import render
 from envserve.worker.reset_arguments import complete
-from envserve.worker.thumbnails import thumbnail
 from envserve.worker.values import (
     Rules,
     SpaceViolation,
@@ -247,7 +248,9 @@ class EnvRow:
         heartbeat[0] = beat
         heartbeat[1] = 1
         own = codec.decode(options) if options else None  # no two envs share them
+        began_at = durations.begin()
         result = self._env.reset(seed=seed, options=own)
+        durations.note_resets(heartbeat, began_at, 1)
         observation, info = reset_values(result)
         self._write(self._observation, observation)
         heartbeat[1] = 0
@@ -267,11 +270,20 @@ class EnvRow:
             self.attributes[name] = value
             return None
         value = self._env.get_wrapper_attr(name)
-        if kind == "thumbnail":
-            return thumbnail(value(), *arguments)
         if kind == "call" and (callable(value) or arguments or named):
             return value(*arguments, **named)
         return value
+
+    def render(self, row: int) -> Any:
+        """Returns what the env shows; see `worker.camera`."""
+        return render(self._env)
+
+    def step_by(self, call: Callable[..., Any]) -> None:
+        """Has the env's own methods called by another: a debugger."""
+        for name in ("reset", "step"):
+            own = getattr(self.inner_env, name)
+            setattr(self.inner_env, name, functools.partial(call, own))
+        self._step_env = self._env.step
 
     def close(self) -> None:
         """Closes the env, if there is one; what it raises then is of no use."""

@@ -51,15 +51,18 @@ def _has_ended() -> bool:
         return False
 
 
-def children() -> list[tuple[int, bytes, int]]:
-    """Returns the children of this process, adopted ones among them; on Linux only.
+def children(of: int | None = None) -> list[tuple[int, bytes, int]]:
+    """Returns the children of a process, adopted ones among them; on Linux only.
+
+    Args:
+      of: Its process id; this process by default.
 
     Returns:
       Process id, state and session of each.
     """
     if sys.platform != "linux":
         return []
-    found, ours = [], os.getpid()
+    found, ours = [], of or os.getpid()
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it has ended
             # Its name, which comes before, may hold anything.

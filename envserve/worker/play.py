@@ -9,32 +9,66 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
+import numpy as np
+
 from envserve import codec
 from envserve.crashes.action_ring import RowRecord, restore_rng_state
 from envserve.crashes.repro import Repro, decode_repro
 from envserve.encoded import action_values
-from envserve.errors import ReproError
-from envserve.slab import Rows
+from envserve.errors import EnvStartError, ReproError, VideoError
+from envserve.slab import Rows, private_heartbeat
 from envserve.spec import EnvSpec
+from envserve.text import one_line
 from envserve.worker.channel import Kind, pack_frame
 from envserve.worker.env_row import EnvRow
 from envserve.worker.report import fault_of
 from envserve.worker.values import Rules
 
-__all__ = ["play", "run"]
+__all__ = ["build", "play", "run"]
 
 
-def run(channel: socket.socket, payload: bytes) -> None:
+def run(channel: socket.socket, payload: bytes, num_filmed: int = 0) -> None:
     """Plays the content of a repro file.
 
     Sends DONE, with its number, before each action, and before that with 0 for the
-    reset. At the end READY, or FAILED with what the env has raised.
+    reset. At the end READY, or FAILED with what the env has raised. A PICTURE goes
+    before each of the last `num_filmed` actions, and one before READY.
     """
     repro = decode_repro(payload)
+    first_filmed = len(repro.played.actions[0]) - num_filmed + 1
 
     def on_action(number: int) -> None:
+        if number and number >= first_filmed:
+            channel.sendall(_picture(env))
         channel.sendall(pack_frame(Kind.DONE, sequence=number))
 
+    env, spec = build(repro)
+    channel.sendall(pack_frame(Kind.BUILT))
+    try:
+        play(repro, env, spec, on_action)
+        if num_filmed:
+            channel.sendall(_picture(env))
+    except VideoError as error:
+        raise EnvStartError(str(error)) from None
+    except Exception as error:
+        fault = fault_of(0, error)
+        told = {"text": fault["text"], "is_violation": fault["violation"]}
+        failure = codec.encode(told)
+        channel.sendall(pack_frame(Kind.FAILED, block=1, payload=failure))
+    else:
+        channel.sendall(pack_frame(Kind.READY))
+
+
+def build(repro: Repro) -> tuple[EnvRow, EnvSpec]:
+    """Builds the env of a repro file.
+
+    Raises:
+      ReproError: It cannot be played, or not with this env.
+    """
+    if repro.vectorized:
+        raise EnvStartError(
+            "its vector env stepped other rows with it, which the file does not hold"
+        )
     env = EnvRow(
         row=0,
         env_index=repro.env_index,
@@ -48,16 +82,24 @@ def run(channel: socket.socket, payload: bytes) -> None:
     )
     spec = env.build()
     _check_actions(repro, spec)
-    channel.sendall(pack_frame(Kind.BUILT))
+    return env, spec
+
+
+def _picture(env: EnvRow) -> bytes:
+    rate = getattr(env.inner_env, "metadata", {}).get("render_fps")
+    if not (isinstance(rate, int | float) and 0.01 <= rate <= 1000):
+        rate = 30.0
     try:
-        play(repro, env, spec, on_action)
+        picture = env.call("call", "render", [])
     except Exception as error:
-        fault = fault_of(0, error)
-        told = {"text": fault["text"], "is_violation": fault["violation"]}
-        failure = codec.encode(told)
-        channel.sendall(pack_frame(Kind.FAILED, block=1, payload=failure))
-    else:
-        channel.sendall(pack_frame(Kind.READY))
+        picture = error
+    if getattr(picture, "dtype", None) == np.uint8 and picture.shape[2:] == (3,):
+        return pack_frame(Kind.PICTURE, payload=codec.encode([rate, picture]))
+    raise VideoError(
+        f"expected render() to give a frame, uint8 [height, width, 3]; got "
+        f"{one_line(repr(picture), 200)}; the env has to support "
+        f"render_mode='rgb_array'"
+    )
 
 
 def play(
@@ -76,7 +118,7 @@ def play(
       Exception: What the env raises, or `SpaceViolation`.
     """
     rows = Rows.allocate(spec, 1)
-    heartbeat = memoryview(bytearray(16)).cast("q")  # nobody's
+    heartbeat = private_heartbeat()
     env.attach(rows, heartbeat, RowRecord.private(), repro.autoreset)
     played = repro.played
     if played.generator is not None:

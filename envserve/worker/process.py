@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from envserve import codec
+from envserve import codec, durations
 from envserve.crashes.action_ring import ActionRing
 from envserve.encoded import action_values
 from envserve.errors import (
@@ -35,6 +35,7 @@ from envserve.slab import Slab, Status, next_beat
 from envserve.spec import EnvSpec, own_classes
 from envserve.worker import play
 from envserve.worker.calls import CallTask, answer_call
+from envserve.worker.camera import Camera
 from envserve.worker.channel import Frame, Inbox, Kind, pack_frame
 from envserve.worker.env_row import EnvRow, SpaceViolation
 from envserve.worker.orphans import Orphans
@@ -75,13 +76,14 @@ def run(channel: socket.socket, import_error: str = "") -> None:
             if import_error:
                 raise EnvStartError(import_error)
             if build.kind is Kind.REPLAY:
-                play.run(channel, build.payload)
+                play.run(channel, build.payload, build.sequence)
                 return
             config = codec.decode(build.payload, max_bytes=1 << 26)
             if config["num_workers"] <= num_cores():
                 inbox.spin_seconds = _SPIN_SECONDS
-            hosted = _VectorWorker if config["vectorized"] else _Worker
-            worker = hosted(channel, config)
+            worker = (_VectorWorker if config["vectorized"] else _Worker)(
+                channel, config
+            )
             orphans = Orphans()
             for frame in frames:
                 orphans.reap()
@@ -119,10 +121,8 @@ class _Worker:
         self._max_infos_kib = build["max_infos_kib"]
         self._checks_finite = build["nonfinite"] != "pass"
         self._rules = Rules(build["nonfinite"], build["strict_spaces"])
-        self._threads = (
-            reset_threads(len(build["incarnations"])) if build["spare_envs"] else None
-        )
-        self._incarnations = dict(build["incarnations"])
+        self._incarnations = rows = dict(build["incarnations"])
+        self._threads = reset_threads(len(rows)) if build["spare_envs"] else None
         self._blocks = {
             index: self._host(range(start, stop))
             for index, start, stop in build["blocks"]
@@ -191,9 +191,9 @@ class _Worker:
         self._slab = Slab(fd, self._spec, build["num_envs"], build["num_workers"])
         self._slab.close()  # mapped; a process that an env starts must not have it
         self._rows = self._slab.rows
-        heartbeat = memoryview(self._slab.heartbeats[build["worker"]])
-        self._heartbeat = heartbeat
+        self._heartbeat = heartbeat = self._slab.heartbeats[build["worker"]].data
         self._ring = ActionRing(self._spec, build["num_envs"], self._slab.extra)
+        self._camera = Camera(build, self._spec, self._blocks, self._slab, self._ring)
         for envs in self._blocks.values():
             self._attach(envs, heartbeat)
         self._float_observations = [
@@ -217,6 +217,8 @@ class _Worker:
         else:
             raise WorkerError(f"expected an operation on a block; got {frame.kind!r}")
         self._send(pack_frame(Kind.DONE, frame.block, frame.sequence, payload))
+        if self._camera.until[0]:
+            self._camera.look()
 
     def close(self) -> None:
         """Closes the envs; one that fails to does not keep the others open."""
@@ -229,6 +231,7 @@ class _Worker:
             env.close()
 
     def _step(self, envs: list[_Row]) -> bytes:
+        began_at = durations.begin(self._heartbeat)
         rows, start, stop = self._rows, envs[0].row, envs[-1].row + 1
         rewards: list[float] = []
         ended: list[tuple[int, bool, bool]] = []
@@ -237,10 +240,8 @@ class _Worker:
         infos_of_all, infos_of_ends = self._infos_of_all, self._infos_of_ends
         self._ring.note_step(rows.action, start, stop)
         rows.status[start:stop] = _OK
-        # Copies: envs may keep what they get.
-        actions = action_values(
-            self._spec, [array[start:stop].copy() for array in rows.action]
-        )
+        copies = [array[start:stop].copy() for array in rows.action]  # for envs to keep
+        actions = action_values(self._spec, copies)
         for env, action in zip(envs, actions, strict=True):
             try:
                 reward, terminated, truncated, info = env.step(action)
@@ -264,6 +265,7 @@ class _Worker:
             faults += self._recover_non_finite(envs)
         for fault in faults:
             infos.pop(fault["row"], None)
+        durations.note_step(self._heartbeat, began_at, stop - start)
         return self._report(faults, infos, (), stop - start)
 
     def _report(
@@ -285,10 +287,8 @@ class _Worker:
         if not math.isfinite(sum(rewards)):
             return False
         with np.errstate(all="ignore"):
-            return all(
-                math.isfinite(array[start:stop].sum())
-                for array in self._float_observations
-            )
+            sums = (array[start:stop].sum() for array in self._float_observations)
+            return all(map(math.isfinite, sums))
 
     def _recover_non_finite(self, envs: list[_Row]) -> list[dict[str, Any]]:
         faults = []

@@ -14,9 +14,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, Final
 
+from envserve import durations
 from envserve.crashes.action_ring import RowRecord
 from envserve.seeding import spare_seed
-from envserve.slab import Rows, next_beat
+from envserve.slab import Rows, next_beat, private_heartbeat
 from envserve.spec import EnvSpec
 from envserve.worker.env_row import EnvRow
 
@@ -115,7 +116,7 @@ class SpareRow:
         self._is_same_step = autoreset == "same_step"
         self._is_next_step = autoreset == "next_step"
         self._warm_rows = Rows.allocate(self._spec, 1)
-        self._warm_heartbeat = memoryview(bytearray(16)).cast("q")  # nobody's
+        self._warm_heartbeat = private_heartbeat()
         self._active.attach(rows, heartbeat, record, _OWN_AUTORESET)
 
     def step(self, action: Any) -> tuple[float, bool, bool, Mapping[str, Any]]:
@@ -175,6 +176,10 @@ class SpareRow:
         else:
             self._missed_attributes[name] = value
 
+    def render(self, row: int) -> Any:
+        """Returns what the active env shows."""
+        return self._active.render(row)
+
     def close(self) -> None:
         """Closes both envs, except one that a thread has not given back."""
         self._active.close()
@@ -214,6 +219,7 @@ class SpareRow:
         try:
             info = warming.result()
         finally:
+            durations.move(self._warm_heartbeat, self._heartbeat)
             self._active.row = self.row
             self._active.attach(
                 self._rows, self._heartbeat, self.record, _OWN_AUTORESET

@@ -1,6 +1,7 @@
 """What workers write to stderr: passed on unchanged, and its end kept for reports.
 
-Lines are whole, and a stack comes in one piece, whoever else writes one meanwhile.
+Lines are whole. A stack comes in one piece, whoever else writes one meanwhile; that of
+a worker that has crashed is left to the report of its end, so that it is seen once.
 Reading never stops for a writer's sake, so a worker that writes a lot does not wait
 for a terminal that is stopped: what does not fit into a buffer then is left out.
 """
@@ -42,6 +43,7 @@ class StderrPipes:
         self._workers: dict[int, int] = {}  # by read end; -1 once it has ended
         self._tails: dict[int, bytearray] = {}  # by worker
         self._held: dict[int, bytearray] = {}  # by read end
+        self._stacks: dict[int, bytes] = {}  # by worker, of those that have ended
         self._unsent = bytearray()
         self._num_dropped = 0
         self._out_fd = _writable(stderr_fd)
@@ -83,10 +85,11 @@ class StderrPipes:
             return False
         return True
 
-    def end(self, worker: int) -> bytes:
+    def end(self, worker: int, *, is_told: bool = False) -> bytes:
         """Returns the end of what a worker has written that is no more.
 
         A process that it has left behind may still write; that is passed on as well.
+        A stack at its end is not if it `is_told` by who gets this.
         """
         for read_fd in [fd for fd, owner in self._workers.items() if owner == worker]:
             for _ in range(_MAX_LAST_READS):
@@ -94,7 +97,11 @@ class StderrPipes:
                     break
             if read_fd in self._workers:
                 self._workers[read_fd] = -1
+                self._keep_stack(worker, self._held[read_fd])
                 self._let_go(read_fd)
+        stack = self._stacks.pop(worker, b"")
+        if stack and not is_told:
+            self._pass_on(stack)
         return bytes(self._tails.pop(worker, b""))
 
     def close(self) -> None:
@@ -103,6 +110,8 @@ class StderrPipes:
             self._read(read_fd)
             if read_fd in self._held:
                 self._let_go(read_fd, is_over=True)
+        for stack in self._stacks.values():
+            self._pass_on(stack)
         last = select.poll()
         last.register(self._out_fd, select.POLLOUT)
         give_up_at = time.monotonic() + _LAST_FLUSH_MS / 1000
@@ -120,6 +129,7 @@ class StderrPipes:
         worker = self._workers[read_fd]
         if not data:
             self._poller.unregister(read_fd)
+            self._keep_stack(worker, self._held[read_fd])
             self._let_go(read_fd, is_over=True)
             del self._held[read_fd]
             del self._workers[read_fd]
@@ -132,6 +142,11 @@ class StderrPipes:
         self._held[read_fd] += data
         self._let_go(read_fd)
         return True
+
+    def _keep_stack(self, worker: int, held: bytearray) -> None:
+        if worker in self._tails and held.startswith(_STACKS):
+            self._stacks[worker] = bytes(held)
+            held.clear()
 
     def _let_go(self, read_fd: int, *, is_over: bool = False) -> None:
         """Passes on what is whole of what was read; all if nothing is to follow."""

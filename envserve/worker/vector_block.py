@@ -18,7 +18,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array
 
-from envserve import codec
+from envserve import codec, durations
 from envserve.crashes.action_ring import ActionRing
 from envserve.errors import EnvStartError, UnknownEnv
 from envserve.leaves import unflatten
@@ -27,6 +27,7 @@ from envserve.seeding import env_seed
 from envserve.slab import Rows, Status, next_beat
 from envserve.spec import EnvSpec
 from envserve.worker.calls import CallTask, answer_call_of_all
+from envserve.worker.camera import render
 from envserve.worker.report import encode_report, fault_of
 from envserve.worker.values import (
     Rules,
@@ -122,12 +123,15 @@ class VectorBlock:
 
     def step(self) -> bytes:
         """Steps all rows with the actions in the slab; returns the report."""
+        began_at = durations.begin(self._heartbeat)
         self._note_step()
         self._rows.status[...] = Status.OK
         try:
             return self._report(self._step())
         except Exception as error:
             return self._report({}, self._recover(error))
+        finally:
+            durations.note_step(self._heartbeat, began_at, len(self._numbers))
 
     def _report(
         self, infos: dict[int, _Infos], faults: Sequence[dict[str, Any]] = ()
@@ -239,7 +243,9 @@ class VectorBlock:
         own_options = codec.decode(options) if options else {}
         if not is_whole:
             own_options["reset_mask"] = mask
+        began_at = durations.begin()
         result = self._env.reset(seed=seed, options=own_options or None)
+        durations.note_resets(self._heartbeat, began_at, int(mask.sum()))
         self._write(self._rows.observation, result[0], mask)
         self._heartbeat[1] = 0
         infos: _Infos = result[1]
@@ -274,6 +280,10 @@ class VectorBlock:
         self.build()
         self._reset(None, self._all)
         return faults
+
+    def render(self, row: int) -> Any:
+        """Returns what one of the envs shows; all of them draw."""
+        return render(self._env)[row - self.row]
 
     def call(self, payload: bytes) -> bytes:
         """Uses an attribute of the env's; of a tuple, a row gets its own."""

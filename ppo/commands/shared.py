@@ -11,18 +11,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from envserve.errors import (
+    ConnectError,
     EnvserveError,
     EnvStartError,
     SpaceError,
     UnknownEnv,
+    VideoError,
     WrapperError,
 )
+from envserve.own_envs import absolute
+from envserve.terminal import console, fail
+from ppo.commands.screen import Screen
 from ppo.config import Config
 from ppo.errors import BadInputError, PpoError
-from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.folder import Place, RunFolder
 
 if TYPE_CHECKING:
     from ppo.run_folder.checkpoint import Which
@@ -35,21 +39,25 @@ __all__ = [
     "Threads",
     "WhichCheckpoint",
     "opened_run",
+    "place_of",
     "plain_warnings",
     "reported_errors",
     "start_tensorflow",
     "which_checkpoint",
 ]
 
-_BAD_INPUT = (BadInputError, UnknownEnv, SpaceError, EnvStartError, WrapperError)
+_BAD_INPUT = (
+    *(BadInputError, UnknownEnv, SpaceError, EnvStartError, WrapperError),
+    VideoError,
+)
 
 Run = Annotated[Path, typer.Argument(help="Folder of a run.")]
 Connect = Annotated[
     list[str] | None,
     typer.Option(
         metavar="ADDRESS",
-        help="Env server, such as tcp://127.0.0.1:5555; repeatable. Default: local "
-        "worker processes.",
+        help="Env server, such as sim1 or tcp://127.0.0.1:5555; repeatable. `local` "
+        "is for worker processes here. Default: those of the run, else local.",
     ),
 ]
 Import = Annotated[
@@ -96,23 +104,58 @@ def start_tensorflow(intra_op_threads: int, inter_op_threads: int) -> None:
             f"Training needs TensorFlow ({error}): pip install 'envserve[train]'."
         ) from error
     tf.get_logger().setLevel("ERROR")
+    logging.getLogger("absl").setLevel("ERROR")
     tf.config.threading.set_intra_op_parallelism_threads(intra_op_threads)
     tf.config.threading.set_inter_op_parallelism_threads(inter_op_threads)
 
 
 @contextlib.contextmanager
 def opened_run(
-    run: Path, checkpoint: str | None, intra_op_threads: int, inter_op_threads: int
-) -> Iterator[tuple[RunFolder, Config, "Which"]]:
+    run: Path,
+    checkpoint: str | None,
+    connect: list[str] | None,
+    import_modules: list[str] | None,
+    intra_op_threads: int = 1,
+    inter_op_threads: int = 1,
+) -> Iterator[tuple[RunFolder, Config, "Which", Place, Screen]]:
     """Check what a command was given of a run, then start TensorFlow.
 
-    Errors within are reported. Yields the folder, its config and which checkpoint.
+    Errors within are reported. Yields folder, config, checkpoint, place and screen.
     """
     with reported_errors():
         which = which_checkpoint(checkpoint)
         run_folder, config = RunFolder.open(run)
-        start_tensorflow(intra_op_threads, inter_op_threads)
-        yield run_folder, config, which
+        place = place_of(run_folder.place(), connect, import_modules)
+        if place.addresses and connect is None:
+            print(f"Env servers of the run: {', '.join(place.addresses)}")
+        with Screen(console()) as screen:
+            screen.phase("starting TensorFlow")
+            start_tensorflow(intra_op_threads, inter_op_threads)
+            yield run_folder, config, which, place, screen
+
+
+def place_of(
+    place: Place, connect: list[str] | None, import_modules: list[str] | None
+) -> Place:
+    """Return where envs are: as options say, else as it was.
+
+    Raises:
+        BadInputError: nobody knows a server.
+    """
+    from envserve.address import resolve
+
+    addresses, modules = place.addresses, place.import_modules
+    if connect is not None:
+        addresses = () if connect == ["local"] else tuple(connect)
+    if import_modules is not None:
+        modules = tuple(map(absolute, import_modules))
+    place = Place(addresses=addresses, import_modules=modules)
+    try:
+        for word in place.addresses:
+            resolve(word)
+    except ConnectError as error:
+        raise BadInputError(f"--connect: {error}") from error
+    return place
 
 
 def which_checkpoint(text: str | None) -> "Which":
@@ -152,27 +195,10 @@ def plain_warnings() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reported_errors() -> Iterator[None]:
-    """Print known errors in red instead of a traceback, and set the exit code.
-
-    Warnings of the envs are plain meanwhile.
-    """
+def reported_errors(log_format: str = "text") -> Iterator[None]:
+    """Print known errors instead of a traceback; warnings of envs are plain in text."""
     try:
-        with plain_warnings():
+        with plain_warnings() if log_format == "text" else contextlib.nullcontext():
             yield
     except (PpoError, EnvserveError) as error:
-        console = Console(stderr=True)
-        text = _one_line(error)
-        console.print(f"Error: {text}", style="red", markup=False, soft_wrap=True)
-        for note in getattr(error, "__notes__", []):
-            console.print(note, markup=False, soft_wrap=True)
-        code = 2 if isinstance(error, _BAD_INPUT) else 1
-        raise typer.Exit(code) from error
-
-
-def _one_line(error: Exception) -> str:
-    """Shorten the traceback of a worker to its last line; the log has all of it."""
-    traceback = str(getattr(error, "remote_traceback", "")).strip()
-    if not traceback:
-        return str(error)
-    return f"{str(error).splitlines()[0]}: {traceback.splitlines()[-1]}"
+        fail(error, 2 if isinstance(error, _BAD_INPUT) else 1)

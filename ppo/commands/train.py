@@ -1,224 +1,288 @@
 """`ppo train`: a run from its config to its evaluation."""
 
 import contextlib
-import math
+import logging
+import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as RichProgress
 
 from envserve.errors import EnvserveError, SpaceError, WrapperError
-from ppo.commands.evaluate import print_evaluation
+from envserve.terminal import LogFormat, console, set_up_logs
+from envserve.video import headless_settings
+from ppo.commands.plan import Plan, new_plan, resumed_plan
+from ppo.commands.runs import film as film_run
+from ppo.commands.runs import print_evaluation
+from ppo.commands.screen import Screen
 from ppo.commands.shared import (
     Connect,
     Import,
     NumWorkers,
     Threads,
+    place_of,
     reported_errors,
     start_tensorflow,
 )
 from ppo.commands.stop_signals import StopSignals
-from ppo.config import Config
-from ppo.configs import CONFIGS, apply_settings, load_config
 from ppo.errors import BadInputError, ConfigError, PpoError
-from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.folder import Place, RunFolder
 
 if TYPE_CHECKING:
-    from ppo.agent import Agent
-    from ppo.environments import MakeEnv
+    from envserve.client import BatchEnv
     from ppo.train import Progress
 
-__all__ = ["hints_at_resuming", "progress_bar", "train"]
+__all__ = ["hints_at_resuming", "train"]
 
 _RESUMING_FAILS_TOO = (BadInputError, SpaceError, WrapperError)
-_SECONDS_BETWEEN_LINES = 10.0
+_WATCHING = "Watching"
+
+_Name = Annotated[
+    str | None,
+    typer.Argument(
+        help="A name from `ppo configs`; a .toml, .json or .py file; or an env: any "
+        "that Gymnasium knows, FILE.py:CLASS or MODULE:NAME."
+    ),
+]
+_Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change a setting; repeatable. `ppo configs NAME` lists all keys.",
+    ),
+]
+_Seed = Annotated[int | None, typer.Option(help="Root of all randomness.")]
+_RunDir = Annotated[
+    Path | None, typer.Option(help="Folder for this run. Default: runs/NAME-TIME.")
+]
+_Resume = Annotated[
+    Path | None, typer.Option(metavar="RUN", help="Go on with the run of this folder.")
+]
+_Page = Annotated[
+    bool,
+    typer.Option(
+        "--page", help="Show the run in the browser.", rich_help_panel=_WATCHING
+    ),
+]
+_Film = Annotated[
+    bool,
+    typer.Option(
+        "--film", help="Film an episode at the end.", rich_help_panel=_WATCHING
+    ),
+]
+_MetricsPort = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=65535,
+        help="Port where Prometheus reads the run's numbers; 0 is any.",
+        rich_help_panel=_WATCHING,
+    ),
+]
+_MetricsHost = Annotated[
+    str,
+    typer.Option(
+        help="Address to listen at for that: others than this host reach it by another "
+        "than the default.",
+        rich_help_panel=_WATCHING,
+    ),
+]
 
 
 def train(
-    config: Annotated[
-        str | None,
-        typer.Argument(
-            help="A name from `ppo configs`, or a .toml, .json or .py file."
-        ),
-    ] = None,
+    config: _Name = None,
     connect: Connect = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Change a setting; repeatable. `ppo configs NAME` lists all keys.",
-        ),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Root of all randomness.")] = None,
-    run_dir: Annotated[
-        Path | None, typer.Option(help="Folder for this run. Default: runs/NAME-TIME.")
-    ] = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(metavar="RUN", help="Go on with the run of this folder."),
-    ] = None,
+    settings: _Settings = None,
+    seed: _Seed = None,
+    run_dir: _RunDir = None,
+    resume: _Resume = None,
     num_workers: NumWorkers = None,
     import_modules: Import = None,
+    page: _Page = False,
+    film: _Film = False,
+    metrics_port: _MetricsPort = None,
+    metrics_host: _MetricsHost = "127.0.0.1",
+    log_format: LogFormat = "text",
     intra_op_threads: Threads = 2,
     inter_op_threads: Threads = 1,
 ) -> None:
     """Train an agent, and evaluate it at the end."""
-    console = Console()
-    with reported_errors():
+    logger = None
+    if log_format == "json":
+        set_up_logs("info", log_format)
+        logger = logging.getLogger("ppo")
+    with (
+        reported_errors(log_format),
+        hints_at_resuming() as runs,
+        Screen(console(), logger) as screen,
+        _Watchers(screen, page, metrics_port, metrics_host) as watchers,
+    ):
         if resume is not None and (run_dir is not None or seed is not None):
             raise ConfigError(
                 "--resume takes folder and seed from the earlier run: leave out "
                 "--run-dir and --seed; use --set to change a setting."
             )
         changes = [*(settings or []), *([] if seed is None else [f"seed={seed}"])]
-        run_folder, chosen = _prepare(config, changes, run_dir, resume)
-        start_tensorflow(intra_op_threads, inter_op_threads)
-        from ppo.environments import env_maker
-        from ppo.evaluate import evaluate_run
-
-        make_env = env_maker(chosen, connect, num_workers, import_modules)
+        if resume is not None:
+            plan = resumed_plan(resume, config, changes, connect, import_modules)
+        else:
+            place = place_of(Place(), connect, import_modules)
+            plan = new_plan(screen, config, changes, run_dir, place)
+        run_folder = plan.run_folder
+        runs.append(run_folder)
         try:
-            with hints_at_resuming(run_folder):
-                is_resumed = resume is not None
-                agent = _train(console, chosen, run_folder, make_env, is_resumed)
-                if agent is not None:
-                    evaluation = evaluate_run(chosen, run_folder, make_env, agent)
-                    print_evaluation(console, evaluation)
+            for line in plan.header(num_workers):
+                screen.print(line)
+            screen.phase("starting TensorFlow")
+            start_tensorflow(intra_op_threads, inter_op_threads)
+            is_finished = _train(screen, watchers, plan, num_workers)
         finally:
-            if resume is not None or not run_folder.remove_if_unused():
-                console.print(f"Run folder: {run_folder.path}", soft_wrap=True)
-
-
-def _prepare(
-    name: str | None, changes: list[str], run_dir: Path | None, resume: Path | None
-) -> tuple[RunFolder, Config]:
-    """Find out what to run and where; makes the run folder."""
-    if resume is not None:
-        run_folder, config = RunFolder.open(resume)
-        if name is not None and load_config(name).env_name != config.env_name:
-            raise ConfigError(
-                f"--resume takes the config from the earlier run, whose env is "
-                f"{config.env_name}: leave out CONFIG; use --set to change a setting."
-            )
-        return run_folder, apply_settings(config, changes)
-    if name is None:
-        raise ConfigError(
-            f"Expected a CONFIG: one of {', '.join(CONFIGS)} or a .toml, .json or .py "
-            "file."
-        )
-    config = apply_settings(load_config(name), changes)
-    default = Path("runs") / f"{Path(name).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return RunFolder.create(run_dir or default, config), config
+            if plan.is_resumed or not run_folder.remove_if_unused():
+                screen.print(f"Run folder: {run_folder.path}")
+        if is_finished:
+            _end(screen, plan, film)
 
 
 def _train(
-    console: Console,
-    config: Config,
-    run_folder: RunFolder,
-    make_env: "MakeEnv",
-    is_resumed: bool,
-) -> "Agent | None":
-    """Train; returns the agent, or None when a signal ended it early."""
+    screen: Screen, watchers: "_Watchers", plan: Plan, num_workers: int | None
+) -> bool:
+    """Train and evaluate, or return False if a signal stops it."""
+    from ppo.environments import env_maker
+    from ppo.evaluate import evaluate_run
     from ppo.run_folder.checkpoint import read_counters
     from ppo.train import train as run_training
 
-    if is_resumed and run_folder.has_checkpoint():
+    run_folder, config, place = plan.run_folder, plan.config, plan.place
+    if plan.is_resumed and run_folder.has_checkpoint():
         before = read_counters(run_folder.checkpoints)
         if before.iteration >= config.num_iterations:
-            console.print(
+            screen.print(
                 f"The run is already at {before.steps:,} steps; "
                 "--set total_steps=... to train on."
             )
+    make_env = env_maker(config, place.addresses, num_workers, place.import_modules)
+    has_begun = False
+
+    def make_training_env(*, num_envs: int, seed: int) -> "BatchEnv":
+        nonlocal has_begun
+        if has_begun:
+            screen.phase("evaluating", is_passing=True)
+            return make_env(num_envs=num_envs, seed=seed)
+        screen.phase(f"starting {num_envs} envs")
+        env = make_env(num_envs=num_envs, seed=seed)
+        watchers.begin(env, plan)
+        has_begun = True
+        screen.phase("compiling")
+        return env
+
     announcement = "Stopping after this iteration; Ctrl-C again stops now"
-    total_steps = config.num_iterations * config.steps_per_iteration
-    with (
-        progress_bar(console, total_steps) as show,
-        StopSignals(lambda: console.print(announcement)) as stop,
-    ):
+    screen.total_steps = plan.total_steps
+    with StopSignals(lambda: screen.print(announcement)) as stop:
         result = run_training(
             config,
             run_folder,
-            make_env,
-            resume=is_resumed,
-            on_progress=show,
+            make_training_env,
+            resume=plan.is_resumed,
+            on_progress=watchers.show,
             should_stop=stop.has_fired,
             on_step=stop.check,
         )
     if result.lost_steps:
-        console.print(f"{result.lost_steps:,} steps were lost to envs that failed.")
-    if result.is_finished:
-        return result.agent
-    console.print(
-        f"Stopped by {stop.received.name if stop.received else 'request'} after "
-        f"{result.steps:,} steps. {_how_to_go_on(run_folder)}",
-        soft_wrap=True,
-    )
-    return None
+        screen.print(f"{result.lost_steps:,} steps were lost to envs that failed.")
+    if not result.is_finished:
+        screen.phase("")
+        screen.print(
+            f"Stopped by {stop.received.name if stop.received else 'request'} after "
+            f"{result.steps:,} steps. {_how_to_go_on(run_folder)}"
+        )
+        return False
+    screen.phase(f"evaluating {config.evaluation_episodes} episodes")
+    evaluation = evaluate_run(config, run_folder, make_env, result.agent)
+    screen.phase("")
+    print_evaluation(screen, evaluation)
+    return True
+
+
+class _Watchers(contextlib.ExitStack):
+    """A page and a port for metrics, as far as they are asked for."""
+
+    def __init__(
+        self, screen: Screen, has_page: bool, port: int | None, host: str
+    ) -> None:
+        super().__init__()
+        self._screen, self._has_page, self._metrics = screen, has_page, None
+        self._env: BatchEnv | None = None
+        if has_page:
+            try:
+                import envserve.page.app  # noqa: F401
+            except ModuleNotFoundError as error:
+                raise BadInputError(
+                    f"--page: {error}; pip install 'envserve[page]'."
+                ) from error
+            os.environ.update(headless_settings(os.environ))  # for the workers
+        if port is not None:
+            from ppo.metrics_port import TrainerMetrics
+
+            self._metrics = self.enter_context(TrainerMetrics(port, host))
+            screen.print(f"Metrics: {self._metrics.address}")
+
+    def begin(self, env: "BatchEnv", plan: Plan) -> None:
+        """Let others look from now on; `env` is what the run trains on."""
+        self._env = env
+        if self._has_page:
+            from envserve.client.lookout import Lookout
+            from envserve.page.serve import page_process
+
+            servers = plan.place.addresses or [self.enter_context(Lookout(env)).address]
+            run, insecure = plan.run_folder.path, plan.config.insecure
+            process, url = page_process(servers, run, insecure=insecure)
+            self.enter_context(process)
+            self._screen.print(f"Page: {url}")
+
+    def show(self, progress: "Progress") -> None:
+        """Take in how far the training is."""
+        self._screen.show(progress)
+        if self._metrics is not None and self._env is not None:
+            row = {**progress.metrics, "steps_per_second": progress.steps_per_second}
+            self._metrics.update(progress.steps, row, self._env.stats())
+
+
+def _end(screen: Screen, plan: Plan, has_film: bool) -> None:
+    """Film an episode if that is asked for and can be; say what to do next."""
+    path, more_steps = plan.run_folder.path, 2 * plan.config.total_steps
+    if has_film:
+        try:
+            film_run(screen, plan.run_folder, plan.config, plan.place, episodes=1)
+        except (BadInputError, EnvserveError) as error:
+            screen.print(f"No film: {error}")
+    screen.print("Next:")
+    screen.print(f"  ppo visualize {path}  # films of it")
+    screen.print(f"  tensorboard --logdir {path}  # its curves")
+    more = f"ppo train --resume {path} --set total_steps={more_steps}"
+    screen.print(f"  {more}  # more steps")
 
 
 @contextlib.contextmanager
-def progress_bar(
-    console: Console, total_steps: int
-) -> Iterator[Callable[["Progress"], None]]:
-    """Show how far a run is, on a terminal as a bar, elsewhere as a line now and then.
-
-    Yields what to call with the run's new state.
-    """
-    bar = RichProgress(
-        BarColumn(bar_width=None),
-        TextColumn("{task.completed:,}/{task.total:,} steps"),
-        TextColumn("{task.fields[speed]}"),
-        TextColumn("return {task.fields[earned]}"),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-        redirect_stderr=sys.stderr.isatty(),  # a log file gets its own lines
-    )
-    task = bar.add_task("train", total=total_steps, speed="compiling", earned="-")
-    last_line = -math.inf
-
-    def show(progress: "Progress") -> None:
-        nonlocal last_line
-        steps, mean_return = progress.steps, progress.mean_return
-        speed = f"{progress.steps_per_second:,.0f} steps/s"
-        earned = "-" if math.isnan(mean_return) else f"{mean_return:.1f}"
-        if progress.lost_steps:
-            earned += f", {progress.lost_steps:,} lost"
-        bar.update(task, completed=steps, speed=speed, earned=earned)
-        is_due = time.monotonic() - last_line >= _SECONDS_BETWEEN_LINES
-        if not console.is_terminal and (is_due or steps >= total_steps):
-            last_line = time.monotonic()
-            console.print(f"{steps:,}/{total_steps:,} steps, {speed}, return {earned}")
-
-    with bar:
-        yield show
-
-
-@contextlib.contextmanager
-def hints_at_resuming(run_folder: RunFolder) -> Iterator[None]:
-    """Say how to go on from the last checkpoint when a run ends early."""
-    from ppo.run_folder.checkpoint import latest_checkpoint
-
+def hints_at_resuming() -> Iterator[list[RunFolder]]:
+    """Say how to go on when a run ends early; yields a list for its folder."""
+    runs: list[RunFolder] = []
     try:
-        yield
+        yield runs
     except (PpoError, EnvserveError) as error:
-        if not isinstance(error, _RESUMING_FAILS_TOO) and run_folder.has_checkpoint():
-            error.add_note(_how_to_go_on(run_folder))
+        can_go_on = not isinstance(error, _RESUMING_FAILS_TOO)
+        if can_go_on and runs and runs[0].has_checkpoint():
+            error.add_note(_how_to_go_on(runs[0]))
         raise
     except KeyboardInterrupt:
-        text = "Stopped at once; there is no checkpoint yet."
-        if run_folder.has_checkpoint():
-            newest = latest_checkpoint(run_folder.checkpoints)
+        text = "Stopped before the first checkpoint; there is nothing to go on with."
+        if runs and runs[0].has_checkpoint():
+            newest = max(runs[0].checkpoints.glob("[0-9]" * 8))
             text = f"Stopped at once; the newest checkpoint is {newest}. "
-            text += _how_to_go_on(run_folder)
-        Console(stderr=True).print(text, soft_wrap=True)
+            text += _how_to_go_on(runs[0])
+        print(text, file=sys.stderr)
         raise typer.Exit(130) from None
 
 

@@ -4,22 +4,18 @@ An env may not render at all, or lack what it draws with where it runs: each of 
 is an error that says what to do.
 """
 
-import ctypes.util
 import re
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from envserve.client import BatchEnv
-from envserve.errors import CallError, EnvError, EnvStartError
+from envserve.errors import CallError, EnvError, EnvStartError, VideoError
 from ppo.config import Config
 from ppo.environments import MakeEnv, env_maker
-from ppo.errors import VideoError
 
 __all__ = [
     "frames_per_second",
-    "headless_backend",
     "render_frame",
     "rendering_env_maker",
 ]
@@ -104,20 +100,6 @@ def frames_per_second(env: BatchEnv) -> float:
     if isinstance(rate, int | float) and 0.01 <= rate <= 1000.0:
         return float(rate)
     return _DEFAULT_FRAMES_PER_SECOND
-
-
-def headless_backend(environment: Mapping[str, str]) -> str | None:
-    """Return what MUJOCO_GL should be on a Linux without a screen, by what it has.
-
-    That is egl, osmesa, or None for nothing to set, given the process's variables.
-    """
-    has_screen = bool({"DISPLAY", "WAYLAND_DISPLAY"} & set(environment))
-    if sys.platform != "linux" or has_screen or "MUJOCO_GL" in environment:
-        return None
-    for library, backend in (("EGL", "egl"), ("OSMesa", "osmesa")):
-        if ctypes.util.find_library(library):
-            return backend
-    return None
 
 
 def _last_line(error: EnvError) -> str:

@@ -5,6 +5,8 @@ state that ended it.
 """
 
 import json
+import struct
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,14 @@ import numpy as np
 import tensorflow as tf
 
 from envserve.client import BatchEnv
+from envserve.errors import VideoError
+from envserve.video import VideoWriter, find_ffmpeg
 from ppo.agent import Agent
 from ppo.config import Config
 from ppo.environments import MakeEnv
 from ppo.errors import EnvDataError, EnvsLostError, OutputError
 from ppo.evaluate import Evaluation, evaluation_seed
 from ppo.films.rendering import frames_per_second, render_frame
-from ppo.films.video import VideoWriter, find_ffmpeg
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.networks.recurrent import States
 from ppo.rollout import Episode
@@ -50,7 +53,8 @@ def visualize_run(
     lengths and videos, into a folder that is made if missing. An episode that lost a
     step is played again. The env, see `ppo.films.rendering`, is closed at the end. By
     default it has the seed of the run's evaluation, whose first env then plays the same
-    episodes. `on_episode` is called with each video that is complete.
+    episodes. TensorBoard shows the first one. `on_episode` is called with each video
+    that is complete.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it does not fit the config.
@@ -59,8 +63,8 @@ def visualize_run(
         EnvDataError: an episode does not end.
         EnvsLostError: the env fails again and again.
     """
-    ffmpeg = find_ffmpeg()
-    checkpoint.checkpoint_at(run_folder.checkpoints, which)  # sooner than an env starts
+    find_ffmpeg()  # sooner than an env starts
+    checkpoint.checkpoint_at(run_folder.checkpoints, which)
     seed = evaluation_seed(config.seed) if seed is None else seed
     played: dict[Path, Episode] = {}
     with make_env(num_envs=1, seed=seed) as env:
@@ -71,8 +75,10 @@ def visualize_run(
         _make_folder(outdir)
         for number in range(1, episodes + 1):
             path = outdir / f"step-{counters.steps}-episode-{number}.mp4"
-            played[path] = _film(path, env, begin, rate, ffmpeg)
+            played[path] = _film(path, env, begin, rate)
             on_episode(path, played[path])
+    tensorboard = run_folder.path / "tensorboard"
+    _show_in_tensorboard(next(iter(played)), tensorboard, counters.steps)
     evaluation = Evaluation.of(played.values(), counters.steps)
     summary = {"env_name": config.env_name, "seed": seed, **evaluation.as_dict()}
     summary["lengths"] = evaluation.lengths.tolist()
@@ -121,16 +127,30 @@ def play_episode(
     )
 
 
+def _show_in_tensorboard(film: Path, folder: Path, steps: int) -> None:
+    """Add the first 20 seconds of a film as a GIF, which TensorBoard can play."""
+    small = "-vf fps=10,scale=320:-2 -t 20 -f gif -"
+    command = [find_ffmpeg(), "-loglevel", "error", "-i", str(film), *small.split()]
+    made = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
+    if made.returncode:
+        raise VideoError(f"{film}: expected a film that ffmpeg reads; {made.stderr!r}.")
+    width, height = struct.unpack("<HH", made.stdout[6:10])
+    image = [str(width).encode(), str(height).encode(), made.stdout]
+    images = tf.compat.v1.SummaryMetadata.PluginData(plugin_name="images")
+    metadata = tf.compat.v1.SummaryMetadata(plugin_data=images)
+    with tf.summary.create_file_writer(str(folder)).as_default(step=steps):
+        tf.summary.write("evaluation/film", image, metadata=metadata)
+
+
 def _film(
     path: Path,
     env: BatchEnv,
     begin: Callable[[], Callable[[Any], np.ndarray]],
     rate: float,
-    ffmpeg: str,
 ) -> Episode:
     """Write the video of the next episode that is complete."""
     for _ in range(_MAX_LOST_IN_A_ROW):
-        with VideoWriter(path, rate, ffmpeg) as video:
+        with VideoWriter(path, rate) as video:
             episode = play_episode(env, begin(), video.add)
             if episode is not None:
                 return episode

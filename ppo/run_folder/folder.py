@@ -1,6 +1,7 @@
 """The folder of one run: config, metrics, checkpoints, evaluation.
 
 config.json        the settings, complete
+envs.json          where the envs are
 metrics.jsonl      one line per iteration or report
 tensorboard/       the same numbers for TensorBoard
 checkpoints/       see `ppo.run_folder.checkpoint`
@@ -15,14 +16,27 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from ppo.config import Config
 from ppo.configs import read_config
 from ppo.errors import ConfigError, RunFolderError, RunWriteError
 
-__all__ = ["RunFolder"]
+__all__ = ["Place", "RunFolder"]
 
-# The second one is left by a run that was killed while it wrote the first.
-_CONFIG_FILES = ("config.json", "config.json.partial")
+_FIRST_FILES = ("config.json", "envs.json", "config.json.partial", "envs.json.partial")
+
+
+class Place(BaseModel, frozen=True):
+    """Where the envs of a run are; its folder remembers that."""
+
+    addresses: tuple[str, ...] = ()
+    """Words for env servers; with none, envs run in worker processes of this host."""
+    import_modules: tuple[str, ...] = ()
+    """Modules or files that local workers import."""
+
+
+_HERE = Place()
 
 
 class RunFolder:
@@ -31,6 +45,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config_path = path / "config.json"
+        self.place_path = path / "envs.json"
         self.metrics_path = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
 
@@ -39,17 +54,17 @@ class RunFolder:
         return any(path.name.isdigit() for path in self.checkpoints.glob("*"))
 
     @classmethod
-    def create(cls, path: Path, config: Config) -> "RunFolder":
-        """Make a new folder and save the config in it.
+    def create(cls, path: Path, config: Config, place: Place = _HERE) -> "RunFolder":
+        """Make a new folder, and save in it the config and where the envs are.
 
-        A folder with nothing but the config of a run that never began counts as new.
+        A folder with nothing but these of a run that never began counts as new.
 
         Raises:
             RunFolderError: the path is taken, or the folder cannot be written.
         """
         try:
             path.mkdir(parents=True, exist_ok=True)
-            is_free = all(file.name in _CONFIG_FILES for file in path.iterdir())
+            is_free = all(file.name in _FIRST_FILES for file in path.iterdir())
         except OSError as error:
             raise RunFolderError(
                 f"{path}: expected a folder that can be created; {_reason(error)}."
@@ -67,6 +82,7 @@ class RunFolder:
             )
         try:
             _write_atomically(run.config_path, _as_json(config))
+            _write_atomically(run.place_path, _as_json(place))
         except OSError as error:
             raise RunFolderError(
                 f"{path}: cannot be written; {_reason(error)}."
@@ -97,12 +113,33 @@ class RunFolder:
         """
         if not self.path.is_dir():
             return True
-        if any(file.name not in _CONFIG_FILES for file in self.path.iterdir()):
+        if any(file.name not in _FIRST_FILES for file in self.path.iterdir()):
             return False
-        for name in _CONFIG_FILES:
+        for name in _FIRST_FILES:
             (self.path / name).unlink(missing_ok=True)
         self.path.rmdir()
         return True
+
+    def place(self) -> Place:
+        """Return where the run's envs are; of an older run, which does not tell, here.
+
+        Raises:
+            RunFolderError: the file that says so is damaged.
+        """
+        try:
+            return Place.model_validate_json(self.place_path.read_bytes())
+        except FileNotFoundError:
+            return Place()
+        except (OSError, ValueError) as error:
+            raise RunFolderError(
+                f"{self.place_path}: expected what the run was told by --connect and "
+                f"--import; {error!r:.200}. Remove this file, and say them again."
+            ) from error
+
+    def save_place(self, place: Place) -> None:
+        """Remember where the envs are."""
+        with self.writing():
+            _write_atomically(self.place_path, _as_json(place))
 
     def save_config(self, config: Config) -> None:
         """Replace the saved config, for a run that goes on with changed settings."""
@@ -128,8 +165,8 @@ class RunFolder:
             ) from error
 
 
-def _as_json(config: Config) -> str:
-    return config.model_dump_json(indent=2) + "\n"
+def _as_json(values: BaseModel) -> str:
+    return values.model_dump_json(indent=2) + "\n"
 
 
 def _reason(error: OSError) -> str:

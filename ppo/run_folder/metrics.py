@@ -13,11 +13,15 @@ from typing import Self
 
 import tensorflow as tf
 
+from ppo.config import Config
 from ppo.run_folder.metrics_file import cut_off_after
 
 __all__ = ["MetricsWriter", "ReportWindow", "is_due"]
 
 _SUM = {"invalid_steps", "lost_episodes", "rollout_seconds", "update_seconds"}
+_OF_ROLLOUTS = {
+    *("invalid_steps", "lost_episodes", "mean_length", "mean_return", "valid_fraction"),
+}
 _LAST = {"iteration", "kl_penalty", "learning_rate", "mean_length", "mean_return"}
 
 
@@ -26,6 +30,7 @@ class MetricsWriter:
 
     Args:
         folder: where `metrics.jsonl` is appended to; events go to `tensorboard` in it.
+        config: that of the run, which TensorBoard shows, too.
         resumed_from: iteration and env steps of the checkpoint that a run goes on from:
             what it reported after these is dropped, since it will do that again.
 
@@ -34,7 +39,11 @@ class MetricsWriter:
     """
 
     def __init__(
-        self, folder: Path, *, resumed_from: tuple[int, int] | None = None
+        self,
+        folder: Path,
+        config: Config,
+        *,
+        resumed_from: tuple[int, int] | None = None,
     ) -> None:
         if resumed_from is not None:
             iteration, steps = resumed_from
@@ -43,6 +52,9 @@ class MetricsWriter:
         # Unbuffered: what a full disk has refused must not come up again in close().
         self._lines = (folder / "metrics.jsonl").open("ab", buffering=0)
         self._events = tf.summary.create_file_writer(str(folder / "tensorboard"))
+        if resumed_from is None:
+            with self._events.as_default(step=0):
+                _write_config(config)
 
     def __enter__(self) -> Self:
         """Return the writer."""
@@ -68,7 +80,33 @@ class MetricsWriter:
             line = line[self._lines.write(line) :]
         with self._events.as_default(step=step):
             for name, value in values.items():
-                tf.summary.scalar(name, value)
+                tf.summary.scalar(tag_of(name), value)
+
+
+def tag_of(name: str) -> str:
+    """Return a metric's name with its group, as TensorBoard has it."""
+    if name.startswith("evaluation_"):
+        return name.replace("_", "/", 1)
+    if name == "iteration" or name.endswith(("_seconds", "_per_second")):
+        return f"time/{name}"
+    if name in _OF_ROLLOUTS:
+        return f"rollout/{name}"
+    is_scale = name.startswith("observation_") or name == "reward_scale"
+    return f"{'normalization' if is_scale else 'losses'}/{name}"
+
+
+def _write_config(config: Config) -> None:
+    """Write a config as a text and as hyperparameters, by which runs are compared."""
+    from tensorboard.plugins.hparams import api as hparams
+
+    values = config.model_dump()
+    rows = [f"| {key} | `{value}` |" for key, value in values.items()]
+    tf.summary.text("config", "\n".join(["| setting | value |", "|---|---|", *rows]))
+    plain = {
+        key: value if isinstance(value, bool | int | float | str) else str(value)
+        for key, value in values.items()
+    }
+    hparams.hparams(plain)
 
 
 def _announce_restart(folder: Path, step: int) -> None:

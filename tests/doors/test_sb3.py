@@ -150,3 +150,8 @@ def test_options_reach_the_envs_once_and_are_the_same_for_all(masked: Any) -> No
     masked.set_options([{}, {}, {"label": "red"}])
     with pytest.raises(ValueError, match="the same for all envs"):
         masked.reset()
+
+
+def test_a_mode_of_its_own_is_refused() -> None:
+    with pytest.raises(TypeError, match="autoreset: expected none, since"):
+        make_vec_env("CartPole-v1", autoreset="disabled")

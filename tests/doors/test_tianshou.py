@@ -100,3 +100,8 @@ class Walk(gymnasium.Env):
     def step(self, action):
         return {"place": numpy.ones(1, numpy.float32)}, 0.0, False, False, {}
 """
+
+
+def test_rows_of_a_block_are_not_its_user_s_to_choose() -> None:
+    with pytest.raises(TypeError, match="num_splits: expected none, since"):
+        make_vector_env("CartPole-v1", 2, num_splits=1)

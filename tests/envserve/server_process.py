@@ -24,7 +24,7 @@ LEDGER = "envserve/Ledger-v0"
 #: What a server must allow for ledgers with journals.
 LEDGER_OPENINGS = ("--allow-kwarg", "journal:any", "--allow-kwarg", "length")
 #: What Python is told to run.
-PROGRAM = ("-m", "envserve.cli")
+PROGRAM = ("-m", "envserve")
 #: Where Python finds the modules of `tests`.
 ROOT = Path(__file__).resolve().parents[2]
 _END_SECONDS = 10.0

@@ -31,9 +31,11 @@ from envserve.spec import EnvSpec
 from envserve.wire import (
     Attach,
     Buffer,
+    FrameResult,
     Message,
     MessageType,
     Peer,
+    ServerStatus,
     Welcome,
     decode,
     encode,
@@ -119,11 +121,14 @@ class FakeServer:
     policy: HostSettings = field(default_factory=lambda: HostSettings(num_workers=2))
     boot: int = 77
     builds_at_once: bool = True
+    pool: type[FakePool] = FakePool
     pools: dict[SessionId, FakePool] = field(default_factory=dict)
     replies: list[Reply] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.session = ServerSession(self.policy, FakeOffer(), self.boot)
+        self.session.questions.report = lambda user, now: ServerStatus().encode()
+        self.session.questions.look = lambda session, asked: (FrameResult(), b"")
 
     def receive(self, peer: Peer, frames: Sequence[Buffer], now: float) -> None:
         self.carry_out(self.session.receive(peer, frames, now), now)
@@ -140,7 +145,7 @@ class FakeServer:
             if isinstance(decision, Reply):
                 self.replies.append(decision)
             elif isinstance(decision, StartPool):
-                self.pools[decision.session] = FakePool(decision.config)
+                self.pools[decision.session] = self.pool(decision.config)
                 if self.builds_at_once:
                     self.build(decision.session, now)
             elif isinstance(decision, EndPool):

@@ -13,7 +13,7 @@ from gymnasium import spaces
 from envserve import codec
 from envserve.crashes.action_ring import ActionRing, Played, ring_nbytes
 from envserve.crashes.repro import End, Repro, decode_repro, encode_repro
-from envserve.slab import Rows, Status
+from envserve.slab import Rows, Status, private_heartbeat
 from envserve.worker.env_row import EnvRow, SpaceViolation
 from envserve.worker.play import play
 from envserve.worker.spare_row import SpareRow, reset_threads
@@ -81,7 +81,7 @@ class Walk:
         self.rows = Rows.allocate(self.spec, 3)
         self.memory = bytearray(ring_nbytes(self.spec, 3))
         self.ring = ActionRing(self.spec, 3, self.memory)
-        heartbeat = memoryview(bytearray(16)).cast("q")
+        heartbeat = private_heartbeat()
         record = self.ring.row(2, 1)
         self.env.attach(self.rows, heartbeat, record, autoreset)
         self.space = self.spec.action_space

@@ -115,7 +115,7 @@ def test_a_batch_that_nobody_has_any_more_gives_its_envs_back(
         ({"num_envs": 2, "num_workers": 0}, "num_workers: expected an int >= 1; got 0"),
         ({"num_envs": 2, "addresses": "tcp://a:1"}, "expected a list of addresses"),
         ({"num_envs": 2, "addresses": []}, "an env for each"),
-        ({"num_envs": 2, "addresses": ["tcp://a:1"] * 3}, "an env for each"),
+        ({"num_envs": 2, "addresses": ["tcp://127.0.0.1:1"] * 3}, "an env for each"),
     ],
 )
 def test_arguments_of_the_wrong_type_or_size_are_named(

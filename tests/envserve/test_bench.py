@@ -37,7 +37,7 @@ gymnasium.register("Own-v0", "own_env:OwnEnv")
 def test_an_own_env_is_measured_in_every_way(tmp_path: Path) -> None:
     (tmp_path / "own_env.py").write_text(OWN_ENV)
     finished = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "envserve.cli", "bench"]
+        [sys.executable, "-W", "error", "-m", "envserve", "bench"]
         + ["--env", "Own-v0", "--import", "own_env", "--num-envs", "3"]
         + ["--num-workers", "2", "--seconds", "0.01", "--rounds", "1"],
         cwd=tmp_path,
@@ -62,7 +62,7 @@ def test_a_wrong_env_name_is_one_line() -> None:
     result = CliRunner().invoke(app, ["bench", "--env", "CartPole-v9"])
     assert result.exit_code == 1
     *_, line = result.stderr.splitlines()
-    assert line.startswith("envserve: no env named 'CartPole-v9' is registered")
+    assert line.startswith("Error: no env named 'CartPole-v9' is registered")
     assert "did you mean CartPole-v1" in line
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from envserve import codec
 from envserve.client.attributes import _values_in
@@ -22,7 +20,6 @@ from envserve.worker.calls import (
     call_payload,
     read_answer,
 )
-from envserve.worker.thumbnails import thumbnail
 
 from .conftest import MakeBatch
 from .pool_driver import LEDGER
@@ -169,33 +166,3 @@ def test_results_hold_so_many_values() -> None:
     assert _values_in(values) == [None, *given[1:4]]
     with pytest.raises(CodecError, match="expected at most 262144 values"):
         _values_in(codec.encode([*odd, *odd]))
-
-
-# Thumbnails.
-
-
-def test_thumbnails_are_made_where_the_envs_are(make_batch: MakeBatch) -> None:
-    batch = make_batch("CartPole-v1", 3, 2, env_kwargs={"render_mode": "rgb_array"})
-    batch.reset()
-    pictures = batch.thumbnails([2, 0], width=120)
-    for jpeg in pictures:
-        assert jpeg is not None
-        assert len(jpeg) < 6000
-        assert Image.open(io.BytesIO(jpeg)).size == (120, 80)
-    with pytest.raises(CallError, match="width: expected 8 to 1024 pixels; got 4000"):
-        batch.thumbnails(width=4000)
-
-
-def test_what_is_no_picture_has_no_thumbnail(make_batch: MakeBatch) -> None:
-    batch = make_batch("CartPole-v1", 2, 1)
-    assert batch.thumbnails() == [None, None]
-    odd: Any
-    for odd in ("text", None, [], np.zeros((4, 4), np.uint8), np.zeros((4, 4, 3))):
-        assert thumbnail(odd, 160) is None
-    assert thumbnail([np.zeros((4, 4, 3), np.uint8)], 160) is not None
-
-
-def test_without_pillow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "PIL", None)
-    with pytest.raises(ImportError, match=r"pip install 'envserve\[page\]'"):
-        thumbnail(np.zeros((4, 4, 3), np.uint8), 160)

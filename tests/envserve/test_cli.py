@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from envserve.address import is_private
+from envserve.client import BatchEnv
 from envserve.client.health import diagnose
-from envserve.settings import HostSettings, is_private
+from envserve.settings import HostSettings
 from tests.envserve.conftest import Join, Serve, WaitUntil
 from tests.envserve.session_fakes import make_welcome
 
-PROGRAM = (sys.executable, "-m", "envserve.cli")
+PROGRAM = (sys.executable, "-m", "envserve")
 
 
 def run(
@@ -29,17 +34,38 @@ def run(
 def test_one_ready_line_and_the_address_file(serve: Serve) -> None:
     server = serve("--env", "CartPole-v1")
     assert server.ready_line == (
-        f"envserve: ready on {server.address} with 1 env names, "
+        f"envserve: ready on {server.address} with 1 env name, "
         f"up to 128 envs in 2 workers\n"
     )
     assert not server.address.endswith(":0")
 
 
-def test_health_of_a_server_that_serves(serve: Serve) -> None:
-    result = run("health", serve().address)
+def test_the_log_tells_of_a_lease_in_two_lines(serve: Serve) -> None:
+    server = serve("--log-format", "json", "--env", "CartPole-v1")
+    with BatchEnv.connect("CartPole-v1", [server.address], 2, seed=1) as batch:
+        batch.reset()
+        for _ in range(3):
+            batch.step(np.zeros(2, np.int64))
+    log = [json.loads(line) for line in server.end(signal.SIGTERM).splitlines()]
+    assert [x for x in log if x["level"] != "info"] == []
+    granted, ended = [line for line in log if line.get("lease") == 1]
+    assert {line["level"] for line in log} == {"info"}
+    assert "lease 1 of local: 2 CartPole-v1, granted to local (" in granted["message"]
+    text = r"ended after 6 env steps in \d\.\d s, \d+/s, faults: 0 \(detached\)"
+    assert re.search(text, ended["message"])
+    assert (ended["env_steps"], ended["num_faults"], ended["why"]) == (6, 0, "detached")
+
+
+def test_health_of_a_server_that_serves_costs_little(serve: Serve) -> None:
+    timed = (sys.executable, "-X", "importtime", *PROGRAM[1:])
+    result = run("health", serve().address, "--live", "--timeout", "9", program=timed)
     assert result.returncode == 0
     assert "128 of 128 envs free" in result.stdout
     assert result.stdout.count("\n") == 1
+    loaded = {line.split("|")[-1].strip() for line in result.stderr.splitlines()}
+    assert "zmq" in loaded
+    dear = {"asyncio", "gymnasium", "numpy", "pydantic", "rich", "typer"}
+    assert loaded & {*dear, "envserve.cli", "envserve.settings"} == set()
 
 
 def test_health_answers_each_probe_with_an_exit_code_of_its_own(
@@ -52,7 +78,7 @@ def test_health_answers_each_probe_with_an_exit_code_of_its_own(
     rest = join(server, 3, session=6)
     result = run("health", server.address, *probes)
     assert (result.returncode, result.stdout) == (6, "")
-    text = f"envserve: {server.address}: all of its 4 envs are leased\n"
+    text = f"Error: {server.address}: all of its 4 envs are leased\n"
     assert result.stderr == text
     rest.close()
     server.signal(signal.SIGTERM)
@@ -79,8 +105,9 @@ def test_health_of_a_server_whose_imports_take_long(
         assert diagnose(welcome, live=True) is None
         assert diagnose(welcome, ready=True) is not None
     finally:
-        os.close(os.open(tmp_path / "pipe", os.O_RDWR))
+        pipe = os.open(tmp_path / "pipe", os.O_RDWR)  # until the module has opened it
     wait_until(lambda: not server.welcome().is_starting, 20.0)
+    os.close(pipe)
 
 
 @pytest.mark.parametrize(("lag_ms", "expected"), [(5000, None), (5001, 4)])
@@ -95,7 +122,7 @@ def test_health_of_no_server_fails_with_one_line() -> None:
     result = run("health", "ipc:///nowhere/envs", "--timeout", "0.2")
     assert result.returncode == 1
     assert result.stderr == (
-        "envserve: ipc:///nowhere/envs: no server answered within 0.2 s\n"
+        "Error: ipc:///nowhere/envs: no server answered within 0.2 s\n"
     )
 
 
@@ -152,8 +179,8 @@ def test_a_module_that_others_planted_is_not_imported(
         (["--log-level", "loud"], 2, "--log-level"),
         (["--no-such-option"], 2, "--no-such-option"),
         (["--crash-dir", __file__], 2, "--crash-dir: expected a folder that can be"),
-        (["--env", "CartPole-v9"], 1, "did you mean CartPole-v"),
-        (["--import", "no_such_module"], 1, "no_such_module"),
+        (["--env", "CartPole-v9"], 2, "did you mean CartPole-v"),
+        (["--import", "no_such_module"], 2, "no_such_module"),
         (["--bind", "ipc:///no/where/envs"], 1, "cannot listen on ipc:///no/where"),
     ],
 )

@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from envserve.client.connection import Connection, Exchange
+from envserve.client.observer import Observer
 from envserve.client.remote_lane import RemoteLane
 from envserve.errors import RemoteProtocolError
 from envserve.session import ClientSession
@@ -119,4 +120,16 @@ def test_a_message_without_end_ends_the_lane_and_is_forgotten(
     lane = RemoteLane(endless_server, make_config(), insecure=True)
     with closing(lane), pytest.raises(RemoteProtocolError, match="messages that end"):
         lane.finish_start(time.monotonic() + 20.0)
+    assert memory.growth() < MAX_GROWTH_BYTES
+
+
+def test_a_message_without_end_is_no_answer_to_who_looks_on(
+    endless_server: str,
+) -> None:
+    memory = PeakMemory()
+    with (
+        Observer(endless_server, insecure=True) as observer,
+        pytest.raises(RemoteProtocolError, match="messages that end"),
+    ):
+        observer.status(20.0)
     assert memory.growth() < MAX_GROWTH_BYTES

@@ -85,6 +85,17 @@ class Router(Listener):
         context.destroy(linger=0)
 
 
+class Publisher(Listener):
+    """A ZeroMQ socket of some other program."""
+
+    def _serve(self) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        publisher = context.socket(zmq.PUB)
+        self._be_ready(publisher.bind_to_random_port("tcp://127.0.0.1"))
+        self.is_over.wait()
+        context.destroy(linger=0)
+
+
 class Tcp(Listener):
     """A port of TCP that answers in some way: by nothing, or by what it is sent."""
 
@@ -148,6 +159,10 @@ def web(_: bytes) -> bytes:
     return b"HTTP/1.1 400 Bad Request\r\n\r\n"
 
 
+FOREIGN = (
+    "a ZeroMQ socket of some other program listens there; is `envserve start` running "
+    "there, at that port?"
+)
 #: What listens, the keys of who connects, what is found, and part of what is said.
 CASES: dict[str, tuple[tuple[Any, ...], Keys | None, Finding, str]] = {
     "its own": ((Router, SERVER), KEYS, Finding.FINE, ""),
@@ -186,6 +201,8 @@ CASES: dict[str, tuple[tuple[Any, ...], Keys | None, Finding, str]] = {
     "web": ((Tcp, web), KEYS, Finding.NOT_ZEROMQ, "does not speak ZeroMQ"),
     "web in the clear": ((Tcp, web), None, Finding.NOT_ZEROMQ, "does not speak ZeroMQ"),
     "only listens": ((Tcp, nothing), KEYS, Finding.NOT_ZEROMQ, "or hangs"),
+    "publishes": ((Publisher,), None, Finding.FOREIGN, FOREIGN),
+    "publishes to all": ((Publisher,), KEYS, Finding.FOREIGN, FOREIGN),
     "doubts": ((Router, SERVER, b"300"), KEYS, Finding.NOBODY, ""),
     "hangs up": ((Tcp, hang_up), KEYS, Finding.NOBODY, ""),
 }
@@ -219,7 +236,7 @@ def test_a_name_of_no_host_is_said_but_may_be_one_soon(
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     address = "tcp://nobody.invalid:1"
-    text = "nobody.invalid:1: no host of that name is known here"
+    text = "nobody.invalid:1: cannot resolve that name"
     with pytest.raises(ConnectError, match=text):
         connection.ask_welcome(address, 20.0, insecure=True)
     lane = RemoteLane(
@@ -258,6 +275,12 @@ def test_a_lane_says_so_soon_and_has_sent_nothing(
     assert time.monotonic() - started < SECONDS + SLACK_SECONDS
     assert text in str(error.value)
     assert keys is None or not any(b"ENVS" in part for part in peer.heard)
+
+
+def test_who_waits_for_little_is_told_what_listens_too(listen: Listen) -> None:
+    address = listen(Tcp, nothing).address
+    with pytest.raises(ConnectError, match="does not speak ZeroMQ, or hangs"):
+        connection.ask_welcome(address, 4.0, insecure=True)
 
 
 def test_who_asks_how_a_server_is_is_told_as_well(

@@ -29,7 +29,7 @@ from envserve.crashes.repro import End, Repro, decode_repro, encode_repro
 from envserve.encoded import action_values, encode_row
 from envserve.errors import ActionError, CodecError, SpaceError
 from envserve.pool.fault_log import _action_text
-from envserve.slab import Rows, Status
+from envserve.slab import Rows, Status, private_heartbeat
 from envserve.spec import EnvSpec, describe, restore
 from envserve.worker.env_row import EnvRow
 from envserve.worker.play import play
@@ -77,7 +77,7 @@ def test_a_crash_file_plays_the_same_actions(name: str) -> None:
     spec = env.build()
     rows = Rows.allocate(spec, 1)
     ring = ActionRing(spec, 1, bytearray(ring_nbytes(spec, 1)))
-    heartbeat = memoryview(bytearray(16)).cast("q")
+    heartbeat = private_heartbeat()
     env.attach(rows, heartbeat, ring.row(0, 0))
     env.reset(None)
     for _ in range(2):

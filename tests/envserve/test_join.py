@@ -72,7 +72,7 @@ def test_an_invitation_lets_one_client_in_until_it_is_removed(
     again = run_at("another", "join", input=line)
     assert (again.exit_code, again.stdout) == (1, "")
     assert again.stderr == (
-        "envserve: this invitation was used, or is older than 15 minutes; ask for "
+        "Error: this invitation was used, or is older than 15 minutes; ask for "
         "another: envserve invite trainer-1\n"
     )
     assert KeyFolder(tmp_path / "another").pin_of(server.address) is None
@@ -181,7 +181,7 @@ def test_a_server_that_does_not_answer_leaves_no_pin(
     start = time.monotonic()
     result = run_at("client", "join", "--timeout", "0.5", input=elsewhere)
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"envserve: {host}:1: ")
+    assert result.stderr.startswith(f"Error: {host}:1: ")
     assert time.monotonic() - start < 20
     assert KeyFolder(tmp_path / "client").pin_of(f"{host}:1") is None
     # It was not used, so it is still good: at another of the server's addresses.

@@ -74,14 +74,14 @@ def test_an_invitation_goes_to_a_terminal_and_else_nowhere(
     result = run("invite", "trainer-1", *AT)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        "envserve: an invitation is a secret, and stdout is no terminal; say --stdout "
+        "Error: an invitation is a secret, and stdout is no terminal; say --stdout "
         "if nobody else reads what it goes to\n"
     )
     assert not home.exists()
     master, terminal = pty.openpty()
     try:
         subprocess.run(
-            [sys.executable, "-m", "envserve.cli", "invite", "trainer-1", *AT],
+            [sys.executable, "-m", "envserve", "invite", "trainer-1", *AT],
             stdout=terminal,
             stderr=subprocess.DEVNULL,
             timeout=30,
@@ -99,7 +99,7 @@ def test_an_invitation_goes_to_a_terminal_and_else_nowhere(
         (("a b", *AT), "name"),
         (("ci\n", *AT), "name"),
         (("ci", *AT, "--envs", "A\n"), "envs"),
-        (("ci", "--at", "sim1:5555"), "--at: expected an address like tcp://"),
+        (("ci", "--at", "udp://sim1:5555"), "--at: expected an address like sim1"),
         (("ci", "--at", "ipc:///run/envs"), "--at: expected the tcp:// address"),
         (("ci", "--at", "tcp://0.0.0.0:5555"), "that clients reach the server by"),
         (("ci", *AT, "--max-envs", "0"), "max_envs"),
@@ -113,7 +113,7 @@ def test_a_wrong_invitation_is_refused_and_leaves_nothing(
 ) -> None:
     result = run("invite", *words, "--stdout")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("envserve: ")
+    assert result.stderr.startswith("Error: ")
     assert text in result.stderr
     assert result.stderr.count("\n") == 1
     assert not home.exists()
@@ -123,7 +123,7 @@ def test_an_invitation_is_no_argument(run: Run, home: Path) -> None:
     result = run("join", "envserve-invite-1.abc", "more")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        "envserve: an invitation is a secret, and a command line is not; "
+        "Error: an invitation is a secret, and a command line is not; "
         'run "envserve join" and paste it\n'
     )
     result = run("join", input="envserve-invite-1.abc\n")
@@ -135,7 +135,7 @@ def test_an_invitation_is_no_argument(run: Run, home: Path) -> None:
 def test_an_invitation_is_not_shown_when_it_is_pasted(home: Path) -> None:
     master, terminal = pty.openpty()
     with subprocess.Popen(
-        [sys.executable, "-m", "envserve.cli", "join"],
+        [sys.executable, "-m", "envserve", "join"],
         stdin=terminal,
         stdout=terminal,
         stderr=terminal,
@@ -152,7 +152,7 @@ def test_an_invitation_is_not_shown_when_it_is_pasted(home: Path) -> None:
         assert process.wait(30) == 2
     os.close(master)
     assert shown.startswith(b"Invitation (it is not shown): ")
-    assert b"envserve: expected the line" in shown
+    assert b"Error: expected the line" in shown
     assert b"abc" not in shown
 
 
@@ -174,7 +174,7 @@ def test_clients_are_listed_without_secrets_and_removed(run: Run, home: Path) ->
     assert run("clients", "remove", "ci").stdout == "removed ci\n"
     result = run("clients", "remove", "ci")
     assert result.exit_code == 2
-    assert result.stderr == "envserve: no client is called ci: envserve clients\n"
+    assert result.stderr == "Error: no client is called ci: envserve clients\n"
     assert [grant.name for grant in folder.clients.grants()] == ["old", "trainer-1"]
 
 
@@ -186,7 +186,7 @@ def test_home_is_an_option_too(run: Run, tmp_path: Path) -> None:
     assert run("clients", *home).stdout == ""
     result = run("clients", "drop", "ci")
     assert result.exit_code == 2
-    assert result.stderr == "envserve: expected nothing, or: remove NAME\n"
+    assert result.stderr == "Error: expected nothing, or: remove NAME\n"
 
 
 def test_a_file_that_others_can_read_ends_a_command_with_2(

@@ -230,6 +230,16 @@ def test_a_pin_is_found_by_each_address_and_replaced_by_a_later_one(
     assert folder.pin_of("tcp://a:1") == folder.pin_of("tcp://b:1") == old
 
 
+def test_one_pin_fits_all_servers_of_a_cluster(folder: KeyFolder) -> None:
+    cluster, one = b"c" * 32, b"o" * 32
+    folder.add_pin(["tcp://*:5555"], cluster, "trainer")
+    folder.add_pin(["tcp://10.0.0.7:5555"], one, "trainer")
+    assert folder.pin_of("tcp://10.0.0.8:5555") == cluster
+    assert folder.pin_of("tcp://[fe80::1]:5555") == cluster
+    assert folder.pin_of("tcp://10.0.0.7:5555") == one
+    assert folder.pin_of("tcp://10.0.0.8:5556") is None
+
+
 def test_a_pin_that_cannot_be_read_is_an_error_and_not_no_pin(
     folder: KeyFolder,
 ) -> None:

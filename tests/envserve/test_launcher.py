@@ -19,6 +19,7 @@ import pytest
 from envserve.errors import WorkerError
 from envserve.pool.launcher import Launcher
 from envserve.pool.states import Exit
+from envserve.worker import process
 
 from .limits import limited, room_for_descriptors
 from .pool_driver import kill
@@ -99,6 +100,7 @@ def start(make_launcher: Make) -> Iterator[Start]:
 
 
 STACK = 'Stack (most recent call first):\n  File "a.py", line 1 in f\n'
+OURS = f'  File "{process.__file__}", line 1 in run\n'
 FATAL = "Fatal Python error: Aborted\n\n"
 
 
@@ -118,6 +120,11 @@ FATAL = "Fatal Python error: Aborted\n\n"
             *(-9, f"a\n{STACK}"),
             'Stack (most recent call first): File "a.py", line 1 in f',
             STACK.strip(),
+        ),
+        (
+            *(-6, f"{FATAL}{STACK}{OURS}{OURS}Extension modules: x"),
+            'Fatal Python error: Aborted: File "a.py", line 1 in f',
+            f"{FATAL.strip()}\n{STACK.strip()}",
         ),
         (3, "x\n" * 50, "x", "x\n" * 9 + "x"),
         (3, "x" * 500, "x" * 500, "x" * 200),

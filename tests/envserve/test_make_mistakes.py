@@ -14,6 +14,7 @@ import pytest
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 
 from envserve import make, make_vec
+from envserve.client.make_vec import make_batch
 from envserve.client.single_env import Env
 from envserve.errors import ActionError, LocalProtocolError
 from envserve.pool.launcher import Launcher
@@ -62,6 +63,14 @@ def test_an_option_that_is_none_is_refused(
     given: dict[str, Any] = {"num_envs": 1} if make_one is make_vec else {}
     with pytest.raises((TypeError, ValueError), match=error):
         make_one("CartPole-v1", **given, **options)
+
+
+@pytest.mark.parametrize("name", ["autoreset", "autoreset_mode", "num_splits"])
+def test_what_a_trainer_s_door_decides_is_not_overwritten_silently(name: str) -> None:
+    fixed = {"autoreset": "disabled", "num_splits": 2}
+    given: dict[str, Any] = {name: 1}
+    with pytest.raises(TypeError, match=rf"{name}: expected none, since .*{name}=1"):
+        make_batch("CartPole-v1", 2, None, fixed, **given)
 
 
 def test_rendering_is_asked_for_as_of_gymnasium() -> None:

@@ -69,7 +69,7 @@ def refusal_at(path: Path) -> str:
     )
     assert (result.returncode, result.stdout) == (1, "")
     *_, line = result.stderr.splitlines()
-    assert line.startswith(f"envserve: cannot listen on ipc://{path}: "), line
+    assert line.startswith(f"Error: cannot listen on ipc://{path}: "), line
     return line
 
 

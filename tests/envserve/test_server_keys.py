@@ -227,7 +227,7 @@ def test_other_hosts_are_let_in_once_one_has_a_key(serve: Serve, homes: Homes) -
     assert refused.returncode == 2
     *_, said = refused.stderr.splitlines(keepends=True)
     assert said == (
-        "envserve: tcp://0.0.0.0:0 can be reached from other hosts, and no client has "
+        "Error: tcp://0.0.0.0:0 can be reached from other hosts, and no client has "
         'a key yet; run "envserve invite NAME" first, or bind to tcp://127.0.0.1\n'
     )
     homes.let_in("ann")

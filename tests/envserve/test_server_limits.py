@@ -158,7 +158,7 @@ def test_no_room_is_left_for_the_address_file(tmp_path: Path) -> None:
         check=False,
     )
     assert result.returncode == 1
-    assert f"envserve: --address-file {file} cannot be written" in result.stderr
+    assert f"Error: --address-file {file} cannot be written" in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
     assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from envserve.server.process import raise_file_limit
+from envserve.transport import raise_file_limit
 from tests.envserve.conftest import Attach, Serve, WaitUntil
 from tests.envserve.pool_driver import kill, step
 from tests.envserve.strangers import Stranger, honest_client

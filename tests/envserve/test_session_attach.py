@@ -292,7 +292,7 @@ def test_results_that_no_client_would_accept_are_refused_at_once(
 def test_who_attaches_is_logged_on_one_line(caplog: pytest.LogCaptureFixture) -> None:
     server = FakeServer()
     hello = Hello(client="trainer\n\x1b[2J" + "x" * 150).encode()
-    with caplog.at_level(logging.INFO, "envserve.session"):
+    with caplog.at_level(logging.DEBUG, "envserve.session"):
         server.hear(MessageType.HELLO, boot=0, body=hello)
         server.hear(MessageType.ATTACH, body=make_attach().encode())
     (line,) = [text for text in caplog.messages if "attaching" in text]

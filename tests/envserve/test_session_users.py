@@ -109,7 +109,7 @@ def test_who_ends_many_sessions_has_no_others_forgotten(server: FakeServer) -> N
 def test_users_are_named_and_what_they_call_themselves_is_beside(
     server: FakeServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "envserve.session")
+    caplog.set_level(logging.DEBUG, "envserve.session")
     for number in range(1000, 1300):  # names that nobody will ask for
         hello = Hello(client="mallory").encode()
         say(server, A, MessageType.HELLO, session=number, body=hello)

@@ -74,7 +74,7 @@ def test_arrays_start_on_cache_lines_and_do_not_overlap(spec: EnvSpec) -> None:
 
 def test_each_worker_beats_in_its_own_cache_line(slab: Slab) -> None:
     first, second = slab.heartbeats
-    assert address(second) - address(first) == 64
+    assert address(second) - address(first) == 8 * 64
 
 
 def test_private_rows_are_laid_out_as_the_slab_is(slab: Slab) -> None:

@@ -20,7 +20,7 @@ from envserve.client import BatchEnv
 from envserve.crashes.action_ring import RowRecord
 from envserve.encoded import action_values, decode_observation
 from envserve.errors import SpaceError
-from envserve.slab import Rows, Status, write_lost
+from envserve.slab import Rows, Status, private_heartbeat, write_lost
 from envserve.spec import EnvSpec, describe, restore, unflatten
 from envserve.wire import RowCodec, RowPart
 from envserve.worker.env_row import EnvRow
@@ -66,7 +66,7 @@ class Both:
         self.part = RowPart(RowCodec(self.rows), everything)
         self.seen_part = RowPart(RowCodec(self.seen), everything)
         for env in self.envs:
-            heartbeat = memoryview(bytearray(16)).cast("q")
+            heartbeat = private_heartbeat()
             env.attach(self.rows, heartbeat, RowRecord.private())
 
     def reset(self) -> Any:

@@ -13,7 +13,7 @@ import pytest
 
 from envserve.crashes.action_ring import RowRecord
 from envserve.seeding import env_seed, spare_seed
-from envserve.slab import BEAT, Rows
+from envserve.slab import BEAT, Rows, private_heartbeat
 from envserve.worker.env_row import EnvRow, SpaceViolation
 from envserve.worker.spare_row import SpareRow, reset_threads
 from tests.oracle.ledger_env import LedgerEnv
@@ -94,7 +94,7 @@ class Bench:
         self.row.build_spare()
         self.envs = ProbeEnv.made
         self.rows = Rows.allocate(spec, 4)
-        self.beats = memoryview(bytearray(16)).cast("q")
+        self.beats = private_heartbeat()
         self.row.attach(self.rows, self.beats, RowRecord.private(), autoreset)
 
     def reset(self, seed: int | None = None) -> list[int]:

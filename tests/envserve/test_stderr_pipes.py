@@ -104,6 +104,26 @@ def test_lines_and_stacks_of_several_workers_do_not_mix(pipes: Pipes) -> None:
     assert read_all(pipes.out) == whole.removeprefix(b"hello\n") * 2
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+def test_the_stack_of_a_crash_is_shown_once(pipes: Pipes, is_told: bool) -> None:
+    stack = b"Fatal Python error: Seg\nStack (most recent call first):\n  File\n"
+    ends = {worker: open_for(pipes, worker) for worker in (1, 2, 3)}
+    for end in ends.values():
+        os.write(end, b"hello\n" + stack)
+        handle_all(pipes, pipes.poller)
+    assert read_all(pipes.out) == b"hello\n" * 3
+    os.close(ends[1])  # seen before its exit is known
+    handle_all(pipes, pipes.poller)
+    for worker in (1, 2):  # a process that 2 has left behind may hold its pipe
+        assert pipes.end(worker, is_told=is_told) == b"hello\n" + stack
+    assert read_all(pipes.out) == (b"" if is_told else 2 * stack)
+    for worker in (2, 3):
+        os.close(ends[worker])
+    handle_all(pipes, pipes.poller)
+    pipes.close()  # before it is known how 3 has ended
+    assert read_all(pipes.out) == stack
+
+
 def test_what_has_no_end_of_a_line_is_held_for_a_while_only(pipes: Pipes) -> None:
     end = open_for(pipes, 1)
     os.write(end, b"10 %\r20 %")

@@ -12,7 +12,7 @@ import pytest
 from gymnasium.spaces import Box, Discrete
 
 from envserve.client.row_set import BatchBlock, RowSet
-from envserve.client.step_result import gather_result
+from envserve.client.step_result import StepResult, gather_result
 from envserve.lane import Lane
 from envserve.slab import Rows
 from envserve.spec import EnvSpec
@@ -63,3 +63,23 @@ def test_kept_results_do_not_cost_a_mapping_each() -> None:
     after = len(mappings.read_text().splitlines())
     assert len(kept) == 300
     assert after - before < 150
+
+
+def test_a_printed_step_tells_shapes_and_no_arrays() -> None:
+    image, texts = np.zeros((4, 8, 8, 3), np.uint8), np.array(["a"] * 4, object)
+    flags = np.array([True, False, False, True])
+    observation = {"image": image, "more": (flags, texts)}
+    step = StepResult(
+        observation=observation,
+        reward=np.zeros(4),
+        terminated=flags,
+        truncated=~flags,
+        valid=flags,
+        final_observation=observation,
+        status=np.zeros(4, np.uint8),
+        infos={1: {}},
+    )
+    assert repr(step) == (
+        "<StepResult: 4 rows, 2 valid, 2 terminated, 2 truncated, 1 with infos; "
+        "observation {image: uint8[4, 8, 8, 3], more: (bool[4], 4 values)}>"
+    )

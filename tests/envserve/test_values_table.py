@@ -18,7 +18,7 @@ from envserve.crashes.action_ring import RowRecord
 from envserve.errors import EnvStartError
 from envserve.lane import Fault
 from envserve.pool.launcher import Launcher
-from envserve.slab import Rows
+from envserve.slab import Rows, private_heartbeat
 from envserve.spec import unflatten
 from envserve.worker.env_row import EnvRow, SpaceViolation
 from envserve.worker.values import Rules
@@ -163,7 +163,7 @@ def test_a_leaf_alone_is_taken_like_one_of_a_dict(row: int, is_strict: bool) -> 
     spec = env.build()
     (leaf,) = spec.observation_leaves
     rows = Rows.allocate(spec, 1)
-    env.attach(rows, memoryview(bytearray(16)).cast("q"), RowRecord.private())
+    env.attach(rows, private_heartbeat(), RowRecord.private())
     env.reset(None)
 
     def play() -> None:

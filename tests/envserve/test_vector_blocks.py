@@ -161,7 +161,9 @@ def test_a_fault_is_one_line_and_a_file_that_cannot_be_played(
     assert [len(array) for array in repro.played.actions] == [1]
     ending = replay(repro, make_pool.launcher)
     assert not ending.is_reproduced
-    assert ending.text.startswith("cannot be played: its vector env stepped other rows")
+    assert ending.text.startswith(
+        "could not be played: its vector env stepped other rows"
+    )
 
 
 def test_a_host_may_step_an_env_so_unasked() -> None:

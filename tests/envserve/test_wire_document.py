@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +14,34 @@ from gymnasium import spaces
 from envserve import codec
 from envserve.encoded import encode_row
 from envserve.lane import Call, make_blocks
+from envserve.pictures import Picture
 from envserve.slab import Rows
 from envserve.spec import EnvSpec, leaves_of
 from envserve.wire import (
     Attach,
     Buffer,
+    Building,
     CallBody,
+    Drain,
+    ErrorBody,
     ErrorCode,
+    FrameRequest,
+    FrameResult,
     Granted,
     Hello,
+    Histogram,
+    Join,
+    LeaseStatus,
     Message,
     MessageType,
+    Pong,
     ResetBody,
     RowCodec,
     RowPart,
+    ServerStatus,
     Welcome,
     constants,
+    decode,
     encode,
     pack_options,
 )
@@ -36,6 +49,25 @@ from envserve.wire import (
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 SESSION, BOOT = 0x1122334455667788, 0x99AABBCCDDEEFF01
 SPEC = EnvSpec("Tiny-v0", spaces.Box(-1.0, 1.0, (2,), np.float32), spaces.Discrete(2))
+
+
+#: Of types whose body is a map.
+BODIES: dict[MessageType, Any] = {
+    MessageType.HELLO: Hello,
+    MessageType.WELCOME: Welcome,
+    MessageType.ATTACH: Attach,
+    MessageType.GRANTED: Granted,
+    MessageType.BUILDING: Building,
+    MessageType.RESET: ResetBody,
+    MessageType.CALL: CallBody,
+    MessageType.PONG: Pong,
+    MessageType.DRAIN: Drain,
+    MessageType.ERROR: ErrorBody,
+    MessageType.JOIN: Join,
+    MessageType.STATUS_RESULT: ServerStatus,
+    MessageType.FRAME: FrameRequest,
+    MessageType.FRAME_RESULT: FrameResult,
+}
 
 
 def example() -> dict[str, list[Buffer]]:
@@ -66,7 +98,10 @@ def example() -> dict[str, list[Buffer]]:
     calls = [Call(block, (block,), "get", "metadata") for block in range(2)]
     actions = rows.action[0].tobytes()
     reset = ResetBody(resets=(((1,), (5,)),), options=pack_options({"level": 3}))
-    kinds = MessageType
+    looked = FrameRequest(lease=1, rows=(0, 1), width=120, after=(0, 77))
+    picture = Picture(row=0, serial=78, text="no picture", seed=7, episode_steps=2)
+    shown = FrameResult(pictures=(picture,))
+    kinds, invited = MessageType, partial(say, session=0, epoch=0)
     messages = {
         "HELLO": say(kinds.HELLO, 1, Hello(client="docs").encode(), boot=0, epoch=0),
         "WELCOME": say(kinds.WELCOME, 1, welcome.encode(), epoch=0),
@@ -82,9 +117,49 @@ def example() -> dict[str, list[Buffer]]:
         "CALL_RESULT of block 1": say(
             kinds.CALL_RESULT, 6, entries=((1, 4),), payload=codec.encode([{}])
         ),
+        "STATUS": say(kinds.STATUS, 7, boot=0, epoch=0),
+        "STATUS_RESULT": say(kinds.STATUS_RESULT, 7, make_status().encode(), epoch=0),
+        "FRAME": say(kinds.FRAME, 8, looked.encode(), session=0, boot=0, epoch=0),
+        "FRAME_RESULT": say(kinds.FRAME_RESULT, 8, shown.encode(), session=0, epoch=0),
+        "ASK_DRAIN": say(kinds.ASK_DRAIN, 7, b"drain", session=0, boot=0, epoch=0),
+        "DRAIN": say(kinds.DRAIN, 7, Drain(grace_ms=8000).encode(), session=0, epoch=0),
         "RESET": say(kinds.RESET, 5, reset.encode(), entries=((1, 3),)),
+        "BUILDING": say(kinds.BUILDING, 2, Building(elapsed_ms=250).encode(), epoch=0),
+        "PING": say(kinds.PING, 0),
+        "PONG": say(kinds.PONG, 0, Pong(running={1: 1500}).encode()),
+        "ERROR": say(kinds.ERROR, 8, make_error().encode(), entries=((0, 6),)),
+        "DETACH": say(kinds.DETACH, 9),
+        "DETACHED": say(kinds.DETACHED, 9),
+        "JOIN": invited(kinds.JOIN, 1, Join(public=bytes(range(32))).encode(), boot=0),
+        "JOINED": invited(kinds.JOINED, 1),
     }
     return {name: encode(message) for name, message in messages.items()}
+
+
+def make_error() -> ErrorBody:
+    """A STEP has come whose seq is not block 0's next."""
+    return ErrorBody(code=ErrorCode.GAP, text="block 0: expected seq 4; got 6")
+
+
+def make_status() -> ServerStatus:
+    """After one step of both rows, of which the second ended an episode."""
+    waits = Histogram(bounds=(0.001, 0.01), counts=(2, 0, 0), sum=0.001)
+    counts: dict[str, Any] = {"steps": 2, "rows": {"OK": 2}, "batch_seconds": waits}
+    lease = LeaseStatus(
+        number=1,
+        user="ann",
+        client="ann (docs)",
+        env_name="Tiny-v0",
+        num_envs=2,
+        seconds=2.5,
+        env_seconds=0.0005,
+        num_episodes=1,
+        episodes=((1, 1, -1.0, 1),),
+        **counts,
+    )
+    return ServerStatus(
+        version="1.0", host="sim1", pid=42, num_leases=1, leases=(lease,), **counts
+    )
 
 
 def say(kind: MessageType, request: int, body: bytes = b"", **changes: Any) -> Message:
@@ -111,6 +186,29 @@ def test_the_example_is_what_the_code_makes(name: str) -> None:
     assert documented(name) == [hex_lines(frame) for frame in example()[name]]
 
 
+@pytest.mark.parametrize("name", example())
+def test_the_example_is_read_as_what_it_says(name: str) -> None:
+    frames = [bytes.fromhex(frame) for frame in documented(name)]
+    message = decode(frames)
+    assert message.type is MessageType[name.split()[0]]
+    assert encode(message) == frames
+    body = BODIES.get(MessageType(message.type))
+    if body is Granted:
+        assert Granted.decode(message.body, 2).encode() == message.body
+    elif body is not None:
+        assert body.decode(message.body).encode() == message.body
+    elif message.type is MessageType.RESULT:
+        rows = Rows.allocate(SPEC, 2)
+        part = RowPart(RowCodec(rows), [(0, len(message.entries))])
+        part.unpack_results(message.body)
+        assert part.pack_results() == (message.body, b"")
+
+
+def test_every_type_has_an_example() -> None:
+    shown = {name.split()[0] for name in example()}
+    assert shown == {kind.name for kind in MessageType}
+
+
 def test_the_row_of_a_text_is_what_the_code_makes() -> None:
     (leaf,) = leaves_of(spaces.Text(3))
     assert hex_lines(encode_row(leaf, "ab").data) in DOCUMENT.read_text()
@@ -124,10 +222,15 @@ def test_every_type_code_and_limit_is_documented() -> None:
         assert re.search(rf"^\| {code.value} \| {code.name} \|", text, re.MULTILINE)
     for name in (
         *("MAX_ENTRIES", "MAX_BODY_BYTES", "MAX_ATTACH_BYTES", "MAX_NAMES"),
-        *("MAX_REPORT_BYTES", "MAX_TEXT_BYTES", "MAX_TRACEBACK_BYTES"),
+        *(
+            "MAX_REPORT_BYTES",
+            "MAX_STATUS_BYTES",
+            "MAX_TEXT_BYTES",
+            "MAX_TRACEBACK_BYTES",
+        ),
         *("MAX_ATTACH_VALUES", "MAX_CALL_BYTES", "MAX_CALL_VALUES"),
         *("RESET_BYTES", "RESET_ROW_BYTES"),
         *("MAX_OPTIONS_BYTES", "MAX_OPTIONS_VALUES", "MAX_TOLD_BLOCKS"),
-        *("MAX_TOLD_BYTES",),
+        *("MAX_TOLD_BYTES", "MAX_FRAMES_BYTES", "MAX_FRAME_ROWS", "MAX_RECORD_BYTES"),
     ):
         assert f"{getattr(constants, name):,}" in text, name

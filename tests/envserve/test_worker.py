@@ -6,6 +6,7 @@ import gc
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -16,6 +17,7 @@ from gymnasium import spaces
 from envserve import codec
 from envserve.crashes.action_ring import ring_nbytes
 from envserve.lane import Block, Fault
+from envserve.pictures import board_nbytes
 from envserve.slab import Slab, Status, row_of_beat
 from envserve.spec import EnvSpec, restore
 from envserve.worker import process
@@ -86,7 +88,7 @@ class Hosted:
         self.spec = EnvSpec(
             "A-v0", restore(described["observation"]), restore(described["action"])
         )
-        nbytes = ring_nbytes(self.spec, self.num_rows)
+        nbytes = ring_nbytes(self.spec, self.num_rows) + board_nbytes(self.num_rows, 1)
         self.slab = Slab.create(self.spec, self.num_rows, 1, nbytes)
         self.rows = self.slab.rows
         socket.send_fds(self._socket, [pack_frame(Kind.SLAB)], [self.slab.fd])
@@ -307,6 +309,24 @@ class ClosingEnv(gymnasium.Env[Any, Any]):
         ClosingEnv.closed += 1
         if ClosingEnv.closed == 1:
             raise RuntimeError("the window is gone")
+
+
+def test_nobody_looks_and_an_operation_reads_one_number_for_it(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = []
+
+    class Until:
+        def __getitem__(self, index: int) -> int:
+            reads.append(index)
+            return 0
+
+    monkeypatch.setattr(process, "Camera", lambda *_: SimpleNamespace(until=Until()))
+    hosted = host(LEDGER).ready()  # by a reset
+    for _ in range(10):
+        hosted.step(0, 0)
+    hosted.end()
+    assert reads == [0] * 11
 
 
 @pytest.mark.parametrize("is_told", [True, False], ids=["CLOSE", "end of file"])

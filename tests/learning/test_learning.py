@@ -41,7 +41,7 @@ RECALL = CONFIG.replace(
     value_layers=(16,),
 )
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(500)
 
 
 def learned_return(folder: Path, config: Config, num_workers: int = 1) -> float:

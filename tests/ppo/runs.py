@@ -51,7 +51,7 @@ def ppo(*arguments: object) -> tuple[int, str, str]:
     """
     with (
         mock.patch("ppo.commands.shared.start_tensorflow"),
-        mock.patch("ppo.films.rendering.headless_backend", return_value=None),
+        mock.patch("envserve.video.headless_settings", return_value={}),
     ):
         result = CliRunner().invoke(app, list(map(str, arguments)))
     return result.exit_code, result.stdout, result.stderr

@@ -1,9 +1,8 @@
 """The command: fast answers to bad input, exit codes, what is shown, and signals."""
 
-import io
 import logging
-import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,15 +10,16 @@ import threading
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from envserve.errors import ServerLost, WrapperError
-from ppo.commands.shared import plain_warnings, which_checkpoint
+from ppo.commands.plan import new_folder
+from ppo.commands.shared import place_of, plain_warnings, which_checkpoint
 from ppo.commands.stop_signals import StopSignals
-from ppo.commands.train import hints_at_resuming, progress_bar
+from ppo.commands.train import hints_at_resuming
 from ppo.config import Config
-from ppo.run_folder.folder import RunFolder
-from ppo.train import Progress
+from ppo.configs import CONFIGS
+from ppo.errors import RunFolderError
+from ppo.run_folder.folder import Place, RunFolder
 from tests.ppo.runs import ppo
 
 
@@ -27,7 +27,7 @@ from tests.ppo.runs import ppo
     ("arguments", "message"),
     [
         (["cartpol"], "Did you mean cartpole?"),
-        ([], "Expected a CONFIG: one of cartpole"),
+        ([], "Expected the name of a config"),
         (["cartpole", "--set", "learnin_rate=1"], "Did you mean learning_rate?"),
         (
             ["cartpole", "--set", "num_envs=zero"],
@@ -42,6 +42,13 @@ from tests.ppo.runs import ppo
         (["--seed", "3", "--resume", "b"], "leave out --run-dir and --seed"),
         (["--resume", "nowhere"], "nowhere: expected the folder of a run, found none"),
         (["missing.toml"], "missing.toml: expected a config file"),
+        (["cartpole", "--set", "lr=1e-3"], "unknown key 'lr'. Did you mean learning_r"),
+        (["CartPole"], "got 'CartPole'. Did you mean CartPole-v1?"),
+        (["CartPol-v1"], "did you mean CartPole-v1?"),
+        (["nosuch:Walk-v0"], "No module named 'nosuch'"),
+        (["nosuch.py:Walk"], "nosuch.py: no such file"),
+        (["CartPole-v1", "--set", 'env_kwargs={"colour": 1}'], "colour"),
+        (["cartpole", "--connect", "a b"], "--connect: expected an address like sim1"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
@@ -50,11 +57,42 @@ def test_bad_input_is_one_line_and_exit_code_2(
     monkeypatch.chdir(tmp_path)
     code, output, error = ppo("train", *arguments)
     assert code == 2
-    assert output == ""
     assert error.startswith("Error: ")
     assert error.count("\n") == 1
     assert message in error
+    assert output == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "now")
+    config = Config(env_name="CartPole-v1")
+    for name, folder in [
+        ("cartpole", "cartpole-now"),
+        ("a/cartpole.toml", "cartpole-now-2"),
+        ("my_env.py:cartpole", "cartpole-now-3"),
+    ]:
+        assert new_folder(name, config, Place()).path == Path("runs", folder)
+
+
+def test_options_win_over_what_a_run_remembers(tmp_path: Path) -> None:
+    config = Config(env_name="CartPole-v1")
+    made = Place(addresses=("127.0.0.1:7",), import_modules=("mine",))
+    run = RunFolder.create(tmp_path / "run", config, made)
+    assert run.place() == made
+    assert place_of(made, None, None) == made
+    moved = place_of(made, ["127.0.0.2"], None)
+    assert moved == Place(addresses=("127.0.0.2",), import_modules=("mine",))
+    here = place_of(made, ["local"], ["file.py", "module"])
+    assert here == Place(import_modules=(str(Path("file.py").absolute()), "module"))
+    run.place_path.unlink()  # as in the folders of older runs
+    assert run.place() == Place()
+    run.place_path.write_text("[]")
+    with pytest.raises(RunFolderError, match="Remove this file, and say them again"):
+        run.place()
 
 
 def test_a_taken_run_folder_is_refused(tmp_path: Path) -> None:
@@ -72,9 +110,14 @@ def test_a_taken_run_folder_is_refused(tmp_path: Path) -> None:
 def test_resuming_is_not_proposed_where_it_would_fail_too(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "00000001").mkdir(parents=True)
     notes = []
+
+    def fail(error: Exception, runs: list[RunFolder]) -> None:
+        runs.append(RunFolder(tmp_path))
+        raise error
+
     for error in (WrapperError("no such wrapper"), ServerLost("gone")):
-        with pytest.raises(type(error)), hints_at_resuming(RunFolder(tmp_path)):
-            raise error
+        with pytest.raises(type(error)), hints_at_resuming() as runs:
+            fail(error, runs)
         notes.append(getattr(error, "__notes__", []))
     assert notes == [[], [f"Go on with: ppo train --resume {tmp_path}"]]
 
@@ -105,12 +148,17 @@ def test_configs_are_listed() -> None:
         assert text in output
 
 
-def test_all_keys_of_a_config_are_shown_with_value_and_meaning() -> None:
+def test_all_keys_of_a_config_are_shown_and_first_those_that_differ() -> None:
     code, output, _ = ppo("configs", "pendulum")
     assert code == 0
+    keys = re.findall(r"^(\w+) = ", output, re.MULTILINE)
+    assert sorted(keys) == sorted(Config.model_fields)
+    changed = CONFIGS["pendulum"].model_dump(exclude_defaults=True)
+    assert keys[: len(changed)] == list(changed)
     assert "env_name = Pendulum-v1\n" in output
     assert "env_kwargs = {}\n" in output
     assert "policy_layers = [64, 64]\n    Hidden layers of the policy" in output
+    assert output.index("\nNetworks\n") < output.index("\npolicy_layers")
     assert ppo("configs", "pendulu")[0] == 2
 
 
@@ -142,29 +190,6 @@ def test_help_and_bad_input_do_not_load_tensorflow() -> None:
         timeout=110,
     )
     assert "loaded: []" in result.stdout
-
-
-def shown(is_terminal: bool) -> str:
-    stream = io.StringIO()
-    console = Console(file=stream, force_terminal=is_terminal, width=120)
-    with progress_bar(console, total_steps=4096) as show:
-        show(Progress(1024, 900.0, math.nan, 0))
-        show(Progress(2048, 1234.5, 21.25, 0))
-        show(Progress(4096, 2345.6, 33.75, 1234))
-    return stream.getvalue()
-
-
-def test_a_terminal_shows_a_bar_with_steps_speed_and_return() -> None:
-    text = shown(is_terminal=True)
-    for part in ("4,096/4,096 steps", "2,346 steps/s", "return 33.8, 1,234 lost"):
-        assert part in text
-
-
-def test_elsewhere_there_is_a_line_at_first_and_at_the_end() -> None:
-    assert shown(is_terminal=False).splitlines() == [
-        "1,024/4,096 steps, 900 steps/s, return -",
-        "4,096/4,096 steps, 2,346 steps/s, return 33.8, 1,234 lost",
-    ]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

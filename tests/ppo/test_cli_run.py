@@ -1,10 +1,19 @@
 """The whole command with real workers: stopped by a signal, resumed, evaluated."""
 
+import fcntl
 import json
+import os
+import pty
+import re
+import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
+from urllib.request import HTTPCookieProcessor, build_opener
 
 import pytest
 
@@ -22,13 +31,26 @@ SMALL = (
 )
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
+COMMAND = (sys.executable, "-c", "from ppo.cli import main; main()")
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", "from ppo.cli import main; main()", *arguments],
+        [*COMMAND, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def read_until(words: str, process: subprocess.Popen[str]) -> list[str]:
+    """Return the lines of a command up to the first one with these words."""
+    assert process.stdout is not None
+    lines = [process.stdout.readline()]
+    while words not in lines[-1]:
+        assert lines[-1], lines
+        lines.append(process.stdout.readline())
+    return lines
 
 
 def finished(process: subprocess.Popen[str]) -> str:
@@ -43,9 +65,7 @@ def finished(process: subprocess.Popen[str]) -> str:
 
 
 def interrupt(process: subprocess.Popen[str], number: signal.Signals) -> str:
-    """Send a signal once training is under way; returns the rest of the output."""
-    assert process.stdout is not None
-    assert "steps/s" in process.stdout.readline()
+    """Send a signal to a training that is under way; returns the rest of the output."""
     process.send_signal(number)
     output = finished(process)
     assert "Stopping after this iteration" in output
@@ -53,33 +73,99 @@ def interrupt(process: subprocess.Popen[str], number: signal.Signals) -> str:
     return output
 
 
+def fetched(url: str) -> str:
+    """Return what is at a URL, with the cookies that it asks to be sent."""
+    opener = build_opener(HTTPCookieProcessor())
+    with opener.open(url, timeout=_PATIENCE) as answer:
+        return answer.read().decode()
+
+
+class Terminal:
+    """A command on a terminal, with what it wrote and when."""
+
+    def __init__(self, width: int, *arguments: object) -> None:
+        self._process, self._terminal = pty.fork()
+        if self._process == 0:
+            os.execv(sys.executable, [*COMMAND, *map(str, arguments)])
+        size = struct.pack("HHHH", 24, width, 0, 0)
+        fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, size)
+        self.text = ""
+        self.times: list[float] = []
+
+    def read_until(self, words: str) -> None:
+        while words not in self.text:
+            assert self.read(), self.text
+
+    def read(self) -> bool:
+        """Take in what is written next; false at the end."""
+        assert select.select([self._terminal], [], [], _PATIENCE)[0]
+        try:
+            more = os.read(self._terminal, 65536)
+        except OSError:  # whoever wrote has gone
+            return False
+        self.text += more.decode(errors="replace")
+        self.times.append(time.monotonic())
+        return True
+
+    def press_ctrl_c(self) -> None:
+        os.write(self._terminal, b"\x03")
+
+    def exit_code(self) -> int:
+        while self.read():
+            pass
+        os.close(self._terminal)
+        return os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
+
+
 def test_signals_save_and_a_resumed_run_ends_with_an_evaluation(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    new = start("train", "cartpole", *SMALL, "--run-dir", str(folder))
-    output = interrupt(new, signal.SIGINT)
-    assert f"ppo train --resume {folder}" in output
-    interrupt(start("train", "--resume", str(folder)), signal.SIGTERM)
+    terminal = Terminal(100, "train", "CartPole-v1", *SMALL, "--run-dir", folder)
+    terminal.read_until("starting TensorFlow")
+    before = len(terminal.times)
+    terminal.read_until("compiling")
+    assert len(terminal.times) - before >= 3  # it shows that it is at work
+    terminal.read_until("steps/s")
+    terminal.press_ctrl_c()
+    assert terminal.exit_code() == 0
+    for text in (
+        "CartPole-v1, settings of cartpole",
+        "4 in 1 worker process here",
+        "99,968: whole iterations of 128 within 100,000",
+        "starting TensorFlow, ",
+        "compiling, ",
+        "Stopped by SIGINT after",
+        f"ppo train --resume {folder}",
+    ):
+        assert text in terminal.text
+
+    watched = start("train", "--resume", folder, "--page", "--metrics-port=0")
+    lines = read_until("steps/s", watched)
+    urls = dict(re.findall(r"^(Page|Metrics): (\S+)", "".join(lines), re.MULTILINE))
+    assert "<!doctype html>" in fetched(urls["Page"])
+    assert re.search(r"^ppo_env_steps_total [1-9]", fetched(urls["Metrics"]), re.M)
+    interrupt(watched, signal.SIGTERM)
+    with pytest.raises(OSError, match="refused"):
+        fetched(urls["Page"])
     newest = max((folder / "checkpoints").iterdir())
     stopped_at = json.loads((newest / "counters.json").read_text())["steps"]
     more = f"total_steps={stopped_at + 256}"
-    output = finished(start("train", "--resume", str(folder), "--set", more))
+    output = finished(start("train", "--resume", folder, "--set", more))
     assert "over 5 episodes" in output
     assert f"Run folder: {folder}" in output
     steps = [row["steps"] for row in rows_of(folder)]
     assert steps == list(range(128, stopped_at + 257, 128))
     assert json.loads((folder / "evaluation.json").read_text())["episodes"] == 5
-    output = finished(start("train", "cartpole", "--resume", str(folder)))
+    output = finished(start("train", "cartpole", "--resume", folder))
     assert f"already at {stopped_at + 256:,} steps; --set total_steps=" in output
 
 
 def test_a_second_signal_stops_at_once_and_names_the_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     settings = (*SMALL, "--set", "horizon=4096")  # seconds per iteration
-    with start("train", "cartpole", *settings, "--run-dir", str(folder)) as process:
-        assert process.stdout is not None
-        assert "steps/s" in process.stdout.readline()
+    with start("train", "cartpole", *settings, "--run-dir", folder) as process:
+        read_until("steps/s", process)
         process.send_signal(signal.SIGINT)
-        assert "Stopping after this iteration" in process.stdout.readline()
+        read_until("Stopping after this iteration", process)
         process.send_signal(signal.SIGINT)
         output, error = process.communicate(timeout=_PATIENCE)
     assert process.returncode == 130
@@ -97,22 +183,16 @@ def test_a_recurrent_policy_needs_no_more_threads_than_the_command_has(
         *("--set", "recurrent_size=4", "--set", "sequence_length=8"),
     )
     folder = tmp_path / "run"
-    output = finished(start("train", "cartpole", *arguments, "--run-dir", str(folder)))
+    output = finished(start("train", "cartpole", *arguments, "--run-dir", folder))
     assert "over 5 episodes" in output
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [("env_name=CartPol-v1", "CartPole-v1"), ('env_kwargs={"colour": 1}', "colour")],
-)
-def test_envs_that_cannot_be_made_are_one_line_of_error(
-    tmp_path: Path, setting: str, message: str
+def test_an_interrupt_before_the_run_leaves_a_line_and_no_folder(
+    tmp_path: Path,
 ) -> None:
-    arguments = ["train", "cartpole", *SMALL, "--set", setting]
-    with start(*arguments, "--run-dir", str(tmp_path / "run")) as process:
-        output, error = process.communicate(timeout=_PATIENCE)
-    assert process.returncode == 2
-    assert error.splitlines()[-1].startswith("Error: ")
-    assert message in error.splitlines()[-1]
-    assert output == ""
+    terminal = Terminal(40, "train", "cartpole", "--run-dir", tmp_path / "run")
+    terminal.read_until("starting TensorFlow")
+    terminal.press_ctrl_c()
+    assert terminal.exit_code() == 130
+    assert "Stopped before the first checkpoint" in terminal.text
     assert not (tmp_path / "run").exists()

@@ -4,11 +4,13 @@ import json
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
+from gymnasium import spaces
 from pydantic import ValidationError
 
 from ppo.config import Config
-from ppo.configs import CONFIGS, apply_settings, load_config, read_config
+from ppo.configs import CONFIGS, apply_settings, load_config, read_config, suited
 from ppo.errors import ConfigError
 
 BASE = Config(env_name="CartPole-v1")
@@ -258,3 +260,22 @@ def test_iterations_never_exceed_the_steps() -> None:
     config = BASE.replace(total_steps=5000)
     assert config.steps_per_iteration == 2048
     assert config.num_iterations == 2
+
+
+def test_an_env_has_the_config_that_is_for_it_or_defaults_that_suit_its_spaces() -> (
+    None
+):
+    assert load_config("CartPole-v1") == CONFIGS["cartpole"]
+    assert load_config("CartPole-v0") == Config(env_name="CartPole-v0")
+    assert load_config("my_env.py:Walk").env_name == "my_env.py:Walk"
+    pong = load_config("ALE/Pong-v5")
+    assert (pong.env_kwargs, pong.import_modules) == ({"frameskip": 1}, ("ale_py",))
+    vector = spaces.Box(-1.0, 1.0, (3,))
+    image = spaces.Dict(
+        {"a": vector, "b": spaces.Tuple([spaces.Box(0, 255, (9, 9, 3), np.uint8)])}
+    )
+    config = Config(env_name="X-v0")
+    assert suited(vector, vector) == {}
+    for actions in (spaces.Discrete(2), spaces.Tuple([spaces.Discrete(2)])):
+        assert config.replace(**suited(vector, actions)).normalize_advantages
+    assert config.replace(**suited(image, spaces.Discrete(2))).num_envs == 8

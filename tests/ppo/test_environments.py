@@ -70,10 +70,10 @@ def test_envs_are_local_by_default(asked: list[tuple[Any, ...]]) -> None:
 
 def test_addresses_lead_to_servers(asked: list[tuple[Any, ...]]) -> None:
     config = CONFIG.replace(spare_envs=True, on_fault="raise", on_server_lost="pad")
-    env_maker(config, addresses=["tcp://a:1", "tcp://b:1"])(num_envs=8, seed=5)
+    env_maker(config, addresses=["127.0.0.1", "tcp://127.0.0.1:1"])(num_envs=8, seed=5)
     ((way, arguments, named),) = asked
     assert way == "connect"
-    assert arguments == ("CartPole-v1", ["tcp://a:1", "tcp://b:1"])
+    assert arguments == ("CartPole-v1", ["tcp://127.0.0.1:5555", "tcp://127.0.0.1:1"])
     assert named == {
         **COMMON,
         "server_lost_after": 9.0,

@@ -98,6 +98,11 @@ def test_the_command_draws_a_png_or_says_why_not(tmp_path: Path) -> None:
     out = tmp_path / "curves.png"
     assert ppo("plot", *runs, "--out", out) == (0, f"Plot: {out}\n", "")
     assert out.read_bytes().startswith(b"\x89PNG")
+    default = tmp_path / "mean_return.png"
+    assert ppo("plot", *runs) == (0, f"Plot: {default}\n", "")
+    default = runs[0] / "mean_return.png"
+    assert ppo("plot", runs[0]) == (0, f"Plot: {default}\n", "")
+    assert default.exists()
     for name in ("curves.gif7", "missing/curves.png"):
         code, _, error = ppo("plot", *runs, "--out", tmp_path / name)
         assert code == 2

@@ -9,7 +9,7 @@ import pytest
 from ppo.config import Config
 from ppo.errors import ConfigError, RunFolderError, RunWriteError
 from ppo.run_folder.folder import RunFolder
-from ppo.run_folder.metrics import MetricsWriter
+from ppo.run_folder.metrics import MetricsWriter, tag_of
 from tests.ppo.runs import rows_of
 
 CONFIG = Config(env_name="CartPole-v1")
@@ -69,16 +69,28 @@ def test_an_evaluation_is_saved(tmp_path: Path) -> None:
 
 
 def test_metrics_are_a_line_per_row_and_events(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
+    with MetricsWriter(tmp_path, CONFIG) as writer:
         writer.write(10, {"loss": 0.5, "mean_return": math.nan})
     (events,) = (tmp_path / "tensorboard").iterdir()
-    assert b"mean_return" in events.read_bytes()
-    with MetricsWriter(tmp_path) as writer:  # a second one appends
+    for tag in (b"rollout/mean_return", b"losses/loss", b"config", b"_hparams_/sess"):
+        assert tag in events.read_bytes()
+    with MetricsWriter(tmp_path, CONFIG) as writer:  # a second one appends
         writer.write(20, {"loss": 0.25, "mean_return": 3.0})
     assert rows_of(tmp_path) == [
         {"steps": 10, "loss": 0.5, "mean_return": None},
         {"steps": 20, "loss": 0.25, "mean_return": 3.0},
     ]
+
+
+def test_tensorboard_has_metrics_in_groups() -> None:
+    tags = [
+        *("evaluation/return_std", "losses/kl_penalty", "losses/explained_variance"),
+        *("normalization/observation_mean_max", "normalization/reward_scale"),
+        *("rollout/lost_episodes", "time/rollout_seconds", "time/steps_per_second"),
+    ]
+    names = [tag.partition("/")[2] for tag in tags]
+    names[0] = "evaluation_return_std"
+    assert [*map(tag_of, names)] == tags
 
 
 def test_only_a_folder_with_nothing_but_a_config_is_removed(tmp_path: Path) -> None:
@@ -105,7 +117,7 @@ def test_what_a_kill_left_of_writing_the_config_is_in_nobodys_way(
 ) -> None:
     (tmp_path / "config.json.partial").write_text("{")
     run = RunFolder.create(tmp_path, Config(env_name="CartPole-v1"))
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "envs.json"}
     (tmp_path / "config.json.partial").write_text("{")
     assert run.remove_if_unused()
     assert not tmp_path.exists()

@@ -109,7 +109,7 @@ def test_a_moved_run_goes_on_and_forgets_what_its_checkpoint_does_not_know(
         str(moved.path / "tensorboard")
     )
     accumulator.Reload()
-    shown = accumulator.Tensors("iteration")
+    shown = accumulator.Tensors("time/iteration")
     assert [event.step for event in shown] == [16, 32, 48, 64]
     assert len(list((moved.path / "tensorboard").iterdir())) == 3
 

@@ -1,6 +1,5 @@
 """Films of agents: whole episodes and nothing else, of the run as it was configured."""
 
-import ctypes.util
 import json
 import re
 import sys
@@ -11,15 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from envserve.errors import VideoError
 from ppo.agent import Agent
 from ppo.config import Config
 from ppo.environments import env_maker
-from ppo.errors import CheckpointError, EnvDataError, EnvsLostError, VideoError
+from ppo.errors import CheckpointError, EnvDataError, EnvsLostError
 from ppo.evaluate import evaluate, evaluation_seed
-from ppo.films.rendering import headless_backend, rendering_env_maker
+from ppo.films.rendering import rendering_env_maker
 from ppo.films.visualize import visualize_run
 from ppo.run_folder import checkpoint
-from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.folder import Place, RunFolder
 from tests.envserve.server_process import ServerProcess
 from tests.ppo.film_env import (
     MASKED,
@@ -77,7 +77,11 @@ def test_the_command_films_whole_episodes_of_a_run_that_was_moved(
     assert all((outdir / name).is_file() for name in summary["videos"])
     returns = np.array(summary["returns"])
     assert summary["std_return"] == pytest.approx(returns.std())
-    lines = output.splitlines()
+    (events,) = (tmp_path / "moved" / "tensorboard").iterdir()
+    for part in (b"evaluation/film", b"GIF89a"):
+        assert part in events.read_bytes()
+    start, *lines = output.splitlines()
+    assert start == "starting TensorFlow ..."
     assert len(lines) == 4
     for line, earned in zip(lines, returns, strict=False):
         assert f"return {earned:.1f}, 4 steps" in line
@@ -144,18 +148,17 @@ def test_an_episode_without_end_is_an_error(
 def test_over_a_server(tmp_path: Path) -> None:
     save_run(tmp_path / "run", CONFIG)
     save_run(tmp_path / "other", CONFIG.replace(env_kwargs={"length": 3}))
-    outdir = tmp_path / "films"
+    other = tmp_path / "other"
     with ServerProcess(tmp_path, "--import", *MODULES) as server:
-        (code, _, error), (other_code, _, other_error) = (
-            ppo(
-                *("visualize", tmp_path / name, "--outdir", outdir),
-                *("--episodes", 2, "--connect", server.address),
-            )
-            for name in ("run", "other")
-        )
+        place = Place(addresses=(server.address,))  # which the run remembers
+        RunFolder(tmp_path / "run").save_place(place)
+        code, output, error = ppo("visualize", tmp_path / "run", "--episodes", 2)
+        connect = "--connect", server.address
+        other_code, _, other_error = ppo("visualize", other, *connect)
     assert code == 0, error
+    assert f"Env servers of the run: {server.address}\n" in output
     frames = [[(episode, step) for step in range(6)] for episode in range(2)]
-    assert films(outdir) == frames
+    assert films(tmp_path / "run" / "films") == frames
     assert other_code == 2
     assert "env argument 'length' is not allowed" in other_error
     assert "expected an env that takes" not in other_error
@@ -197,22 +200,5 @@ def test_checkpoint_and_ffmpeg_are_looked_for_before_an_env_is_started(
         visualize(tmp_path / "run", which=7)
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(VideoError, match="Videos need ffmpeg"):
+    with pytest.raises(VideoError, match="videos need ffmpeg"):
         visualize(tmp_path / "run")
-
-
-def test_mujoco_draws_by_what_is_installed_where_there_is_no_screen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    installed = {"EGL", "OSMesa"}
-    monkeypatch.setattr(
-        ctypes.util, "find_library", lambda name: name if name in installed else None
-    )
-    monkeypatch.setattr(sys, "platform", "linux")
-    assert headless_backend({}) == "egl"
-    assert headless_backend({"DISPLAY": ":0"}) is None
-    assert headless_backend({"MUJOCO_GL": "osmesa"}) is None
-    installed.remove("EGL")
-    assert headless_backend({}) == "osmesa"
-    installed.clear()
-    assert headless_backend({}) is None

@@ -1,0 +1,1 @@
+"""Whether a server, of any make, keeps to docs/protocol.md: for `envserve check`."""

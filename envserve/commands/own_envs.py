@@ -1,0 +1,144 @@
+"""`envserve bench` and `replay`: an env, measured; its crash, played again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from envserve.commands.shared import Import, look_for_modules_here, names_here
+from envserve.errors import EnvserveError
+from envserve.own_envs import is_own, named
+from envserve.settings import num_cores
+from envserve.terminal import fail
+
+if TYPE_CHECKING:
+    from envserve.crashes.repro import Repro
+
+__all__ = ["bench", "replay"]
+
+
+def bench(
+    env: Annotated[
+        str,
+        typer.Option(help="Env to measure, as of `start`.", autocompletion=names_here),
+    ] = "CartPole-v1",
+    import_module: Import = None,
+    num_envs: Annotated[int, typer.Option(min=1, help="Rows of the batch.")] = 16,
+    num_workers: Annotated[
+        int, typer.Option(min=1, help="Processes that step envs.")
+    ] = num_cores(),
+    seconds: Annotated[
+        float, typer.Option(min=0.001, help="Length of one measurement.")
+    ] = 0.6,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Measurements of each case, in turns.")
+    ] = 5,
+) -> None:
+    """Measure an env here, behind a server, and in Gymnasium's vector envs."""
+    from envserve.bench.command import bench as measure
+    from envserve.bench.load import Load
+
+    workers = min(num_workers, num_envs)
+    look_for_modules_here([env] if is_own(env) else [])
+    try:
+        name, modules = named(env, import_module or ())
+        load = Load(name, num_envs, workers, seconds, import_modules=modules)
+        measure(load, rounds)
+    except EnvserveError as error:
+        fail(error, 1)
+
+
+def replay(
+    file: Annotated[Path, typer.Argument(help="Repro file; the log names it.")],
+    import_module: Import = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(help="Seconds after which a step hangs; by default, as it was."),
+    ] = None,
+    pdb: Annotated[
+        bool,
+        typer.Option("--pdb", help="Play it here, and open the debugger where it is."),
+    ] = False,
+    film: Annotated[
+        Path | None, typer.Option(help="MP4 or GIF file to make of its last steps.")
+    ] = None,
+    last: Annotated[int, typer.Option(min=1, help="How many steps to film.")] = 200,
+) -> None:
+    """Play a crashed env again; exits with 0 if it ends alike, with 1 if not."""
+    from envserve.pool import replay as replays
+    from envserve.pool.launcher import Launcher
+    from envserve.registry import import_env_modules
+    from envserve.video import VideoWriter, headless_settings
+
+    if pdb and film:
+        fail("expected --pdb or --film; got both", 2)
+    modules = import_module or ()
+    try:
+        repro = replays.load_repro(file)
+        print(replays.describe_repro(repro), flush=True)
+        if pdb:
+            import_env_modules(modules)
+            if not _debug(repro):
+                fail("it did not crash; the debugger has nothing to show", 1)
+            raise typer.Exit(0)
+        with contextlib.ExitStack() as stack:
+            writer = None
+            if film:
+                writer = stack.enter_context(VideoWriter(film))
+                os.environ.update(headless_settings(os.environ))  # for the worker
+            launcher = stack.enter_context(contextlib.closing(Launcher(modules)))
+            ending = replays.replay(repro, launcher, timeout, writer, last)
+        if writer is not None:
+            print(f"{film}: {writer.num_frames} frames")
+    except (EnvserveError, OSError) as error:
+        fail(error, 2)
+    print("reproduced" if ending.is_reproduced else "not reproduced:", ending.text)
+    raise typer.Exit(0 if ending.is_reproduced else 1)
+
+
+def _debug(repro: Repro) -> bool:
+    """Plays a crash in this very process; tells whether the debugger was opened.
+
+    What the env has raised is looked at where it was. What cannot be, since the process
+    ends or hangs, or the env's step has returned, is stepped through before it is.
+    """
+    import bdb
+    import traceback
+    from pdb import Pdb
+
+    from envserve.slab import Status
+    from envserve.worker.play import build, play
+
+    env, spec = build(repro)
+    last = len(repro.played.actions[0])
+    is_raised = repro.end.status is Status.ENV_ERROR and not repro.end.is_violation
+    debugger = Pdb()
+
+    def step(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if (result := debugger.runcall(own, *args, **kwargs)) is None:
+            raise bdb.BdbQuit
+        return result
+
+    def on_action(number: int) -> None:
+        if number == last and not is_raised:
+            print("What comes next ended it: n goes on by a line, s into a call.")
+            env.step_by(step)
+
+    try:
+        play(repro, env, spec, on_action)
+    except bdb.BdbQuit:
+        return True
+    except Exception as error:
+        traceback.print_exception(error)
+        if is_raised:
+            debugger.reset()
+            debugger.interaction(None, error.__traceback__)
+        return True
+    finally:
+        env.close()
+    return not is_raised

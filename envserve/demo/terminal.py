@@ -1,0 +1,68 @@
+"""The demo in a terminal: a mark per env, the numbers, and a key for each strike."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import termios
+import threading
+import tty
+
+from rich.console import Group
+from rich.live import Live
+from rich.text import Text
+
+from envserve.demo.run import Demo
+from envserve.errors import EnvserveError
+from envserve.terminal import console
+
+__all__ = ["show"]
+
+_LOOK_SECONDS = 0.1
+
+
+def show(demo: Demo) -> None:
+    """Shows it until it ends, or somebody presses q."""
+    told: list[str] = []
+    names = {name[0]: name for name in demo.strikes}
+    stdin, has_keys = sys.stdin.fileno(), sys.stdin.isatty()
+    with contextlib.ExitStack() as stack:
+        if has_keys:
+            before = termios.tcgetattr(stdin)
+            stack.callback(termios.tcsetattr, stdin, termios.TCSADRAIN, before)
+            tty.setcbreak(stdin)
+        screen = Live(console=console(), get_renderable=lambda: _screen(demo, told))
+        stack.enter_context(screen)
+        while not demo.has_ended.wait(0.0 if has_keys else _LOOK_SECONDS):
+            if has_keys and select.select([stdin], [], [], _LOOK_SECONDS)[0]:
+                key = os.read(stdin, 1).decode(errors="replace")
+                if key == "q":
+                    return
+                if key in names:
+                    args = demo, names[key], told
+                    threading.Thread(target=_strike, args=args, daemon=True).start()
+
+
+def _strike(demo: Demo, name: str, told: list[str]) -> None:
+    label, strike = demo.strikes[name]
+    told.append(f"{label} ...")
+    try:
+        told.append(strike())
+    except EnvserveError as error:
+        told.append(str(error))
+
+
+def _screen(demo: Demo, told: list[str]) -> Group:
+    row, away = demo.row, demo.away()
+    head = Text(f"{row['demo_wrong']:,} wrong of {row['rows_checked']:,} transitions, ")
+    head.stylize("bold red" if row["demo_wrong"] else "bold green")
+    head.append(f"mean return {row.get('mean_return', 0):.1f}", "bold")
+    marks = Text()
+    for index, is_away in enumerate(away.tolist()):
+        if index * 2 % len(away) == 0:
+            marks.append(f"\nserver {1 + index * 2 // len(away)} ")
+        marks.append(" ." if is_away else " #", "dim" if is_away else "green")
+    keys = ", ".join(f"{name[0]} {label}" for name, (label, _) in demo.strikes.items())
+    return Group(head, marks, "", Text(f"{keys}, q Quit", "dim"), *told[-5:])

@@ -1,0 +1,1 @@
+"""A page in the browser about servers, their envs and a run."""

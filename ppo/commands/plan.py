@@ -1,0 +1,124 @@
+"""What `ppo train` is to do: a new run or an old one, of which env, and where."""
+
+import contextlib
+import re
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from envserve.own_envs import absolute, name_of
+from envserve.settings import num_cores
+from ppo.commands.screen import Screen
+from ppo.commands.shared import place_of
+from ppo.config import Config
+from ppo.configs import CONFIGS, WORDS, apply_settings, is_env, load_config, suited
+from ppo.errors import ConfigError
+from ppo.run_folder.folder import Place, RunFolder
+
+__all__ = ["Plan", "new_folder", "new_plan", "resumed_plan"]
+
+
+class Plan(NamedTuple):
+    """What is to run, where its config comes from, and where it all is."""
+
+    run_folder: RunFolder
+    config: Config
+    origin: str
+    place: Place
+    is_resumed: bool = False
+
+    @property
+    def total_steps(self) -> int:
+        """Env steps that are really run."""
+        return self.config.num_iterations * self.config.steps_per_iteration
+
+    def header(self, num_workers: int | None) -> list[str]:
+        """Say in lines what will be done, and where."""
+        config = self.config
+        workers = min(num_workers or num_cores(), config.num_envs)
+        where = f"in {workers} worker process{'es' if workers > 1 else ''} here"
+        if self.place.addresses:
+            where = f"on {', '.join(self.place.addresses)}"
+        steps = f"{self.total_steps:,}"
+        if self.total_steps < config.total_steps:
+            steps += f": whole iterations of {config.steps_per_iteration:,}"
+            steps += f" within {config.total_steps:,}"
+        return [
+            f"{name_of(config.env_name)}, settings {self.origin}",
+            f"  envs   {config.num_envs} {where}",
+            f"  steps  {steps}",
+            f"  seed   {config.seed}",
+            f"  run    {self.run_folder.path}",
+        ]
+
+
+def resumed_plan(
+    path: Path,
+    name: str | None,
+    changes: list[str],
+    connect: list[str] | None,
+    import_modules: list[str] | None,
+) -> Plan:
+    """Find out how a run goes on, and remember where."""
+    run_folder, config = RunFolder.open(path)
+    env_name = name_of(config.env_name)
+    if name is not None and name_of(load_config(name).env_name) != env_name:
+        raise ConfigError(
+            f"--resume takes the config from the earlier run, whose env is "
+            f"{config.env_name}: leave out CONFIG; use --set to change a setting."
+        )
+    place = place_of(run_folder.place(), connect, import_modules)
+    config = apply_settings(config, changes)
+    run_folder.save_place(place)
+    return Plan(run_folder, config, "of the run", place, is_resumed=True)
+
+
+def new_plan(
+    screen: Screen,
+    name: str | None,
+    changes: list[str],
+    run_dir: Path | None,
+    place: Place,
+) -> Plan:
+    """Find out what to run, look at its env, and then make a folder."""
+    if name is None:
+        raise ConfigError(f"Expected {WORDS}.")
+    base = load_config(name)
+    config = _located(apply_settings(base, changes))
+    screen.phase(f"looking at {name_of(config.env_name)}", is_passing=True)
+    from ppo.environments import env_maker
+
+    whole = config.replace(num_splits=1)
+    make_env = env_maker(whole, place.addresses, 1, place.import_modules)
+    with make_env(num_envs=1, seed=0) as env:
+        spaces = env.observation_space, env.action_space
+    origin = f"of {name}"
+    if is_env(name):
+        known = [word for word in CONFIGS if CONFIGS[word] == base]
+        origin = f"of {known[0]}" if known else "suited to its spaces"
+        if not known:
+            base = base.replace(**suited(*spaces))
+            config = _located(apply_settings(base, changes))
+    if run_dir is None:
+        return Plan(new_folder(name, config, place), config, origin, place)
+    return Plan(RunFolder.create(run_dir, config, place), config, origin, place)
+
+
+def new_folder(name: str, config: Config, place: Place) -> RunFolder:
+    """Make a folder named after config and time, which no other run takes, too."""
+    stem = re.sub(r"\.(toml|json|py)$", "", re.split("[/:]", name)[-1])
+    first = Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for end in ("", *(f"-{number}" for number in range(2, 100))):
+        path = first.with_name(first.name + end)
+        with contextlib.suppress(FileExistsError):  # of the same second
+            path.mkdir(parents=True)
+            break
+    return RunFolder.create(path, config, place)
+
+
+def _located(config: Config) -> Config:
+    """Return a config whose files are found from any folder."""
+    return config.replace(
+        env_name=absolute(config.env_name),
+        import_modules=tuple(map(absolute, config.import_modules)),
+    )

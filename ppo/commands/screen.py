@@ -1,0 +1,221 @@
+"""What a run shows: its phases with their seconds, and how far it has come.
+
+On a terminal that is redrawn four times a second, also while TensorFlow is busy.
+Elsewhere it is a line per phase, and one every ten seconds.
+"""
+
+import datetime
+import logging
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from rich.cells import cell_len
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from ppo.train import Progress
+
+__all__ = ["Screen", "sparkline"]
+
+_TRAINING = "training"
+_NARROWEST, _WIDEST, _GAP = 8, 40, 2  # of bars and sparklines, in columns
+_METRICS = ("value_loss", "policy_loss", "entropy")
+
+
+class Screen:
+    """Shows what a command does while it does that; a context manager.
+
+    Args:
+        console: where to.
+        logger: where to instead, a record per line.
+        seconds_between_lines: how often there is a line where there is no terminal.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        logger: logging.Logger | None = None,
+        *,
+        seconds_between_lines: float = 10.0,
+    ) -> None:
+        self.total_steps = 0
+        self._console, self._logger = console, logger
+        self._is_live = console.is_interactive and logger is None
+        self._has_glyphs = not console.options.ascii_only
+        self._seconds_between_lines = seconds_between_lines
+        self._phase, self._is_passing, self._began = "", True, 0.0
+        self._progress: Progress | None = None
+        self._first = self._last = (0.0, 0)  # of the progress: when, and env steps
+        self._returns: list[float] = []
+        self._spinner = Spinner("dots" if self._has_glyphs else "line", style="cyan")
+        self._is_over = threading.Event()
+        self._ticker = threading.Thread(target=self._print_lines, daemon=True)
+        self._live = Live(
+            console=console,
+            get_renderable=self._rows,
+            transient=True,
+            redirect_stderr=sys.stderr.isatty(),  # a log file gets its own lines
+        )
+
+    def __enter__(self) -> Self:
+        """Begin to draw."""
+        if self._is_live:
+            self._live.start()
+        else:
+            self._ticker.start()
+        return self
+
+    def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
+        """Draw no longer; what was finished stays."""
+        self._end_phase(is_finished=exception_type is None)
+        self._is_over.set()
+        if self._is_live:
+            self._live.stop()
+        else:
+            self._ticker.join()
+
+    def phase(self, name: str, *, is_passing: bool = False) -> None:
+        """Name what is done from now on, if anything; a passing one leaves no line."""
+        self._end_phase(is_finished=not is_passing)
+        self._phase, self._is_passing, self._began = name, is_passing, time.monotonic()
+        if name and not self._is_live and not is_passing:
+            self.print(f"{name} ...")
+
+    def show(self, progress: "Progress") -> None:
+        """Take in how far the training is."""
+        self._last = time.monotonic(), progress.steps
+        is_first, self._progress = self._progress is None, progress
+        if is_first:
+            self._end_phase(is_finished=True)
+            self._first = self._last
+        self._phase, self._is_passing, self._began = _TRAINING, False, self._first[0]
+        if not math.isnan(progress.mean_return):
+            self._returns.append(progress.mean_return)
+        if is_first and not self._is_live:
+            self.print(self._line())
+
+    def print(self, text: str, style: str | None = None) -> None:
+        """Leave a line of text, above what is redrawn."""
+        if self._logger is None:
+            self._console.print(text, style=style, markup=False, soft_wrap=True)
+        else:
+            fields: dict[str, Any] = {}
+            if self._progress is not None and self._phase == _TRAINING:
+                fields = self._progress._asdict()
+                fields |= fields.pop("metrics")
+            known = {key: fields[key] for key in fields if fields[key] == fields[key]}
+            self._logger.info(text.strip(), extra={"fields": known})
+
+    def _end_phase(self, *, is_finished: bool) -> None:
+        """Leave a line of a phase that came to its end."""
+        name, is_finished = self._phase, is_finished and not self._is_passing
+        took = _duration(time.monotonic() - self._began)
+        if is_finished and self._progress is not None and name == _TRAINING:
+            reached, earned = self._cells(self._progress)
+            curve = sparkline(self._returns, 16) if self._has_glyphs else ""
+            self.print(f"{name}, {took}: {reached[1]}, {earned[0]} {curve}".rstrip())
+        elif is_finished and name and self._is_live:
+            self.print(f"{name}, {took}", style="dim")
+        self._phase = ""
+
+    def _print_lines(self) -> None:
+        while not self._is_over.wait(self._seconds_between_lines):
+            if self._phase:
+                self.print(self._line())
+
+    def _line(self) -> str:
+        if self._progress is None or self._phase != _TRAINING:
+            return f"{self._phase}, {_duration(time.monotonic() - self._began)} so far"
+        (left, *reached), earned = self._cells(self._progress)
+        return ", ".join((*reached, *earned, left))
+
+    def _cells(self, progress: "Progress") -> tuple[list[str], list[str]]:
+        """Return how far it is, and what it has learned, the most important first."""
+        now, (since, first), (_, steps) = time.monotonic(), self._first, self._last
+        left = "? left"
+        if steps > first:
+            speed = (steps - first) / (self._last[0] - since)
+            seconds = (self.total_steps - steps) / speed - (now - self._last[0])
+            left = f"{_duration(max(seconds, 0.0))} left"
+        reached = [
+            left,
+            f"{steps:,}/{self.total_steps:,} steps",
+            f"{progress.steps_per_second:,.0f} steps/s",
+        ]
+        mean = progress.mean_return
+        earned = [f"return {'-' if math.isnan(mean) else f'{mean:.1f}'}"]
+        if progress.lost_steps:
+            earned.append(f"{progress.lost_steps:,} lost")
+        known = progress.metrics
+        for name in filter(known.__contains__, _METRICS):
+            earned.append(f"{name.replace('_', ' ')} {known[name]:.2g}")
+        return reached, earned
+
+    def _rows(self) -> RenderableType:
+        if not self._phase:
+            return ""
+        name = f"{self._phase} {_duration(time.monotonic() - self._began)}"
+        self._spinner.update(text=name)
+        if self._progress is None:
+            return self._spinner
+        reached, earned = self._cells(self._progress)
+        steps, width = self._progress.steps, self._console.width
+
+        def bar(columns: int) -> RenderableType:
+            return ProgressBar(self.total_steps, steps, width=columns)
+
+        def curve(columns: int) -> RenderableType:
+            glyphs = sparkline(self._returns, columns) if self._has_glyphs else ""
+            return Text(glyphs.ljust(columns), "green")
+
+        return Group(
+            _row(self._spinner, len(name) + 2, bar, reached, width),
+            _row(Text(earned[0], "bold"), len(earned[0]), curve, earned[1:], width),
+        )
+
+
+def _row(
+    lead: RenderableType,
+    lead_width: int,
+    graphic: Callable[[int], RenderableType],
+    cells: Sequence[str],
+    width: int,
+) -> Table:
+    """Join what fits into a row: the last cells are left out first."""
+    kept = list(cells)
+    room = width - lead_width - _GAP
+
+    def needed() -> int:
+        return _NARROWEST + sum(cell_len(cell) + _GAP for cell in kept)
+
+    while kept and needed() > room:
+        kept.pop()
+    columns = max(min(room - needed() + _NARROWEST, _WIDEST), 1)
+    row = Table.grid(padding=(0, _GAP, 0, 0), pad_edge=False)
+    row.add_row(lead, graphic(columns), *kept)
+    return row
+
+
+def sparkline(values: Sequence[float], columns: int) -> str:
+    """Draw numbers as bars in so many characters, from lowest to highest."""
+    ends = [-(-(i + 1) * len(values) // columns) for i in range(columns)]
+    shown = [values[end - 1] for end in ends if values]
+    low, high = min(shown, default=0.0), max(shown, default=0.0)
+    heights = [(value - low) / (high - low) if high > low else 0.0 for value in shown]
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * height)] for height in heights)
+
+
+def _duration(seconds: float) -> str:
+    """Return some seconds as a short text."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return str(datetime.timedelta(seconds=int(seconds)))

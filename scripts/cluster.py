@@ -1,0 +1,210 @@
+"""Rehearse docker-compose.yml: its very commands, on hosts of our own network.
+
+    python scripts/cluster.py --servers 4
+
+Every container is a network namespace with a name, as the file has it, and every
+command a process in there. It trains, watches the page and the metrics, kills one
+server with its host, and brings it back. Exits with 1 if anything does not go on. For
+Linux; needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.network_hosts import Hosts  # noqa: E402
+
+BIN = Path(sys.executable).parent
+FETCH = """
+import sys, urllib.request
+print(urllib.request.urlopen(sys.argv[1], timeout=5).read().decode())
+"""
+
+
+class Cluster:
+    """The services of the file, each on a host of its own; `sim` on several.
+
+    Attributes:
+      servers: Names of the hosts that are `sim`.
+      processes: What runs, by host.
+    """
+
+    def __init__(self, num_servers: int, folder: Path) -> None:
+        text = (ROOT / "docker-compose.yml").read_text()
+        self.services: dict[str, dict[str, Any]] = yaml.safe_load(text)["services"]
+        self.servers = [f"sim-{number}" for number in range(1, num_servers + 1)]
+        self.folder = folder
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+        others = ("keys", "trainer", "page", "prometheus")
+        aliases = dict.fromkeys(self.servers, "sim")
+        self.hosts = Hosts([*self.servers, *others], aliases)
+
+    def command(self, host: str, words: list[str]) -> list[str]:
+        """Returns the words with the folder in the place of the volumes."""
+        program, *rest = words
+        placed = [word.replace("/keys", f"{self.folder}/keys") for word in rest]
+        return self.hosts.command(host, str(BIN / program), *placed)
+
+    def environment(self, service: str) -> dict[str, str]:
+        """Returns a service's, likewise."""
+        given = self.services[service].get("environment", {})
+        home = given.get("ENVSERVE_HOME", "/nowhere")
+        return os.environ | {"ENVSERVE_HOME": f"{self.folder}{home}"}
+
+    def start(self, service: str, host: str = "", *more: str) -> None:
+        """Begins the service's command; its output goes to a file."""
+        host = host or service
+        program = "ppo" if service == "trainer" else "envserve"
+        words = [program, *self.services[service]["command"], *more]
+        with (self.folder / f"{host}.log").open("a") as log:
+            self.processes[host] = subprocess.Popen(
+                self.command(host, words),
+                env=self.environment(service),
+                cwd=self.folder,
+                stdout=log,
+                stderr=log,
+                text=True,
+            )
+
+    def run(self, service: str, host: str, words: list[str]) -> str:
+        """Returns what a command prints there; "" if it failed."""
+        command, env = self.command(host, words), self.environment(service)
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        return done.stdout if done.returncode == 0 else ""
+
+    def fetch(self, host: str, url: str) -> str:
+        """Returns what a web server tells that host; "" if it does not."""
+        return self.run("sim", host, ["python", "-c", FETCH, url])
+
+    def log(self, host: str) -> str:
+        return (self.folder / f"{host}.log").read_text()
+
+    def kill_host(self, host: str) -> None:
+        """Nobody says goodbye, and nobody answers."""
+        process = self.processes.pop(host)
+        process.kill()
+        process.wait()
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.send_signal(signal.SIGTERM)
+        for process in self.processes.values():
+            process.wait(timeout=30)
+
+
+def wait_for(what: str, is_so: Callable[[], Any], seconds: float = 60) -> Any:
+    """Returns what is found, once it is so; says how long that took."""
+    begin = time.monotonic()
+    while not (found := is_so()):
+        if time.monotonic() > begin + seconds:
+            raise TimeoutError(f"expected {what} within {seconds:g} s; it is not so")
+        time.sleep(0.1)
+    print(f"{time.monotonic() - begin:5.1f} s  {what}", flush=True)
+    return found
+
+
+def health_command() -> list[str]:
+    """Returns what the image asks itself."""
+    (words,) = set(
+        re.findall(r"^ +CMD (\[.*\])$", (ROOT / "Dockerfile").read_text(), re.M)
+    )
+    found: list[str] = json.loads(words)
+    return found
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def rehearse(cluster: Cluster) -> None:
+    run, services = cluster.folder / "run", cluster.services
+    lost = cluster.servers[-1]
+    cluster.run("keys", "keys", ["envserve", *services["keys"]["command"]])
+    for server in cluster.servers:
+        cluster.start("sim", server)
+    for server in cluster.servers:
+        is_well = partial(cluster.run, "sim", server, health_command())
+        wait_for(f"{server} is healthy", is_well)
+    cluster.start("page")
+    words = ("--set", "total_steps=100000000", "--run-dir", str(run))
+    cluster.start("trainer", "", *words)
+
+    def trains_on(num_rows: int, is_whole: bool | None = None) -> bool:
+        if cluster.processes["trainer"].poll() not in (None, 0):
+            raise ChildProcessError(cluster.log("trainer")[-2000:])
+        rows = rows_of(run)
+        fits = is_whole is None or (rows[-1]["valid_fraction"] == 1.0) == is_whole
+        return len(rows) >= num_rows and fits
+
+    def is_watched() -> bool:
+        url = re.search(r"http://\S+", cluster.log("page"))
+        return url is not None and "<html" in cluster.fetch("page", url[0])
+
+    def is_measured(host: str, name: str) -> bool:
+        service = "trainer" if host == "trainer" else "sim"
+        command = services[service]["command"]
+        port = command[command.index("--metrics-port") + 1]
+        return name in cluster.fetch("prometheus", f"http://{host}:{port}/metrics")
+
+    wait_for("the trainer trains", lambda: trains_on(3), 120)
+    wait_for("the page is shown", is_watched)
+    for host in cluster.servers:
+        wait_for(f"{host} has metrics", partial(is_measured, host, "envserve_"))
+    wait_for("the trainer has metrics", lambda: is_measured("trainer", "ppo_"))
+    cluster.kill_host(lost)
+    before = len(rows_of(run))
+    wait_for(f"training goes on without {lost}", lambda: trains_on(before + 3, False))
+    wait_for("so does the page", is_watched)
+    wait_for("so do metrics", lambda: is_measured(cluster.servers[0], "envserve_"))
+    cluster.start("sim", lost)
+    wait_for(f"{lost} is in use again", lambda: trains_on(before + 4, True))
+    trainer = cluster.processes.pop("trainer")
+    trainer.send_signal(signal.SIGTERM)
+    wait_for("the training is saved", lambda: trainer.poll() is not None)
+    if trainer.returncode:
+        raise ChildProcessError(cluster.log("trainer")[-2000:])
+    last = rows_of(run)[-1]
+    print(f"{last['steps']:,} steps, mean return {last['mean_return']:.1f}")
+
+
+def main(
+    servers: Annotated[int, typer.Option(min=2, help="Hosts that are `sim`.")] = 4,
+) -> None:
+    """Rehearse docker-compose.yml in network namespaces."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        cluster = Cluster(servers, folder)
+        stack.callback(cluster.hosts.remove)
+        cluster.hosts.create()
+        stack.callback(cluster.close)
+        try:
+            rehearse(cluster)
+        except (TimeoutError, ChildProcessError) as error:
+            for log in sorted(folder.glob("*.log")):
+                print(f"-- {log.name}\n{log.read_text()[-1500:]}", file=sys.stderr)
+            print(f"Error: {error}", file=sys.stderr)
+            raise typer.Exit(1) from None
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,115 @@
+#!/usr/bin/env python3
+"""Takes the pictures of docs/page.md: a server, envs that are stepped, and a browser.
+
+Needs Chromium and what `make test-doors` installs; run it with .venv-doors/bin/python.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+import psutil
+from playwright.sync_api import Browser, sync_playwright
+
+from envserve.client import BatchEnv
+from envserve.page.serve import page_process
+
+IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
+NUM_ENVS, SECONDS = 16, 25.0
+SHOTS = {"desk": (1280, 900, "light"), "dark": (1280, 900, "dark")}
+SHOTS |= {"phone": (360, 780, "light")}
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "cartpole"
+        run.mkdir()
+        told = Path(folder) / "address"
+        command = ["-m", "envserve", "start", "CartPole-v1", "--crash-dir", "none"]
+        command += [
+            "--bind",
+            "tcp://127.0.0.1:0",
+            "--insecure-no-auth",
+            "--workers",
+            "4",
+        ]
+        command += ["--address-file", str(told), "--log-level", "error"]
+        server = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE)
+        assert server.stdout is not None
+        server.stdout.readline()
+        address = told.read_text().strip()
+        has_ended = threading.Event()
+        playing = threading.Thread(target=play, args=(address, run, has_ended))
+        playing.start()
+        process, url = page_process([address], run, insecure=True)
+        try:
+            with process, sync_playwright() as playwright:
+                browser = playwright.chromium.launch(
+                    executable_path="/usr/bin/chromium", args=["--no-sandbox"]
+                )
+                take(browser, url, server.pid)
+                process.terminate()
+        finally:
+            has_ended.set()
+            playing.join()
+            server.send_signal(signal.SIGINT)
+            server.wait()
+
+
+def play(address: str, run: Path, has_ended: threading.Event) -> None:
+    """Balances poles, ever better, and writes rows as a trainer does."""
+    generator = np.random.default_rng(0)
+    returns: deque[float] = deque(maxlen=20)
+    sums, steps, began = np.zeros(NUM_ENVS), 0, time.monotonic()
+    with BatchEnv.connect("CartPole-v1", [address], NUM_ENVS, insecure=True) as env:
+        observation = env.reset()
+        while not has_ended.wait(0.01):
+            skill = min(1.0, (time.monotonic() - began) / SECONDS)
+            wise = observation[:, 2] + 0.3 * observation[:, 3] > 0
+            chance = generator.random(NUM_ENVS) < 0.5
+            acts = np.where(generator.random(NUM_ENVS) < skill, wise, chance)
+            result = env.step(acts.astype(np.int64))
+            observation, sums = result.observation, sums + result.reward
+            steps += NUM_ENVS
+            ended = result.terminated | result.truncated
+            returns.extend(sums[ended])
+            sums[ended] = 0.0
+            if ended.any():
+                row = {"steps": steps, "mean_return": float(np.mean(returns))}
+                with (run / "metrics.jsonl").open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+
+
+def take(browser: Browser, url: str, pid: int) -> None:
+    """Looks for a while, kills a worker, and saves what is seen then."""
+    pages = {}
+    for name, (width, height, scheme) in SHOTS.items():
+        size = {"width": width, "height": height}
+        page = browser.new_page(viewport=size, color_scheme=scheme)
+        page.goto(url)
+        pages[name] = page
+    pages["desk"].wait_for_timeout(1000 * SECONDS)
+    workers = psutil.Process(pid).children(recursive=True)
+    os.kill(max(worker.pid for worker in workers), signal.SIGKILL)
+    pages["desk"].locator(".badge", has_text="back in").first.wait_for()
+    pages["desk"].wait_for_timeout(500)
+    IMAGES.mkdir(exist_ok=True)
+    for name, page in pages.items():
+        page.screenshot(path=IMAGES / f"page-{name}.png")
+    pages["desk"].locator(".tile").nth(5).click()
+    pages["desk"].wait_for_timeout(3000)
+    pages["desk"].screenshot(path=IMAGES / "page-env.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+// Reads messages by the Node server's wire.mjs, and writes them again.
+// Takes {name: [frame, ...]} in hex on stdin; prints {name: {frames, body}}.
+
+import { pathToFileURL } from "node:url";
+
+const wire = await import(pathToFileURL(process.argv[2]).href);
+let text = "";
+for await (const part of process.stdin) text += part;
+const told = {};
+for (const [name, frames] of Object.entries(JSON.parse(text))) {
+  const message = wire.read(frames.map((frame) => Buffer.from(frame, "hex")));
+  const isMap = message.body.length && !["STEP", "RESULT"].includes(name.split(" ")[0]);
+  const body = isMap ? wire.unpack(message.body) : null;
+  told[name] = { trouble: message.trouble, frames: wire.write(message).map((frame) => frame.toString("hex")), body };
+}
+const row = (reward, terminated, observation, final) => ({ reward, terminated, truncated: false, observation, final });
+const rows = [row(0.5, false, [0.25, 0.5]), row(-1, true, [0, 0.125], [1, -1])];
+told.rows = wire.packRows(rows).toString("hex");
+const plain = (_, value) => (value instanceof Uint8Array ? { hex: Buffer.from(value).toString("hex") } : value);
+// A Buffer says of itself what it is as JSON, unless it is asked as what it is made of.
+delete Buffer.prototype.toJSON;
+console.log(JSON.stringify(told, plain));

@@ -1,0 +1,30 @@
+"""`envserve check` of our own server, as its users start both."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.envserve.server_process import ServerProcess
+
+
+def test_our_own_server_keeps_all_rules(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, "--lease-seconds", "4") as server:
+        words = ("check", server.address, "--env", "CartPole-v1")
+        run = subprocess.run(
+            [sys.executable, "-m", "envserve", *words], capture_output=True, text=True
+        )
+    assert run.returncode == 0, run.stdout
+    assert "\nfail" not in run.stdout
+    assert run.stdout.endswith(" ok, 0 fail, 0 skipped\n")
+    assert run.stderr == ""
+
+
+def test_nobody_there_is_said(tmp_path: Path) -> None:
+    words = ("check", "127.0.0.1:1")
+    run = subprocess.run(
+        [sys.executable, "-m", "envserve", *words], capture_output=True, text=True
+    )
+    assert run.returncode == 1
+    assert run.stderr.startswith("Error: tcp://127.0.0.1:1: no server answered")

@@ -1,0 +1,27 @@
+"""The commands of docker-compose.yml on hosts of a network of our own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.network_hosts import needs_namespaces
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@needs_namespaces
+@pytest.mark.timeout(420)
+def test_page_metrics_and_training_go_on_when_a_host_dies() -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/cluster.py", "--servers", "2"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "training goes on without sim-2" in done.stdout

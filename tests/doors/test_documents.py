@@ -1,0 +1,219 @@
+"""The site of docs/ builds, and what README and docs show runs: commands and code.
+
+Names of other hosts are those of servers here. Commands that only serve are ended once
+they do, trainings are short, and what needs a tool that is not here is in ELSEWHERE.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.envserve.server_process import ServerProcess
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^( *)```(python|sh)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+
+#: Commands that run in another place: a pattern of the line, and where that is.
+ELSEWHERE = {
+    r"make (train|test|test-doors|bench|chaos|examples)\b": "Makefile",
+    r"docker[ -]compose|kubectl": "scripts/cluster.py",
+    r"pip install": "Makefile",
+    r"\w+\$ ": "tests/test_three_commands.py",
+    r"python scripts/(bench|chaos)\.py|cat runs/chaos": "tests/chaos/test_command.py",
+    r"ppo train my_atari\.toml": "tests/ppo/test_convolution.py",
+    r"envserve demo": "tests/doors/test_demo.py",
+    r"envserve (join|invite)": "tests/test_three_commands.py",
+}
+#: What serves until it is ended, and what it says once it does.
+SERVES = re.compile(r"envserve (start|page|top)\b|ppo train .*--page|tensorboard ")
+
+OFFERED = ("CartPole-v1", "Pendulum-v1", "HalfCheetah-v5", "envpool/Pong-v5")
+OWN_ENV = """
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+
+
+class Walk(CartPoleEnv):
+    pass
+
+
+gymnasium.register("Walk-v0", "my_env:Walk", max_episode_steps=1000)
+"""
+PRELUDE = """
+import gymnasium, numpy as np
+import envserve
+from envserve.client import BatchEnv
+"""
+#: What a page takes for granted before each of its blocks.
+BEFORE = {
+    "gymnasium.md": "envs = None",
+    "python.md": """
+env = BatchEnv.local("CartPole-v1", 4, seed=0)
+env.reset()
+actions, rows = np.zeros(4, int), np.arange(4)
+policy = lambda observation: np.zeros(len(observation), int)
+class Training(list):
+    __bool__ = lambda self: self.pop() if len(self) else False
+training = Training([False, True, True])
+""",
+    "recurrent.md": """
+import tensorflow as tf
+num_rows = 2
+observation = np.zeros((2, 4), np.float32)
+class Saved:
+    initial_state = staticmethod(lambda n: np.zeros((n, 32), np.float32))
+    mode = sample = staticmethod(lambda observation, state, *seed: (observation, state))
+tf.saved_model.load = lambda path: Saved
+""",
+    "wrappers.md": "class WindWrapper(gymnasium.Wrapper): pass\n",
+}
+
+
+def blocks(page: Path, kind: str) -> list[str]:
+    """The code of a page, without its indentation."""
+    return [
+        re.sub(rf"^{indent}", "", code, flags=re.MULTILINE)
+        for indent, found, code in BLOCK.findall(page.read_text())
+        if found == kind
+    ]
+
+
+def commands(page: Path) -> list[str]:
+    """The lines of its shell blocks, without comments and continuations."""
+    text = "\n".join(blocks(page, "sh")).replace("\\\n", " ")
+    lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in text.splitlines())
+    return [line for line in lines if line]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "my_env.py").write_text(OWN_ENV)
+    (network,) = blocks(ROOT / "docs" / "networks.md", "python")
+    (folder / "my_config.toml").write_text('env_name = "Walk-v0"\nnum_envs = 8\n')
+    (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "my_package").mkdir()
+    (folder / "my_networks.py").write_text(network)
+    (folder / "my_package" / "networks.py").write_text(network)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def places(folder: Path) -> Iterator[dict[str, str]]:
+    """What stands for the names of other hosts."""
+    with ExitStack() as stack:
+        start = stack.enter_context
+        for name in ("sim1", "sim2"):
+            (folder / name).mkdir()
+        words = (f"{folder}/my_env.py", f"{folder}/my_env.py:Walk", "--workers", "4")
+        more = ("--max-processes", "64", "--import", "envserve.envpool", *OFFERED)
+        one, two = (
+            start(ServerProcess(folder / name, *words, *more)).address
+            for name in ("sim1", "sim2")
+        )
+        yield {
+            "tcp://sim1:5555": one,
+            "tcp://sim2:5555": two,
+            '"sim1"': f'"{one}"',
+            " 127.0.0.1": f" {one}",
+            " sim1": f" {one}",
+            " sim2": f" {two}",
+            "ADDRESS": one,
+        }
+
+
+def placed(code: str, places: dict[str, str]) -> str:
+    for name, address in places.items():
+        code = code.replace(name, address)
+    return code
+
+
+def environment(folder: Path) -> dict[str, str]:
+    path, modules = f"{BIN}:{os.environ['PATH']}", f"{ROOT}:{folder}"
+    return os.environ | {"PATH": path, "PYTHONPATH": modules, "NO_COLOR": "1"}
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [BIN / "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "index.html").exists()
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda p: p.name
+)
+@pytest.mark.timeout(330)
+def test_python_runs(page: Path, folder: Path, places: dict[str, str]) -> None:
+    before = BEFORE.get(page.name, "")
+    code = PRELUDE + "".join(before + each for each in blocks(page, "python"))
+    done = subprocess.run(
+        [sys.executable, "-c", placed(code, places)],
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if commands(page)], ids=lambda p: p.name
+)
+@pytest.mark.timeout(600)
+def test_commands_run(page: Path, folder: Path, places: dict[str, str]) -> None:
+    for line in commands(page):
+        where = [w for pattern, w in ELSEWHERE.items() if re.match(pattern, line)]
+        if where:
+            assert (ROOT / where[0]).exists(), line
+        else:
+            run(placed(line, places), folder)
+
+
+def run(line: str, folder: Path) -> None:
+    """Runs a line as a reader would, but shortly; fails unless it ends well."""
+    if line.startswith("ppo train"):
+        line += " --set total_steps=2048 --set evaluation_episodes=2"
+    if line.startswith("envserve start") and "--bind" not in line:
+        line += " --bind tcp://127.0.0.1:0"
+    if line.startswith("tensorboard"):
+        line += " --port 0"
+    process = subprocess.Popen(
+        ["bash", "-c", f"exec {line}"],
+        cwd=folder,
+        env=environment(folder),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    said = ""
+    try:
+        if SERVES.search(line):
+            for said in process.stdout:
+                if "://" in said:
+                    break
+            process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    assert process.returncode in (0, 130), f"{line}\n{said}{rest}"

@@ -1,0 +1,227 @@
+"""`envserve doctor`: each finding has a level, and what is not well a remedy."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from envserve.cli import app
+from envserve.client.observer import Observer
+from envserve.commands import doctor
+from envserve.errors import ProtocolMismatch
+from envserve.keys.folder import KeyFolder
+from envserve.wire import ServerStatus
+
+
+@pytest.fixture(autouse=True)
+def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home with keys, and nothing that draws: that takes a process each."""
+    home = tmp_path / "home"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("ENVSERVE_HOME", str(home))
+    KeyFolder().client_key(create=True)
+    monkeypatch.setattr(doctor, "_RENDERERS", {"none-such": ("Env-v0", "remedy")})
+    return home
+
+
+def examine(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
+    result = CliRunner().invoke(app, ["doctor", "--json", *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result.exit_code, {each["name"]: each for each in json.loads(result.stdout)}
+
+
+def test_a_host_that_is_well_is_told_what_it_has() -> None:
+    code, found = examine()
+    assert code == 0
+    assert set(found) == {
+        *("Python", "packages", "extras", "open files", "cores", "memory"),
+        *("shared memory", "port", "keys", "none-such"),
+    }
+    assert "gymnasium 1." in found["packages"]["text"]
+    assert "libzmq 4." in found["packages"]["text"]
+    assert "not installed: " in found["extras"]["text"]
+    assert "a key as client; clients known: 0" in found["keys"]["text"]
+    assert found["none-such"]["text"] == "not installed"
+    assert all(each["level"] != "warn" or each["remedy"] for each in found.values())
+
+
+def test_an_extra_whose_one_package_is_for_some_platforms_can_be_absent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    needs = [
+        "numpy>=2",
+        "box2d>=2; (sys_platform != 'linux') and extra == \"box2d\"",
+        "there-cpu; sys_platform == 'linux' and extra == \"train\"",
+        "there; sys_platform != 'linux' and extra == \"train\"",
+    ]
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: needs)
+    there = "there-cpu"
+    monkeypatch.setattr(doctor, "_version", lambda name: "1" if name == there else "")
+    (text,) = [it["text"] for it in doctor._versions() if it["name"] == "extras"]
+    assert text == "train; not installed: box2d"
+
+
+def test_tensorflow_is_named_and_not_imported() -> None:
+    code = "from envserve.commands.doctor import _versions; import sys; "
+    code += "print(*_versions()); assert 'tensorflow' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "tensorflow" in done.stdout
+
+
+def test_few_open_files_a_quota_and_little_memory_are_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
+    monkeypatch.setattr("envserve.settings.num_cores", lambda: 2)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    limits = [[1 << 29], [1 << 40]]
+    monkeypatch.setattr("envserve.settings.cgroup_limits", lambda *_: iter(limits))
+    code, found = examine()
+    assert code == 0
+    assert found["open files"] == {
+        "name": "open files",
+        "level": "warn",
+        "text": "at most 1024",
+        "remedy": "allow 4096: ulimit -n, LimitNOFILE=, or --ulimit nofile=",
+    }
+    assert found["cores"]["text"].startswith("2 of 64 for workers, as far as a quota")
+    assert found["memory"]["level"] == "warn"
+    assert ", 0.5 for this container" in found["memory"]["text"]
+    assert "end others, or allow more" in found["memory"]["remedy"]
+
+
+def test_a_port_in_use_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        monkeypatch.setattr("envserve.address.DEFAULT_PORT", port)
+        found = doctor._port()
+    assert found["text"] == f"{port}: Address already in use"
+    assert found["level"] == "warn"
+    assert "--bind" in found["remedy"]
+
+
+def test_what_others_can_read_or_change_fails(at_home: Path) -> None:
+    (at_home / "client.key").chmod(0o644)
+    code, found = examine()
+    assert (code, found["keys"]["level"]) == (1, "fail")
+    assert "client.key can be read by others (mode 0644)" in found["keys"]["text"]
+    (at_home / "client.key").chmod(0o600)
+    at_home.chmod(0o777)
+    code, found = examine()
+    assert (code, found["keys"]["level"]) == (1, "fail")
+    assert "chmod 700" in found["keys"]["text"]
+
+
+def test_what_the_system_refuses_fails_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse() -> int:
+        raise PermissionError("no memory file for you")
+
+    monkeypatch.setattr("envserve.slab.anonymous_file", refuse)
+    code, found = examine()
+    assert code == 1
+    assert found["shared memory"]["text"] == "no memory file for you"
+    assert found["port"]["name"] == "port"
+
+
+@pytest.mark.parametrize(
+    ("code", "level", "text"),
+    [
+        ("", "ok", "draws by egl"),
+        ("sys.exit('no libEGL')", "warn", "cannot draw: no libEGL"),
+        ("import os; os.abort()", "warn", "cannot draw: Command "),
+        ("import time; time.sleep(60)", "warn", "draws nothing for 0.3 s"),
+    ],
+)
+def test_what_draws_is_tried_in_a_process_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, code: str, level: str, text: str
+) -> None:
+    monkeypatch.setattr(doctor, "_RENDERERS", {"mujoco": ("Env-v0", "install it")})
+    monkeypatch.setattr(doctor, "_version", lambda _: "1")
+    monkeypatch.setattr(doctor, "_DRAW", f"import sys; {code}")
+    if "sleep" in code:
+        monkeypatch.setattr(doctor, "_DRAW_SECONDS", 0.3)
+    monkeypatch.setenv("MUJOCO_GL", "egl")
+    found = doctor._renderer("mujoco")
+    assert found["level"] == level
+    assert found["text"].startswith(text)
+    assert found["remedy"] == ("" if level == "ok" else "install it")
+
+
+def status(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    def ask(_: Observer, timeout: float) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(Observer, "status", ask)
+
+
+@pytest.fixture
+def version() -> str:
+    return doctor._version("envserve")
+
+
+def test_servers_are_asked_for_their_version(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    status(monkeypatch, ServerStatus(version=version, total_envs=8, free_envs=5))
+    code, found = examine("127.0.0.1")
+    assert (code, found["tcp://127.0.0.1:5555"]["level"]) == (0, "ok")
+    text = found["tcp://127.0.0.1:5555"]["text"]
+    assert text.startswith(f"envserve {version}, 5 of 8 envs free, answered after ")
+    status(monkeypatch, ServerStatus(version="0.0.7"))
+    code, found = examine("127.0.0.1")
+    assert (code, found["tcp://127.0.0.1:5555"]["level"]) == (0, "warn")
+    remedy = f"here is {version}; install the same release"
+    assert found["tcp://127.0.0.1:5555"]["remedy"] == remedy
+
+
+def test_servers_that_cannot_be_reached_fail(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    address = f"ipc://{tmp_path}/nobody"
+    code, found = examine(address, "no such host", "--timeout", "0.1")
+    assert code == 1
+    assert found[address]["text"] == "no server answered within 0.1 s"
+    assert found[address]["remedy"] == "is a server running there, and its port open?"
+    assert "expected an address like" in found["no such host"]["text"]
+    status(monkeypatch, ProtocolMismatch(f"{address}: speaks 9 to 9"))
+    code, found = examine(address)
+    assert (code, found[address]["text"]) == (1, "speaks 9 to 9")
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_lines_are_as_wide_as_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    text = "can be read by others " * 9
+    finding = doctor._finding("keys", text, "chmod 600 them", fails=True)
+    assert doctor._shown(finding).count("\n") == 0  # there is none
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    size = os.terminal_size((width, 24))
+    # pytest asks for its own width, too.
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda fallback=None: size)
+    lines = doctor._shown(finding).splitlines()
+    assert " ".join(line[6:] for line in lines).endswith("; chmod 600 them")
+    assert max(map(len, lines)) <= width
+    assert lines[0].startswith("fail  keys: can be read")
+    assert all(line.startswith(" " * 6) for line in lines[1:])
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "xterm")
+    assert doctor._shown(finding).startswith("\033[31mfail  \033[0m")

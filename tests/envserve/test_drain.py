@@ -1,0 +1,115 @@
+"""`envserve drain`: a server ends for its own user, and for nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from envserve.cli import app
+from envserve.client.connection import Connection, ask
+from envserve.session import Reply, ServerSession
+from envserve.settings import HostSettings
+from envserve.wire import Drain, ErrorBody, ErrorCode, Message, MessageType, decode
+from envserve.wire.message import encode
+from tests.envserve.conftest import Join, Serve
+from tests.envserve.session_fakes import FakeOffer
+from tests.envserve.test_server_keys import Homes
+from tests.envserve.test_server_keys import homes as homes
+
+
+def answers_to(user: str, times: int = 1) -> tuple[list[Message], int]:
+    """What a user who asks is told, and how often the server was told to drain."""
+    drains: list[float] = []
+
+    def drain() -> float:
+        drains.append(8.0)
+        return 8.0
+
+    session = ServerSession(HostSettings(), FakeOffer(), boot=7, drain=drain)
+    frames = encode(Message(MessageType.ASK_DRAIN, request=3, body=b"drain"))
+    told = [session.receive((0, b"route", user), frames, 0.0) for _ in range(times)]
+    replies = [reply for decisions in told for reply in decisions]
+    assert all(isinstance(reply, Reply) for reply in replies)
+    return [decode(r.frames) for r in replies if isinstance(r, Reply)], len(drains)
+
+
+def test_its_own_user_is_told_how_long_it_takes_and_may_ask_again() -> None:
+    answers, num_drains = answers_to("local", times=2)
+    assert num_drains == 2
+    for answer in answers:
+        assert answer.type is MessageType.DRAIN
+        assert (answer.request, answer.boot) == (3, 7)
+        assert Drain.decode(answer.body).grace_ms == 8000
+
+
+@pytest.mark.parametrize("user", ["anna", ""])
+def test_nobody_else_can_end_a_server(user: str) -> None:
+    (answer,), num_drains = answers_to(user)
+    body = ErrorBody.decode(answer.body)
+    assert (answer.type, body.code) == (MessageType.ERROR, ErrorCode.REFUSED)
+    assert "expected the user who runs this server" in body.text
+    assert not num_drains
+
+
+def drain(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["drain", *arguments])
+    return result.exit_code, result.output
+
+
+def test_the_command_waits_until_the_server_is_gone(
+    serve: Serve, join: Join, homes: Homes
+) -> None:
+    server = serve("--drain-grace", "4", "--allow-kwarg", "length")
+    client = join(server, 1, env_kwargs={"length": 1 << 40})
+    client.reset()
+    homes.let_in("anna")
+    homes.pin("anna", server.address)
+    code, text = drain(server.address)
+    assert (code, server.process.poll()) == (1, None)
+    assert f"Error: {server.address}: expected the user who runs this server" in text
+    homes.become("server")
+    code, text = drain(server.address, "--timeout", "0.3")
+    assert code == 3
+    assert "it drains, but is still there after 0.3 s" in text
+    code, text = drain(server.address)  # until its grace period is over
+    assert (code, text) == (0, f"{server.address}: it has drained, and is gone\n")
+    assert "stopping" in server.end()
+    assert server.process.returncode == 0
+
+
+def test_another_server_at_the_address_is_not_the_one_that_was_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boots = iter([1, 1, 2])
+
+    def answer(_: Connection, asked: Message, kind: MessageType, __: float) -> Message:
+        return Message(kind, boot=next(boots))
+
+    monkeypatch.setattr("envserve.client.connection.ask", answer)
+    assert drain(f"ipc://{tmp_path}/server")[0] == 0
+    assert not list(boots)
+
+
+def after_it_drains(patch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    """Does something once the server has said that it drains."""
+
+    def ask_and_act(connection: Connection, asked: Message, *rest: Any) -> Message:
+        answer = ask(connection, asked, *rest)
+        if asked.type is MessageType.ASK_DRAIN:
+            act()
+        return answer
+
+    patch.setattr("envserve.client.connection.ask", ask_and_act)
+
+
+def test_a_server_that_is_not_there_is_soon_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("envserve.commands.servers._ANSWER_SECONDS", 0.1)
+    code, text = drain(f"ipc://{tmp_path}/nobody")
+    assert code == 1
+    assert "no server answered within 0.1 s" in text

@@ -1,0 +1,258 @@
+"""Who sees what of whose envs, and how often; over the wire, and what comes of it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from envserve.cli import app
+from envserve.client import BatchEnv
+from envserve.client.observer import Observer
+from envserve.crashes.repro import decode_repro
+from envserve.errors import LeaseLost, LocalProtocolError
+from envserve.pictures import Picture
+from envserve.pool.pool import Pool
+from envserve.session import SessionId
+from envserve.slab import Status
+from envserve.wire import (
+    ErrorBody,
+    ErrorCode,
+    FrameRequest,
+    FrameResult,
+    Message,
+    MessageType,
+    Peer,
+    decode,
+    encode,
+)
+from envserve.wire.constants import MAX_BODY_BYTES, MAX_FRAMES_BYTES
+
+from .conftest import servers_in
+from .pool_driver import LEDGER, SCRIPT, PoolMaker, kill, step
+from .session_fakes import FakeServer, make_attach
+
+ANN: Peer = (0, b"a", "ann")
+BOB: Peer = (0, b"b", "bob")
+LOCAL: Peer = (0, b"c", "local")
+
+
+class Host:
+    """A server half with leases of Ann and Bob, 1 and 2, and who asks for pictures."""
+
+    def __init__(self) -> None:
+        self.server = FakeServer()
+        self.looks: list[tuple[SessionId, FrameRequest]] = []
+        self.server.session.questions.look = self._look
+        self.now = 5.0
+        for number, peer in enumerate((ANN, BOB), 11):
+            attach = make_attach(num_envs=2).encode()
+            kind = MessageType.ATTACH
+            answers = self.say(peer, kind, attach, session=number, boot=77)
+            assert MessageType.GRANTED in [answer.type for answer in answers]
+
+    def _look(
+        self, session: SessionId, request: FrameRequest
+    ) -> tuple[FrameResult, bytes]:
+        self.looks.append((session, request))
+        return FrameResult(), b"record" if request.record else b""
+
+    def say(
+        self, peer: Peer, kind: MessageType, body: bytes, **numbers: Any
+    ) -> list[Message]:
+        message = Message(type=kind, body=body, request=1, **numbers)
+        self.server.receive(peer, encode(message), self.now)
+        return [decode(frames) for frames in self.server.take_replies()]
+
+    def ask(self, peer: Peer, lease: int, **asked: Any) -> Message | None:
+        body = FrameRequest(lease=lease, rows=(0,), **asked).encode()
+        answers = self.say(peer, MessageType.FRAME, body)
+        return answers[0] if answers else None
+
+
+@pytest.fixture
+def host() -> Host:
+    return Host()
+
+
+@pytest.mark.parametrize(
+    ("peer", "lease", "owner"),
+    [(ANN, 1, "ann"), (BOB, 2, "bob"), (LOCAL, 1, "ann"), (LOCAL, 2, "bob")],
+)
+def test_own_leases_are_seen_and_all_by_who_runs_the_server(
+    host: Host, peer: Peer, lease: int, owner: str
+) -> None:
+    answer = host.ask(peer, lease)
+    assert answer is not None
+    assert answer.type is MessageType.FRAME_RESULT
+    ((session, _),) = host.looks
+    assert session[0] == owner
+
+
+@pytest.mark.parametrize("lease", [2, 3])
+def test_others_leases_are_as_if_there_were_none(host: Host, lease: int) -> None:
+    answer = host.ask(ANN, lease)
+    assert answer is not None
+    error = ErrorBody.decode(answer.body)
+    assert error.code is ErrorCode.LEASE_LOST
+    assert error.text == f"there is no lease {lease}, or it is another user's"
+    assert host.looks == []
+
+
+def test_who_asks_too_often_is_not_answered_and_others_are(host: Host) -> None:
+    answers = []
+    for _ in range(3000):
+        answers.append(host.ask(ANN, 1, width=1024))
+        host.now += 0.001
+    assert 32 * 4 - 1 <= len([*filter(None, answers)]) <= 32 * 4 + 1
+    assert host.ask(BOB, 2) is not None
+    host.now += 1.0
+    assert host.ask(ANN, 1) is not None
+
+
+def test_a_record_counts_as_a_second_of_pictures(host: Host) -> None:
+    answer = host.ask(ANN, 1, record=True)
+    assert answer is not None
+    assert answer.payload == b"record"
+    assert host.ask(ANN, 1) is None
+    host.now += 1.0
+    assert host.ask(ANN, 1) is not None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"rows": (0,) * 65}, {"width": 7}, {"width": 1025}, {"rows": (1 << 16,)}],
+)
+def test_what_is_malformed_is_refused(host: Host, change: dict[str, Any]) -> None:
+    body = FrameRequest(**{"lease": 1, "rows": (0,), **change}).encode()
+    (answer,) = host.say(ANN, MessageType.FRAME, body)
+    assert ErrorBody.decode(answer.body).code is ErrorCode.BAD_MESSAGE
+    assert host.looks == []
+
+
+def test_the_longest_answer_fits_into_a_body() -> None:
+    text = "\N{PILE OF POO}" * 1024
+    numbers: Any = {"serial": 2**63 - 1, "seed": 2**63 - 1, "episode_steps": 2**63 - 1}
+    each = Picture(row=65535, text=text, episode_return=1.5, **numbers)
+    num_bytes = len(FrameResult(pictures=(each,) * 64).encode()) + MAX_FRAMES_BYTES
+    assert num_bytes < MAX_BODY_BYTES
+
+
+# Over the wire.
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with servers_in(tmp_path_factory.mktemp("server")) as start:
+        yield start("tcp://127.0.0.1:0", "--workers", "2")
+
+
+def number_of(observer: Observer) -> int:
+    (lease,) = observer.status().leases
+    return lease.number
+
+
+def step_until(
+    batch: BatchEnv, look: Callable[[], list[Picture]], num_rows: int
+) -> dict[int, Picture]:
+    """Steps until there is a picture of each row."""
+    seen: dict[int, Picture] = {}
+    actions = np.zeros(batch.num_envs, np.int64)
+    while len(seen) < num_rows:
+        for _ in range(20):
+            batch.step(actions)
+        seen |= {picture.row: picture for picture in look()}
+    return seen
+
+
+def test_a_lease_is_looked_at_and_a_record_replayed(
+    address: str, tmp_path: Path
+) -> None:
+    with (
+        BatchEnv.connect("CartPole-v1", [address], 2, seed=3) as batch,
+        Observer(address) as observer,
+    ):
+        batch.reset()
+        lease = number_of(observer)
+        seen = step_until(batch, lambda: observer.frames(lease, range(2), 120), 2)
+        for picture in seen.values():
+            assert Image.open(io.BytesIO(picture.jpeg)).size == (120, 80)
+            assert picture.seed is not None
+        serials = [seen[row].serial for row in range(2)]
+        latest = observer.frames(lease, range(2), after=serials)
+        known = [picture.serial for picture in latest]
+        assert not {*known} & {*serials}
+        record = observer.record(lease, 1)
+        with pytest.raises(LocalProtocolError, match="a row of an env that was ever"):
+            observer.record(lease, 2)
+    with Observer(address) as observer, pytest.raises(LeaseLost, match="no lease"):
+        observer.frames(lease, [0])
+    assert decode_repro(record).env_index == 1
+    file = tmp_path / "row.repro"
+    file.write_bytes(record)
+    result = CliRunner().invoke(app, ["replay", str(file)])
+    assert result.exit_code == 0, result.output
+    assert "went on when this was recorded" in result.output
+    assert "reproduced to its end: did not crash in" in result.output
+
+
+def test_watched_or_not_a_batch_has_the_same_rows(address: str) -> None:
+    def play(observer: Observer | None) -> list[Any]:
+        with BatchEnv.connect("CartPole-v1", [address], 2, seed=5) as batch:
+            rows, lease = [batch.reset()], observer and number_of(observer)
+            for step in range(200):
+                result = batch.step(np.array([step % 2, 1 - step % 2]))
+                rows += [result.observation, result.reward, result.terminated]
+                if observer is not None and step % 20 == 0:
+                    observer.frames(lease or 0, range(2))
+            return rows
+
+    with Observer(address) as observer:
+        watched = play(observer)
+    assert all(map(np.array_equal, watched, play(None)))
+
+
+def picture_of(pool: Pool, *, known: int = 0) -> tuple[Picture, list[Status]]:
+    """Steps until row 0 shows something new; returns that, and statuses that came."""
+    statuses: list[Status] = []
+    request = FrameRequest(lease=0, rows=(0,), after=(known,))
+    while not (found := pool.looks.answer(request)[0].pictures):
+        step(pool, 0)
+        statuses.append(Status(pool.rows.status[0]))
+    return found[0], statuses
+
+
+def test_a_worker_that_is_killed_while_somebody_looks_shows_its_envs_again(
+    make_pool: PoolMaker,
+) -> None:
+    pool = make_pool.and_reset(LEDGER, 1, 1)
+    before, _ = picture_of(pool)
+    kill(pool.worker_pids[0])
+    after, statuses = picture_of(pool, known=before.serial)
+    assert statuses.count(Status.WORKER_DIED) <= 1
+    while after.seed == before.seed:
+        after, _ = picture_of(pool, known=after.serial)
+    assert after.jpeg
+
+
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [("os._exit(3)", Status.WORKER_DIED), ("time.sleep(99)", Status.TIMEOUT)],
+)
+def test_a_render_that_never_returns_costs_two_episodes_and_no_wrong_row(
+    make_pool: PoolMaker, script: str, status: Status
+) -> None:
+    init = f"self.render = lambda: {script}"
+    kwargs = {"init": init}
+    pool = make_pool.and_reset(
+        SCRIPT, 1, 1, env_kwargs=kwargs, step_timeout_seconds=0.3
+    )
+    picture, statuses = picture_of(pool)
+    assert picture.text == "no picture: render has ended its worker 2 times"
+    assert [s for s in statuses if s is not Status.OK] == [status] * 2

@@ -1,0 +1,112 @@
+"""A trainer's own envs, looked at as a server's are."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from envserve.client import BatchEnv
+from envserve.client.lookout import Lookout
+from envserve.client.observer import Observer
+from envserve.crashes.repro import decode_repro
+from envserve.errors import ConnectError, LeaseLost, LocalProtocolError
+from envserve.wire import MessageType
+from tests.oracle.probe_envs import MODULE
+
+from .pool_driver import LEDGER
+
+
+@pytest.fixture(scope="module")
+def batch() -> Iterator[BatchEnv]:
+    with BatchEnv.local(LEDGER, 4, 2, seed=3, import_modules=[MODULE]) as batch:
+        batch.reset()
+        yield batch
+
+
+@pytest.fixture(scope="module")
+def lookout(batch: BatchEnv) -> Iterator[Lookout]:
+    with Lookout(batch) as lookout:
+        yield lookout
+
+
+@pytest.fixture
+def observer(lookout: Lookout) -> Iterator[Observer]:
+    with Observer(lookout.address) as observer:
+        yield observer
+
+
+def test_it_says_what_a_server_would(observer: Observer) -> None:
+    status = observer.status()
+    (lease,) = status.leases
+    assert (status.num_workers, status.total_envs, status.num_leases) == (2, 4, 1)
+    assert (lease.number, lease.env_name, lease.num_envs) == (1, LEDGER, 4)
+
+
+def test_steps_and_episodes_are_counted(batch: BatchEnv, observer: Observer) -> None:
+    before = observer.status().leases[0]
+    batch.reset()
+    for _ in range(40):
+        batch.step(np.zeros(4, np.int64))
+    after = observer.status().leases[0]
+    assert after.steps - before.steps == 160
+    assert after.num_episodes > before.num_episodes
+
+
+def test_its_envs_are_seen_and_recorded(batch: BatchEnv, observer: Observer) -> None:
+    pictures: dict[int, Any] = {}
+    observer.status()  # from then on rewards are added up
+    batch.reset()
+    while len(pictures) < 4:
+        batch.step(np.zeros(4, np.int64))
+        pictures |= {p.row: p for p in observer.frames(1, range(4))}
+    assert all(picture.jpeg for picture in pictures.values())
+    assert all(isinstance(p.episode_return, float) for p in pictures.values())
+    assert decode_repro(observer.record(1, 3)).env_index == 3
+
+
+@pytest.mark.parametrize("lease", [0, 2])
+def test_there_is_a_lease_for_each_pool(observer: Observer, lease: int) -> None:
+    with pytest.raises(LeaseLost, match=f"no lease {lease}"):
+        observer.frames(lease, [0])
+
+
+def test_what_it_cannot_do_is_said(observer: Observer) -> None:
+    with pytest.raises(LocalProtocolError, match="a row of an env that was ever"):
+        observer.record(1, 4)
+    with pytest.raises(LocalProtocolError, match="FrameRequest: "):
+        observer.ask(MessageType.PING, MessageType.PONG, 5.0)
+
+
+def test_bytes_that_are_no_message_are_passed_over(
+    lookout: Lookout, observer: Observer
+) -> None:
+    with Observer(lookout.address) as other:
+        other._connection.send([b"?"])
+        assert other.status().num_leases == 1
+    assert observer.status().num_leases == 1
+
+
+def test_only_this_user_reaches_it_and_nothing_is_left(batch: BatchEnv) -> None:
+    with Lookout(batch) as lookout:
+        folder = Path(lookout.address.removeprefix("ipc://")).parent
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        with Observer(lookout.address) as observer:
+            assert observer.status(5.0).total_envs == 4
+    lookout.close()
+    assert not folder.exists()
+    with Observer(lookout.address) as late, pytest.raises(ConnectError):
+        late.status(0.1)
+
+
+def test_a_batch_that_was_closed_is_said_to_be_idle(monkeypatch: Any) -> None:
+    batch = BatchEnv.local(LEDGER, 2, 1, seed=3, import_modules=[MODULE])
+    with Lookout(batch) as lookout, Observer(lookout.address) as observer:
+        batch.reset()
+        batch.close()
+        assert observer.status().leases[0].in_flight == 0
+        assert observer.frames(1, [0]) == []

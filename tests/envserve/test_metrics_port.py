@@ -1,0 +1,227 @@
+"""Metrics for Prometheus: what is shown, and what readers can do to who shows it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from envserve.errors import ServerError
+from envserve.metrics_port import MetricsPort
+from envserve.server.metrics import ServerCollector
+from envserve.wire import Histogram, LeaseStatus, ServerStatus
+from tests.envserve.conftest import Serve
+
+STATUS = ServerStatus(
+    version="1.0",
+    seconds=9.0,
+    steps=70,
+    rows={"OK": 70, "TIMEOUT": 4},
+    faults={"TIMEOUT": 2},
+    refusals={"ENVS_BUSY": 3},
+    total_envs=8,
+    loop_lag_ms=250,
+    is_draining=True,
+    batch_seconds=Histogram(bounds=(0.01, 0.1), counts=(5, 2, 1), sum=0.75),
+    num_leases=1,
+    leases=(LeaseStatus(number=1, user="zoe", client="zoe (x)", absent=(1, 2)),),
+)
+
+
+def samples(text: str) -> dict[str, float]:
+    """Values by name and labels, as Prometheus understands them."""
+    return {
+        name + "".join(f" {key}={value}" for key, value in labels.items()): number
+        for family in text_string_to_metric_families(text)
+        for name, labels, number, *_ in family.samples
+    }
+
+
+def read(address: str) -> str:
+    with urllib.request.urlopen(address, timeout=20) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain")
+        return str(answer.read().decode())
+
+
+@pytest.fixture
+def port() -> Iterator[MetricsPort]:
+    with MetricsPort(0) as port:
+        yield port
+
+
+def test_a_status_is_shown_under_names_as_prometheus_asks_for(
+    port: MetricsPort,
+) -> None:
+    port.show(ServerCollector(lambda: STATUS))
+    text = read(port.address)
+    found = samples(text)
+    assert found["envserve_env_steps_total"] == 70
+    assert found["envserve_rows_total status=TIMEOUT"] == 4
+    assert found["envserve_faults_total kind=TIMEOUT"] == 2
+    assert found["envserve_faults_total kind=WORKER_DIED"] == 0  # known from the start
+    assert found["envserve_refusals_total code=ENVS_BUSY"] == 3
+    assert found["envserve_batch_seconds_bucket le=0.1"] == 7
+    assert found["envserve_batch_seconds_bucket le=+Inf"] == 8
+    assert found["envserve_batch_seconds_count"] == 8
+    assert found["envserve_batch_seconds_sum"] == 0.75
+    assert found["envserve_loop_lag_seconds"] == 0.25
+    assert (found["envserve_draining"], found["envserve_starting"]) == (1, 0)
+    assert (found["envserve_absent_rows"], found["envserve_leases"]) == (2, 1)
+    assert "zoe" not in text
+    for family in text_string_to_metric_families(text):
+        assert family.documentation.endswith("."), family.name
+        assert family.type != "unknown"
+
+
+class Broken:
+    def collect(self) -> list[Metric]:
+        raise TimeoutError
+
+
+def test_a_loop_that_does_not_answer_is_said_to_be_late(port: MetricsPort) -> None:
+    port.show(Broken())
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        read(port.address)
+    assert caught.value.code == 503
+    caught.value.close()
+
+
+def test_readers_that_say_or_read_nothing_keep_others_waiting_for_a_second(
+    port: MetricsPort,
+) -> None:
+    port.show(ServerCollector(lambda: STATUS))
+    host, number = port.address.split("/")[2].split(":")
+    with (
+        socket.create_connection((host, int(number))) as silent,
+        socket.create_connection((host, int(number))) as deaf,
+    ):
+        deaf.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert samples(read(port.address))["envserve_env_steps_total"] == 70
+        silent.settimeout(20)
+        assert silent.recv(1) == b""  # it was closed
+
+
+def test_who_asks_byte_by_byte_keeps_others_waiting_for_a_second(
+    port: MetricsPort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("envserve.metrics_port._SECONDS", 0.2)
+    port.show(ServerCollector(lambda: STATUS))
+    host, number = port.address.split("/")[2].split(":")
+    with socket.create_connection((host, int(number))) as slow:
+        slow.settimeout(0.05)
+        end, give_up_at = b"?", time.monotonic() + 20
+        while end:
+            assert time.monotonic() < give_up_at
+            with contextlib.suppress(OSError):
+                slow.send(b"G")
+            try:
+                end = slow.recv(1)
+            except TimeoutError:
+                continue
+            except ConnectionResetError:
+                break
+        assert samples(read(port.address))["envserve_env_steps_total"] == 70
+
+
+def test_a_port_in_use_is_said(port: MetricsPort) -> None:
+    number = int(port.address.split(":")[-1].split("/")[0])
+    with pytest.raises(ServerError, match=rf"127.0.0.1:{number}: Address already in"):
+        MetricsPort(number)
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ServerError, match=r"pip install 'envserve\[metrics\]'"):
+        MetricsPort(0)
+
+
+def test_a_server_shows_what_it_has_counted(serve: Serve, join: Any) -> None:
+    server = serve("--metrics-port", "0")
+    address = server.log.rpartition("metrics are at ")[2].split()[0]
+    assert address.startswith("http://127.0.0.1:")
+    before = samples(read(address))
+    assert before["envserve_env_steps_total"] == 0
+    assert before["envserve_received_messages_total"] == 0
+    server.welcome()
+    give_up_at = time.monotonic() + 20
+    while not (found := samples(read(address)))["envserve_received_messages_total"]:
+        assert time.monotonic() < give_up_at  # what is shown may be a moment old
+    assert found["envserve_sent_bytes_total"] > found["envserve_received_bytes_total"]
+
+
+def test_a_server_whose_metrics_port_is_in_use_ends_before_it_serves(
+    serve: Serve, port: MetricsPort
+) -> None:
+    number = port.address.split(":")[-1].split("/")[0]
+    with pytest.raises(
+        RuntimeError, match=r"exit code 1:\n(.*\n)*.*name another --met"
+    ):
+        serve("--metrics-port", number)
+
+
+def test_dashboard_alerts_and_documents_name_what_there_is() -> None:
+    root = Path(__file__).parents[2]
+    families = [*ServerCollector(lambda: STATUS).collect()]
+    names = {f.name + ("_total" if f.type == "counter" else "") for f in families}
+    names |= {f"{f.name}_bucket" for f in families if f.type == "histogram"}
+    texts = [
+        (root / "deploy" / name).read_text()
+        for name in ("grafana/dashboards/envserve.json", "prometheus/alerts.yml")
+    ]
+    used = set(re.findall(r"\benvserve_\w+", "".join(texts)))
+    assert used <= names, used - names
+    document = (root / "docs" / "metrics-of-servers.md").read_text()
+    told = set(re.findall(r"`(envserve_\w+)", document))
+    assert told == {name for name in names if not name.endswith("_bucket")} - {
+        "envserve"
+    } | {"envserve_info"}
+    rows = (root / "docs" / "metrics.md").read_text()
+    for name in re.findall(r"\bppo_(\w+)", "".join(texts)):
+        assert f"`{name}`" in rows or f"`ppo_{name}" in rows, name
+    alerts = re.findall(r"alert: (\w+)", texts[1])
+    assert re.findall(r"^\| ((?:Envserve|Ppo)\w+) \|", document, re.M) == alerts
+    json.loads(texts[0])
+
+
+def test_a_server_whose_metrics_are_read_all_the_time_ends_at_once(
+    serve: Serve,
+) -> None:
+    server = serve("--metrics-port", "0")
+    address = server.log.rpartition("metrics are at ")[2].split()[0]
+    have_read = threading.Barrier(5)
+
+    def read_on() -> int:
+        """Returns 503 if an answer was waited for that could not come any more."""
+        read(address)
+        have_read.wait(20)
+        try:
+            while True:
+                read(address)
+        except urllib.error.HTTPError as error:
+            error.close()
+            return error.code
+        except (OSError, http.client.HTTPException):
+            return 0  # it has ended
+
+    with ThreadPoolExecutor(4) as readers:
+        codes = [readers.submit(read_on) for _ in range(4)]
+        have_read.wait(20)
+        server.signal(signal.SIGINT)
+        server.wait()
+        assert {code.result() for code in codes} == {0}

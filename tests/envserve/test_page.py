@@ -1,0 +1,378 @@
+"""The page: who may see it, and what readers are told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+from starlette.applications import Starlette
+from starlette.types import Message
+from typer.testing import CliRunner
+
+from envserve.cli import app
+from envserve.client.observer import Observer
+from envserve.errors import ConnectError, ServerError
+from envserve.page.app import build_app
+from envserve.page.gather import Gatherer
+from envserve.page.serve import page_process, page_server
+from tests.envserve.page_client import TIMEOUT_SECONDS, Browser, served
+from tests.envserve.page_fakes import FakeObserver, FakeServer
+
+ADDRESS = "tcp://sim1:5555"
+
+
+def press() -> str:
+    raise ServerError("no worker is there to kill")
+
+
+BUTTONS = {
+    "greet": ("Greet", lambda: "hello"),
+    "kill": ("Kill a worker", press),
+}
+
+
+Build = Callable[[str], Starlette]
+
+
+def build_over(server: FakeServer, run: Path | None = None) -> Build:
+    return lambda token: build_app(
+        [ADDRESS],
+        run=run,
+        token=token,
+        buttons=BUTTONS,
+        observe=lambda _: FakeObserver(server),  # type: ignore[arg-type,return-value]
+    )
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with served(build_over(FakeServer("CartPole-v1"))) as url:
+        yield Browser(url)
+
+
+@pytest.fixture
+def server() -> FakeServer:
+    return FakeServer("CartPole-v1")
+
+
+@pytest.fixture
+def watching(server: FakeServer, tmp_path: Path) -> Iterator[Browser]:
+    """A browser of the page of a server, and of a run, that are this test's own."""
+    with served(build_over(server, tmp_path)) as url:
+        yield Browser(url)
+
+
+def look(browser: Browser, reader: str, *tiles: tuple[int, int, int, int]) -> int:
+    body = json.dumps({"reader": reader, "tiles": tiles})
+    return browser.ask("POST", "/look", body)[0]
+
+
+# Who may see it.
+
+
+def test_the_token_is_given_once_and_is_a_cookie_of_this_page_alone_then(
+    browser: Browser,
+) -> None:
+    status, page, headers = browser.ask("GET", f"/?token={browser.token}", headers={})
+    assert status == 200
+    assert "<title>envserve</title>" in page
+    cookie, *rest = headers["set-cookie"].split("; ")
+    assert cookie == browser.headers["Cookie"]
+    assert {"HttpOnly", "SameSite=Strict"} <= {*rest}
+    assert browser.ask("GET", "/", headers={"Cookie": cookie})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/"),
+        ("GET", "/?token=wrong"),
+        ("GET", "/?token=%C3%A9"),
+        ("GET", "/events?token={token}"),
+        ("GET", "/record/0/1/2"),
+        ("GET", "/nothing"),
+        ("POST", "/look"),
+        ("POST", "/press/greet"),
+    ],
+)
+def test_strangers_are_turned_away(browser: Browser, method: str, path: str) -> None:
+    headers = {"Origin": browser.headers["Origin"]}
+    path = path.format(token=browser.token)
+    status, text, answered = browser.ask(method, path, headers=headers)
+    assert status == 403
+    assert "expected the address with its token" in text.lower()
+    assert "set-cookie" not in answered
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "localhost:1234"}, 403),  # not the cookie's page
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "127.0.0.1.evil.example:80"}, 403),
+        ({"Host": ""}, 403),
+        ({"Host": "[::1"}, 403),
+    ],
+)
+def test_the_page_has_no_other_names(
+    browser: Browser, headers: dict[str, str], status: int
+) -> None:
+    assert browser.ask("GET", "/", headers=browser.headers | headers)[0] == status
+    path = f"/?token={browser.token}"
+    if headers.get("Host", "localhost").startswith("localhost"):
+        status = 200
+    assert browser.ask("GET", path, headers=headers)[0] == status
+
+
+@pytest.mark.parametrize(
+    "origin", [None, "null", "http://evil.example", "http://127.0.0.1:1"]
+)
+def test_pages_of_other_sites_press_no_button(
+    browser: Browser, origin: str | None
+) -> None:
+    headers = {"Cookie": browser.headers["Cookie"]}
+    headers |= {} if origin is None else {"Origin": origin}
+    assert browser.ask("POST", "/press/greet", headers=headers)[0] == 403
+
+
+def test_nothing_but_the_page_itself_runs_in_it(browser: Browser) -> None:
+    _, page, headers = browser.ask("GET", "/")
+    policy = headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in policy
+    assert "http:" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert "https:" not in page
+    assert "innerHTML" not in page
+    assert headers["cache-control"] == "no-store"
+    assert headers["referrer-policy"] == "no-referrer"
+
+
+# What may be done.
+
+
+def test_buttons_say_what_came_of_it(watching: Browser) -> None:
+    assert watching.ask("POST", "/press/greet")[:2] == (200, "hello")
+    assert watching.ask("POST", "/press/kill")[:2] == (
+        502,
+        "no worker is there to kill",
+    )
+    assert watching.ask("POST", "/press/other")[0] == 404
+    assert watching.ask("GET", "/press/greet")[0] == 405
+
+
+def test_a_flight_record_is_downloaded(watching: Browser) -> None:
+    *answer, headers = watching.ask("GET", "/record/0/1/2")
+    assert answer == [200, "record of 1 2"]
+    assert headers["content-type"] == "application/octet-stream"  # no page, ever
+    status, text, _ = watching.ask("GET", "/record/0/1/13")
+    assert (status, text.partition(":")[0]) == (502, "env 13 has no flight record")
+    assert watching.ask("GET", "/record/7/1/2")[0] == 502
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ('{"reader": "nobody", "tiles": []}', 404),
+        ("", 400),
+        ("[" * 1000, 400),
+        ('{"reader": "x", "tiles": [[0, 1, 2]]}', 400),
+        ('{"reader": "x", "tiles": [[0, 1, -2, 160]]}', 400),
+        ('{"reader": "x", "tiles": [[0, 1, 2, 4096]]}', 400),
+        (json.dumps({"reader": "x", "tiles": [[0, 1, 2, 80]] * 513}), 400),
+        (" " * 70_000, 413),
+    ],
+)
+def test_what_a_browser_says_it_sees_is_checked(
+    browser: Browser, body: str, status: int
+) -> None:
+    assert browser.ask("POST", "/look", body)[0] == status
+
+
+# What readers are told.
+
+
+def test_a_reader_is_told_how_servers_and_run_are(
+    watching: Browser, server: FakeServer, tmp_path: Path
+) -> None:
+    rows = [{"steps": k, "mean_return": 2.0 * k, "kl": None} for k in range(3)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "metrics.jsonl").write_text(text + '{"steps": 3, "mean')
+    server.end_episodes(0, 21.0, 22.0)
+    with watching.events() as events:
+        said = events.until("run", lambda run: bool(run["row"]))
+        assert said["mean_return"] == [[0, 0], [1, 2], [2, 4]]
+        assert said["name"] == tmp_path.name
+        said = events.until(
+            "server", lambda said: said["status"]["leases"][0]["episodes"] != []
+        )
+        assert (said["address"], said["error"]) == (ADDRESS, "")
+        assert said["status"]["host"] == "sim1"
+        assert said["status"]["faults"] == {"WORKER_DIED": 2, "TIMEOUT": 1}
+        (lease,) = said["status"]["leases"]
+        assert [each[2] for each in lease["episodes"]] == [21.0, 22.0]
+
+
+def test_a_server_that_is_gone_is_shown_as_it_was_and_comes_back(
+    watching: Browser, server: FakeServer
+) -> None:
+    with watching.events() as events:
+        events.until("server", lambda said: said["status"] is not None)
+        server.error = ConnectError("no server answered within 2 s")
+        gone = events.until("server", lambda said: said["error"] != "")
+        assert gone["error"] == "no server answered within 2 s"
+        assert gone["status"]["host"] == "sim1"
+        server.error = None
+        events.until("server", lambda said: said["error"] == "")
+
+
+def test_pictures_are_asked_for_once_for_all_who_see_them_and_for_nobody_else(
+    watching: Browser, server: FakeServer
+) -> None:
+    with watching.events() as one, watching.events() as other:
+        one.until("server")
+        assert server.asked == []
+        assert look(watching, one.reader, (0, 1, 3, 160)) == 204
+        picture = one.until("picture")
+        assert picture["tile"] == [0, 1, 3]
+        assert picture["jpeg"].startswith("/9j/")
+        assert picture["seed"] == str(2**60 + 3)
+        # It is known by now, and so given without being asked for.
+        assert look(watching, other.reader, (0, 1, 3, 160), (0, 1, 4, 160)) == 204
+        assert other.until("picture")["tile"] == [0, 1, 3]
+        assert other.until("picture")["tile"] == [0, 1, 4]
+        server.ticks += 1
+        both = {tuple(other.until("picture")["tile"]) for _ in range(2)}
+        assert both == {(0, 1, 3), (0, 1, 4)}
+        assert one.until("picture")["serial"] == 2
+    rows = [rows for _, rows, _ in server.asked]
+    assert {*rows} == {(3,), (3, 4)}
+
+
+async def test_a_reader_who_does_not_read_is_dropped_and_others_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("envserve.page.app._MAX_STUCK_SECONDS", 0.1)
+    app = build_over(FakeServer("CartPole-v1"))("secret")
+    gatherer: Gatherer = app.state.gatherer
+    async with app.router.lifespan_context(app):
+        slow, patient = Stuck(), gatherer.join()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(app(slow.scope, slow.receive, slow.send))
+            await slow.is_stuck.wait()
+            assert len(gatherer.readers) == 2
+        assert len(gatherer.readers) == 1
+        await anext(patient.texts())
+
+
+class Stuck:
+    """A browser that takes the beginning of its events, and no more."""
+
+    scope: Final = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "method": "GET",
+        "path": "/events",
+        "query_string": b"",
+        "headers": [
+            (b"host", b"127.0.0.1:80"),
+            (b"cookie", b"envserve_page12700180=secret"),
+        ],
+    }
+
+    def __init__(self) -> None:
+        self.is_stuck = asyncio.Event()
+
+    async def receive(self) -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.body":
+            self.is_stuck.set()
+            await asyncio.Event().wait()
+
+
+async def test_a_late_reader_is_told_what_is_newest_and_nothing_else() -> None:
+    gatherer = Gatherer([], None, never)
+    reader = gatherer.join()
+    assert gatherer.look(reader.name, {(0, 1, 2): 160})
+    for number in range(1000):
+        gatherer.publish((0, 1, 2), b"picture %d" % number)
+        gatherer.publish((0, 1, 3), b"of another tile")
+        gatherer.publish(0, b"status %d" % number)
+    texts = reader.texts()
+    assert [await anext(texts) for _ in range(2)] == [b"picture 999", b"status 999"]
+    gatherer.publish("run", b"run")
+    assert await anext(texts) == b"run"
+
+
+def never(address: str) -> Observer:
+    raise AssertionError
+
+
+def test_a_port_in_use_is_passed_over() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = used.getsockname()[1]
+        with served(build_over(FakeServer()), port) as url:
+            browser = Browser(url)
+            assert browser.port > port
+            assert browser.ask("GET", "/")[0] == 200
+
+
+def test_a_place_that_is_none_of_ours_is_an_error() -> None:
+    with pytest.raises(ServerError, match=r"cannot listen at 192\.0\.2\.1:80"):
+        page_server(build_over(FakeServer()), "192.0.2.1", 80)
+
+
+def test_a_process_of_its_own_says_what_is_wrong_and_ends_with_its_starter(
+    browser: Browser, tmp_path: Path
+) -> None:
+    at_http = f"127.0.0.1:{browser.port}"
+    process, url = page_process([at_http], tmp_path, insecure=True)
+    with process:
+        with Browser(url).events() as events:
+            said = events.until("server", lambda said: said["error"] != "")
+            assert "does not speak ZeroMQ" in said["error"]
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(TIMEOUT_SECONDS) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nosuchhost.invalid"], "cannot resolve nosuchhost.invalid"),
+        (["sim 1"], "expected an address like sim1"),
+        (["127.0.0.1", "--host", "192.0.2.1"], "--host to be an address of this host"),
+        ([], "expected the argument ADDRESS"),
+        (["127.0.0.1", "--run", __file__], "is a file"),
+    ],
+)
+def test_what_cannot_be_shown_is_said_in_a_line(
+    arguments: list[str], text: str
+) -> None:
+    result = CliRunner().invoke(app, ["page", *arguments])
+    assert result.exit_code == 2
+    assert text in " ".join(result.output.split())
+
+
+async def test_while_nobody_looks_nothing_is_done() -> None:
+    server = FakeServer("CartPole-v1")
+    gatherer = Gatherer(
+        ["tcp://sim1:5555"],
+        None,
+        observe=lambda _: FakeObserver(server),  # type: ignore[arg-type,return-value]
+    )
+    await gatherer.start()
+    before = time.process_time()
+    await asyncio.sleep(1.0)
+    spent = time.process_time() - before
+    await gatherer.close()
+    assert spent < 0.25, "expected threads to rest; they took a core's time"

@@ -1,0 +1,338 @@
+"""Pictures of envs: made by workers, for who looks, and for nobody else."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from PIL import Image
+
+from envserve.crashes.action_ring import ActionRing, ring_nbytes
+from envserve.pictures import MAX_JPEG_BYTES, MAX_WATCHED, Picture, PictureBoard
+from envserve.pictures import board_nbytes as board_bytes
+from envserve.slab import Slab
+from envserve.spec import EnvSpec
+from envserve.worker import camera as cameras
+from envserve.worker.camera import Camera, jpeg_of, render
+
+SPEC = EnvSpec("Tiny-v0", spaces.Box(-1.0, 1.0, (2,), np.float32), spaces.Discrete(2))
+GREY = np.full((40, 60, 3), 90, np.uint8)
+SECOND = 10**9
+
+
+class Clock:
+    """Time goes on only when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 100 * SECOND
+
+    def monotonic_ns(self) -> int:
+        return self.now
+
+
+class Shown:
+    """An env that takes so long to draw what it is told, or raises it."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.frame: Any = GREY
+        self.seconds = 0.001
+        self.asked: list[int] = []
+
+    def render(self, row: int) -> Any:
+        self.asked.append(row)
+        self.clock.now += int(self.seconds * SECOND)
+        if isinstance(self.frame, BaseException):
+            raise self.frame
+        return self.frame
+
+
+class Studio:
+    """A worker's camera, who looks at its rows, and a clock."""
+
+    def __init__(self, num_envs: int = 3) -> None:
+        extra = ring_nbytes(SPEC, num_envs) + board_bytes(num_envs, 1)
+        self.slab = Slab.create(SPEC, num_envs, 1, extra)
+        self.clock = Clock()
+        self.envs = [Shown(self.clock) for _ in range(num_envs)]
+        self.build = {
+            "num_envs": num_envs,
+            "num_workers": 1,
+            "worker": 0,
+            "blocks": [[0, 0, num_envs]],
+        }
+        memory = self.slab.extra[ring_nbytes(SPEC, num_envs) :]
+        self.board = PictureBoard(num_envs, 1, memory)
+        self.camera = self.start()
+
+    def start(self) -> Camera:
+        """Begins a process of the worker."""
+        ring = ActionRing(SPEC, len(self.envs), self.slab.extra)
+        return Camera(self.build, SPEC, {0: self.envs}, self.slab, ring)
+
+    def watch(self, *rows: int, width: int = 160, seconds: float = 3.0) -> None:
+        now = self.clock.now
+        self.board.watch(rows, width, now + int(seconds * SECOND))
+
+    def look(self, after_seconds: float = 0.0) -> None:
+        """Does what a worker does after each operation."""
+        self.clock.now += int(after_seconds * SECOND)
+        if self.camera.until[0]:
+            self.camera.look()
+
+    def see(self, row: int = 0) -> Picture:
+        picture = self.board.picture(row)
+        assert picture is not None
+        return picture
+
+
+@pytest.fixture
+def studio(monkeypatch: pytest.MonkeyPatch) -> Iterator[Studio]:
+    made = Studio()
+    monkeypatch.setattr(cameras, "time", made.clock)
+    yield made
+    made.slab.close()
+
+
+@pytest.fixture(autouse=True)
+def keep_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cameras, "headless_settings", lambda _: {})
+
+
+def size_of(jpeg: bytes) -> tuple[int, int]:
+    return Image.open(io.BytesIO(jpeg)).size
+
+
+# Who looks.
+
+
+def test_nobody_looks_and_nothing_is_drawn(studio: Studio) -> None:
+    for _ in range(100):
+        studio.look(1.0)
+    assert not any(env.asked for env in studio.envs)
+    assert studio.board.picture(0) is None
+
+
+def test_who_looks_gets_a_picture(studio: Studio) -> None:
+    studio.watch(1)
+    studio.look()
+    picture = studio.see(1)
+    assert (picture.row, picture.text, picture.seed) == (1, "", None)
+    assert size_of(picture.jpeg) == (60, 40)
+    assert studio.board.picture(1, picture.serial) is None
+    assert studio.board.picture(0) is None
+    assert [env.asked for env in studio.envs] == [[], [1], []]
+
+
+def test_it_ends_when_nobody_looks_any_more(studio: Studio) -> None:
+    studio.watch(0)
+    studio.look()
+    studio.look(4.0)
+    assert studio.camera.until[0] == 0
+    studio.look(1.0)
+    assert len(studio.envs[0].asked) == 1
+    studio.watch(0)
+    studio.look(1.0)
+    assert len(studio.envs[0].asked) == 2
+
+
+def test_drawing_takes_a_sixtieth_of_the_time_and_rows_take_turns(
+    studio: Studio,
+) -> None:
+    begin = studio.clock.now
+    for env, seconds in zip(studio.envs, (0.001, 0.05, 0.2), strict=True):
+        env.seconds = seconds
+    while studio.clock.now < begin + 240 * SECOND:
+        studio.watch(0, 1, 2)
+        studio.look(0.002)
+    counts = [len(env.asked) for env in studio.envs]
+    drawn = sum(n * env.seconds for n, env in zip(counts, studio.envs, strict=True))
+    assert (
+        drawn - 0.251 <= 240 / 60 + 0.2
+    )  # but for first pictures, and the one that is due
+    assert min(counts) >= 14
+    assert max(counts) - min(counts) <= 1
+
+
+def test_what_is_loaded_for_first_pictures_does_not_keep_others_waiting(
+    studio: Studio,
+) -> None:
+    for env in studio.envs:
+        env.seconds = 0.5
+    studio.watch(0, 1, 2, seconds=100.0)
+    seen = []
+    for _ in range(3):
+        studio.look(1.001)
+        seen.append([len(env.asked) for env in studio.envs])
+    assert seen == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    studio.look(29.0)
+    assert [len(env.asked) for env in studio.envs] == [2, 1, 1]
+    studio.look(29.0)
+    assert [len(env.asked) for env in studio.envs] == [2, 1, 1]
+
+
+def test_slots_are_few_and_go_to_who_is_wanted_last() -> None:
+    num_envs = MAX_WATCHED + 10
+    board = PictureBoard(num_envs, 1, bytearray(board_bytes(num_envs, 1)))
+    board.watch(range(MAX_WATCHED), 100, 50)
+    board.watch(range(1, MAX_WATCHED), 100, 60)
+    board.watch([num_envs - 1, num_envs], 100, 70)
+    watched = {*board.wanted[:, 0].tolist()}
+    assert watched == {*range(1, MAX_WATCHED), num_envs - 1}
+    assert board_bytes(1 << 16, 1) < 16 << 20
+
+
+def test_rubbish_where_wanted_rows_stand_keeps_nobody_from_looking() -> None:
+    num_envs = MAX_WATCHED + 1
+    board = PictureBoard(num_envs, 1, bytearray(board_bytes(num_envs, 1)))
+    board.watch(range(MAX_WATCHED), 100, 50)
+    board.wanted[:] = -7  # as code of an env can
+    board.watch([MAX_WATCHED], 100, 60)
+    assert board.wanted[0].tolist() == [MAX_WATCHED, 60, 100]
+
+
+# What envs draw.
+
+
+@pytest.mark.parametrize(
+    ("frame", "says"),
+    [
+        ("S F\nH G", "S F\nH G"),
+        (None, "got nothing"),
+        (7, "got int"),
+        (np.zeros((4, 4, 3)), "got float64[4, 4, 3]"),
+        (np.zeros((0, 4, 3), np.uint8), "render raised"),
+        (ZeroDivisionError("by /srv/sim/env.py"), "ZeroDivisionError: by env.py"),
+        ("\x1b[31;1mS\x1b[0m F", "S F"),
+        ("\x1b[H" + "a" * 5000, "\\x1b[Ha"),
+    ],
+)
+def test_what_is_no_picture_is_told(studio: Studio, frame: Any, says: str) -> None:
+    studio.envs[0].frame = frame
+    studio.watch(0, 1)
+    studio.look()
+    studio.look(1.0)
+    assert says in studio.see(0).text
+    assert studio.see(0).jpeg == b""
+    assert studio.see(1).jpeg, "it costs other rows nothing"
+
+
+@pytest.mark.parametrize(
+    ("frame", "width", "size"),
+    [
+        (np.zeros((2160, 3840, 3), np.uint8), 160, (160, 90)),
+        ([GREY, GREY[:20]], 160, (60, 20)),
+        (GREY[:, :, 0], 160, (60, 40)),
+        (np.zeros((40, 60, 4), np.uint8), 30, (30, 20)),
+        (np.zeros((9000, 30, 3), np.uint8), 20, (1, 40)),
+    ],
+    ids=["4K", "the last of a list", "grey", "with alpha", "tall"],
+)
+def test_pictures_of_all_sizes(frame: Any, width: int, size: Any) -> None:
+    found = size_of(jpeg_of(frame, width))
+    assert found == size or found[1] == size[1] <= 2 * width
+
+
+def test_what_does_not_fit_is_made_smaller(random_generator: Any) -> None:
+    noise = random_generator.integers(0, 256, (1024, 1024, 3), np.uint8)
+    assert len(jpeg_of(noise, 1024)) <= MAX_JPEG_BYTES
+
+
+def test_without_pillow_the_extra_is_named(
+    studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    studio.watch(0)
+    studio.look()
+    assert "pip install 'envserve[page]'" in studio.see().text
+
+
+def test_an_env_whose_render_ends_its_process_is_left_alone_after_two(
+    studio: Studio,
+) -> None:
+    for row, env in enumerate(studio.envs):
+        env.frame = GREY if row else SystemExit()  # nothing of ours lives on
+    studio.watch(0, 1, seconds=1000.0)
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            studio.look(100.0)
+        studio.camera = studio.start()
+    for _ in range(5):
+        studio.look(100.0)
+    assert studio.envs[0].asked == [0, 0]
+    assert "render has ended its worker" in studio.see(0).text
+    assert "render has ended its worker" in studio.see(1).text
+
+
+# What is read.
+
+
+def tear(studio: Studio) -> None:
+    memory = studio.board._slots[0]
+    memory[100] ^= 1
+
+
+def lie(studio: Studio) -> None:
+    studio.board.show(0, Picture(row=2, serial=5))
+
+
+def swell(studio: Studio) -> None:
+    studio.board._slots[0, 8:12] = 255
+
+
+def scribble(studio: Studio) -> None:
+    studio.board._slots[0, :] = 7
+
+
+@pytest.mark.parametrize("spoil", [tear, lie, swell, scribble])
+def test_what_is_half_written_or_not_ours_is_no_picture(
+    studio: Studio, spoil: Callable[[Studio], None]
+) -> None:
+    studio.watch(0)
+    studio.look()
+    assert studio.see(0)
+    spoil(studio)
+    assert studio.board.picture(0) is None
+
+
+# Envs that were built without a render mode.
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "FrozenLake-v1"])
+def test_what_can_draw_is_drawn_and_stays_as_it_is(name: str) -> None:
+    env = gymnasium.make(name, disable_env_checker=True)
+    twin = gymnasium.make(name, disable_env_checker=True)
+    env.reset(seed=3), twin.reset(seed=3)
+    for step in range(60):
+        frame = render(env)
+        assert jpeg_of(frame, 100)
+        assert env.unwrapped.render_mode is None
+        results = [each.step(step % 2) for each in (env, twin)]
+        assert str(results[0]) == str(results[1])
+        if results[0][2] or results[0][3]:
+            assert str(env.reset()) == str(twin.reset())
+    env.close()
+
+
+def test_frames_that_are_kept_for_others_stay_theirs() -> None:
+    env = gymnasium.make("CartPole-v1", render_mode="rgb_array_list")
+    env.reset(seed=0)
+    assert jpeg_of(render(env), 100)
+    frames: Any = env.render()
+    assert len(frames) == 1
+    env.close()
+
+
+def test_what_cannot_draw_is_not_told_to() -> None:
+    asked = []
+    inner = SimpleNamespace(render_mode=None, metadata={"render_modes": ["human"]})
+    env = SimpleNamespace(unwrapped=inner, render=lambda: asked.append(1))
+    assert render(env) is None
+    assert (asked, inner.render_mode) == ([1], None)

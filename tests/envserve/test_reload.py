@@ -1,0 +1,115 @@
+"""`envserve start --reload`: a saved file is served at once, and its clients go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.lab.processes import is_running, with_descendants
+from envserve.client import BatchEnv, StepResult
+from envserve.errors import EnvStartError
+from envserve.server import reload
+from envserve.settings import HostSettings
+from envserve.slab import Status
+from tests.envserve.conftest import Serve, WaitUntil
+
+SOURCE = """
+import gymnasium
+import numpy as np
+from shared_by_envs import VALUE
+
+class Same(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(0, 99, (1,), np.int64)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return np.array([VALUE]), {}
+
+    def step(self, action):
+        return np.array([VALUE]), 1.0, False, False, {}
+"""
+
+
+def save(path: Path, text: str) -> None:
+    """Saves as editors do; a clock that is coarse tells no two times alike."""
+    earlier = path.stat().st_mtime_ns if path.exists() else 0
+    draft = path.with_suffix(".new")
+    draft.write_text(text)
+    os.utime(draft, ns=(earlier + 10**9, earlier + 10**9))
+    draft.replace(path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "own"
+    folder.mkdir(mode=0o700)
+    save(folder / "my_env.py", SOURCE)
+    save(folder / "shared_by_envs.py", "VALUE = 1\n")
+    return folder
+
+
+def test_clients_go_on_with_what_was_saved(
+    folder: Path, serve: Serve, wait_until: WaitUntil
+) -> None:
+    word = f"{folder / 'my_env.py'}:Same"
+    server = serve("--reload", word, imports=(), cwd=folder)
+    with BatchEnv.connect("my_env:Same", [server.address], 4) as batch:
+        batch.reset()
+
+        def step() -> StepResult:
+            return batch.step(np.zeros(4, np.int64))
+
+        assert step().observation.tolist() == [[1]] * 4
+        save(folder / "my_env.py", SOURCE + "\nthis is no Python")
+        wait_until(lambda: "my_env.py: saved, but the server stays" in server.log, 30)
+        assert "SyntaxError: invalid syntax (my_env.py, line " in server.log
+        steps = [step()]
+        assert steps[0].valid.all()
+        save(folder / "my_env.py", SOURCE)
+        save(folder / "shared_by_envs.py", "VALUE = 2\n")  # which it imports
+        while steps[-1].observation.tolist() != [[2]] * 4 or not steps[-1].valid.all():
+            steps.append(step())
+        told = np.stack([each.status for each in steps])
+        assert ((told == Status.SERVER_LOST).sum(axis=0) == 1).all()
+        assert ((told == Status.OK) | (told == Status.SERVER_LOST)).all()
+        (stats,) = batch.stats().lanes.values()
+        assert stats["reattaches"] == 1
+    log = server.end(signal.SIGTERM)
+    assert "saved; the server begins anew" in log
+    assert "Traceback" not in log
+
+
+def test_a_server_goes_when_who_watches_for_it_is_killed(
+    folder: Path, serve: Serve, wait_until: WaitUntil
+) -> None:
+    server = serve("--reload", f"{folder / 'my_env.py'}:Same", imports=(), cwd=folder)
+    _, *others = with_descendants(server.process.pid)
+    assert others
+    server.process.kill()
+    wait_until(lambda: not any(map(is_running, others)), 10)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("import nothing_like_it", "No module named 'nothing_like_it'"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("import os; os._exit(3)", "it ends the process that imports the envs"),
+    ],
+)
+def test_envs_that_cannot_be_imported_are_an_error_at_the_start(
+    folder: Path, text: str, error: str
+) -> None:
+    save(folder / "shared_by_envs.py", text)
+    host = HostSettings(env_names=(f"{folder / 'my_env.py'}:Same",))
+    with pytest.raises(EnvStartError, match=error):
+        reload.serve_anew(host, lambda host, tell: 0)
+
+
+def test_the_code_of_a_server_that_ends_by_itself_is_the_end(folder: Path) -> None:
+    host = HostSettings(env_names=(f"{folder / 'my_env.py'}:Same",))
+    assert reload.serve_anew(host, lambda host, tell: 5) == 5

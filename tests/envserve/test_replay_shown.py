@@ -1,0 +1,238 @@
+"""A crash in the debugger, and as a film of what came before it."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from envserve.cli import app
+from envserve.crashes.repro import End, Repro, encode_repro
+from envserve.slab import Status
+from tests.envserve.test_replay import make_repro
+from tests.ppo.film_env import read_video
+
+#: What fails when it is given 1, and shows how many steps it has had.
+FILMY_ENVS = """
+import gymnasium, numpy as np
+from tests.oracle.probe_envs import FaultyEnv
+
+class FilmyEnv(FaultyEnv):
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 12}
+
+    def __init__(self, fault, look="frame", render_mode=None):
+        super().__init__(fault)
+        self.render_mode, self.look = render_mode, look
+
+    def render(self):
+        if self.render_mode is None:
+            raise RuntimeError("built without render_mode")
+        if self.look == "raise":
+            raise RuntimeError("no canvas")
+        size = 16 + 2 * self._steps if self.look == "grows" else 16
+        picture = np.full((size, 16, 3), 20 * self._steps, np.uint8)
+        return picture if self.look in ("frame", "grows") else self.look
+
+gymnasium.register("Filmy-v0", "filmy_envs:FilmyEnv")
+gymnasium.register("Blind-v0", "tests.oracle.probe_envs:FaultyEnv")
+"""
+RAISED = End(status=Status.ENV_ERROR, text="Traceback ...\nRuntimeError: lost balance")
+HUNG = End(status=Status.TIMEOUT, text="hung")
+BROKEN = End(status=Status.ENV_ERROR, text="...", is_violation=True)
+
+
+def filmy_repro(fault: str, length: int = 8, **changes: Any) -> Repro:
+    """Of an env that fails in the last of its steps."""
+    repro = make_repro(fault)
+    actions = np.zeros(length, np.int64)
+    actions[-1:] = 1
+    played = replace(repro.played, actions=(actions,))
+    kwargs = {"fault": fault, **changes.pop("kwargs", {})}
+    return replace(
+        repro, env_name="Filmy-v0", env_kwargs=kwargs, played=played, **changes
+    )
+
+
+@pytest.fixture
+def filmy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "filmy_envs.py").write_text(FILMY_ENVS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    sys.modules.pop("filmy_envs", None)
+    for name in ("Filmy-v0", "Blind-v0"):
+        gymnasium.registry.pop(name, None)
+
+
+def replay(repro: Repro, *options: str) -> Result:
+    Path("a.repro").write_bytes(encode_repro(repro))
+    command = ["replay", "a.repro", "--import", "filmy_envs", *options]
+    return CliRunner().invoke(app, command)
+
+
+@pytest.mark.parametrize(
+    ("fault", "end"),
+    [("raise", RAISED), ("segfault", make_repro().end), ("nan", BROKEN)],
+)
+def test_a_film_shows_the_last_steps_before_the_crash(
+    filmy: Path, fault: str, end: End
+) -> None:
+    repro = filmy_repro(fault, end=end)  # written without render_mode
+    result = replay(repro, "--film", "film.mp4", "--last", "5")
+    assert "film.mp4: 5 frames" in result.output
+    assert "\nreproduced in action 8" in result.output
+    assert result.exit_code == 0
+    seen = read_video(filmy / "film.mp4", 16, 16).mean(axis=(1, 2, 3))
+    # Before action 4, and up to before the last one.
+    np.testing.assert_allclose(seen, 20 * np.arange(3, 8), atol=4)
+
+
+def test_a_film_of_a_hang_ends_where_it_hangs(filmy: Path) -> None:
+    repro = filmy_repro("hang", end=HUNG, timeout_seconds=20.0)
+    result = replay(repro, "--film", "film.gif", "--timeout", "0.5")
+    assert result.exit_code == 0
+    assert "reproduced in action 8: hung for 0.5 s" in result.output
+    assert len(read_video(filmy / "film.gif", 16, 16)) == 8
+
+
+def test_a_film_of_what_does_not_crash_any_more_has_its_end_as_well(
+    filmy: Path,
+) -> None:
+    result = replay(filmy_repro("none", end=RAISED), "--film", "film.mp4")
+    assert result.exit_code == 1
+    assert "not reproduced: did not crash in 8 actions" in result.output
+    assert len(read_video(filmy / "film.mp4", 16, 16)) == 9
+
+
+@pytest.mark.parametrize(
+    ("look", "code", "text"),
+    [
+        ("none", 1, "expected render() to give a frame, uint8 [height, width, 3]; got"),
+        ("raise", 1, "got RuntimeError('no canvas'); the env has to support"),
+        ("grows", 2, "film.mp4: expected frames of one size, (16, 16, 3), got (18, 16"),
+    ],
+)
+def test_what_cannot_be_filmed_is_said(
+    filmy: Path, look: str, code: int, text: str
+) -> None:
+    repro = filmy_repro("raise", end=RAISED, kwargs={"look": look})
+    result = replay(repro, "--film", "film.mp4")
+    assert result.exit_code == code
+    assert text in result.output
+    assert "Traceback" not in result.output
+    assert not list(filmy.glob("film.*"))
+
+
+def test_an_env_that_takes_no_render_mode_is_named(filmy: Path) -> None:
+    repro = replace(filmy_repro("raise", end=RAISED), env_name="Blind-v0")
+    result = replay(repro, "--film", "film.mp4")
+    assert result.exit_code == 1
+    assert "'render_mode'; Blind-v0 takes fault" in result.output
+
+
+def test_what_makes_videos_is_asked_for_before_anything_starts(
+    filmy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repro = filmy_repro("raise")
+    assert "ends in .mp4 or .gif" in replay(repro, "--film", "film.avi").output
+    assert "got both" in replay(repro, "--film", "film.mp4", "--pdb").output
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
+    monkeypatch.setenv("PATH", "")
+    result = replay(repro, "--film", "film.mp4")
+    assert result.exit_code == 2
+    assert "pip install 'envserve[video]'" in result.output
+
+
+def debug(
+    monkeypatch: pytest.MonkeyPatch, repro: Repro, *commands: str
+) -> tuple[int, str]:
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{c}\n" for c in commands)))
+    output = io.StringIO()
+    monkeypatch.setattr("sys.stdout", output)
+    monkeypatch.setattr("sys.stderr", output)
+    Path("a.repro").write_bytes(encode_repro(repro))
+    command = ["replay", "a.repro", "--import", "filmy_envs", "--pdb"]
+    with pytest.raises(SystemExit) as caught:
+        app(command)
+    assert isinstance(caught.value.code, int)
+    return caught.value.code, output.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("fault", "end"), [("segfault", make_repro().end), ("hang", HUNG), ("nan", BROKEN)]
+)
+def test_what_cannot_be_looked_at_afterwards_is_stepped_into_before(
+    filmy: Path, monkeypatch: pytest.MonkeyPatch, fault: str, end: End
+) -> None:
+    shown = ("p self._steps", "p int(action)", "q")
+    code, text = debug(monkeypatch, filmy_repro(fault, end=end), *shown)
+    assert code == 0
+    assert "n goes on by a line" in text
+    assert "probe_envs.py" in text
+    assert "-> self._steps += 1" in text  # the first line of its step
+    assert "(Pdb) 7\n(Pdb) 1\n" in text  # before it, with the action that ended it
+
+
+def test_a_violation_is_said_when_its_step_has_been_gone_through(
+    filmy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repro = filmy_repro("nan", end=BROKEN)
+    code, text = debug(monkeypatch, repro, "c")
+    assert code == 0
+    assert "expected observation to be finite" in text
+
+
+def test_a_crash_of_a_reset_is_stepped_into(
+    filmy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repro = filmy_repro("none", 0, end=HUNG)
+    code, text = debug(monkeypatch, repro, "q")
+    assert code == 0
+    assert "-> self, *, seed" in text or "-> super().reset(seed=seed)" in text
+
+
+def test_the_debugger_has_nothing_to_show_of_what_does_not_crash(
+    filmy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, text = debug(monkeypatch, filmy_repro("none", end=RAISED))
+    assert code == 1
+    assert "it did not crash" in text
+
+
+def test_an_exception_is_looked_at_on_a_terminal_where_it_was(filmy: Path) -> None:
+    Path("a.repro").write_bytes(encode_repro(filmy_repro("raise", end=RAISED)))
+    ours, theirs = pty.openpty()
+    command = ["replay", "a.repro", "--import", "filmy_envs", "--pdb"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "envserve", *command],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    ) as process:
+        os.close(theirs)
+        seen = b""
+        try:
+            for typed in (b"up\n", b"p self._steps, int(action)\n", b"q\n"):
+                while not seen.endswith(b"(Pdb) "):
+                    seen += os.read(ours, 4096)
+                os.write(ours, typed)
+                seen += typed
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+            os.close(ours)
+    text = seen.decode()
+    assert "RuntimeError: the simulator lost its balance" in text
+    assert "-> BREAKDOWNS[self._fault](math.inf)" in text
+    assert "(8, 1)" in text

@@ -1,0 +1,244 @@
+"""`envserve status` and `top`: many servers at once, silent and old ones, any width."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from msgspec.structs import replace
+from rich.console import Console
+from typer.testing import CliRunner
+
+from envserve.cli import app
+from envserve.client.survey import Sight, look_at, sights_of
+from envserve.commands import status as commands
+from envserve.wire import (
+    ErrorBody,
+    ErrorCode,
+    Histogram,
+    LeaseStatus,
+    Message,
+    MessageType,
+    ServerStatus,
+    decode,
+    encode,
+)
+from tests.envserve.session_fakes import make_welcome
+
+LEASE = LeaseStatus(
+    number=1,
+    user="ann",
+    client="ann (trainer-17)",
+    env_name="HalfCheetah-v5",
+    num_envs=16,
+    seconds=7300.0,
+    steps=1_234_567,
+    faults={"TIMEOUT": 1},
+)
+STATUS = ServerStatus(
+    version="1.2.3",
+    host="sim1",
+    seconds=90_000.0,
+    total_envs=64,
+    free_envs=48,
+    loop_lag_ms=7,
+    steps=1_000,
+    faults={"WORKER_DIED": 2, "ENV_ERROR": 1},
+    env_step_seconds=Histogram(bounds=(1e-4, 1e-2), counts=(4, 1, 0), sum=0.01),
+    num_leases=1,
+    leases=(LEASE,),
+)
+
+
+class Servers:
+    """Servers that answer questions, one an ipc socket; in one thread."""
+
+    def __init__(self, folder: Path, answering: int, silent: int = 0, old: int = 0):
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.addresses: list[str] = []
+        self.num_asked = 0
+        self._poller = zmq.Poller()
+        self._old: set[zmq.Socket[bytes]] = set()
+        self._silent: list[zmq.Socket[bytes]] = []
+        for number in range(answering + silent + old):
+            socket = self.context.socket(zmq.ROUTER)
+            self.addresses.append(f"ipc://{folder}/{number}")
+            socket.bind(self.addresses[-1])
+            if number >= answering + silent:
+                self._old.add(socket)
+            if answering <= number < answering + silent:
+                self._silent.append(socket)
+            else:
+                self._poller.register(socket, zmq.POLLIN)
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ends.is_set():
+            for socket, _ in self._poller.poll(20):
+                route, *frames = socket.recv_multipart()
+                answer = self._answer(decode(frames), socket in self._old)
+                socket.send_multipart([route, *encode(answer)])
+
+    def _answer(self, asked: Message, is_old: bool) -> Message:
+        kind, body = MessageType.STATUS_RESULT, b""
+        if asked.type is MessageType.HELLO:
+            kind, body = MessageType.WELCOME, make_welcome(total_envs=4).encode()
+        elif is_old:
+            error = ErrorBody(code=ErrorCode.UNSUPPORTED, text="of type 9 are unknown")
+            kind, body = MessageType.ERROR, error.encode()
+        else:
+            self.num_asked += 1
+            fields = {"steps": 1000 * self.num_asked, "seconds": 1.0 * self.num_asked}
+            body = ServerStatus(version="1.2.3", leases=(LEASE,), **fields).encode()  # type: ignore[arg-type]
+        return Message(kind, request=asked.request, body=body)
+
+    def close(self) -> None:
+        self._ends.set()
+        self._thread.join()
+        self.context.destroy(linger=0)
+
+
+@contextlib.contextmanager
+def servers(folder: Path, *counts: int) -> Iterator[Servers]:
+    with contextlib.closing(Servers(folder, *counts)) as made:
+        yield made
+
+
+def look(found: Servers) -> contextlib.AbstractContextManager[list[Sight]]:
+    return sights_of(found.addresses, insecure=False)
+
+
+def shown(sights: list[Sight], width: int) -> list[str]:
+    screen = Console(file=io.StringIO(), width=width)
+    screen.print(commands._shown(sights, width))
+    return screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+def seen(address: str = "tcp://sim1:5555", **changes: Any) -> Sight:
+    sight = Sight(address, False, changes.pop("error", ""))
+    sight.status = changes.get("status", STATUS)
+    return sight
+
+
+def test_silent_servers_are_waited_for_at_the_same_time(tmp_path: Path) -> None:
+    with servers(tmp_path, 61, 3) as found, look(found) as sights:
+        began = time.monotonic()
+        look_at(sights, 2.0)
+        seconds = time.monotonic() - began
+        answered = [sight.status is not None for sight in sights]
+    assert answered == [True] * 61 + [False] * 3
+    assert seconds < 3 * 2.0
+    assert "no server answered within 2 s" in sights[-1].error
+
+
+def test_speed_is_that_between_two_looks(tmp_path: Path) -> None:
+    with servers(tmp_path, 1) as found, look(found) as sights:
+        look_at(sights, 20.0)
+        (sight,) = sights
+        assert sight.steps_per_second is None
+        look_at(sights, 20.0)
+        assert sight.steps_per_second == 1000.0
+
+
+def test_a_server_that_does_not_know_status_tells_its_envs(tmp_path: Path) -> None:
+    with servers(tmp_path, 0, 0, 1) as found, look(found) as sights:
+        look_at(sights, 20.0)
+        header, line, *_ = shown(sights, 150)
+    cells = dict(zip(header.split(), line.replace(" of ", "/").split(), strict=False))
+    assert cells["envs"] == "3/4"
+    assert line.split().count("-") == 6, line
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_nothing_is_cut_at_any_usual_width(width: int) -> None:
+    lines = shown([seen(), seen("tcp://sim2:5555", status=None, error="away")], width)
+    text = "\n".join(lines)
+    for part in (
+        *("sim1:5555", "16 of 64", "1.04 d", "7 ms", "2 died", "1 raised"),
+        *("ann (trainer-17)", "16 HalfCheetah-v5", "1,234,567", "1 hung"),
+        *("62.5 us", "sim2:5555: away"),
+    ):
+        assert part in text, text
+    assert max(map(len, lines)) <= width
+    assert ("1.2.3" in text) == (width == 120)
+
+
+def test_a_narrow_terminal_gets_a_list(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [line.strip() for line in shown([seen()], 40)]
+    assert {"sim1:5555", "envs: 16 of 64", "p99: 9.51 ms"} <= {*lines}
+    assert "faults: 2 died, 1 raised" in lines
+
+
+def test_names_of_others_cannot_write_markup_or_colours() -> None:
+    lease = LeaseStatus(number=1, client="[red]\x1b[31mann", env_name="[/]")
+    text = "\n".join(shown([seen(status=ServerStatus(leases=(lease,)))], 120))
+    assert "[red]" in text
+    assert "[/]" in text
+    assert "\x1b" not in text
+
+
+def test_json_has_all_of_it_and_the_exit_code_who_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "_GAP_SECONDS", 0.0)
+    odd = replace(LEASE, episodes=((1, 0, math.nan, 5),))
+    monkeypatch.setitem(globals(), "LEASE", odd)
+    with servers(tmp_path, 1) as found:
+        words = ["status", "--json", "--timeout", "20", *found.addresses]
+        result = CliRunner().invoke(app, words)
+        with_lost = CliRunner().invoke(app, [*words, "nobody.invalid"])
+    assert result.exit_code == 0
+    (entry,) = json.loads(result.stdout)
+    assert entry["status"]["version"] == "1.2.3"
+    assert entry["status"]["leases"][0]["env_name"] == "HalfCheetah-v5"
+    assert entry["status"]["leases"][0]["episodes"] == [[1, 0, None, 5]]
+    assert entry["steps_per_second"] == 1000.0
+    assert with_lost.exit_code == 2
+    assert "cannot resolve nobody.invalid" in json.loads(with_lost.stdout)[1]["error"]
+
+
+def test_top_that_is_piped_writes_a_table_for_each_interval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    @contextlib.contextmanager
+    def keys() -> Iterator[Any]:
+        def wait(seconds: float) -> bool:
+            waits.append(seconds)
+            if len(waits) == 3:
+                raise KeyboardInterrupt
+            return False
+
+        yield wait
+
+    monkeypatch.setattr(commands, "_keys", keys)
+    with servers(tmp_path, 1) as found:
+        words = ["top", "--interval", "20", *found.addresses]
+        result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0
+    assert result.stdout.count("steps/s") == 3
+    assert result.stdout.count("1,000 ") == 2  # there is no speed at first
+    assert waits == [20.0] * 3
+
+
+def test_looking_at_many_servers_runs_out_of_no_descriptors() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[1]), before[1]))
+    try:
+        with sights_of([], insecure=False):
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

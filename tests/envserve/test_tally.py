@@ -1,0 +1,206 @@
+"""What a pool counts: exactly what was played and planted, and at next to no cost."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from types import FrameType
+
+import numpy as np
+import pytest
+
+from envserve.durations import BOUNDS
+from envserve.lane import Reset
+from envserve.pool.pool import Pool
+from envserve.pool.tally import add, described_in_full
+from envserve.slab import Status
+from envserve.wire import LeaseStatus, ServerStatus
+
+from .pool_driver import SCRIPT, PoolMaker, kill, reset, step
+
+RAISES = "if action == 1: raise ValueError('planted')"
+
+
+def told(pool: Pool) -> LeaseStatus:
+    return pool.looks.status(256, number=1)
+
+
+def totals(pool: Pool) -> ServerStatus:
+    return ServerStatus(**described_in_full(add([pool.tally.counts])))
+
+
+def test_steps_rows_and_faults_are_those_that_were_played_and_planted(
+    make_pool: PoolMaker,
+) -> None:
+    pool = make_pool.and_reset(SCRIPT, 4, 2, env_kwargs={"step": RAISES})
+    books: Counter[str] = Counter()
+    random = np.random.default_rng(5)
+    num_raised = 0
+    for turn in range(30):
+        actions = random.integers(0, 2, 4)
+        num_killed = 0
+        if turn in (10, 20):
+            kill(pool.worker_pids[turn // 20])
+            num_killed = 2
+        step(pool, actions)
+        found = Counter(Status(status).name for status in pool.rows.status)
+        assert found["WORKER_DIED"] == num_killed
+        num_raised += found["ENV_ERROR"]
+        books += found
+    status, whole = told(pool), totals(pool)
+    assert status.rows == dict(books)
+    assert status.steps == books["OK"]
+    assert status.faults == {"ENV_ERROR": num_raised, "WORKER_DIED": 2}
+    assert status.restarts == pool.stats()["restarts"] == 2
+    assert (whole.rows, whole.faults) == (status.rows, status.faults)
+    # Blocks of two rows, of which two steps were lost with their worker.
+    assert status.batch_seconds.count == 60 - 2
+    assert whole.env_step_seconds.count == books["OK"] + books["ENV_ERROR"]
+    # Each step ends an episode here, and each lost row begins one.
+    assert whole.resets == 4 + sum(books.values())
+    assert 0 < status.env_seconds == whole.env_step_seconds.sum
+    assert status.batch_seconds.bounds == BOUNDS
+
+
+def test_an_env_that_hangs_is_one_fault_and_costs_a_row_of_each_env(
+    make_pool: PoolMaker,
+) -> None:
+    hangs = {"step": "if action == 1: time.sleep(3600)"}
+    pool = make_pool.and_reset(SCRIPT, 3, 1, env_kwargs=hangs, step_timeout_seconds=0.3)
+    step(pool, [0, 1, 0])
+    step(pool, 0)
+    status = told(pool)
+    assert (status.rows, status.faults) == ({"OK": 3, "TIMEOUT": 3}, {"TIMEOUT": 1})
+
+
+def test_rows_that_come_back_are_told_with_how_long_they_were_away(
+    make_pool: PoolMaker,
+) -> None:
+    pool = make_pool.and_reset(SCRIPT, 4, 2)
+    kill(pool.worker_pids[1])
+    began = time.monotonic()
+    step(pool, 0)
+    most = 1000 * (time.monotonic() - began) + 1
+    status = told(pool)
+    assert [(serial, row) for serial, row, _ in status.recoveries] == [(1, 2), (2, 3)]
+    assert all(0 <= milliseconds <= most for _, _, milliseconds in status.recoveries)
+    assert status.num_recoveries == 2
+
+
+def test_rows_of_a_worker_that_is_being_replaced_are_absent(
+    make_pool: PoolMaker,
+) -> None:
+    pool = make_pool.and_reset(SCRIPT, 4, 2)
+    assert told(pool).absent == ()
+    pool.submit_step([0])
+    assert told(pool).in_flight == 2
+    while not pool.collect(1.0):
+        pass
+    kill(pool.worker_pids[0])
+    while not told(pool).absent:
+        pool.collect(0.05)
+    assert told(pool).absent == (0, 1)
+    step(pool, 0)
+    assert (told(pool).absent, told(pool).in_flight) == ((), 0)
+
+
+@pytest.mark.parametrize("autoreset", ["same_step", "next_step", "disabled"])
+def test_whole_episodes_are_told_while_somebody_watches(
+    make_pool: PoolMaker, autoreset: str
+) -> None:
+    pool = make_pool.and_reset("CartPole-v1", 4, 2, autoreset=autoreset)
+    books: list[tuple[int, float, int]] = []
+    begun: list[tuple[float, int] | None] = [None] * 4
+    is_over = [False] * 4
+    random = np.random.default_rng(3)
+
+    def play(num_steps: int) -> None:
+        for _ in range(num_steps):
+            step(pool, random.integers(0, 2, 4))
+            rows = pool.rows
+            for row in range(4):
+                was_over, is_over[row] = (
+                    is_over[row],
+                    bool(rows.terminated[row] | rows.truncated[row]),
+                )
+                if was_over and autoreset == "next_step":
+                    continue  # this step was the reset
+                if (so_far := begun[row]) is not None:
+                    total, length = so_far
+                    begun[row] = total + float(rows.reward[row]), length + 1
+                    if is_over[row]:
+                        books.append((row, total + float(rows.reward[row]), length + 1))
+                if is_over[row]:
+                    begun[row] = (0.0, 0)
+            if autoreset == "disabled" and any(is_over):
+                ended = [row for row in range(4) if is_over[row]]
+                by_block = {b: [r for r in ended if r // 2 == b] for b in range(2)}
+                reset(pool, *(Reset(b, tuple(r)) for b, r in by_block.items() if r))
+
+    play(30)
+    assert told(pool).num_episodes == 0
+    begun = [None] * 4  # nobody knows how those that run have begun
+    pool.tally.watch(time.monotonic())
+    play(120)
+    status = told(pool)
+    assert status.num_episodes == len(books) > 10
+    assert sorted(episode[1:] for episode in status.episodes) == sorted(books)
+    assert [episode[0] for episode in status.episodes] == [*range(1, len(books) + 1)]
+    pool.tally.watch(time.monotonic() - 11.0)
+    play(1)
+    assert not pool.tally.is_watched
+
+
+def test_an_unwatched_step_calls_nothing_to_be_counted(make_pool: PoolMaker) -> None:
+    pool = make_pool.and_reset(SCRIPT, 4, 2)
+    called: set[str] = set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            called.add(frame.f_code.co_filename)
+
+    sys.setprofile(note)
+    try:
+        step(pool, 0)
+    finally:
+        sys.setprofile(None)
+    assert any(name.endswith("operations.py") for name in called)
+    assert not any(name.endswith(("tally.py", "durations.py")) for name in called)
+    assert told(pool).steps == 4
+
+
+def test_a_watched_step_is_one_call_for_each_block(make_pool: PoolMaker) -> None:
+    pool = make_pool.and_reset(SCRIPT, 4, 2)
+    pool.tally.watch(time.monotonic())
+    called: list[str] = []
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.endswith("tally.py"):
+            called.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        for _ in range(20):
+            step(pool, 1)
+    finally:
+        sys.setprofile(None)
+    assert told(pool).num_episodes > 0
+    assert called == ["follow"] * 40
+
+
+def test_resets_of_spare_envs_are_counted_too(make_pool: PoolMaker) -> None:
+    pool = make_pool.and_reset(SCRIPT, 2, 1, spare_envs=True)
+    for _ in range(10):
+        step(pool, 0)
+    # Of each row: the first reset, one a step, and maybe one that is under way.
+    assert 2 * 10 <= totals(pool).resets <= 2 * 12
+
+
+def test_rubbish_in_the_cells_of_many_leases_is_still_a_status() -> None:
+    cells = np.full(len(add(())), 2**62)
+    total = add(())
+    for _ in range(1000):
+        total = add([total, cells])
+    body = ServerStatus(**described_in_full(total)).encode()
+    assert ServerStatus.decode(body).resets > 0

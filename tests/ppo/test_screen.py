@@ -1,0 +1,140 @@
+"""What a run shows, at any width, on a terminal and elsewhere."""
+
+import io
+import math
+import re
+import threading
+
+import pytest
+from rich.console import Console
+
+from ppo.commands.screen import Screen, sparkline
+from ppo.train import Progress
+
+METRICS = {"policy_loss": -0.0123, "value_loss": 0.5, "entropy": 0.69}
+
+
+class Clock:
+    """Time that goes on when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr("time.monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def console(width: int, *, is_terminal: bool, encoding: str = "utf-8") -> Console:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
+    return Console(
+        file=stream, width=width, force_terminal=is_terminal, color_system=None
+    )
+
+
+def train_a_little(screen: Screen, clock: Clock) -> None:
+    screen.total_steps = 40_960
+    screen.phase("compiling")
+    clock.now += 3.0
+    screen.show(Progress(2_048, 900.0, math.nan, 0, METRICS))
+    clock.now += 10.0
+    screen.show(Progress(22_528, 2_345.6, 21.25, 1_234, METRICS))
+    clock.now += 2.0
+
+
+def drawn(width: int, clock: Clock, encoding: str = "utf-8") -> list[str]:
+    """The lines of a training, as they are redrawn."""
+    target = console(width, is_terminal=True, encoding=encoding)
+    screen = Screen(target)
+    train_a_little(screen, clock)
+    with target.capture() as capture:
+        target.print(screen._rows())
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    return [re.sub(r"^[^a-z] (?=training)", "", line) for line in lines]  # it spins
+
+
+def test_a_terminal_shows_a_bar_and_what_was_learned(clock: Clock) -> None:
+    reached, earned = drawn(120, clock)
+    assert re.fullmatch(
+        r"training 12 s  ━+.*  7 s left  22,528/40,960 steps  2,346 steps/s", reached
+    )
+    assert re.fullmatch(
+        r"return 21\.2  ▁+  1,234 lost  value loss 0\.5  policy loss -0\.012"
+        r"  entropy 0\.69",
+        earned,
+    )
+
+
+@pytest.mark.parametrize("width", [20, 30, 40, 60, 80, 120])
+def test_what_does_not_fit_is_left_out_and_nothing_is_cut(
+    width: int, clock: Clock
+) -> None:
+    whole = {cell for line in drawn(160, clock) for cell in re.split("  +", line)}
+    lines = drawn(width, clock)
+    assert len(lines) == 2
+    for line in lines:
+        assert len(line) <= width - (line is lines[0]) * 2
+        cells = [cell for cell in re.split("  +", line) if not set(cell) & set("━▁")]
+        assert set(cells) <= whole
+    assert ("left" in lines[0]) == (width > 30)
+
+
+def test_a_terminal_without_these_glyphs_has_a_plain_bar(clock: Clock) -> None:
+    text = "\n".join(drawn(80, clock, "ascii"))
+    assert text.isascii()
+    assert "return 21.2" in text
+
+
+def test_elsewhere_there_are_plain_lines(clock: Clock) -> None:
+    target = console(80, is_terminal=False)
+    with Screen(target) as screen:
+        train_a_little(screen, clock)
+        screen.phase("evaluating", is_passing=True)
+        screen.phase("")
+        screen.print("[3] done")
+    target.file.seek(0)
+    assert target.file.read().splitlines() == [
+        "compiling ...",
+        "2,048/40,960 steps, 900 steps/s, return -, value loss 0.5, "
+        "policy loss -0.012, entropy 0.69, ? left",
+        "[3] done",
+    ]
+
+
+def test_elsewhere_a_long_phase_has_a_line_now_and_then() -> None:
+    lines: list[str] = []
+    came = threading.Event()
+
+    class Told(Screen):
+        def print(self, text: str, style: str | None = None) -> None:
+            lines.append(text)
+            if len(lines) == 4:
+                came.set()
+
+    with Told(console(80, is_terminal=False), seconds_between_lines=0.01) as screen:
+        screen.phase("compiling")
+        assert came.wait(60)
+    assert lines[:3] == ["compiling ...", *2 * ["compiling, 0 s so far"]]
+
+
+def test_a_finished_training_and_phases_leave_a_line(clock: Clock) -> None:
+    target = console(80, is_terminal=True)
+    with Screen(target) as screen:
+        train_a_little(screen, clock)
+        screen.phase("evaluating")
+        clock.now += 75.0
+    target.file.seek(0)
+    text = target.file.read()
+    assert "compiling, 3 s\n" in text
+    assert "training, 12 s: 22,528/40,960 steps, return 21.2 ▁▁▁" in text
+    assert "evaluating, 0:01:15\n" in text
+
+
+def test_a_sparkline_is_of_all_numbers_whatever_its_width() -> None:
+    assert sparkline(range(8), 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline(range(800), 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([1.0, 2.0], 4) == "▁▁██"
+    assert sparkline([3.0], 3) == "▁▁▁"
+    assert sparkline([], 3) == ""

@@ -1,0 +1,52 @@
+"""README and docs: short, whole, and about what there is."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import envserve.errors
+import ppo.errors
+from envserve.client.diagnosis import Finding, refusal_of
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+TROUBLESHOOTING = (DOCS / "troubleshooting.md").read_text()
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_every_page_is_in_the_contents_of_the_site() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    listed = re.findall(r"[\w-]+\.(?:md|ipynb)", nav)
+    pages = [path.name for path in DOCS.iterdir() if path.suffix in (".md", ".ipynb")]
+    assert sorted(listed) == sorted(pages)
+
+
+@pytest.mark.parametrize("module", [envserve.errors, ppo.errors])
+def test_every_error_is_explained(module: object) -> None:
+    bases = {"EnvserveError", "PpoError"}
+    for name, kind in inspect.getmembers(module, inspect.isclass):
+        if issubclass(kind, Exception) and kind.__module__ == module.__name__:  # type: ignore[attr-defined]
+            assert f"`{name}`" in TROUBLESHOOTING or name in bases, name
+
+
+@pytest.mark.parametrize("finding", Finding)
+def test_every_reason_of_no_connection_is_explained(finding: Finding) -> None:
+    error = refusal_of(finding, "tcp://sim1:5555", None)
+    if error is not None:
+        said = str(error).removeprefix("tcp://sim1:5555: ")
+        explained = re.findall(r"^\| `([^`]+)`", TROUBLESHOOTING, re.M)
+        starts = [line.partition(" NAME")[0] for line in explained]
+        assert any(said.startswith(start) for start in starts), said
+
+
+def test_the_contents_are_valid_yaml() -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    assert yaml.safe_load(text)["site_name"] == "envserve"
