@@ -9,7 +9,7 @@ for await (const part of process.stdin) text += part;
 const told = {};
 for (const [name, frames] of Object.entries(JSON.parse(text))) {
   const message = wire.read(frames.map((frame) => Buffer.from(frame, "hex")));
-  const isMap = message.body.length && !["STEP", "RESULT"].includes(name.split(" ")[0]);
+  const isMap = message.body.length && !["ASK_DRAIN", "STEP", "RESULT"].includes(name.split(" ")[0]);
   const body = isMap ? wire.unpack(message.body) : null;
   told[name] = { trouble: message.trouble, frames: wire.write(message).map((frame) => frame.toString("hex")), body };
 }
