@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from envserve.cli import app
-from envserve.client.connection import Connection, ask
+from envserve.client.connection import Connection
 from envserve.session import Reply, ServerSession
 from envserve.settings import HostSettings
 from envserve.wire import Drain, ErrorBody, ErrorCode, Message, MessageType, decode
@@ -92,18 +90,6 @@ def test_another_server_at_the_address_is_not_the_one_that_was_asked(
     monkeypatch.setattr("envserve.client.connection.ask", answer)
     assert drain(f"ipc://{tmp_path}/server")[0] == 0
     assert not list(boots)
-
-
-def after_it_drains(patch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
-    """Does something once the server has said that it drains."""
-
-    def ask_and_act(connection: Connection, asked: Message, *rest: Any) -> Message:
-        answer = ask(connection, asked, *rest)
-        if asked.type is MessageType.ASK_DRAIN:
-            act()
-        return answer
-
-    patch.setattr("envserve.client.connection.ask", ask_and_act)
 
 
 def test_a_server_that_is_not_there_is_soon_an_error(
