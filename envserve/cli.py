@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from envserve.commands.doctor import doctor
 from envserve.commands.keys import app as keys
-from envserve.commands.own_envs import bench, replay
+from envserve.commands.own_envs import bench, describe, replay
 from envserve.commands.page import demo, page
 from envserve.commands.servers import check, drain, envs, health
 from envserve.commands.start import start
@@ -20,7 +20,7 @@ _panels: dict[str, tuple[Callable[..., None], ...]] = {
     "See what it is": (demo,),
     "Serve envs": (start, drain),
     "Look at servers": (status, top, page, health, doctor, envs, check),
-    "Own envs": (bench, replay),
+    "Own envs": (describe, bench, replay),
 }
 for _panel, _commands in _panels.items():
     for _command in _commands:

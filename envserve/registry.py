@@ -30,7 +30,8 @@ from envserve.text import did_you_mean
 from envserve.wrappers import WrapperSpec
 from envserve.wrappers.apply import wrap
 
-__all__ = ["Registry", "import_env_modules", "make_env", "preload", "spec_of"]
+__all__ = ["Registry", "import_env_modules", "make_env", "maker_of", "preload"]
+__all__ += ["spec_of"]
 
 Env = gymnasium.Env[Any, Any]
 
@@ -232,8 +233,7 @@ def make_env(
 
 def _explain(error: TypeError, spec: EnvSpec, kwargs: Mapping[str, Any]) -> None:
     """Raises EnvStartError if it is about what a constructor takes."""
-    entry: Any = spec.entry_point
-    make = load_env_creator(entry) if isinstance(entry, str) else entry
+    make = maker_of(spec)
     inits = [kind.__init__ for kind in getattr(make, "__mro__", ())] or [make]
     each = [part for init in inits for part in signature(init).parameters.items()]
     takes = {name for name, part in each if part.kind in _BY_NAME} - {"self"}
@@ -243,6 +243,12 @@ def _explain(error: TypeError, spec: EnvSpec, kwargs: Mapping[str, Any]) -> None
             f"env_kwargs: {error.__cause__}; {spec.id} takes "
             f"{', '.join(sorted(takes)) or 'none'}"
         ) from None
+
+
+def maker_of(spec: EnvSpec) -> Any:
+    """Returns the class or function that makes a registered env; None if none does."""
+    entry = spec.entry_point
+    return load_env_creator(entry) if isinstance(entry, str) else entry
 
 
 def preload(name: str) -> None:

@@ -7,6 +7,7 @@ checkpoint must hold. It does not learn; that is for `ppo.learning.update`.
 from typing import Any
 
 import gymnasium
+import keras
 import tensorflow as tf
 
 from ppo.actions.action_spaces import action_kind
@@ -26,6 +27,7 @@ class Agent:
     policy's memory and, where values are wanted as well, of the value's.
 
     Attributes:
+        actions: what policy and envs call an action.
         preprocess: turns raw observations into features.
         memories: that of the policy and that of the value; none without recurrence.
     """
@@ -36,14 +38,14 @@ class Agent:
         action_space: gymnasium.Space[Any],
         config: Config,
     ) -> None:
-        self._actions = action_kind(action_space)
-        self._actions.check_mask(observation_space)
+        self.actions = action_kind(action_space, config)
+        self.actions.check_mask(observation_space)
         self.preprocess = ObservationPreprocessor(
             observation_space,
             normalize=config.normalize_observations,
             clip=config.observation_clip,
         )
-        self._networks = build_networks(self.preprocess, self._actions, config)
+        self._networks = build_networks(self.preprocess, self.actions, config)
         self.memories = self._networks.memories
 
     def act(
@@ -72,9 +74,32 @@ class Agent:
         action = distribution.sample(noise)
         return action, distribution.log_prob(action), *state
 
+    def snapshot(self) -> Any:
+        """Return all that actions depend on, as tensors that learning leaves alone."""
+        values = [tf.identity(variable.value) for variable in self.trainable_variables]
+        return values, self.preprocess.scales()
+
+    def act_from(
+        self, snapshot: Any, observation: Any, noise: tf.Tensor, *state: tf.Tensor
+    ) -> tuple[Any, ...]:
+        """Sample as `act_on_noise` does, as the agent was when `snapshot` was taken.
+
+        Returns the distribution's parameters in place of log-probabilities; what takes
+        `log_prob` of many steps at once is sooner done.
+        """
+        values, scales = snapshot
+        variables = self.trainable_variables
+        with keras.StatelessScope(list(zip(variables, values, strict=True))):
+            distribution, state = self._perceive(observation, state, scales)
+        return distribution.sample(noise), distribution.parameters, *state
+
+    def log_prob(self, action: tf.Tensor, parameters: Any) -> tf.Tensor:
+        """Return log-probabilities `[N]` of actions, given their distributions'."""
+        return self.distribution_of(parameters).log_prob(action)
+
     def draw_noise(self, num_rows: int, seed: tf.Tensor) -> tf.Tensor:
         """Draw what so many actions need, `[num_rows, ...]`, from an int32 pair."""
-        return self._actions.draw_noise(num_rows, seed)
+        return self.actions.draw_noise(num_rows, seed)
 
     def mode(
         self, observation: Any, seed: tf.Tensor, *state: tf.Tensor
@@ -104,7 +129,7 @@ class Agent:
 
     def distribution_of(self, parameters: Any) -> Distribution:
         """Return the distribution that had these `parameters`."""
-        distribution: Distribution = self._actions.distribution_type(*parameters)
+        distribution: Distribution = self.actions.distribution_type(*parameters)
         return distribution
 
     def value(self, features: Any, remembered: tf.Tensor | None = None) -> tf.Tensor:
@@ -144,10 +169,10 @@ class Agent:
         return embeddings
 
     def _perceive(
-        self, observation: Any, state: tuple[tf.Tensor, ...]
+        self, observation: Any, state: tuple[tf.Tensor, ...], scales: Any = None
     ) -> tuple[Distribution, tuple[tf.Tensor, ...]]:
         """Return what to draw actions from, and the states after the observation."""
-        features = self.preprocess(observation)
+        features = self.preprocess(observation, scales)
         if not self.memories:
             return self.distribution(features), ()
         embeddings = self.embed(features, len(state))
@@ -160,7 +185,7 @@ class Agent:
         return self.distribution(features, state[0]), state
 
     def _distribution(self, seen: Any, mask: tf.Tensor | None) -> Distribution:
-        distribution: Distribution = self._actions.distribution(
+        distribution: Distribution = self.actions.distribution(
             self._networks.policy(seen), mask
         )
         return distribution
@@ -170,6 +195,15 @@ class Agent:
         """The Keras variables that the optimizer changes, memories' last."""
         parts = self._networks.parts.values()
         return [variable for part in parts for variable in part.trainable_variables]
+
+    @property
+    def policy_variables(self) -> list[Any]:
+        """Those of them that actions depend on: all, if policy and value share some."""
+        parts = self._networks.parts
+        if "torso" in parts:
+            return self.trainable_variables
+        names = [name for name in parts if name.startswith("policy")]
+        return [each for name in names for each in parts[name].trainable_variables]
 
     @property
     def trackables(self) -> dict[str, Any]:

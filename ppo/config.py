@@ -16,33 +16,22 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import ErrorDetails
 
 from envserve.errors import WrapperError
 from envserve.wrappers import parse_wrappers
-from ppo.errors import ConfigError, suggestion
+from ppo.config_errors import in_words
+from ppo.errors import ConfigError
 
 __all__ = ["Config"]
 
 _NETWORKS = ("auto", "mlp", "cnn")
-#: What others call these settings.
-_ALIASES = {
-    **{"lr": "learning_rate", "gamma": "discount", "lam": "gae_lambda"},
-    **{"env": "env_name", "env_id": "env_name", "n_envs": "num_envs"},
-    **{"timesteps": "total_steps", "total_timesteps": "total_steps"},
-    **{"n_steps": "horizon", "num_steps": "horizon", "rollout_length": "horizon"},
-    **{"n_epochs": "epochs", "update_epochs": "epochs", "batch_size": "minibatch_size"},
-    **{"ent_coef": "entropy_coefficient", "vf_coef": "value_coefficient"},
-    **{"clip_coef": "clip_range", "clip_range_vf": "value_clip_range"},
-    **{"max_grad_norm": "max_gradient_norm", "target_kl": "max_kl"},
-    **{"hidden_sizes": "policy_layers", "net_arch": "policy_layers"},
-}
 _FUNCTION = re.compile(r"(.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*")
 
 _Count = Annotated[int, Field(ge=1, le=2**53)]
 _Steps = Annotated[int, Field(ge=0, le=2**53)]
 _Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 _Positive = Annotated[float, Field(ge=1e-12, le=1e9)]
+_Loss = Annotated[str, Field(pattern=r"^(clip|penalty|clip_and_penalty|.+:\w+)$")]
 _Seconds = Annotated[float, Field(ge=1e-3, le=1e6)]
 _Weight = Annotated[float, Field(ge=0.0, le=1e6)]
 _LayerSize = Annotated[int, Field(ge=1, le=65_536)]
@@ -89,8 +78,12 @@ class Config(BaseModel, frozen=True):
     """Whether each row has a second env that is reset while the first is stepped: for
     envs whose resets are slow. Twice the memory."""
 
+    stagger_episodes: bool = False
+    """Whether training cuts each env's first episode at a random step up to its time
+    limit, so that envs that end by theirs do not all begin anew at once."""
+
     total_steps: _Count = 1_000_000
-    """Env steps to train for. Whole iterations that fit are run, never more."""
+    """Valid env steps to train for. Whole iterations that fit are run, never more."""
 
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """Root of all randomness: networks, actions, shuffling, envs."""
@@ -102,11 +95,14 @@ class Config(BaseModel, frozen=True):
     """Parts of the batch that step in turn: with 2, the policy thinks about one part's
     rows while the other part's envs step. Worth it where a step takes the envs longer
     than the policy, or where cores are to spare. A run's data do not depend on it but
-    for the rounding of the policy's numbers.
-    """
+    for the rounding of the policy's numbers."""
 
     horizon: Annotated[int, Field(ge=1, le=1_000_000)] = 128
     """Batch steps per iteration; an iteration collects num_envs * horizon steps."""
+
+    overlap: bool = False
+    """Whether the next rollout is collected while an update runs, by the policy before
+    that update; see docs/training.md. Not to be changed when a run is resumed."""
 
     epochs: Annotated[int, Field(ge=1, le=10_000)] = 10
     """Passes over the collected steps per iteration."""
@@ -120,13 +116,14 @@ class Config(BaseModel, frozen=True):
     learning_rate_schedule: Literal["constant", "linear", "kl_adaptive"] = "linear"
     """How the learning rate goes on: "constant"; "linear", to 0 at the end of the run;
     "kl_adaptive", divided by 1.5 after an iteration whose divergence is more than
-    2 kl_target, and multiplied by 1.5 after less than half of it, from 1e-6 to 1e-2."""
+    2 kl_target, and multiplied by 1.5 after less than half of it, from 1e-6 to
+    learning_rate, but left alone after less than 1e-4."""
 
     adam_epsilon: Annotated[float, Field(ge=1e-12, le=1.0)] = 1e-5
     """Added to the root of Adam's second moment."""
 
     max_gradient_norm: _Positive = 0.5
-    """Gradients of both networks together are scaled down to this norm."""
+    """The gradient of each network is scaled down to this norm."""
 
     discount: _Fraction = 0.99
     """Gamma: weight of the next step's reward against this one's."""
@@ -134,14 +131,12 @@ class Config(BaseModel, frozen=True):
     gae_lambda: _Fraction = 0.95
     """Lambda of generalised advantage estimation."""
 
-    objective: Literal["clip", "penalty", "clip_and_penalty"] = "clip"
-    """What keeps the policy near the one that collected the steps: "clip", clipped
-    probability ratios; "penalty", a penalty on the divergence KL(old || new), which
-    adapts; or "clip_and_penalty"."""
+    objective: _Loss = "clip"
+    """What keeps the policy near the one that collected the steps: clip (its ratios),
+    penalty (on KL(old || new)) or clip_and_penalty; or a loss of yours, my.py:loss."""
 
     clip_range: Annotated[float, Field(ge=1e-6, le=1.0)] = 0.2
-    """Probability ratios earn nothing beyond 1 - clip_range and 1 + clip_range. Only
-    used with an objective that clips."""
+    """Ratios earn nothing beyond 1 +- clip_range. Only used with a loss that clips."""
 
     decay_clip_range: bool = False
     """Whether the clip range falls linearly to 0 over the run."""
@@ -162,9 +157,10 @@ class Config(BaseModel, frozen=True):
     kl_cutoff_coefficient: Annotated[float, Field(ge=0.0, le=1e9)] = 1000.0
     """Weight of that square; 0 leaves it out. Only used with a KL penalty."""
 
-    max_kl: _Weight = 0.0
-    """An iteration ends with the epoch after which the divergence is more than this,
-    in nats; 0 for no limit."""
+    max_kl: _Weight = 0.05
+    """Divergence KL(old || new) of an iteration, in nats, beyond which an epoch is
+    undone: the policy then stays as it was before it, and only the value goes on to
+    learn. 0 for no limit."""
 
     value_coefficient: _Weight = 0.5
     """Weight of the value loss."""
@@ -203,8 +199,7 @@ class Config(BaseModel, frozen=True):
     """Kind of networks: auto, mlp, cnn, or a function of your own. "mlp" joins all that
     is observed into a vector, "cnn" has convolutions for images, and "auto" is "cnn"
     where there are any. "package.module:function" and "path/to/file.py:function" name
-    a function that makes a model, see docs/networks.md.
-    """
+    a function that makes a model, see docs/networks.md."""
 
     shared_torso: bool = True
     """Whether policy and value share the convolutions of a "cnn"."""
@@ -218,20 +213,26 @@ class Config(BaseModel, frozen=True):
     recurrent_size: Annotated[int, Field(ge=0, le=65_536)] = 0
     """Units of a GRU between hidden layers and heads, one in the policy and one in the
     value network: for tasks in which an observation does not tell all; see
-    docs/recurrent.md. 0 is none.
-    """
+    docs/recurrent.md. 0 is none."""
 
     sequence_length: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     """Batch steps through which a gradient step of a recurrent policy looks back; 0 is
     the horizon, and else it must divide it. Minibatches are made of whole sequences, so
-    minibatch_size must be a multiple of it. Only used with recurrent_size.
-    """
+    minibatch_size must be a multiple of it. Only used with recurrent_size."""
 
     activation: Literal["elu", "gelu", "relu", "silu", "tanh"] = "tanh"
     """Activation of the hidden layers: elu, gelu, relu, silu or tanh."""
 
     initial_log_std: Annotated[float, Field(ge=-20.0, le=2.0)] = -0.5
     """Log standard deviation of a Gaussian policy at the start."""
+
+    state_dependent_std: bool = False
+    """Whether a Gaussian policy's network gives standard deviations, too, or they are
+    parameters that do not depend on what is observed."""
+
+    action_distribution: Literal["gaussian", "squashed_gaussian"] = "gaussian"
+    """What Box actions are drawn from: "gaussian", clipped to the bounds; or
+    "squashed_gaussian", brought within them by tanh, for Boxes with finite bounds."""
 
     jit_compile: bool = True
     """Whether updates are compiled with XLA: slow to start, several times faster."""
@@ -260,6 +261,9 @@ class Config(BaseModel, frozen=True):
 
     checkpoints_to_keep: _Count = 3
     """How many of the newest checkpoints stay on disk, besides the best."""
+
+    callbacks: _Words = ()
+    """Your functions or classes that each iteration calls; see docs/research.md."""
 
     step_timeout_seconds: _Seconds = 30.0
     """Seconds that a step of an env may take; servers have a limit of their own."""
@@ -295,7 +299,8 @@ class Config(BaseModel, frozen=True):
             config = handler(content)
             parse_wrappers(config.wrappers)
         except ValidationError as error:
-            raise ConfigError(" ".join(map(_in_words, error.errors()))) from None
+            words = [in_words(each, cls.model_fields) for each in error.errors()]
+            raise ConfigError(" ".join(words)) from None
         except WrapperError as error:
             raise ConfigError(f"{error}.") from None
         misfit = _misfit(config)
@@ -311,7 +316,7 @@ class Config(BaseModel, frozen=True):
     @property
     def penalizes_kl(self) -> bool:
         """Whether the objective has a KL penalty."""
-        return self.objective != "clip"
+        return self.objective in ("penalty", "clip_and_penalty")
 
     @property
     def steps_per_iteration(self) -> int:
@@ -319,9 +324,13 @@ class Config(BaseModel, frozen=True):
         return self.num_envs * self.horizon
 
     @property
-    def num_iterations(self) -> int:
-        """Whole iterations that fit into `total_steps`."""
-        return self.total_steps // self.steps_per_iteration
+    def planned_steps(self) -> int:
+        """Env steps of the whole iterations that fit into `total_steps`."""
+        return self.total_steps - self.total_steps % self.steps_per_iteration
+
+    def is_over_after(self, steps: int) -> bool:
+        """Whether no whole iteration fits into what these valid steps have left."""
+        return steps + self.steps_per_iteration > self.total_steps
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with some values changed, checked like any other."""
@@ -369,21 +378,3 @@ def _recurrent_misfit(config: Config) -> str | None:
             "change it, or set sequence_length to a divisor of both."
         )
     return None
-
-
-def _in_words(error: ErrorDetails) -> str:
-    """Say which key is wrong, what was expected, and what was got."""
-    key, indices = "".join(map(str, error["loc"][:1])), error["loc"][1:]
-    if error["type"] == "extra_forbidden":
-        near = suggestion(_ALIASES.get(key, key), Config.model_fields)
-        return f"unknown key {key!r}.{near} `ppo configs NAME` lists all keys."
-    if error["type"] == "missing":
-        return f'expected a key {key}, such as {key} = "CartPole-v1".'
-    expected = re.sub(r"^\w+ should (be|have) ", "expected ", error["msg"])
-    expected = expected.replace("greater than or equal to", "at least")
-    expected = expected.replace("less than or equal to", "at most")
-    field = Config.model_fields.get(key)
-    if field is not None and field.examples:
-        expected += f", such as {field.examples[0]}"
-    where = "".join([key, *(f"[{index}]" for index in indices), ": " if key else ""])
-    return f"{where}{expected}, got {error['input']!r}."

@@ -32,9 +32,19 @@ __all__ = [
 def _mujoco(env_name: str, **changes: Any) -> Config:
     """Return a config of the MuJoCo family.
 
-    With 0.95 advantages are noisier, and some seeds stay far behind the others.
+    With a lambda of 0.95 advantages are noisier, and some seeds stay far behind the
+    others. The small norm makes steps alike: gradients differ a hundredfold between a
+    calm and a fall, and larger limits never act.
     """
-    return Config(**{"env_name": env_name, "gae_lambda": 0.9, **changes})
+    return Config(
+        **{
+            "env_name": env_name,
+            "gae_lambda": 0.9,
+            "max_gradient_norm": 0.02,
+            "adam_epsilon": 1e-8,
+            **changes,
+        }
+    )
 
 
 def _box2d(env_name: str, **changes: Any) -> Config:
@@ -118,7 +128,14 @@ CONFIGS: dict[str, Config] = {
         learning_rate=1e-3,
     ),
     "inverted_pendulum": _mujoco("InvertedPendulum-v5", total_steps=300_000),
-    "double_pendulum": _mujoco("InvertedDoublePendulum-v5"),
+    # Once it balances, all there is to learn from are a few falls: in minibatches of
+    # 64 most gradients are noise, in which the policy drifts until it falls again.
+    "double_pendulum": _mujoco(
+        "InvertedDoublePendulum-v5",
+        minibatch_size=2048,
+        epochs=25,
+        learning_rate=1e-3,
+    ),
     "reacher": _mujoco("Reacher-v5"),
     # A stroke pays off long after it: with a discount of 0.99, or with 0.9999 and the
     # family's lambda and short rollouts, it learns to twitch (70 instead of 361, of one
@@ -133,11 +150,25 @@ CONFIGS: dict[str, Config] = {
         learning_rate=6e-4,
     ),
     "hopper": _mujoco("Hopper-v5"),
-    "cheetah": _mujoco("HalfCheetah-v5"),
+    # Nothing ends its episodes but their limit: many envs see more of them at a time.
+    "cheetah": _mujoco("HalfCheetah-v5", num_envs=64, horizon=32),
     "walker": _mujoco("Walker2d-v5"),
     "ant": _mujoco("Ant-v5", total_steps=3_000_000),
     "humanoid": _mujoco("Humanoid-v5", total_steps=10_000_000),
+    # Only the goal earns anything, at the end of hundreds of steps: noise as strong as
+    # the engine reaches it now and then, and a long view gives all steps their part.
+    "mountain_car_continuous": Config(
+        env_name="MountainCarContinuous-v0",
+        total_steps=100_000,
+        num_envs=8,
+        horizon=256,
+        learning_rate=1e-3,
+        discount=0.9999,
+        initial_log_std=1.0,
+        normalize_advantages=True,
+    ),
     "lunar_lander": _box2d("LunarLander-v3"),
+    "lunar_lander_continuous": _box2d("LunarLanderContinuous-v3"),
     "bipedal_walker": _box2d("BipedalWalker-v3", total_steps=5_000_000),
     "pong": _atari("PongNoFrameskip-v4"),
     "breakout": _atari("BreakoutNoFrameskip-v4"),
@@ -154,11 +185,11 @@ EXPECTED_RETURNS: dict[str, str] = {
     "acrobot": "-72",
     "pendulum": "-160",
     "inverted_pendulum": "1,000",
-    "double_pendulum": "5,400 (best: 9,350)",
+    "double_pendulum": "9,150",
     "reacher": "-3.9",
     "swimmer": "340",
     "hopper": "3,400",
-    "cheetah": "6,000",
+    "cheetah": "6,600",
     "walker": "4,200",
     "lunar_lander": "276",
 }

@@ -1,6 +1,6 @@
 """Where a run's envs come from: workers of this host, or env servers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from envserve.address import resolve
@@ -11,12 +11,19 @@ from ppo.errors import ConfigError
 
 __all__ = ["MakeEnv", "env_maker"]
 
+_Wrappers = tuple[Mapping[str, Any], ...]
+
 
 class MakeEnv(Protocol):
     """Gives a new batch of envs of one task."""
 
-    def __call__(self, *, num_envs: int, seed: int) -> BatchEnv:
-        """Start or connect to `num_envs` envs, seeded from `seed`."""
+    def __call__(
+        self, *, num_envs: int, seed: int, is_training: bool = False
+    ) -> BatchEnv:
+        """Start or connect to `num_envs` envs, seeded from `seed`.
+
+        Only those of a training are staggered, if the config says so.
+        """
 
 
 def env_maker(
@@ -50,20 +57,22 @@ def env_maker(
     shared: dict[str, Any] = {
         "num_splits": config.num_splits,
         "env_kwargs": dict(config.env_kwargs),
-        "wrappers": config.wrappers,
         "autoreset": autoreset,
         "spare_envs": config.spare_envs,
         "on_fault": config.on_fault,
         "padding_after": config.padding_after_seconds,
     }
 
-    def make_env(*, num_envs: int, seed: int) -> BatchEnv:
+    def make_env(*, num_envs: int, seed: int, is_training: bool = False) -> BatchEnv:
+        is_staggered = is_training and config.stagger_episodes
+        wrappers = _staggered(config.wrappers) if is_staggered else config.wrappers
         if servers:
             return BatchEnv.connect(
                 config.env_name,
                 servers[:num_envs],  # an evaluation may have fewer rows
                 num_envs=num_envs,
                 seed=seed,
+                wrappers=wrappers,
                 server_lost_after=config.server_lost_after_seconds,
                 on_server_lost=config.on_server_lost,
                 insecure=config.insecure,
@@ -74,6 +83,7 @@ def env_maker(
             num_envs=num_envs,
             num_workers=num_workers,
             seed=seed,
+            wrappers=wrappers,
             import_modules=(*config.import_modules, *(import_modules or ())),
             step_timeout=config.step_timeout_seconds,
             reset_timeout=config.reset_timeout_seconds,
@@ -82,3 +92,10 @@ def env_maker(
         )
 
     return make_env
+
+
+def _staggered(wrappers: _Wrappers) -> _Wrappers:
+    """Add the wrapper right around what limits the env, whose steps are counted."""
+    limits = [n for n, table in enumerate(wrappers, 1) if table["name"] == "TimeLimit"]
+    place = max(limits, default=0)
+    return (*wrappers[:place], {"name": "StaggerEpisodes"}, *wrappers[place:])

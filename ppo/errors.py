@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "BadInputError",
+    "CallbackError",
     "CheckpointError",
     "ConfigError",
     "DivergedError",
@@ -53,6 +54,10 @@ class UnsupportedSpaceError(BadInputError):
 
 class RunWriteError(PpoError):
     """Metrics or a checkpoint could not be written, for instance to a full disk."""
+
+
+class CallbackError(PpoError):
+    """A callback raised, or gave something else than numbers."""
 
 
 class EnvDataError(PpoError):

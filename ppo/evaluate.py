@@ -48,7 +48,7 @@ class Evaluation(NamedTuple):
     @classmethod
     def of(cls, episodes: Iterable[Episode], steps: int | None = None) -> Self:
         """Return what these episodes earned."""
-        _, returns, lengths = zip(*episodes, strict=True)
+        _, returns, lengths, _ = zip(*episodes, strict=True)
         return cls(np.array(returns), np.array(lengths), steps)
 
     @property
@@ -80,7 +80,7 @@ def evaluate(agent: Agent, env: BatchEnv, episodes: int) -> Evaluation:
         EnvDataError: an episode did not end within a million batch steps.
         EnvsLostError: an env fails again and again.
     """
-    return _play(_simulation(agent, InGraphBatchEnv(env)), env, episodes)
+    return _play(_simulation(agent, InGraphBatchEnv(env, agent.actions)), env, episodes)
 
 
 class CurveEvaluator:
@@ -139,7 +139,7 @@ class CurveEvaluator:
     def _simulation_with(self, env: BatchEnv) -> Simulation:
         """Return the simulation, at its start with these envs; it is traced once."""
         if self._graph_env is None or not _have_same_splits(self._graph_env.env, env):
-            self._graph_env = InGraphBatchEnv(env)
+            self._graph_env = InGraphBatchEnv(env, self._agent.actions)
             self._simulation = _simulation(self._agent, self._graph_env, self._on_step)
         assert self._simulation is not None
         self._graph_env.env = env

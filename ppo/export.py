@@ -45,7 +45,7 @@ def export_run(
     with make_env(num_envs=1, seed=config.seed) as env:
         agent = Agent(env.observation_space, env.action_space, config)
         counters = checkpoint.load_agent(run_folder.checkpoints, agent, which)
-        export_policy(agent, InGraphBatchEnv(env), folder)
+        export_policy(agent, InGraphBatchEnv(env, agent.actions), folder)
     return counters
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from envserve.client import BatchEnv
-from ppo.actions.action_spaces import action_kind
+from ppo.actions.action_spaces import ActionKind, action_kind
 from ppo.errors import EnvDataError, UnsupportedSpaceError
 from ppo.observations import space_leaves
 
@@ -25,9 +25,10 @@ class InGraphBatchEnv:
     Policies act in a normalised range: for a Box action space with finite bounds,
     -1 and 1 stand for the bounds and what lies beyond is clipped; choices of Discrete
     and MultiDiscrete actions count from 0. Beyond Discrete, actions are flat `[B, A]`.
+    An agent tells by its `actions` if it acts otherwise.
     """
 
-    def __init__(self, env: BatchEnv) -> None:
+    def __init__(self, env: BatchEnv, actions: ActionKind | None = None) -> None:
         self.env = env
         self.num_envs = env.num_envs
         spaces = space_leaves(env.observation_space)
@@ -40,7 +41,7 @@ class InGraphBatchEnv:
             spaces,
         )
         """Nest of `tf.TensorSpec` with rows `[num_envs, ...]`."""
-        self._actions = action_kind(env.action_space)
+        self._actions = actions or action_kind(env.action_space)
         self.action_spec = self._actions.spec(env.num_envs)
         """`tf.TensorSpec` of the actions that policies give."""
         self._error: BaseException | None = None

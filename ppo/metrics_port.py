@@ -1,5 +1,6 @@
 """What a trainer reports, at a port where Prometheus reads it; see docs/metrics.md."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,8 @@ class TrainerMetrics(MetricsPort):
         steps, row, stats = self._seen
         yield CounterMetricFamily("ppo_env_steps", "Env steps of this run.", steps)
         for name, value in row.items():
-            yield GaugeMetricFamily(f"ppo_{name}", "See docs/metrics.md.", value)
+            name = re.sub(r"\W", "_", f"ppo_{name}", flags=re.ASCII)
+            yield GaugeMetricFamily(name, "See docs/metrics.md.", value)
         if stats is None:
             return
         text = "Rows of the batch's steps, by what became of them."

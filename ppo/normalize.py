@@ -65,14 +65,21 @@ class RunningMoments:
         self._mean.assign(self._mean + shift * share)
         self._count.assign(self._count + count)
 
-    def normalize(self, values: tf.Tensor, clip: float) -> tf.Tensor:
+    @property
+    def scale(self) -> tuple[tf.Tensor, ...]:
+        """What `normalize` subtracts, and what it multiplies by; float64."""
+        return self.mean, tf.math.rsqrt(self.variance + 1e-8)
+
+    def normalize(
+        self, values: tf.Tensor, clip: float, scale: tuple[tf.Tensor, ...] = ()
+    ) -> tf.Tensor:
         """Shift and scale to mean 0 and variance 1, then clip to +-`clip`.
 
         Returns float32. The subtraction happens in float64: positions far from the
-        origin would lose their digits in float32.
+        origin would lose their digits in float32. `scale` is that of now by default.
         """
-        centred = tf.cast(values, tf.float64) - self.mean
-        scaled = centred * tf.math.rsqrt(self.variance + 1e-8)
+        mean, factor = scale or self.scale
+        scaled = (tf.cast(values, tf.float64) - mean) * factor
         return tf.cast(tf.clip_by_value(scaled, -clip, clip), tf.float32)
 
 

@@ -84,18 +84,26 @@ class ObservationPreprocessor:
             if leaf.moments is not None
         }
 
-    def __call__(self, observation: Any) -> Any:
+    def scales(self) -> list[tuple[tf.Tensor, ...]]:
+        """Return what leaves are normalised by now; empty where one is not."""
+        moments = [leaf.moments for leaf in self._leaves]
+        return [() if part is None else part.scale for part in moments]
+
+    def __call__(self, observation: Any, scales: Any = None) -> Any:
         """Preprocess an observation with rows `[N, ...]`.
+
+        Args:
+            observation: as the env gives it.
+            scales: what `scales` gave, so as not to compute it again; by default now's.
 
         Returns:
             Features: the same structure with leaves `[N, ...]`, float32 or, for images,
             uint8; a mask has become bool `[N, flags]`. Selecting rows of them, and
             setting rows to zero, is all that is to be done before `inputs`.
         """
-        features = [
-            leaf.preprocess(array)
-            for leaf, array in zip(self._leaves, self._arrays(observation), strict=True)
-        ]
+        arrays = self._arrays(observation)
+        scales = [()] * len(arrays) if scales is None else scales
+        features = list(map(_Leaf.preprocess, self._leaves, arrays, scales))
         packed = tf.nest.pack_sequence_as(self._spaces, features)
         if self._has_mask:
             flags = tf.nest.flatten(observation[MASK_KEY])  # of all choices, or of each
@@ -168,9 +176,9 @@ class _Leaf:
             low = -high
         return gymnasium.spaces.Box(low, high, shape, np.float32)
 
-    def preprocess(self, array: tf.Tensor) -> tf.Tensor:
+    def preprocess(self, array: tf.Tensor, scale: tuple[tf.Tensor, ...]) -> tf.Tensor:
         if self.moments is not None:
-            return self.moments.normalize(array, self._clip)
+            return self.moments.normalize(array, self._clip, scale)
         if self._kind == "image":
             return tf.cast(array, tf.uint8)  # a fourth of the memory until `inputs`
         if self._kind == "discrete":

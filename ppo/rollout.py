@@ -4,7 +4,8 @@ Envs and policy write into the arrays split by split. Episodes go on from rollou
 rollout, and one that lost a step counts as nothing.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,8 +22,10 @@ __all__ = [
     "Rollout",
     "SplitRows",
     "allocate_rollout",
+    "info_means",
 ]
 
+_MAX_NAMES = 32
 _FEW_VALID = 0.1
 _MAX_POOR_ITERATIONS = 10
 
@@ -119,10 +122,10 @@ class SplitRows:
             ):
                 rows[self._rows] = row
 
-    def record(self, step: int, action: np.ndarray, log_prob: np.ndarray) -> None:
-        """Store what the policy gave."""
-        self._rollout.action[step][self._rows] = action
-        self._rollout.log_prob[step][self._rows] = log_prob
+    def record(self, action: tf.Tensor, log_prob: tf.Tensor) -> None:
+        """Store what the policy gave in all steps, `[T, n, ...]`."""
+        self._rollout.action[:, self._rows] = action
+        self._rollout.log_prob[:, self._rows] = log_prob
 
     def observation_leaves(self, step: int) -> list[np.ndarray]:
         """Return the observation that the policy has to act on."""
@@ -184,6 +187,18 @@ class Episode(NamedTuple):
     env_index: int
     total_reward: float
     length: int
+    info: Mapping[Any, Any] = {}
+    """That of its last step, as far as it is known."""
+
+
+def info_means(episodes: Iterable[Episode]) -> dict[str, float]:
+    """Return the mean of each number, `info/NAME`, over the episodes that have it."""
+    values: dict[str, list[float]] = {}
+    for episode in episodes:
+        for name, value in episode.info.items():
+            if isinstance(value, bool | int | float) and math.isfinite(value):
+                values.setdefault(f"info/{name}", []).append(value)
+    return {name: float(np.mean(values[name])) for name in sorted(values)[:_MAX_NAMES]}
 
 
 class EpisodeTracker:
@@ -203,8 +218,13 @@ class EpisodeTracker:
         self._is_spoiled = np.zeros(num_envs, np.bool_)
         self.lost_in_a_row = np.zeros(num_envs, np.int64)
 
-    def add(self, rollout: Rollout) -> list[Episode]:
-        """Take in the next rollout; returns its completed episodes in order of time."""
+    def add(
+        self, rollout: Rollout, infos: Mapping[tuple[int, int], Any] = {}
+    ) -> list[Episode]:
+        """Take in the next rollout, and infos of ended episodes by step and env.
+
+        Returns its completed episodes in order of time.
+        """
         episodes = []
         ends = rollout.done
         for step in range(len(ends)):
@@ -212,15 +232,16 @@ class EpisodeTracker:
             self._total_reward += np.where(valid, rollout.reward[step], 0.0)
             self._length += valid
             self._is_spoiled |= ~valid
-            for env_index in np.flatnonzero(ends[step]):
+            for env_index in np.flatnonzero(ends[step]).tolist():
                 self.lost_in_a_row[env_index] += 1
                 if not self._is_spoiled[env_index]:
                     self.lost_in_a_row[env_index] = 0
                     episodes.append(
                         Episode(
-                            int(env_index),
+                            env_index,
                             float(self._total_reward[env_index]),
                             int(self._length[env_index]),
+                            infos.get((step, env_index), {}),
                         )
                     )
                 self._total_reward[env_index] = 0.0

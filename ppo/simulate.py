@@ -5,8 +5,9 @@ through the policy and one call into Python, which steps the envs and lets them 
 their rows straight into the rollout's arrays `[T, B, ...]`.
 """
 
+import collections
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,10 @@ class Simulation:
         env: the envs; they are reset when the first rollout starts, and each further
             rollout goes on where the last one ended.
         policy: gives actions; traced into the loop's graph, once per split.
+        snapshot: gives what the policy gets before all else: tensors that it acts from
+            throughout a rollout. It is called once per rollout.
+        log_prob: maps all actions `[N, ...]`, and what the policy gave in place of
+            log-probabilities, to these; once per rollout.
         horizon: T, batch steps per rollout.
         on_step: called after every batch step; what it raises ends the rollout.
         draw_noise: draws what the policy needs for so many rows, given a seed. It is
@@ -48,6 +53,10 @@ class Simulation:
             episode begins, and go on from rollout to rollout.
         sequence_length: batch steps between the states that the rollout tells; divides
             the horizon, which is the default.
+        num_rollouts: arrays that take turns; `run` leaves those of the last few alone.
+
+    Attributes:
+        infos: those of the last rollout's ended episodes, by step and env.
     """
 
     def __init__(
@@ -57,23 +66,28 @@ class Simulation:
         horizon: int,
         on_step: Callable[[], None] = lambda: None,
         *,
+        snapshot: Callable[[], Any] | None = None,
+        log_prob: Callable[[tf.Tensor, Any], tf.Tensor] = lambda _, log_prob: log_prob,
         draw_noise: DrawNoise | None = None,
         state_sizes: Sequence[int] = (),
         sequence_length: int = 0,
+        num_rollouts: int = 1,
     ) -> None:
         self._env = env
         self._policy = policy
         self._horizon = horizon
         self._on_step = on_step
+        self._snapshot = snapshot
+        self._log_prob = log_prob
         self._draw_noise = draw_noise
         self._sequence_length = sequence_length or horizon
-        self._rollout = allocate_rollout(
-            env, horizon, state_sizes, horizon // self._sequence_length
-        )
-        self._splits = [
-            SplitRows(self._rollout, env_indices, horizon)
-            for env_indices in env.env.splits
-        ]
+        num_sequences = horizon // self._sequence_length
+        self._turns = collections.deque[tuple[Rollout, list[SplitRows]]]()
+        for _ in range(num_rollouts):
+            rollout = allocate_rollout(env, horizon, state_sizes, num_sequences)
+            splits = [SplitRows(rollout, rows, horizon) for rows in env.env.splits]
+            self._turns.append((rollout, splits))
+        self._rollout, self._splits = self._turns[0]
         self._state_sizes = tuple(state_sizes)
         self._states: list[States] = []  # by split, after the last rollout
         self._answer_spec = [env.observation_spec]
@@ -81,31 +95,40 @@ class Simulation:
             rollout = self._rollout
             flags = (rollout.terminated, rollout.truncated, rollout.status)
             self._answer_spec += [tf.TensorSpec(f.shape[1:], f.dtype) for f in flags]
+        self.infos: dict[tuple[int, int], Mapping[str, Any]] = {}
         self._loop = tf.function(self._steps)
         self._is_started = False
 
-    def run(self, seed: tuple[int, int]) -> Rollout:
+    def run(self, seed: tuple[int, int], snapshot: Any = None) -> Rollout:
         """Collect a rollout.
 
         Args:
             seed: the same pair gives the same noise; use each once.
+            snapshot: for the policy, tensors or variables; by default, taken now.
 
         Returns:
-            The rollout. Its arrays are overwritten by the next call.
+            The rollout. Its arrays are overwritten by the next call, or a later one if
+            there are several.
 
         Raises:
             EnvDataError: a reward, or an observation that counts, is not finite.
             DivergedError: a log-probability is not finite.
             envserve.errors.EnvserveError: whatever the envs raise.
         """
+        before, splits = self._turns[0]
+        self._turns.rotate()
+        self._rollout, self._splits = self._turns[0]
+        self.infos.clear()
         with self._env.original_errors():
             if self._is_started:
                 states = [
                     states.follow(*split.ends(self._horizon - 1))
-                    for split, states in zip(self._splits, self._states, strict=True)
+                    for split, states in zip(splits, self._states, strict=True)
                 ]
                 tf.nest.map_structure(
-                    lambda rows: np.copyto(rows[0], rows[-1]), self._rollout.observation
+                    lambda rows, last: np.copyto(rows[0], last[-1]),
+                    self._rollout.observation,
+                    before.observation,
                 )
             else:
                 states = [
@@ -121,13 +144,17 @@ class Simulation:
             # In this thread: to hand each operation to others, while workers have the
             # cores, costs more than the operations do.
             with tf.experimental.function_executor_type("SINGLE_THREADED_EXECUTOR"):
-                _, self._states, stored = self._loop(
-                    first, states, tf.constant(seed, tf.int32)
+                _, self._states, stored, given = self._loop(
+                    first, states, tf.constant(seed, tf.int32), snapshot
                 )
             for split in self._splits[1:]:
                 self._receive(split, self._horizon - 1)
-            for split, split_states in zip(self._splits, stored, strict=True):
+            for split, split_states, (action, log_prob) in zip(
+                self._splits, stored, given, strict=True
+            ):
                 split.store_states(split_states)
+                self._expect_finite(split, "log-probability", log_prob.numpy())
+                split.record(action, log_prob)
             self._is_started = True
         return self._rollout
 
@@ -151,30 +178,45 @@ class Simulation:
             self._env.reset(),
         )
 
-    def _steps(self, first: list[Any], states: list[States], seed: tf.Tensor) -> Any:
-        """Run the loop; returns T and, by split, last states and those to be stored."""
+    def _steps(
+        self, first: list[Any], states: list[States], seed: tf.Tensor, snapshot: Any
+    ) -> Any:
+        """Run the loop.
+
+        Returns T and, by split, last states, those to be stored, and what the policy
+        gave: actions `[T, n, ...]` and their log-probabilities `[T, n]`.
+        """
+        act = self._policy
+        if self._snapshot is not None:
+            taken = self._snapshot() if snapshot is None else snapshot
+            act = functools.partial(act, tf.nest.map_structure(tf.identity, taken))
         draws = self._draw(seed)
         length = self._sequence_length
         stored = [
             split_states.arrays(self._horizon // length) for split_states in states
         ]
+        given = [
+            tf.nest.map_structure(self._array, act(rows, draw[0], *state.after)[:2])
+            for rows, draw, state in zip(first, draws, states, strict=True)
+        ]  # only the shapes are needed: the graph drops what is not used
 
-        def body(
-            step: tf.Tensor, observations: Any, states: Any, stored: Any
-        ) -> tuple[tf.Tensor, Any, Any, Any]:
-            observations, states, stored = map(list, (observations, states, stored))
+        def body(step: tf.Tensor, *parts: Any) -> tuple[tf.Tensor, Any, Any, Any, Any]:
+            observations, states, stored, given = map(list, parts)
             for index, draw_by_step in enumerate(draws):
                 draw = tf.gather(draw_by_step, step)
                 state = states[index].after
-                action, log_prob, *after = self._policy(
-                    observations[index], draw, *state
+                action, evidence, *after = act(observations[index], draw, *state)
+                given[index] = tf.nest.map_structure(
+                    lambda array, rows: array.write(step, rows),
+                    given[index],
+                    (action, evidence),
                 )
                 states[index] = States(state, tuple(after))
                 stored[index] = states[index].store_each(length, step, stored[index])
                 following = (index + 1) % len(self._splits)
                 leaves = self._env.host_call(
                     functools.partial(self._exchange, index, following),
-                    [step, self._env.to_env_action(action), action, log_prob],
+                    [step, self._env.to_env_action(action)],
                     self._splits[following].specs(self._answer_spec),
                 )
                 if state:
@@ -183,16 +225,29 @@ class Simulation:
                 observations[following] = tf.nest.pack_sequence_as(
                     observations[following], leaves
                 )
-            return step + 1, observations, states, stored
+            return step + 1, observations, states, stored, given
 
-        step, _, states, stored = tf.while_loop(
+        step, _, states, stored, given = tf.while_loop(
             lambda step, *_: step < self._horizon,
             body,
-            (tf.constant(0), first, states, stored),
+            (tf.constant(0), first, states, stored, given),
             parallel_iterations=1,
         )
         stored = tf.nest.map_structure(lambda array: array.stack()[:-1], stored)
-        return step, states, stored
+        given = tf.nest.map_structure(lambda array: array.stack(), given)
+        return step, states, stored, list(map(self._judged, given))
+
+    def _array(self, rows: tf.Tensor) -> tf.TensorArray:
+        """Return an array for as many such rows as there are steps."""
+        return tf.TensorArray(rows.dtype, self._horizon, element_shape=rows.shape)
+
+    def _judged(self, given: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return a split's actions `[T, n, ...]` and log-probabilities `[T, n]`."""
+        action, evidence = tf.nest.map_structure(
+            lambda rows: tf.reshape(rows, [-1, *rows.shape[2:]]), given
+        )  # [T, n, ...] -> [T * n, ...]
+        log_prob = self._log_prob(action, evidence)
+        return given[0], tf.reshape(log_prob, given[0].shape[:2])
 
     # All of it before the loop: drawing takes more operations than acting does.
     def _draw(self, seed: tf.Tensor) -> list[tf.Tensor]:
@@ -214,21 +269,17 @@ class Simulation:
         received: int,
         step: int,
         env_action: np.ndarray,
-        action: np.ndarray,
-        log_prob: np.ndarray,
     ) -> list[np.ndarray]:
         """Step the envs of one split; return the next observation of another."""
         split = self._splits[sent]
-        if not np.isfinite(log_prob).all():
-            self._raise_diverged(split, log_prob)
+        if env_action.dtype.kind == "f":
+            self._expect_finite(split, "action", env_action[None])
         if len(self._splits) == 1:
-            self._env.env.step(env_action, out=split.result(step))
-            split.record(step, action, log_prob)
+            result = self._env.env.step(env_action, out=split.result(step))
             self._on_step()
-            self._check(split, step)
+            self._check(split, step, result.infos)
             return self._answer(split, step)
         self._env.env.send(env_action, split.env_indices, together=True)
-        split.record(step, action, log_prob)
         following = self._splits[received]
         if received != 0:  # its step of this round is yet to be sent
             if step > 0:
@@ -245,11 +296,15 @@ class Simulation:
 
     def _receive(self, split: SplitRows, step: int) -> None:
         """Wait for a split's step, and store it."""
-        self._env.env.recv(env_indices=split.env_indices, out=split.result(step))
+        _, result = self._env.env.recv(
+            env_indices=split.env_indices, out=split.result(step)
+        )
         split.store(step)
-        self._check(split, step)
+        self._check(split, step, result.infos)
 
-    def _check(self, split: SplitRows, step: int) -> None:
+    def _check(self, split: SplitRows, step: int, infos: Mapping[int, Any]) -> None:
+        if infos:
+            self.infos.update({(int(step), row): infos[row] for row in infos})
         result = split.result(step)
         self._env.check_finite(result.observation, result.reward, split.env_indices)
         bootstrapped = result.truncated & ~result.terminated & result.valid
@@ -260,12 +315,15 @@ class Simulation:
             rows = split.env_indices[bootstrapped]
             self._env.check_finite(final, result.reward[bootstrapped], rows)
 
-    def _raise_diverged(self, split: SplitRows, log_prob: np.ndarray) -> None:
-        row = int(np.argmin(np.isfinite(log_prob)))
+    def _expect_finite(self, split: SplitRows, what: str, rows: np.ndarray) -> None:
+        """Raise `DivergedError` unless all rows `[T, n, ...]` of a split are finite."""
+        if np.isfinite(rows).all():
+            return
+        step, row = np.argwhere(~np.isfinite(rows))[0][:2]
         raise DivergedError(
             f"Env {split.env_indices[row]} of {self._env.env!r}: expected a finite "
-            f"log-probability of its action, got {log_prob[row]}; training "
-            "has diverged, try a lower learning_rate."
+            f"{what}, got {rows[step, row]}; training has diverged, try a lower "
+            "learning_rate."
         )
 
 

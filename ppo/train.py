@@ -4,36 +4,29 @@ A library function without a command line. Same config, same envs, same machine:
 result. All random seeds derive from the config's seed and the iteration.
 """
 
-import collections
 import math
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
-import tensorflow as tf
 
-from envserve.client import BatchEnv
 from envserve.errors import EnvserveError
 from ppo.agent import Agent
 from ppo.config import Config
 from ppo.environments import MakeEnv
-from ppo.errors import DivergedError, EnvDataError, EnvsLostError
+from ppo.errors import CallbackError, DivergedError, EnvDataError, EnvsLostError
 from ppo.evaluate import CurveEvaluator, Evaluation, derived_seed
-from ppo.in_graph_batch_env import InGraphBatchEnv
-from ppo.learning.update import Updater
-from ppo.normalize import ReturnScale
-from ppo.rollout import Episode, EpisodeTracker, LostSteps
+from ppo.learning.objective import policy_loss_of
+from ppo.own_code import Callbacks
 from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import Counters
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics import MetricsWriter, ReportWindow, is_due
-from ppo.run_folder.metrics_file import last_iteration
-from ppo.simulate import Simulation
+from ppo.run_folder.metrics_file import last_iteration, read_metrics
+from ppo.training_run import TrainingRun
 
-__all__ = ["Progress", "TrainResult", "train"]
-
-_RECENT_EPISODES = 100
+__all__ = ["Progress", "TrainResult", "TrainingRun", "train"]
 
 
 class Progress(NamedTuple):
@@ -46,7 +39,7 @@ class Progress(NamedTuple):
     lost_steps: int
     """Steps that failed envs have cost since `train` was called."""
     metrics: Mapping[str, float]
-    """What the iteration gave; see docs/metrics.md."""
+    """What the iteration, and an evaluation after it, gave; see docs/metrics.md."""
 
 
 class TrainResult(NamedTuple):
@@ -55,86 +48,13 @@ class TrainResult(NamedTuple):
     agent: Agent
     steps: int
     is_finished: bool
-    """False when `should_stop` ended it early."""
+    """False when `should_stop` ended it early; not when a callback did."""
     lost_steps: int
     """Steps that failed envs have cost since `train` was called."""
-
-
-class _Run:
-    """What one iteration works with."""
-
-    def __init__(
-        self, config: Config, env: BatchEnv, on_step: Callable[[], None]
-    ) -> None:
-        self.config = config
-        graph_env = InGraphBatchEnv(env)
-        self.agent = Agent(env.observation_space, env.action_space, config)
-        self.updater = Updater(self.agent, config)
-        self.return_scale = ReturnScale(config.num_envs, config.discount)
-        self.simulation = Simulation(
-            graph_env,
-            self.agent.act_on_noise,
-            config.horizon,
-            on_step,
-            draw_noise=self.agent.draw_noise,
-            state_sizes=self.agent.state_sizes,
-            sequence_length=config.sequence_length,
-        )
-        self.tracker = EpisodeTracker(config.num_envs)
-        self.recent: collections.deque[Episode] = collections.deque(
-            maxlen=_RECENT_EPISODES
-        )
-        self.lost_steps = LostSteps()
-
-    def iterate(self, counters: Counters) -> tuple[Counters, dict[str, float]]:
-        """Collect one rollout and learn from it."""
-        config = self.config
-        started = time.perf_counter()
-        seeds = np.random.SeedSequence(config.seed, spawn_key=(counters.iteration,))
-        act_0, act_1, shuffle_0, shuffle_1 = map(int, seeds.generate_state(4) >> 1)
-        rollout = self.simulation.run((act_0, act_1))
-        collected = time.perf_counter()
-        self.recent.extend(self.tracker.add(rollout))
-        # Before the update: nothing stored in the rollout depends on this scale.
-        self.return_scale.update(rollout.reward, rollout.done, rollout.valid)
-        learned: dict[str, float] = {}
-        num_valid = int(rollout.valid.sum())
-        if num_valid > 0:
-            learned = self.updater.update(
-                rollout,
-                reward_scale=self.return_scale.factor,
-                progress=counters.iteration / config.num_iterations,
-                seed=(shuffle_0, shuffle_1),
-            )
-        # After the update: log-probabilities were taken with the old statistics.
-        acted_on = tf.nest.map_structure(
-            lambda leaf: leaf[:-1].reshape(-1, *leaf.shape[2:]), rollout.observation
-        )  # [T + 1, B, ...] -> [T * B, ...]
-        self.agent.preprocess.update(acted_on, rollout.valid.reshape(-1))
-        counters = Counters(counters.iteration + 1, counters.steps + num_valid)
-        finished = time.perf_counter()
-        return counters, {
-            "iteration": counters.iteration,
-            "mean_return": self.mean_return,
-            "mean_length": _mean([episode.length for episode in self.recent]),
-            "invalid_steps": float(rollout.valid.size - num_valid),
-            "lost_episodes": float((rollout.done & ~rollout.valid).sum()),
-            "valid_fraction": num_valid / rollout.valid.size,
-            "rollout_seconds": collected - started,
-            "update_seconds": finished - collected,
-            **learned,
-        }
-
-    def statistics(self) -> dict[str, float]:
-        """Return what the normalisers have come to."""
-        statistics = self.agent.preprocess.statistics()
-        if self.config.scale_rewards:
-            statistics["reward_scale"] = float(self.return_scale.factor)
-        return statistics
-
-    @property
-    def mean_return(self) -> float:
-        return _mean([episode.total_reward for episode in self.recent])
+    mean_return: float
+    """Mean of the last 100 training episodes, as far as they ended since then."""
+    curve: tuple[tuple[int, float], ...]
+    """Env steps and mean return of each evaluation on the way since the run began."""
 
 
 def train(
@@ -156,7 +76,7 @@ def train(
         make_env: makes the envs, which are closed at the end.
         resume: whether to go on from the newest checkpoint of the folder; a run that
             ended before its first one begins again.
-        on_progress: called after every iteration.
+        on_progress: called after every iteration; what it raises ends training.
         should_stop: asked after every iteration; when true, training ends there.
         on_step: called after every batch step; what it raises ends training at once,
             without a checkpoint.
@@ -165,7 +85,8 @@ def train(
         The agent and how far it came. A checkpoint has been written in any case.
 
     Raises:
-        BadInputError: the config does not fit the envs or the checkpoint.
+        BadInputError: config and envs, checkpoint or the user's code do not fit.
+        CallbackError: a callback failed; the run is saved as for envs that fail.
         RunWriteError: the run folder cannot be written.
         EnvDataError: an env gave numbers that are not finite.
         EnvsLostError: hardly any step of the envs is valid.
@@ -174,11 +95,12 @@ def train(
         envserve.errors.EnvserveError: the envs failed for good.
     """
     first = _first_counters(run_folder) if resume else Counters()
-    env_seed = config.seed
+    callbacks, policy_loss = Callbacks(config.callbacks), policy_loss_of(config)
+    seed = config.seed
     if first.iteration > 0:  # a resumed run must not replay its first episodes
-        env_seed = derived_seed(config.seed, first.iteration, 1)
-    with make_env(num_envs=config.num_envs, seed=env_seed) as env:
-        run = _Run(config, env, on_step)
+        seed = derived_seed(seed, first.iteration, 1)
+    with make_env(num_envs=config.num_envs, seed=seed, is_training=True) as env:
+        run = TrainingRun(config, env, first, policy_loss, on_step)
         if resume and run_folder.has_checkpoint():
             checkpoint.restore(
                 run_folder.checkpoints, run.agent, run.updater, run.return_scale
@@ -191,11 +113,9 @@ def train(
                 run_folder.path, config, resumed_from=first if resume else None
             )
         with writer:
-            loop = _Loop(run, first, run_folder, writer, evaluator)
+            loop = _Loop(run, callbacks, run_folder, writer, evaluator)
             loop.run(on_progress, should_stop)
-    counters = loop.counters
-    is_finished = counters.iteration >= config.num_iterations
-    return TrainResult(run.agent, counters.steps, is_finished, run.lost_steps.total)
+    return _result(run, run_folder)
 
 
 class _Loop:
@@ -208,13 +128,13 @@ class _Loop:
 
     def __init__(
         self,
-        run: _Run,
-        counters: Counters,
+        run: TrainingRun,
+        callbacks: Callbacks,
         run_folder: RunFolder,
         writer: MetricsWriter,
         evaluator: CurveEvaluator,
     ) -> None:
-        self.counters = counters
+        self._callbacks = callbacks
         self._run = run
         self._config = run.config
         self._run_folder = run_folder
@@ -230,31 +150,34 @@ class _Loop:
         self, on_progress: Callable[[Progress], None], should_stop: Callable[[], bool]
     ) -> None:
         """Iterate until the end or a stop; saves the run in any case."""
-        is_last = self._is_finished
+        is_last = self._run.is_finished
         while not is_last:
-            before = self.counters
+            before = self._run.counters
             evaluation = None
             try:
                 steps_per_second, metrics = self._iterate()
                 if self._is_evaluation_due(before):
                     evaluation = self._evaluate()
+                    metrics |= self._evaluated
+                metrics |= (numbers := self._callbacks(self._run, metrics))
+                self._window.add(0, numbers)
             except DivergedError:
                 self._report()
                 raise
-            except (EnvserveError, EnvDataError, EnvsLostError):
-                # Envs fail while a rollout or an evaluation is collected: nothing is
-                # half learned.
+            except (EnvserveError, EnvDataError, EnvsLostError, CallbackError):
+                # Envs fail while a rollout or an evaluation is collected, and callbacks
+                # after the update: nothing is half learned.
                 self._report()
                 self._save()
                 raise
-            is_last = self._is_finished or should_stop()
+            is_last = self._run.is_finished or should_stop()
             if is_last or evaluation is not None or self._is_report_due(before):
                 self._report()
             if self._is_best(evaluation) or is_last or self._is_save_due(before):
                 self._save(evaluation)
             on_progress(
                 Progress(
-                    self.counters.steps,
+                    self._run.counters.steps,
                     steps_per_second,
                     self._run.mean_return,
                     self._run.lost_steps.total,
@@ -262,15 +185,11 @@ class _Loop:
                 )
             )
 
-    @property
-    def _is_finished(self) -> bool:
-        return self.counters.iteration >= self._config.num_iterations
-
     def _iterate(self) -> tuple[float, dict[str, float]]:
         """Collect and learn once; returns the steps per second, and all numbers."""
-        before = self.counters.steps
-        self.counters, metrics = self._run.iterate(self.counters)
-        steps = self.counters.steps - before
+        before = self._run.counters.steps
+        metrics = self._run.iterate()
+        steps = self._run.counters.steps - before
         self._window.add(steps, metrics)
         self._run.lost_steps.add(
             int(metrics["invalid_steps"]), self._config.steps_per_iteration
@@ -280,8 +199,8 @@ class _Loop:
 
     def _is_evaluation_due(self, before: Counters) -> bool:
         every = self._config.evaluate_every
-        is_at_end = every > 0 and self._is_finished
-        return is_at_end or is_due(every, before.steps, self.counters.steps)
+        is_at_end = every > 0 and self._run.is_finished
+        return is_at_end or is_due(every, before.steps, self._run.counters.steps)
 
     def _evaluate(self) -> Evaluation:
         started = time.perf_counter()
@@ -296,7 +215,7 @@ class _Loop:
 
     def _is_report_due(self, before: Counters) -> bool:
         every = self._config.report_every
-        return every == 0 or is_due(every, before.steps, self.counters.steps)
+        return every == 0 or is_due(every, before.steps, self._run.counters.steps)
 
     def _report(self) -> None:
         if not self._window:
@@ -304,7 +223,7 @@ class _Loop:
         row = self._window.take() | self._run.statistics() | self._evaluated
         self._evaluated = {}
         with self._run_folder.writing():
-            self._writer.write(self.counters.steps, row)
+            self._writer.write(self._run.counters.steps, row)
 
     def _is_best(self, evaluation: Evaluation | None) -> bool:
         """Whether no evaluation of the run was as good; remembers it then."""
@@ -317,17 +236,17 @@ class _Loop:
         every = self._config.checkpoint_every
         age = time.monotonic() - self._last_saved
         return (
-            is_due(every, before.steps, self.counters.steps)
+            is_due(every, before.steps, self._run.counters.steps)
             or age >= self._config.checkpoint_seconds
         )
 
     def _save(self, evaluation: Evaluation | None = None) -> None:
-        if self.counters.iteration == self._saved_iteration:
+        if self._run.counters.iteration == self._saved_iteration:
             return
         with self._run_folder.writing():
             checkpoint.save(
                 self._run_folder.checkpoints,
-                self.counters,
+                self._run.counters,
                 self._run.agent,
                 self._run.updater,
                 self._run.return_scale,
@@ -335,7 +254,19 @@ class _Loop:
                 evaluation_return=evaluation and evaluation.mean_return,
             )
         self._last_saved = time.monotonic()
-        self._saved_iteration = self.counters.iteration
+        self._saved_iteration = self._run.counters.iteration
+
+
+def _result(run: TrainingRun, run_folder: RunFolder) -> TrainResult:
+    steps, lost_steps = run.counters.steps, run.lost_steps.total
+    curve = tuple(
+        (int(row["steps"]), row["evaluation_return"])
+        for row in read_metrics(run_folder.metrics_path)
+        if row.get("evaluation_return") is not None
+    )
+    return TrainResult(
+        run.agent, steps, run.is_finished, lost_steps, run.mean_return, curve
+    )
 
 
 def _first_counters(run_folder: RunFolder) -> Counters:
@@ -348,7 +279,3 @@ def _first_counters(run_folder: RunFolder) -> Counters:
     if is_at_start and not run_folder.has_checkpoint():
         return Counters()
     return checkpoint.read_counters(run_folder.checkpoints)
-
-
-def _mean(values: list[float]) -> float:
-    return float(np.mean(values)) if values else float("nan")

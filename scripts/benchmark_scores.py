@@ -3,8 +3,10 @@
     python scripts/benchmark_scores.py                       all that is missing: hours
     python scripts/benchmark_scores.py cheetah-1M --seeds 1  one run
     python scripts/benchmark_scores.py --document docs/scores.md
+    python scripts/benchmark_scores.py --no-train --document docs/scores.md
 
-Runs that have ended are kept in runs/scores/ and are not run again.
+Runs that have ended are kept in runs/scores/ and are not run again: remove a folder
+there to have it run with the settings of today.
 """
 
 import sys

@@ -62,6 +62,8 @@ def pytest_configure() -> None:
     tempfile.tempdir = os.environ["TMPDIR"] = folder
     # And so do keys: all servers and clients of the suite are one user's.
     os.environ["ENVSERVE_HOME"] = os.path.join(folder, "home")
+    # Nor does what a test compiles go into the user's cache folder, or come from it.
+    os.environ["TF_XLA_FLAGS"] = "--tf_xla_persistent_cache_directory="
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,6 +12,7 @@ import yaml
 import envserve.errors
 import ppo.errors
 from envserve.client.diagnosis import Finding, refusal_of
+from ppo.config import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -45,6 +46,19 @@ def test_every_reason_of_no_connection_is_explained(finding: Finding) -> None:
         explained = re.findall(r"^\| `([^`]+)`", TROUBLESHOOTING, re.M)
         starts = [line.partition(" NAME")[0] for line in explained]
         assert any(said.startswith(start) for start in starts), said
+
+
+def test_what_the_algorithm_page_names_is_there() -> None:
+    text = (DOCS / "ppo.md").read_text()
+    places = re.findall(r"`(ppo/[\w/]+\.py)`((?:,?\s`[\w.]+`)+)", text)
+    assert len(places) == len(re.findall(r"`ppo/[\w/]+\.py`", text)) > 20
+    for path, names in places:
+        source = (ROOT / path).read_text()
+        for name in re.findall(r"\w+", names):
+            defined = rf"^ *(def|class) {name}\b|^{name}\b"
+            assert re.search(defined, source, re.M), (path, name)
+    settings = set(re.findall(r"`(\w+_\w+)`", re.sub(r"`ppo/[^`]+`[^.;:]*", "", text)))
+    assert settings - {"ratio_deviation"} <= set(Config.model_fields)
 
 
 def test_the_contents_are_valid_yaml() -> None:

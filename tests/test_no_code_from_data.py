@@ -37,7 +37,7 @@ IMPORTS = {
     "envserve/wire/__init__.py": "its own modules, which it lists",
     "envserve/wrappers/apply.py": "the table of wrappers; a name is looked up in it",
     "ppo/configs.py": "a config of the user's own, in Python",
-    "ppo/networks/custom.py": "`network` of the user's own config",
+    "ppo/own_code.py": "what the user's own config names as code of theirs",
 }
 #: Where a dtype is not written out, and where it is from.
 DTYPES = {

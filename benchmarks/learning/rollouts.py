@@ -89,8 +89,10 @@ def simulating(work: RolloutLoad) -> Iterator[Measure]:
         agent = work.agent(batch)
         simulation = Simulation(
             InGraphBatchEnv(batch),
-            agent.act_on_noise,
+            agent.act_from,
             work.horizon,
+            snapshot=agent.snapshot,
+            log_prob=agent.log_prob,
             draw_noise=agent.draw_noise,
         )
         seeds = itertools.count()

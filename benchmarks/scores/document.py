@@ -1,86 +1,49 @@
-"""The table and the plot of `docs/scores.md`, made of what the runs have come to.
-
-Summaries of a few scores, one per seed, are those of Agarwal et al. 2021 (arXiv
-2108.13264).
-"""
+"""The table and the plot of `docs/scores.md`, made of what the runs have come to."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from benchmarks.lab.tables import as_markdown
 from benchmarks.scores.run_one import Score
-from benchmarks.scores.tasks import TASKS, Task
+from benchmarks.scores.tasks import MEASURES, TASKS, Measure, Task
 
 COLUMNS = (
-    "env",
-    "steps",
-    "metric",
-    "goal",
-    "anchor",
-    "mean",
-    "std",
-    "IQM",
-    "95 % interval",
-    "seeds",
-    "lowest",
-    "reached",
-    "seconds",
+    *("env", "steps", "goal", "anchors", "E", "B", "M", "std", "95 % interval"),
+    *("seeds", "lowest E", "largest KL", "reached", "seconds"),
 )
-_NUM_TEXTS = 5
+_NUM_TEXTS = 4
 _NUM_RESAMPLES = 10_000
 _BEGIN, _END = "<!-- scores: begin -->\n", "<!-- scores: end -->\n"
 
 
-class Summary(NamedTuple):
-    """Scores of one task over seeds.
+def interval(scores: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the mean of scores, one per seed.
 
-    Attributes:
-      std: Over seeds, with n - 1; NaN of one seed.
-      low: Lower end of the 95 % interval of the mean, by bootstrap over seeds.
-      high: Its upper end.
+    It is the percentile bootstrap over seeds: with three to five of them it is narrower
+    than it should be. The same scores give the same interval.
     """
-
-    num_seeds: int
-    mean: float
-    std: float
-    iqm: float
-    low: float
-    high: float
+    draws = np.random.default_rng(0).choice(scores, (_NUM_RESAMPLES, len(scores)))
+    low, high = np.percentile(draws.mean(axis=1), [2.5, 97.5])
+    return float(low), float(high)
 
 
-def summarize(scores: Sequence[float]) -> Summary:
-    """Summarise the scores of one task, one per seed.
-
-    The interval is the percentile bootstrap of the mean: with three to five seeds it is
-    narrower than it should be. The same scores give the same interval.
-    """
-    values = np.asarray(scores, np.float64)
-    generator = np.random.default_rng(0)
-    draws = generator.integers(len(values), size=(_NUM_RESAMPLES, len(values)))
-    low, high = np.percentile(values[draws].mean(axis=1), [2.5, 97.5])
-    return Summary(
-        num_seeds=len(values),
-        mean=float(values.mean()),
-        std=float(values.std(ddof=1)) if len(values) > 1 else float("nan"),
-        iqm=interquartile_mean(values),
-        low=float(low),
-        high=float(high),
-    )
+def measured(measure: Measure, scores: Sequence[Score]) -> list[float]:
+    """Return the numbers, one per seed, whose mean is a measure of `Task`."""
+    if measure == "E":
+        return [score.final for score in scores]
+    if measure == "B":
+        return [score.best for score in scores]
+    curves = _curves(scores)
+    return list(curves[curves.mean(axis=1).argmax()])
 
 
-def interquartile_mean(scores: Sequence[float] | np.ndarray) -> float:
-    """Return the mean of the middle half; scores at its ends count in part.
-
-    Of 5 scores the lowest and the highest count nothing, and their neighbours three
-    quarters: 25 % of the weight is cut off at each end.
-    """
-    values = np.sort(np.asarray(scores, np.float64))
-    edges = np.linspace(0.0, 1.0, len(values) + 1)
-    weights = np.clip(np.minimum(edges[1:], 0.75) - np.maximum(edges[:-1], 0.25), 0, 1)
-    return float((values * weights).sum() / weights.sum())
+def _curves(scores: Sequence[Score]) -> np.ndarray:
+    """Return evaluations `[points, seeds]`: as many as the shortest curve has."""
+    curves = ([mean for _, mean in score.curve] for score in scores)
+    return np.array(list(zip(*curves, strict=False)))
 
 
 def table_rows(scores: Mapping[str, Sequence[Score]]) -> list[list[str]]:
@@ -102,6 +65,7 @@ def write_document(path: Path, scores: Mapping[str, Sequence[Score]]) -> None:
     tables = "\n".join(
         [
             as_markdown(COLUMNS, table_rows(scores), num_texts=_NUM_TEXTS),
+            _remarks(scores),
             _per_seed(scores),
             _versions(scores),
         ]
@@ -129,11 +93,11 @@ def draw_curves(scores: Mapping[str, Sequence[Score]], path: Path) -> None:
 
 
 def _draw(axes: Any, task: Task, scores: Sequence[Score]) -> None:
-    steps = np.array([step for step, _ in scores[0].curve])
-    means = np.array([[mean for _, mean in score.curve] for score in scores])
-    axes.plot(steps, means.mean(axis=0))
+    means = _curves(scores)
+    steps = [step for step, _ in scores[0].curve][: len(means)]
+    axes.plot(steps, means.mean(axis=1))
     axes.fill_between(
-        steps, means.min(axis=0), means.max(axis=0), alpha=0.2, linewidth=0
+        steps, means.min(axis=1), means.max(axis=1), alpha=0.2, linewidth=0
     )
     axes.axhline(task.goal, color="gray", linestyle="--", linewidth=0.8)
     axes.set_title(f"{scores[0].env_name}, {len(scores)} seeds", fontsize=9)
@@ -142,52 +106,70 @@ def _draw(axes: Any, task: Task, scores: Sequence[Score]) -> None:
 
 
 def _row(task: Task, scores: Sequence[Score]) -> list[str]:
-    values = [score.value(task.metric) for score in scores]
-    summary = summarize(values)
-    seconds = np.median([score.seconds for score in scores])
+    values = measured(task.measure, scores)
+    has_several = len(scores) > 1
     return [
-        scores[0].env_name,
-        task.name.rpartition("-")[2],
-        task.metric,
-        f"{task.goal:g}",
-        task.anchor,
-        _number(summary.mean),
-        _number(summary.std),
-        _number(summary.iqm),
-        _interval(summary),
-        f"{summary.num_seeds} of {task.num_seeds}",
-        _number(min(values)),
-        _verdict(task, summary),
-        f"{seconds:.0f}",
+        *_label(task, scores),
+        f"{task.measure} {task.goal:g}",
+        task.anchors,
+        *(_number(np.mean(measured(each, scores))) for each in MEASURES),
+        _number(np.std(values, ddof=1)) if has_several else "-",
+        " to ".join(map(_number, interval(values))) if has_several else "-",
+        f"{len(scores)} of {task.num_seeds}",
+        _number(min(score.final for score in scores)),
+        _largest(scores),
+        _verdict(task, values),
+        f"{np.median([score.seconds for score in scores]):.0f}",
     ]
 
 
-def _interval(summary: Summary) -> str:
-    if summary.num_seeds == 1:
-        return "-"
-    return f"{_number(summary.low)} to {_number(summary.high)}"
+def _largest(scores: Sequence[Score]) -> str:
+    kls = [score.max_kl for score in scores if score.max_kl is not None]
+    return f"{max(kls):.2f}" if len(kls) == len(scores) else "-"
 
 
-def _verdict(task: Task, summary: Summary) -> str:
-    if round(summary.mean, 1) < task.goal:
+def _label(task: Task, scores: Sequence[Score]) -> list[str]:
+    """Return env and steps; with a mark if the settings are not today's."""
+    is_todays = all(task.is_made_by(score.settings) for score in scores)
+    steps = ", ".join(filter(None, (task.budget, task.variant)))
+    return [scores[0].env_name, steps + ("" if is_todays else " †")]
+
+
+def _remarks(scores: Mapping[str, Sequence[Score]]) -> str:
+    lossy = [name for name, runs in scores.items() if runs and _loses(runs)]
+    return (
+        "†: measured with other settings than today's, or before they were noted.\n\n"
+        "E is below 0.95 of B, or a seed's E below half of the mean, in: "
+        f"{', '.join(lossy) or 'no row'}.\n"
+    )
+
+
+def _loses(scores: Sequence[Score]) -> bool:
+    finals = measured("E", scores)
+    end, best = np.mean(finals), np.mean(measured("B", scores))
+    return bool(end < best - 0.05 * abs(best) or min(finals) < end - 0.5 * abs(end))
+
+
+def _verdict(task: Task, values: Sequence[float]) -> str:
+    if round(float(np.mean(values)), 1) < task.goal:
         return "no"
-    return "yes" if summary.num_seeds >= task.num_seeds else "so far"
+    return "yes" if len(values) >= task.num_seeds else "so far"
 
 
 def _per_seed(scores: Mapping[str, Sequence[Score]]) -> str:
     rows = [
         [
-            score.env_name,
-            task.name.rpartition("-")[2],
+            *_label(task, [score]),
             str(score.seed),
             f"{_number(score.final)} ± {_number(score.final_std)}",
             _number(score.best),
             _number(score.train_return),
+            _largest([score]),
         ]
         for task in TASKS
         for score in scores.get(task.name, ())
     ]
-    heads = ("env", "steps", "seed", "E ± std of episodes", "B", "training")
+    heads = ("env", "steps", "seed", "E ± std of episodes", "B", "training", "KL")
     return as_markdown(heads, rows, num_texts=2)
 
 
@@ -201,7 +183,5 @@ def _versions(scores: Mapping[str, Sequence[Score]]) -> str:
     return f"Measured with {', '.join(sorted(found))}.\n"
 
 
-def _number(value: float) -> str:
-    if np.isnan(value):
-        return "-"
+def _number(value: Any) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}"

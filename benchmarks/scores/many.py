@@ -17,7 +17,7 @@ from benchmarks.scores.tasks import TASKS, Task
 from envserve.settings import num_cores
 from ppo.errors import suggestion
 
-_NUM_TEXTS = 5
+_NUM_TEXTS = 4
 
 
 def main(
@@ -36,6 +36,7 @@ def main(
     processes: Annotated[
         int, typer.Option(min=0, help="Runs at a time. 0: one per core.")
     ] = 0,
+    train: Annotated[bool, typer.Option(help="Run what is missing.")] = True,
 ) -> None:
     """Trains configs on several seeds, and compares them with published scores."""
     console = Console()
@@ -45,14 +46,14 @@ def main(
         for task in chosen
         for seed in range(task.num_seeds if seeds is None else seeds)
     ]
-    missing = [job for job in jobs if read_score(job[2]) is None]
+    missing = [job for job in jobs if train and read_score(job[2]) is None]
     for number, score in enumerate(_run(missing, processes or num_cores()), 1):
         console.print(
             f"{number}/{len(missing)} {score.task} seed {score.seed}: "
             f"E {score.final:.1f}, B {score.best:.1f} in {score.seconds:.0f} s",
             highlight=False,
         )
-    scores = _read(jobs)
+    scores = _read(jobs, document and document.with_suffix(".json"))
     console.print(as_table(COLUMNS, table_rows(scores), num_texts=_NUM_TEXTS))
     if document is not None:
         write_document(document, scores)
@@ -81,11 +82,23 @@ def _run(jobs: list[tuple[Task, int, Path]], num_processes: int) -> Iterator[Sco
             yield future.result()
 
 
-def _read(jobs: Iterable[tuple[Task, int, Path]]) -> dict[str, list[Score]]:
-    scores: dict[str, list[Score]] = {}
-    for task, _, folder in jobs:
+def _read(
+    jobs: Iterable[tuple[Task, int, Path]], path: Path | None
+) -> dict[str, list[Score]]:
+    """Return what runs have come to, and what a document holds of all others.
+
+    Of a task's scores only those with today's settings, if there are any.
+    """
+    numbers = json.loads(path.read_text("utf-8")) if path and path.exists() else []
+    found = {(row["task"], row["seed"]): Score(**row) for row in numbers}
+    for task, seed, folder in jobs:
         if (score := read_score(folder)) is not None:
-            scores.setdefault(task.name, []).append(score)
+            found[task.name, seed] = score
+    scores = {}
+    for task in TASKS:
+        runs = [found[key] for key in sorted(found) if key[0] == task.name]
+        todays = [score for score in runs if task.is_made_by(score.settings)]
+        scores[task.name] = todays or runs
     return scores
 
 

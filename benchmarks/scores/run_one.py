@@ -19,13 +19,15 @@ class Score(NamedTuple):
 
     Attributes:
       env_name: Of the env, with its version.
-      final: Mean return of 100 episodes at the end.
+      final: Mean return of some episodes at the end.
       final_std: Their standard deviation.
       best: Best mean return of 20 episodes along the curve.
       curve: Env steps and mean returns of 20 episodes, along it.
       train_return: Mean of the last 100 training episodes, with sampled actions.
       seconds: Its duration, without evaluations.
       versions: Of the libraries that decide numbers.
+      settings: `Task.settings` at that time; None where it was not noted.
+      max_kl: Largest divergence of an iteration, in nats; None likewise.
     """
 
     task: str
@@ -34,15 +36,13 @@ class Score(NamedTuple):
     final: float
     final_std: float
     best: float
-    curve: list[tuple[int, float]]
+    curve: Sequence[Sequence[float]]
     train_return: float
     steps: int
     seconds: float
     versions: dict[str, str]
-
-    def value(self, metric: str) -> float:
-        """Return the number that the metric "E" or "B" stands for."""
-        return self.final if metric == "E" else self.best
+    settings: dict[str, Any] | None = None
+    max_kl: float | None = None
 
 
 def read_score(folder: Path) -> Score | None:
@@ -90,6 +90,8 @@ def run_one(task: Task, seed: int, folder: Path) -> Score:
         steps=result.steps,
         seconds=_training_seconds(rows),
         versions={name: import_module(name).__version__ for name in _LIBRARIES},
+        settings=task.settings,
+        max_kl=max((row["kl"] for row in rows if "kl" in row), default=None),
     )
     text = json.dumps(score._asdict())
     (folder / _RESULT).write_text(text + "\n", encoding="utf-8")

@@ -1,17 +1,25 @@
 """What is run: configs, budgets, numbers of seeds, and the scores to compare with.
 
-An anchor holds under its own conditions only, which `docs/scores.md` says: the metric,
-the version of the env, the policy's mode or samples, the number of seeds.
+An anchor holds under its own conditions only, which `docs/scores.md` says: the measure,
+the version of the env, the number of seeds.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ppo.config import Config
 from ppo.configs import CONFIGS
 
-Metric = Literal["E", "B"]
+Measure = Literal["E", "B", "M"]
+MEASURES: tuple[Measure, ...] = get_args(Measure)
+
+#: Settings that do not decide what is learned, or are the task's or the seed's.
+_ASIDE = re.compile(
+    "import_modules|total_steps|seed|num_splits|spare_envs|jit_compile|on_fault|"
+    ".*(evaluat|curve|report|checkpoint|timeout|server|padding|restart)"
+)
 
 
 @dataclass(frozen=True)
@@ -19,27 +27,52 @@ class Task:
     """One row of the table.
 
     Attributes:
-      metric: "E" for the mean of 100 episodes at the end, "B" for the best mean of 20
-        episodes along the curve; both with mode actions, on envs that training never
-        saw.
+      measure: Of the goal. "E" is the mean of some episodes at the end, "B" the mean
+        over seeds of each seed's best of 20 evaluations along its curve, and "M" the
+        best of the mean over seeds of these curves; all with mode actions, on envs that
+        training never saw.
       num_seeds: Seeds 0, 1, ... of the runs.
-      goal: What the mean over seeds should reach.
-      anchor: Where the goal comes from.
+      goal: What it should reach.
+      anchors: Published scores by measure, the goal's first.
       changes: Settings that differ from the config's, such as another env's name.
+      variant: What these are called, where the config has a row of this budget without.
+      episodes: Of E.
     """
 
     config: str
     total_steps: int
-    metric: Metric
+    measure: Measure
     num_seeds: int
     goal: float
-    anchor: str
+    anchors: str
     changes: Mapping[str, Any] = field(default_factory=dict)
+    variant: str = ""
+    episodes: int = 100
 
     @property
     def name(self) -> str:
-        """Config and budget, such as `cheetah-1M`: also the name of the folder."""
-        return f"{self.config}-{_short(self.total_steps)}"
+        """Such as `cheetah-1M` or `cheetah-1M-penalty`: also the name of the folder."""
+        return "-".join(filter(None, (self.config, self.budget, self.variant)))
+
+    @property
+    def budget(self) -> str:
+        """Steps, such as `300k`."""
+        steps = self.total_steps
+        return f"{steps // 10**6}M" if steps % 10**6 == 0 else f"{steps // 1000}k"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides today what is learned, but for what is off: 0, false, empty."""
+        every = self.make_config(0).model_dump(mode="json").items()
+        return {key: value for key, value in every if value and not _ASIDE.match(key)}
+
+    def is_made_by(self, settings: Mapping[str, Any] | None) -> bool:
+        """Whether these are today's settings.
+
+        One that they do not know was off then; or, if it is a word, what it is today.
+        """
+        words = {key: now for key, now in self.settings.items() if isinstance(now, str)}
+        return settings is not None and words | dict(settings) == self.settings
 
     def make_config(self, seed: int) -> Config:
         """Return the config of one run, with 20 evaluations along its curve."""
@@ -48,31 +81,54 @@ class Task:
                 "total_steps": self.total_steps,
                 "seed": seed,
                 "evaluate_every": self.total_steps // 20,
+                "evaluation_episodes": self.episodes,
                 **self.changes,
             }
         )
 
 
-def _short(steps: int) -> str:
-    return f"{steps // 10**6}M" if steps % 10**6 == 0 else f"{steps // 1000}k"
-
+_K, _M = 10**3, 10**6
+_MEMORY = {
+    **{
+        "env_name": "CartPoleNoVelocity-v1",
+        "import_modules": ["benchmarks.scores.hidden"],
+    },
+    **{"recurrent_size": 64, "sequence_length": 32, "minibatch_size": 256},
+    "learning_rate": 1e-3,
+}
+_PENALTY = {"objective": "penalty"}
 
 TASKS: tuple[Task, ...] = (
-    Task("cartpole", 100_000, "E", 5, 500, "rl-zoo 500.0"),
-    Task("acrobot", 300_000, "E", 5, -81, "SLM-Lab -81.3"),
-    Task("pendulum", 100_000, "E", 5, -172, "rl-zoo -172.2"),
-    Task("pendulum", 300_000, "E", 5, -155, "RPO -151.1 at 8M"),
-    Task("inverted_pendulum", 300_000, "E", 5, 1000, "Tianshou 1000 at 1M"),
-    Task("double_pendulum", 1_000_000, "B", 5, 9350, "TF-Agents 9353"),
-    Task("reacher", 1_000_000, "B", 5, -4.1, "Tianshou -4.1"),
-    Task("lunar_lander", 1_000_000, "E", 3, 242, "rl-zoo 242.1"),
-    Task("swimmer", 1_000_000, "B", 3, 280, "rl-zoo 281.6"),
-    Task("hopper", 1_000_000, "B", 5, 2610, "Tianshou 2609"),
-    Task("cheetah", 1_000_000, "B", 5, 5820, "rl-zoo 5819, Tianshou 5784"),
-    Task("walker", 1_000_000, "B", 5, 3590, "Tianshou 3588"),
-    Task("ant", 1_000_000, "B", 3, 984, "Tianshou 2.0 984", {"env_name": "Ant-v4"}),
-    Task("cheetah", 3_000_000, "B", 3, 7340, "Tianshou 7337"),
-    Task("walker", 3_000_000, "B", 3, 4900, "Tianshou 4896"),
-    Task("hopper", 3_000_000, "B", 3, 3130, "Tianshou 3128"),
+    Task("cartpole", 50 * _K, "E", 5, 500, "E rl-zoo DQN 500"),
+    Task("cartpole", 100 * _K, "E", 5, 500, "E rl-zoo 500"),
+    Task("cartpole", 100 * _K, "E", 5, 500, "E rl-zoo LSTM 500", _MEMORY, "recurrent"),
+    Task("acrobot", 300 * _K, "E", 5, -70, "E rl-zoo -73.5 at 1M"),
+    Task("pendulum", 100 * _K, "E", 5, -172, "E rl-zoo -172.2", episodes=1000),
+    Task("pendulum", 300 * _K, "E", 5, -153, "E rl-zoo -172.2 at 100k", episodes=1000),
+    Task(
+        *("mountain_car_continuous", 100 * _K, "E", 5, 92),
+        "E rl-zoo 88.3 at 20k, TRPO 92.5 at 50k",
+    ),
+    Task("lunar_lander", _M, "E", 5, 280, "E rl-zoo 242.1"),
+    Task("lunar_lander_continuous", _M, "E", 5, 275, "E rl-zoo 270.9"),
+    Task("bipedal_walker", 5 * _M, "E", 3, 290, "E rl-zoo 287.9"),
+    Task("inverted_pendulum", 300 * _K, "E", 5, 1000, "E TF-Agents 1000 at 1M"),
+    Task("double_pendulum", _M, "E", 5, 9300, "E TF-Agents 9353; M XuanCe 9344"),
+    Task("reacher", _M, "E", 5, -3.7, "E TF-Agents -7.7; M Tianshou -4.1"),
+    Task("swimmer", _M, "E", 5, 355, "E rl-zoo 281.6, TRPO 365.7"),
+    Task("hopper", _M, "E", 5, 3500, "E TF-Agents 2530, TRPO 3618; M Tianshou 2609"),
+    Task("cheetah", _M, "E", 5, 6500, "E rl-zoo 5819; M Tianshou 5784, XuanCe 5371"),
+    Task("cheetah", _M, "E", 5, 4239, "E TF-Agents 4239 (clip)", _PENALTY, "penalty"),
+    Task("walker", _M, "M", 5, 4900, "M XuanCe 4371, Tianshou 3588; E TRPO 4933"),
+    Task("ant", _M, "M", 5, 984, "M Tianshou 984", {"env_name": "Ant-v4"}, "v4"),
+    Task("ant", _M, "E", 5, 2500, "E rl-zoo 1327 (v3); M XuanCe 1394"),
+    Task("cheetah", 3 * _M, "M", 3, 7340, "M Tianshou 7337"),
+    Task("walker", 3 * _M, "E", 3, 5200, "E SF 5488 at 10M; M Tianshou 4896"),
+    Task("hopper", 3 * _M, "E", 3, 3600, "E TRPO 3618 at 1M; M Tianshou 3128"),
+    Task("ant", 3 * _M, "E", 3, 4000, "E TRPO 4982 at 1M (v3); M Tianshou 4079 (v3)"),
+    Task("humanoid", 3 * _M, "E", 3, 2500, "E SF 5439 at 10M; M Tianshou 1360 (v3)"),
+    Task("cheetah", 10 * _M, "E", 3, 8500, "E SF 6263"),
+    Task("humanoid", 10 * _M, "E", 3, 5000, "E SF 5439 (v4)"),
+    Task("pong", 3 * _M, "E", 1, 20, "E rl-zoo 20.99 at 10M", {"curve_episodes": 4}),
 )
-"""In the order of the table."""
+"""In the order of the table. TRPO is rl-zoo's; SF is Sample Factory, the best of 10."""

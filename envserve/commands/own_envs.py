@@ -1,8 +1,10 @@
-"""`envserve bench` and `replay`: an env, measured; its crash, played again."""
+"""`envserve describe`, `bench` and `replay`: an env, its speed, its crash."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,16 +12,83 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from envserve.commands.shared import Import, look_for_modules_here, names_here
+from envserve.commands.shared import (
+    Import,
+    Insecure,
+    look_for_modules_here,
+    names_here,
+)
 from envserve.errors import EnvserveError
 from envserve.own_envs import is_own, named
 from envserve.settings import num_cores
-from envserve.terminal import fail
+from envserve.terminal import console, fail
 
 if TYPE_CHECKING:
     from envserve.crashes.repro import Repro
 
-__all__ = ["bench", "replay"]
+__all__ = ["bench", "describe", "replay"]
+
+
+def describe(
+    env: Annotated[
+        str, typer.Argument(help="Env, as of `start`.", autocompletion=names_here)
+    ],
+    address: Annotated[
+        str | None, typer.Argument(help="Address of a server; by default, here.")
+    ] = None,
+    import_module: Import = None,
+    insecure: Insecure = False,
+) -> None:
+    """Say what an env takes and gives, and how fast one of it steps.
+
+    What its constructor takes, and its limit of steps, no server tells.
+    """
+    from gymnasium.vector.utils import batch_space
+    from rich.table import Table
+
+    from envserve.bench.turns import time_each
+    from envserve.client import BatchEnv
+    from envserve.client.vector_env import metadata_of
+    from envserve.registry import import_env_modules
+    from envserve.text import one_line
+
+    known: dict[str, object] = {}
+    try:
+        if address is None:
+            look_for_modules_here([env] if is_own(env) else [])
+            name, modules = named(env, import_module or ())
+            import_env_modules(modules)
+            known = _registered(name)
+            batch = BatchEnv.local(name, 1, 1, import_modules=modules)
+        else:
+            batch = BatchEnv.connect(env, [address], 1, insecure=insecure)
+        with batch:
+            modes = metadata_of(batch).get("render_modes", ())
+            batch.reset()
+            actions = itertools.repeat(batch_space(batch.action_space, 1).sample())
+            seconds = time_each(batch.step, actions, 0.5)
+    except EnvserveError as error:
+        fail(error, 1)
+    table = Table.grid(padding=(0, 2))
+    for what, told in {
+        "observation": batch.observation_space,
+        "action": batch.action_space,
+        "render modes": ", ".join(map(str, modes)),
+        "steps/s": f"{len(seconds) / seconds.sum():,.0f} of one env in a worker",
+        **known,
+    }.items():
+        table.add_row(what, one_line(" ".join(str(told or "-").split()), 1000))
+    console().print(table, markup=False)
+
+
+def _registered(name: str) -> dict[str, object]:
+    from envserve.registry import maker_of, spec_of
+
+    spec = spec_of(name)
+    takes = inspect.signature(maker_of(spec)).parameters.values()
+    given = [(part, spec.kwargs.get(part.name, part.default)) for part in takes]
+    shown = (str(p.replace(annotation=p.empty, default=value)) for p, value in given)
+    return {"time limit": spec.max_episode_steps, "arguments": ", ".join(shown)}
 
 
 def bench(

@@ -133,13 +133,21 @@ def _serve(
         fail(f"{error}{missing}", 2)
     build = partial(build_app, addresses, host=host, **shown)
     server, listening, url = page_server(lambda token: build(token=token), host, port)
-    print(f"Page: {url}", flush=True)
+
+    def end(*_: object) -> None:
+        server.should_exit = True
 
     def end_after_it() -> None:
         wait()
-        server.should_exit = True
+        end()
 
-    threading.Thread(target=end_after_it, daemon=True).start()
-    if is_opened and not webbrowser.open(url):
-        print("No browser was found here; open it where there is one.", flush=True)
-    server.run(sockets=[listening])
+    # An interrupt while the server starts could be swallowed by what it imports.
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        print(f"Page: {url}", flush=True)
+        threading.Thread(target=end_after_it, daemon=True).start()
+        if is_opened and not webbrowser.open(url):
+            print("No browser was found here; open it where there is one.", flush=True)
+        server.run(sockets=[listening])
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from envserve.commands.shared import Insecure, Timeout
-from envserve.terminal import console
+from envserve.terminal import console, fail
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -70,7 +70,10 @@ def top(
     ] = 1.0,
     insecure: Insecure = False,
 ) -> None:
-    """Show what servers are doing, again and again, until q or Ctrl-C."""
+    """Show what servers are doing, again and again, until q or Ctrl-C.
+
+    The exit code is 2 if no host has any of these names.
+    """
     from rich.live import Live
 
     from envserve.client.survey import look_at, sights_of
@@ -80,19 +83,23 @@ def top(
     with (
         contextlib.suppress(KeyboardInterrupt),
         sights_of(addresses, insecure=insecure) as sights,
-        _keys() as has_pressed_q,
-        live if screen.is_terminal else contextlib.nullcontext(),
     ):
-        has_ended = False
-        while not has_ended:
-            look_at(sights, interval)
-            shown = _shown(sights, screen.width)
-            if live.is_started:
-                live.update(shown, refresh=True)
-            else:
-                screen.print(shown)
-                sys.stdout.flush()
-            has_ended = has_pressed_q(interval)
+        if not any(sight.is_known for sight in sights):
+            fail(sights[0].error, 2)
+        with (
+            _keys() as has_pressed_q,
+            live if screen.is_terminal else contextlib.nullcontext(),
+        ):
+            has_ended = False
+            while not has_ended:
+                look_at(sights, interval)
+                shown = _shown(sights, screen.width)
+                if live.is_started:
+                    live.update(shown, refresh=True)
+                else:
+                    screen.print(shown)
+                    sys.stdout.flush()
+                has_ended = has_pressed_q(interval)
 
 
 @contextlib.contextmanager

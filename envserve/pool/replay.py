@@ -53,11 +53,16 @@ def load_repro(path: Path) -> Repro:
     """Reads a file.
 
     Raises:
-      ReproError: It is no repro file.
-      OSError: It cannot be read.
+      ReproError: It is no repro file, or cannot be read.
     """
-    with path.open("rb") as file:
-        return decode_repro(file.read(MAX_REPRO_BYTES + 1))
+    try:
+        with path.open("rb") as file:
+            return decode_repro(file.read(MAX_REPRO_BYTES + 1))
+    except OSError as error:
+        raise ReproError(
+            f"{path}: expected a repro file; {error.strerror}; the line of a crash in "
+            f"the log names its file"
+        ) from None
 
 
 def describe_repro(repro: Repro) -> str:

@@ -25,6 +25,7 @@ __all__ = [
     "FrameHistory",
     "RandomStart",
     "RangeNormalize",
+    "StaggerEpisodes",
     "check_float",
 ]
 
@@ -238,3 +239,26 @@ def check_float(part: str, space: spaces.Space[Any]) -> None:
 
 def _is_float(space: spaces.Space[Any]) -> bool:
     return space.dtype is not None and space.dtype.kind == "f"
+
+
+class StaggerEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Truncates an episode that begins with a seed at a random step up to the limit.
+
+    In a batch these are the first episodes of envs. Without a limit it does nothing.
+    """
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        """Draws from the seed, so that what the env draws does not depend on it."""
+        spec = self.env.spec
+        self._left = 0
+        if seed is not None and spec and (limit := spec.max_episode_steps):
+            self._left = int(np.random.default_rng([seed, limit]).integers(limit)) + 1
+        return self.env.reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> Any:
+        """Steps the env."""
+        if not self._left:
+            return self.env.step(action)
+        self._left -= 1
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        return observation, reward, terminated, truncated or not self._left, info

@@ -165,6 +165,7 @@ _OWN: Final[dict[str, dict[str, Argument]]] = {
     },
     "RandomStart": {"max_steps": Integer(1, 10_000, required=True)},
     "RangeNormalize": {"observation": Boolean(), "action": Boolean()},
+    "StaggerEpisodes": {},
 }
 
 KNOWN: dict[str, Known] = {

@@ -18,8 +18,10 @@ from ppo.actions.distributions import (
     Categorical,
     DiagonalGaussian,
     MultiCategorical,
+    SquashedGaussian,
     masked_logits,
 )
+from ppo.config import Config
 from ppo.errors import UnsupportedSpaceError
 
 __all__ = ["MASK_KEY", "ActionKind", "action_kind"]
@@ -42,7 +44,7 @@ class ActionKind:
     """One kind of action space.
 
     Attributes:
-        output_size: numbers per row that the policy network gives: means or logits.
+        output_size: numbers per row that the policy network gives.
         noise_size: numbers per row that sampling takes.
     """
 
@@ -113,14 +115,16 @@ class ActionKind:
             )
 
 
-def action_kind(space: gymnasium.Space[Any]) -> ActionKind:
-    """Return what to know of a space.
+def action_kind(
+    space: gymnasium.Space[Any], config: Config | None = None
+) -> ActionKind:
+    """Return what to know of a space; a config says how Boxes are acted in.
 
     Raises:
-        UnsupportedSpaceError: no policy can act in it.
+        UnsupportedSpaceError: no policy can act in it, or not as the config says.
     """
     if isinstance(space, gymnasium.spaces.Box):
-        return _BoxActions(space)
+        return _BoxActions(space, config)
     if isinstance(space, gymnasium.spaces.Discrete):
         return _DiscreteActions(space)
     if isinstance(space, gymnasium.spaces.MultiDiscrete) and space.nvec.size:
@@ -134,15 +138,31 @@ def action_kind(space: gymnasium.Space[Any]) -> ActionKind:
 
 
 class _BoxActions(ActionKind):
-    """-1 and 1 stand for finite bounds; what lies beyond is clipped."""
+    """-1 and 1 stand for finite bounds; what lies beyond is clipped, or squashed."""
 
     distribution_type = DiagonalGaussian
 
+    def __init__(self, space: gymnasium.spaces.Box, config: Config | None) -> None:
+        super().__init__(space)
+        if config is None:
+            return
+        if config.state_dependent_std:
+            self.output_size *= 2
+        if config.action_distribution == "squashed_gaussian":
+            self.distribution_type = SquashedGaussian
+            if not space.is_bounded():
+                raise UnsupportedSpaceError(
+                    "action_distribution squashed_gaussian: expected a Box with finite "
+                    f"bounds, got {space}; choose gaussian."
+                )
+
     def spec(self, num_rows: int) -> tf.TensorSpec:
-        return tf.TensorSpec([num_rows, self.output_size], tf.float32)
+        return tf.TensorSpec([num_rows, self.noise_size], tf.float32)
 
     def to_env_action(self, action: tf.Tensor) -> tf.Tensor:
         space = self._space
+        if self.distribution_type is SquashedGaussian:
+            action = tf.tanh(action)
         if len(space.shape) != 1:
             action = tf.reshape(action, [-1, *space.shape])
         bounded = np.isfinite(space.low) & np.isfinite(space.high)

@@ -1,4 +1,4 @@
-"""Action distributions: Gaussian, categorical, several choices at once, Bernoulli.
+"""Action distributions: Gaussians, categorical, several choices at once, Bernoulli.
 
 Each is a value made of tensors, `[N, ...]`, that can sample, tell its mode, and give
 log-probability, entropy and Kullback-Leibler divergence per row, in float32. A choice
@@ -20,12 +20,14 @@ __all__ = [
     "DiagonalGaussian",
     "Distribution",
     "MultiCategorical",
+    "SquashedGaussian",
     "masked_logits",
     "padded_choices",
 ]
 
 _FORBIDDEN = -1e9
 _LOG_TWO_PI = math.log(2.0 * math.pi)
+_NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(16)  # of exp(-x^2 / 2)
 
 
 class Distribution(Protocol):
@@ -102,6 +104,35 @@ class DiagonalGaussian:
         shift = (self.mean - other.mean) * tf.exp(-other.log_std)
         squares = tf.exp(2.0 * log_ratio) + tf.square(shift)
         return tf.reduce_sum(0.5 * (squares - 1.0) - log_ratio, axis=-1)
+
+
+@dataclass(frozen=True)
+class SquashedGaussian(DiagonalGaussian):
+    """What tanh makes of independent normal numbers, over the last axis.
+
+    Actions are these numbers before tanh, since float32 has no room for what is near
+    -1 and 1 after it. Densities are those after it, and divergences the same anyway.
+    """
+
+    def log_prob(self, action: tf.Tensor) -> tf.Tensor:
+        """Return the log-density of tanh of `action` `[N, A]` per row, `[N]`."""
+        return super().log_prob(action) - tf.reduce_sum(_log_slope(action), axis=-1)
+
+    def entropy(self) -> tf.Tensor:
+        """Return the entropy in nats per row, `[N]`.
+
+        That is what it is before tanh, and the mean log slope of tanh, by Gauss-Hermite
+        quadrature: within 0.005 per dimension for deviations up to 2, without noise.
+        """
+        spread = tf.exp(self.log_std)[..., None] * _NODES.astype(np.float32)
+        slopes = _log_slope(self.mean[..., None] + spread)  # [N, A, nodes]
+        weights = (_WEIGHTS / _WEIGHTS.sum()).astype(np.float32)
+        return super().entropy() + tf.reduce_sum(weights * slopes, axis=[-2, -1])
+
+
+def _log_slope(number: tf.Tensor) -> tf.Tensor:
+    """Return log(1 - tanh(x)^2), which is finite for any finite x."""
+    return 2.0 * (math.log(2.0) - number - tf.math.softplus(-2.0 * number))
 
 
 @dataclass(frozen=True)

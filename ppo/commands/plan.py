@@ -25,12 +25,34 @@ class Plan(NamedTuple):
     config: Config
     origin: str
     place: Place
-    is_resumed: bool = False
+    earlier: Config | None = None
+    """What the run has had until now, if it is resumed."""
 
     @property
-    def total_steps(self) -> int:
-        """Env steps that are really run."""
-        return self.config.num_iterations * self.config.steps_per_iteration
+    def is_resumed(self) -> bool:
+        """Whether the run has begun before."""
+        return self.earlier is not None
+
+    def leap(self, steps: int) -> str:
+        """Say what is to fall over the run and leaps up as it gets longer; or nothing.
+
+        Args:
+            steps: those that the run has had.
+        """
+        config, earlier = self.config, self.earlier or self.config
+        falling = {
+            "learning_rate": config.learning_rate_schedule == "linear",
+            "clip_range": config.decay_clip_range,
+            "entropy_coefficient": config.decay_entropy_coefficient,
+        }
+        names = ", ".join(name for name, falls in falling.items() if falls)
+        if not names or config.planned_steps <= earlier.planned_steps:
+            return ""
+        before, now = (1 - steps / each.planned_steps for each in (earlier, config))
+        return (
+            f"The run is longer now: what falls to 0 by its end leaps from "
+            f"{100 * before:.0f} % to {100 * now:.0f} % of its first value: {names}."
+        )
 
     def header(self, num_workers: int | None) -> list[str]:
         """Say in lines what will be done, and where."""
@@ -39,8 +61,8 @@ class Plan(NamedTuple):
         where = f"in {workers} worker process{'es' if workers > 1 else ''} here"
         if self.place.addresses:
             where = f"on {', '.join(self.place.addresses)}"
-        steps = f"{self.total_steps:,}"
-        if self.total_steps < config.total_steps:
+        steps = f"{config.planned_steps:,}"
+        if config.planned_steps < config.total_steps:
             steps += f": whole iterations of {config.steps_per_iteration:,}"
             steps += f" within {config.total_steps:,}"
         return [
@@ -60,17 +82,17 @@ def resumed_plan(
     import_modules: list[str] | None,
 ) -> Plan:
     """Find out how a run goes on, and remember where."""
-    run_folder, config = RunFolder.open(path)
-    env_name = name_of(config.env_name)
+    run_folder, earlier = RunFolder.open(path)
+    env_name = name_of(earlier.env_name)
     if name is not None and name_of(load_config(name).env_name) != env_name:
         raise ConfigError(
             f"--resume takes the config from the earlier run, whose env is "
-            f"{config.env_name}: leave out CONFIG; use --set to change a setting."
+            f"{earlier.env_name}: leave out CONFIG; use --set to change a setting."
         )
     place = place_of(run_folder.place(), connect, import_modules)
-    config = apply_settings(config, changes)
+    config = apply_settings(earlier, changes)
     run_folder.save_place(place)
-    return Plan(run_folder, config, "of the run", place, is_resumed=True)
+    return Plan(run_folder, config, "of the run", place, earlier)
 
 
 def new_plan(

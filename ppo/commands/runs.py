@@ -111,7 +111,7 @@ def plot(
         if out is None:
             places = map(os.path.abspath, runs)
             folder = runs[0] if len(runs) == 1 else Path(os.path.commonpath([*places]))
-            out = folder / f"{metric}.png"
+            out = folder / f"{metric.replace('/', '_')}.png"
         draw_curves(curves, metric, out)
         print(f"Plot: {out}")
 

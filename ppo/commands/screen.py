@@ -90,6 +90,10 @@ class Screen:
         if name and not self._is_live and not is_passing:
             self.print(f"{name} ...")
 
+    def rename(self, name: str) -> None:
+        """Say otherwise what is being done, since as long as before."""
+        self._phase = name
+
     def show(self, progress: "Progress") -> None:
         """Take in how far the training is."""
         self._last = time.monotonic(), progress.steps

@@ -17,6 +17,7 @@ from ppo.commands.plan import Plan, new_plan, resumed_plan
 from ppo.commands.runs import film as film_run
 from ppo.commands.runs import print_evaluation
 from ppo.commands.screen import Screen
+from ppo.commands.seeds import train_seeds
 from ppo.commands.shared import (
     Connect,
     Import,
@@ -55,6 +56,13 @@ _Settings = Annotated[
     ),
 ]
 _Seed = Annotated[int | None, typer.Option(help="Root of all randomness.")]
+_Seeds = Annotated[
+    int | None,
+    typer.Option(min=1, help="Train so many seeds, from --seed on, a process each."),
+]
+_AtOnce = Annotated[
+    int | None, typer.Option(min=1, help="Seeds at a time. Default: one per core.")
+]
 _RunDir = Annotated[
     Path | None, typer.Option(help="Folder for this run. Default: runs/NAME-TIME.")
 ]
@@ -97,6 +105,8 @@ def train(
     connect: Connect = None,
     settings: _Settings = None,
     seed: _Seed = None,
+    seeds: _Seeds = None,
+    at_once: _AtOnce = None,
     run_dir: _RunDir = None,
     resume: _Resume = None,
     num_workers: NumWorkers = None,
@@ -120,11 +130,13 @@ def train(
         Screen(console(), logger) as screen,
         _Watchers(screen, page, metrics_port, metrics_host) as watchers,
     ):
-        if resume is not None and (run_dir is not None or seed is not None):
+        if resume is not None and (run_dir, seed, seeds) != (None,) * 3:
             raise ConfigError(
                 "--resume takes folder and seed from the earlier run: leave out "
-                "--run-dir and --seed; use --set to change a setting."
+                "--run-dir, --seed and --seeds; use --set to change a setting."
             )
+        if seeds is not None and (page or film or metrics_port is not None):
+            raise ConfigError("--page, --film, --metrics-port: leave out --seeds.")
         changes = [*(settings or []), *([] if seed is None else [f"seed={seed}"])]
         if resume is not None:
             plan = resumed_plan(resume, config, changes, connect, import_modules)
@@ -134,10 +146,13 @@ def train(
         run_folder = plan.run_folder
         runs.append(run_folder)
         try:
+            if seeds is not None or any(run_folder.path.glob("seed-*/config.json")):
+                train_seeds(screen, plan, seeds or 0, at_once, num_workers)
+                return
             for line in plan.header(num_workers):
                 screen.print(line)
             screen.phase("starting TensorFlow")
-            start_tensorflow(intra_op_threads, inter_op_threads)
+            start_tensorflow(intra_op_threads, inter_op_threads, plan.config)
             is_finished = _train(screen, watchers, plan, num_workers)
         finally:
             if plan.is_resumed or not run_folder.remove_if_unused():
@@ -158,33 +173,34 @@ def _train(
     run_folder, config, place = plan.run_folder, plan.config, plan.place
     if plan.is_resumed and run_folder.has_checkpoint():
         before = read_counters(run_folder.checkpoints)
-        if before.iteration >= config.num_iterations:
+        if config.is_over_after(before.steps):
             screen.print(
                 f"The run is already at {before.steps:,} steps; "
                 "--set total_steps=... to train on."
             )
+        if leap := plan.leap(before.steps):
+            screen.print(leap)
     make_env = env_maker(config, place.addresses, num_workers, place.import_modules)
-    has_begun = False
 
-    def make_training_env(*, num_envs: int, seed: int) -> "BatchEnv":
-        nonlocal has_begun
-        if has_begun:
+    def make_shown_env(
+        *, num_envs: int, seed: int, is_training: bool = False
+    ) -> "BatchEnv":
+        if not is_training:
             screen.phase("evaluating", is_passing=True)
             return make_env(num_envs=num_envs, seed=seed)
         screen.phase(f"starting {num_envs} envs")
-        env = make_env(num_envs=num_envs, seed=seed)
+        env = make_env(num_envs=num_envs, seed=seed, is_training=True)
         watchers.begin(env, plan)
-        has_begun = True
         screen.phase("compiling")
         return env
 
     announcement = "Stopping after this iteration; Ctrl-C again stops now"
-    screen.total_steps = plan.total_steps
+    screen.total_steps = config.planned_steps
     with StopSignals(lambda: screen.print(announcement)) as stop:
         result = run_training(
             config,
             run_folder,
-            make_training_env,
+            make_shown_env,
             resume=plan.is_resumed,
             on_progress=watchers.show,
             should_stop=stop.has_fired,
@@ -244,10 +260,10 @@ class _Watchers(contextlib.ExitStack):
 
     def show(self, progress: "Progress") -> None:
         """Take in how far the training is."""
-        self._screen.show(progress)
         if self._metrics is not None and self._env is not None:
             row = {**progress.metrics, "steps_per_second": progress.steps_per_second}
             self._metrics.update(progress.steps, row, self._env.stats())
+        self._screen.show(progress)  # last: who reads it may then ask for the others
 
 
 def _end(screen: Screen, plan: Plan, has_film: bool) -> None:
@@ -282,6 +298,8 @@ def hints_at_resuming() -> Iterator[list[RunFolder]]:
             newest = max(runs[0].checkpoints.glob("[0-9]" * 8))
             text = f"Stopped at once; the newest checkpoint is {newest}. "
             text += _how_to_go_on(runs[0])
+        elif runs and any(runs[0].path.glob("seed-*")):
+            text = f"Stopped at once. {_how_to_go_on(runs[0])}"
         print(text, file=sys.stderr)
         raise typer.Exit(130) from None
 

@@ -48,7 +48,9 @@ def rendering_env_maker(
     config = config.replace(env_kwargs=env_kwargs, spare_envs=False, num_splits=1)
     make_env = env_maker(config, addresses, 1, import_modules, autoreset="disabled")
 
-    def make_rendering_env(*, num_envs: int, seed: int) -> BatchEnv:
+    def make_rendering_env(
+        *, num_envs: int, seed: int, is_training: bool = False
+    ) -> BatchEnv:
         try:
             return make_env(num_envs=num_envs, seed=seed)
         except EnvStartError as error:

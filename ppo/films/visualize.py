@@ -167,7 +167,7 @@ def _acting(agent: Agent, env: BatchEnv) -> Callable[[], Callable[[Any], np.ndar
     It gives one from the episode's observations to the most likely actions, for the
     env, which remembers what the agent does.
     """
-    graph_env = InGraphBatchEnv(env)
+    graph_env = InGraphBatchEnv(env, agent.actions)
 
     @tf.function
     def act(observation: Any, *state: tf.Tensor) -> Any:

@@ -18,6 +18,8 @@ __all__ = [
     "value_loss",
 ]
 
+_DUAL_CLIP = 3.0
+
 
 def masked_mean(values: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
     """Return the mean over rows of weight 1; 0 if there is none."""
@@ -36,6 +38,7 @@ def policy_loss(
     advantage: tf.Tensor,
     weight: tf.Tensor,
     clip_range: float | None,
+    **_: object,
 ) -> tf.Tensor:
     """Return the negated surrogate objective (Schulman et al. 2017, equations 6, 7).
 
@@ -47,14 +50,16 @@ def policy_loss(
             for the objective without clipping.
 
     Returns:
-        A scalar to be minimised.
+        A scalar to be minimised. With clipping, no row counts with more than 3 times
+        its advantage (dual clip, Ye et al. 2020).
     """
-    # Far beyond the clip range, e**20 is as good as infinity, and has a gradient.
-    ratio = tf.exp(tf.minimum(log_ratio, 20.0))
+    ratio = tf.exp(tf.minimum(log_ratio, 20.0))  # e**20 is as good as infinity
     if clip_range is None:
         return -masked_mean(ratio * advantage, weight)
     clipped = tf.clip_by_value(ratio, 1.0 - clip_range, 1.0 + clip_range)
     objective = tf.minimum(ratio * advantage, clipped * advantage)
+    # Of a bad action that has become likely, one row would be the whole minibatch.
+    objective = tf.maximum(objective, -_DUAL_CLIP * tf.abs(advantage))
     return -masked_mean(objective, weight)
 
 

@@ -33,6 +33,7 @@ class AdaptiveCoefficient:
         step: above 1 for what holds the policy back, below 1 for what drives it.
         bounds: least and greatest value. The least is above 0: from 0, no
             multiplication leads back.
+        idle_kl: below this divergence it stays as it is.
 
     Attributes:
         variable: what a checkpoint must hold, float64.
@@ -46,11 +47,13 @@ class AdaptiveCoefficient:
         high_kl: float,
         step: float,
         bounds: tuple[float, float],
+        idle_kl: float = 0.0,
     ) -> None:
         self._low_kl = low_kl
         self._high_kl = high_kl
         self._step = step
         self._bounds = bounds
+        self._idle_kl = idle_kl
         self.variable = tf.Variable(
             self._bounded(initial), dtype=tf.float64, trainable=False
         )
@@ -64,7 +67,7 @@ class AdaptiveCoefficient:
         """Take in the divergence of an iteration, in nats per valid row."""
         if kl > self._high_kl:
             self.variable.assign(self._bounded(self.value * self._step))
-        elif kl < self._low_kl:
+        elif self._idle_kl <= kl < self._low_kl:
             self.variable.assign(self._bounded(self.value / self._step))
 
     def _bounded(self, value: float) -> float:
@@ -86,13 +89,15 @@ class Schedules:
             step=1.5,
             bounds=(1e-3, 1e6),
         )
-        # The rule of rl_games.
+        # The rule of rl_games, but: where nothing moved there is nothing to adapt to,
+        # and what a rate leaps to while a task is solved would undo that.
         self._kl_learning_rate = AdaptiveCoefficient(
             config.learning_rate,
             low_kl=0.5 * config.kl_target,
             high_kl=2.0 * config.kl_target,
             step=1.0 / 1.5,
-            bounds=(1e-6, 1e-2),
+            bounds=(min(1e-6, config.learning_rate), config.learning_rate),
+            idle_kl=1e-4,
         )
 
     def at(self, progress: float) -> Coefficients:

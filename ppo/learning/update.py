@@ -6,6 +6,7 @@ their content is replaced before any arithmetic, so it changes nothing.
 
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -19,6 +20,7 @@ from ppo.learning import losses
 from ppo.learning.returns import advantages_and_targets, next_values
 from ppo.learning.samples import Sequences, Steps
 from ppo.learning.schedules import Coefficients, Schedules
+from ppo.learning.trust_region import Guard, clip_by_network
 from ppo.rollout import Rollout
 
 __all__ = ["METRICS", "Updater"]
@@ -31,7 +33,10 @@ METRICS = (
     "clip_fraction",
     "gradient_norm",
 )
-"""Minibatch diagnostics, averaged over the valid rows of the last epoch."""
+"""Minibatch diagnostics, averaged over the valid rows of the last epoch; of an epoch
+that was undone, only `value_loss` and `gradient_norm`."""
+
+_OF_POLICY = tuple(name not in {"value_loss", "gradient_norm"} for name in METRICS)
 
 
 class Updater:
@@ -41,18 +46,44 @@ class Updater:
         agent: whose networks are changed.
         config: sizes and coefficients. Without `jit_compile` the same graph runs as
             plain TensorFlow, with other random numbers for the shuffling.
+        policy_loss: see `ppo.learning.objective`.
+
+    Attributes:
+        acting: with `overlap`, variables for the snapshot of the agent that rollouts
+            are collected with; a checkpoint needs them.
     """
 
-    def __init__(self, agent: Agent, config: Config) -> None:
+    def __init__(
+        self,
+        agent: Agent,
+        config: Config,
+        policy_loss: Callable[..., tf.Tensor] = losses.policy_loss,
+    ) -> None:
         self._agent = agent
         self._config = config
+        self._policy_loss = policy_loss
         self._view = (Sequences if agent.memories else Steps)(agent, config)
         self._variables = agent.trainable_variables
         self.optimizer = keras.optimizers.Adam(
             config.learning_rate, epsilon=config.adam_epsilon
         )
         self.optimizer.build(self._variables)
+        policy = agent.policy_variables
+        self._guard = Guard(policy, self.optimizer)
+        # Where all variables are the policy's, the value cannot go on without it.
+        self._can_go_on = len(policy) < len(self._variables)
+        is_policy = [any(each is own for own in policy) for each in self._variables]
+        self._networks = [
+            [index for index, flag in enumerate(is_policy) if flag is of_policy]
+            for of_policy in (True, False)
+            if of_policy in is_policy
+        ]
         self._schedules = Schedules(config)
+        self.acting: Any = None
+        if config.overlap:
+            self.acting = tf.nest.map_structure(
+                lambda value: tf.Variable(value, trainable=False), agent.snapshot()
+            )
         self._compiled = tf.function(self._update, jit_compile=config.jit_compile)
 
     @property
@@ -61,6 +92,7 @@ class Updater:
         return {
             "optimizer": self.optimizer,
             "schedules": tf.train.Checkpoint(**self._schedules.trackables),
+            **({"acting": tf.nest.flatten(self.acting)} if self.acting else {}),
         }
 
     def update(
@@ -82,9 +114,10 @@ class Updater:
         Returns:
             `METRICS`, and `ratio_deviation` (largest distance of a probability ratio
             from 1 before the first gradient step: more than 1e-3 means a defect),
-            `explained_variance` of the values before the update, `epochs_run`, and
-            the `learning_rate` used. With a KL penalty the `kl_penalty` used; and `kl`,
-            the divergence KL(old || new) after the update, if anything depends on it.
+            `explained_variance` of the values before the update, `epochs_run` of the
+            policy, `undone_epochs` (0 or 1), `kl`, the divergence KL(old || new) after
+            the update, and the `learning_rate` used. With a KL penalty the
+            `kl_penalty` used.
 
         Raises:
             DivergedError: a gradient was not finite, and now no parameter is.
@@ -100,7 +133,8 @@ class Updater:
             ),
             tf.constant(seed, tf.int32),
         )
-        names = (*METRICS, "ratio_deviation", "explained_variance", "epochs_run", "kl")
+        looks = ("ratio_deviation", "explained_variance")
+        names = (*METRICS, *looks, "epochs_run", "undone_epochs", "kl")
         numbers = np.asarray(values, np.float64).tolist()
         metrics = dict(zip(names, numbers, strict=True))
         norm = metrics["gradient_norm"]
@@ -112,18 +146,8 @@ class Updater:
         metrics["learning_rate"] = coefficients.learning_rate
         if config.penalizes_kl:
             metrics["kl_penalty"] = coefficients.kl_penalty
-        if self._measures_kl:
-            self._schedules.update(metrics["kl"])
-        else:
-            del metrics["kl"]
+        self._schedules.update(metrics["kl"])
         return metrics
-
-    @property
-    def _measures_kl(self) -> bool:
-        """Whether anything depends on the divergence."""
-        config = self._config
-        is_adaptive = config.learning_rate_schedule == "kl_adaptive"
-        return config.penalizes_kl or is_adaptive or config.max_kl > 0
 
     def _update(
         self,
@@ -145,29 +169,28 @@ class Updater:
         first_look = self._first_look(rollout, value, samples, judged)
         metrics = tf.zeros([len(METRICS)])
         kl = tf.zeros([])
-        epoch = tf.constant(0)
-        while self._goes_on(epoch, kl):
+        epoch = num_kept = tf.constant(0)
+        is_too_far = tf.constant(False)
+        while epoch < config.epochs and (self._can_go_on or not is_too_far):
             if config.recompute_advantages:
                 value, final_value = self._view.values(
                     rollout, features, final_features
                 )
                 judged = self._judge(rollout, value, final_value, reward)
+            kept = self._guard.keep()
             epoch_seed = tf.random.experimental.stateless_fold_in(seed, epoch)
-            metrics = self._epoch(samples | judged, coefficients, epoch_seed)
+            news = self._epoch(samples | judged, coefficients, epoch_seed)
+            moved = self._divergence(samples)
             if config.max_kl > 0:
-                kl = self._divergence(samples)
+                is_too_far |= ~(moved <= config.max_kl)
+                self._guard.put_back(kept, is_too_far)
+            is_old = is_too_far & (epoch > 0) & _OF_POLICY
+            metrics = tf.where(is_old, metrics, news)
+            kl = tf.where(is_too_far, kl, moved)
+            num_kept += tf.cast(~is_too_far, tf.int32)
             epoch += 1
-        if self._measures_kl and not config.max_kl > 0:  # else it is measured by now
-            kl = self._divergence(samples)
-        last_look = tf.stack([tf.cast(epoch, tf.float32), kl])
-        return tf.concat([metrics, first_look, last_look], axis=0)
-
-    def _goes_on(self, epoch: tf.Tensor, kl: tf.Tensor) -> tf.Tensor:
-        """Tell whether another epoch follows; `kl` is the divergence so far."""
-        is_left = epoch < self._config.epochs
-        if self._config.max_kl > 0:
-            return is_left & (kl <= self._config.max_kl)
-        return is_left
+        counts = [tf.cast(num_kept, tf.float32), tf.cast(is_too_far, tf.float32)]
+        return tf.concat([metrics, first_look, tf.stack([*counts, kl])], axis=0)
 
     def _divergence(self, samples: dict[str, Any]) -> tf.Tensor:
         """Return the mean KL(old || new) over valid rows, in nats."""
@@ -212,14 +235,16 @@ class Updater:
             distribution, value = self._view.distribution_and_value(minibatch)
             log_prob = distribution.log_prob(minibatch["action"])
             log_ratio = (log_prob - minibatch["log_prob"]) * weight
-            policy_loss = losses.policy_loss(
-                log_ratio,
-                advantage,
-                weight,
-                clip_range if config.clips_ratios else None,
+            old = self._agent.distribution_of(minibatch["old_policy"])
+            policy_loss = self._policy_loss(
+                log_ratio=log_ratio,
+                advantage=advantage,
+                weight=weight,
+                clip_range=clip_range if config.clips_ratios else None,
+                **{"old": old, "new": distribution, "action": minibatch["action"]},
+                **{"value": value, "target": minibatch["target"]},
             )
             if config.penalizes_kl:
-                old = self._agent.distribution_of(minibatch["old_policy"])
                 policy_loss += losses.kl_penalty_loss(
                     losses.masked_mean(old.kl(distribution), weight),
                     coefficients.kl_penalty,
@@ -240,7 +265,9 @@ class Updater:
                 - entropy_coefficient * entropy
             )
         gradients = tape.gradient(loss, [v.value for v in self._variables])
-        gradients, norm = tf.clip_by_global_norm(gradients, config.max_gradient_norm)
+        gradients, norm = clip_by_network(
+            gradients, self._networks, config.max_gradient_norm
+        )
         self.optimizer.apply(gradients, self._variables)
         kl = losses.approximate_kl(log_ratio, weight)
         clipped = losses.clip_fraction(log_ratio, weight, clip_range)
@@ -261,8 +288,7 @@ class Updater:
         }
         samples = tf.nest.map_structure(self._view.rows, samples)
         samples |= self._view.memory(rollout)
-        if self._measures_kl:
-            samples["old_policy"] = self._view.distribution(samples).parameters
+        samples["old_policy"] = self._view.distribution(samples).parameters
         if self._config.value_clip_range > 0:
             _, samples["old_value"] = self._view.distribution_and_value(samples)
         return samples

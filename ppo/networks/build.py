@@ -14,16 +14,12 @@ from ppo.actions.distributions import DiagonalGaussian
 from ppo.config import Config
 from ppo.errors import UnsupportedSpaceError
 from ppo.networks.convolution import ImageTorso, can_convolve
-from ppo.networks.custom import (
-    CustomGaussian,
-    CustomLogits,
-    CustomValue,
-    make_custom_model,
-)
+from ppo.networks.custom import CustomPart, make_custom_model
 from ppo.networks.perceptrons import (
-    CategoricalNetwork,
-    GaussianNetwork,
+    GaussianHead,
+    LogitsHead,
     NoTorso,
+    PolicyNetwork,
     ValueNetwork,
 )
 from ppo.networks.recurrent import Memory
@@ -71,16 +67,14 @@ def build_networks(
     """
     seeds = np.random.SeedSequence(config.seed).generate_state(6) >> 2
     policy_seed, value_seed, *other_seeds = map(int, seeds)
-    is_gaussian = actions.distribution_type is DiagonalGaussian
-    policy: Any
+    head: Any = LogitsHead()
+    if issubclass(actions.distribution_type, DiagonalGaussian):
+        head = GaussianHead(actions.output_size, config)
     if ":" in config.network:
         model = make_custom_model(
             config, preprocess.input_space, actions.output_size, policy_seed
         )
-        policy = CustomLogits()
-        if is_gaussian:
-            policy = CustomGaussian(actions.output_size, config.initial_log_std)
-        return Networks(model, model, policy, CustomValue())
+        return Networks(model, model, CustomPart(0, head), CustomPart(1, NoTorso()))
     torsos, input_size = _torsos(preprocess, config, other_seeds[:2])
     policy_layers, value_layers = _layers(config, (policy_seed, value_seed))
     memories: tuple[Memory, ...] = ()
@@ -91,10 +85,7 @@ def build_networks(
         )
         input_size = config.recurrent_size
         policy_layers["hidden_sizes"] = value_layers["hidden_sizes"] = ()
-    if is_gaussian:
-        policy_layers["initial_log_std"] = config.initial_log_std
-    network = GaussianNetwork if is_gaussian else CategoricalNetwork
-    policy = network(input_size, actions.output_size, **policy_layers)
+    policy = PolicyNetwork(input_size, actions.output_size, head=head, **policy_layers)
     value = ValueNetwork(input_size, **value_layers)
     return Networks(*torsos, policy, value, memories)
 

@@ -6,12 +6,6 @@ It returns a model, which maps observations to what the policy needs and to valu
 `docs/networks.md`. What it returns is tried out before anything is trained.
 """
 
-import importlib
-import importlib.util
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import gymnasium
@@ -21,68 +15,17 @@ import tensorflow as tf
 from gymnasium.vector.utils import create_empty_array
 
 from ppo.config import Config
-from ppo.errors import ConfigError, suggestion
-from ppo.networks.perceptrons import Part, log_std_variable
+from ppo.errors import ConfigError
+from ppo.networks.perceptrons import Part
+from ppo.own_code import blamed, load_own
 
 __all__ = [
-    "CustomGaussian",
-    "CustomLogits",
     "CustomModel",
-    "CustomValue",
-    "load_function",
+    "CustomPart",
     "make_custom_model",
 ]
 
 _TRIAL_ROWS = 2
-
-
-def load_function(name: str) -> Callable[..., Any]:
-    """Return the function `MODULE:FUNCTION` or `PATH/TO/FILE.py:FUNCTION`.
-
-    What the module raises while it is imported arrives as it is.
-
-    Raises:
-        ConfigError: there is no such module, file or function.
-    """
-    source, _, function_name = name.rpartition(":")
-    module = _file(source) if source.endswith(".py") else _module(source)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        names = [key for key, value in vars(module).items() if callable(value)]
-        raise ConfigError(
-            f"network: expected a function {function_name} in {source}, found "
-            f"{'none' if function is None else repr(function)}."
-            f"{suggestion(function_name, names)}"
-        )
-    return function
-
-
-def _module(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # something that the module imports
-        raise ConfigError(
-            f"network: expected a module {name} to import, found none; check its name "
-            "and PYTHONPATH, or give the path of a .py file."
-        ) from error
-
-
-def _file(name: str) -> ModuleType:
-    path = Path(name)
-    if not path.is_file():
-        raise ConfigError(
-            f"network: expected a Python file {path}, found none in {Path.cwd()}; "
-            "start the command where the run was started, or correct the config."
-        )
-    spec = importlib.util.spec_from_file_location(f"ppo_network_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # as for any other import: dataclasses look there
-    spec.loader.exec_module(module)
-    return module
 
 
 class CustomModel:
@@ -150,34 +93,16 @@ class CustomModel:
             )
 
 
-class CustomGaussian(Part):
-    """Means that a custom model gave; log standard deviations as usual."""
+class CustomPart(Part):
+    """What a head makes of one of the two outputs of a custom model."""
 
-    def __init__(self, action_size: int, initial_log_std: float) -> None:
-        self._log_std = log_std_variable(action_size, initial_log_std)
-        self.trackables = {"log_std": self._log_std}
+    def __init__(self, index: int, head: Any) -> None:
+        self._index, self._head = index, head
+        self.trackables = head.trackables
 
-    def __call__(
-        self, outputs: tuple[tf.Tensor, tf.Tensor]
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the mean `[N, A]` and the log standard deviation `[A]`."""
-        return outputs[0], self._log_std.value
-
-
-class CustomLogits(Part):
-    """Logits that a custom model gave."""
-
-    def __call__(self, outputs: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor]:
-        """Return the logits, `[N, K]`."""
-        return (outputs[0],)
-
-
-class CustomValue(Part):
-    """Values that a custom model gave."""
-
-    def __call__(self, outputs: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
-        """Return one value per sample, `[N]`."""
-        return outputs[1]
+    def __call__(self, outputs: tuple[tf.Tensor, tf.Tensor]) -> Any:
+        """Return parameters of an action distribution, or values `[N]`."""
+        return self._head(outputs[self._index])
 
 
 def make_custom_model(
@@ -185,13 +110,11 @@ def make_custom_model(
 ) -> CustomModel:
     """Make and check the model that a config names, of `size` outputs for the actions.
 
-    What the function raises arrives with a note of which one it was.
-
     Raises:
-        ConfigError: there is no such function, or its model does not fit.
+        ConfigError: there is no such function, it raises, or its model does not fit.
     """
-    make = load_function(config.network)
-    try:
+    make = load_own("network", config.network)
+    with blamed(f"network {config.network}", make):
         model = make(input_space, size, config, seed)
         if not callable(model):
             raise ConfigError(
@@ -199,10 +122,6 @@ def make_custom_model(
                 f"{model!r}."
             )
         return CustomModel(model, config.network, input_space, size)
-    except Exception as error:
-        if not isinstance(error, ConfigError):
-            error.add_note(f"This came from the network {config.network} of the config")
-        raise
 
 
 def _items(outputs: Any) -> list[Any]:

@@ -13,14 +13,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ppo.config import Config
+
 __all__ = [
-    "CategoricalNetwork",
-    "GaussianNetwork",
+    "GaussianHead",
+    "LogitsHead",
     "NoTorso",
     "Part",
+    "PolicyNetwork",
     "ValueNetwork",
     "flatten_observation",
-    "log_std_variable",
     "mlp",
 ]
 
@@ -108,35 +110,50 @@ class _Network(Part):
         return self._layers(flatten_observation(observation))
 
 
-class GaussianNetwork(_Network):
-    """Means from a perceptron; one log standard deviation per action dimension.
+class GaussianHead(Part):
+    """Turns outputs of a network into means and log standard deviations.
 
-    The log standard deviations are parameters that do not depend on the observation.
+    The latter are parameters that do not depend on the observation; or, if they are
+    state-dependent, the second half of the outputs added to what they are initially.
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        action_size: int,
-        *,
-        initial_log_std: float,
-        **layers: Any,
-    ) -> None:
-        super().__init__(input_size, action_size, **layers)
-        self._log_std = log_std_variable(action_size, initial_log_std)
-        self.trackables = {**self.trackables, "log_std": self._log_std}
+    def __init__(self, output_size: int, config: Config) -> None:
+        self._initial = config.initial_log_std
+        if not config.state_dependent_std:
+            initial = [config.initial_log_std] * output_size
+            log_std = keras.Variable(initial, dtype="float32", name="log_std")
+            self.trackables = {"log_std": log_std}
 
-    def __call__(self, observation: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the mean `[N, A]` and the log standard deviation `[A]`."""
-        return self._outputs(observation), self._log_std.value
+    def __call__(self, outputs: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return means `[N, A]` and log standard deviations, `[A]` or `[N, A]`."""
+        if self.trackables:
+            return outputs, self.trackables["log_std"].value
+        mean, log_std = tf.split(outputs, 2, axis=1)
+        return mean, tf.clip_by_value(self._initial + log_std, -20.0, 2.0)
 
 
-class CategoricalNetwork(_Network):
-    """Logits: of the actions of a Discrete space, of several choices, or of bits."""
+class LogitsHead(Part):
+    """Takes outputs for logits: of a choice, of several choices, or of bits."""
 
-    def __call__(self, observation: Any) -> tuple[tf.Tensor]:
+    def __call__(self, outputs: Any) -> tuple[tf.Tensor]:
         """Return the logits, `[N, K]`."""
-        return (self._outputs(observation),)
+        return (outputs,)
+
+
+class PolicyNetwork(_Network):
+    """A perceptron, and the head that makes a distribution's parameters of it."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, head: Any, **layers: Any
+    ) -> None:
+        super().__init__(input_size, output_size, **layers)
+        self._head = head
+        self.trackables = {**self.trackables, **head.trackables}
+
+    def __call__(self, observation: Any) -> tuple[tf.Tensor, ...]:
+        """Return the parameters, `[N, ...]` each."""
+        parameters: tuple[tf.Tensor, ...] = self._head(self._outputs(observation))
+        return parameters
 
 
 class ValueNetwork(_Network):
@@ -148,8 +165,3 @@ class ValueNetwork(_Network):
     def __call__(self, observation: Any) -> tf.Tensor:
         """Return one value per sample, `[N]`."""
         return tf.squeeze(self._outputs(observation), axis=-1)
-
-
-def log_std_variable(action_size: int, initial: float) -> keras.Variable:
-    """Return log standard deviations that are parameters, `[A]`."""
-    return keras.Variable([initial] * action_size, dtype="float32", name="log_std")

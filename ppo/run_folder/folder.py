@@ -12,6 +12,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -107,17 +108,18 @@ class RunFolder:
         return run, read_config(run.config_path)
 
     def remove_if_unused(self) -> bool:
-        """Remove the folder of a run that never began; returns whether it did.
+        """Remove the folder of a run that has nothing to show; returns whether it did.
 
-        Such a folder has nothing but its config in it.
+        Such a folder has no row of metrics and no checkpoint in it, nor anything that
+        is not a run's.
         """
         if not self.path.is_dir():
             return True
-        if any(file.name not in _FIRST_FILES for file in self.path.iterdir()):
+        names = {file.name for file in self.path.iterdir()}
+        has_row = self.metrics_path.exists() and self.metrics_path.stat().st_size > 0
+        if has_row or names - {*_FIRST_FILES, "metrics.jsonl", "tensorboard"}:
             return False
-        for name in _FIRST_FILES:
-            (self.path / name).unlink(missing_ok=True)
-        self.path.rmdir()
+        shutil.rmtree(self.path)
         return True
 
     def place(self) -> Place:

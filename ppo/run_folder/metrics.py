@@ -1,7 +1,8 @@
 """Numbers of a run over time: one JSON object per line, and TensorBoard events.
 
 A report covers all iterations since the last one: counts and times are added up, what
-is a state is that of the last iteration, and all else is averaged over iterations.
+is a state is that of the last iteration, of what must not be large the largest counts,
+and all else is averaged over iterations.
 """
 
 import json
@@ -18,11 +19,15 @@ from ppo.run_folder.metrics_file import cut_off_after
 
 __all__ = ["MetricsWriter", "ReportWindow", "is_due"]
 
-_SUM = {"invalid_steps", "lost_episodes", "rollout_seconds", "update_seconds"}
+_SUM = {
+    *("invalid_steps", "lost_episodes", "rollout_seconds", "undone_epochs"),
+    "update_seconds",
+}
 _OF_ROLLOUTS = {
     *("invalid_steps", "lost_episodes", "mean_length", "mean_return", "valid_fraction"),
 }
 _LAST = {"iteration", "kl_penalty", "learning_rate", "mean_length", "mean_return"}
+_LARGEST = {"kl", "ratio_deviation"}
 
 
 class MetricsWriter:
@@ -85,6 +90,8 @@ class MetricsWriter:
 
 def tag_of(name: str) -> str:
     """Return a metric's name with its group, as TensorBoard has it."""
+    if "/" in name:  # of an info or a callback
+        return name
     if name.startswith("evaluation_"):
         return name.replace("_", "/", 1)
     if name == "iteration" or name.endswith(("_seconds", "_per_second")):
@@ -162,14 +169,14 @@ class ReportWindow:
 
 
 def _joined(name: str, values: list[float]) -> float:
-    if name in _LAST:
+    if name in _LAST or name.startswith("info/"):
         return values[-1]
     known = [value for value in values if not math.isnan(value)]
     if name in _SUM:
         return sum(known)
     if not known:
         return math.nan
-    return max(known) if name == "ratio_deviation" else sum(known) / len(known)
+    return max(known) if name in _LARGEST else sum(known) / len(known)
 
 
 def _per_second(steps: int, seconds: float) -> float:

@@ -9,16 +9,13 @@ import numpy as np
 import pytest
 import typer
 
-from benchmarks.scores.document import (
-    interquartile_mean,
-    summarize,
-    table_rows,
-    write_document,
-)
-from benchmarks.scores.many import main
+from benchmarks.scores.document import interval, measured, table_rows, write_document
+from benchmarks.scores.many import _read, main
 from benchmarks.scores.run_one import Score, read_score
 from benchmarks.scores.tasks import TASKS, Task
 from ppo.configs import CONFIGS, EXPECTED_RETURNS
+
+(CHEETAH,) = (task for task in TASKS if task.name == "cheetah-1M")
 
 
 def test_what_is_expected_is_expected_of_a_config() -> None:
@@ -33,11 +30,13 @@ def score(seed: int, best: float, task: str = "cheetah-1M") -> Score:
         final=best - 100.0,
         final_std=30.0,
         best=best,
-        curve=[(50_000, 0.5 * best), (1_000_000, best)],
+        curve=[[50_000, 0.5 * best], [1_000_000, best]],
         train_return=best - 200.0,
         steps=999_424,
         seconds=70.0 + seed,
         versions={"gymnasium": "1.4.0"},
+        settings={each.name: each.settings for each in TASKS}[task],
+        max_kl=0.01 * seed,
     )
 
 
@@ -49,47 +48,91 @@ def test_each_task_trains_its_config_for_its_budget(task: Task) -> None:
     assert config.evaluate_every * 20 == task.total_steps
     assert config.discount == CONFIGS[task.config].discount
     assert [other.name for other in TASKS].count(task.name) == 1
+    assert task.anchors.startswith(f"{task.measure} ")
 
 
-@pytest.mark.parametrize(
-    ("scores", "mean"),
-    [
-        ([7.0], 7.0),
-        ([1.0, 3.0], 2.0),
-        ([0.0, 1.0, 5.0], (0.25 * 0 + 1.0 + 0.25 * 5) / 1.5),
-        ([1.0, 2.0, 4.0, 100.0], 3.0),
-        ([9.0, 2.0, -50.0, 4.0, 999.0], (0.75 * 2 + 4 + 0.75 * 9) / 2.5),
-    ],
-)
-def test_interquartile_mean_cuts_a_quarter_off_at_each_end(
-    scores: list[float], mean: float
-) -> None:
-    assert interquartile_mean(scores) == pytest.approx(mean)
-
-
-def test_summary_of_seeds() -> None:
-    summary = summarize([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert (summary.num_seeds, summary.mean, summary.iqm) == (5, 3.0, 3.0)
-    assert summary.std == pytest.approx(math.sqrt(2.5))
+def test_an_interval_is_as_wide_as_seeds_differ() -> None:
+    low, high = interval([1.0, 2.0, 3.0, 4.0, 5.0])
     # The mean of five draws from 1..5 has a standard deviation of sqrt(2 / 5).
-    assert summary.low == pytest.approx(3.0 - 1.96 * math.sqrt(0.4), abs=0.1)
-    assert summary.high == pytest.approx(3.0 + 1.96 * math.sqrt(0.4), abs=0.1)
-    assert summarize([1.0, 2.0, 3.0, 4.0, 5.0]) == summary
-    assert np.isnan(summarize([1.0]).std)
+    assert low == pytest.approx(3.0 - 1.96 * math.sqrt(0.4), abs=0.1)
+    assert high == pytest.approx(3.0 + 1.96 * math.sqrt(0.4), abs=0.1)
+    assert interval([1.0, 2.0, 3.0, 4.0, 5.0]) == (low, high)
+
+
+def test_measures_are_of_the_end_of_each_seeds_best_and_of_the_best_mean() -> None:
+    early = score(0, 900.0)._replace(final=100.0, curve=[(1, 900.0), (2, 0.0)])
+    late = score(1, 800.0)._replace(
+        final=300.0, curve=[(1, 10.0), (2, 800.0), (3, 9.0)]
+    )
+    assert measured("E", [early, late]) == [100.0, 300.0]
+    assert measured("B", [early, late]) == [900.0, 800.0]
+    assert measured("M", [early, late]) == [900.0, 10.0]  # 455, not 850
 
 
 def test_rows_say_whether_the_goal_is_reached_and_by_how_many_seeds() -> None:
-    reached = [score(seed, 6000.0 + seed) for seed in range(5)]
+    reached = [score(seed, 6600.0 + seed) for seed in range(5)]
     (row,) = table_rows({"cheetah-1M": reached})
-    assert row[:4] == ["HalfCheetah-v5", "1M", "B", "5820"]
-    assert row[5:] == [
-        *("6,002", "1.6", "6,002", "6,001 to 6,003"),
-        *("5 of 5", "6,000", "yes", "72"),
+    assert row[:3] == ["HalfCheetah-v5", "1M", "E 6500"]
+    assert row[4:7] == ["6,502", "6,602", "6,602"]
+    assert row[7:] == [
+        *("1.6", "6,501 to 6,503"),
+        *("5 of 5", "6,500", "0.04", "yes", "72"),
     ]
     assert table_rows({"cheetah-1M": reached[:2]})[0][-2] == "so far"
-    assert table_rows({"cheetah-1M": reached[:1]})[0][6:9] == ["-", "6,000", "-"]
-    missed = [score(seed, 5819.0) for seed in range(5)]
+    assert table_rows({"cheetah-1M": reached[:1]})[0][7:9] == ["-", "-"]
+    missed = [score(seed, 6599.0) for seed in range(5)]
     assert table_rows({"cheetah-1M": missed})[0][-2] == "no"
+
+
+def test_rows_of_other_settings_are_marked_and_unknown_divergences_not_made_up() -> (
+    None
+):
+    old = score(0, 6600.0)._replace(settings=None, max_kl=None)
+    (row,) = table_rows({"cheetah-1M": [old, score(1, 6600.0)]})
+    assert row[1] == "1M †"
+    assert row[11] == "-"
+    settings = CHEETAH.settings
+    other = old._replace(settings=settings | {"epochs": 3})
+    assert table_rows({"cheetah-1M": [other]})[0][1] == "1M †"
+    # What has become on since makes a difference; a word that is new says how it was.
+    assert not CHEETAH.is_made_by({k: v for k, v in settings.items() if k != "epochs"})
+    assert CHEETAH.is_made_by({k: v for k, v in settings.items() if k != "objective"})
+    # No seed, no budget, and nothing that is off.
+    assert {"discount": 0.99}.items() <= settings.items()
+    assert not {"seed", "total_steps", "max_restarts", "recurrent_size"} & {*settings}
+
+
+def test_numbers_of_the_document_are_those_of_its_scores(tmp_path: Path) -> None:
+    """Else: python scripts/benchmark_scores.py --no-train --document docs/scores.md."""
+    docs = Path(__file__).parents[2] / "docs"
+    scores = _read([], docs / "scores.json")
+    copy = tmp_path / "scores.md"
+    copy.write_text((docs / "scores.md").read_text("utf-8"), encoding="utf-8")
+    write_document(copy, scores)
+    assert copy.read_text("utf-8") == (docs / "scores.md").read_text("utf-8")
+    # And by other means: each measure, of the numbers as they are written.
+    raw = json.loads((docs / "scores.json").read_text())
+    runs = [run for run in raw if run["task"] == "double_pendulum-1M"]
+    curve = np.mean([[mean for _, mean in run["curve"]] for run in runs], axis=0)
+    numbers = [np.mean([run[key] for run in runs]) for key in ("final", "best")]
+    expected = " | ".join(f"{number:,.0f}" for number in [*numbers, curve.max()])
+    assert copy.read_text("utf-8").count(f" | {expected} | ") == 1
+
+
+def test_scores_that_a_document_has_stay_and_newer_settings_replace_them(
+    tmp_path: Path,
+) -> None:
+    old = [score(seed, 10.0)._replace(settings=None) for seed in range(2)]
+    walker = score(0, 20.0, "walker-1M")
+    path = tmp_path / "scores.json"
+    path.write_text(json.dumps([run._asdict() for run in [*old, walker]]))
+    assert _read([], path)["cheetah-1M"] == old
+    (tmp_path / "0").mkdir()
+    newer = score(0, 30.0)
+    (tmp_path / "0" / "result.json").write_text(json.dumps(newer._asdict()))
+    scores = _read([(CHEETAH, 0, tmp_path / "0"), (CHEETAH, 1, tmp_path / "1")], path)
+    assert scores["cheetah-1M"] == [newer]
+    assert scores["walker-1M"] == [walker]
 
 
 def test_the_document_keeps_what_is_around_its_tables(tmp_path: Path) -> None:
@@ -121,10 +164,10 @@ def test_what_has_ended_is_not_run_again(
     tiny = Task(
         config="cartpole",
         total_steps=4_096,
-        metric="E",
+        measure="E",
         num_seeds=2,
         goal=1.0,
-        anchor="none",
+        anchors="E none",
         changes={
             "evaluation_episodes": 4,
             "curve_episodes": 2,

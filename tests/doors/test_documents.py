@@ -101,6 +101,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reader")
     (folder / "my_env.py").write_text(OWN_ENV)
     (network,) = blocks(ROOT / "docs" / "networks.md", "python")
+    code = "".join(blocks(ROOT / "docs" / "research.md", "python"))
+    (folder / "my_research.py").write_text(code)
     (folder / "my_config.toml").write_text('env_name = "Walk-v0"\nnum_envs = 8\n')
     (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "my_package").mkdir()

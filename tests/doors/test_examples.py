@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from ppo.run_folder.metrics_file import read_metrics
 from tests.doors.example_runs import (
     GOALS,
     UNDER_FIRE,
@@ -53,6 +59,26 @@ def test_servers_give_a_trainer_what_its_own_envs_give(
     own = run_example(name, *budget, is_own=True)
     assert remote.told == own.told
     assert remote.steps_per_second > 0
+
+
+@pytest.mark.timeout(660)
+def test_our_own_trainer_can_be_swept_and_pruned(tmp_path: Path) -> None:
+    example = str(ROOT / "examples" / "optuna_ppo.py")
+    budget = ("--steps", "10240", "--trials", "4", "--runs", str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, example, *budget],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    pruned = re.search(r"^trials: 4, of which (\d) were pruned$", done.stdout, re.M)
+    assert pruned is not None
+    rows = [read_metrics(path) for path in tmp_path.glob("trial-*/metrics.jsonl")]
+    ended_early = [each for each in rows if each[-1]["steps"] < 10240]
+    assert (len(rows), len(ended_early)) == (4, int(pruned[1]))
+    assert float(done.stdout.rpartition(" ")[2]) > 9.0
 
 
 @pytest.mark.parametrize("name", UNDER_FIRE)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,20 @@ import pytest
 
 from envserve.client import BatchEnv
 
-from .conftest import StartServer
+from .conftest import servers_in
 
 NUM_ENVS = 16
-NUM_STEPS = 1100  # HalfCheetah ends an episode after 1,000
+NUM_STEPS = 330
+#: HalfCheetah ends no episode before its limit.
+LIMIT = {"name": "TimeLimit", "max_episode_steps": 100}
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Two over TCP, and one over a socket of this host."""
+    folder = tmp_path_factory.mktemp("servers")
+    with servers_in(folder) as start:
+        yield [start(), start(), start(f"ipc://{folder}/envs")]
 
 
 def draw_actions(batch: BatchEnv, generator: np.random.Generator) -> Any:
@@ -46,7 +55,7 @@ def digest_of_a_run(batch: BatchEnv) -> tuple[str, int]:
     [("CartPole-v1", False), ("CartPole-v1", True), ("HalfCheetah-v5", False)],
 )
 def test_one_seed_gives_the_same_rows_wherever_the_envs_run(
-    env_name: str, spare_envs: bool, start_server: StartServer, tmp_path: Path
+    env_name: str, spare_envs: bool, servers: list[str]
 ) -> None:
     def local(num_workers: int, **more: Any) -> BatchEnv:
         return BatchEnv.local(env_name, NUM_ENVS, num_workers, **options, **more)
@@ -54,18 +63,19 @@ def test_one_seed_gives_the_same_rows_wherever_the_envs_run(
     def connect(*addresses: str) -> BatchEnv:
         return BatchEnv.connect(env_name, addresses, NUM_ENVS, **options)
 
-    options: dict[str, Any] = {"seed": 5, "spare_envs": spare_envs}
+    first, second, ipc = servers
+    options: dict[str, Any] = {"seed": 5, "spare_envs": spare_envs, "wrappers": [LIMIT]}
     batches: dict[str, Callable[[], BatchEnv]] = {
         "1 worker": lambda: local(1),
         "2 splits": lambda: local(2, num_splits=2),
-        "two servers of 8": lambda: connect(start_server(), start_server()),
+        "two servers of 8": lambda: connect(first, second),
     }
     if spare_envs:
         batches["16 workers"] = lambda: local(16)
     else:
         batches["4 workers"] = lambda: local(4)
-        batches["ipc"] = lambda: connect(start_server(f"ipc://{tmp_path}/envs"))
-        batches["tcp"] = lambda: connect(start_server())
+        batches["ipc"] = lambda: connect(ipc)
+        batches["tcp"] = lambda: connect(second)
     digests = {where: digest_of_a_run(make()) for where, make in batches.items()}
     assert len(set(digests.values())) == 1, digests
     assert digests["1 worker"][1] >= NUM_ENVS, "no run crossed the end of an episode"

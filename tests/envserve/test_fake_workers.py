@@ -343,7 +343,7 @@ def test_closing_does_not_wait_for_worker_that_cannot_be_killed(scene: Scene) ->
     scene.launcher.can_kill = False
     began = time.monotonic()
     scene.pool.close()
-    assert time.monotonic() - began < 2.5
+    assert time.monotonic() - began < 4.0
     assert scene.pool.is_closed
 
 

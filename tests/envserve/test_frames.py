@@ -242,16 +242,19 @@ def test_a_worker_that_is_killed_while_somebody_looks_shows_its_envs_again(
 
 
 @pytest.mark.parametrize(
-    ("script", "status"),
-    [("os._exit(3)", Status.WORKER_DIED), ("time.sleep(99)", Status.TIMEOUT)],
+    ("script", "status", "timeout"),
+    [
+        ("os._exit(3)", Status.WORKER_DIED, 60.0),
+        ("time.sleep(99)", Status.TIMEOUT, 1.5),
+    ],
 )
 def test_a_render_that_never_returns_costs_two_episodes_and_no_wrong_row(
-    make_pool: PoolMaker, script: str, status: Status
+    make_pool: PoolMaker, script: str, status: Status, timeout: float
 ) -> None:
     init = f"self.render = lambda: {script}"
     kwargs = {"init": init}
     pool = make_pool.and_reset(
-        SCRIPT, 1, 1, env_kwargs=kwargs, step_timeout_seconds=0.3
+        SCRIPT, 1, 1, env_kwargs=kwargs, step_timeout_seconds=timeout
     )
     picture, statuses = picture_of(pool)
     assert picture.text == "no picture: render has ended its worker 2 times"

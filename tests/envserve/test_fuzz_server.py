@@ -34,9 +34,9 @@ from tests.envserve.server_process import use_keys
 from tests.envserve.session_fakes import make_call
 from tests.oracle.ledger_env import ledger_hash
 
-NUM_RANDOM = 10_000
-NUM_MUTATED = 100_000
-NUM_ODD = 10_000
+NUM_RANDOM = 5_000
+NUM_MUTATED = 40_000
+NUM_ODD = 5_000
 #: The attacker's own; few changed bytes do not make it out of another.
 LEASED_SESSION = 0x2345_6789_ABCD_EF01
 MAX_GROWTH_BYTES = 32 << 20
@@ -258,7 +258,8 @@ def test_garbage_neither_stops_nor_grows_the_server(
     attacker.wait_for_answer(1 << 51)
     client.step(2)
     growth = server.resident_bytes - before
-    assert growth < MAX_GROWTH_BYTES, f"grew by {growth} bytes"
+    # Seen: 0.4 MiB, so that 200 bytes kept of each message would show.
+    assert growth < MAX_GROWTH_BYTES // 4, f"grew by {growth} bytes"
     assert attacker.num_answers > NUM_MUTATED // 20
     newcomer = attach(server, **LONG)
     Client(newcomer).step(3)

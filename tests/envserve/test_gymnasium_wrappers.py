@@ -77,6 +77,7 @@ USES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "RescaleObservation": ("Pendulum-v1", {"min_obs": 0, "max_obs": 1}, (3,)),
     "ReshapeObservation": ("images", {"shape": [4, 2, 24]}, (4, 2, 24)),
     "ResizeObservation": ("images", {"shape": [4, 6]}, (4, 6, 3)),
+    "StaggerEpisodes": ("CartPole-v1", {}, (4,)),
     "StickyAction": ("CartPole-v1", {"repeat_action_probability": 0.5}, (4,)),
     "TimeAwareObservation": ("CartPole-v1", {"normalize_time": True}, (5,)),
     "TimeLimit": ("CartPole-v1", {"max_episode_steps": 9}, (4,)),

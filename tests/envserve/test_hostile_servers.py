@@ -31,7 +31,7 @@ FLOODS = [
 NUM_ENVS = 4
 ACTIONS = np.zeros(NUM_ENVS, np.int64)
 #: What a loaded machine may need beyond a deadline; a pump without a budget never ends.
-SLACK_SECONDS = 1.0
+SLACK_SECONDS = 4.0
 MAX_GROWTH_BYTES = 64 << 20
 
 

@@ -13,20 +13,25 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from envserve.client import BatchEnv
 from envserve.errors import ServerError
 from envserve.metrics_port import MetricsPort
 from envserve.server.metrics import ServerCollector
 from envserve.wire import Histogram, LeaseStatus, ServerStatus
-from tests.envserve.conftest import Serve
+from tests.envserve.conftest import OPENINGS, PATIENCE, Serve
+from tests.envserve.server_process import LEDGER
+from tests.oracle.ledger import Ledger
 
 STATUS = ServerStatus(
     version="1.0",
@@ -163,6 +168,44 @@ def test_a_server_shows_what_it_has_counted(serve: Serve, join: Any) -> None:
     while not (found := samples(read(address)))["envserve_received_messages_total"]:
         assert time.monotonic() < give_up_at  # what is shown may be a moment old
     assert found["envserve_sent_bytes_total"] > found["envserve_received_bytes_total"]
+
+
+def test_faults_and_rows_are_counted_as_by_the_ledger(
+    serve: Serve, random_generator: np.random.Generator
+) -> None:
+    server = serve("--metrics-port", "0", *OPENINGS)
+    address = server.log.rpartition("metrics are at ")[2].split()[0]
+    # What raises costs its own row, what ends its worker costs two.
+    kinds = {997: ("ENV_ERROR", 1), 998: ("WORKER_DIED", 2)}
+    env_kwargs = {
+        "breakdowns": {"raise": {"actions": [997]}, "kill": {"actions": [998]}}
+    }
+    faults, lost = Counter[str](), Counter[str]()
+    ledger = Ledger(4, 3)
+    options: dict[str, Any] = {"seed": 3, "env_kwargs": env_kwargs}
+    with BatchEnv.connect(
+        LEDGER, [server.address], 4, padding_after=PATIENCE, **options
+    ) as batch:
+        ledger.reset(batch.reset())
+        for turn in range(50):
+            actions = random_generator.integers(0, 900, 4)
+            if turn % 5 == 4:
+                fatal = actions[random_generator.integers(4)] = 997 + turn // 5 % 2
+                kind, cost = kinds[fatal]
+                faults[kind] += 1
+                lost[kind] += cost
+            ledger.step(actions, batch.step(actions))
+        give_up_at = time.monotonic() + 20
+        found = samples(read(address))
+        while found["envserve_env_steps_total"] != ledger.num_valid:
+            assert time.monotonic() < give_up_at, found
+            found = samples(read(address))
+    assert {status.name: n for status, n in ledger.losses.items()} == lost
+    for kind in ("ENV_ERROR", "WORKER_DIED", "TIMEOUT", "SERVER_LOST"):
+        assert found.get(f"envserve_faults_total kind={kind}", 0) == faults[kind]
+        assert found.get(f"envserve_rows_total status={kind}", 0) == lost[kind]
+    assert found["envserve_rows_total status=OK"] == ledger.num_valid == 200 - 15
+    assert found["envserve_worker_restarts_total"] == faults["WORKER_DIED"] == 5
 
 
 def test_a_server_whose_metrics_port_is_in_use_ends_before_it_serves(

@@ -338,6 +338,9 @@ def test_files_that_are_none_of_ours_are_refused(tmp_path: Path, data: bytes) ->
     (tmp_path / "file").write_bytes(data)
     with pytest.raises(ReproError, match="expected a repro file"):
         load_repro(tmp_path / "file")
+    for path, text in ((tmp_path / "none", "No such file"), (tmp_path, "Is a dir")):
+        with pytest.raises(ReproError, match=f"{path}: expected a repro file; {text}"):
+            load_repro(path)
 
 
 # The command.

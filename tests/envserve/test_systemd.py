@@ -28,7 +28,7 @@ def test_a_server_says_that_it_is_ready_alive_and_stopping(
     serve: Serve, systemd: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", systemd.getsockname())
-    monkeypatch.setenv("WATCHDOG_USEC", "100000")
+    monkeypatch.setenv("WATCHDOG_USEC", "500000")
     server = serve()
     assert systemd.recv(999).decode() == f"READY=1\nSTATUS=serving on {server.address}"
     assert {systemd.recv(999) for _ in range(3)} == {b"WATCHDOG=1"}

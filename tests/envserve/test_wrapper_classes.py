@@ -11,6 +11,7 @@ from gymnasium import spaces
 from gymnasium.utils import seeding
 
 from envserve.errors import EnvStartError
+from envserve.registry import make_env
 from tests.envserve.shown_env import episode, line, wrapped
 
 # ActionRepeat.
@@ -186,6 +187,60 @@ def test_random_start_gives_up_on_random_steps_in_an_env_of_one_step() -> None:
     env = wrapped(inner := Walk(length=1), "RandomStart", max_steps=10_000)
     assert [number for number, _ in starts(env, 0, 1)] == [0]
     assert inner.num_resets == 11
+
+
+# StaggerEpisodes.
+
+
+def lengths(env: Any, seed: int, count: int = 2) -> list[int]:
+    """Lengths of episodes, the first of which begins with a seed."""
+    found = []
+    for number in range(count):
+        env.reset(seed=seed if number == 0 else None)
+        steps = 1
+        while True:
+            _, _, terminated, truncated, _ = env.step(0)
+            if terminated or truncated:
+                break
+            steps += 1
+        found.append(steps)
+    return found
+
+
+def limited(limit: int | None, length: int = 10**6) -> Any:
+    env: Any = Walk(length)
+    env.spec = gymnasium.envs.registration.EnvSpec("Walk-v0")
+    if limit is not None:
+        env = gymnasium.wrappers.TimeLimit(env, limit)
+    return wrapped(env, "StaggerEpisodes")
+
+
+def test_staggered_envs_end_their_first_episodes_anywhere_up_to_the_limit() -> None:
+    env = limited(20)
+    both = np.array([lengths(env, seed) for seed in range(400)])
+    assert set(both[:, 0]) == set(range(1, 21))
+    # The mean of 1..20 is 10.5, that of 400 draws has a standard error of 0.29.
+    assert abs(both[:, 0].mean() - 10.5) < 1.5
+    assert set(both[:, 1]) == {20}
+    assert lengths(limited(20), 7) == lengths(env, 7)
+
+
+def test_a_staggered_episode_is_the_same_until_it_is_cut() -> None:
+    plain, env = make_env("Pendulum-v1", {}), make_env("Pendulum-v1", {})
+    env = wrapped(env, "StaggerEpisodes")
+    assert env.reset(seed=3)[0].tolist() == plain.reset(seed=3)[0].tolist()
+    assert env.step([0.1])[0].tolist() == plain.step([0.1])[0].tolist()
+    assert env.reset()[0].tolist() == plain.reset()[0].tolist()
+
+
+def test_staggering_leaves_alone_what_ends_before_or_has_no_limit() -> None:
+    assert {tuple(lengths(limited(10**6, length=5), seed)) for seed in range(9)} == {
+        (5, 5)
+    }
+    assert lengths(limited(None, length=30), 3) == [30, 30]
+    env = limited(1)
+    env.reset(seed=0)
+    assert env.step(0)[2:4] == (False, True)
 
 
 # RangeNormalize.

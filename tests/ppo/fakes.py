@@ -19,7 +19,8 @@ class CountingBatchEnv:
 
     Every step earns 1. Where `terminates[b]`, episodes end by termination, else by
     truncation. Steps listed in `lost` as (batch step, b) come back invalid, and start
-    a new episode. Observations are converted by `observe` to fit another space.
+    a new episode. Observations are converted by `observe` to fit another space. Infos
+    of ends are what `inform` makes of batch step and env, those of losses tell a fault.
     """
 
     def __init__(
@@ -31,7 +32,9 @@ class CountingBatchEnv:
         action_space: gymnasium.Space[Any] = ACTIONS,
         observation_space: gymnasium.Space[Any] = BOX,
         observe: Callable[[np.ndarray], Any] = lambda rows: rows,
+        inform: Callable[[int, int], dict[str, Any]] = lambda step, b: {},
     ) -> None:
+        self._inform = inform
         self.num_envs = len(lengths)
         self.splits = (np.arange(self.num_envs),)
         self.observation_space = observation_space
@@ -75,7 +78,8 @@ class CountingBatchEnv:
             ~is_lost,
             self._observe(np.where(ended[:, None], final, 0.0)),
             np.where(is_lost, Status.WORKER_DIED, Status.OK).astype(np.uint8),
-            {},
+            {b: self._inform(batch_step, b) for b in np.flatnonzero(ended).tolist()}
+            | {b: {"fault": {}, "lost": 1} for b in np.flatnonzero(is_lost).tolist()},
         )
         if out is not None:
             _copy(result, out)
@@ -126,9 +130,12 @@ class ScriptedBatchEnv:
         assert together
         self.num_out += len(env_indices)
 
-    def recv(self, *, env_indices: np.ndarray, out: StepResult) -> None:
+    def recv(
+        self, *, env_indices: np.ndarray, out: StepResult
+    ) -> tuple[np.ndarray, StepResult]:
         self.num_out -= len(env_indices)
         _copy(self._answer(env_indices), out)
+        return env_indices, out
 
     def step(self, actions: np.ndarray, out: StepResult) -> StepResult:
         _copy(self._answer(np.arange(self.num_envs)), out)

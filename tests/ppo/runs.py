@@ -91,12 +91,16 @@ class Maker:
     ) -> None:
         self.made: list[CountingBatchEnv] = []
         self.asked: list[tuple[int, int]] = []
+        self.trained: list[bool] = []
         self._make = make
         self._evaluation = evaluation
 
-    def __call__(self, *, num_envs: int, seed: int) -> BatchEnv:
+    def __call__(
+        self, *, num_envs: int, seed: int, is_training: bool = False
+    ) -> BatchEnv:
         number = len(self.made)
         self.asked.append((num_envs, seed))
+        self.trained.append(is_training)
         if number and self._evaluation is not None:
             assert all(env.is_closed for env in self.made[1:])
             self.made.append(self._evaluation(number))
@@ -195,8 +199,10 @@ def acting(
     """Return the simulation that a training of this agent would have."""
     return Simulation(
         env,
-        agent.act_on_noise,
+        agent.act_from,
         horizon,
+        snapshot=agent.snapshot,
+        log_prob=agent.log_prob,
         draw_noise=agent.draw_noise,
         state_sizes=agent.state_sizes,
         **named,

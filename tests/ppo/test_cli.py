@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from envserve.errors import ServerLost, WrapperError
-from ppo.commands.plan import new_folder
+from ppo.commands.plan import Plan, new_folder
 from ppo.commands.shared import place_of, plain_warnings, which_checkpoint
 from ppo.commands.stop_signals import StopSignals
 from ppo.commands.train import hints_at_resuming
@@ -38,8 +38,11 @@ from tests.ppo.runs import ppo
             "amount: expected an int from 1 to 1000; got 0",
         ),
         (["cartpole", "--seed", "-1"], "seed: expected at least 0, got -1"),
-        (["--run-dir", "a", "--resume", "b"], "leave out --run-dir and --seed"),
-        (["--seed", "3", "--resume", "b"], "leave out --run-dir and --seed"),
+        (
+            ["--run-dir", "a", "--resume", "b"],
+            "leave out --run-dir, --seed and --seeds",
+        ),
+        (["--seed", "3", "--resume", "b"], "leave out --run-dir, --seed and --seeds"),
         (["--resume", "nowhere"], "nowhere: expected the folder of a run, found none"),
         (["missing.toml"], "missing.toml: expected a config file"),
         (["cartpole", "--set", "lr=1e-3"], "unknown key 'lr'. Did you mean learning_r"),
@@ -217,3 +220,20 @@ def test_a_thread_learns_of_signals_while_the_main_thread_runs_no_python() -> No
     # Leaving has waited for the listener, so both have been counted.
     with pytest.raises(KeyboardInterrupt):
         stop.check()
+
+
+def test_what_leaps_when_a_run_gets_longer_is_said(tmp_path: Path) -> None:
+    earlier = CONFIGS["cheetah"].replace(total_steps=100 * 2048, decay_clip_range=True)
+    longer = earlier.replace(total_steps=200 * 2048 + 1)
+
+    def leap(config: Config, steps: int, before: Config | None = earlier) -> str:
+        return Plan(RunFolder(tmp_path), config, "", Place(), before).leap(steps)
+
+    assert leap(longer, 100 * 2048).endswith(
+        "leaps from 0 % to 50 % of its first value: learning_rate, clip_range."
+    )
+    assert "from 75 % to 88 % of" in leap(longer, 25 * 2048)
+    assert leap(earlier, 100 * 2048) == ""
+    assert leap(longer, 0, None) == ""
+    plain = {"learning_rate_schedule": "constant", "decay_clip_range": False}
+    assert leap(longer.replace(**plain), 100 * 2048) == ""

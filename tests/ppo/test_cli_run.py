@@ -157,6 +157,11 @@ def test_signals_save_and_a_resumed_run_ends_with_an_evaluation(tmp_path: Path) 
     assert json.loads((folder / "evaluation.json").read_text())["episodes"] == 5
     output = finished(start("train", "cartpole", "--resume", folder))
     assert f"already at {stopped_at + 256:,} steps; --set total_steps=" in output
+    more = f"total_steps={stopped_at + 512}"
+    output = finished(start("train", "--resume", folder, "--set", more))
+    words = " ".join(output.split())
+    assert "leaps from 0 % to " in words
+    assert "% of its first value: learning_rate." in words
 
 
 def test_a_second_signal_stops_at_once_and_names_the_checkpoint(tmp_path: Path) -> None:

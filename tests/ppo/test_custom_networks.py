@@ -12,12 +12,14 @@ from ppo.config import Config
 from ppo.environments import env_maker
 from ppo.errors import CheckpointError, ConfigError
 from ppo.evaluate import evaluate_run
-from ppo.networks.custom import load_function
+from ppo.export import export_policy
+from ppo.own_code import load_own
 from ppo.run_folder import checkpoint
 from ppo.run_folder.folder import RunFolder
 from ppo.train import train
 from tests.ppo import custom_networks
-from tests.ppo.runs import SMALL, ppo, save_run
+from tests.ppo.fakes import CountingBatchEnv, in_graph
+from tests.ppo.runs import SMALL, Maker, ppo, run, save_run
 
 MODULE = custom_networks.__name__
 X = spaces.Box(-1.0, 1.0, (3,))
@@ -88,30 +90,70 @@ def test_a_faulty_one_says_what_was_expected(function: str, message: str) -> Non
         Agent(X, spaces.Discrete(4), named(function))
 
 
-def test_what_it_raises_arrives_with_its_name() -> None:
-    with pytest.raises(KeyError, match="camera") as caught:
+def test_what_it_raises_is_one_line_that_says_where() -> None:
+    line = rf"network {MODULE}:raising: {custom_networks.__file__}:\d+: KeyError: 'cam"
+    with pytest.raises(ConfigError, match=line):
         Agent(X, spaces.Discrete(4), named("raising"))
-    assert f"network {MODULE}:raising" in caught.value.__notes__[0]
 
 
 def test_missing_modules_and_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"module tests\.no\.such to import, found none"
-    ):
-        load_function("tests.no.such:make")
-    with pytest.raises(ConfigError, match=r"Python file no/such\.py, found none in /"):
-        load_function("no/such.py:make")
+    with pytest.raises(ConfigError, match=r"No module named 'tests\.no'"):
+        load_own("network", "tests.no.such:make")
+    with pytest.raises(ConfigError, match=r"No such file .*: '/.*/no/such\.py'"):
+        load_own("network", "no/such.py:make")
     file = tmp_path / "needy.py"
     file.write_text("import no_such_module\n")
-    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
-        load_function(f"{file}:make")
+    with pytest.raises(ConfigError, match=r"needy\.py:1: .*'no_such_module'"):
+        load_own("network", f"{file}:make")
 
 
-def test_the_example_of_the_docs_is_trained_saved_and_restored(tmp_path: Path) -> None:
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    """The networks of the docs, in a file."""
     _, _, rest = EXAMPLE.read_text().partition("```python\n")
     file = tmp_path / "my_networks.py"
     file.write_text(rest.partition("```")[0])
-    config = CONFIG.replace(network=f"{file}:residual")
+    return file
+
+
+def test_what_is_privileged_is_for_the_value_only(
+    example: Path, tmp_path: Path
+) -> None:
+    space = spaces.Dict(privileged=spaces.Box(-1.0, 1.0, (2, 2)), sensors=X)
+    config = CONFIG.replace(network=f"{example}:asymmetric", epochs=2)
+    maker = Maker(
+        lambda count: CountingBatchEnv([3] * count, observation_space=space,
+            action_space=spaces.Discrete(2), observe=observe)
+    )  # fmt: skip
+    agent = run(tmp_path / "run", config, maker).agent
+    rows, other = observe(np.ones([4, 2])), observe(np.ones([4, 2]))
+    other["privileged"] = rows["privileged"] + 0.5
+    seen, changed = (agent.preprocess(tensors(each)) for each in (rows, other))
+    np.testing.assert_array_equal(
+        agent.distribution(seen).parameters, agent.distribution(changed).parameters
+    )
+    assert (agent.value(seen) != agent.value(changed)).numpy().all()
+    export_policy(agent, in_graph(maker.made[0]), tmp_path / "policy")
+    policy = tf.saved_model.load(str(tmp_path / "policy"))
+    other["privileged"] = np.zeros_like(rows["privileged"])
+    for seed in (tf.constant([1, number]) for number in range(5)):
+        one, two = (policy.sample(tensors(each), seed) for each in (rows, other))
+        np.testing.assert_array_equal(one, two)
+
+
+def observe(rows: np.ndarray) -> dict[str, np.ndarray]:
+    parts = np.repeat(rows[:, 1:], 4, axis=1).astype(np.float32)
+    return {"privileged": parts.reshape(-1, 2, 2), "sensors": parts[:, :3]}
+
+
+def tensors(rows: dict[str, np.ndarray]) -> dict[str, tf.Tensor]:
+    return {key: tf.constant(part) for key, part in rows.items()}
+
+
+def test_the_example_of_the_docs_is_trained_saved_and_restored(
+    example: Path, tmp_path: Path
+) -> None:
+    config = CONFIG.replace(network=f"{example}:residual")
     run_folder = RunFolder.create(tmp_path / "run", config)
     make_env = env_maker(config, num_workers=1)
     result = train(config, run_folder, make_env)
@@ -137,4 +179,4 @@ def test_the_command_says_where_it_looked_for_a_file(tmp_path: Path) -> None:
     run_folder.save_config(config.replace(network="gone.py:make"))
     code, _, error = ppo("export", tmp_path / "run", tmp_path / "model")
     assert code == 2
-    assert "expected a Python file gone.py, found none in" in error
+    assert f"No such file or directory: '{Path.cwd() / 'gone.py'}'" in error

@@ -84,6 +84,39 @@ def test_addresses_lead_to_servers(asked: list[tuple[Any, ...]]) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("wrappers", "expected"),
+    [
+        ((), ["StaggerEpisodes"]),
+        (("FlattenObservation",), ["StaggerEpisodes", "FlattenObservation"]),
+        (
+            ("ClipAction", "TimeLimit", "FlattenObservation"),
+            ["ClipAction", "TimeLimit", "StaggerEpisodes", "FlattenObservation"],
+        ),
+    ],
+)
+@pytest.mark.parametrize("addresses", [None, ["127.0.0.1"]])
+def test_only_envs_of_a_training_are_staggered_and_by_the_clock_that_limits_them(
+    asked: list[tuple[Any, ...]],
+    wrappers: tuple[str, ...],
+    expected: list[str],
+    addresses: list[str] | None,
+) -> None:
+    tables = tuple(
+        {"name": name} | ({"max_episode_steps": 9} if name == "TimeLimit" else {})
+        for name in wrappers
+    )
+    config = CONFIG.replace(wrappers=tables, stagger_episodes=True)
+    make_env = env_maker(config, addresses)
+    make_env(num_envs=8, seed=5)
+    make_env(num_envs=8, seed=5, is_training=True)
+    env_maker(CONFIG, addresses)(num_envs=8, seed=5, is_training=True)
+    first, second, third = (named["wrappers"] for _, _, named in asked)
+    assert first == tables
+    assert [table["name"] for table in second] == expected
+    assert third == CONFIG.wrappers
+
+
 #: Episodes of 5 steps, observations float64 [2].
 WRAPPED = SMALL.replace(
     env_name=film_env.NAME,

@@ -20,7 +20,7 @@ from ppo.evaluate import CurveEvaluator, Evaluation, evaluate, evaluation_seed
 from ppo.run_folder import checkpoint
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics import is_due
-from ppo.train import train
+from ppo.train import Progress, train
 from tests.ppo.fakes import ACTIONS, BOX, CountingBatchEnv, as_batch_env
 from tests.ppo.runs import SMALL, Maker, counters, parameters, rows_of, run
 
@@ -129,6 +129,7 @@ def test_evaluations_are_in_the_rows_of_their_iterations(tmp_path: Path) -> None
     assert all(env.is_closed for env in maker.made)
     # The same seeds every time, and neither the training's nor the last evaluation's.
     assert [num_envs for num_envs, _ in maker.asked] == [2, 2, 2, 2]
+    assert maker.trained == [True, False, False, False]
     assert len({seed for _, seed in maker.asked[1:]}) == 1
     assert maker.asked[1][1] not in (CONFIG.seed, evaluation_seed(CONFIG.seed))
 
@@ -190,13 +191,26 @@ def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
     lengths = [0, 4, 9, 5, 9, 2, 1]  # of the episodes of each evaluation
     maker = evaluating(lambda number: CountingBatchEnv([lengths[number]] * 2))
     checkpoints = tmp_path / "checkpoints"
-    run(tmp_path, config, maker)
+    result = run(tmp_path, config, maker)
+    assert result.curve == tuple(zip(range(16, 97, 16), lengths[1:], strict=True))
+    assert result.mean_return == 3.0
     names = sorted(path.name for path in checkpoints.iterdir())
     assert names == ["00000002", "00000006"]
     assert checkpoint.best_return(checkpoints) == 9.0
     # Resumed, it knows what is to be beaten.
     maker = evaluating(lambda number: CountingBatchEnv([8 + number] * 2))
-    run(tmp_path, config.replace(total_steps=128), maker, resume=True)
+    seen: list[float] = []
+
+    def end_a_trial(progress: Progress) -> None:
+        seen.append(progress.metrics["evaluation_return"])
+        if progress.steps == 128:
+            raise InterruptedError("as pruned")
+
+    longer = config.replace(total_steps=128)
+    with pytest.raises(InterruptedError, match="as pruned"):
+        run(tmp_path, longer, maker, resume=True, on_progress=end_a_trial)
+    assert seen == [9.0, 10.0]
+    assert all(env.is_closed for env in maker.made)
     assert checkpoint.best_return(checkpoints) == 10.0
     assert checkpoint.checkpoint_at(checkpoints, "best").name == "00000008"
 

@@ -20,6 +20,14 @@ def test_the_objective_is_clipped_only_where_it_would_gain() -> None:
     assert float(loss) == pytest.approx(-(1.2 - 1.5 + 0.5 - 0.8) / 4)
 
 
+def test_a_bad_action_that_became_likely_counts_no_more_than_three_times() -> None:
+    log_ratio = tf.Variable([math.log(2.9), math.log(5.0)])
+    with tf.GradientTape() as tape:
+        loss = losses.policy_loss(log_ratio, tf.constant([-1.0, -2.0]), ALL, 0.2)
+    assert float(loss) == pytest.approx((2.9 + 6.0) / 2)
+    assert tape.gradient(loss, log_ratio).numpy() == pytest.approx([1.45, 0.0])
+
+
 def test_the_objective_without_clipping_is_that_of_the_ratio() -> None:
     log_ratio = tf.math.log([1.5, 0.5])
     advantage = tf.constant([1.0, -2.0])

@@ -5,9 +5,11 @@ import math
 import numpy as np
 import tensorflow as tf
 
+from ppo.config import Config
 from ppo.networks.perceptrons import (
-    CategoricalNetwork,
-    GaussianNetwork,
+    GaussianHead,
+    LogitsHead,
+    PolicyNetwork,
     ValueNetwork,
     flatten_observation,
     mlp,
@@ -39,8 +41,9 @@ def test_layers_differ_and_follow_the_seed() -> None:
 
 
 def test_a_gaussian_starts_near_zero_with_the_given_deviation() -> None:
-    network = GaussianNetwork(
-        3, 2, hidden_sizes=(8,), activation="tanh", initial_log_std=-0.5, seed=0
+    head = GaussianHead(2, Config(env_name="fake", initial_log_std=-0.5))
+    network = PolicyNetwork(
+        3, 2, head=head, hidden_sizes=(8,), activation="tanh", seed=0
     )
     mean, log_std = network(tf.ones([5, 3]))
     assert mean.shape == (5, 2)
@@ -49,7 +52,9 @@ def test_a_gaussian_starts_near_zero_with_the_given_deviation() -> None:
 
 
 def test_a_categorical_starts_near_uniform() -> None:
-    network = CategoricalNetwork(3, 4, hidden_sizes=(8,), activation="relu", seed=0)
+    network = PolicyNetwork(
+        3, 4, head=LogitsHead(), hidden_sizes=(8,), activation="relu", seed=0
+    )
     (logits,) = network(tf.ones([5, 3]))
     assert logits.shape == (5, 4)
     assert np.abs(logits.numpy()).max() < 0.05

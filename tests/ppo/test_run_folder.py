@@ -93,14 +93,19 @@ def test_tensorboard_has_metrics_in_groups() -> None:
     assert [*map(tag_of, names)] == tags
 
 
-def test_only_a_folder_with_nothing_but_a_config_is_removed(tmp_path: Path) -> None:
-    used = RunFolder.create(tmp_path / "used", CONFIG)
-    (used.path / "metrics.jsonl").touch()
-    assert not used.remove_if_unused()
-    unused = RunFolder.create(tmp_path / "unused", CONFIG)
-    assert unused.remove_if_unused()
-    assert [path.name for path in tmp_path.iterdir()] == ["used"]
-    assert used.config_path.exists()
+@pytest.mark.parametrize("kept", ["metrics.jsonl", "checkpoints", "notes"])
+def test_only_a_folder_with_nothing_to_show_is_removed(
+    tmp_path: Path, kept: str
+) -> None:
+    run = RunFolder.create(tmp_path / "run", CONFIG)
+    with MetricsWriter(run.path, CONFIG):  # as an interrupt while it compiles leaves it
+        pass
+    (run.path / kept).write_text("x")
+    assert not run.remove_if_unused()
+    assert run.config_path.exists()
+    (run.path / kept).unlink()
+    assert run.remove_if_unused()
+    assert not any(tmp_path.iterdir())
 
 
 def test_what_cannot_be_written_to_is_not_said_to_be_full(tmp_path: Path) -> None:

@@ -1,14 +1,18 @@
 """What a run shows, at any width, on a terminal and elsewhere."""
 
+import contextlib
 import io
 import math
+import os
 import re
+import signal
 import threading
 
 import pytest
 from rich.console import Console
 
 from ppo.commands.screen import Screen, sparkline
+from ppo.commands.shared import errors_held, interrupts_kept
 from ppo.train import Progress
 
 METRICS = {"policy_loss": -0.0123, "value_loss": 0.5, "entropy": 0.69}
@@ -138,3 +142,26 @@ def test_a_sparkline_is_of_all_numbers_whatever_its_width() -> None:
     assert sparkline([1.0, 2.0], 4) == "▁▁██"
     assert sparkline([3.0], 3) == "▁▁▁"
     assert sparkline([], 3) == ""
+
+
+def test_an_interrupt_that_is_swallowed_ends_what_it_was_for() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), interrupts_kept():  # noqa: PT012
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise ImportError("half of it is not there")
+    with interrupts_kept():
+        pass
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_what_is_held_back_is_shown_if_something_fails(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with errors_held():
+        os.write(2, b"said for nothing")
+    with pytest.raises(ValueError, match="it fails"), errors_held():  # noqa: PT012
+        os.write(2, b"why it fails; ")
+        raise ValueError("it fails")
+    os.write(2, b"after that")
+    assert capfd.readouterr().err == "why it fails; after that"

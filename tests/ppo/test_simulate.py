@@ -120,7 +120,8 @@ def test_nested_observations_keep_structure_and_dtype() -> None:
         return tf.cast(observation["parts"][1], tf.float32), tf.zeros([2])
 
     rollout = simulate(in_graph(fake), policy, horizon=4)
-    assert seen == [[(tf.uint8, [2, 2, 2]), (tf.int64, [2]), (tf.float64, [2, 1])]]
+    rows = [(tf.uint8, [2, 2, 2]), (tf.int64, [2]), (tf.float64, [2, 1])]
+    assert seen == [rows, rows]  # for what it gives, and in the loop
     assert rollout.reward.dtype == np.float64
     assert rollout.truncated[2].tolist() == [True, False]
     assert rollout.observation["image"].dtype == np.uint8
@@ -172,11 +173,18 @@ def test_a_final_observation_has_to_be_finite_where_it_is_learned_from(
             simulate(env, echo, horizon=5)
 
 
-def test_a_policy_that_diverges_is_told_apart_from_a_bad_env() -> None:
+@pytest.mark.parametrize("bad", ["action", "log-probability"])
+def test_a_policy_that_diverges_is_told_apart_from_a_bad_env(bad: str) -> None:
+    """Before an env gets the action; of log-probabilities, after the rollout."""
+
     def diverged(observation: Any, seed: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        return tf.zeros([2, 1]), tf.constant([0.0, np.nan])
+        broken = tf.where(observation[:, 0] * observation[:, 1] == 2.0, np.nan, 0.0)
+        broken = tf.cast(broken, tf.float32)
+        if bad == "action":
+            return broken[:, None], tf.zeros([2])
+        return tf.zeros([2, 1]), broken
 
     fake = CountingBatchEnv([9, 9])
-    with pytest.raises(DivergedError, match=r"Env 1 .* lower learning_rate"):
+    with pytest.raises(DivergedError, match=rf"Env 1 .* finite {bad}, got .*nan.*"):
         simulate(in_graph(fake), diverged, horizon=5)
-    assert fake.actions == []
+    assert len(fake.actions) == (2 if bad == "action" else 5)

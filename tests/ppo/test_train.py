@@ -58,6 +58,17 @@ def test_a_run_leaves_metrics_and_checkpoints_and_closes_its_envs(
     assert saved == ["00000001", "00000002", "00000004"]
 
 
+def test_a_run_learns_from_as_many_valid_steps_as_it_was_given(tmp_path: Path) -> None:
+    lost = frozenset((batch_step, 1) for batch_step in range(16))
+    result = run(tmp_path / "run", maker=losing(lost))
+    assert result.is_finished
+    rows = rows_of(tmp_path / "run")
+    assert [row["steps"] for row in rows] == [8, 16, 32, 48, 64]
+    # The rate falls with the steps, and so to 0 at the end here, too.
+    rates = SMALL.learning_rate * (1 - np.array([0, 8, 16, 32, 48]) / 64)
+    np.testing.assert_allclose([row["learning_rate"] for row in rows], rates, rtol=1e-5)
+
+
 def test_the_same_config_gives_the_same_bits_and_another_seed_does_not(
     tmp_path: Path,
 ) -> None:

@@ -1,0 +1,65 @@
+"""What keeps one iteration's policy near the policy that collected its steps.
+
+Clipped ratios alone do not: once most of them are outside the clip range, nothing pulls
+them back. So the divergence is measured after every epoch, and an epoch that moved the
+policy too far is undone; and gradients are clipped to what is usual for their network,
+so that one large gradient after a long calm is one step like the others.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+__all__ = ["Guard", "clip_by_network"]
+
+
+class Guard:
+    """Puts variables back to what they were before an epoch.
+
+    Adam's first moments go back with them, or they would go on in the direction that
+    was wrong. Its second moments stay: they make the steps that follow smaller.
+
+    Args:
+        variables: those to be put back.
+        optimizer: Adam, built for these variables among others.
+    """
+
+    def __init__(self, variables: Sequence[Any], optimizer: keras.optimizers.Adam):
+        momentums = [
+            optimizer._momentums[optimizer._get_variable_index(variable)]
+            for variable in variables
+        ]
+        self._variables = [variable.value for variable in (*variables, *momentums)]
+
+    def keep(self) -> list[tf.Tensor]:
+        """Return what `put_back` takes."""
+        return [variable.read_value() for variable in self._variables]
+
+    def put_back(self, kept: Sequence[tf.Tensor], is_wanted: tf.Tensor) -> None:
+        """Put everything back, if a bool scalar says so."""
+        for variable, before in zip(self._variables, kept, strict=True):
+            variable.assign(tf.where(is_wanted, before, variable))
+
+
+def clip_by_network(
+    gradients: Sequence[tf.Tensor], networks: Sequence[Sequence[int]], max_norm: float
+) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Scale the gradients of each network down to a norm.
+
+    Args:
+        gradients: of all variables.
+        networks: for each network, which of the gradients are its own.
+        max_norm: greatest norm.
+
+    Returns:
+        The gradients to be applied, and the norm of all of them before.
+    """
+    clipped, norms = list(gradients), []
+    for indices in networks:
+        own, norm = tf.clip_by_global_norm([gradients[i] for i in indices], max_norm)
+        norms.append(norm)
+        for index, gradient in zip(indices, own, strict=True):
+            clipped[index] = gradient
+    return clipped, tf.linalg.norm(tf.stack(norms))

@@ -1,0 +1,105 @@
+"""Code of users that a config names: found, called, and blamed by its line.
+
+A name is `package.module:NAME` or `path/to/file.py:NAME`, with a path relative to the
+working directory.
+"""
+
+import contextlib
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
+from typing import Any
+
+from envserve.text import one_line
+from ppo.errors import CallbackError, ConfigError, PpoError, suggestion
+
+__all__ = ["Callbacks", "blamed", "load_own", "place_of"]
+
+
+def load_own(setting: str, name: str) -> Callable[..., Any]:
+    """Return the function or class that a setting names.
+
+    Raises:
+        ConfigError: there is no such module, file or name, or it cannot be imported.
+    """
+    source, _, wanted = name.rpartition(":")
+    path = os.path.abspath(source) if source.endswith(".py") else None
+    with blamed(f"{setting} {name}", path):
+        if path:
+            loader = SourceFileLoader(path.replace(".", "_"), path)
+            module = ModuleType(loader.name)
+            module.__file__ = path
+            sys.modules[loader.name] = module  # dataclasses look there
+            loader.exec_module(module)
+        else:
+            module = importlib.import_module(source)
+    if not callable(found := getattr(module, wanted, None)):
+        names = [key for key, value in vars(module).items() if callable(value)]
+        raise ConfigError(
+            f"{setting}: expected a function {wanted} in {source}, found "
+            f"{'none' if found is None else repr(found)}.{suggestion(wanted, names)}"
+        )
+    return found
+
+
+@contextlib.contextmanager
+def blamed(what: str, own: Any, kind: type[PpoError] = ConfigError) -> Iterator[None]:
+    """Turn what a user's code raises within into one line with its file and line.
+
+    `what` is the setting, and what it names; `own` the function or class, or a path. An
+    error that is of this kind already stays as it is.
+    """
+    try:
+        yield
+    except kind:
+        raise
+    except Exception as error:
+        text = one_line(" ".join(str(error).split()), 300)
+        blame = kind(f"{what}: {place_of(own, error)}{type(error).__name__}: {text}")
+        # Else AutoGraph, where it traces such code, makes many lines of this one.
+        blame.ag_pass_through = True  # type: ignore[attr-defined]
+        raise blame from error
+
+
+def place_of(own: Any, error: Exception | None = None) -> str:
+    """Return `FILE:LINE: ` of own code, or of the last line of it that an error met."""
+    file, line = own if isinstance(own, str) else None, 0
+    with contextlib.suppress(TypeError, OSError):
+        file, line = inspect.getsourcefile(own), inspect.getsourcelines(own)[1]
+    for frame in traceback.extract_tb(error.__traceback__ if error else None)[::-1]:
+        is_ours = "importlib" in frame.filename or frame.filename == __file__
+        if frame.filename == file or not (file or is_ours):
+            return f"{frame.filename}:{frame.lineno}: "
+    return f"{file}:{line}: " if line else ""
+
+
+class Callbacks:
+    """The callbacks of a config, in their order; classes are made here, once.
+
+    Raises:
+        ConfigError: there is no such function or class, it cannot be made, or it does
+            not take run, metrics and rollout.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._callbacks: list[tuple[str, Any, Any]] = []
+        for name in names:
+            own = load_own("callbacks", name)
+            with blamed(f"callbacks {name}", own):
+                called: Any = own() if inspect.isclass(own) else own
+                inspect.signature(called).bind("run", "metrics", "rollout")
+            self._callbacks.append((f"callbacks {name}", own, called))
+
+    def __call__(self, run: Any, metrics: dict[str, float]) -> dict[str, float]:
+        """Call them all; returns the numbers that they add, or raises CallbackError."""
+        numbers = dict(metrics)
+        for name, own, called in self._callbacks:
+            with blamed(name, own, CallbackError):
+                numbers.update(called(run, numbers, run.rollout) or {})
+                numbers = {key: float(value) for key, value in numbers.items()}
+        return {key: numbers[key] for key in numbers.keys() - metrics.keys()}

@@ -1,0 +1,160 @@
+"""One iteration: collect a rollout, learn from it, and with `overlap` both at once."""
+
+import collections
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import tensorflow as tf
+
+from envserve.client import BatchEnv
+from ppo.agent import Agent
+from ppo.config import Config
+from ppo.in_graph_batch_env import InGraphBatchEnv
+from ppo.learning.update import Updater
+from ppo.normalize import ReturnScale
+from ppo.rollout import Episode, EpisodeTracker, LostSteps, Rollout, info_means
+from ppo.run_folder.checkpoint import Counters
+from ppo.simulate import Simulation
+
+__all__ = ["TrainingRun"]
+
+_RECENT_EPISODES = 100
+
+
+class TrainingRun:
+    """What one iteration works with; callbacks get it.
+
+    Attributes:
+        config: the settings.
+        agent: what learns.
+        env: what it learns from; `set_attr` and `call_each` change the envs.
+        counters: iterations and env steps so far, also those before a resume.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        env: BatchEnv,
+        counters: Counters,
+        policy_loss: Callable[..., tf.Tensor],
+        on_step: Callable[[], None],
+    ) -> None:
+        self.config, self.env, self.counters = config, env, counters
+        self.is_stopped = False
+        self.agent = Agent(env.observation_space, env.action_space, config)
+        graph_env = InGraphBatchEnv(env, self.agent.actions)
+        self.updater = Updater(self.agent, config, policy_loss)
+        self.return_scale = ReturnScale(config.num_envs, config.discount)
+        self.simulation = Simulation(
+            graph_env,
+            self.agent.act_from,
+            config.horizon,
+            on_step,
+            snapshot=self.agent.snapshot,
+            log_prob=self.agent.log_prob,
+            draw_noise=self.agent.draw_noise,
+            state_sizes=self.agent.state_sizes,
+            sequence_length=config.sequence_length,
+            num_rollouts=1 + config.overlap,
+        )
+        self._waiting: Future[Rollout] | None = None
+        self.tracker = EpisodeTracker(config.num_envs)
+        self.recent = collections.deque[Episode](maxlen=_RECENT_EPISODES)
+        self.lost_steps = LostSteps()
+
+    def stop(self) -> None:
+        """End the training after this iteration, as if its steps were used up."""
+        self.is_stopped = True
+
+    def _seeds(self, iteration: int) -> list[tuple[int, int]]:
+        """Return what actions are drawn from, and what rows are shuffled by."""
+        seeds = np.random.SeedSequence(self.config.seed, spawn_key=(iteration,))
+        act_0, act_1, shuffle_0, shuffle_1 = map(int, seeds.generate_state(4) >> 1)
+        return [(act_0, act_1), (shuffle_0, shuffle_1)]
+
+    def _collect(self, iteration: int) -> Rollout:
+        """Collect a rollout, unless that was done during an update, or failed then."""
+        if self._waiting is not None:
+            waiting, self._waiting = self._waiting, None
+            return waiting.result()
+        return self.simulation.run(self._seeds(iteration)[0], self.updater.acting)
+
+    def _learn(self, rollout: Rollout, counters: Counters) -> dict[str, float]:
+        if not rollout.valid.any():
+            return {}
+        return self.updater.update(
+            rollout,
+            reward_scale=self.return_scale.factor,
+            progress=counters.steps / self.config.planned_steps,
+            seed=self._seeds(counters.iteration)[1],
+        )
+
+    def _learn_beside(self, rollout: Rollout, counters: Counters) -> dict[str, float]:
+        """Learn in a thread; what fails in the rollout meanwhile, fails after this."""
+        acting, snapshot = self.updater.acting, self.agent.snapshot()
+        tf.nest.map_structure(lambda old, new: old.assign(new), acting, snapshot)
+        with ThreadPoolExecutor(1) as pool:
+            learned = pool.submit(self._learn, rollout, counters)
+            if not self.config.is_over_after(counters.steps + int(rollout.valid.sum())):
+                seed, _ = self._seeds(counters.iteration + 1)
+                self._waiting = Future()
+                try:
+                    self._waiting.set_result(self.simulation.run(seed, acting))
+                except Exception as error:
+                    self._waiting.set_exception(error)
+        return learned.result()
+
+    def iterate(self) -> dict[str, float]:
+        """Collect one rollout and learn from it."""
+        config, counters = self.config, self.counters
+        started = time.perf_counter()
+        self.rollout = rollout = self._collect(counters.iteration)
+        collected = time.perf_counter()
+        self.recent.extend(self.tracker.add(rollout, self.simulation.infos))
+        # Before the update: nothing stored in the rollout depends on this scale.
+        self.return_scale.update(rollout.reward, rollout.done, rollout.valid)
+        learn = self._learn_beside if config.overlap else self._learn
+        learned = learn(rollout, counters)
+        num_valid = int(rollout.valid.sum())
+        # After the update: log-probabilities were taken with the old statistics.
+        acted_on = tf.nest.map_structure(
+            lambda leaf: leaf[:-1].reshape(-1, *leaf.shape[2:]), rollout.observation
+        )  # [T + 1, B, ...] -> [T * B, ...]
+        self.agent.preprocess.update(acted_on, rollout.valid.reshape(-1))
+        self.counters = Counters(counters.iteration + 1, counters.steps + num_valid)
+        finished = time.perf_counter()
+        return {
+            "iteration": self.counters.iteration,
+            "mean_return": self.mean_return,
+            "mean_length": _mean([episode.length for episode in self.recent]),
+            "invalid_steps": float(rollout.valid.size - num_valid),
+            "lost_episodes": float((rollout.done & ~rollout.valid).sum()),
+            "valid_fraction": num_valid / rollout.valid.size,
+            "rollout_seconds": collected - started,
+            "update_seconds": finished - collected,
+            **info_means(self.recent),
+            **learned,
+        }
+
+    def statistics(self) -> dict[str, float]:
+        """Return what the normalisers have come to."""
+        statistics = self.agent.preprocess.statistics()
+        if self.config.scale_rewards:
+            statistics["reward_scale"] = float(self.return_scale.factor)
+        return statistics
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the steps are used up, or a callback has stopped the run."""
+        return self.is_stopped or self.config.is_over_after(self.counters.steps)
+
+    @property
+    def mean_return(self) -> float:
+        """Mean of the recent episodes; NaN before the first has ended."""
+        return _mean([episode.total_reward for episode in self.recent])
+
+
+def _mean(values: list[float]) -> float:
+    return float(np.mean(values)) if values else float("nan")

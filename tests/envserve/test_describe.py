@@ -1,0 +1,82 @@
+"""`envserve describe`: an env here or on a server, told in a few lines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import gymnasium
+import pytest
+from typer.testing import CliRunner
+
+from envserve.cli import app
+from tests.envserve.conftest import Serve
+
+OWN_ENV = """
+import gymnasium
+from gymnasium import spaces
+
+class Own(gymnasium.Env):
+    observation_space = spaces.Dict({"[red]x": spaces.Box(-1, 1, (2,))})
+    action_space = spaces.Discrete(3)
+    metadata = {"render_modes": ["ansi"]}
+
+    def __init__(self, length: int, wind=0.5, *, render_mode=None):
+        if not length:
+            raise ValueError("too short to walk")
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), 1.0, False, False, {}
+
+for name, length in (("Described-v0", 7), ("Described-v1", 0)):
+    gymnasium.register(name, Own, max_episode_steps=20, kwargs={"length": length})
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    file = tmp_path_factory.mktemp("own") / "envs_to_describe.py"
+    file.write_text(OWN_ENV)
+    before, path = [*gymnasium.registry], [*sys.path]
+    yield str(file)
+    sys.path[:] = path
+    sys.modules.pop(file.stem, None)
+    for name in gymnasium.registry.keys() - before:
+        del gymnasium.registry[name]
+
+
+def described(*words: str) -> dict[str, str]:
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["describe", *words])
+    assert result.exit_code == 0, result.output
+    lines = (line.split("  ", 1) for line in result.output.splitlines())
+    return {name.strip(): told.strip() for name, told in lines}
+
+
+def test_an_env_here_and_on_a_server_is_told(serve: Serve, file: str) -> None:
+    found = described(f"{file}:Described-v0")
+    assert found.pop("steps/s").endswith(" of one env in a worker")
+    assert found.pop("time limit") == "20"
+    assert found.pop("arguments") == "length=7, wind=0.5, render_mode=None"
+    assert found == {
+        "observation": "Dict('[red]x': Box(-1.0, 1.0, (2,), float32))",
+        "action": "Discrete(3)",
+        "render modes": "ansi",
+    }
+    there = described("Described-v0", serve(file, imports=()).address)
+    assert float(there.pop("steps/s").split()[0].replace(",", "")) > 0
+    assert there == found
+
+
+def test_an_env_that_cannot_be_described_is_an_error(file: str) -> None:
+    for word, text in (
+        ("CartPoll-v1", "CartPole-v1"),
+        (f"{file}:Described-v1", "too short"),
+    ):
+        result = CliRunner().invoke(app, ["describe", word])
+        assert result.exit_code == 1
+        assert result.output.startswith("Error: ")
+        assert text in result.output

@@ -1,0 +1,60 @@
+"""Callbacks as users write them, good ones and faulty ones."""
+
+from typing import Any
+
+seen: list[Any] = []
+
+
+def notes(run: Any, metrics: Any, rollout: Any) -> Any:
+    seen.append((run, dict(metrics), rollout.reward.copy()))
+    metrics["own/put"] = run.counters.iteration
+    return {"returned": 10 * run.counters.iteration, "mean_return": -1.0}
+
+
+class Counts:
+    def __init__(self) -> None:
+        self.calls = 0
+        seen.append(self)
+
+    def __call__(self, run: Any, metrics: Any, rollout: Any) -> Any:
+        self.calls += 1
+        if self.calls == 2:
+            run.stop()
+        return {"calls": self.calls, "doubled": 2 * metrics.get("returned", 0)}
+
+
+def raises(run: Any, metrics: Any, rollout: Any) -> Any:
+    if run.counters.iteration == 2:
+        raise ValueError("as it\nmust")  # line 28
+
+
+def breaks_the_config(run: Any, metrics: Any, rollout: Any) -> Any:
+    run.config.replace(num_envs=0)  # line 32
+
+
+def tells_words(run: Any, metrics: Any, rollout: Any) -> Any:  # line 35
+    return {"words": "many"}
+
+
+def tells_a_list(run: Any, metrics: Any, rollout: Any) -> Any:  # line 39
+    return [1, 2, 3]
+
+
+def takes_too_little(run: Any, metrics: Any) -> Any:  # line 43
+    return {}
+
+
+class NeedsSomething:
+    def __init__(self, something: Any) -> None:  # line 48
+        pass
+
+    def __call__(self, run: Any, metrics: Any, rollout: Any) -> Any:
+        pass
+
+
+class CannotBeCalled:  # line 55
+    pass
+
+
+def sets_level(run: Any, metrics: Any, rollout: Any) -> Any:
+    run.env.set_attr("level", [run.counters.iteration + 1] * run.env.num_envs)

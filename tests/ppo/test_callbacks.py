@@ -1,0 +1,118 @@
+"""Callbacks of users: called after each iteration; stop, change envs, add metrics."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from envserve.client import BatchEnv
+from ppo.config import Config
+from ppo.environments import env_maker
+from ppo.errors import CallbackError, ConfigError
+from ppo.own_code import Callbacks
+from ppo.run_folder.checkpoint import Counters
+from ppo.run_folder.folder import RunFolder
+from ppo.train import Progress, TrainingRun, train
+from tests.ppo import informing_env, own_callbacks, own_losses
+from tests.ppo.runs import SMALL, Maker, counters, rollout_of, rows_of, run
+
+FILE = own_callbacks.__file__
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    seen: list[Any] = []
+    monkeypatch.setattr(own_callbacks, "seen", seen)
+    return seen
+
+
+def named(*names: str) -> Config:
+    words = tuple(f"{own_callbacks.__name__}:{name}" for name in names)
+    return SMALL.replace(callbacks=words)
+
+
+def test_it_sees_and_changes_a_run_and_its_numbers_are_reported(
+    seen: list[Any], tmp_path: Path
+) -> None:
+    config = named("notes", "sets_level").replace(
+        env_name=informing_env.NAME,
+        objective=f"{own_losses.__file__}:of_large_value",
+        report_every=32,
+        evaluate_every=32,
+    )
+    make_env = env_maker(config, num_workers=1, import_modules=[informing_env.__name__])
+    shown: list[Progress] = []
+    folder = RunFolder.create(tmp_path / "run", config)
+    train(config, folder, make_env, on_progress=shown.append)
+    runs, metrics, rewards = zip(*seen, strict=True)
+    assert len(seen) == 4
+    assert isinstance(runs[0], TrainingRun)
+    assert isinstance(runs[0].env, BatchEnv)
+    assert (runs[0].config, runs[0].counters) == (config, (4, 64))
+    assert [each["iteration"] for each in metrics] == [1, 2, 3, 4]
+    assert [("evaluation_return" in each) for each in metrics] == [False, True] * 2
+    assert rewards[0].shape == (8, 2)
+    rows = rows_of(tmp_path / "run")
+    assert [row["own/put"] for row in rows] == [1.5, 3.5]  # means over two iterations
+    assert [row["returned"] for row in rows] == [15.0, 35.0]
+    assert all(row["mean_return"] > 0.0 for row in rows)  # as it was, not as it said
+    assert shown[-1].metrics["returned"] == 40.0
+    # The envs have what it has set, and the loss is its own.
+    assert metrics[0]["info/level"] == 1.0
+    assert 1.0 < metrics[1]["info/level"] < metrics[3]["info/level"]
+    assert rows[1]["info/level"] == metrics[3]["info/level"]
+    assert all(900.0 < row["policy_loss"] < 1100.0 for row in rows)
+
+
+def test_a_run_whose_callback_failed_goes_on_with_a_class_made_anew_until_it_stops(
+    seen: list[Any], tmp_path: Path
+) -> None:
+    config = named("notes", "Counts", "raises").replace(total_steps=160)
+    with pytest.raises(CallbackError, match=":28: ValueError"):
+        run(tmp_path, config)
+    assert counters(tmp_path) == (2, 32)
+    result = run(tmp_path, config.replace(callbacks=config.callbacks[:2]), resume=True)
+    assert (result.steps, result.is_finished) == (64, True)
+    assert counters(tmp_path) == (4, 64)
+    rows = rows_of(tmp_path)
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
+    assert [row.get("calls") for row in rows] == [1, None, 1, 2]
+    assert [row.get("doubled") for row in rows] == [20, None, 60, 80]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("raises", "28: ValueError: as it must"),
+        ("breaks_the_config", "32: ConfigError: num_envs: .* got 0"),
+        ("tells_words", "35: ValueError: could not convert .*'many'"),
+        ("tells_a_list", "39: TypeError: cannot convert"),
+    ],
+)
+def test_one_that_fails_is_one_line(name: str, message: str) -> None:
+    called = Callbacks([f"{FILE}:{name}"])
+    state = {"config": SMALL, "counters": Counters(2, 32), "rollout": rollout_of(1)}
+    line = f"^callbacks {FILE}:{name}: {FILE}:{message}"
+    with pytest.raises(CallbackError, match=line) as caught:
+        called(SimpleNamespace(**state), {"iteration": 2.0})
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("takes_too_little", f"{FILE}:43: TypeError: too many positional arguments"),
+        ("NeedsSomething", f"{FILE}:47: TypeError: .*something"),
+        ("CannotBeCalled", f"{FILE}:55: TypeError: .*not a callable"),
+        ("note", "found none. Did you mean notes?"),
+    ],
+)
+def test_one_that_cannot_be_called_is_one_line_and_no_env_starts(
+    name: str, message: str, tmp_path: Path
+) -> None:
+    maker = Maker()
+    with pytest.raises(ConfigError, match=message) as caught:
+        run(tmp_path, named(name), maker)
+    assert len(str(caught.value).splitlines()) == 1
+    assert maker.made == []

@@ -1,0 +1,103 @@
+"""Compiled code in the user's cache folder: shared, mended, bounded, not imposed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ppo.commands import compiled_code
+from ppo.commands.compiled_code import keep_compiled_code
+
+FLAG = "--tf_xla_persistent_cache_directory"
+#: As TensorFlow writes it: a key, what was compiled, and the code, with their lengths.
+ENTRY = b"\x0a\x02ab" + b"\x12\x81\x01" + bytes(129) + b"\x1a\x04code"
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TF_XLA_FLAGS", "")
+    return tmp_path / "envserve" / "xla"
+
+
+def test_processes_share_what_one_compiled_and_mend_what_is_damaged(
+    tmp_path: Path,
+) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.ppo.compile_in_turns", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=110,
+    )
+    told = json.loads(result.stdout)
+    assert told["at_once"] == [0, 0], result.stderr
+    assert told["again"] == [[0], True]
+    # TensorFlow alone ends with an error (3), for an entry cut short and for an empty
+    # one; after a look at the folder it compiles anew.
+    assert told["damaged"] == [[3], [0], True, [3], [0], True]
+
+
+@pytest.mark.parametrize(
+    "flags", [f"{FLAG}=", f"--tf_xla_auto_jit=2 {FLAG}=/mine", "/file/of/flags"]
+)
+def test_what_the_user_says_stands(
+    root: Path, monkeypatch: pytest.MonkeyPatch, flags: str
+) -> None:
+    monkeypatch.setenv("TF_XLA_FLAGS", flags)
+    keep_compiled_code("2.21.0")
+    assert os.environ["TF_XLA_FLAGS"] == flags
+    assert not root.exists()
+
+
+def test_other_flags_are_kept_and_each_version_and_machine_has_a_folder(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version, xla_flags in (("1.0", ""), ("2.0", ""), ("2.0", "--xla_a=1")):
+        monkeypatch.setenv("TF_XLA_FLAGS", "--tf_xla_auto_jit=2")
+        monkeypatch.setenv("XLA_FLAGS", xla_flags)
+        keep_compiled_code(version)
+        before, _, folder = os.environ["TF_XLA_FLAGS"].partition(f" {FLAG}=")
+        assert before == "--tf_xla_auto_jit=2"
+        assert Path(folder).parent == root
+        assert Path(folder).stat().st_mode & 0o777 == 0o700
+    assert len(list(root.iterdir())) == 3
+
+
+@pytest.mark.parametrize("name", ["a folder", "file"])
+def test_without_a_usable_folder_all_goes_on_without_one(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
+    keep_compiled_code("2.21.0")
+    assert os.environ["TF_XLA_FLAGS"] == ""
+
+
+def test_a_disk_that_is_nearly_full_is_left_alone(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled_code, "_MAX_BYTES", 2**63)
+    keep_compiled_code("2.21.0")
+    assert os.environ["TF_XLA_FLAGS"] == ""
+
+
+def test_what_is_old_or_left_half_written_goes(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = root / "1.0-other"
+    folder.mkdir(parents=True)
+    ages = {"new.pb": 0, "mid.pb": 10, "old.pb": 20, "x.pb.tmp": 0, "y.pb.tmp": 9e3}
+    monkeypatch.setattr(compiled_code, "_MAX_BYTES", 2 * len(ENTRY) + 10)
+    for name, age in ages.items():
+        path = folder / name
+        path.write_bytes(ENTRY if path.suffix == ".pb" else b"half")
+        moment = path.stat().st_mtime - age
+        os.utime(path, (moment, moment))
+    (folder / "cut.pb").write_bytes(ENTRY[:-1])
+    keep_compiled_code("2.21.0")
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["mid.pb", "new.pb", "x.pb.tmp"]

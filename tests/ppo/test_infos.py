@@ -1,0 +1,132 @@
+"""Numbers in the infos of ended episodes: which count, and that they are the same."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from envserve.client import BatchEnv
+from envserve.pool.pool import Pool
+from envserve.settings import PoolSettings
+from ppo.in_graph_batch_env import InGraphBatchEnv
+from ppo.rollout import Episode, EpisodeTracker, info_means
+from ppo.run_folder.metrics import ReportWindow, tag_of
+from ppo.simulate import Simulation
+from tests.envserve.server_process import ServerProcess
+from tests.ppo import informing_env
+from tests.ppo.fakes import CountingBatchEnv, in_graph
+from tests.ppo.test_simulate import echo
+
+NUM_ENVS = 4
+MODULES = (informing_env.__name__,)
+
+
+def of(**info: Any) -> Episode:
+    return Episode(0, 0.0, 1, info)
+
+
+def test_means_are_over_the_episodes_that_have_the_number() -> None:
+    episodes = [
+        of(success=True, term=1.0, text="x", array=np.ones(2), nested={"a": 1}),
+        of(success=False, term=np.nan),
+        Episode(0, 0.0, 1),
+        of(success=False, term=2, huge=np.inf, nothing=None),
+    ]
+    assert info_means(episodes) == {
+        "info/success": pytest.approx(1 / 3),
+        "info/term": 1.5,
+    }
+    assert info_means([]) == {}
+
+
+def test_there_are_no_more_than_32() -> None:
+    means = info_means([of(**{f"n{number:03}": number for number in range(50)})])
+    assert list(means) == [f"info/n{number:03}" for number in range(32)]
+
+
+def test_an_episode_that_was_lost_tells_nothing() -> None:
+    fake = CountingBatchEnv(
+        [3, 4],
+        lost=frozenset({(1, 0), (5, 1)}),
+        inform=lambda step, b: {"step": step, "row": b},
+    )
+    simulation = Simulation(in_graph(fake), echo, horizon=6)
+    tracker = EpisodeTracker(2)
+    infos = [
+        (each.env_index, each.info)
+        for _ in range(2)
+        for each in tracker.add(simulation.run((0, 0)), simulation.infos)
+    ]
+    assert infos == [
+        (1, {"step": 3, "row": 1}),
+        (0, {"step": 4, "row": 0}),
+        (0, {"step": 7, "row": 0}),
+        (1, {"step": 9, "row": 1}),
+        (0, {"step": 10, "row": 0}),
+    ]
+
+
+def local() -> BatchEnv:
+    name, modules = informing_env.NAME, MODULES
+    return BatchEnv.local(name, NUM_ENVS, 2, seed=3, import_modules=modules)
+
+
+def told(batch: BatchEnv) -> list[Episode]:
+    def act(observation: tf.Tensor, _: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        rows = observation.shape[0]
+        return tf.zeros([rows], tf.int64), tf.zeros([rows])
+
+    with batch:
+        simulation = Simulation(InGraphBatchEnv(batch), act, 6)
+        tracker = EpisodeTracker(NUM_ENVS)
+        episodes = [
+            episode
+            for seed in range(2)
+            for episode in tracker.add(simulation.run((0, seed)), simulation.infos)
+        ]
+    return [each._replace(info=info_means([each])) for each in episodes]
+
+
+def split_over_two_lanes() -> BatchEnv:
+    lanes = [
+        Pool(
+            PoolSettings(
+                env_name=informing_env.NAME,
+                num_envs=2,
+                num_workers=1,
+                num_splits=2,
+                seed=3,
+                first_env_index=first,
+                import_modules=MODULES,
+            )
+        )
+        for first in (0, 2)
+    ]
+    for lane in lanes:
+        lane.finish_start(float("inf"))
+    return BatchEnv(lanes)
+
+
+def test_splits_lanes_and_servers_tell_the_same(tmp_path: Path) -> None:
+    expected = told(local())
+    assert len(expected) >= 8
+    for episode in expected:
+        assert {"info/success", "info/number", "info/level"} <= episode.info.keys()
+    assert any("info/only_some" in episode.info for episode in expected)
+    assert told(split_over_two_lanes()) == expected
+    with ServerProcess(tmp_path, informing_env.NAME, "--import", *MODULES) as server:
+        remote = BatchEnv.connect(
+            informing_env.NAME, [server.address], num_envs=NUM_ENVS, seed=3
+        )
+        assert told(remote) == expected
+
+
+def test_a_row_of_metrics_has_the_newest_mean_in_a_group_of_its_own() -> None:
+    window = ReportWindow()
+    for mean in (0.5, 0.75):
+        seconds = {"rollout_seconds": 1.0, "update_seconds": 1.0}
+        window.add(1, {"info/success": mean, **seconds})
+    assert window.take()["info/success"] == 0.75
+    assert tag_of("info/success") == "info/success"

@@ -1,0 +1,136 @@
+"""Losses of users: found, tried out before any env starts, trained with."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from ppo.actions.distributions import Categorical, DiagonalGaussian
+from ppo.errors import ConfigError
+from ppo.learning.objective import policy_loss_of
+from tests.ppo import own_losses
+from tests.ppo.fakes import CountingBatchEnv
+from tests.ppo.runs import SMALL, Maker, ppo, rows_of, run
+
+FILE = own_losses.__file__
+EXAMPLE = Path(__file__).parents[2] / "examples" / "spo.py"
+
+
+def terms_of(distribution: Any) -> dict[str, Any]:
+    return {
+        "log_ratio": tf.math.log([1.5, 0.5, 9.0]),
+        "advantage": tf.constant([2.0, -1.0, 7.0]),
+        "weight": tf.constant([1.0, 1.0, 0.0]),
+        "clip_range": tf.constant(0.25),
+        **dict.fromkeys(["old", "new"], distribution),
+        **dict.fromkeys(["action", "value", "target"]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "message"),
+    [
+        ("raises", 11, "ZeroDivisionError: integer division or modulo by zero"),
+        ("of_other_terms", 14, "TypeError: missing a required argument: 'advantages'"),
+        ("takes_too_little", 18, "TypeError: got an unexpected keyword argument"),
+        ("by_row", 22, r"expected a scalar of float32, .* got Tensor.*shape=\(3,\)"),
+        ("of_python", 26, r"expected a scalar of float32, .* got 3\.0\."),
+        ("of_float64", 30, "expected a scalar of float32, .* dtype=float64"),
+        ("is_nan", 34, "expected a finite loss and gradient .* got nan"),
+        ("has_slope_nan", 38, r"expected a finite .* got 0\.0, with a norm of nan"),
+        ("is_constant", 42, r"one that is not 0; got 0\.25, with a norm of 0\.0"),
+        ("branches", 47, "Using a symbolic `tf.Tensor` as a Python `bool`"),
+    ],
+)
+def test_a_faulty_one_is_one_line_and_no_env_starts(
+    name: str, line: int, message: str, tmp_path: Path
+) -> None:
+    maker = Maker()
+    where = rf"^objective {FILE}:{name}: {FILE}:{line}: "
+    with pytest.raises(ConfigError, match=where + f".*{message}") as caught:
+        run(tmp_path, SMALL.replace(objective=f"{FILE}:{name}"), maker)
+    assert len(str(caught.value).splitlines()) == 1
+    assert maker.made == []
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (None, "FileNotFoundError: .*No such file .*mine.py"),
+        ("def other(**_): ...", "expected a function loss in .*, found none"),
+        ("loss = 3", "expected a function loss in .*, found 3"),
+        ("\nx = 1 / 0", "mine.py:2: ZeroDivisionError"),
+        ("def loss(:", "SyntaxError: .*mine.py, line 1"),
+    ],
+)
+def test_a_file_without_one_is_one_line(
+    code: str | None, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.py"
+    if code is not None:
+        file.write_text(code)
+    with pytest.raises(ConfigError, match=rf"^objective.*{message}"):
+        policy_loss_of(SMALL.replace(objective=f"{file}:loss"))
+
+
+@pytest.mark.parametrize("name", ["of_choices", "of_means", "of_all"])
+def test_it_may_be_for_one_kind_of_actions_and_take_all_terms(name: str) -> None:
+    policy_loss_of(SMALL.replace(objective=f"{own_losses.__name__}:{name}"))
+
+
+def test_one_for_other_actions_than_the_envs_is_one_line_from_within_the_update() -> (
+    None
+):
+    loss = policy_loss_of(SMALL.replace(objective=f"{FILE}:of_choices"))
+    terms = terms_of(DiagonalGaussian(tf.zeros([3, 2]), tf.zeros([2])))
+    traced = tf.function(lambda: loss(**terms))
+    with pytest.raises(ConfigError, match=rf"^objective {FILE}:of_choices: ") as caught:
+        traced()
+    text = str(caught.value)
+    assert text.endswith("'DiagonalGaussian' object has no attribute 'logits'")
+    assert len(text.splitlines()) == 1
+
+
+def test_the_example_is_spo_and_learns(tmp_path: Path) -> None:
+    config = SMALL.replace(objective=f"{EXAMPLE}:loss")
+    loss = policy_loss_of(config)
+    terms = terms_of(Categorical(tf.zeros([3, 2])))
+    # 1.5 * 2 - 2 / 0.5 * 0.5**2 = 2 and 0.5 * -1 - 1 / 0.5 * 0.5**2 = -1
+    assert loss(**terms).numpy() == pytest.approx(-(2.0 - 1.0) / 2.0)
+
+    class Rewarding(CountingBatchEnv):
+        """Earns what it is told."""
+
+        def step(self, actions: Any, out: Any = None) -> Any:
+            result = super().step(actions, out)
+            out.reward[:] = actions[:, 0]
+            return result
+
+    def make(num_envs: int) -> CountingBatchEnv:
+        return Rewarding([4] * num_envs)
+
+    config = config.replace(
+        total_steps=640,
+        checkpoint_every=0,
+        learning_rate=0.03,
+        epochs=4,
+        normalize_advantages=True,
+    )
+    run(tmp_path, config, Maker(make))
+    rows = rows_of(tmp_path)
+    assert rows[-1]["mean_return"] > rows[0]["mean_return"] + 1.0
+
+
+def test_the_command_ends_with_a_line_and_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It may choose no threads for the whole suite.
+    monkeypatch.setattr("ppo.commands.train.start_tensorflow", lambda *_: None)
+    folder = tmp_path / "run"
+    more = ("--set", f"objective={FILE}:raises", "--num-workers", 1)
+    code, _, error = ppo("train", "cartpole", "--run-dir", folder, *more)
+    assert code == 2
+    assert f"{FILE}:11: ZeroDivisionError" in error
+    assert len(error.strip().splitlines()) == 1
+    assert not folder.exists()

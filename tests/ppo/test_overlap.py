@@ -1,0 +1,160 @@
+"""Rollouts that are collected while an update runs: data, failures, resuming."""
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from envserve.errors import EnvError
+from ppo.agent import Agent
+from ppo.errors import DivergedError
+from ppo.learning.update import Updater
+from ppo.run_folder.folder import RunFolder
+from ppo.simulate import Simulation
+from tests.ppo.fakes import CountingBatchEnv, in_graph
+from tests.ppo.runs import SMALL, Maker, counters, parameters, rows_of, run
+
+OVERLAP = SMALL.replace(overlap=True)
+
+
+@pytest.fixture(autouse=True)
+def _eagerly() -> Iterator[None]:
+    """Tracing takes longer than these few steps."""
+    tf.config.run_functions_eagerly(True)
+    yield
+    tf.config.run_functions_eagerly(False)
+
+
+def eights(num_envs: int) -> CountingBatchEnv:
+    """Episodes that end with each rollout, so that stopping cuts nothing off."""
+    return CountingBatchEnv([8] * num_envs)
+
+
+def test_a_snapshot_stays_while_the_agent_learns_and_acts_as_it_did() -> None:
+    env = in_graph(eights(2))
+    agent = Agent(env.env.observation_space, env.env.action_space, SMALL)
+    simulation = Simulation(
+        env,
+        agent.act_from,
+        SMALL.horizon,
+        snapshot=agent.snapshot,
+        log_prob=agent.log_prob,
+        draw_noise=agent.draw_noise,
+        num_rollouts=2,
+    )
+    snapshot = agent.snapshot()
+    first = simulation.run((0, 1), snapshot)
+    kept = first.action.copy()
+    Updater(agent, SMALL).update(first, seed=(3, 4))
+    agent.preprocess.update(first.observation[:-1].reshape(-1, 2), tf.ones([16], bool))
+    # The same env, noise and snapshot; the arrays are others.
+    simulation.restart()
+    again = simulation.run((0, 1), snapshot)
+    np.testing.assert_array_equal(again.action, kept)
+    np.testing.assert_array_equal(first.action, kept)
+    assert again.action is not first.action
+    simulation.restart()
+    assert (simulation.run((0, 1), agent.snapshot()).action != kept).any()
+
+
+def test_a_run_learns_from_the_policy_of_one_update_before(tmp_path: Path) -> None:
+    ends = [run(tmp_path / str(i), OVERLAP, Maker(eights)).agent for i in range(2)]
+    np.testing.assert_array_equal(parameters(ends[0]), parameters(ends[1]))
+    deviations = [row["ratio_deviation"] for row in rows_of(tmp_path / "0")]
+    assert deviations[0] < 1e-5
+    assert min(deviations[1:]) > 1e-5
+    without = run(tmp_path / "without", maker=Maker(eights)).agent
+    assert (parameters(without) != parameters(ends[0])).any()
+
+
+def test_envs_step_while_an_update_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update waits for the last step of the rollout after it, and gets it."""
+    maker, update, asked = Maker(eights), Updater.update, threading.Event()
+    steps = iter(range(1, 65))
+
+    def waiting(self: Updater, *arguments: Any, **named: Any) -> dict[str, float]:
+        if self._waited < 3:  # type: ignore[attr-defined]
+            assert asked.wait(60)
+            asked.clear()
+        self._waited += 1  # type: ignore[attr-defined]
+        return update(self, *arguments, **named)
+
+    def on_step() -> None:
+        if (number := next(steps)) > 8 and number % 8 == 0:
+            asked.set()
+
+    monkeypatch.setattr(Updater, "_waited", 0, raising=False)
+    monkeypatch.setattr(Updater, "update", waiting)
+    assert run(tmp_path / "run", OVERLAP, maker, on_step=on_step).is_finished
+    assert len(maker.made[0].actions) == 32
+
+
+def test_a_run_goes_on_with_the_bits_of_one_that_was_not_ended(tmp_path: Path) -> None:
+    config, maker = OVERLAP.replace(checkpoint_every=16), Maker(eights)
+    straight = run(tmp_path / "run", config, maker).agent
+    # As if it had been killed in its third iteration.
+    for iteration in (3, 4):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"{iteration:08d}")
+    resumed = run(tmp_path / "run", config, maker, resume=True).agent
+    np.testing.assert_array_equal(parameters(straight), parameters(resumed))
+    assert [row["iteration"] for row in rows_of(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_was_learned_before_envs_failed_is_saved(
+    tmp_path: Path, overlap: bool
+) -> None:
+    calls: list[int] = []
+
+    def on_step() -> None:
+        calls.append(1)
+        if len(calls) == 20:  # in the third rollout
+            raise EnvError("gone")
+
+    with pytest.raises(EnvError, match="gone"):
+        run(tmp_path / "run", SMALL.replace(overlap=overlap), on_step=on_step)
+    assert len(calls) == 20
+    assert counters(tmp_path / "run").iteration == 2
+    assert [row["iteration"] for row in rows_of(tmp_path / "run")] == [1, 2]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_stop_at_once_saves_nothing(tmp_path: Path, overlap: bool) -> None:
+    calls: list[int] = []
+
+    def on_step() -> None:
+        calls.append(1)
+        if len(calls) == 12:
+            raise KeyboardInterrupt
+
+    config = SMALL.replace(overlap=overlap)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "run", config, on_step=on_step)
+    assert len(calls) == 12
+    saved = RunFolder(tmp_path / "run").has_checkpoint()
+    assert saved is not overlap  # it comes an iteration sooner with it
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_update_that_diverges_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    update = Updater.update
+
+    def diverging(self: Updater, *arguments: Any, **named: Any) -> dict[str, float]:
+        if named["progress"] > 0.4:
+            raise DivergedError("too far")
+        return update(self, *arguments, **named)
+
+    monkeypatch.setattr(Updater, "update", diverging)
+    with pytest.raises(DivergedError, match="too far"):
+        run(tmp_path / "run", SMALL.replace(overlap=overlap))
+    assert counters(tmp_path / "run").iteration == 2
+    assert [row["iteration"] for row in rows_of(tmp_path / "run")] == [1, 2]

@@ -1,0 +1,101 @@
+"""Several seeds as one study: processes that end, fail, are stopped, and go on."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.ppo.runs import ppo
+
+SETTINGS = ("--set", "total_steps=64", "--set", "num_envs=1", "--set", "horizon=64")
+#: Stands for `ppo train --resume RUN`, without TensorFlow; what it does follows.
+RUN = """
+import json, os, signal, sys
+from pathlib import Path
+folder = Path(sys.argv[-1])
+seed = json.loads((folder / "config.json").read_text())["seed"]
+with (folder / "starts").open("a") as file:
+    file.write("start\\n")
+def end(mean_return):
+    row = {"steps": 64, "iteration": 1, "mean_return": 0.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
+    result = {"steps": 64, "mean_return": mean_return}
+    (folder / "evaluation.json").write_text(json.dumps(result))
+"""
+ALL_BUT_ONE = RUN + "end(10.0 * seed) if seed != 8 else sys.exit('Error: no luck')"
+#: Each waits to be told to end, and one sees to it that this happens, once or twice.
+STOPPED = """
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+study = os.getppid()
+for _ in range(COUNT if seed == 8 else 1):
+    if seed == 8:
+        os.kill(study, signal.SIGINT)
+    signal.sigwait({signal.SIGTERM})
+"""
+
+
+def starts(folder: Path) -> list[int]:
+    """How often each seed was begun."""
+    files = [folder / f"seed-{seed}" / "starts" for seed in (7, 8, 9)]
+    return [len(f.read_text().splitlines()) if f.exists() else 0 for f in files]
+
+
+def study(folder: Path, *arguments: str) -> Sequence[object]:
+    seeds = ("--seeds", "3", "--seed", "7", "--at-once", "2")
+    return ("train", "CartPole-v1", *seeds, *SETTINGS, "--run-dir", folder, *arguments)
+
+
+def test_a_seed_that_fails_is_named_and_resumed_while_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ppo.commands.seeds._RUN", ALL_BUT_ONE)
+    folder = tmp_path / "study"
+    code, output, _ = ppo(*study(folder))
+    assert code == 1
+    assert "  seeds  7, 8, 9; 2 at a time\n" in output
+    assert "seed 8 failed: Error: no luck\n" in output
+    assert "seed 9: mean return 90.0\n" in output
+    assert "Mean return 80.0 over 2 of 3 seeds, std 14.1, 95 % interval" in output
+    assert "interval 70.0 to 90.0, lowest 70.0\n" in output
+    assert f"Go on with: ppo train --resume {folder}\n" in output
+    assert (folder / "mean_return.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr("ppo.commands.seeds._RUN", RUN + "end(10.0 * seed)")
+    code, output, _ = ppo("train", "--resume", folder)
+    assert code == 0
+    assert "Mean return 80.0 over 3 of 3 seeds, std 10.0" in output
+    assert "Go on" not in output
+    assert starts(folder) == [1, 2, 1]
+    # With more to do, all of them are begun again.
+    code, output, _ = ppo("train", "--resume", folder, "--set", "total_steps=128")
+    assert code == 1
+    assert starts(folder) == [2, 3, 2]
+    assert "seed 7 failed: exit code 0\n" in output
+    configs = [folder / name / "config.json" for name in ("", "seed-7", "seed-9")]
+    values = [json.loads(path.read_text()) for path in configs]
+    assert [each["seed"] for each in values] == [7, 7, 9]
+    assert [each["total_steps"] for each in values] == [128, 128, 128]
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, 0), (2, 130)])
+def test_one_signal_ends_all_seeds_and_a_second_one_at_once(
+    count: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = RUN + STOPPED.replace("COUNT", str(count))
+    monkeypatch.setattr("ppo.commands.seeds._RUN", stopped)
+    code, output, error = ppo(*study(tmp_path / "study"))
+    assert code == expected, error
+    assert "failed" not in output
+    hint = f"Go on with: ppo train --resume {tmp_path / 'study'}\n"
+    assert hint in (error if count == 2 else output)
+    assert starts(tmp_path / "study")[1:] == [1, 0]
+
+
+def test_a_study_cannot_be_watched_as_one_run(tmp_path: Path) -> None:
+    code, _, error = ppo(*study(tmp_path / "study", "--film"))
+    assert code == 2
+    assert "leave out --seeds" in error
+    code, _, error = ppo("train", "--resume", tmp_path, "--seeds", "3")
+    assert code == 2
+    assert "leave out --run-dir, --seed and --seeds" in error
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,113 @@
+"""What bounds an update: a planted leap, what is undone, and what is clipped."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ppo.config import Config
+from ppo.learning.trust_region import clip_by_network
+from ppo.learning.update import Updater
+from tests.ppo.runs import Learner, parameters
+from tests.ppo.test_update import CONFIG, collect, make
+
+#: So narrow a policy that a small step of its mean is a long way.
+NARROW = CONFIG.replace(
+    initial_log_std=-5.0,
+    learning_rate=3e-3,
+    learning_rate_schedule="constant",
+    normalize_advantages=False,
+    scale_rewards=False,
+    minibatch_size=1,
+    jit_compile=False,
+)
+
+
+def kl_of_a_leap(config: Config) -> float:
+    """Return the divergence of a bad batch after 1,000 calm gradients, in nats."""
+    agent = make(config)
+    updater = Updater(agent, config)
+    rollout = collect(agent, lost=frozenset())
+    noise = np.random.default_rng(0)
+    for number in range(1000 // (config.epochs * rollout.reward.size) + 1):
+        rollout.reward[:] = 1e-3 * noise.standard_normal(rollout.reward.shape)
+        updater.update(rollout, seed=(number, 1))
+    rollout = collect(agent, lost=frozenset())
+    rollout.reward[:] = -10.0
+    return updater.update(rollout, seed=(5, 5))["kl"]
+
+
+def test_a_leap_that_is_planted_is_undone() -> None:
+    assert kl_of_a_leap(NARROW.replace(max_kl=0.0)) > 1.0
+    assert kl_of_a_leap(NARROW.replace(max_kl=0.05)) < 0.1
+
+
+def guarded(**changes: Any) -> Learner:
+    """Make a learner whose first epoch goes too far."""
+    named = {"learning_rate": 1e-2, "max_kl": 1e-7, "jit_compile": False, **changes}
+    config = CONFIG.replace(**named)
+    agent = make(config)
+    return Learner(agent, config, collect(agent))
+
+
+def values_of(variables: list[Any]) -> list[np.ndarray]:
+    return [variable.numpy().copy() for variable in variables]
+
+
+def test_an_epoch_beyond_the_limit_is_undone_and_the_value_goes_on() -> None:
+    subject = guarded()
+    agent = subject.agent
+    policy = agent.policy_variables
+    value = [
+        each
+        for each in agent.trainable_variables
+        if not any(each is other for other in policy)
+    ]
+    adam = subject.updater.optimizer.variables
+    first, second = (
+        [each for each in adam if kind in each.path] for kind in ("momentum", "veloc")
+    )
+    before = values_of(policy), values_of(value)
+    metrics = subject.update()
+    assert metrics["kl"] == metrics["epochs_run"] == 0.0
+    assert metrics["undone_epochs"] == 1.0
+    assert metrics["approximate_kl"] > 0.0  # of the epoch that was too far
+    for old, new in zip(before[0], policy, strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert all(
+        (old != new.numpy()).any() for old, new in zip(before[1], value, strict=True)
+    )
+    indices = [subject.updater.optimizer._get_variable_index(each) for each in policy]
+    assert len(first) == len(second) == len(agent.trainable_variables)
+    assert all((first[index].numpy() == 0.0).all() for index in indices)
+    assert all((second[index].numpy() > 0.0).any() for index in indices)
+    assert subject.updater.optimizer.iterations == 3 * 16 // 4
+
+
+def test_an_epoch_within_the_limit_stays_and_the_one_after_it_may_not() -> None:
+    single = guarded(max_kl=0.0, epochs=1)
+    limit = 1.001 * single.update()["kl"]
+    subject = guarded(max_kl=limit)
+    metrics = subject.update()
+    assert (metrics["epochs_run"], metrics["undone_epochs"]) == (1.0, 1.0)
+    assert 0.0 < metrics["kl"] <= limit
+    for one, other in zip(
+        single.agent.policy_variables, subject.agent.policy_variables, strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_what_policy_and_value_share_ends_with_the_policy() -> None:
+    subject = guarded(network="tests/ppo/custom_networks.py:plain")
+    before = parameters(subject.agent)
+    assert subject.update()["epochs_run"] == 0.0
+    np.testing.assert_array_equal(before, parameters(subject.agent))
+    assert subject.updater.optimizer.iterations == 4
+
+
+def test_gradients_of_each_network_have_a_norm_of_their_own() -> None:
+    gradients = [tf.constant([each]) for each in (6.0, 0.1, 8.0)]
+    clipped, norm = clip_by_network(gradients, [[0, 2], [1]], 5.0)
+    assert [float(each[0]) for each in clipped] == pytest.approx([3.0, 0.1, 4.0])
+    assert float(norm) == pytest.approx(np.sqrt(100.01))
