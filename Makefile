@@ -72,7 +72,7 @@ $(VENV)/.installed-bench: $(PINNED) $(VENV)/.installed-train | $(VENV)/bin/pip
 
 $(DOORS)/.installed: $(PINNED) | $(DOORS)/bin/pip
 	@echo "Installing other people's trainers and envs into $(DOORS); this takes minutes ..."
-	$(PIP) --constraint constraints.txt --editable '.[train-cpu,mujoco,box2d,atari,envpool,sb3,tianshou,trainers,zoo,plot,video,page,metrics,docs,browser,dev]'
+	$(PIP) --constraint constraints.txt --editable '.[train-cpu,mujoco,box2d,atari,envpool,sb3,tianshou,ray,trainers,zoo,plot,video,page,metrics,docs,browser,kubernetes,dev]'
 	@touch $@
 
 # pip is what venv installs last, so its presence says that the environment is whole.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import re
-import socket
 from typing import Final, Self
 
 from envserve.errors import AddressError
 
-__all__ = ["DEFAULT_PORT", "NamedAddress", "complete", "is_private", "resolve"]
+__all__ = ["DEFAULT_PORT", "NamedAddress", "complete", "is_private"]
 
 DEFAULT_PORT: Final = 5555
 _WORD: Final = re.compile(
@@ -41,42 +40,11 @@ def complete(word: str) -> str:
     port = int(match["port"] or DEFAULT_PORT) if match else -1
     if match is None or port > 65535:
         raise AddressError(
-            f"expected an address like sim1, sim1:5555, tcp://127.0.0.1:5555, "
-            f"dns://sims:5555 or ipc:///path; got {word!r:.200}"
+            f"expected an address like sim1, sim1:5555, tcp://127.0.0.1:5555 or "
+            f"ipc:///path, or many of them like dns://sims:5555, file:///path or "
+            f"ray://namespace/name; got {word!r:.200}"
         )
     return f"tcp://{match['host']}:{port}"
-
-
-def resolve(word: str) -> tuple[str, ...]:
-    """Returns the addresses that a word stands for, all of them with scheme and port.
-
-    Args:
-      word: As for `complete`, or `dns://host:port` for a server at every address of a
-        name.
-
-    Raises:
-      AddressError: It is no such word, or nobody knows the host.
-    """
-    by_name = complete(word)
-    if by_name.startswith("ipc://"):
-        return (by_name,)
-    name, _, port = by_name.removeprefix("tcp://").rpartition(":")
-    name = name.strip("[]")
-    try:
-        found = {str(ipaddress.ip_address(name))}
-    except ValueError:
-        try:
-            known = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        except OSError as error:
-            raise AddressError(
-                f"cannot resolve {name}; is it spelled right, and does this network "
-                f"know it? ({error.strerror or error})"
-            ) from None
-        found = {str(address[0]) for *_, address in known}
-    if not word.startswith("dns://"):
-        return (by_name,)
-    hosts = (f"[{ip}]" if ":" in ip else ip for ip in sorted(found))
-    return tuple(NamedAddress(f"tcp://{host}:{port}", by_name) for host in hosts)
 
 
 def is_private(address: str) -> bool:

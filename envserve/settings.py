@@ -354,6 +354,7 @@ class EnvOptions(TypedDict, total=False):
 
     seed: int | None
     seeded: bool
+    first_env_index: int
     num_splits: int
     env_kwargs: Mapping[str, Any] | None
     wrappers: Sequence[Mapping[str, Any]]

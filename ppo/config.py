@@ -278,6 +278,12 @@ class Config(BaseModel, frozen=True):
     """What a server that was given up does: "raise" ends the training; "pad" leaves its
     rows out of it until the server is back."""
 
+    min_servers: Annotated[int, Field(ge=0, le=65_536)] = 0
+    """Env servers that must be there to begin; 0 for all."""
+
+    num_servers: Annotated[int, Field(ge=0, le=65_536)] = 0
+    """Env servers to spread the envs over, if more than have an address at first."""
+
     insecure: bool = False
     """Whether env servers are spoken to without keys, in a network that you trust."""
 
@@ -331,6 +337,17 @@ class Config(BaseModel, frozen=True):
     def is_over_after(self, steps: int) -> bool:
         """Whether no whole iteration fits into what these valid steps have left."""
         return steps + self.steps_per_iteration > self.total_steps
+
+    def share_of(self, num_learners: int) -> Self:
+        """Return what each of so many learners has, or raise if it is not the same."""
+        num_envs, size = self.num_envs, self.minibatch_size
+        if num_envs % num_learners or size % num_learners:
+            raise ConfigError(
+                f"num_envs, minibatch_size: expected multiples of the {num_learners} "
+                f"learners, got {num_envs} and {size}; change them, or TF_CONFIG."
+            )
+        size //= num_learners
+        return self.replace(num_envs=num_envs // num_learners, minibatch_size=size)
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with some values changed, checked like any other."""

@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from envserve.address import resolve
 from envserve.client import BatchEnv
+from envserve.client.fleet import living
+from envserve.client.sources import resolve
 from envserve.settings import Autoreset
 from ppo.config import Config
 from ppo.errors import ConfigError
@@ -33,6 +34,7 @@ def env_maker(
     import_modules: Sequence[str] | None = None,
     *,
     autoreset: Autoreset = "same_step",
+    first_env_index: int = 0,
 ) -> MakeEnv:
     """Return a function that starts or reaches the envs of a config.
 
@@ -43,16 +45,24 @@ def env_maker(
         num_workers: local worker processes; by default one per core.
         import_modules: modules that register envs or wrappers, for local workers.
         autoreset: when an ended episode's env is reset; rollouts need "same_step".
+        first_env_index: of a training, where its rows stand among those of all
+            learners; their seeds follow from that.
 
     Raises:
-        ConfigError: there are more servers than envs.
+        ConfigError: there are more servers than envs, or fewer than `min_servers`.
         envserve.errors.ConnectError: nobody knows the host of an address.
     """
     servers = [address for word in addresses or () for address in resolve(word)]
-    if config.num_envs < len(servers):
+    count = max(len(servers), config.num_servers)
+    if config.num_envs < count:
         raise ConfigError(
             f"num_envs: expected at least one env per server, got {config.num_envs} "
-            f"for {len(servers)} servers; leave servers out."
+            f"for {count} servers; leave servers out."
+        )
+    if config.min_servers > len(servers):
+        raise ConfigError(
+            f"min_servers: expected at most {len(servers)}, the servers that have an "
+            f"address now; got {config.min_servers}."
         )
     shared: dict[str, Any] = {
         "num_splits": config.num_splits,
@@ -66,11 +76,17 @@ def env_maker(
     def make_env(*, num_envs: int, seed: int, is_training: bool = False) -> BatchEnv:
         is_staggered = is_training and config.stagger_episodes
         wrappers = _staggered(config.wrappers) if is_staggered else config.wrappers
+        shared["first_env_index"] = first_env_index if is_training else 0
         if servers:
+            words, least = list(addresses or ()), config.min_servers or None
+            counts: dict[str, Any] = {"num_servers": count, "min_servers": least}
+            if not is_training:  # it may have fewer rows, and is over before more come
+                words, counts = living(words, insecure=config.insecure)[:num_envs], {}
             return BatchEnv.connect(
                 config.env_name,
-                servers[:num_envs],  # an evaluation may have fewer rows
+                words,
                 num_envs=num_envs,
+                **counts,
                 seed=seed,
                 wrappers=wrappers,
                 server_lost_after=config.server_lost_after_seconds,

@@ -15,6 +15,7 @@ __all__ = [
     "DivergedError",
     "EnvDataError",
     "EnvsLostError",
+    "LearnerLostError",
     "OutputError",
     "PpoError",
     "RunFolderError",
@@ -66,6 +67,10 @@ class EnvDataError(PpoError):
 
 class EnvsLostError(PpoError):
     """Envs fail so often that nothing can be learned or measured with them."""
+
+
+class LearnerLostError(PpoError):
+    """Another learner of the run is gone, or did not come."""
 
 
 class DivergedError(PpoError):

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ppo.learners import ALONE, Learners
+
 __all__ = ["ReturnScale", "RunningMoments"]
 
 
@@ -20,13 +22,7 @@ class RunningMoments:
         self._mean = tf.Variable(tf.zeros(shape, tf.float64), trainable=False)
         self._squares = tf.Variable(tf.zeros(shape, tf.float64), trainable=False)
         # One graph call; rows may come in any number without a new trace.
-        self._merge = tf.function(
-            self._take_in,
-            input_signature=[
-                tf.TensorSpec([None, *shape], tf.float64),
-                tf.TensorSpec([None], tf.bool),
-            ],
-        )
+        self._merge = tf.function(self._take_in, reduce_retracing=True)
 
     @property
     def mean(self) -> tf.Tensor:
@@ -44,19 +40,22 @@ class RunningMoments:
         """What a checkpoint must hold, by name."""
         return {"count": self._count, "mean": self._mean, "squares": self._squares}
 
-    def update(self, values: tf.Tensor, mask: tf.Tensor) -> None:
+    def update(
+        self, values: tf.Tensor, mask: tf.Tensor, learners: Learners = ALONE
+    ) -> None:
         """Take in rows `[N, ...]`, any numeric dtype, where `mask` `[N]` is true."""
-        self._merge(tf.cast(values, tf.float64), mask)
+        self._merge(tf.cast(values, tf.float64), mask, learners)
 
-    def _take_in(self, values: tf.Tensor, mask: tf.Tensor) -> None:
+    def _take_in(self, values: tf.Tensor, mask: tf.Tensor, learners: Learners) -> None:
         """Join the moments of rows with those so far (Chan et al. 1979)."""
         mask = tf.reshape(mask, [-1] + [1] * (len(values.shape) - 1))
         zero = tf.zeros_like(values)
         count = tf.reduce_sum(tf.cast(mask, tf.float64))
         total = tf.reduce_sum(tf.where(mask, values, zero), axis=0)
+        count, total = learners.sum((count, total))
         mean = total / tf.maximum(count, 1.0)
         deviation = tf.where(mask, values - mean, zero)
-        squares = tf.reduce_sum(tf.square(deviation), axis=0)
+        squares = learners.sum(tf.reduce_sum(tf.square(deviation), axis=0))
 
         shift = mean - self._mean
         share = count / tf.maximum(self._count + count, 1.0)
@@ -108,7 +107,13 @@ class ReturnScale:
         """
         return self._moments.trackables
 
-    def update(self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray) -> None:
+    def update(
+        self,
+        reward: np.ndarray,
+        done: np.ndarray,
+        valid: np.ndarray,
+        learners: Learners = ALONE,
+    ) -> None:
         """Take in a rollout: float `[T, B]`, bool `[T, B]`, bool `[T, B]`."""
         returns = np.where(valid, reward, 0.0)
         kept = np.where(done | ~valid, 0.0, self._discount)
@@ -117,4 +122,5 @@ class ReturnScale:
             total += carried
             carried = share * total
         self._carried = carried
-        self._moments.update(tf.reshape(returns, [-1]), tf.reshape(valid, [-1]))
+        returns, valid = tf.reshape(returns, [-1]), tf.reshape(valid, [-1])
+        self._moments.update(returns, valid, learners)

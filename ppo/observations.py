@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from ppo.actions.action_spaces import MASK_KEY
 from ppo.errors import UnsupportedSpaceError
+from ppo.learners import ALONE, Learners
 from ppo.normalize import RunningMoments
 
 __all__ = ["ObservationPreprocessor", "is_image", "space_leaves"]
@@ -139,11 +140,11 @@ class ObservationPreprocessor:
             "observation_std_max": float(deviations.max()),
         }
 
-    def update(self, observation: Any, mask: Any) -> None:
+    def update(self, observation: Any, mask: Any, learners: Learners = ALONE) -> None:
         """Take rows `[N, ...]` into the statistics where `mask` `[N]` is true."""
         for leaf, array in zip(self._leaves, self._arrays(observation), strict=True):
             if leaf.moments is not None:
-                leaf.moments.update(tf.convert_to_tensor(array), mask)
+                leaf.moments.update(tf.convert_to_tensor(array), mask, learners)
 
     def _arrays(self, observation: Any) -> list[Any]:
         """List the leaves that are looked at."""

@@ -17,6 +17,7 @@ from ppo.config import Config
 from ppo.environments import MakeEnv
 from ppo.errors import CallbackError, DivergedError, EnvDataError, EnvsLostError
 from ppo.evaluate import CurveEvaluator, Evaluation, derived_seed
+from ppo.learners import ALONE, Learners
 from ppo.learning.objective import policy_loss_of
 from ppo.own_code import Callbacks
 from ppo.run_folder import checkpoint
@@ -66,6 +67,7 @@ def train(
     on_progress: Callable[[Progress], None] = lambda progress: None,
     should_stop: Callable[[], bool] = lambda: False,
     on_step: Callable[[], None] = lambda: None,
+    learners: Learners = ALONE,
 ) -> TrainResult:
     """Train until the config's steps are used up.
 
@@ -80,6 +82,7 @@ def train(
         should_stop: asked after every iteration; when true, training ends there.
         on_step: called after every batch step; what it raises ends training at once,
             without a checkpoint.
+        learners: those of the run, which have met. The chief alone evaluates and saves.
 
     Returns:
         The agent and how far it came. A checkpoint has been written in any case.
@@ -90,23 +93,23 @@ def train(
         RunWriteError: the run folder cannot be written.
         EnvDataError: an env gave numbers that are not finite.
         EnvsLostError: hardly any step of the envs is valid.
+        LearnerLostError: another learner is gone; the newest checkpoint stays.
         DivergedError: the policy's outputs or the gradients are not finite; what came
             of that is not saved.
         envserve.errors.EnvserveError: the envs failed for good.
     """
-    first = _first_counters(run_folder) if resume else Counters()
+    first = Counters(*learners.gather(_first_counters(run_folder) if resume else ())[0])
     callbacks, policy_loss = Callbacks(config.callbacks), policy_loss_of(config)
     seed = config.seed
     if first.iteration > 0:  # a resumed run must not replay its first episodes
         seed = derived_seed(seed, first.iteration, 1)
-    with make_env(num_envs=config.num_envs, seed=seed, is_training=True) as env:
-        run = TrainingRun(config, env, first, policy_loss, on_step)
-        if resume and run_folder.has_checkpoint():
-            checkpoint.restore(
-                run_folder.checkpoints, run.agent, run.updater, run.return_scale
-            )
+    num_envs = config.share_of(learners.num).num_envs
+    envs = make_env(num_envs=num_envs, seed=seed, is_training=True)
+    with learners.together(), envs as env:
+        run = TrainingRun(config, env, first, policy_loss, on_step, learners)
         if resume:
-            run_folder.save_config(config)
+            _restore(run, run_folder)
+        learners.align(checkpoint.variables(run.agent, run.updater, run.return_scale))
         evaluator = CurveEvaluator(run.agent, config, make_env, on_step)
         with run_folder.writing():
             writer = MetricsWriter(
@@ -116,6 +119,14 @@ def train(
             loop = _Loop(run, callbacks, run_folder, writer, evaluator)
             loop.run(on_progress, should_stop)
     return _result(run, run_folder)
+
+
+def _restore(run: TrainingRun, run_folder: RunFolder) -> None:
+    if run_folder.has_checkpoint():
+        checkpoint.restore(
+            run_folder.checkpoints, run.agent, run.updater, run.return_scale
+        )
+    run_folder.save_config(run.config)
 
 
 class _Loop:
@@ -136,7 +147,7 @@ class _Loop:
     ) -> None:
         self._callbacks = callbacks
         self._run = run
-        self._config = run.config
+        self._config, self._learners = run.config, run.learners
         self._run_folder = run_folder
         self._writer = writer
         self._evaluator = evaluator
@@ -170,7 +181,7 @@ class _Loop:
                 self._report()
                 self._save()
                 raise
-            is_last = self._run.is_finished or should_stop()
+            is_last = any(self._learners.gather(self._run.is_finished or should_stop()))
             if is_last or evaluation is not None or self._is_report_due(before):
                 self._report()
             if self._is_best(evaluation) or is_last or self._is_save_due(before):
@@ -198,7 +209,7 @@ class _Loop:
         return steps / seconds, metrics
 
     def _is_evaluation_due(self, before: Counters) -> bool:
-        every = self._config.evaluate_every
+        every = self._config.evaluate_every * self._learners.is_chief
         is_at_end = every > 0 and self._run.is_finished
         return is_at_end or is_due(every, before.steps, self._run.counters.steps)
 
@@ -241,7 +252,8 @@ class _Loop:
         )
 
     def _save(self, evaluation: Evaluation | None = None) -> None:
-        if self._run.counters.iteration == self._saved_iteration:
+        is_saved = self._run.counters.iteration == self._saved_iteration
+        if is_saved or not self._learners.is_chief:
             return
         with self._run_folder.writing():
             checkpoint.save(

@@ -12,6 +12,7 @@ from envserve.client import BatchEnv
 from ppo.agent import Agent
 from ppo.config import Config
 from ppo.in_graph_batch_env import InGraphBatchEnv
+from ppo.learners import ALONE, Learners
 from ppo.learning.update import Updater
 from ppo.normalize import ReturnScale
 from ppo.rollout import Episode, EpisodeTracker, LostSteps, Rollout, info_means
@@ -40,13 +41,15 @@ class TrainingRun:
         counters: Counters,
         policy_loss: Callable[..., tf.Tensor],
         on_step: Callable[[], None],
+        learners: Learners = ALONE,
     ) -> None:
         self.config, self.env, self.counters = config, env, counters
         self.is_stopped = False
+        self.learners, share = learners, config.share_of(learners.num)
         self.agent = Agent(env.observation_space, env.action_space, config)
         graph_env = InGraphBatchEnv(env, self.agent.actions)
-        self.updater = Updater(self.agent, config, policy_loss)
-        self.return_scale = ReturnScale(config.num_envs, config.discount)
+        self.updater = Updater(self.agent, share, policy_loss, learners)
+        self.return_scale = ReturnScale(share.num_envs, config.discount)
         self.simulation = Simulation(
             graph_env,
             self.agent.act_from,
@@ -54,19 +57,29 @@ class TrainingRun:
             on_step,
             snapshot=self.agent.snapshot,
             log_prob=self.agent.log_prob,
-            draw_noise=self.agent.draw_noise,
+            draw_noise=self._draw_noise,
             state_sizes=self.agent.state_sizes,
             sequence_length=config.sequence_length,
             num_rollouts=1 + config.overlap,
         )
         self._waiting: Future[Rollout] | None = None
-        self.tracker = EpisodeTracker(config.num_envs)
+        self.tracker = EpisodeTracker(share.num_envs)
         self.recent = collections.deque[Episode](maxlen=_RECENT_EPISODES)
         self.lost_steps = LostSteps()
 
     def stop(self) -> None:
         """End the training after this iteration, as if its steps were used up."""
         self.is_stopped = True
+
+    def _draw_noise(self, num_rows: int, seed: tf.Tensor) -> tf.Tensor:
+        """Draw what all learners' rows need, and return what is for these."""
+        learners = self.learners
+        noise = self.agent.draw_noise(num_rows * learners.num, seed)
+        if learners.num == 1:
+            return noise
+        inner = noise.shape[1:]
+        parts = tf.reshape(noise, [self.config.horizon, learners.num, -1, *inner])
+        return tf.reshape(parts[:, learners.index], [num_rows, *inner])
 
     def _seeds(self, iteration: int) -> list[tuple[int, int]]:
         """Return what actions are drawn from, and what rows are shuffled by."""
@@ -81,8 +94,9 @@ class TrainingRun:
             return waiting.result()
         return self.simulation.run(self._seeds(iteration)[0], self.updater.acting)
 
-    def _learn(self, rollout: Rollout, counters: Counters) -> dict[str, float]:
-        if not rollout.valid.any():
+    def _learn(self, rollout: Rollout, after: Counters) -> dict[str, float]:
+        counters = self.counters
+        if after.steps == counters.steps:
             return {}
         return self.updater.update(
             rollout,
@@ -91,14 +105,14 @@ class TrainingRun:
             seed=self._seeds(counters.iteration)[1],
         )
 
-    def _learn_beside(self, rollout: Rollout, counters: Counters) -> dict[str, float]:
+    def _learn_beside(self, rollout: Rollout, after: Counters) -> dict[str, float]:
         """Learn in a thread; what fails in the rollout meanwhile, fails after this."""
         acting, snapshot = self.updater.acting, self.agent.snapshot()
         tf.nest.map_structure(lambda old, new: old.assign(new), acting, snapshot)
         with ThreadPoolExecutor(1) as pool:
-            learned = pool.submit(self._learn, rollout, counters)
-            if not self.config.is_over_after(counters.steps + int(rollout.valid.sum())):
-                seed, _ = self._seeds(counters.iteration + 1)
+            learned = pool.submit(self._learn, rollout, after)
+            if not self.config.is_over_after(after.steps):
+                seed, _ = self._seeds(after.iteration)
                 self._waiting = Future()
                 try:
                     self._waiting.set_result(self.simulation.run(seed, acting))
@@ -108,30 +122,36 @@ class TrainingRun:
 
     def iterate(self) -> dict[str, float]:
         """Collect one rollout and learn from it."""
-        config, counters = self.config, self.counters
+        config, counters, learners = self.config, self.counters, self.learners
         started = time.perf_counter()
         self.rollout = rollout = self._collect(counters.iteration)
+        episodes = self.tracker.add(rollout, self.simulation.infos)
+        newest = episodes[-_RECENT_EPISODES // learners.num :]
+        lost = rollout.done & ~rollout.valid
+        parts = learners.gather((int(rollout.valid.sum()), int(lost.sum()), newest))
         collected = time.perf_counter()
-        self.recent.extend(self.tracker.add(rollout, self.simulation.infos))
+        num_valid, num_lost = (sum(part[index] for part in parts) for index in (0, 1))
+        after = Counters(counters.iteration + 1, counters.steps + num_valid)
+        self.recent.extend(Episode(*each) for part in parts for each in part[2])
         # Before the update: nothing stored in the rollout depends on this scale.
-        self.return_scale.update(rollout.reward, rollout.done, rollout.valid)
+        ends = rollout.done, rollout.valid
+        self.return_scale.update(rollout.reward, *ends, learners)
         learn = self._learn_beside if config.overlap else self._learn
-        learned = learn(rollout, counters)
-        num_valid = int(rollout.valid.sum())
+        learned = learn(rollout, after)
         # After the update: log-probabilities were taken with the old statistics.
         acted_on = tf.nest.map_structure(
             lambda leaf: leaf[:-1].reshape(-1, *leaf.shape[2:]), rollout.observation
         )  # [T + 1, B, ...] -> [T * B, ...]
-        self.agent.preprocess.update(acted_on, rollout.valid.reshape(-1))
-        self.counters = Counters(counters.iteration + 1, counters.steps + num_valid)
+        self.agent.preprocess.update(acted_on, rollout.valid.reshape(-1), learners)
+        self.counters = after
         finished = time.perf_counter()
         return {
             "iteration": self.counters.iteration,
             "mean_return": self.mean_return,
             "mean_length": _mean([episode.length for episode in self.recent]),
-            "invalid_steps": float(rollout.valid.size - num_valid),
-            "lost_episodes": float((rollout.done & ~rollout.valid).sum()),
-            "valid_fraction": num_valid / rollout.valid.size,
+            "invalid_steps": float(config.steps_per_iteration - num_valid),
+            "lost_episodes": float(num_lost),
+            "valid_fraction": num_valid / config.steps_per_iteration,
             "rollout_seconds": collected - started,
             "update_seconds": finished - collected,
             **info_means(self.recent),

@@ -1,6 +1,7 @@
 """Kill a training again and again at random moments, and check that it goes on.
 
     python scripts/kill_training.py --kills 20
+    python scripts/kill_training.py --set overlap=true
 
 Runs `ppo train cartpole` as a process of its own, and ends it by SIGKILL: one time in
 four at any time after its start, else some time after its first checkpoint. Exits
@@ -39,16 +40,18 @@ _SETTINGS = {
 _ITERATIONS_PER_CHECKPOINT = 4
 
 
-def start(folder: Path, total_steps: int, log: Path) -> subprocess.Popen[bytes]:
-    """Begin a run, or resume it if it has begun."""
+def start(
+    config: str, folder: Path, more: list[str], log: Path
+) -> subprocess.Popen[bytes]:
+    """Begin a run with more settings, or resume it if it has begun."""
     settings = [f"--set={k}={v}" for k, v in _SETTINGS.items()]
     is_begun = (folder / "config.json").exists()
     where = ["--resume", str(folder)] if is_begun else ["--run-dir", str(folder)]
     train = Path(__file__).with_name("train.py")
     command = [sys.executable, str(train), *where, *settings]
-    command += [f"--set=total_steps={total_steps}"]
+    command += [f"--set={setting}" for setting in more]
     if not is_begun:
-        command += ["cartpole"]
+        command += [config]
     with log.open("ab") as output:
         return subprocess.Popen(command, stdout=output, stderr=output)
 
@@ -81,9 +84,13 @@ def kill_in_the_middle(
 
 
 def main(
+    config: Annotated[str, typer.Argument(help="As of `ppo train`.")] = "cartpole",
     kills: Annotated[int, typer.Option(min=1)] = 20,
     seed: Annotated[int, typer.Option(help="Of the moments.")] = 0,
     longest: Annotated[float, typer.Option(help="Seconds before a kill.")] = 3.0,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="As of `ppo train`.")
+    ] = None,
 ) -> None:
     generator = random.Random(seed)
     console = Console()
@@ -91,7 +98,7 @@ def main(
     with tempfile.TemporaryDirectory() as temporary:
         folder, log = Path(temporary) / "run", Path(temporary) / "log"
         for number in range(1, kills + 1):
-            process = start(folder, 10**9, log)
+            process = start(config, folder, settings or [], log)
             seconds, waits = generator.uniform(0.0, longest), number % 4 != 0
             if not kill_in_the_middle(process, folder, seconds, waits=waits):
                 problems.append(f"{number}: ended by itself, {process.returncode}")
@@ -105,9 +112,9 @@ def main(
                 f"{'first checkpoint' if waits else 'start'}, reported iteration "
                 f"{reported}, saved {saved} {' '.join(leftovers)}"
             )
-        total_steps = (saved + 40) * 256
+        end = f"total_steps={(saved + 40) * 256}"
         started = time.monotonic()
-        code = start(folder, total_steps, log).wait()
+        code = start(config, folder, [*(settings or []), end], log).wait()
         console.print(f"last one: {code} after {time.monotonic() - started:.0f} s")
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         iterations = [json.loads(line)["iteration"] for line in lines]

@@ -1,9 +1,11 @@
 """Train CartPole while workers are killed every second, and servers now and then.
 
     python scripts/train_under_fire.py [--seed 0] [--servers 2]
+    python scripts/train_under_fire.py --leave --servers 4
 
-Prints what it cost, and exits with 1 if the agent has not learned the task. Needs the
-extra `dev`, for psutil.
+With --leave, nobody comes back: a server is killed for good, another one is drained,
+and a new one added to the file that lists them. Prints what it cost, and exits with 1
+if the agent has not learned the task. Needs the extra `dev`, for psutil.
 """
 
 import contextlib
@@ -15,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -49,12 +51,12 @@ def under_fire(servers: Sequence[ServerProcess]) -> Iterator[Counter[str]]:
             if workers := random.choice(servers).worker_pids:
                 with contextlib.suppress(ProcessLookupError):  # it has just ended
                     os.kill(random.choice(workers), signal.SIGKILL)
-                    killed["workers"] += 1
+                    killed["workers killed"] += 1
             if time.monotonic() >= next_server:
                 server = random.choice(servers)
                 server.kill()
                 server.start_again()
-                killed["servers"] += 1
+                killed["servers killed"] += 1
                 next_server += SERVER_SECONDS
 
     thread = threading.Thread(target=fire)
@@ -66,7 +68,35 @@ def under_fire(servers: Sequence[ServerProcess]) -> Iterator[Counter[str]]:
         thread.join()
 
 
-def train_once(config: Config, num_servers: int, console: Console) -> float:
+@contextlib.contextmanager
+def leaving(
+    servers: Sequence[ServerProcess], add: Callable[[], ServerProcess]
+) -> Iterator[Counter[str]]:
+    """Has one server killed, one drained and one added; gives how many of what."""
+    is_over, done = threading.Event(), Counter[str]()
+
+    def change() -> None:
+        if not is_over.wait(FIRST_SERVER_SECONDS):
+            servers[0].kill()
+            done["killed"] += 1
+        if not is_over.wait(FIRST_SERVER_SECONDS):
+            add()
+            done["added"] += 1
+            servers[1].signal(signal.SIGTERM)
+            done["drained"] += servers[1].wait() == 0
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        yield done
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def train_once(
+    config: Config, num_servers: int, console: Console, *, leave: bool = False
+) -> float:
     """Returns the mean return of the evaluation that follows."""
     from ppo.environments import env_maker
     from ppo.evaluate import evaluate_run
@@ -74,21 +104,27 @@ def train_once(config: Config, num_servers: int, console: Console) -> float:
 
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        servers = []
-        for number in range(num_servers):
-            (folder / str(number)).mkdir()
-            server = ServerProcess(folder / str(number), *OPTIONS)
-            servers.append(stack.enter_context(server))
-        make_env = env_maker(config, addresses=[s.address for s in servers])
+        servers: list[ServerProcess] = []
+        listed = folder / "servers"
+
+        def add() -> ServerProcess:
+            own = folder / f"server-{len(servers)}"
+            own.mkdir()
+            servers.append(stack.enter_context(ServerProcess(own, *OPTIONS)))
+            listed.write_text("\n".join(server.address for server in servers))
+            return servers[-1]
+
+        for _ in range(num_servers):
+            add()
+        make_env = env_maker(config, addresses=[f"file://{listed}"])
         run_folder = RunFolder.create(folder / "run", config)
         started = time.perf_counter()
-        with under_fire(servers) as killed:
+        with leaving(servers, add) if leave else under_fire(servers) as counts:
             result = train(config, run_folder, make_env)
         seconds = time.perf_counter() - started
         evaluation = evaluate_run(config, run_folder, make_env, result.agent)
     console.print(
-        f"seed {config.seed}: {killed['workers']} workers and "
-        f"{killed['servers']} servers killed in {seconds:.0f} s; "
+        f"seed {config.seed}: {dict(counts)} in {seconds:.0f} s; "
         f"{result.steps:,} steps learned from, {result.lost_steps:,} masked; "
         f"return {evaluation.mean_return:.1f} over {len(evaluation.returns)} episodes"
     )
@@ -97,13 +133,17 @@ def train_once(config: Config, num_servers: int, console: Console) -> float:
 
 def main(
     seed: Annotated[list[int] | None, typer.Option(help="Default: 0, 1, 2.")] = None,
-    servers: Annotated[int, typer.Option(min=1)] = 2,
+    servers: Annotated[int, typer.Option(min=2)] = 2,
+    leave: Annotated[
+        bool, typer.Option("--leave", help="Kill one, drain one, add one.")
+    ] = False,
 ) -> None:
     start_tensorflow(1, 1)
     console = Console()
     config = CONFIGS["cartpole"].replace(total_steps=STEPS)
     means = [
-        train_once(config.replace(seed=n), servers, console) for n in seed or (0, 1, 2)
+        train_once(config.replace(seed=n), servers, console, leave=leave)
+        for n in seed or (0, 1, 2)
     ]
     raise typer.Exit(1 if min(means) < GOAL else 0)
 

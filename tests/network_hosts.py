@@ -28,7 +28,10 @@ class Hosts:
     """Hosts in the documentation network 192.0.2.0/24."""
 
     def __init__(
-        self, names: Sequence[str], aliases: Mapping[str, str] | None = None
+        self,
+        names: Sequence[str],
+        aliases: Mapping[str, str] | None = None,
+        search: str | None = None,
     ) -> None:
         self.tag = f"es{os.getpid()}"
         self.switch = f"{self.tag}-switch"
@@ -36,6 +39,8 @@ class Hosts:
         self.addresses = {name: f"192.0.2.{i}" for i, name in enumerate(names, 1)}
         #: A second name of a host, which others may have too.
         self.aliases = aliases or {}
+        #: With it they ask the first host for names; it is the rest of resolv.conf.
+        self.search = search
 
     def namespace(self, name: str) -> str:
         return f"{self.tag}-{name}"
@@ -53,10 +58,14 @@ class Hosts:
         )
         for index, name in enumerate(self.names):
             namespace = self.namespace(name)
-            # `ip netns exec` shows a process this file in place of /etc/hosts.
+            # `ip netns exec` shows a process these files in place of those in /etc.
             folder = Path("/etc/netns") / namespace
             folder.mkdir(parents=True)
             (folder / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
+            if self.search is not None:
+                (folder / "hosts").write_text("127.0.0.1 localhost\n")
+                first = f"nameserver {self.addresses[self.names[0]]}\n{self.search}"
+                (folder / "resolv.conf").write_text(first)
             run("ip", "netns", "add", namespace)
             port = f"port{index}"
             run(

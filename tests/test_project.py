@@ -36,8 +36,8 @@ NOT_OURS = {
 }
 NOT_OURS |= {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
 #: Extras of `make bench` and `make test-doors`.
-NOT_IN_VENV = {"bench", "envpool", "sb3", "tianshou", "trainers", "zoo"}
-NOT_IN_VENV |= {"browser", "docs"}
+NOT_IN_VENV = {"bench", "envpool", "ray", "sb3", "tianshou", "trainers", "zoo"}
+NOT_IN_VENV |= {"browser", "docs", "kubernetes"}
 PINS = dict(line.split("==") for line in PINNED_LINES)
 
 

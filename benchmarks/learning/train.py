@@ -40,7 +40,7 @@ ROLLOUT, UPDATE, TOTAL = "rollout_seconds", "update_seconds", "total_seconds"
 
 _ENDLESS = 10**9
 
-_OURS = "ppo"
+_OURS, _OVERLAPPED = "ppo", "ppo, overlap=true"
 _SUBPROCESS, _DUMMY = "SB3, SubprocVecEnv", "SB3, DummyVecEnv"
 _SB3_ON_OURS = "SB3, envserve.sb3"
 _NUMBERS = {"rollout": ROLLOUT, "update": UPDATE, "total": TOTAL}
@@ -68,12 +68,15 @@ def train(
         epochs=epochs,
         minibatch_size=minibatch_size,
     )
+    overlapped = config.replace(overlap=True)
     work = {"config": config, "iterations": iterations}
+    here = {"workers": workers}
     cases = [
-        Case(_OURS, training_ours, {**work, "workers": workers}),
+        Case(_OURS, training_ours, {**work, **here}),
+        Case(_OVERLAPPED, training_ours, {**work, "config": overlapped, **here}),
         Case(_SUBPROCESS, training_sb3, {**work, "vec_env": "SubprocVecEnv"}),
         Case(_DUMMY, training_sb3, {**work, "vec_env": "DummyVecEnv"}),
-        Case(_SB3_ON_OURS, training_sb3, {**work, "vec_env": "", "workers": workers}),
+        Case(_SB3_ON_OURS, training_sb3, {**work, **here, "vec_env": ""}),
     ]
     Load(env, 1, 1, 0).check()
     measured = run.measure(cases, repetitions)

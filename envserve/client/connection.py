@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import zmq
 
@@ -38,11 +38,10 @@ from envserve.wire import (
 )
 from envserve.wire.constants import MAX_FRAMES
 
-if TYPE_CHECKING:
-    from envserve.session import ClientSession
+__all__ = ["NOWHERE", "SLICE_SECONDS", "Connection", "ask", "ask_welcome"]
 
-__all__ = ["SLICE_SECONDS", "Connection", "Exchange", "ask", "ask_welcome"]
-
+#: Where a connection is that waits for a server to come.
+NOWHERE: Final = "a server to come"
 #: Longest that `receive_soon` waits: shorter than a connection is away if it breaks, so
 #: that who looks after each slice sees every break.
 SLICE_SECONDS: Final = 0.025
@@ -56,6 +55,9 @@ _ASK_SECONDS: Final = 0.5
 #: be used.
 _CONNECT_TIMEOUT_MS: Final = 350
 
+#: How long a last message to a server that is left may take.
+_FAREWELL_MS: Final = 500
+
 #: Plain numbers: ZeroMQ's own flags are slow to combine.
 _POLLIN: Final = int(zmq.POLLIN)
 _POLLOUT: Final = int(zmq.POLLOUT)
@@ -64,16 +66,6 @@ _POLLOUT: Final = int(zmq.POLLOUT)
 _MIN_FRAME_BYTES: Final = 1 << 20
 #: What may be received before anybody reads it.
 _MAX_UNREAD_BYTES: Final = 16 << 20
-#: After how long without a connection its socket is made anew. ZeroMQ tries again by
-#: itself, but never after an error: of a refused key, or of a frame that is too long.
-_RENEW_SECONDS: Final = 2.0
-#: A new socket that connects so soon tells that there was such an error; and how many
-#: of them within how long are no accident.
-_AT_ONCE_SECONDS: Final = 0.75
-_MAX_ERRORS: Final = 3
-_ERRORS_SECONDS: Final = 10.0
-#: How long `Exchange.run` may take, so that its callers keep their deadlines.
-_RUN_SECONDS: Final = 0.02
 
 
 class Connection:
@@ -105,12 +97,18 @@ class Connection:
           KeyFileError: A file of keys cannot be read, or others can.
         """
         self.address = address
-        self.keys = keys or KeyFolder().keys_for(address, insecure=insecure)
+        self._insecure = insecure
+        self.keys = keys or self._keys_for(address)
         self.max_frame_bytes = self.max_row_bytes = _MIN_FRAME_BYTES
         self._former: zmq.Socket[bytes] | None = None
         self.descriptor = Descriptor()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._open()
+
+    def _keys_for(self, address: str) -> Keys | None:
+        if address == NOWHERE:
+            return None
+        return KeyFolder().keys_for(address, insecure=self._insecure)
 
     def _open(self) -> None:
         self._socket = socket = self._context.socket(zmq.DEALER)
@@ -137,7 +135,8 @@ class Connection:
             socket.setsockopt(zmq.CURVE_PUBLICKEY, self.keys[1].public)
             socket.setsockopt(zmq.CURVE_SECRETKEY, self.keys[1].secret)
         try:
-            socket.connect(self.address)
+            if self.address != NOWHERE:
+                socket.connect(self.address)
         except zmq.ZMQError as error:
             self.close()
             raise ConnectError(
@@ -154,6 +153,15 @@ class Connection:
         self._open()
         if max_frame_bytes:
             self.forget_former()
+
+    def move(self, address: str, farewell: list[Buffer]) -> None:
+        """Leaves the server for another: nothing that it sends yet is received."""
+        self.keys = self._keys_for(address)
+        self.send(farewell)
+        self.forget_former()
+        former, self.address = self._socket, address
+        self._open()
+        former.close(linger=_FAREWELL_MS)
 
     def has_former_connected(self) -> bool:
         """Tells whether the socket before the last `renew` has a connection too."""
@@ -203,134 +211,6 @@ class Connection:
         """Closes the socket; messages not sent by then are dropped."""
         self.descriptor.close()
         self._context.destroy(linger=int(1000 * linger_seconds))
-
-
-class Exchange:
-    """Moves messages between a session and its connection.
-
-    Attributes:
-      session: The session.
-      connection: The connection.
-      due_at: When to `run` at the latest: to see breaks, and to do what is due.
-    """
-
-    def __init__(self, session: ClientSession, connection: Connection) -> None:
-        self.session = session
-        self.connection = connection
-        self.due_at = -math.inf
-        self._is_connected = False
-        self._is_renewed = False
-        self._alone_since = time.monotonic()
-        self._errors: list[float] = []  # when it was seen that there was one
-        self._judge_at = math.inf
-
-    def run(self, now: float) -> None:
-        """Receives and sends until neither goes on, and looks at the connection.
-
-        Ends with a look that finds nothing: only then is the next message, or break,
-        sure to show at the descriptor, which shows nothing twice. Or after a while, if
-        there is no end: then the descriptor is awake, and the next call goes on.
-        """
-        session, connection = self.session, self.connection
-        if session.state.is_over:
-            self.flush()
-            return
-        until = time.monotonic() + _RUN_SECONDS
-        is_late = False
-        while not is_late:
-            while not is_late and (frames := connection.receive()) is not None:
-                session.receive(frames, now)
-                is_late = time.monotonic() > until
-            is_readable = self._look(now)
-            session.advance(now)
-            if not self.flush() and not is_readable:
-                return
-        self.due_at = now
-        connection.descriptor.wake()
-
-    def flush(self) -> bool:
-        """Sends what can be sent; tells whether there was anything."""
-        outbox = self.session.outbox
-        has_sent = False
-        while outbox and self.connection.send(outbox[key := next(iter(outbox))]):
-            del outbox[key]
-            has_sent = True
-        return has_sent
-
-    def _look(self, now: float) -> bool:
-        """Tells the session of the connection, and the caller whether there is more."""
-        is_readable, is_connected = self.connection.look()
-        if is_connected and not self._is_connected:
-            self._note_connected(now)
-        elif self._is_connected and not is_connected:
-            self._note_disconnected(now)
-        self._judge(now)
-        if self.connection.is_endless(is_connected):
-            text = "expected messages that end; got one that does not"
-            self.session.refuse(RemoteProtocolError(text))
-            self.flush()
-            self.connection.drop()
-            return False
-        if (operations := self.session.attachment.operations) is not None:
-            most = operations.max_result_bytes
-            self.connection.max_row_bytes = max(_MIN_FRAME_BYTES, most)
-            self.accept(most, now)
-        if not self._is_connected and now > self._alone_since + _RENEW_SECONDS:
-            self.connection.renew()
-            self._alone_since, self._is_renewed = now, True
-        # While there is none, a message that waits can be sent at any moment.
-        self.due_at = now + SLICE_SECONDS if self._is_connected else now
-        return is_readable
-
-    def accept(self, num_bytes: int, now: float) -> None:
-        """Has frames of so many bytes be received, by a new connection if needed."""
-        if num_bytes > self.connection.max_frame_bytes:
-            self.connection.renew(num_bytes)
-            self._note_disconnected(now)
-            self.due_at = now
-
-    def _note_disconnected(self, now: float) -> None:
-        self._is_connected = self._is_renewed = False
-        self._alone_since = now
-        self.session.disconnected(now)
-
-    def _note_connected(self, now: float) -> None:
-        """Notes a connection, and that it may tell of an error."""
-        self._is_connected = True
-        if self._is_renewed and now < self._alone_since + _AT_ONCE_SECONDS:
-            self._judge_at = now + _AT_ONCE_SECONDS
-        self.session.connected(now)
-
-    def _judge(self, now: float) -> None:
-        """Ends the session if an error follows each connection.
-
-        If the network was away, the former socket connects as well, by itself.
-        """
-        if self._judge_at < math.inf and self.connection.has_former_connected():
-            self._judge_at = math.inf
-            self.connection.forget_former()
-        if now < self._judge_at:
-            return
-        self._judge_at = math.inf
-        self._errors = [at for at in self._errors if now < at + _ERRORS_SECONDS]
-        self._errors.append(now)
-        if len(self._errors) < _MAX_ERRORS:
-            return
-        self.session.refuse(
-            RemoteProtocolError(
-                f"expected ZeroMQ's protocol, and frames of at most "
-                f"{self.connection.max_frame_bytes} bytes; {_MAX_ERRORS} connections "
-                f"one after the other have ended by an error; is that an envserve "
-                f"server?"
-            )
-        )
-
-    def wait(self, deadline: float) -> None:
-        """Waits for the server, the session's next deadline, or a little while."""
-        now = time.monotonic()
-        until = min(deadline, self.session.next_deadline(), now + SLICE_SECONDS)
-        wants_to_send = bool(self.session.outbox) or not self._is_connected
-        self.connection.wait(until - now, for_writing=wants_to_send)
 
 
 def ask_welcome(

@@ -52,6 +52,7 @@ class Finding(enum.Enum):
     FINE = enum.auto()  # there can be one
     UNKNOWN_HOST = enum.auto()
     FOREIGN = enum.auto()  # a ZeroMQ socket, but no server's
+    REFUSED = enum.auto()  # nobody listens there, says its host
 
 
 def diagnose_connection(
@@ -69,6 +70,8 @@ def diagnose_connection(
         mechanism, kind = _greet(address, deadline)
     except socket.gaierror:
         return Finding.UNKNOWN_HOST
+    except ConnectionRefusedError:
+        return Finding.REFUSED
     except (OSError, ValueError):
         return Finding.NOBODY
     if mechanism == b"NULL" and kind not in (b"", b"ROUTER"):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import enum
 from typing import Final
 
-from envserve.address import resolve
 from envserve.client.connection import ask_welcome
+from envserve.client.sources import resolve
 from envserve.errors import AddressError, EnvserveError, ProtocolMismatch
 from envserve.wire import Welcome
 

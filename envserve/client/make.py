@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -11,8 +12,10 @@ from itertools import pairwise
 from typing import Any, Final, Literal, Protocol, Self, TypeVar, Unpack, get_args
 
 from envserve import own_envs
-from envserve.address import resolve
+from envserve.client.connection import NOWHERE
+from envserve.client.fleet import Fleet
 from envserve.client.remote_lane import RemoteLane
+from envserve.errors import ConnectError, EnvsBusy
 from envserve.lane import Lane
 from envserve.pool.pool import Pool
 from envserve.seeding import draw_root_seed
@@ -38,6 +41,7 @@ OnFault = Literal["truncate", "raise"]
 #: What follows when a server was waited for in vain.
 OnServerLost = Literal["raise", "pad"]
 
+_LOGGER: Final = logging.getLogger(__name__)
 _SECONDS: Final = "_seconds"
 
 
@@ -119,6 +123,8 @@ class Builders(Protocol):
         start_timeout: float = 300.0,
         server_lost_after: float = 60.0,
         on_server_lost: OnServerLost = "raise",
+        num_servers: int | None = None,
+        min_servers: int | None = None,
         insecure: bool = False,
         max_row_mib: int = Patience.max_row_mib,
         **options: Unpack[EnvOptions],
@@ -129,7 +135,9 @@ class Builders(Protocol):
           env_name: Name of an env that every server offers; of an own one, what its
             servers were told: "my_env.py:Walk", which they call "my_env:Walk".
           addresses: Servers, like "sim1", "sim1:5555", "tcp://sim1:5555",
-            "ipc:///tmp/envs", or "dns://sims:5555" for all addresses of a name.
+            "ipc:///tmp/envs"; or sources of them: "dns://sims:5555" for all addresses
+            of a name, "file:///path", "ray://namespace/name". Rows whose server is gone
+            move to another of these that has as many free envs; see docs/cluster.md.
           num_envs: Number of rows in all.
           on_fault: As for `local`.
           padding_after: As for `local`.
@@ -137,8 +145,13 @@ class Builders(Protocol):
           start_timeout: Seconds until all envs must be built.
           server_lost_after: Seconds to wait for a server that is silent, or was
             restarted. Meanwhile its rows are padding; envs anew cost an episode each.
-          on_server_lost: What follows: "raise" raises ServerLost; "pad" goes on with
-            padding until the server is back, or ServerLost if no row is alive.
+          on_server_lost: What follows, if no other server has room: "raise" raises
+            ServerLost; "pad" goes on with padding until a server has, or ServerLost if
+            no row is alive.
+          num_servers: How many servers to spread the envs over; by default as many as
+            there are addresses now. There may be more of them later.
+          min_servers: How many of these must be there to begin; by default all that
+            have an address now. The rows of the others are padding until they come.
           insecure: Whether to use no keys on tcp, in a network that you trust.
           max_row_mib: Most memory for the rows of a server, who says how long they are.
           **options: See `settings.EnvOptions`. The same seed gives the same rows as
@@ -153,7 +166,12 @@ class Builders(Protocol):
           UnknownEnv: A server does not offer the env.
           WrapperError: A server does not know a wrapper, or an argument is wrong.
         """
-        servers = _servers(addresses, num_envs, on_server_lost)
+        _check_choice("on_server_lost", on_server_lost, OnServerLost)
+        fleet = Fleet(addresses, insecure=insecure)
+        count = len(fleet.first) if num_servers is None else num_servers
+        servers = fleet.first[:count]
+        least = len(servers) if min_servers is None else min_servers
+        _check_counts(num_envs, count, least, len(servers))
         asked = _settings_of(options, EnvOptions, on_fault)
         name = own_envs.name_of(env_name)
         whole = EnvRequest(env_name=name, num_envs=num_envs, **asked)
@@ -163,29 +181,56 @@ class Builders(Protocol):
             pads=on_server_lost == "pad",
             max_row_mib=max_row_mib,
         )
-        shares = zip(servers, _shares_of(whole, len(servers)), strict=True)
-        lanes = (RemoteLane(*each, patience, insecure=insecure) for each in shares)
+        shares = _shares_of(whole, count)
+        known: Any = {"insecure": insecure}
+        known["fleet"] = fleet if fleet.has_choice else None
+
+        def lane_at(place: int, like: Lane | None = None) -> RemoteLane:
+            address = servers[place] if like is None else NOWHERE
+            return RemoteLane(address, shares[place], patience, like=like, **known)
+
         make = partial(
             cls,
             autoreset=whole.autoreset,
             on_fault=on_fault,
             padding_after=padding_after,
         )
-        return _start(lanes, start_timeout, make)
+        lanes = map(lane_at, range(len(servers)))
+        return _start(lanes, start_timeout, make, least, count, lane_at)
 
 
 def _start(
-    lanes: Iterable[Lane], seconds: float, make: Callable[[Sequence[Lane]], Batch]
+    lanes: Iterable[Lane],
+    seconds: float,
+    make: Callable[[Sequence[Lane]], Batch],
+    least: int = 1,
+    count: int = 1,
+    make_late: Any = None,
 ) -> Batch:
-    """Makes a batch of lanes, which start side by side; closes them if one fails."""
+    """Makes a batch of lanes, which start side by side; closes them if it fails.
+
+    Of `count` at least so many must be there; `make_late` has others wait for a server.
+    """
     deadline = time.monotonic() + seconds
     with contextlib.ExitStack() as stack:
         started = []
         for lane in lanes:
             stack.callback(lane.close)
             started.append(lane)
-        for lane in started:
-            lane.finish_start(deadline)
+        missing = list(range(len(started), count))
+        for place, lane in enumerate(started):
+            try:
+                lane.finish_start(deadline)
+            except (ConnectError, EnvsBusy) as error:
+                missing.append(place)
+                if count - len(missing) < least:
+                    raise
+                _LOGGER.warning("%s; its rows are padding until a server comes", error)
+        ready = [lane for place, lane in enumerate(started) if place not in missing]
+        like = max(ready, key=lambda lane: lane.num_envs)
+        for place in sorted(missing):
+            started[place : place + 1] = [late := make_late(place, like)]
+            stack.callback(late.close)
         batch = make(started)
         stack.pop_all()
         return batch
@@ -219,25 +264,26 @@ def _shares_of(whole: EnvRequest, num_servers: int) -> list[EnvRequest]:
     """Spreads envs evenly over servers."""
     edges = [i * whole.num_envs // num_servers for i in range(num_servers + 1)]
     return [
-        replace(whole, num_envs=stop - start, first_env_index=start)
+        replace(
+            whole,
+            num_envs=stop - start,
+            first_env_index=whole.first_env_index + start,
+        )
         for start, stop in pairwise(edges)
     ]
 
 
-def _servers(addresses: Sequence[str], num_envs: int, on_server_lost: str) -> list[str]:
-    """Returns the addresses that words stand for, and checks what depends on them."""
-    if isinstance(addresses, str) or not all(isinstance(at, str) for at in addresses):
-        raise TypeError(
-            f"expected a list of addresses like 'tcp://sim1:5555'; got {addresses!r}"
-        )
-    _check_choice("on_server_lost", on_server_lost, OnServerLost)
-    servers = [address for word in addresses for address in resolve(word)]
-    if not servers or num_envs < len(servers):
+def _check_counts(num_envs: int, count: int, least: int, num_found: int) -> None:
+    if not 1 <= count <= num_envs or not num_found:
         raise ValueError(
             f"expected at least one server, and an env for each; got "
-            f"{len(servers)} servers and num_envs={num_envs}"
+            f"{count} servers and num_envs={num_envs}"
         )
-    return servers
+    if not 1 <= least <= num_found:
+        raise ValueError(
+            f"min_servers: expected 1 to {num_found}, the servers that have an address "
+            f"now; got {least}"
+        )
 
 
 def _check_choice(name: str, value: str, choices: Any) -> None:

@@ -17,24 +17,23 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from typing import Final, TypeVar
 
-from envserve import codec
-from envserve.client.connection import SLICE_SECONDS, Connection, Exchange
+from envserve.client.connection import SLICE_SECONDS, Connection
 from envserve.client.diagnosis import Diagnosis
+from envserve.client.exchange import Exchange
+from envserve.client.fleet import Fleet
 from envserve.errors import (
     EnvserveError,
     EnvStartError,
     LocalProtocolError,
     ServerError,
 )
-from envserve.lane import Block, Call, Outcome, Reset
-from envserve.session import ClientSession, ClientState, Patience
+from envserve.lane import Block, Call, Lane, Outcome, Reset
+from envserve.session import ClientSession, ClientState, Patience, attach_of
 from envserve.settings import EnvRequest
 from envserve.slab import Rows
 from envserve.spec import EnvSpec
-from envserve.wire import Attach
 from envserve.worker.channel import MAX_ANSWER_BYTES
 
 __all__ = ["RemoteLane"]
@@ -59,7 +58,6 @@ class RemoteLane:
     """Satisfies `lane.Lane`. Methods may be called from any thread.
 
     Attributes:
-      name: The server's address.
       num_envs: Number of rows.
       is_waiting: Whether a call that was interrupted did nothing but wait or send.
     """
@@ -71,6 +69,8 @@ class RemoteLane:
         patience: Patience | None = None,
         *,
         insecure: bool = False,
+        fleet: Fleet | None = None,
+        like: Lane | None = None,
     ) -> None:
         """Begins to attach; `finish_start` waits for it.
 
@@ -79,16 +79,17 @@ class RemoteLane:
           request: What to ask for.
           patience: How long to wait for the server; None for the defaults.
           insecure: Whether to go without keys; see `KeyFolder.keys_for`.
+          fleet: Knows others, which may take the server's place.
+          like: Whose envs are such as these will be, once a server comes.
 
         Raises:
           ConnectError: The address has no known form, or its server's key is not known.
           KeyFileError: A file of keys cannot be read, or others can.
           EnvStartError: The env_kwargs or wrappers cannot be sent.
         """
-        self.name = address
         self.num_envs = request.num_envs
         self._env_name = request.env_name
-        attach = _attach_of(request, address)
+        attach = attach_of(request, address)
         self._connection = Connection(address, insecure=insecure)
         self._session = ClientSession(
             address,
@@ -100,14 +101,16 @@ class RemoteLane:
         )
         self._lock = threading.Lock()
         self.is_waiting = self._is_midway = False  # see `lose`
-        self._has_started = threading.Event()
-        self._has_closed = threading.Event()  # wakes the keeper, to end
-        self._exchange = Exchange(self._session, self._connection)
+        self._has_started, self._has_closed = threading.Event(), threading.Event()
+        self._exchange = Exchange(self._session, self._connection, fleet)
         self._descriptor = self._connection.descriptor
         self._diagnosis = Diagnosis(address, keys := self._connection.keys)
         self._unheard = _STARTING[: 1 if keys else 2]  # keys show who is there
         self._is_watched = self._is_closing = False  # watched: its descriptor
         self._close_by = math.inf
+        if like is not None:
+            self._session.attachment.assume(like, time.monotonic())
+            self._has_started.set()
         self._let_go = weakref.finalize(self, _let_go, self._exchange)
         self._keeper = threading.Thread(
             target=_keep,
@@ -137,6 +140,11 @@ class RemoteLane:
             f"{self.name}: expected {self.num_envs} {self._env_name} in time; they "
             "are still being built; raise start_timeout if that may take so long"
         )
+
+    @property
+    def name(self) -> str:
+        """The server's address."""
+        return self._session.address
 
     @property
     def spec(self) -> EnvSpec:
@@ -307,6 +315,8 @@ class RemoteLane:
                 self._exchange.wait(self._close_by)
                 self._exchange.run(time.monotonic())
             self._let_go()
+        if (fleet := self._exchange.fleet) is not None:
+            fleet.leave(self._exchange)
 
     def _give_back(self) -> None:
         now = time.monotonic()
@@ -388,12 +398,3 @@ def _let_go(exchange: Exchange) -> None:
     exchange.session.begin_close(time.monotonic())
     exchange.flush()
     exchange.connection.close(linger_seconds=_LINGER_SECONDS)
-
-
-def _attach_of(request: EnvRequest, address: str) -> Attach:
-    attach = Attach(**{f.name: getattr(request, f.name) for f in fields(EnvRequest)})
-    try:
-        attach.encode()
-    except codec.CodecError as error:
-        raise EnvStartError(f"{address}: env_kwargs or wrappers: {error}") from None
-    return attach

@@ -10,9 +10,9 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from envserve.address import resolve
 from envserve.client.connection import ask_welcome
 from envserve.client.observer import Observer
+from envserve.client.sources import resolve
 from envserve.errors import ConnectError, EnvserveError, ProtocolMismatch
 from envserve.transport import raise_file_limit
 from envserve.wire import Histogram, ServerStatus
@@ -26,7 +26,8 @@ class Sight:
     """One server, as it was seen last.
 
     Attributes:
-      name: Its address, as short as can be.
+      address: Where it is.
+      name: The same, as short as can be.
       status: What it has said; without a version from one that is too old to be asked,
         and tells no more than its envs. None if it has said nothing.
       error: Why it has not.
@@ -37,7 +38,7 @@ class Sight:
         self.name = address.removeprefix("tcp://")
         self.status: ServerStatus | None = None
         self.error, self.is_known = error, not error
-        self._address, self._insecure = address, insecure
+        self.address, self._insecure = address, insecure
         self._before: ServerStatus | None = None
         self._observer: Observer | None = None
 
@@ -59,7 +60,7 @@ class Sight:
     def plain(self) -> dict[str, Any]:
         """Returns all of it, fit for JSON."""
         return {
-            "address": self._address,
+            "address": self.address,
             "error": self.error or None,
             "steps_per_second": self.steps_per_second,
             "status": to_builtins(self.status),
@@ -68,7 +69,7 @@ class Sight:
     def look(self, timeout_seconds: float) -> None:
         """Asks the server anew."""
         self._before, self.status, self.error = self.status, None, ""
-        address, insecure = self._address, self._insecure
+        address, insecure = self.address, self._insecure
         try:
             try:
                 if self._observer is None:

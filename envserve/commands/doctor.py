@@ -83,7 +83,7 @@ def _finding(
 def _findings(
     words: Sequence[str], timeout: float, insecure: bool
 ) -> Iterator[_Finding]:
-    from envserve.address import resolve
+    from envserve.client.sources import resolve
 
     yield from (*_versions(), *_resources(), _port(), _keys())
     yield from map(_renderer, _RENDERERS)

@@ -254,10 +254,10 @@ def _completed(words: list[str], *, may_be_any: bool = False) -> list[str]:
     from envserve.address import complete
 
     try:
-        addresses = [complete(word) for word in words]
+        addresses = [w if w.startswith("ray://") else complete(w) for w in words]
     except AddressError as error:
         raise CodecError(f"--at: {error}") from None
-    none = ("0.0.0.0", "[::]", *(() if may_be_any else "*"))
+    none = ("0.0.0.0", "[::]", *(() if may_be_any else ("*", "ray")))
     for word, address in zip(words, addresses, strict=True):
         host = address.removeprefix("tcp://").rpartition(":")[0]
         if address.startswith("ipc://") or host in none:

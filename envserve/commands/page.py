@@ -51,7 +51,7 @@ def page(
     ] = False,
 ) -> None:
     """Show servers, their envs and a run in the browser, until Ctrl-C."""
-    from envserve.address import resolve
+    from envserve.client.sources import resolve
     from envserve.transport import raise_file_limit
 
     raise_file_limit()

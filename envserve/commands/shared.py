@@ -53,7 +53,7 @@ Insecure = Annotated[
 
 def address_of(word: str) -> str:
     """Returns the one address that a word stands for; ends the command if none."""
-    from envserve.address import resolve
+    from envserve.client.sources import resolve
 
     try:
         return resolve(word)[0]

@@ -6,7 +6,10 @@ import ast
 import contextlib
 import dataclasses
 import inspect
+import json
 import os
+import signal
+import sys
 from collections.abc import Callable, Container, Mapping
 from functools import partial
 from itertools import pairwise
@@ -17,6 +20,7 @@ import typer
 
 from envserve.commands.shared import look_for_modules_here, names_here
 from envserve.errors import (
+    AddressError,
     EnvserveError,
     EnvStartError,
     KeyFileError,
@@ -24,8 +28,8 @@ from envserve.errors import (
     ServerError,
     UnknownEnv,
 )
-from envserve.own_envs import is_own
-from envserve.settings import HostSettings, WorkerSettings
+from envserve.own_envs import absolute, is_own
+from envserve.settings import HostSettings, WorkerSettings, convert
 from envserve.terminal import ConfigFile, LogFormat, LogLevel, fail, set_up_logs
 
 __all__ = ["start"]
@@ -59,11 +63,21 @@ _PANELS: Final[Mapping[str, Container[str]]] = {
 
 #: How `start` ends if it must not begin.
 _START_CODES: Final[Mapping[type, int]] = {
+    AddressError: 2,
     EnvStartError: 2,
     KeyFileError: 2,
     SelfTestError: 3,
     UnknownEnv: 2,
 }
+
+_PANEL: Final = {"rich_help_panel": "On Ray"}
+_ON: Final = "Start servers on a Ray cluster; or ray://namespace/name, to be found by."
+_TAKES: Final = """What Ray sets aside for each, as '{"CPU": 8}'; by default one CPU."""
+_On = Annotated[str | None, typer.Option(metavar="ray", help=_ON, **_PANEL)]
+_Servers = Annotated[int, typer.Option(min=1, help="How many there.", **_PANEL)]
+_JSON: Final = {"metavar": "JSON", "parser": lambda t: convert(json.loads(t), _Map)}
+_Map = dict[str, float]
+_Resources = Annotated[Any, typer.Option(help=_TAKES, **_JSON, **_PANEL)]
 
 
 def _flag(setting: str) -> str:
@@ -155,13 +169,19 @@ def start(
             rich_help_panel="What is offered",
         ),
     ] = False,
+    on: _On = None,
+    servers: _Servers = 1,
+    resources: _Resources = None,
     log_level: LogLevel = "info",
     log_format: LogFormat = "text",
     config: ConfigFile = None,
+    ctx: typer.Context,
     **given: Any,
 ) -> None:
     """Serve envs until SIGTERM, which lets episodes end first, or SIGINT."""
     set_up_logs(log_level, log_format)
+    if on is not None:
+        return _serve_on_ray(_words(ctx), on, servers, resources)
     names = [*(own or ()), *(given["env_names"] or ())]
     look_for_modules_here([*filter(is_own, names)])
     host = _host_settings({**given, "env_names": names})
@@ -205,6 +225,35 @@ def _serve(
         except typer.Exit as ended:
             return ended.exit_code
     return 0
+
+
+def _words(ctx: typer.Context) -> list[str]:
+    """Returns what is no default, wherever it is from, as a server's command line."""
+    words = []
+    for param in ctx.command.params:
+        name, flag = str(param.name), max(param.opts, key=len)
+        source, value = ctx.get_parameter_source(name), ctx.params[name]
+        is_given = source is not None and source.name != "DEFAULT"
+        if is_given and name not in ("config", "on", "resources", "servers"):
+            for each in value if isinstance(value, list) else [value]:
+                words += [flag] * (flag.startswith("--") and each is not False)
+                words += [absolute(str(each))] * (not isinstance(each, bool))
+    return words
+
+
+def _serve_on_ray(words: list[str], on: str, number: int, resources: Any) -> None:
+    """Has servers until SIGTERM or SIGINT, which let episodes end first."""
+    from envserve.ray import EnvServers
+
+    word = "ray://default/envs" if on == "ray" else on
+    try:
+        with EnvServers(number, words, resources=resources, word=word) as servers:
+            for each in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(each, lambda *_: sys.exit(0))
+            print(f"envserve: ready on {word}:", *servers.addresses(), flush=True)
+            signal.pause()
+    except EnvserveError as error:
+        fail(error, _START_CODES.get(type(error), 1))
 
 
 def _host_settings(given: Mapping[str, Any]) -> HostSettings:

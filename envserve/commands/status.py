@@ -31,7 +31,7 @@ _FAULTS: Final = {"ENV_ERROR": "raised", "WORKER_DIED": "died", "TIMEOUT": "hung
 
 _Addresses = Annotated[
     list[str],
-    typer.Argument(metavar="ADDRESS", help="sim1, sim1:5555, ipc:///path, dns://sims."),
+    typer.Argument(metavar="ADDRESS", help="sim1, ipc:///path, dns://sims, file:///x."),
 ]
 
 

@@ -3,7 +3,7 @@
 No I/O and no clock: bytes and `now` go in, bytes and decisions come out.
 """
 
-from envserve.session.attachment import Patience
+from envserve.session.attachment import attach_of
 from envserve.session.claims import Offer
 from envserve.session.client import ClientSession
 from envserve.session.decisions import (
@@ -17,6 +17,7 @@ from envserve.session.decisions import (
     StartPool,
 )
 from envserve.session.policy import Health
+from envserve.session.requests import Patience
 from envserve.session.server import ServerSession
 from envserve.session.states import ClientState
 
@@ -35,4 +36,5 @@ __all__ = [
     "ServerSession",
     "SessionId",
     "StartPool",
+    "attach_of",
 ]

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import fields, replace
 from typing import Final
 
+from envserve import codec
 from envserve.errors import (
     ConnectError,
     EnvserveError,
+    EnvStartError,
     LeaseLost,
     LocalProtocolError,
     ProtocolMismatch,
@@ -23,13 +25,13 @@ from envserve.errors import (
 )
 from envserve.seeding import INCARNATIONS_PER_LEASE
 from envserve.session.operations import Operations
-from envserve.session.requests import Request, Requests
+from envserve.session.requests import Loss, Patience, Request, Requests
 from envserve.session.states import ClientState, Machine
+from envserve.settings import EnvRequest
 from envserve.slab import rows_nbytes
 from envserve.text import did_you_mean
 from envserve.wire import (
     Attach,
-    Buffer,
     ErrorBody,
     ErrorCode,
     Granted,
@@ -41,7 +43,7 @@ from envserve.wire import (
     exception_of,
 )
 
-__all__ = ["Attachment", "Loss", "Patience", "attach_again"]
+__all__ = ["Attachment", "attach_again", "attach_of"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 _RETRY_SECONDS: Final = 0.5
@@ -49,46 +51,12 @@ _RETRY_SECONDS: Final = 0.5
 _BUSY_SECONDS: Final = 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Patience:
-    """How long a client waits for its server, and how much it takes from it."""
-
-    connect_seconds: float = 10.0
-    """Longest silence before the envs are granted."""
-    lost_seconds: float = 60.0
-    """How long to wait for a server that is silent, or for lost envs, after that."""
-    pads: bool = False
-    """Whether to try on for ever then, and to say so by `given_up`, and not to end."""
-    max_row_mib: int = 1024
-    """Most memory for the rows of its envs: the server says how long they are."""
-
-
-@dataclass(slots=True)
-class Loss:
-    """A lease that was lost.
-
-    Attributes:
-      error: What has happened.
-      since: When.
-      given_up: Why nobody should wait for the envs any more.
-      retry_at: When to ask again.
-      busy_until: How long to ask though others have the envs.
-      farewell: Tells the server that the old lease is not needed; may be empty.
-    """
-
-    error: EnvserveError
-    since: float
-    given_up: ServerLost | None = None
-    retry_at: float = math.inf
-    busy_until: float = math.inf
-    farewell: list[Buffer] = field(default_factory=list)
-
-
 class Attachment:
     """A client's claim to its envs.
 
     Attributes:
       address: The server's, for messages.
+      attach: Which envs to ask for.
       machine: Where it is, see `ClientState`.
       error: Why it is LOST.
       refusal: Why there is no connection, if who looks after that knows.
@@ -96,6 +64,9 @@ class Attachment:
       request: Number of the last ATTACH.
       operations: What the envs are up to; None until they are granted.
       loss: What has to be got over; None if all is well.
+      home: The server that has granted envs last; "" before.
+      is_unfit: Whether the present server has none for us, and is asked no more.
+      awaits_look: Whether it is not known yet if another server could take its place.
     """
 
     def __init__(
@@ -114,7 +85,8 @@ class Attachment:
         self.num_leases = self.request = 0
         self.operations: Operations | None = None
         self.loss: Loss | None = None
-        self._attach, self._requests = attach, requests
+        self.home, self.is_unfit, self.awaits_look = "", False, False
+        self.attach, self._requests = attach, requests
         self._patience, self._client = patience, client
         self._max_message_bytes, self._env_names = 0, tuple[str, ...]()
 
@@ -134,7 +106,7 @@ class Attachment:
         try:
             check_versions(welcome, self.address)
         except ProtocolMismatch as error:
-            self.fail(error)
+            self.refuse(error)
             return
         self._requests.clear()
         self._requests.boot = message.boot
@@ -145,7 +117,7 @@ class Attachment:
     def _ask_for_envs(self, now: float) -> None:
         """Sends an ATTACH, as the present session."""
         self.machine.move(ClientState.ATTACHING)
-        body = attach_again(self._attach, self.num_leases).encode()
+        body = attach_again(self.attach, self.num_leases).encode()
         request = Request(MessageType.ATTACH, body=body)
         self._requests.send(request, now)
         self.request = request.id
@@ -156,14 +128,16 @@ class Attachment:
         Raises:
           RemoteProtocolError: They are not envs that we can use.
         """
-        granted = Granted.decode(message.body, self._attach.num_envs)
+        granted = Granted.decode(message.body, self.attach.num_envs)
         self._check_usable(granted)
         if self.operations is None:
             self.operations = Operations(
                 self.address, granted.spec, granted.blocks, self._requests.silence
             )
         else:
-            _check_equal(granted, self.operations)
+            _check_equal(granted, self.operations, self.home)
+            self.operations.is_vacant = False
+        self.home = self.address
         self._requests.remove(self.request)
         self._requests.epoch = granted.epoch
         self.num_leases += 1
@@ -179,7 +153,7 @@ class Attachment:
             self._requests.send(request, now)
 
     def _check_usable(self, granted: Granted) -> None:
-        num_envs = self._attach.num_envs
+        num_envs = self.attach.num_envs
         needed = num_envs * sum(leaf.nbytes for leaf in granted.spec.action_leaves)
         if needed > self._max_message_bytes:
             raise RemoteProtocolError(
@@ -258,7 +232,7 @@ class Attachment:
         """Takes an ERROR that ends the session, or does not let it begin."""
         error = exception_of(body, self.address)
         if isinstance(error, UnknownEnv):
-            hint = did_you_mean(self._attach.env_name, self._env_names)
+            hint = did_you_mean(self.attach.env_name, self._env_names)
             error = UnknownEnv(f"{error}{hint}")
         is_lost = body.code in (ErrorCode.LEASE_LOST, ErrorCode.FENCED)
         may_pass = body.code in (ErrorCode.ENVS_BUSY, ErrorCode.INTERNAL)
@@ -278,7 +252,7 @@ class Attachment:
         followed by another; but what our own silence has lost is not given back.
         """
         is_full = body.code is ErrorCode.ENVS_BUSY and not body.is_draining
-        if is_full and isinstance(loss.error, LeaseLost):
+        if is_full and isinstance(loss.error, LeaseLost) and self.address == self.home:
             loss.busy_until = min(loss.busy_until, now + _BUSY_SECONDS)
             if now >= loss.busy_until:
                 self.fail(LeaseLost(f"{loss.error}; and others have them: {error}"))
@@ -292,6 +266,8 @@ class Attachment:
     @property
     def lost_at(self) -> float:
         """When to `give_up`."""
+        if self.awaits_look:
+            return math.inf
         since, loss = self._requests.silence.since, self.loss
         state, patience = self.machine.state, self._patience
         if loss is None or state.has_envs:
@@ -369,14 +345,27 @@ class Attachment:
             self.operations.fail_all(error)
 
     def refuse(self, error: EnvserveError) -> None:
-        """Ends it likewise, and tells the server, which may think that it goes on."""
+        """Ends it likewise, and tells the server, which may think that it goes on.
+
+        A server that was asked in another's place is only asked no more.
+        """
         farewell = self._requests.pack(MessageType.DETACH)
-        self.fail(error)
+        if self.loss is not None and self.address != self.home:
+            _LOGGER.warning("%s; another server is looked for", error)
+            self.loss.error, self.loss.retry_at = error, math.inf
+            self.is_unfit = True
+            self._requests.change_session()
+            self.machine.move(ClientState.HELLO_SENT)
+        else:
+            self.fail(error)
         self._requests.say_farewell(farewell)
 
 
-def _check_equal(granted: Granted, before: Operations) -> None:
-    """Refuses other envs than before: rows have their shapes and places."""
+def _check_equal(granted: Granted, before: Operations, home: str) -> None:
+    """Refuses other envs than before: rows have their shapes and places.
+
+    docs/decisions.md: "A lane takes only a server with its own blocks".
+    """
     different = list(before.spec.differences(granted.spec))
     if granted.blocks != before.blocks:
         different.append(
@@ -385,7 +374,8 @@ def _check_equal(granted: Granted, before: Operations) -> None:
         )
     if different:
         raise RemoteProtocolError(
-            f"expected envs as before; got other ones: {'; '.join(different)}"
+            f"expected envs as before{home and f', of {home}'}; got other ones: "
+            f"{'; '.join(different)}"
         )
 
 
@@ -393,3 +383,13 @@ def attach_again(attach: Attach, num_leases: int) -> Attach:
     """Returns what to ask for after so many leases: the same, with other seeds."""
     first = attach.first_incarnation + num_leases * INCARNATIONS_PER_LEASE
     return replace(attach, first_incarnation=first & 0xFFFFFFFF)
+
+
+def attach_of(request: EnvRequest, address: str) -> Attach:
+    """Returns what asks for envs; raises EnvStartError if that cannot be sent."""
+    attach = Attach(**{f.name: getattr(request, f.name) for f in fields(EnvRequest)})
+    try:
+        attach.encode()
+    except codec.CodecError as error:
+        raise EnvStartError(f"{address}: env_kwargs or wrappers: {error}") from None
+    return attach

@@ -20,9 +20,9 @@ from envserve.errors import (
     ServerError,
 )
 from envserve.lane import Block, Call, Outcome, Reset
-from envserve.session.attachment import Attachment, Patience
+from envserve.session.moves import MovingAttachment
 from envserve.session.operations import Operations
-from envserve.session.requests import Request, Requests, Unasked
+from envserve.session.requests import Patience, Request, Requests, Unasked
 from envserve.session.states import ClientState
 from envserve.slab import Rows
 from envserve.wire import (
@@ -42,7 +42,6 @@ from envserve.wire import (
 __all__ = ["ClientSession"]
 
 _LOGGER: Final = logging.getLogger(__name__)
-_OVER: Final = (ClientState.CLOSED, ClientState.LOST)
 _ATTACHING_TYPES: Final = (MessageType.HELLO, MessageType.ATTACH)
 #: What answers nothing, and yet is not late.
 _NEWS: Final = frozenset(
@@ -58,7 +57,6 @@ class ClientSession:
     Rows are written by `take_outcomes`, and by `operations.is_ready`, only.
 
     Attributes:
-      address: The server's.
       requests: What is sent, and waits for an answer.
       outbox: What the shell has to send: frames by key, in their order. It deletes what
         it has sent.
@@ -87,12 +85,16 @@ class ClientSession:
           client: Who we are, for the server's log.
         """
         self.late_messages = 0
-        self.address = address
-        self.requests = Requests(session, now)
-        self.outbox = self.requests.outbox
-        self.attachment = Attachment(address, attach, self.requests, patience, client)
+        self.requests = requests = Requests(session, now)
+        self.outbox = requests.outbox
+        self.attachment = MovingAttachment(address, attach, requests, patience, client)
         self._machine = self.attachment.machine
         self._unasked = Unasked()
+
+    @property
+    def address(self) -> str:
+        """The server's."""
+        return self.attachment.address
 
     @property
     def state(self) -> ClientState:
@@ -221,7 +223,7 @@ class ClientSession:
             return self._note_unasked("no message", frames, now)
         requests = self.requests
         handler, state = _HANDLERS.get(message.type), self._machine.state
-        if handler is None or message.session != requests.session or state in _OVER:
+        if handler is None or message.session != requests.session or state.is_over:
             return self._note_unasked(message.type, frames, now)
         silence, operations = requests.silence, self.attachment.operations
         if silence.is_unreachable and operations is not None:
@@ -266,11 +268,7 @@ class ClientSession:
                 self.requests.ping(now)
             if now >= silence.unreachable_at:
                 silence.is_unreachable = operations.is_stale = True
-                _LOGGER.warning(
-                    "%s: no answer, or no connection; it is asked again and again, for "
-                    "as long as server_lost_after says",
-                    self.address,
-                )
+                _LOGGER.warning("%s: no answer, or no connection", self.address)
         if now >= self.attachment.lost_at:
             self.attachment.give_up(now)
 

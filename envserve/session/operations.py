@@ -113,6 +113,7 @@ class Operations:
       lost: Blocks whose episodes have ended by a fault, each with what has happened.
       absent: Blocks in flight whose envs were not there at the last `refresh_absent`.
       is_stale: Whether that may have changed.
+      is_vacant: Whether there were no envs yet, so that there is nothing to reset.
       violation: How a result that was collected has broken the protocol, if one has.
     """
 
@@ -130,9 +131,9 @@ class Operations:
         self.ended: set[int] = set()
         self.lost: dict[int, str] = {}
         self.absent: frozenset[int] = frozenset()
-        self.is_stale = False
+        self.is_stale = self.is_vacant = False
         self.violation: RemoteProtocolError | None = None
-        self._address, self._silence = address, silence
+        self.address, self._silence = address, silence
         self._parts = self._writer.parts
         self._plain_outcomes = [Outcome(block.index) for block in blocks]
         self._seqs = [0] * len(blocks)  # of each block's last operation
@@ -171,18 +172,21 @@ class Operations:
     def reset(self, resets: Sequence[Reset]) -> list[Request]:
         """Drafts resets, each of another block."""
         self._check_idle([reset.block for reset in resets])
-        lost = self.lost
-        requests = [self._reset((r,)) for r in resets if r.block in lost]
-        alive = tuple([reset for reset in resets if reset.block not in lost])
+        if self.is_vacant:
+            self._answers.append(([Outcome(r.block) for r in resets], None, None))
+            self.ended.update([reset.block for reset in resets])
+            return []
+        requests = [self._reset((r,)) for r in resets if r.block in self.lost]
+        alive = tuple([reset for reset in resets if reset.block not in self.lost])
         size = MAX_TOLD_BLOCKS if any(r.options for r in resets) else len(self.blocks)
-        chunks = [alive[at : at + size] for at in range(0, len(alive), size)]
-        return requests + [self._reset(chunk) for chunk in chunks]
+        starts = range(0, len(alive), size)
+        return requests + [self._reset(alive[at : at + size]) for at in starts]
 
     def call(self, calls: Sequence[Call]) -> list[Request]:
         """Drafts attribute access; raises CallError for arguments that are too long."""
         self._check_idle([call.block for call in calls])
         requests = []
-        for asked, body in pack_calls(calls, self._address):
+        for asked, body in pack_calls(calls, self.address):
             entries = tuple([(c.block, self._seqs[c.block] + 1) for c in asked])
             requests.append(self._begin(Request(MessageType.CALL, entries, body)))
         return requests
@@ -212,17 +216,17 @@ class Operations:
         """Raises LocalProtocolError unless these are blocks, each once, and idle."""
         if len({*blocks}) < len(blocks):
             raise LocalProtocolError(
-                f"{self._address}: expected each block once; got {list(blocks)}"
+                f"{self.address}: expected each block once; got {list(blocks)}"
             )
         in_flight, count = self.in_flight, len(self.blocks)
         for block in blocks:
             if not 0 <= block < count:
                 raise LocalProtocolError(
-                    f"{self._address}: expected a block below {count}; got {block}"
+                    f"{self.address}: expected a block below {count}; got {block}"
                 )
             if block in in_flight or block in self.ended:
                 raise LocalProtocolError(
-                    f"{self._address}: block {block} is in flight; collect its "
+                    f"{self.address}: block {block} is in flight; collect its "
                     f"result before you submit anew"
                 )
 
@@ -237,11 +241,11 @@ class Operations:
         """
         reported: Mapping[int, Outcome] = {}
         if message.report:
-            reported = outcomes_of(message, self._block_of_row, self._address)
+            reported = outcomes_of(message, self._block_of_row, self.address)
             for note in [n for each in reported.values() for n in each.notes]:
                 if len(self._noted) < _MAX_NOTED and note not in self._noted:
                     self._noted.add(note)
-                    _LOGGER.warning("%s: %s", self._address, note)
+                    _LOGGER.warning("%s: %s", self.address, note)
         outcomes = []
         for block, seq in message.entries:
             self._seqs[block] = seq
@@ -379,13 +383,8 @@ class Operations:
         self.is_stale = False
         before, lost, told = self.absent, self.lost, self._told
         is_unreachable = self._silence.is_unreachable
-        self.absent = frozenset(
-            [
-                block
-                for block in self.in_flight
-                if is_unreachable or block in lost or block in told
-            ]
-        )
+        gone = [b for b in self.in_flight if is_unreachable or b in lost or b in told]
+        self.absent = frozenset(gone)
         for index in self.absent - before:
             if self.in_flight[index].is_step:
                 self._writer.keep_last_observation(index)

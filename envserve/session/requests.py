@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from envserve import codec
-from envserve.errors import CallError, RemoteProtocolError
+from envserve.errors import CallError, EnvserveError, RemoteProtocolError, ServerLost
 from envserve.lane import Call, Reset
 from envserve.wire import (
     Buffer,
@@ -26,7 +26,10 @@ from envserve.wire import (
 )
 from envserve.wire.constants import MAX_TOLD_BLOCKS, MAX_TOLD_BYTES
 
-__all__ = ["Request", "Requests", "Silence", "Unasked", "next_session", "pack_calls"]
+__all__ = [
+    *("Loss", "Patience", "Request", "Requests", "Silence", "Unasked"),
+    *("next_session", "pack_calls"),
+]
 
 _FIRST_RESEND_SECONDS: Final = 1.0
 _MAX_RESEND_SECONDS: Final = 4.0
@@ -89,6 +92,41 @@ class Request:
     delay: float = _FIRST_RESEND_SECONDS
 
 
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long a client waits for its server, and how much it takes from it."""
+
+    connect_seconds: float = 10.0
+    """Longest silence before the envs are granted."""
+    lost_seconds: float = 60.0
+    """How long to wait for a server that is silent, or for lost envs, after that."""
+    pads: bool = False
+    """Whether to try on for ever then, and to say so by `given_up`, and not to end."""
+    max_row_mib: int = 1024
+    """Most memory for the rows of its envs: the server says how long they are."""
+
+
+@dataclass(slots=True)
+class Loss:
+    """A lease that was lost.
+
+    Attributes:
+      error: What has happened.
+      since: When.
+      given_up: Why nobody should wait for the envs any more.
+      retry_at: When to ask again.
+      busy_until: How long to ask though others have the envs.
+      farewell: Tells the server that the old lease is not needed; may be empty.
+    """
+
+    error: EnvserveError
+    since: float
+    given_up: ServerLost | None = None
+    retry_at: float = math.inf
+    busy_until: float = math.inf
+    farewell: list[Buffer] = field(default_factory=list)
+
+
 class Silence:
     """How long the server has not answered, as far as it is to blame for that.
 
@@ -97,6 +135,7 @@ class Silence:
     Attributes:
       since: When it began; None while nothing is unanswered.
       ping_at: When to ask for a sign of life.
+      broken_since: Since when it is broken; None while there is a connection.
       is_unreachable: Whether that is so long ago that nobody need wait; until the
         server is heard.
       total_seconds: All silences that were longer than a ping takes.
@@ -107,7 +146,7 @@ class Silence:
         self.ping_at = math.inf
         self.is_unreachable = False
         self.total_seconds = 0.0
-        self._broken_since: float | None = None
+        self.broken_since: float | None = None
         self._looked_at = now
 
     def hear(self, now: float) -> None:
@@ -126,20 +165,20 @@ class Silence:
 
     def break_off(self, now: float) -> None:
         """Notes that the connection has broken."""
-        if self._broken_since is None:
-            self._broken_since = now
+        if self.broken_since is None:
+            self.broken_since = now
 
     def mend(self) -> None:
         """Notes that there is a connection again."""
-        self._broken_since = None
+        self.broken_since = None
 
     def look(self, now: float) -> None:
         """Notes that we are awake; does not count time in which we were not."""
         if now - self._looked_at > _NAP_SECONDS:
             if self.since is not None:
                 self.since = now
-            if self._broken_since is not None:
-                self._broken_since = now
+            if self.broken_since is not None:
+                self.broken_since = now
         self._looked_at = now
 
     @property
@@ -148,8 +187,8 @@ class Silence:
         if self.is_unreachable:
             return math.inf
         at = math.inf if self.since is None else self.since + _UNREACHABLE_SECONDS
-        if self._broken_since is not None:
-            at = min(at, self._broken_since + _BROKEN_SECONDS)
+        if self.broken_since is not None:
+            at = min(at, self.broken_since + _BROKEN_SECONDS)
         return at
 
 

@@ -1,10 +1,12 @@
 """What `ppo train` is to do: a new run or an old one, of which env, and where."""
 
 import contextlib
+import json
+import os
 import re
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from envserve.own_envs import absolute, name_of
 from envserve.settings import num_cores
@@ -15,7 +17,12 @@ from ppo.configs import CONFIGS, WORDS, apply_settings, is_env, load_config, sui
 from ppo.errors import ConfigError
 from ppo.run_folder.folder import Place, RunFolder
 
-__all__ = ["Plan", "new_folder", "new_plan", "resumed_plan"]
+__all__ = ["Plan", "cluster", "new_folder", "new_plan", "resumed_plan"]
+
+_CLUSTER = (
+    '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
+    '"task": {"type": "worker", "index": 0}}'
+)
 
 
 class Plan(NamedTuple):
@@ -27,6 +34,8 @@ class Plan(NamedTuple):
     place: Place
     earlier: Config | None = None
     """What the run has had until now, if it is resumed."""
+    learners: Any = None
+    """Those of the run, once they have met."""
 
     @property
     def is_resumed(self) -> bool:
@@ -72,6 +81,27 @@ class Plan(NamedTuple):
             f"  seed   {config.seed}",
             f"  run    {self.run_folder.path}",
         ]
+
+
+def cluster(seeds: int | None, resume: Path | None) -> tuple[list[str], int]:
+    """Return the learners that TF_CONFIG names, HOST:PORT, and which one this is."""
+    text = os.environ.get("TF_CONFIG")
+    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+        told = json.loads(text or "")
+        ((job, addresses),) = told["cluster"].items()
+        task, index = told["task"]["type"], told["task"]["index"]
+        is_fine = all(re.fullmatch(r".+:\d+", address) for address in addresses)
+        if is_fine and job == task == "worker" and index in range(len(addresses)):
+            if seeds is None and (index == 0 or resume is None):
+                return addresses, index
+            raise ConfigError(
+                "--distribute: leave out --seeds; --resume is for the learner of index "
+                "0, others are started as at first."
+            )
+    raise ConfigError(
+        f"--distribute: expected a TF_CONFIG such as {_CLUSTER}, got {text!r}; set it "
+        "for each learner, with the same workers, and an index of its own from 0 on."
+    )
 
 
 def resumed_plan(

@@ -193,7 +193,7 @@ def place_of(
     Raises:
         BadInputError: nobody knows a server.
     """
-    from envserve.address import resolve
+    from envserve.client.sources import resolve
 
     addresses, modules = place.addresses, place.import_modules
     if connect is not None:

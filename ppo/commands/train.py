@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +14,7 @@ import typer
 from envserve.errors import EnvserveError, SpaceError, WrapperError
 from envserve.terminal import LogFormat, console, set_up_logs
 from envserve.video import headless_settings
-from ppo.commands.plan import Plan, new_plan, resumed_plan
+from ppo.commands.plan import Plan, cluster, new_plan, resumed_plan
 from ppo.commands.runs import film as film_run
 from ppo.commands.runs import print_evaluation
 from ppo.commands.screen import Screen
@@ -28,6 +29,7 @@ from ppo.commands.shared import (
     start_tensorflow,
 )
 from ppo.commands.stop_signals import StopSignals
+from ppo.config import Config
 from ppo.errors import BadInputError, ConfigError, PpoError
 from ppo.run_folder.folder import Place, RunFolder
 
@@ -63,11 +65,26 @@ _Seeds = Annotated[
 _AtOnce = Annotated[
     int | None, typer.Option(min=1, help="Seeds at a time. Default: one per core.")
 ]
+_MinServers = Annotated[
+    int | None,
+    typer.Option(min=1, help="Begin with so many servers; the others may come later."),
+]
 _RunDir = Annotated[
     Path | None, typer.Option(help="Folder for this run. Default: runs/NAME-TIME.")
 ]
 _Resume = Annotated[
     Path | None, typer.Option(metavar="RUN", help="Go on with the run of this folder.")
+]
+_Distribute = Annotated[
+    bool, typer.Option("--distribute", help="Learn with those that TF_CONFIG names.")
+]
+_Restartable = Annotated[
+    bool,
+    typer.Option(
+        "--restartable",
+        help="Go on with the run of --run-dir if it has begun, and end with 3 if it is "
+        "stopped: for what starts this command again until it ends with 0.",
+    ),
 ]
 _Page = Annotated[
     bool,
@@ -109,8 +126,11 @@ def train(
     at_once: _AtOnce = None,
     run_dir: _RunDir = None,
     resume: _Resume = None,
+    restartable: _Restartable = False,
+    min_servers: _MinServers = None,
     num_workers: NumWorkers = None,
     import_modules: Import = None,
+    distribute: _Distribute = False,
     page: _Page = False,
     film: _Film = False,
     metrics_port: _MetricsPort = None,
@@ -130,35 +150,87 @@ def train(
         Screen(console(), logger) as screen,
         _Watchers(screen, page, metrics_port, metrics_host) as watchers,
     ):
-        if resume is not None and (run_dir, seed, seeds) != (None,) * 3:
-            raise ConfigError(
-                "--resume takes folder and seed from the earlier run: leave out "
-                "--run-dir, --seed and --seeds; use --set to change a setting."
-            )
+        addresses, index = cluster(seeds, resume) if distribute else (["here"], 0)
+        can_restart = restartable and not index
+        resume = _begun(can_restart, resume, run_dir, seed, seeds)
         if seeds is not None and (page or film or metrics_port is not None):
             raise ConfigError("--page, --film, --metrics-port: leave out --seeds.")
         changes = [*(settings or []), *([] if seed is None else [f"seed={seed}"])]
+        changes += [] if min_servers is None else [f"min_servers={min_servers}"]
         if resume is not None:
             plan = resumed_plan(resume, config, changes, connect, import_modules)
         else:
             place = place_of(Place(), connect, import_modules)
+            run_dir = watchers.folder() if index else run_dir  # the first leaves a run
             plan = new_plan(screen, config, changes, run_dir, place)
-        run_folder = plan.run_folder
-        runs.append(run_folder)
+        runs.append(run_folder := plan.run_folder)
         try:
             if seeds is not None or any(run_folder.path.glob("seed-*/config.json")):
                 train_seeds(screen, plan, seeds or 0, at_once, num_workers)
                 return
+            plan.config.share_of(len(addresses))  # raises before anything is started
             for line in plan.header(num_workers):
                 screen.print(line)
-            screen.phase("starting TensorFlow")
-            start_tensorflow(intra_op_threads, inter_op_threads, plan.config)
+            threads = (intra_op_threads, inter_op_threads)
+            plan = _begun_by_all(screen, plan, threads, addresses, index)
             is_finished = _train(screen, watchers, plan, num_workers)
         finally:
-            if plan.is_resumed or not run_folder.remove_if_unused():
+            if not index and (plan.is_resumed or not run_folder.remove_if_unused()):
                 screen.print(f"Run folder: {run_folder.path}")
-        if is_finished:
+        if is_finished and not index:
             _end(screen, plan, film)
+        elif restartable and not is_finished:
+            raise typer.Exit(3)
+
+
+def _begun(
+    can_restart: bool,
+    resume: Path | None,
+    run_dir: Path | None,
+    seed: int | None,
+    seeds: int | None,
+) -> Path | None:
+    """Return the folder of a run to go on with, if there is one."""
+    if can_restart and (run_dir is None or (resume, seeds) != (None, None)):
+        raise ConfigError("--restartable: expected --run-dir, no --resume, no --seeds.")
+    if can_restart and run_dir and RunFolder(run_dir).config_path.exists():
+        return run_dir
+    if resume is not None and (run_dir, seed, seeds) != (None,) * 3:
+        raise ConfigError(
+            "--resume takes folder and seed from the earlier run: leave out "
+            "--run-dir, --seed and --seeds; use --set to change a setting."
+        )
+    return resume
+
+
+def _begun_by_all(
+    screen: Screen,
+    plan: Plan,
+    threads: tuple[int, int],
+    addresses: list[str],
+    index: int,
+) -> Plan:
+    """Start TensorFlow, meet the other learners, and return what all are to do."""
+    screen.phase("starting TensorFlow")
+    start_tensorflow(*threads, plan.config)
+    from ppo.learners import Learners
+
+    learners = Learners(addresses, index)
+    if learners.num == 1:
+        return plan._replace(learners=learners)
+    screen.phase(f"learner {index} waits for {learners.num - 1} more")
+    learners.meet()
+    own = (plan.is_resumed, plan.config.model_dump(mode="json"))
+    (is_resumed, first), *others = learners.gather(own)
+    for number, (_, other) in enumerate(others, 1):
+        names = [name for name in first if first[name] != other.get(name)]
+        if names and not is_resumed:
+            learners.part()
+            raise ConfigError(
+                f"Learner {number}: expected the settings of learner 0, got another "
+                f"{', '.join(names)}; start all with the same CONFIG and --set."
+            )
+    return plan._replace(config=Config.model_validate(first), learners=learners)
 
 
 def _train(
@@ -171,16 +243,12 @@ def _train(
     from ppo.train import train as run_training
 
     run_folder, config, place = plan.run_folder, plan.config, plan.place
+    learners, share = plan.learners, config.share_of(plan.learners.num)
     if plan.is_resumed and run_folder.has_checkpoint():
-        before = read_counters(run_folder.checkpoints)
-        if config.is_over_after(before.steps):
-            screen.print(
-                f"The run is already at {before.steps:,} steps; "
-                "--set total_steps=... to train on."
-            )
-        if leap := plan.leap(before.steps):
-            screen.print(leap)
-    make_env = env_maker(config, place.addresses, num_workers, place.import_modules)
+        _tell_of_earlier(screen, plan, read_counters(run_folder.checkpoints).steps)
+    where = (place.addresses, num_workers, place.import_modules)
+    first = learners.index * share.num_envs
+    make_env = env_maker(share, *where, first_env_index=first)
 
     def make_shown_env(
         *, num_envs: int, seed: int, is_training: bool = False
@@ -205,9 +273,13 @@ def _train(
             on_progress=watchers.show,
             should_stop=stop.has_fired,
             on_step=stop.check,
+            learners=learners,
         )
     if result.lost_steps:
         screen.print(f"{result.lost_steps:,} steps were lost to envs that failed.")
+    if not learners.is_chief:
+        screen.print(f"Learner {learners.index} is done after {result.steps:,} steps.")
+        return result.is_finished
     if not result.is_finished:
         screen.phase("")
         screen.print(
@@ -220,6 +292,15 @@ def _train(
     screen.phase("")
     print_evaluation(screen, evaluation)
     return True
+
+
+def _tell_of_earlier(screen: Screen, plan: Plan, steps: int) -> None:
+    if plan.config.is_over_after(steps):
+        screen.print(
+            f"The run is already at {steps:,} steps; --set total_steps=... to train on."
+        )
+    if leap := plan.leap(steps):
+        screen.print(leap)
 
 
 class _Watchers(contextlib.ExitStack):
@@ -244,6 +325,11 @@ class _Watchers(contextlib.ExitStack):
 
             self._metrics = self.enter_context(TrainerMetrics(port, host))
             screen.print(f"Metrics: {self._metrics.address}")
+
+    def folder(self) -> Path:
+        """Return a folder that lasts as long as this."""
+        folder = tempfile.TemporaryDirectory(prefix="ppo-learner-")
+        return Path(self.enter_context(folder))
 
     def begin(self, env: "BatchEnv", plan: Plan) -> None:
         """Let others look from now on; `env` is what the run trains on."""

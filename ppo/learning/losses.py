@@ -5,6 +5,8 @@ does not; every mean divides by the number of rows that count. Rows of weight 0 
 hold finite numbers, which then change nothing.
 """
 
+from collections.abc import Callable
+
 import tensorflow as tf
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
 ]
 
 _DUAL_CLIP = 3.0
+_Mean = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 
 
 def masked_mean(values: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
@@ -26,10 +29,12 @@ def masked_mean(values: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(values * weight) / tf.maximum(tf.reduce_sum(weight), 1.0)
 
 
-def normalized_advantages(advantage: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+def normalized_advantages(
+    advantage: tf.Tensor, weight: tf.Tensor, mean: _Mean = masked_mean
+) -> tf.Tensor:
     """Shift and scale advantages to mean 0 and standard deviation 1."""
-    centred = advantage - masked_mean(advantage, weight)
-    variance = masked_mean(tf.square(centred), weight)
+    centred = advantage - mean(advantage, weight)
+    variance = mean(tf.square(centred), weight)
     return centred / (tf.sqrt(variance) + 1e-8)
 
 
@@ -111,10 +116,10 @@ def clip_fraction(
 
 
 def explained_variance(
-    value: tf.Tensor, target: tf.Tensor, weight: tf.Tensor
+    value: tf.Tensor, target: tf.Tensor, weight: tf.Tensor, mean: _Mean = masked_mean
 ) -> tf.Tensor:
     """Return 1 - Var(target - value) / Var(target): 1 is perfect, 0 is a constant."""
     error = target - value
-    error_variance = masked_mean(tf.square(error - masked_mean(error, weight)), weight)
-    centred = target - masked_mean(target, weight)
-    return 1.0 - error_variance / (masked_mean(tf.square(centred), weight) + 1e-8)
+    error_variance = mean(tf.square(error - mean(error, weight)), weight)
+    centred = target - mean(target, weight)
+    return 1.0 - error_variance / (mean(tf.square(centred), weight) + 1e-8)

@@ -16,6 +16,7 @@ import tensorflow as tf
 from ppo.agent import Agent
 from ppo.config import Config
 from ppo.errors import DivergedError
+from ppo.learners import ALONE, Learners
 from ppo.learning import losses
 from ppo.learning.returns import advantages_and_targets, next_values
 from ppo.learning.samples import Sequences, Steps
@@ -44,9 +45,11 @@ class Updater:
 
     Args:
         agent: whose networks are changed.
-        config: sizes and coefficients. Without `jit_compile` the same graph runs as
-            plain TensorFlow, with other random numbers for the shuffling.
+        config: sizes, of a learner's share, and coefficients. Without `jit_compile` the
+            same graph runs as plain TensorFlow, with other random numbers for the
+            shuffling.
         policy_loss: see `ppo.learning.objective`.
+        learners: who takes part, each with its part of every minibatch.
 
     Attributes:
         acting: with `overlap`, variables for the snapshot of the agent that rollouts
@@ -58,8 +61,10 @@ class Updater:
         agent: Agent,
         config: Config,
         policy_loss: Callable[..., tf.Tensor] = losses.policy_loss,
+        learners: Learners = ALONE,
     ) -> None:
         self._agent = agent
+        self._learners = learners
         self._config = config
         self._policy_loss = policy_loss
         self._view = (Sequences if agent.memories else Steps)(agent, config)
@@ -84,7 +89,8 @@ class Updater:
             self.acting = tf.nest.map_structure(
                 lambda value: tf.Variable(value, trainable=False), agent.snapshot()
             )
-        self._compiled = tf.function(self._update, jit_compile=config.jit_compile)
+        is_whole = config.jit_compile and learners.num == 1
+        self._compiled = tf.function(self._update, jit_compile=is_whole)
 
     @property
     def trackables(self) -> dict[str, Any]:
@@ -149,6 +155,12 @@ class Updater:
         self._schedules.update(metrics["kl"])
         return metrics
 
+    def _piece(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile what lies between sums of several learners; XLA has no such sums."""
+        if self._learners.num == 1:
+            return function
+        return tf.function(function, jit_compile=self._config.jit_compile)
+
     def _update(
         self,
         rollout: Rollout,
@@ -158,25 +170,16 @@ class Updater:
     ) -> tf.Tensor:
         config = self._config
         self.optimizer.learning_rate.assign(coefficients.learning_rate)
-        features, final_features = [
-            self._agent.preprocess(tf.nest.map_structure(_flat, observation))
-            for observation in (rollout.observation, rollout.final_observation)
-        ]  # [(T + 1) * B, ...] and [T * B, ...]
-        samples = self._samples(rollout, features)
-        reward = self._scaled_reward(rollout, reward_scale)
-        value, final_value = self._view.values(rollout, features, final_features)
-        judged = self._judge(rollout, value, final_value, reward)
-        first_look = self._first_look(rollout, value, samples, judged)
+        begin = self._piece(self._begin)
+        samples, seen, judged, looks = begin(rollout, reward_scale)
+        first_look = self._first_look(samples, judged, looks)
         metrics = tf.zeros([len(METRICS)])
         kl = tf.zeros([])
         epoch = num_kept = tf.constant(0)
         is_too_far = tf.constant(False)
         while epoch < config.epochs and (self._can_go_on or not is_too_far):
             if config.recompute_advantages:
-                value, final_value = self._view.values(
-                    rollout, features, final_features
-                )
-                judged = self._judge(rollout, value, final_value, reward)
+                _, judged = self._piece(self._judge)(rollout, *seen)
             kept = self._guard.keep()
             epoch_seed = tf.random.experimental.stateless_fold_in(seed, epoch)
             news = self._epoch(samples | judged, coefficients, epoch_seed)
@@ -192,11 +195,35 @@ class Updater:
         counts = [tf.cast(num_kept, tf.float32), tf.cast(is_too_far, tf.float32)]
         return tf.concat([metrics, first_look, tf.stack([*counts, kl])], axis=0)
 
+    def _begin(self, rollout: Rollout, reward_scale: tf.Tensor) -> tuple[Any, ...]:
+        """Return samples, what `_judge` takes and gives, and a first look's numbers."""
+        features, final_features = [
+            self._agent.preprocess(tf.nest.map_structure(_flat, observation))
+            for observation in (rollout.observation, rollout.final_observation)
+        ]  # [(T + 1) * B, ...] and [T * B, ...]
+        samples = self._samples(rollout, features)
+        reward = self._scaled_reward(rollout, reward_scale)
+        value, judged = self._judge(rollout, features, final_features, reward)
+        distribution = self._view.distribution(samples)
+        log_ratio = distribution.log_prob(samples["action"]) - samples["log_prob"]
+        ratio = tf.exp(log_ratio * samples["weight"])
+        deviation = tf.reduce_max(tf.abs(ratio - 1.0))
+        value = self._view.rows(_zero_unless(_flat(rollout.valid), _flat(value[:-1])))
+        return samples, (features, final_features, reward), judged, (deviation, value)
+
+    def _mean(self, values: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+        """Return the mean over valid rows of all learners."""
+        mean = losses.masked_mean(values, weight)
+        return self._learners.mean(mean, tf.reduce_sum(weight))
+
     def _divergence(self, samples: dict[str, Any]) -> tf.Tensor:
-        """Return the mean KL(old || new) over valid rows, in nats."""
+        """Return the mean KL(old || new) over valid rows of all learners, in nats."""
+        return self._mean(self._piece(self._kl)(samples), samples["weight"])
+
+    def _kl(self, samples: dict[str, Any]) -> tf.Tensor:
         old = self._agent.distribution_of(samples["old_policy"])
         new = self._view.distribution(samples)
-        return losses.masked_mean(old.kl(new), samples["weight"])
+        return old.kl(new)
 
     def _epoch(
         self, samples: dict[str, Any], coefficients: Coefficients, seed: tf.Tensor
@@ -209,16 +236,42 @@ class Updater:
         config = self._config
         count = config.steps_per_iteration // config.minibatch_size
         minibatches = self._view.shuffle(samples, count, seed)
+        num_valid = self._learners.sum(tf.reduce_sum(minibatches["weight"], axis=1))
         total = tf.zeros([len(METRICS)])
         for index in tf.range(count):
             minibatch = tf.nest.map_structure(operator.itemgetter(index), minibatches)
-            num_valid = tf.reduce_sum(minibatch["weight"])
-            total += num_valid * self._gradient_step(minibatch, coefficients)
-        return total / tf.maximum(tf.reduce_sum(samples["weight"]), 1.0)
+            total += num_valid[index] * self._gradient_step(minibatch, coefficients)
+        return total / tf.maximum(tf.reduce_sum(num_valid), 1.0)
 
     def _gradient_step(
         self, minibatch: dict[str, Any], coefficients: Coefficients
     ) -> tf.Tensor:
+        config, weight = self._config, minibatch["weight"]
+        if config.normalize_advantages:
+            advantage = minibatch["advantage"]
+            advantage = losses.normalized_advantages(advantage, weight, self._mean)
+            minibatch = minibatch | {"advantage": advantage}
+        if config.penalizes_kl and self._learners.num > 1:
+            minibatch = minibatch | {"kl": self._divergence(minibatch)}
+        gradients, metrics = self._learners.mean(
+            self._piece(self._gradients)(minibatch, coefficients),
+            tf.reduce_sum(weight),
+        )
+        norm = self._piece(self._apply)(gradients)
+        return tf.concat([metrics, [norm]], axis=0)
+
+    def _apply(self, gradients: list[tf.Tensor]) -> tf.Tensor:
+        """Take the step, and return the norm of all gradients."""
+        gradients, norm = clip_by_network(
+            gradients, self._networks, self._config.max_gradient_norm
+        )
+        self.optimizer.apply(gradients, self._variables)
+        return norm
+
+    def _gradients(
+        self, minibatch: dict[str, Any], coefficients: Coefficients
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Return the gradients and all `METRICS` but their norm."""
         config = self._config
         clip_range = coefficients.clip_range
         # A constant 0 lets the compiler leave the entropy's gradient out.
@@ -228,9 +281,6 @@ class Updater:
             else config.entropy_coefficient
         )
         weight = minibatch["weight"]
-        advantage = minibatch["advantage"]
-        if config.normalize_advantages:
-            advantage = losses.normalized_advantages(advantage, weight)
         with tf.GradientTape() as tape:
             distribution, value = self._view.distribution_and_value(minibatch)
             log_prob = distribution.log_prob(minibatch["action"])
@@ -238,15 +288,18 @@ class Updater:
             old = self._agent.distribution_of(minibatch["old_policy"])
             policy_loss = self._policy_loss(
                 log_ratio=log_ratio,
-                advantage=advantage,
+                advantage=minibatch["advantage"],
                 weight=weight,
                 clip_range=clip_range if config.clips_ratios else None,
                 **{"old": old, "new": distribution, "action": minibatch["action"]},
                 **{"value": value, "target": minibatch["target"]},
             )
             if config.penalizes_kl:
+                kl = losses.masked_mean(old.kl(distribution), weight)
+                if "kl" in minibatch:  # what it costs depends on that of all learners
+                    kl += tf.stop_gradient(minibatch["kl"] - kl)
                 policy_loss += losses.kl_penalty_loss(
-                    losses.masked_mean(old.kl(distribution), weight),
+                    kl,
                     coefficients.kl_penalty,
                     cutoff=config.kl_cutoff_factor * config.kl_target,
                     cutoff_coefficient=config.kl_cutoff_coefficient,
@@ -265,13 +318,10 @@ class Updater:
                 - entropy_coefficient * entropy
             )
         gradients = tape.gradient(loss, [v.value for v in self._variables])
-        gradients, norm = clip_by_network(
-            gradients, self._networks, config.max_gradient_norm
-        )
-        self.optimizer.apply(gradients, self._variables)
         kl = losses.approximate_kl(log_ratio, weight)
         clipped = losses.clip_fraction(log_ratio, weight, clip_range)
-        return tf.stack([policy_loss, value_loss, entropy, kl, clipped, norm])
+        metrics = tf.stack([policy_loss, value_loss, entropy, kl, clipped])
+        return gradients, metrics
 
     def _samples(self, rollout: Rollout, features: Any) -> dict[str, Any]:
         """Collect what does not change between epochs, rows `[T * B, ...]`."""
@@ -301,14 +351,11 @@ class Updater:
         return tf.clip_by_value(reward * scale, -limit, limit)
 
     def _judge(
-        self,
-        rollout: Rollout,
-        value: tf.Tensor,
-        final_value: tf.Tensor,
-        reward: tf.Tensor,
-    ) -> dict[str, tf.Tensor]:
-        """Compute advantages and targets, rows `[T * B]`, with values `[T + 1, B]`."""
+        self, rollout: Rollout, features: Any, final_features: Any, reward: tf.Tensor
+    ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+        """Compute values `[T + 1, B]`, and advantages and targets, rows `[T * B]`."""
         config = self._config
+        value, final_value = self._view.values(rollout, features, final_features)
         advantage, target = advantages_and_targets(
             reward=reward,
             value=value[:-1],
@@ -320,23 +367,21 @@ class Updater:
             gae_lambda=config.gae_lambda,
         )
         rows = self._view.rows
-        return {"advantage": rows(_flat(advantage)), "target": rows(_flat(target))}
+        judged = {"advantage": rows(_flat(advantage)), "target": rows(_flat(target))}
+        return value, judged
 
     def _first_look(
         self,
-        rollout: Rollout,
-        value: tf.Tensor,
         samples: dict[str, Any],
         judged: dict[str, tf.Tensor],
+        looks: tuple[tf.Tensor, tf.Tensor],
     ) -> tf.Tensor:
         """Compare the agent, before any gradient step, with what it collected."""
-        weight = samples["weight"]
-        distribution = self._view.distribution(samples)
-        log_ratio = distribution.log_prob(samples["action"]) - samples["log_prob"]
-        deviation = tf.reduce_max(tf.abs(tf.exp(log_ratio * weight) - 1.0))
-        value = self._view.rows(_zero_unless(_flat(rollout.valid), _flat(value[:-1])))
-        explained = losses.explained_variance(value, judged["target"], weight)
-        return tf.stack([deviation, explained])
+        deviation, value = looks
+        explained = losses.explained_variance(
+            value, judged["target"], samples["weight"], self._mean
+        )
+        return tf.stack([self._learners.max(deviation), explained])
 
 
 def _flat(rows: tf.Tensor) -> tf.Tensor:

@@ -31,6 +31,7 @@ __all__ = [
     "read_counters",
     "restore",
     "save",
+    "variables",
 ]
 
 
@@ -106,6 +107,15 @@ def restore(
     path = latest_checkpoint(folder)
     _read(path, _checkpoint(agent, updater, return_scale), is_complete=True)
     return read_counters(folder)
+
+
+def variables(
+    agent: Agent, updater: Updater, return_scale: ReturnScale
+) -> list[tf.Variable]:
+    """Return all that a checkpoint holds, in an order that is always the same."""
+    root = _checkpoint(agent, updater, return_scale)
+    parts = tf.train.TrackableView(root).descendants()
+    return [part for part in parts if isinstance(part, tf.Variable)]
 
 
 def load_agent(folder: Path, agent: Agent, which: Which = None) -> Counters:

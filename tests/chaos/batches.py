@@ -96,7 +96,7 @@ def running_servers(
     """
     with contextlib.ExitStack() as stack:
         servers = [
-            stack.enter_context(_server(trial, num_envs, *options))
+            stack.enter_context(running_server(trial, num_envs, *options))
             for _ in range(count)
         ]
         for server in servers:
@@ -104,7 +104,8 @@ def running_servers(
         yield servers
 
 
-def _server(trial: Trial, num_envs: int, *options: str) -> ServerProcess:
+def running_server(trial: Trial, num_envs: int, *options: str) -> ServerProcess:
+    """Starts one, of which nobody knows whether it is ready."""
     folder = trial.new_folder("server")
     return ServerProcess(
         folder,

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Self
 
-from envserve.client.connection import Connection, Exchange
+from envserve.client.connection import Connection
+from envserve.client.exchange import Exchange
 from envserve.lane import Outcome, Reset
 from envserve.session import ClientState, Patience
 from envserve.wire import Attach

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from envserve.address import complete, resolve
+import envserve.ray
+from envserve.address import complete
 from envserve.client import BatchEnv
 from envserve.client.health import probe
+from envserve.client.sources import resolve
 from envserve.commands.servers import health
 from envserve.errors import AddressError, ConnectError
 from envserve.keys.folder import KeyFolder
@@ -67,6 +69,47 @@ def test_a_name_stands_for_all_its_addresses_and_its_key_for_all_of_them(
         assert keys[0] == server
     with pytest.raises(ConnectError, match="no key of that server is known"):
         folder.keys_for("tcp://10.0.0.9:7")
+
+
+def test_a_file_is_read_anew_at_each_look(tmp_path: Path) -> None:
+    path = tmp_path / "servers"
+    path.write_text("# ours\n\nsim1  # the big one\nipc:///run/envs\nsim1:5555\n")
+    assert resolve(f"file://{path}") == ("tcp://sim1:5555", "ipc:///run/envs")
+    path.write_text("[::1]:7\n")
+    assert resolve(f"file://{path}") == ("tcp://[::1]:7",)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, r"'file://.*servers': expected a file of addresses.*No such file"),
+        (b"\xff\xfe", r"expected a file of addresses, one a line; .*decode"),
+        (b"# nobody yet\n", r"file://.*servers: expected an address a line; .* none"),
+        (b"sim1\na b\n", r"servers:2: expected an address like sim1.*got 'a b'"),
+        (b"dns://sims\n", r"servers:1: expected one address; got 'dns://sims'"),
+        (b"file:///x\n", r"servers:1: expected an address like .*'file:///x'"),
+    ],
+)
+def test_a_file_that_is_none_of_addresses_is_said(
+    tmp_path: Path, content: bytes | None, text: str
+) -> None:
+    path = tmp_path / "servers"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(AddressError, match=text) as raised:
+        resolve(f"file://{path}")
+    assert "\n" not in str(raised.value)
+    assert probe(f"file://{path}") == (2, str(raised.value))
+
+
+def test_ray_is_asked_for_its_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {("envs", "sims"): ["tcp://10.0.0.9:7", "tcp://10.0.0.10:7"]}
+    monkeypatch.setattr(envserve.ray, "addresses", lambda *asked: known[asked])
+    found = resolve("ray://envs/sims")
+    assert found == ("tcp://10.0.0.9:7", "tcp://10.0.0.10:7")
+    assert [getattr(each, "name", None) for each in found] == ["ray://envs/sims"] * 2
+    with pytest.raises(AddressError, match="expected ray://namespace/name"):
+        resolve("ray://envs")
 
 
 @pytest.mark.parametrize(

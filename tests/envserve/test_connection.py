@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import zmq
 
-from envserve.client.connection import Connection, Exchange
+from envserve.client.connection import Connection
+from envserve.client.exchange import Exchange
 from envserve.client.observer import Observer
 from envserve.client.remote_lane import RemoteLane
 from envserve.errors import RemoteProtocolError

@@ -223,9 +223,14 @@ def test_why_nothing_connects_is_found_and_said(listen: Listen, name: str) -> No
         assert refusal is None
 
 
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "ipc:///tmp/nobody", "x"])
+@pytest.mark.parametrize("address", ["ipc:///tmp/nobody", "x"])
 def test_nobody_is_found_where_nobody_is(address: str) -> None:
     assert diagnose_connection(address, KEYS, SECONDS) is Finding.NOBODY
+
+
+def test_a_host_says_that_nobody_listens_there() -> None:
+    address = "tcp://127.0.0.1:1"
+    assert diagnose_connection(address, KEYS, SECONDS) is Finding.REFUSED
 
 
 def test_a_name_of_no_host_is_said_but_may_be_one_soon(

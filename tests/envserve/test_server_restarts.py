@@ -51,7 +51,9 @@ class Pair:
     """Two servers with two rows each, of which the second is killed."""
 
     def __init__(self, folder: Path, serve: Serve, **options: object) -> None:
-        self.servers = [serve(bind=(f"ipc://{folder}/{name}",)) for name in "ab"]
+        full = ("--envs-per-worker", "1")  # else the other would take over
+        binds = [(f"ipc://{folder}/{name}",) for name in "ab"]
+        self.servers = [serve(*full, bind=bind) for bind in binds]
         addresses = [server.address for server in self.servers]
         self.batch = BatchEnv.connect(LEDGER, addresses, 4, **options)  # type: ignore[arg-type]
         self.batch.reset()

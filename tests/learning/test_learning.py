@@ -1,5 +1,6 @@
 """The short form of `scripts/check_learning.py`, and a task for each kind of policy."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ppo.evaluate import evaluate_run
 from ppo.run_folder.folder import RunFolder
 from ppo.train import train
 from tests.learning import tasks
+from tests.ppo import pairs
 from tests.ppo.runs import rows_of
 
 CONFIG = Config(
@@ -57,6 +59,17 @@ def learned_return(folder: Path, config: Config, num_workers: int = 1) -> float:
 def test_cartpole_is_learned_in_80_000_steps(tmp_path: Path) -> None:
     config = CONFIGS["cartpole"].replace(total_steps=80_000)
     assert learned_return(tmp_path / "run", config, num_workers=2) >= 475
+
+
+def test_two_learners_learn_cartpole_in_80_000_steps(tmp_path: Path) -> None:
+    settings = ("--set", "total_steps=80000", "--distribute", "--num-workers", 1)
+    first = [*pairs.PPO, "cartpole", *settings, "--run-dir", tmp_path / "run"]
+    other = [*pairs.PPO, "cartpole", *settings]
+    with pairs.started([first, other], tmp_path) as processes:
+        codes = [process.wait(450) for process in processes]
+    assert codes == [0, 0], pairs.said(tmp_path)
+    told = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert told["mean_return"] >= 475
 
 
 # Random actions give -1,200. Of the seeds 0, 1 and 2, clipping reached -150, -173 and

@@ -43,6 +43,8 @@ from tests.ppo.runs import ppo
             "leave out --run-dir, --seed and --seeds",
         ),
         (["--seed", "3", "--resume", "b"], "leave out --run-dir, --seed and --seeds"),
+        (["cartpole", "--restartable"], "--restartable: expected --run-dir"),
+        (["--resume", "b", "--run-dir", "b", "--restartable"], "no --resume"),
         (["--resume", "nowhere"], "nowhere: expected the folder of a run, found none"),
         (["missing.toml"], "missing.toml: expected a config file"),
         (["cartpole", "--set", "lr=1e-3"], "unknown key 'lr'. Did you mean learning_r"),
@@ -52,6 +54,11 @@ from tests.ppo.runs import ppo
         (["nosuch.py:Walk"], "nosuch.py: no such file"),
         (["CartPole-v1", "--set", 'env_kwargs={"colour": 1}'], "colour"),
         (["cartpole", "--connect", "a b"], "--connect: expected an address like sim1"),
+        (["cartpole", "--connect", "file:///x/y"], "'file:///x/y': expected a file of"),
+        (
+            ["cartpole", "--connect", "127.0.0.1:1", "--min-servers", "2"],
+            "min_servers: expected at most 1, the servers that have an address now",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

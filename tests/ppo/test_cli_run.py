@@ -53,21 +53,21 @@ def read_until(words: str, process: subprocess.Popen[str]) -> list[str]:
     return lines
 
 
-def finished(process: subprocess.Popen[str]) -> str:
-    """Wait for a command that does what was asked; returns the rest of its output."""
+def finished(process: subprocess.Popen[str], code: int = 0) -> str:
+    """Wait for a command that ends with a code; returns the rest of its output."""
     with process:
         try:
             output, error = process.communicate(timeout=_PATIENCE)
         finally:
             process.kill()
-    assert (process.returncode, error) == (0, "")
+    assert (process.returncode, error) == (code, "")
     return output
 
 
-def interrupt(process: subprocess.Popen[str], number: signal.Signals) -> str:
+def interrupt(process: subprocess.Popen[str], number: signal.Signals, code: int) -> str:
     """Send a signal to a training that is under way; returns the rest of the output."""
     process.send_signal(number)
-    output = finished(process)
+    output = finished(process, code)
     assert "Stopping after this iteration" in output
     assert f"Stopped by {number.name} after" in output
     return output
@@ -138,12 +138,14 @@ def test_signals_save_and_a_resumed_run_ends_with_an_evaluation(tmp_path: Path) 
     ):
         assert text in terminal.text
 
-    watched = start("train", "--resume", folder, "--page", "--metrics-port=0")
+    # What starts a job again says the same as the first time.
+    again = ("CartPole-v1", *SMALL, "--run-dir", folder, "--restartable")
+    watched = start("train", *again, "--page", "--metrics-port=0")
     lines = read_until("steps/s", watched)
     urls = dict(re.findall(r"^(Page|Metrics): (\S+)", "".join(lines), re.MULTILINE))
     assert "<!doctype html>" in fetched(urls["Page"])
     assert re.search(r"^ppo_env_steps_total [1-9]", fetched(urls["Metrics"]), re.M)
-    interrupt(watched, signal.SIGTERM)
+    interrupt(watched, signal.SIGTERM, code=3)
     with pytest.raises(OSError, match="refused"):
         fetched(urls["Page"])
     newest = max((folder / "checkpoints").iterdir())

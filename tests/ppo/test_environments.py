@@ -8,8 +8,10 @@ import pytest
 import tensorflow as tf
 
 from envserve.client import BatchEnv
+from ppo import environments
 from ppo.config import Config
 from ppo.environments import env_maker
+from ppo.errors import ConfigError
 from ppo.evaluate import evaluate_run
 from ppo.export import export_run
 from ppo.films.rendering import rendering_env_maker
@@ -36,6 +38,7 @@ COMMON = {
     "wrappers": ({"name": "ActionRepeat", "amount": 4},),
     "autoreset": "same_step",
     "padding_after": 0.5,
+    "first_env_index": 0,
 }
 
 
@@ -82,6 +85,34 @@ def test_addresses_lead_to_servers(asked: list[tuple[Any, ...]]) -> None:
         "on_fault": "raise",
         "spare_envs": True,
     }
+
+
+def test_rows_of_a_learner_are_counted_on_from_those_of_others_in_training_only(
+    asked: list[tuple[Any, ...]],
+) -> None:
+    for addresses in (None, ["127.0.0.1:1"]):
+        make_env = env_maker(CONFIG, addresses, first_env_index=24)
+        make_env(num_envs=8, seed=5, is_training=True)
+        make_env(num_envs=8, seed=5)
+    assert [named["first_env_index"] for _, _, named in asked] == [24, 0, 24, 0]
+
+
+def test_a_training_waits_for_servers_and_an_evaluation_takes_those_that_live(
+    asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environments, "living", lambda words, insecure: [words[1]])
+    words = ["127.0.0.1:1", "127.0.0.1:2"]
+    make_env = env_maker(CONFIG.replace(min_servers=1, num_servers=3), words)
+    make_env(num_envs=8, seed=5, is_training=True)
+    make_env(num_envs=8, seed=5)
+    (_, trained, counts), (_, evaluated, none) = asked
+    assert (trained[1], evaluated[1]) == (words, words[1:])
+    assert (counts["num_servers"], counts["min_servers"]) == (3, 1)
+    assert not {"num_servers", "min_servers"} & none.keys()
+    with pytest.raises(ConfigError, match="at least one env per server, got 2 for 3"):
+        env_maker(CONFIG.replace(num_envs=2, num_servers=3), words)
+    with pytest.raises(ConfigError, match="min_servers: expected at most 2, the serv"):
+        env_maker(CONFIG.replace(min_servers=3, num_servers=3), words)
 
 
 @pytest.mark.parametrize(

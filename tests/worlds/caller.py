@@ -193,6 +193,9 @@ class Caller(Endpoint):
         elif draw < 0.99:
             self._interrupt(session)
 
+    def _note_move(self) -> None:
+        self._given_up.update(range(len(self._seen)))
+
     def _interrupt(self, session: ClientSession) -> None:
         """Is interrupted in the middle of a call, and so loses all envs."""
         session.lose("a call was interrupted", self.clock.now)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from envserve.session import ClientSession, Patience
+from envserve.session import ClientSession, ClientState, Patience
 from envserve.wire import Attach, Buffer
 from tests.worlds.clock import Patient
 from tests.worlds.host import Host
@@ -59,6 +59,9 @@ class Endpoint(Patient):
     def _look_after(self, session: ClientSession) -> None:
         """Does what is to be done after anything has happened."""
 
+    def _note_move(self) -> None:
+        """Notes that its envs are given up for others."""
+
     def calm(self, profile: Profile) -> None:
         """Nothing fails any more."""
         self.link.calm(profile)
@@ -101,6 +104,24 @@ class Endpoint(Patient):
             self.link.reset()
             self.session.disconnected(self.clock.now)
             self.plan(seconds, self._connect, self.session, self.link.host)
+
+    def move(self, host: Host) -> None:
+        """Turns to another host, if it can, whatever the one before may send yet."""
+        session, now = self.session, self.clock.now
+        if session is None or host is self.link.host:
+            return
+        attachment = session.attachment
+        if session.state is ClientState.READY or attachment.is_recovering:
+            farewell = attachment.move(
+                f"tcp://host-{self.world.hosts.index(host)}", now
+            )
+            if self.link.is_connected:
+                self.link.send(farewell)
+            self.link.reset()
+            session.disconnected(now)
+            self.plan(0.01, self._connect, session, host)
+            self._note_move()
+            self.look()
 
     # What happens to the session.
 

@@ -47,6 +47,8 @@ def strike(world: World, kind: str) -> None:
             host.do(host.fail_pool, session, EnvError("the pool has failed"))
         else:
             host.do(host.break_pool, session)
+    elif client is not None and kind == "move":
+        client.do(client.move, host)
     elif client is not None:
         _strike_client(client, kind, seconds, soon)
 

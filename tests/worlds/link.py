@@ -98,7 +98,5 @@ class Link:
     def _arrive_at_caller(
         self, host: Host, generation: int, frames: Sequence[Buffer]
     ) -> None:
-        if host is self.host and (
-            self._profile.is_sticky or generation == self._generation
-        ):
+        if self._profile.is_sticky or generation == self._generation:
             self._receive(frames)

@@ -119,6 +119,18 @@ class Profile:
 LINGERING: Final = Profile(
     num_callers=2, copies=0.5, max_delay=60.0, delay_power=8, is_sticky=True, pace=0.1
 )
+#: Rows that move from host to host, which still answer, and come and go themselves.
+MOVES: Final = Profile(
+    num_hosts=3,
+    copies=0.5,
+    loss=0.02,
+    max_delay=30.0,
+    delay_power=16,
+    is_sticky=True,
+    pace=0.1,
+    fault_rate=0.02,
+    faults={"move": 4.0, "crash_host": 0.5, "pause_host": 0.5, "drain_host": 0.5},
+)
 #: Batches of which envs and servers are away every now and then.
 BATCHES: Final = Profile(
     num_hosts=2,

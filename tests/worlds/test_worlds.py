@@ -13,7 +13,7 @@ import pytest
 from envserve.slab import Status
 from tests.envserve.planted_reset_bugs import BUGS, Bug
 from tests.worlds.journal import Violation
-from tests.worlds.profile import BATCHES
+from tests.worlds.profile import BATCHES, MOVES
 from tests.worlds.world import simulate
 
 #: Together 400,000 events in every run.
@@ -59,6 +59,17 @@ def test_a_batch_shows_rows_of_every_kind() -> None:
     assert sum(ledger.num_late for ledger in ledgers) > 3
     losses = sum((ledger.losses for ledger in ledgers), Counter[Status]())
     assert losses.keys() == {Status.WORKER_DIED, Status.TIMEOUT, Status.SERVER_LOST}
+
+
+def test_rows_that_move_from_host_to_host_are_never_wrong(random_seed: int) -> None:
+    losses = Counter[Status]()
+    num_valid = 0
+    for index in range(SEEDS_PER_TEST):
+        for ledger in simulate(random_seed + index, 10_000, MOVES).ledgers:
+            losses += ledger.losses
+            num_valid += ledger.num_valid
+    assert num_valid > 1000
+    assert losses[Status.SERVER_LOST] > 100
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,279 @@
+"""Servers on a Ray cluster of three nodes, of which any may die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ray.cluster_utils import Cluster
+
+from benchmarks.lab.processes import with_descendants
+from envserve.client import BatchEnv, Status
+from envserve.client.connection import ask_welcome
+from envserve.errors import AddressError, ConnectError
+from envserve.ray import addresses
+
+WORD = "ray://default/envs"
+ENV = "CartPole-v1"
+#: For whatever Ray does on a busy machine: it takes half a minute to miss a node.
+LONG = 240.0
+pytestmark = pytest.mark.timeout(600)
+
+
+class RayCluster:
+    """Three nodes on loopback; who is started meanwhile finds it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, num_nodes: int = 3) -> None:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        self.cluster = Cluster(shutdown_at_exit=False)
+        for last in range(2, 2 + num_nodes):
+            self.add_node(f"127.0.0.{last}")
+        patch.setenv("RAY_ADDRESS", self.cluster.address)
+
+    def add_node(self, ip: str) -> None:
+        self.cluster.add_node(
+            node_ip_address=ip,
+            num_cpus=2,
+            object_store_memory=80 << 20,
+            include_dashboard=False,
+        )
+
+    def kill_node(self, ip: str) -> None:
+        """Kills the raylet: all of its actors end."""
+        (node,) = (n for n in self.cluster.worker_nodes if n.node_ip_address == ip)
+        (raylet,) = node.all_processes["raylet"]
+        raylet.process.kill()
+        raylet.process.wait()  # actors do not tell a zombie from a raylet
+
+    def close(self) -> None:
+        ours = with_descendants(os.getpid())[1:]
+        self.cluster.shutdown()
+        wait_until(lambda: not any(map(is_alive, ours)), "Ray has ended")
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayCluster]:
+    cluster = RayCluster(monkeypatch)
+    yield cluster
+    cluster.close()
+
+
+class Started:
+    """`envserve start --on ray`, in a process."""
+
+    def __init__(self, log: Path, *options: str) -> None:
+        self.log = log
+        command = [sys.executable, "-m", "envserve", "start", "--on", "ray", *options]
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=file, text=True
+            )
+        assert self.process.stdout is not None
+        lines = iter(self.process.stdout.readline, "")
+        is_ready = "envserve: ready on"
+        self.ready_line = next((x for x in lines if x.startswith(is_ready)), "")
+
+    @property
+    def addresses(self) -> list[str]:
+        return self.ready_line.partition(f"{WORD}: ")[2].split()
+
+    @property
+    def error(self) -> str:
+        """What it has ended with, without what Ray says."""
+        lines = self.log.read_text().splitlines()
+        (found,) = (line for line in lines if line.startswith("Error: "))
+        return found
+
+    def end(self, number: int | None = None) -> int:
+        """Waits for its end, after a signal if one is given."""
+        if number is not None:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(LONG)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            assert self.process.stdout is not None
+            self.process.stdout.close()
+
+
+Start = Callable[..., Started]
+
+
+@pytest.fixture
+def start(tmp_path: Path, cluster: RayCluster) -> Iterator[Start]:
+    """Starts servers, which are gone before their nodes are."""
+    started: list[Started] = []
+
+    def begin(*options: str) -> Started:
+        started.append(Started(tmp_path / f"log-{len(started)}", *options))
+        return started[-1]
+
+    yield begin
+    for each in started:
+        each.end(signal.SIGINT)
+
+
+def wait_until(is_so: Callable[[], Any], what: str) -> Any:
+    give_up_at = time.monotonic() + LONG
+    while not (found := is_so()):
+        assert time.monotonic() < give_up_at, f"expected within {LONG:g} s: {what}"
+        time.sleep(0.2)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+def ip_of(address: str) -> str:
+    return address.removeprefix("tcp://").partition(":")[0]
+
+
+def now_ready(number: int, but: str = "") -> list[str]:
+    """Waits until so many servers are known, and none at an address."""
+
+    def look() -> list[str]:
+        try:
+            found = addresses("default", "envs")
+        except AddressError:
+            return []
+        return found if len(found) == number and but not in found else []
+
+    return wait_until(look, f"{number} servers, none at {but}")
+
+
+def test_servers_are_spread_and_a_failed_one_is_started_again(start: Start) -> None:
+    started = start("--servers", "3", "--workers", "1", ENV)
+    found = started.addresses
+    assert sorted(map(ip_of, found)) == ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
+    assert [ask_welcome(address, 30.0).env_names for address in found] == [(ENV,)] * 3
+    assert addresses("default", "envs") == found
+    pids = server_pids()
+    os.kill(pids[found[0]], signal.SIGKILL)
+    assert len(now_ready(3, but=found[0])) == 3
+    os.kill(pids[found[1]], signal.SIGTERM)  # it was told to end
+    assert len(now_ready(2, but=found[1])) == 2
+    again = start("--servers", "3")  # of which one name would be free
+    assert again.end() == 1
+    assert "(ray status, ray list actors)" in again.error
+    ours = server_pids().values()
+    assert started.end(signal.SIGINT) == 0
+    assert not any(map(is_alive, ours))
+    with pytest.raises(AddressError, match="envserve start --on ray://default/envs"):
+        addresses("default", "envs")
+
+
+def server_pids() -> dict[str, int]:
+    """The processes of servers that Ray's nodes have, by their addresses."""
+    found = {}
+    for pid in with_descendants(os.getpid()):
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        if "--bind" in words:
+            found[words[words.index("--bind") + 1].removesuffix("0")] = pid
+    known = addresses("default", "envs")
+    return {address: found[address.rpartition(":")[0] + ":"] for address in known}
+
+
+def test_servers_end_with_who_started_them(start: Start) -> None:
+    started = start("--servers", "2", "--workers", "1", ENV)
+    pids = [*server_pids().values()]
+    assert len(pids) == 2
+    assert started.end(signal.SIGKILL) == -signal.SIGKILL
+    wait_until(lambda: not any(map(is_alive, pids)), "servers have ended")
+
+
+def test_what_cannot_start_is_a_line(start: Start) -> None:
+    started = start("--servers", "2", "--step-timeout", "0")
+    assert started.end() == 1
+    text = "--step-timeout: expected a number > 0.0; got 0.0"
+    assert started.error == f"Error: {WORD}: {text}"
+    code = "from envserve.ray import EnvServers\n"
+    code += "EnvServers(1, resources={'CPU': 99}, start_timeout=1)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "ServerError: ray://default/envs: Get timed out" in run.stderr
+    assert "(ray status, ray list actors)" in run.stderr
+
+
+def test_keys_are_those_of_the_node_and_pinned_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("keys", "make", str(tmp_path), "server", "gpu1", "--at", WORD)
+    subprocess.run([sys.executable, "-m", "envserve", *words], check=True)
+    monkeypatch.setenv("ENVSERVE_HOME", str(tmp_path / "server"))
+    cluster = RayCluster(monkeypatch, num_nodes=1)
+    try:
+        started = Started(tmp_path / "log", ENV)
+        monkeypatch.setenv("ENVSERVE_HOME", str(tmp_path / "gpu1"))
+        with BatchEnv.connect(ENV, [WORD], 2, seed=1) as batch:
+            assert batch.reset().shape == (2, 4)
+        monkeypatch.setenv("ENVSERVE_HOME", str(tmp_path / "stranger"))
+        with pytest.raises(ConnectError):
+            BatchEnv.connect(ENV, [WORD], 2, seed=1)
+        assert started.end(signal.SIGTERM) == 0
+    finally:
+        cluster.close()
+
+
+def test_a_batch_goes_on_when_a_node_dies(cluster: RayCluster, start: Start) -> None:
+    started = start("--servers", "3", "--workers", "1", ENV)
+    with BatchEnv.connect(ENV, [WORD], 6, seed=1) as batch:
+        batch.reset()
+        steps = iter(lambda: batch.step(np.ones(6, np.int64)), None)
+        assert next(steps).valid.all()
+        cluster.kill_node("127.0.0.4")
+        has_lost = wait_until(lambda: not next(steps).valid.all(), "rows are lost")
+        assert has_lost
+        seen = wait_until(
+            lambda: (s := next(steps)).valid.all() and s, "all rows are back"
+        )
+        assert (seen.status == Status.OK).all()
+        back = now_ready(3, but=next(a for a in started.addresses if ".4:" in a))
+        assert not any(ip_of(address) == "127.0.0.4" for address in back)
+    assert started.end(signal.SIGTERM) == 0
+
+
+def test_a_training_goes_on_and_learns(
+    cluster: RayCluster, start: Start, tmp_path: Path
+) -> None:
+    started = start("--servers", "3", "--workers", "1", ENV)
+    run = tmp_path / "run"
+    words = ["cartpole", "--connect", WORD, "--run-dir", str(run), "--seed", "1"]
+    words += ["--set", "total_steps=100000000", "--set", "num_envs=6"]
+    code = "from ppo.cli import main; main()"
+    train_log = tmp_path / "train.log"
+    with train_log.open("w") as log:
+        trainer = subprocess.Popen(
+            [sys.executable, "-c", code, "train", *words], stdout=log, stderr=log
+        )
+
+    def rows() -> list[dict[str, Any]]:
+        assert trainer.poll() is None, train_log.read_text()
+        path = run / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    try:
+        wait_until(lambda: len(rows()) > 3, "the training has begun")
+        cluster.kill_node("127.0.0.3")
+        wait_until(lambda: rows()[-1]["lost_episodes"], "it has lost episodes")
+        wait_until(lambda: rows()[-1]["valid_fraction"] == 1.0, "all rows are back")
+        wait_until(lambda: rows()[-1]["mean_return"] > 150, "it learns")
+        trainer.send_signal(signal.SIGTERM)
+        assert trainer.wait(LONG) == 0
+    finally:
+        trainer.kill()
+        trainer.wait()
+    assert started.end(signal.SIGTERM) == 0

@@ -1,0 +1,330 @@
+"""Rows whose server is gone move to another one, and late servers are taken in."""
+
+from __future__ import annotations
+
+import functools
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from envserve.client import BatchEnv
+from envserve.errors import ConnectError, ServerLost
+from envserve.slab import Status
+from tests.envserve.conftest import Serve, WaitUntil
+from tests.envserve.server_process import LEDGER, LEDGER_OPENINGS, ServerProcess
+from tests.oracle.journal import Array
+from tests.oracle.ledger import Ledger
+from tests.oracle.player import Player
+
+LENGTH = 10
+Play = Callable[..., Player]
+
+
+class Source:
+    """Servers with room for so many envs each, and a file that lists them."""
+
+    def __init__(self, path: Path, serve: Serve) -> None:
+        self.word = f"file://{path}"
+        self.servers: list[ServerProcess] = []
+        self._path, self._serve = path, serve
+
+    def start(
+        self, room: int, *options: str, is_listed: bool = True, **more: Any
+    ) -> ServerProcess:
+        """Starts one whose lanes have two blocks each."""
+        each = ("--envs-per-worker", str(room // 2))
+        server = self._serve(*LEDGER_OPENINGS, *each, *options, **more)
+        if is_listed:
+            self.list(server)
+        return server
+
+    def list(self, server: ServerProcess) -> None:
+        self.servers.append(server)
+        lines = [f"{one.address}  # {n}" for n, one in enumerate(self.servers)]
+        self._path.write_text("\n".join(lines))
+
+
+@pytest.fixture
+def source(tmp_path: Path, serve: Serve) -> Source:
+    return Source(tmp_path / "servers", serve)
+
+
+@pytest.fixture
+def play(
+    tmp_path: Path, source: Source, random_generator: np.random.Generator
+) -> Iterator[Play]:
+    """Makes a player; its books are closed with those of its envs in the end."""
+    players: list[Player] = []
+    journal = tmp_path / "journal"
+    journal.mkdir()
+
+    def make(num_envs: int, addresses: list[str] | None = None, **more: Any) -> Player:
+        kwargs = {"length": LENGTH, "journal": str(journal)}
+        words = addresses or [source.word]
+        batch = BatchEnv.connect(
+            LEDGER, words, num_envs, seed=5, env_kwargs=kwargs, **more
+        )
+        ledger = Ledger(num_envs, 5, length=LENGTH)
+        players.append(Player(batch, ledger, random_generator))
+        return players[-1]
+
+    yield make
+    for player in players:
+        player.batch.close()
+        player.ledger.finish(journal)
+
+
+def rows_at(player: Player, server: ServerProcess) -> Array:
+    """The rows of lanes that are there now."""
+    sizes = [lane.num_envs for lane in player.batch.lanes]
+    names = [lane.name for lane in player.batch.lanes]
+    return np.flatnonzero(np.repeat([name == server.address for name in names], sizes))
+
+
+def step_until_valid(player: Player, struck: Array) -> None:
+    """Steps until all rows are valid; those that were not struck always are."""
+    others = np.setdiff1d(np.arange(player.batch.num_envs), struck)
+    result = player.step()
+    while not result.valid.all():
+        assert result.valid[others].all()
+        result = player.step()
+
+
+def test_a_batch_goes_on_while_servers_are_killed_drained_and_added(
+    source: Source, play: Play
+) -> None:
+    first, second, third, fourth = (source.start(4) for _ in range(4))
+    player = play(16)
+    step_until_valid(player, np.array([], int))
+    killed = rows_at(player, first)
+    first.kill()
+    added = source.start(4)
+    while not rows_at(player, added).size:
+        result = player.step()
+        assert np.delete(result.valid, killed).all()
+    step_until_valid(player, killed)
+    source.start(4)
+    drained = rows_at(player, second)
+    second.signal(signal.SIGTERM)
+    while rows_at(player, second).size:
+        result = player.step()
+        assert np.delete(result.valid, drained).all()
+    step_until_valid(player, drained)
+    assert second.wait() == 0
+    assert player.ledger.losses[Status.SERVER_LOST] == 8  # an episode of each row
+    names = {lane.name for lane in player.batch.lanes}
+    assert names == {server.address for server in source.servers[2:]}
+    assert {third.address, fourth.address} < names
+
+
+def test_servers_that_are_named_one_by_one_take_over_if_they_have_room(
+    source: Source, play: Play
+) -> None:
+    servers = [source.start(room) for room in (4, 4, 8)]
+    player = play(12, [server.address for server in servers])
+    step_until_valid(player, np.array([], int))
+    rows = rows_at(player, servers[0])
+    servers[0].kill()
+    while rows_at(player, servers[0]).size:
+        assert np.delete(player.step().valid, rows).all()
+    step_until_valid(player, rows)
+    assert len(rows_at(player, servers[2])) == 8
+
+
+def test_a_batch_of_which_nothing_is_alive_waits_and_moves(
+    source: Source, play: Play
+) -> None:
+    server = source.start(4)
+    player = play(4)
+    player.step()
+    server.kill()
+    other = source.start(4)
+    assert (player.step().status == Status.SERVER_LOST).all()
+    assert len(rows_at(player, other)) == 4
+    assert player.step().valid.all()
+
+
+def test_a_server_that_is_silent_for_too_long_is_left_and_not_heard_any_more(
+    source: Source, play: Play
+) -> None:
+    first, _ = source.start(4), source.start(8)
+    player = play(8, server_lost_after=5.0)
+    step_until_valid(player, np.array([], int))
+    rows = rows_at(player, first)
+    first.signal(signal.SIGSTOP)  # with a step that it will answer
+    while rows_at(player, first).size:
+        assert np.delete(player.step().valid, rows).all()
+    first.signal(signal.SIGCONT)
+    step_until_valid(player, rows)
+    for _ in range(3 * LENGTH):
+        assert player.step().valid.all()
+    assert player.ledger.losses[Status.SERVER_LOST] == 4
+
+
+def test_a_server_with_other_blocks_gets_no_rows_and_is_told(
+    source: Source, play: Play, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, _ = source.start(4), source.start(4)
+    player = play(8)
+    rows = rows_at(player, first)
+    other = source.start(4, "--workers", "1", "--envs-per-worker", "9")
+    first.kill()
+    told = f"{other.address}: expected envs as before, of {first.address}; got other"
+    while told not in caplog.text:
+        assert np.delete(player.step().valid, rows).all()
+    assert "blocks: 2 before, 1 other ones now; start the server with" in caplog.text
+    fit = source.start(4)
+    step_until_valid(player, rows)
+    assert len(rows_at(player, fit)) == 4
+
+
+def test_a_server_without_the_key_that_is_demanded_is_not_spoken_to(
+    source: Source, play: Play, tmp_path: Path
+) -> None:
+    first, _ = source.start(4), source.start(4)
+    player = play(8)
+    rows = rows_at(player, first)
+    home = {"ENVSERVE_HOME": str(tmp_path / "other")}
+    rogues = [source.start(4, environment=home), source.start(4, "--insecure-no-auth")]
+    first.kill()
+    for _ in range(2):  # looks, after which they were seen
+        while player.step().valid[rows].all():
+            pass
+    fit = source.start(4)
+    step_until_valid(player, rows)
+    assert len(rows_at(player, fit)) == 4
+    for rogue in rogues:
+        assert "lease" not in rogue.log
+
+
+# Servers that come later.
+
+
+def test_a_batch_begins_with_few_servers_and_takes_in_those_that_come(
+    source: Source, play: Play, tmp_path: Path, serve: Serve
+) -> None:
+    servers = [source.start(8) for _ in range(4)]
+    for late in servers[2:]:
+        late.kill()
+    journal = tmp_path / "own"
+    journal.mkdir()
+    ledger = Ledger(16, 5, length=LENGTH)
+    with BatchEnv.connect(
+        LEDGER,
+        [source.word],
+        16,
+        seed=5,
+        env_kwargs={"length": LENGTH, "journal": str(journal)},
+        connect_timeout=3.0,
+        min_servers=2,
+    ) as batch:
+        observation = batch.reset()
+        assert observation.shape == (16, 4)
+        here = np.arange(8)
+        ledger.reset(observation[here], here)
+
+        def step() -> Array:
+            """Checks a step; returns which rows are padding."""
+            nonlocal here
+            actions = np.arange(16)
+            result = batch.step(actions)
+            assert result.observation.shape == (16, 4)
+            ledger.step(actions[here], part_of(result, here), here)
+            assert result.valid[:8].all()
+            come = np.flatnonzero(result.status == Status.SERVER_LOST)
+            new = np.setdiff1d(come, here)
+            if new.size:
+                assert result.truncated[new].all()
+                ledger.reset(result.observation[new], new)
+                here = np.union1d(here, new)
+            away = np.setdiff1d(np.arange(16), here)
+            assert (result.status[away] == Status.PENDING).all()
+            assert not result.observation[away].any()
+            return away
+
+        for _ in range(2 * LENGTH):
+            assert step().tolist() == list(range(8, 16))
+        servers[3].start_again()
+        while len(step()) > 4:
+            pass
+        servers[2].start_again()
+        while len(step()):
+            pass
+        assert {lane.name for lane in batch.lanes} == {s.address for s in servers}
+        while not batch.step(np.zeros(16, np.int64)).valid.all():
+            pass
+
+
+def part_of(result: Any, rows: Array) -> Any:
+    """Some rows of a step."""
+    picked = {
+        name: value[rows] if isinstance(value, np.ndarray) else value
+        for name, value in result._asdict().items()
+    }
+    return result._replace(**{**picked, "infos": {}})
+
+
+def test_envs_may_be_spread_over_more_servers_than_have_an_address_yet(
+    source: Source,
+) -> None:
+    source.start(4)
+    connect = functools.partial(BatchEnv.connect, LEDGER, [source.word], 8, seed=5)
+    with connect(num_servers=2) as batch:
+        batch.reset()
+        result = batch.step(np.zeros(8, np.int64))
+        assert result.status[4:].tolist() == [Status.PENDING] * 4
+        with pytest.raises(ServerLost, match="no server has come for these rows yet"):
+            batch.get_attr("spec")
+        added = source.start(4)
+        while not batch.step(np.zeros(8, np.int64)).valid.all():
+            pass
+        assert batch.lanes[1].name == added.address
+        assert batch.reset().shape == (8, 4)
+
+
+def test_too_few_servers_are_an_error(source: Source) -> None:
+    gone = source.start(4)
+    source.start(4)
+    connect = functools.partial(BatchEnv.connect, LEDGER, [source.word], 8)
+    with pytest.raises(ValueError, match="min_servers: expected 1 to 2, the servers"):
+        connect(min_servers=3)
+    with pytest.raises(ValueError, match=r"min_servers: expected 1 to 2.*; got 0"):
+        connect(min_servers=0)
+    gone.kill()
+    for few in (None, 2):
+        with pytest.raises(ConnectError, match=re.escape(gone.address)):
+            connect(connect_timeout=2.0, min_servers=few)
+
+
+def test_what_a_name_server_does_not_say_does_not_count(
+    source: Source, play: Play, tmp_path: Path
+) -> None:
+    first, other = source.start(4), source.start(4)
+    player = play(8)
+    rows = rows_at(player, first)
+    added = source.start(4)
+    listed = (tmp_path / "servers").read_text()
+    (tmp_path / "servers").unlink()
+    first.kill()
+    while (player.step().status[rows] != Status.PENDING).all():
+        pass
+    assert player.step().valid[rows_at(player, other)].all()
+    (tmp_path / "servers").write_text(listed)
+    step_until_valid(player, rows)
+    assert len(rows_at(player, added)) == 4
+
+
+def test_a_close_does_not_wait_for_a_look(
+    source: Source, play: Play, wait_until: WaitUntil
+) -> None:
+    first, _ = source.start(4), source.start(4)
+    player = play(8)
+    first.kill()
+    while player.step().valid.all():
+        pass
+    player.batch.close()

@@ -1,0 +1,144 @@
+"""A learner of two, as a process: one update on its half of a rollout.
+
+The update of one learner on the whole rollout is the oracle: `expected` gives that, by
+minibatches made of the same rows.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ppo.agent import Agent
+from ppo.config import Config
+from ppo.errors import LearnerLostError
+from ppo.learners import ALONE, Learners
+from ppo.learning.update import Updater
+from ppo.normalize import ReturnScale
+from ppo.rollout import Rollout
+from ppo.run_folder import checkpoint
+from ppo.simulate import simulate
+from tests.ppo.fakes import ACTIONS, BOX, CountingBatchEnv, in_graph
+from tests.ppo.runs import SMALL, parameters
+
+#: All that goes over rows of several learners at once is in use. The first learner has
+#: lost more rows than the second one, so that means of their means would be wrong.
+LOST = frozenset({(2, 0), (5, 1), (6, 1), (6, 0), (7, 0)})
+CONFIG = SMALL.replace(
+    num_envs=4,
+    total_steps=160,
+    epochs=2,
+    minibatch_size=8,
+    normalize_advantages=True,
+    objective="clip_and_penalty",
+    learning_rate=0.01,
+    kl_target=1e-4,  # the cutoff of the penalty is reached
+    max_kl=1e-9,  # so that the second epoch would be undone, had it to be
+    entropy_coefficient=0.01,
+    policy_layers=(8,),
+    value_layers=(8,),
+    jit_compile=True,
+)
+
+
+def rollout_of_all(agent: Agent) -> Rollout:
+    fake = CountingBatchEnv(
+        [3, 4, 5, 2], terminates=[True, False, True, False], lost=LOST
+    )
+    rollout = simulate(in_graph(fake), agent.act, CONFIG.horizon, (1, 2))
+    rollout.log_prob[:, 3] += 0.1  # as if of another policy: one learner's alone
+    return rollout
+
+
+def updated(config: Config, learners: Learners, updater_of: Any = Updater) -> Any:
+    """Update once on the learner's envs; returns numbers, and all that has changed."""
+    agent = Agent(BOX, ACTIONS, config)
+    share = config.share_of(learners.num)
+    own = slice(learners.index * share.num_envs, (learners.index + 1) * share.num_envs)
+    rollout = tf.nest.map_structure(lambda rows: rows[:, own], rollout_of_all(agent))
+    updater = updater_of(agent, share, learners=learners)
+    scale = ReturnScale(share.num_envs, config.discount)
+    scale.update(rollout.reward, rollout.done, rollout.valid, learners)
+    metrics = updater.update(rollout, reward_scale=scale.factor, seed=(3, 4))
+    acted_on = rollout.observation[:-1].reshape(-1, 2)
+    agent.preprocess.update(acted_on, rollout.valid.reshape(-1), learners)
+    state = checkpoint.variables(agent, updater, scale)
+    return metrics, [parameters(agent), *(part.numpy().ravel() for part in state)]
+
+
+def expected(config: Config) -> Any:
+    """Do the same alone, with minibatches of which each half has the same steps."""
+
+    class _Halves(Updater):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            horizon, half = config.horizon, config.num_envs // 2
+
+            def shuffle(samples: Any, count: int, seed: tf.Tensor) -> Any:
+                order = tf.argsort(tf.random.stateless_uniform([horizon * half], seed))
+
+                def dealt(rows: tf.Tensor) -> tf.Tensor:
+                    inner = list(rows.shape[1:])
+                    rows = tf.reshape(rows, [horizon, 2, half, *inner])
+                    parts = [
+                        tf.reshape(rows[:, number], [horizon * half, *inner])
+                        for number in range(2)
+                    ]
+                    parts = [
+                        tf.reshape(tf.gather(part, order), [count, -1, *inner])
+                        for part in parts
+                    ]
+                    return tf.concat(parts, axis=1)
+
+                return tf.nest.map_structure(dealt, samples)
+
+            self._view.shuffle = shuffle  # type: ignore[method-assign]
+
+    return updated(config, ALONE, _Halves)
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    told = json.loads(os.environ["TF_CONFIG"])
+    index = told["task"]["index"]
+    learners = Learners(told["cluster"]["worker"], index)
+    learners.meet()
+    results = {}
+    with learners.together():
+        for max_kl in (0.0, CONFIG.max_kl):
+            # Compiled once: that takes most of the time.
+            config = CONFIG.replace(max_kl=max_kl, jit_compile=max_kl == 0.0)
+            metrics, arrays = updated(config, learners)
+            results[str(max_kl)] = metrics
+            np.savez(folder / f"{max_kl}-{index}.npz", *arrays)
+        texts = learners.gather({"from": index, "text": "ö" * (3 + 40 * index)})
+        variable = tf.Variable([1.0 + index, 2.0])
+        learners.align([variable])
+        before = num_threads()
+        for _ in range(150):
+            learners.gather(None)
+        results |= {"texts": texts, "aligned": variable.numpy().tolist()}
+        results["new_threads"] = num_threads() - before
+        if index == 1:  # lives, and says nothing until the other one has given up
+            (folder / "1.json").write_text(json.dumps(results))
+            while not (folder / "0.json").exists():
+                time.sleep(0.1)
+            sys.exit()
+        learners.wait_seconds = 1.0
+        try:
+            with learners.together():
+                learners.gather(None)
+        except LearnerLostError as error:
+            results["lost"] = str(error)
+        (folder / "0.json.partial").write_text(json.dumps(results))
+        (folder / "0.json.partial").rename(folder / "0.json")
+        sys.exit()

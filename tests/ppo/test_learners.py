@@ -1,0 +1,211 @@
+"""Several learners of one run."""
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ppo.config import Config
+from ppo.environments import env_maker
+from ppo.errors import ConfigError
+from ppo.learners import ALONE, Learners
+from ppo.learning.losses import policy_loss
+from ppo.rollout import Rollout
+from ppo.run_folder.checkpoint import Counters
+from ppo.run_folder.folder import RunFolder
+from ppo.training_run import TrainingRun
+from tests.ppo import one_update, pairs
+from tests.ppo.runs import counters, ppo, rows_of
+
+# Processes that load TensorFlow and compile, on a machine that may be busy.
+pytestmark = pytest.mark.timeout(600)
+
+SETTINGS = (
+    *("num_envs=4", "horizon=16", "minibatch_size=32", "epochs=1", "seed=3"),
+    *("total_steps=1000000000", "jit_compile=false", "checkpoint_every=64"),
+    *("evaluation_episodes=2", "policy_layers=4", "value_layers=4"),
+)
+
+
+def train_command(*arguments: object) -> list[object]:
+    changes = [word for each in SETTINGS for word in ("--set", each)]
+    common = ("--distribute", "--num-workers", 1)
+    return [*pairs.PPO, *arguments, *common, *changes]
+
+
+@pytest.fixture(scope="module")
+def update_of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pair")
+    command = ["-m", "tests.ppo.one_update", folder]
+    with pairs.started([command, command], folder) as processes:
+        codes = [process.wait(280) for process in processes]
+    assert codes == [0, 0], pairs.said(folder)
+    return folder
+
+
+@pytest.mark.parametrize("max_kl", [0.0, one_update.CONFIG.max_kl])
+def test_two_learners_update_as_one_with_all_their_envs(
+    update_of_two: Path, max_kl: float
+) -> None:
+    config = one_update.CONFIG.replace(max_kl=max_kl, jit_compile=False)
+    wanted_metrics, wanted = one_update.expected(config)
+    assert wanted_metrics["undone_epochs"] == (max_kl > 0)
+    for index in range(2):
+        got = np.load(update_of_two / f"{max_kl}-{index}.npz")
+        for name, value in zip(got.files, wanted, strict=True):
+            np.testing.assert_allclose(got[name], value, rtol=1e-5, atol=1e-5)
+        told = json.loads((update_of_two / f"{index}.json").read_text())
+        assert told[str(max_kl)] == pytest.approx(wanted_metrics, rel=1e-4, abs=1e-5)
+    both = [np.load(update_of_two / f"{max_kl}-{index}.npz") for index in range(2)]
+    for name in both[0].files:
+        np.testing.assert_array_equal(both[0][name], both[1][name])
+
+
+def test_learners_collect_the_rows_that_one_would() -> None:
+    config = one_update.CONFIG.replace(env_name="CartPole-v1", jit_compile=False)
+
+    def collected(learners: Learners) -> Rollout:
+        share = config.share_of(learners.num)
+        first = learners.index * share.num_envs
+        make_env = env_maker(share, None, 1, first_env_index=first)
+        with make_env(num_envs=share.num_envs, seed=7, is_training=True) as env:
+            run = TrainingRun(
+                config, env, Counters(), policy_loss, lambda: None, learners
+            )
+            return run.simulation.run((5, 6))
+
+    whole = collected(ALONE)
+    halves = [collected(Learners(["a:1", "b:1"], index)) for index in range(2)]
+    for name in ("observation", "action", "log_prob", "reward", "terminated"):
+        got = np.concatenate([getattr(half, name) for half in halves], axis=1)
+        np.testing.assert_allclose(got, getattr(whole, name), rtol=1e-5, atol=1e-6)
+
+
+def test_values_of_all_are_gathered_and_the_first_ones_state_is_taken(
+    update_of_two: Path,
+) -> None:
+    for index in range(2):
+        told = json.loads((update_of_two / f"{index}.json").read_text())
+        assert told["texts"] == [
+            {"from": 0, "text": "ö" * 3},
+            {"from": 1, "text": "ö" * 43},
+        ]
+        assert told["aligned"] == [1.0, 2.0]
+
+
+def test_sums_leave_no_threads_behind(update_of_two: Path) -> None:
+    for index in range(2):
+        told = json.loads((update_of_two / f"{index}.json").read_text())
+        assert told["new_threads"] < 50
+
+
+def test_a_learner_that_lives_but_does_nothing_is_given_up(update_of_two: Path) -> None:
+    told = json.loads((update_of_two / "0.json").read_text())
+    assert "expected 2 learners to the end, but another one is gone" in told["lost"]
+
+
+def wait_for(condition: Any, processes: Any, folder: Path) -> None:
+    while not condition():
+        assert all(process.poll() is None for process in processes), pairs.said(folder)
+        time.sleep(0.1)
+
+
+def test_a_run_outlives_its_learners(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = train_command("CartPole-v1", "--run-dir", run)
+    other = train_command("CartPole-v1")
+    with pairs.started([first, other], tmp_path) as processes:
+        wait_for(RunFolder(run).has_checkpoint, processes, tmp_path)
+        processes[1].kill()
+        assert processes[0].wait(280) == 1
+    errors = [line for line in pairs.said(tmp_path)[0].splitlines() if "rror" in line]
+    assert len(errors) == 1
+    assert errors[0].startswith("Error: Learner 0: expected 2 learners to the end, but")
+    assert "learner 1 is gone" in errors[0]
+    steps = counters(run).steps
+    assert steps > 0
+    # Env steps of both count, and there is one stream of metrics.
+    assert rows_of(run)[0]["steps"] == 64
+
+    first = [*pairs.PPO, "--resume", run, "--distribute", "--num-workers", 1]
+    with pairs.started([first, other], tmp_path) as processes:
+        wait_for(lambda: rows_of(run)[-1]["steps"] > steps, processes, tmp_path)
+        processes[1].send_signal(signal.SIGINT)
+        assert [process.wait(280) for process in processes] == [0, 0]
+    rows = rows_of(run)
+    assert [row["iteration"] for row in rows] == list(range(1, len(rows) + 1))
+    assert counters(run).steps == rows[-1]["steps"] == 64 * len(rows)
+    assert "Learner 1 is done" in pairs.said(tmp_path)[1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "{",
+        '{"task": {"type": "worker", "index": 0}}',
+        '{"cluster": {"ps": ["a:1"]}, "task": {"type": "ps", "index": 0}}',
+        '{"cluster": {"worker": ["a"]}, "task": {"type": "worker", "index": 0}}',
+        '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1}}',
+    ],
+)
+def test_a_wrong_tf_config_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, text: str | None, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    if text is not None:
+        monkeypatch.setenv("TF_CONFIG", text)
+    run = tmp_path / "run"
+    code, _, errors = ppo("train", "cartpole", "--distribute", "--run-dir", run)
+    assert code == 2
+    assert len(errors.splitlines()) == 1
+    assert errors.startswith("Error: --distribute: expected a TF_CONFIG such as {")
+    assert f"got {text!r}; set it for each learner" in errors
+    assert not run.exists()
+
+
+@pytest.mark.parametrize("setting", ["num_envs", "minibatch_size"])
+def test_what_cannot_be_shared_is_said_before_envs_start(
+    monkeypatch: pytest.MonkeyPatch, setting: str, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TF_CONFIG", pairs.told(3)[0])
+    run = tmp_path / "run"
+    changes = ["num_envs=15", "horizon=12", "minibatch_size=15", f"{setting}=20"]
+    options = [word for each in changes for word in ("--set", each)]
+    arguments = ("train", "CartPole-v1", "--distribute", "--run-dir", run, *options)
+    code, _, errors = ppo(*arguments)
+    assert code == 2
+    assert errors.startswith("Error: num_envs, minibatch_size: expected multiples of")
+    assert not run.exists()
+
+
+def test_only_the_first_learner_resumes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TF_CONFIG", pairs.told()[1])
+    code, _, errors = ppo("train", "--resume", tmp_path, "--distribute")
+    assert code == 2
+    assert errors.startswith("Error: --distribute: leave out --seeds; --resume is")
+
+
+def test_learners_must_be_told_the_same(tmp_path: Path) -> None:
+    first = train_command("CartPole-v1", "--run-dir", tmp_path / "run")
+    other = [*train_command("CartPole-v1"), "--set", "discount=0.5"]
+    with pairs.started([first, other], tmp_path) as processes:
+        assert [process.wait(280) for process in processes] == [2, 2]
+    for text in pairs.said(tmp_path):
+        assert "Learner 1: expected the settings of learner 0, got another disc" in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_share_is_a_config_of_its_own() -> None:
+    config = Config(env_name="x", num_envs=12, minibatch_size=48, horizon=16)
+    share = config.share_of(3)
+    assert (share.num_envs, share.minibatch_size, share.horizon) == (4, 16, 16)
+    assert config.share_of(1) == config
+    with pytest.raises(ConfigError, match="num_envs"):
+        config.share_of(5)

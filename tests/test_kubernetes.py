@@ -1,0 +1,286 @@
+"""deploy/kubernetes: what a schema cannot know. Names agree, commands exist, keys open.
+
+tests/doors/test_kubernetes.py holds the schemas, and has a trainer learn in the pods.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+import envserve.cli
+import ppo.cli
+from envserve.settings import HostSettings
+from ppo.configs import CONFIGS, apply_settings
+from tests.network_hosts import Hosts, needs_namespaces
+from tests.pods import (
+    ENTRYPOINTS,
+    MANIFESTS,
+    ROOT,
+    SEARCH,
+    WORKDIR,
+    Names,
+    Pod,
+    document_commands,
+    kustomization,
+    make_keys,
+    pod_spec,
+    resource,
+    resources,
+)
+from tests.test_compose import HEALTH, stages
+from tests.test_project import PROJECT
+
+SERVERS, TRAINER = pod_spec("StatefulSet", "envs"), pod_spec("Job", "trainer")
+PODS = pytest.mark.parametrize("spec", [SERVERS, TRAINER], ids=["envs", "trainer"])
+(SERVER,), (LEARNER,) = SERVERS["containers"], TRAINER["containers"]
+ADDRESS = "tcp://0.0.0.0:5555"
+#: Lets a client step the envs of all servers that the name stands for.
+STEPS = """
+from envserve.client import BatchEnv
+with BatchEnv.connect("CartPole-v1", ["dns://envs:5555"], num_envs=8, seed=0) as env:
+    env.reset()
+    for _ in range(20):
+        step = env.step([1] * 8)
+    print(len(env.stats().lanes), step.valid.sum())
+"""
+
+
+def parse(program: str, command: str, *words: str) -> dict[str, Any]:
+    """The options of a command line, read by the program itself, which does nothing."""
+    app = {"envserve": envserve.cli.app, "ppo": ppo.cli.app}[program]
+    group: Any = typer.main.get_command(app)
+    options: dict[str, Any] = (
+        group.commands[command].make_context(command, [*words]).params
+    )
+    return options
+
+
+def options_of(container: dict[str, Any]) -> dict[str, Any]:
+    return parse(ENTRYPOINTS[container["image"]], *container["args"])
+
+
+def labels_of(kind: str, name: str) -> dict[str, str]:
+    labels: dict[str, str] = resource(kind, name)["spec"]["template"]["metadata"][
+        "labels"
+    ]
+    return labels
+
+
+def test_a_wrong_option_would_be_seen() -> None:
+    with pytest.raises(Exception, match="drain-gracious"):
+        parse("envserve", *SERVER["args"], "--drain-gracious", "1")
+
+
+def test_trainers_connect_to_the_name_and_port_where_servers_listen() -> None:
+    service = resource("Service", "envs")["spec"]
+    assert service["clusterIP"] == "None"  # the name stands for all pods
+    (port,) = service["ports"]
+    assert options_of(LEARNER)["connect"] == [f"dns://envs:{port['port']}"]
+    assert options_of(SERVER)["binds"] == [ADDRESS]
+    assert ADDRESS.endswith(f":{port['port']}")
+    assert SERVER["ports"] == [{"name": "envserve", "containerPort": port["port"]}]
+    assert resource("StatefulSet", "envs")["spec"]["serviceName"] == "envs"
+
+
+def test_what_selects_servers_and_trainers_finds_them() -> None:
+    servers, trainers = labels_of("StatefulSet", "envs"), labels_of("Job", "trainer")
+    assert resource("Service", "envs")["spec"]["selector"] == servers
+    selected = {"matchLabels": servers}
+    assert resource("StatefulSet", "envs")["spec"]["selector"] == selected
+    assert resource("PodDisruptionBudget", "envs")["spec"]["selector"] == selected
+    inward = resource("NetworkPolicy", "envs")["spec"]
+    outward = resource("NetworkPolicy", "trainer")["spec"]
+    assert inward["podSelector"] == selected
+    assert outward["podSelector"] == {"matchLabels": trainers}
+    for policy in (inward, outward):
+        assert policy["policyTypes"] == ["Ingress", "Egress"]
+    assert inward["ingress"] == [
+        {"from": [{"podSelector": outward["podSelector"]}], "ports": [{"port": 5555}]}
+    ]
+    assert "egress" not in inward  # envs are code of others
+    assert "ingress" not in outward
+    to_servers, to_names = outward["egress"]
+    assert to_servers == {"to": [{"podSelector": selected}], "ports": [{"port": 5555}]}
+    assert {each["port"] for each in to_names["ports"]} == {53}
+
+
+def test_probes_ask_what_the_image_asks_and_not_for_free_envs() -> None:
+    for probe in ("startupProbe", "livenessProbe"):
+        assert SERVER[probe]["exec"]["command"] == HEALTH
+        parse(*SERVER[probe]["exec"]["command"])
+        # `health` itself waits less than the kubelet does.
+        assert SERVER[probe]["timeoutSeconds"] >= 5 * parse(*HEALTH)["timeout"]
+    assert "readinessProbe" not in SERVER
+
+
+def test_a_drain_ends_before_a_pod_is_killed() -> None:
+    drain = float(options_of(SERVER)["drain_grace_seconds"])
+    assert drain > HostSettings().drain_grace_seconds  # a pod has more time
+    assert drain + 5 <= SERVERS["terminationGracePeriodSeconds"]
+
+
+def test_a_job_goes_on_after_what_it_should_and_ends_after_what_it_must() -> None:
+    options = options_of(LEARNER)
+    assert options["restartable"]
+    settings = apply_settings(CONFIGS[options["config"]], options["settings"])
+    assert settings.on_server_lost == "pad"  # a pod that comes back takes its time
+    assert TRAINER["restartPolicy"] == "Never"  # else the job has no failure policy
+    job = resource("Job", "trainer")["spec"]
+    evicted, stopped, refused = job["podFailurePolicy"]["rules"]
+    assert evicted["onPodConditions"][0]["type"] == "DisruptionTarget"
+    codes = (ROOT / "docs" / "exit-codes.md").read_text()
+    assert re.search(r"^\| ppo train \| 3 \| with `--restartable`", codes, re.M)
+    assert re.search(r"^\| all \| 2 \| it cannot be done as it was asked", codes, re.M)
+    for rule, action, code in ((stopped, "Ignore", 3), (refused, "FailJob", 2)):
+        assert rule["action"] == action
+        assert rule["onExitCodes"]["containerName"] == LEARNER["name"]
+        assert rule["onExitCodes"]["values"] == [code]
+    assert evicted["action"] == "Ignore"
+    assert job["podReplacementPolicy"] == "Failed"  # never two on one folder
+
+
+def test_a_run_is_on_the_volume_where_the_image_runs() -> None:
+    mounts = {each["name"]: each["mountPath"] for each in LEARNER["volumeMounts"]}
+    assert mounts["runs"] == f"{WORKDIR}/runs"
+    assert Path(WORKDIR, options_of(LEARNER)["run_dir"]).is_relative_to(mounts["runs"])
+    assert f"WORKDIR {WORKDIR}" in stages()["trainer"]
+    assert mounts["runs"] in stages()["base"]
+
+
+def test_the_trainer_begins_with_one_server_and_has_room_for_all() -> None:
+    (container,) = TRAINER["initContainers"]
+    assert "until getent hosts envs;" in container["command"][-1]
+    replicas = resource("StatefulSet", "envs")["spec"]["replicas"]
+    options = options_of(LEARNER)
+    assert options["min_servers"] == 1
+    settings = apply_settings(CONFIGS[options["config"]], options["settings"])
+    assert settings.num_servers == replicas
+    (scaler,) = resources("hpa.yaml")
+    assert scaler["spec"]["minReplicas"] == replicas
+    target = scaler["spec"]["scaleTargetRef"]
+    assert (target["kind"], target["name"]) == ("StatefulSet", "envs")
+    assert "hpa.yaml" not in kustomization()["resources"]
+    assert SERVER["resources"]["requests"]["cpu"]  # of which the scaler takes per cent
+
+
+@PODS
+def test_pods_may_what_the_profile_restricted_allows(spec: dict[str, Any]) -> None:
+    user = stages()["server"].partition("USER ")[2].split()[0]
+    context = spec["securityContext"]
+    assert user == f"{context['runAsUser']}:{context['runAsGroup']}"
+    assert context["fsGroup"] == context["runAsGroup"]
+    assert context["runAsNonRoot"]
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert not spec["automountServiceAccountToken"]
+    assert not spec["enableServiceLinks"]
+    assert not spec.keys() & {"hostNetwork", "hostPID", "hostIPC", "hostUsers"}
+    kinds = {kind for volume in spec["volumes"] for kind in volume.keys() - {"name"}}
+    assert kinds <= {"emptyDir", "persistentVolumeClaim", "secret"}
+    for container in (*spec["initContainers"], *spec["containers"]):
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        assert mounted <= {volume["name"] for volume in spec["volumes"]}
+    assert all(c["resources"]["limits"]["memory"] for c in spec["containers"])
+
+
+@PODS
+def test_keys_come_from_a_secret_of_the_kustomization(spec: dict[str, Any]) -> None:
+    (secret,) = (v["secret"] for v in spec["volumes"] if "secret" in v)
+    made = {each["name"] for each in kustomization()["secretGenerator"]}
+    assert secret["secretName"] in made
+    assert secret["defaultMode"] == 0o400
+    (home,) = (e for e in spec["containers"][0]["env"] if e["name"] == "ENVSERVE_HOME")
+    (container,) = spec["initContainers"]
+    words = container["command"][-1].splitlines()[0]
+    assert words.endswith(f"install -m 600 /secret/* {home['value']}")
+    assert words in (ROOT / "docs" / "security.md").read_text()
+    (memory,) = (v for v in spec["volumes"] if v["name"] == "keys")
+    assert memory["emptyDir"] == {"medium": "Memory"}
+
+
+def test_secrets_are_made_of_the_files_that_the_command_makes(tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    made = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
+    named = [
+        file for each in kustomization()["secretGenerator"] for file in each["files"]
+    ]
+    assert sorted(named) == sorted(made)
+    assert "/deploy/kubernetes/keys/" in (ROOT / ".gitignore").read_text().split()
+
+
+def test_images_are_those_of_the_dockerfile_and_of_this_release() -> None:
+    images = kustomization()["images"]
+    assert [each["name"] for each in images] == sorted(ENTRYPOINTS)
+    assert {each["newTag"] for each in images} == {PROJECT["version"]}
+    for image, program in ENTRYPOINTS.items():
+        stage = stages()[image.removeprefix("envserve-")]
+        assert f'ENTRYPOINT ["{program}"]' in stage
+    specs = (SERVERS, TRAINER)
+    used = {c["image"] for s in specs for c in (*s["initContainers"], *s["containers"])}
+    assert used == set(ENTRYPOINTS)
+
+
+def test_the_document_leads_from_keys_to_a_training_in_three_commands() -> None:
+    _, apply, follow = document_commands()
+    assert apply == f"kubectl apply -k {MANIFESTS.relative_to(ROOT)}"
+    assert follow.endswith("kubectl logs -f job/trainer")
+    assert resource("Job", "trainer")
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    hosts = Hosts(["names", "a", "b", "gpu"], search=SEARCH)
+    try:
+        hosts.create()
+        yield hosts
+    finally:
+        hosts.remove()
+
+
+def wait_until(pod: Pod, condition: str, *arguments: str) -> None:
+    """Waits for a pod; the limit of the test's own time ends that."""
+    while not getattr(pod, condition)(*arguments):
+        assert pod.process.poll() in (None, 0), pod.log()
+
+
+@needs_namespaces
+def test_pods_open_their_keys_find_each_other_and_drain(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    make_keys(tmp_path)
+    names = Names(hosts, tmp_path)
+    servers = [
+        Pod(f"envs-{i}", SERVERS, hosts, host, tmp_path) for i, host in enumerate("ab")
+    ]
+    trainer = Pod("trainer", TRAINER, hosts, "gpu", tmp_path)
+    try:
+        assert not trainer.is_initialised()
+        for pod in servers:
+            wait_until(pod, "is_initialised")
+            pod.start()
+        for pod in servers:
+            wait_until(pod, "passes", "startupProbe")
+        assert not trainer.is_initialised()  # nobody knows the name yet
+        names.publish(*servers)
+        wait_until(trainer, "is_initialised")
+        stepped = trainer.run("python", "-c", STEPS)
+        assert stepped.stdout == "2 8\n", stepped.stderr
+        stranger = servers[0].run("python", "-c", "open('/srv/x', 'w')")
+        assert "Read-only file system" in stranger.stderr
+        assert servers[0].passes("livenessProbe")
+        servers[0].terminate()
+        assert servers[0].process.wait(60) == 0, servers[0].log()
+    finally:
+        for pod in (trainer, *servers):
+            pod.kill()
+        names.close()
