@@ -139,22 +139,28 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
 def rehearse(cluster: Cluster) -> None:
     run, services = cluster.folder / "run", cluster.services
     lost = cluster.servers[-1]
+
+    def is_healthy(server: str) -> bool:
+        return bool(cluster.run("sim", server, health_command()))
+
     cluster.run("keys", "keys", ["envserve", *services["keys"]["command"]])
     for server in cluster.servers:
         cluster.start("sim", server)
     for server in cluster.servers:
-        is_well = partial(cluster.run, "sim", server, health_command())
-        wait_for(f"{server} is healthy", is_well)
+        wait_for(f"{server} is healthy", partial(is_healthy, server))
     cluster.start("page")
     words = ("--set", "total_steps=100000000", "--run-dir", str(run))
     cluster.start("trainer", "", *words)
 
-    def trains_on(num_rows: int, is_whole: bool | None = None) -> bool:
+    def trains_on(num_rows: int) -> bool:
         if cluster.processes["trainer"].poll() not in (None, 0):
             raise ChildProcessError(cluster.log("trainer")[-2000:])
-        rows = rows_of(run)
-        fits = is_whole is None or (rows[-1]["valid_fraction"] == 1.0) == is_whole
-        return len(rows) >= num_rows and fits
+        return len(rows_of(run)) >= num_rows
+
+    def has_moved(before: int) -> bool:
+        """Whether rows were lost since then, and all are there now."""
+        fractions = [row["valid_fraction"] for row in rows_of(run)[before:]]
+        return min(fractions, default=1.0) < 1.0 == fractions[-1]
 
     def is_watched() -> bool:
         url = re.search(r"http://\S+", cluster.log("page"))
@@ -171,13 +177,14 @@ def rehearse(cluster: Cluster) -> None:
     for host in cluster.servers:
         wait_for(f"{host} has metrics", partial(is_measured, host, "envserve_"))
     wait_for("the trainer has metrics", lambda: is_measured("trainer", "ppo_"))
-    cluster.kill_host(lost)
     before = len(rows_of(run))
-    wait_for(f"training goes on without {lost}", lambda: trains_on(before + 3, False))
+    cluster.kill_host(lost)
+    wait_for(f"training goes on without {lost}", lambda: trains_on(before + 3))
+    wait_for("its rows are on another server", lambda: has_moved(before))
     wait_for("so does the page", is_watched)
     wait_for("so do metrics", lambda: is_measured(cluster.servers[0], "envserve_"))
     cluster.start("sim", lost)
-    wait_for(f"{lost} is in use again", lambda: trains_on(before + 4, True))
+    wait_for(f"{lost} is healthy again", partial(is_healthy, lost))
     trainer = cluster.processes.pop("trainer")
     trainer.send_signal(signal.SIGTERM)
     wait_for("the training is saved", lambda: trainer.poll() is not None)

@@ -210,6 +210,7 @@ def make(
         assert key is not None
         server.client_key(create=True)  # of probes, beside the server
         server.clients.read()
+        server.add_pin(at, key.public, "server")  # of those on other hosts
         for name in names:
             client = KeyFolder(folder / name)
             # The pin is written last: with it, a client is whole. The operator may have

@@ -189,7 +189,7 @@ class _Watch:
     """
 
     def __init__(self, index: int, address: str, observe: Observe) -> None:
-        self._said: dict[str, Any] = {"index": index, "address": address}
+        self._said: dict[str, Any] = {"index": index, "address": str(address)}
         self._said |= {"error": "", "status": None}
         self._index, self.observer = index, partial(observe, address)
         self.rows: Mapping[Tile, int] = {}

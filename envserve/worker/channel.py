@@ -267,16 +267,14 @@ class Inbox:
 
     Attributes:
       fds: Descriptors that have come.
-      spin_seconds: The shortest and the longest time to look for a frame, giving way to
-        others, before sleeping; both are 0 where nobody looks.
+      spin_seconds: How long to look for a frame, giving way to others, before sleeping.
     """
 
     def __init__(self, channel: socket.socket) -> None:
         """Takes the worker's side of the socket pair."""
         self.fds: list[int] = []
-        self.spin_seconds = (0.0, 0.0)
+        self.spin_seconds = 0.0
         self._channel = channel
-        self._gap = math.inf  # seconds until the frame before came
 
     def frames(self) -> Iterator[Frame]:
         """Yields frames until the pool closes its end."""
@@ -294,20 +292,10 @@ class Inbox:
             yield from reader.feed(data)
 
     def _receive(self) -> bytes:
-        """Looks for twice as long as the last frame took, if that was not too long."""
-        shortest, longest = self.spin_seconds
-        seconds = max(shortest, 2 * self._gap) if self._gap <= longest else shortest
-        start = now = time.perf_counter()
-        give_up_at = start + min(seconds, longest)
-        data = None
-        while data is None and now < give_up_at:
+        give_up_at = time.perf_counter() + self.spin_seconds
+        while time.perf_counter() < give_up_at:
             try:
-                data = self._channel.recv(1 << 16, socket.MSG_DONTWAIT)
+                return self._channel.recv(1 << 16, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 os.sched_yield()
-            now = time.perf_counter()
-        if data is None:
-            data = self._channel.recv(1 << 16)
-            now = time.perf_counter()
-        self._gap = now - start
-        return data
+        return self._channel.recv(1 << 16)

@@ -51,8 +51,8 @@ _Row = EnvRow | SpareRow
 
 _LOGGER: Final = logging.getLogger(__name__)
 #: To wake a core that sleeps takes longer than a light env's step; a policy thinks for
-#: about as long as the least of this. Only where no other worker waits for that core.
-_SPIN_SECONDS: Final = (400e-6, 4e-3)
+#: about as long as this. Only where no other worker waits for that core.
+_SPIN_SECONDS: Final = 400e-6
 #: How long closing waits for resets that run; the pool's patience is twice that.
 _CLOSE_SECONDS: Final = 0.5
 _OK: Final = int(Status.OK)

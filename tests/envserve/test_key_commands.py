@@ -223,6 +223,8 @@ def test_keys_are_made_as_a_folder_per_role(run: Run, tmp_path: Path) -> None:
         assert grant == Grant(name=name, public=pair.public)
         for address in ("tcp://sim1:5555", "tcp://sim2:5555"):
             assert client.keys_for(address) == (key.public, pair)
+            # With the folder of servers one is their own user, wherever they are.
+            assert server.keys_for(address) == (key.public, server.client_key())
         assert not {path.name for path in client.path.iterdir()} & {"server.key"}
     for path in made.rglob("*"):
         mode = stat.S_IMODE(path.stat().st_mode)

@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 from starlette.types import Message
 from typer.testing import CliRunner
 
+from envserve.address import NamedAddress
 from envserve.cli import app
 from envserve.client.observer import Observer
 from envserve.errors import ConnectError, ServerError
@@ -24,7 +25,7 @@ from envserve.page.serve import page_process, page_server
 from tests.envserve.page_client import TIMEOUT_SECONDS, Browser, served
 from tests.envserve.page_fakes import FakeObserver, FakeServer
 
-ADDRESS = "tcp://sim1:5555"
+ADDRESS = NamedAddress("tcp://10.0.0.2:5555", "tcp://sim1:5555")
 
 
 def press() -> str:
