@@ -36,7 +36,7 @@ ELSEWHERE = {
     r"envserve (join|invite)": "tests/test_three_commands.py",
     r".*(ray start|--on ray|ray://)": "tests/doors/test_ray.py",
     r"ppo train .*dns://": "scripts/rehearse_pods.py",
-    r"ppo train .*--distribute": "tests/ppo/test_learners.py",
+    r"export TF_CONFIG|ppo train .*--distribute": "tests/ppo/test_learners.py",
 }
 #: What serves until it is ended, and what it says once it does.
 SERVES = re.compile(r"envserve (start|page|top)\b|ppo train .*--page|tensorboard ")
