@@ -18,8 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -121,6 +121,18 @@ def wait_for(what: str, is_so: Callable[[], Any], seconds: float = 60) -> Any:
     return found
 
 
+@contextmanager
+def telling(folder: Path) -> Iterator[None]:
+    """Ends with 1, and the ends of all logs, if something does not go on."""
+    try:
+        yield
+    except (TimeoutError, ChildProcessError) as error:
+        for log in sorted(folder.glob("*.log")):
+            print(f"-- {log.name}\n{log.read_text()[-1500:]}", file=sys.stderr)
+        print(f"Error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
 def health_command() -> list[str]:
     """Returns what the image asks itself."""
     (words,) = set(
@@ -204,13 +216,8 @@ def main(
         stack.callback(cluster.hosts.remove)
         cluster.hosts.create()
         stack.callback(cluster.close)
-        try:
+        with telling(folder):
             rehearse(cluster)
-        except (TimeoutError, ChildProcessError) as error:
-            for log in sorted(folder.glob("*.log")):
-                print(f"-- {log.name}\n{log.read_text()[-1500:]}", file=sys.stderr)
-            print(f"Error: {error}", file=sys.stderr)
-            raise typer.Exit(1) from None
 
 
 if __name__ == "__main__":

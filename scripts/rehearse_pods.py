@@ -24,7 +24,7 @@ import typer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.cluster import rows_of, wait_for  # noqa: E402
+from scripts.cluster import rows_of, telling, wait_for  # noqa: E402
 from tests.network_hosts import Hosts  # noqa: E402
 from tests.pods import SEARCH, Names, Pod, make_keys, pod_spec, resource  # noqa: E402
 
@@ -178,14 +178,9 @@ def main() -> None:
         make_keys(folder)
         cluster = Cluster(hosts, folder)
         stack.callback(cluster.close)
-        try:
+        with telling(folder):
             rehearse_servers(cluster)
             rehearse_trainer(cluster)
-        except (TimeoutError, ChildProcessError) as error:
-            for log in sorted(folder.glob("*.log")):
-                print(f"-- {log.name}\n{log.read_text()[-1500:]}", file=sys.stderr)
-            print(f"Error: {error}", file=sys.stderr)
-            raise typer.Exit(1) from None
 
 
 if __name__ == "__main__":

@@ -41,11 +41,26 @@ OPTIONS = ("--workers", "1", "--log-level", "error")
 
 
 @contextlib.contextmanager
-def under_fire(servers: Sequence[ServerProcess]) -> Iterator[Counter[str]]:
-    """Kills until the end of the block; gives how many of what."""
-    is_over, killed = threading.Event(), Counter[str]()
+def beside(
+    change: Callable[[threading.Event, Counter[str]], None],
+) -> Iterator[Counter[str]]:
+    """Has a thread change things until the end of the block; gives what it counts."""
+    is_over, counts = threading.Event(), Counter[str]()
+    thread = threading.Thread(target=change, args=(is_over, counts))
+    thread.start()
+    try:
+        yield counts
+    finally:
+        is_over.set()
+        thread.join()
 
-    def fire() -> None:
+
+def under_fire(
+    servers: Sequence[ServerProcess],
+) -> contextlib.AbstractContextManager[Counter[str]]:
+    """Kills until the end of the block; gives how many of what."""
+
+    def fire(is_over: threading.Event, killed: Counter[str]) -> None:
         next_server = time.monotonic() + FIRST_SERVER_SECONDS
         while not is_over.wait(WORKER_SECONDS):
             if workers := random.choice(servers).worker_pids:
@@ -59,23 +74,15 @@ def under_fire(servers: Sequence[ServerProcess]) -> Iterator[Counter[str]]:
                 killed["servers killed"] += 1
                 next_server += SERVER_SECONDS
 
-    thread = threading.Thread(target=fire)
-    thread.start()
-    try:
-        yield killed
-    finally:
-        is_over.set()
-        thread.join()
+    return beside(fire)
 
 
-@contextlib.contextmanager
 def leaving(
     servers: Sequence[ServerProcess], add: Callable[[], ServerProcess]
-) -> Iterator[Counter[str]]:
+) -> contextlib.AbstractContextManager[Counter[str]]:
     """Has one server killed, one drained and one added; gives how many of what."""
-    is_over, done = threading.Event(), Counter[str]()
 
-    def change() -> None:
+    def change(is_over: threading.Event, done: Counter[str]) -> None:
         if not is_over.wait(FIRST_SERVER_SECONDS):
             servers[0].kill()
             done["killed"] += 1
@@ -85,13 +92,7 @@ def leaving(
             servers[1].signal(signal.SIGTERM)
             done["drained"] += servers[1].wait() == 0
 
-    thread = threading.Thread(target=change)
-    thread.start()
-    try:
-        yield done
-    finally:
-        is_over.set()
-        thread.join()
+    return beside(change)
 
 
 def train_once(
