@@ -196,6 +196,14 @@ class Connection:
             return False
         return True
 
+    def flush(self, outbox: dict[int, list[Buffer]]) -> bool:
+        """Sends what can be sent, and deletes it; tells whether there was anything."""
+        has_sent = False
+        while outbox and self.send(outbox[key := next(iter(outbox))]):
+            del outbox[key]
+            has_sent = True
+        return has_sent
+
     def look(self) -> tuple[bool, bool]:
         """Tells whether `receive` has something, and if the server can be reached."""
         events = int(self._socket.getsockopt(zmq.EVENTS))

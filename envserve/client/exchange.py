@@ -62,7 +62,7 @@ class Exchange:
         """
         session, connection = self.session, self.connection
         if session.state.is_over:
-            self.flush()
+            connection.flush(session.outbox)
             return
         until = time.monotonic() + _RUN_SECONDS
         is_late = False
@@ -74,19 +74,10 @@ class Exchange:
             session.advance(now)
             if self.fleet is not None and self._seek(self.fleet, now):
                 continue
-            if not self.flush() and not is_readable:
+            if not connection.flush(session.outbox) and not is_readable:
                 return
         self.due_at = now
         connection.descriptor.wake()
-
-    def flush(self) -> bool:
-        """Sends what can be sent; tells whether there was anything."""
-        outbox = self.session.outbox
-        has_sent = False
-        while outbox and self.connection.send(outbox[key := next(iter(outbox))]):
-            del outbox[key]
-            has_sent = True
-        return has_sent
 
     def _look(self, now: float) -> bool:
         """Tells the session of the connection, and the caller whether there is more."""
@@ -99,7 +90,7 @@ class Exchange:
         if self.connection.is_endless(is_connected):
             text = "expected messages that end; got one that does not"
             self.session.refuse(RemoteProtocolError(text))
-            self.flush()
+            self.connection.flush(self.session.outbox)
             self.connection.drop()
             return False
         if (operations := self.session.attachment.operations) is not None:

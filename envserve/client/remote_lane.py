@@ -210,7 +210,7 @@ class RemoteLane:
                 # was, is sent again. In a message of more frames it would cut that.
                 self._is_midway = False
                 self.is_waiting = True
-            exchange.flush()  # at once: the server has no other work
+            self._connection.flush(outbox)  # at once: the server has no other work
             if self._is_watched or now >= exchange.due_at:
                 self.is_waiting = False
                 self._is_midway = True
@@ -396,5 +396,5 @@ def _fail(lane: RemoteLane, error: Exception) -> None:
 def _let_go(exchange: Exchange) -> None:
     """Tells the server, if a lane was dropped without being closed; frees all."""
     exchange.session.begin_close(time.monotonic())
-    exchange.flush()
+    exchange.connection.flush(exchange.session.outbox)
     exchange.connection.close(linger_seconds=_LINGER_SECONDS)

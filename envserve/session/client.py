@@ -42,6 +42,7 @@ from envserve.wire import (
 __all__ = ["ClientSession"]
 
 _LOGGER: Final = logging.getLogger(__name__)
+_OVER: Final = tuple(state for state in ClientState if state.is_over)  # no call a step
 _ATTACHING_TYPES: Final = (MessageType.HELLO, MessageType.ATTACH)
 #: What answers nothing, and yet is not late.
 _NEWS: Final = frozenset(
@@ -223,7 +224,7 @@ class ClientSession:
             return self._note_unasked("no message", frames, now)
         requests = self.requests
         handler, state = _HANDLERS.get(message.type), self._machine.state
-        if handler is None or message.session != requests.session or state.is_over:
+        if handler is None or message.session != requests.session or state in _OVER:
             return self._note_unasked(message.type, frames, now)
         silence, operations = requests.silence, self.attachment.operations
         if silence.is_unreachable and operations is not None:

@@ -40,8 +40,11 @@ class FlakyConnection:
     def receive(self) -> None:
         return None
 
-    def send(self, frames: Any) -> bool:
-        return self.is_there
+    def flush(self, outbox: dict[int, Any]) -> bool:
+        has_sent = self.is_there and bool(outbox)
+        if self.is_there:
+            outbox.clear()
+        return has_sent
 
     def look(self) -> tuple[bool, bool]:
         return False, self.is_there

@@ -81,6 +81,8 @@ class MemoryConnection:
         self._take()
         return True
 
+    flush = connection.Connection.flush  # as it is, to be interrupted at any line
+
     def _take(self) -> None:
         # What is not copied now would change with the rows.
         for frames in self.server.take_replies():
