@@ -79,6 +79,14 @@ class Saved:
     mode = sample = staticmethod(lambda observation, state, *seed: (observation, state))
 tf.saved_model.load = lambda path: Saved
 """,
+    "training.md": """
+import os, pathlib, sys, tempfile, unittest.mock
+os.chdir(tempfile.mkdtemp())
+pathlib.Path("runs/first").mkdir(parents=True)
+pathlib.Path("runs/first/config.json").write_text('{"seed": 1}')
+pathlib.Path("runs/first/metrics.jsonl").write_text('{"steps": 8, "kl": null}')
+sys.modules["wandb"] = unittest.mock.MagicMock()
+""",
     "wrappers.md": "class WindWrapper(gymnasium.Wrapper): pass\n",
 }
 
