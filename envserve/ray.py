@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from envserve.errors import AddressError, ServerError
 
-__all__ = ["EnvServers", "addresses", "parse"]
+__all__ = ["EnvServers", "addresses", "connected", "last_line", "parse"]
 
 #: What an actor runs: on Linux it gets SIGTERM (15) when the actor is gone.
 _RUN: Final = """import ctypes; getattr(ctypes.CDLL(None), "prctl", max)(1, 15)
@@ -54,7 +54,7 @@ class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
           AddressError: There is no Ray cluster, or the word is none.
           ServerError: A server does not start, or Ray has no room for it.
         """
-        ray, rest = _connected(), {"CPU": 1, **(resources or {})}
+        ray, rest = connected(), {"CPU": 1, **(resources or {})}
         known = {"num_cpus": rest.pop("CPU"), "num_gpus": rest.pop("GPU", 0)}
         namespace, name = self._place = parse(word)
         self._actors: list[Any] = []
@@ -71,7 +71,7 @@ class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
             self.stop(10)
             if not isinstance(error, ray.exceptions.RayError | ValueError):
                 raise
-            text = f"{_last(error)} (ray status, ray list actors)"
+            text = f"{last_line(error)} (ray status, ray list actors)"
             raise ServerError(f"{word}: {text}") from None
 
     def addresses(self) -> list[str]:
@@ -86,7 +86,7 @@ class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
         """
         actors, self._actors = self._actors, []
         if ended := [actor.end.remote() for actor in actors]:
-            ray = _connected()
+            ray = connected()
             ray.wait(ended, num_returns=len(ended), timeout=timeout)
             for actor in actors:
                 ray.kill(actor)
@@ -160,12 +160,12 @@ def addresses(namespace: str, name: str) -> list[str]:
     except subprocess.TimeoutExpired:
         raise AddressError("Ray has been silent for 60 s (ray status)") from None
     if found.returncode:
-        raise AddressError(_last(found.stdout or found.stderr))
+        raise AddressError(last_line(found.stdout or found.stderr))
     return found.stdout.split()
 
 
 def _find(namespace: str, name: str) -> list[str]:
-    ray, word, asked, found = _connected(), f"ray://{namespace}/{name}", [], []
+    ray, word, asked, found = connected(), f"ray://{namespace}/{name}", [], []
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if actor["namespace"] == namespace and actor["name"].startswith(f"{name}/"):
             with contextlib.suppress(ValueError):  # it has ended meanwhile
@@ -188,22 +188,23 @@ def parse(word: str) -> tuple[str, str]:
     return namespace, name
 
 
-def _connected() -> Any:
+def connected(*, log_to_driver: bool = __name__ != "__main__") -> Any:
     """Returns Ray, connected to a cluster that runs; raises AddressError."""
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # else a quarter of an hour
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # who waits is told
     try:
         import ray
     except ImportError:
         raise AddressError("Ray is needed here: pip install 'envserve[ray]'") from None
     try:
         if not ray.is_initialized():
-            ray.init("auto", log_to_driver=__name__ != "__main__")
+            ray.init("auto", log_to_driver=log_to_driver)
     except Exception as error:  # of many kinds
-        raise AddressError(f"no Ray cluster (ray start): {_last(error)}") from None
+        raise AddressError(f"no Ray cluster (ray start): {last_line(error)}") from None
     return ray
 
 
-def _last(error: object) -> str:
+def last_line(error: object) -> str:
     """Returns the last line of what was said, which says most."""
     return str(error).strip().rpartition("\n")[2]
 

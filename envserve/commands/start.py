@@ -32,7 +32,7 @@ from envserve.own_envs import absolute, is_own
 from envserve.settings import HostSettings, WorkerSettings, convert
 from envserve.terminal import ConfigFile, LogFormat, LogLevel, fail, set_up_logs
 
-__all__ = ["start"]
+__all__ = ["Resources", "start", "words_of"]
 
 #: Options that are not called like their setting.
 _FLAGS: Final = {
@@ -77,7 +77,7 @@ _On = Annotated[str | None, typer.Option(metavar="ray", help=_ON, **_PANEL)]
 _Servers = Annotated[int, typer.Option(min=1, help="How many there.", **_PANEL)]
 _JSON: Final = {"metavar": "JSON", "parser": lambda t: convert(json.loads(t), _Map)}
 _Map = dict[str, float]
-_Resources = Annotated[Any, typer.Option(help=_TAKES, **_JSON, **_PANEL)]
+Resources = Annotated[Any, typer.Option(help=_TAKES, **_JSON, **_PANEL)]
 
 
 def _flag(setting: str) -> str:
@@ -171,7 +171,7 @@ def start(
     ] = False,
     on: _On = None,
     servers: _Servers = 1,
-    resources: _Resources = None,
+    resources: Resources = None,
     log_level: LogLevel = "info",
     log_format: LogFormat = "text",
     config: ConfigFile = None,
@@ -181,7 +181,8 @@ def start(
     """Serve envs until SIGTERM, which lets episodes end first, or SIGINT."""
     set_up_logs(log_level, log_format)
     if on is not None:
-        return _serve_on_ray(_words(ctx), on, servers, resources)
+        words = words_of(ctx, ("config", "on", "resources", "servers"))
+        return _serve_on_ray([*map(absolute, words)], on, servers, resources)
     names = [*(own or ()), *(given["env_names"] or ())]
     look_for_modules_here([*filter(is_own, names)])
     host = _host_settings({**given, "env_names": names})
@@ -227,17 +228,17 @@ def _serve(
     return 0
 
 
-def _words(ctx: typer.Context) -> list[str]:
-    """Returns what is no default, wherever it is from, as a server's command line."""
+def words_of(ctx: typer.Context, but: Container[str]) -> list[str]:
+    """Returns what is no default, wherever it is from, as words; but those named."""
     words = []
     for param in ctx.command.params:
         name, flag = str(param.name), max(param.opts, key=len)
         source, value = ctx.get_parameter_source(name), ctx.params[name]
         is_given = source is not None and source.name != "DEFAULT"
-        if is_given and name not in ("config", "on", "resources", "servers"):
+        if is_given and name not in but:
             for each in value if isinstance(value, list) else [value]:
                 words += [flag] * (flag.startswith("--") and each is not False)
-                words += [absolute(str(each))] * (not isinstance(each, bool))
+                words += [str(each)] * (not isinstance(each, bool))
     return words
 
 

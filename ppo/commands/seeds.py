@@ -8,6 +8,7 @@ import contextlib
 import json
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import typer
@@ -21,7 +22,7 @@ from ppo.errors import RunFolderError
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics_file import read_metrics
 
-__all__ = ["train_seeds"]
+__all__ = ["started", "train_seeds"]
 
 # PR_SET_PDEATHSIG, SIGTERM: on Linux, who loses its study stops with a checkpoint.
 _RUN = """import ctypes; getattr(ctypes.CDLL(None), "prctl", max)(1, 15)
@@ -109,15 +110,15 @@ def _train(
 
 def _start(run: RunFolder, workers: int) -> subprocess.Popen[bytes]:
     options = [f"--num-workers={workers}", f"--intra-op-threads={min(workers, 2)}"]
-    command = [sys.executable, "-P", "-c", _RUN, "train", *options, "--resume"]
     with (run.path / "output.log").open("wb") as log:
-        return subprocess.Popen(
-            [*command, str(run.path)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # Ctrl-C is for us to pass on
-        )
+        return started([*options, "--resume", str(run.path)], stdout=log, stderr=log)
+
+
+def started(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a `ppo train` that ends with this process; Ctrl-C is for us to pass on."""
+    command = [sys.executable, "-P", "-c", _RUN, "train", *words]
+    options |= {"stdin": subprocess.DEVNULL, "start_new_session": True}
+    return subprocess.Popen(command, **options)
 
 
 def _end(running: dict[int, subprocess.Popen[bytes]]) -> None:

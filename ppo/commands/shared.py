@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from envserve.errors import (
+    AddressError,
     ConnectError,
     EnvserveError,
     EnvStartError,
@@ -52,7 +53,7 @@ __all__ = [
 
 _BAD_INPUT = (
     *(BadInputError, UnknownEnv, SpaceError, EnvStartError, WrapperError),
-    VideoError,
+    *(AddressError, VideoError),
 )
 
 Run = Annotated[Path, typer.Argument(help="Folder of a run.")]

@@ -7,13 +7,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from envserve.errors import EnvserveError, SpaceError, WrapperError
 from envserve.terminal import LogFormat, console, set_up_logs
 from envserve.video import headless_settings
+from ppo.commands import on_ray
 from ppo.commands.plan import Plan, cluster, new_plan, resumed_plan
 from ppo.commands.runs import film as film_run
 from ppo.commands.runs import print_evaluation
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["hints_at_resuming", "train"]
 
 _RESUMING_FAILS_TOO = (BadInputError, SpaceError, WrapperError)
-_WATCHING = "Watching"
+_WATCHING: Final = {"rich_help_panel": "Watching"}
 
 _Name = Annotated[
     str | None,
@@ -49,13 +50,9 @@ _Name = Annotated[
         "that Gymnasium knows, FILE.py:CLASS or MODULE:NAME."
     ),
 ]
+_SET: Final = "Change a setting; repeatable. `ppo configs NAME` lists all keys."
 _Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Change a setting; repeatable. `ppo configs NAME` lists all keys.",
-    ),
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_SET)
 ]
 _Seed = Annotated[int | None, typer.Option(help="Root of all randomness.")]
 _Seeds = Annotated[
@@ -87,37 +84,21 @@ _Restartable = Annotated[
     ),
 ]
 _Page = Annotated[
-    bool,
-    typer.Option(
-        "--page", help="Show the run in the browser.", rich_help_panel=_WATCHING
-    ),
+    bool, typer.Option("--page", help="Show the run in the browser.", **_WATCHING)
 ]
 _Film = Annotated[
-    bool,
-    typer.Option(
-        "--film", help="Film an episode at the end.", rich_help_panel=_WATCHING
-    ),
+    bool, typer.Option("--film", help="Film an episode at the end.", **_WATCHING)
 ]
+_PORT: Final = "Port where Prometheus reads the run's numbers; 0 is any."
 _MetricsPort = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        max=65535,
-        help="Port where Prometheus reads the run's numbers; 0 is any.",
-        rich_help_panel=_WATCHING,
-    ),
+    int | None, typer.Option(min=0, max=65535, help=_PORT, **_WATCHING)
 ]
-_MetricsHost = Annotated[
-    str,
-    typer.Option(
-        help="Address to listen at for that: others than this host reach it by another "
-        "than the default.",
-        rich_help_panel=_WATCHING,
-    ),
-]
+_HOST: Final = "Address to listen at for that; by default only this host reaches it."
+_MetricsHost = Annotated[str, typer.Option(help=_HOST, **_WATCHING)]
 
 
 def train(
+    ctx: typer.Context,
     config: _Name = None,
     connect: Connect = None,
     settings: _Settings = None,
@@ -131,6 +112,9 @@ def train(
     num_workers: NumWorkers = None,
     import_modules: Import = None,
     distribute: _Distribute = False,
+    on: on_ray.On = None,
+    learners: on_ray.Learners = None,
+    resources: on_ray.Resources = None,
     page: _Page = False,
     film: _Film = False,
     metrics_port: _MetricsPort = None,
@@ -140,6 +124,9 @@ def train(
     inter_op_threads: Threads = 1,
 ) -> None:
     """Train an agent, and evaluate it at the end."""
+    if (on, learners, resources) != (None, None, None):
+        with reported_errors(log_format):
+            raise typer.Exit(on_ray.train_on_ray(ctx))
     logger = None
     if log_format == "json":
         set_up_logs("info", log_format)
@@ -161,7 +148,9 @@ def train(
             plan = resumed_plan(resume, config, changes, connect, import_modules)
         else:
             place = place_of(Place(), connect, import_modules)
-            run_dir = watchers.folder() if index else run_dir  # the first leaves a run
+            if index:  # only the first leaves a run
+                folder = tempfile.TemporaryDirectory(prefix="ppo-learner-")
+                run_dir = Path(watchers.enter_context(folder))
             plan = new_plan(screen, config, changes, run_dir, place)
         runs.append(run_folder := plan.run_folder)
         try:
@@ -325,11 +314,6 @@ class _Watchers(contextlib.ExitStack):
 
             self._metrics = self.enter_context(TrainerMetrics(port, host))
             screen.print(f"Metrics: {self._metrics.address}")
-
-    def folder(self) -> Path:
-        """Return a folder that lasts as long as this."""
-        folder = tempfile.TemporaryDirectory(prefix="ppo-learner-")
-        return Path(self.enter_context(folder))
 
     def begin(self, env: "BatchEnv", plan: Plan) -> None:
         """Let others look from now on; `env` is what the run trains on."""

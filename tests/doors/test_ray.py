@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +26,13 @@ from envserve.ray import addresses
 
 WORD = "ray://default/envs"
 ENV = "CartPole-v1"
+#: Learners with little to do, until they are told to end.
+SMALL = [
+    *("--num-workers", "1", "--set", "num_envs=4", "--set", "minibatch_size=32"),
+    *("--set", "horizon=16", "--set", "epochs=1", "--set", "jit_compile=false"),
+    *("--set", "total_steps=1000000000", "--set", "checkpoint_every=64"),
+    *("--set", "evaluation_episodes=2", "--set", "policy_layers=4"),
+]
 #: For whatever Ray does on a busy machine: it takes half a minute to miss a node.
 LONG = 240.0
 pytestmark = pytest.mark.timeout(600)
@@ -104,6 +113,50 @@ class Started:
             self.process.wait()
             assert self.process.stdout is not None
             self.process.stdout.close()
+
+
+class Training(contextlib.AbstractContextManager["Training"]):
+    """`ppo train`, in a process that is gone at the end."""
+
+    def __init__(self, run: Path, *words: str) -> None:
+        self._run, self._log = run, run.with_name("train.log")
+        code = "from ppo.cli import main; main()"
+        command = [sys.executable, "-c", code, "train", *words, "--run-dir", str(run)]
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def said(self) -> str:
+        return self._log.read_text()
+
+    def rows(self) -> list[dict[str, Any]]:
+        assert self.process.poll() in (None, 0), self.said()
+        path = self._run / "metrics.jsonl"
+        text = path.read_text().rpartition("\n")[0] if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines()]
+
+    def has_checkpoint(self) -> bool:
+        assert self.process.poll() is None, self.said()
+        return any((self._run / "checkpoints").glob("[0-9]" * 8))
+
+    def other_learner(self) -> tuple[int, str] | None:
+        """The process of a learner that is not the first, and where it is."""
+        assert self.process.poll() is None, self.said()
+        for pid in with_descendants(os.getpid()):
+            with contextlib.suppress(OSError):
+                place = Path(f"/proc/{pid}")
+                is_learner = b"--distribute" in (place / "cmdline").read_bytes()
+                found = re.search(
+                    b"TF_CONFIG=([^\0]*)", (place / "environ").read_bytes()
+                )
+                if is_learner and found and is_alive(pid):
+                    told = json.loads(found[1])
+                    if told["task"]["index"] == 1:
+                        return pid, told["cluster"]["worker"][1].partition(":")[0]
+        return None
 
 
 Start = Callable[..., Started]
@@ -250,30 +303,56 @@ def test_a_training_goes_on_and_learns(
 ) -> None:
     started = start("--servers", "3", "--workers", "1", ENV)
     run = tmp_path / "run"
-    words = ["cartpole", "--connect", WORD, "--run-dir", str(run), "--seed", "1"]
+    words = ["cartpole", "--connect", WORD, "--seed", "1"]
     words += ["--set", "total_steps=100000000", "--set", "num_envs=6"]
-    code = "from ppo.cli import main; main()"
-    train_log = tmp_path / "train.log"
-    with train_log.open("w") as log:
-        trainer = subprocess.Popen(
-            [sys.executable, "-c", code, "train", *words], stdout=log, stderr=log
-        )
-
-    def rows() -> list[dict[str, Any]]:
-        assert trainer.poll() is None, train_log.read_text()
-        path = run / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines]
-
-    try:
+    with Training(run, *words) as training:
+        rows = training.rows
         wait_until(lambda: len(rows()) > 3, "the training has begun")
         cluster.kill_node("127.0.0.3")
         wait_until(lambda: rows()[-1]["lost_episodes"], "it has lost episodes")
         wait_until(lambda: rows()[-1]["valid_fraction"] == 1.0, "all rows are back")
         wait_until(lambda: rows()[-1]["mean_return"] > 150, "it learns")
-        trainer.send_signal(signal.SIGTERM)
-        assert trainer.wait(LONG) == 0
-    finally:
-        trainer.kill()
-        trainer.wait()
+        training.process.send_signal(signal.SIGTERM)
+        assert training.process.wait(LONG) == 0
     assert started.end(signal.SIGTERM) == 0
+
+
+def test_learners_go_on_when_one_is_killed_and_when_its_node_dies(
+    cluster: RayCluster, tmp_path: Path
+) -> None:
+    words = ("CartPole-v1", "--on", "ray", "--learners", "2", *SMALL)
+    with Training(tmp_path / "run", *words) as training:
+        pid, ip = wait_until(training.other_learner, "both learners")
+        wait_until(training.has_checkpoint, "a checkpoint")
+        assert training.rows()[0]["steps"] == 64  # those of both
+        steps = training.rows()[-1]["steps"]
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: training.rows()[-1]["steps"] > steps + 64, "they go on")
+        again, ip = wait_until(training.other_learner, "both learners")
+        assert again != pid
+        steps = training.rows()[-1]["steps"]
+        cluster.kill_node(ip)
+        wait_until(lambda: not is_alive(again), "its learner has ended")
+        found = wait_until(training.other_learner, "another learner")
+        assert found[1] != ip
+        wait_until(lambda: training.rows()[-1]["steps"] > steps + 64, "they go on")
+        training.process.send_signal(signal.SIGTERM)
+        assert training.process.wait(LONG) == 0
+        assert training.said().count("All begin again: ") == 2
+    iterations = [row["iteration"] for row in training.rows()]
+    assert iterations == list(range(1, len(iterations) + 1))
+    with Training(tmp_path / "run", *words, "--set", "total_steps=64") as training:
+        assert training.process.wait(LONG) == 0
+        assert "Evaluation after " in training.said()
+
+
+def test_learners_without_room_are_told_what_is_free(
+    cluster: RayCluster, tmp_path: Path
+) -> None:
+    words = ("CartPole-v1", "--on", "ray", "--learners", "2", "--resources")
+    with Training(tmp_path / "run", *words, '{"CPU": 2, "licence": 1}') as training:
+        assert training.process.wait(LONG) == 2
+    (error,) = (x for x in training.said().splitlines() if x.startswith("Error: "))
+    assert error.startswith("Error: --learners 2: expected {'CPU': 2.0, 'licence': 1.0")
+    assert "got {'CPU': 6.0, 'licence': 0} free in the cluster" in error
+    assert not (tmp_path / "run").exists()

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,37 @@ def test_only_the_first_learner_resumes(
     code, _, errors = ppo("train", "--resume", tmp_path, "--distribute")
     assert code == 2
     assert errors.startswith("Error: --distribute: leave out --seeds; --resume is")
+
+
+ON_RAY = ["cartpole", "--on", "ray", "--learners", "2", "--run-dir", "run"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (ON_RAY[:3], "--on ray: expected CONFIG, --learners N and --run-dir DIR"),
+        (ON_RAY[1:], "--on ray: expected CONFIG, --learners N and --run-dir DIR"),
+        ([*ON_RAY[:1], *ON_RAY[3:]], "--on ray: expected CONFIG, --learners N and"),
+        ([*ON_RAY[:1], "--resources", '{"GPU": 1}'], "--on ray: expected CONFIG"),
+        ([*ON_RAY, "--seeds", "3"], "no --seeds, --resume, --distribute or --page"),
+        ([*ON_RAY, "--page"], "no --seeds, --resume, --distribute or --page"),
+        ([*ON_RAY, "--distribute"], "no --seeds, --resume, --distribute or --page"),
+        ([*ON_RAY[:4], "0", *ON_RAY[5:]], "--learners: expected at least 1, got '0'"),
+        ([*ON_RAY[:2], "moon", *ON_RAY[3:]], "--on: expected one of 'ray', got 'moon'"),
+        (ON_RAY, "Ray is needed here: pip install 'envserve[ray]'"),
+    ],
+)
+def test_what_learners_on_ray_cannot_do_is_one_line(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # it is not installed
+    monkeypatch.chdir(tmp_path)
+    code, _, errors = ppo("train", *words)
+    assert code == 2
+    assert len(errors.splitlines()) == 1
+    assert errors.startswith("Error: ")
+    assert said in errors
+    assert not any(tmp_path.iterdir())
 
 
 def test_learners_must_be_told_the_same(tmp_path: Path) -> None:

@@ -1,0 +1,107 @@
+"""`ppo train --on ray`: the first learner as a process here, the others on Ray's nodes.
+
+When one fails, all are placed anew, and go on from the newest checkpoint.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+from subprocess import PIPE, STDOUT, TimeoutExpired
+from typing import Annotated, Any, Final, Literal
+
+import typer
+
+from envserve.commands.start import Resources, words_of
+from envserve.ray import connected, last_line
+from ppo.commands.seeds import started
+from ppo.commands.stop_signals import StopSignals
+from ppo.errors import BadInputError, ConfigError, LearnerLostError
+from ppo.run_folder.folder import RunFolder
+
+__all__ = ["Learners", "On", "Resources", "train_on_ray"]
+
+_PANEL: Final = {"rich_help_panel": "On Ray"}
+_ON: Final = "Learn on a Ray cluster: here, and on others of its nodes."
+On = Annotated[Literal["ray"] | None, typer.Option(help=_ON, **_PANEL)]
+Learners = Annotated[int | None, typer.Option(min=1, help="How many there.", **_PANEL)]
+_TOLD: Final = '{"cluster": {"worker": %s}, "task": {"type": "worker", "index": %d}}'
+_ROOM_SECONDS, _END_SECONDS, _TRIES = 60, 10, 3
+
+
+def train_on_ray(ctx: typer.Context) -> int:
+    """Have learners train until the run is over, or stopped; returns the exit code."""
+    given, newest, num_failed = ctx.params, None, 0
+    needed = map(given.get, ("on", "learners", "config", "run_dir"))
+    if None in needed or any(map(given.get, ("seeds", "resume", "distribute", "page"))):
+        raise ConfigError(
+            "--on ray: expected CONFIG, --learners N and --run-dir DIR as well, and no "
+            "--seeds, --resume, --distribute or --page; a run in DIR goes on."
+        )
+    words = words_of(ctx, ("on", "learners", "resources"))
+    needs = [{"CPU": 1, **(given["resources"] or {})}] * given["learners"]
+    ray = connected(log_to_driver=False)
+    while True:
+        try:
+            code = _round(ray, needs, [*words, "--distribute", "--restartable"])
+            return 0 if code == 3 and not given["restartable"] else code
+        except (LearnerLostError, ValueError, ray.exceptions.RayError) as error:
+            found = RunFolder(given["run_dir"]).checkpoints.glob("[0-9]" * 8)
+            known, newest = newest, max(found, default=None)
+            num_failed = num_failed + 1 if newest == known else 1
+            if num_failed == _TRIES:
+                raise LearnerLostError(f"Given up: {last_line(error)}") from None
+            print(f"All begin again: {last_line(error)}", file=sys.stderr, flush=True)
+
+
+def _round(ray: Any, needs: list[dict[str, float]], words: list[str]) -> int:
+    """Have all learn; returns how the first has ended if that is how the run has."""
+    num, here = len(needs), {f"node:{ray.util.get_node_ip_address()}": 0.001}
+    group = ray.util.placement_group([needs[0] | here, *needs[1:]], "SPREAD")
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(ray.util.remove_placement_group, group)
+        if not group.wait(_ROOM_SECONDS):
+            free = {name: ray.available_resources().get(name, 0) for name in needs[0]}
+            raise BadInputError(
+                f"--learners {num}: expected {needs[0]} for each, the first one here; "
+                f"got {free} free in the cluster (ray status, --resources)."
+            )
+        at = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        rest = {"num_cpus": 0, "num_gpus": needs[0].get("GPU", 0), "max_retries": 0}
+        on = [ray.remote(scheduling_strategy=at(group, n), **rest) for n in range(num)]
+        addresses = json.dumps(ray.get([each(_address).remote() for each in on]))
+        place = ray.get_runtime_context().gcs_address, os.getcwd()
+        told = [{"TF_CONFIG": _TOLD % (addresses, index)} for index in range(num)]
+        others = [on[n](_train).remote(words, told[n], *place) for n in range(1, num)]
+        at_end.callback(ray.wait, others, num_returns=num - 1, timeout=_END_SECONDS)
+        first = at_end.enter_context(started(words, env=os.environ | told[0]))
+        at_end.callback(first.terminate)
+        stop = at_end.enter_context(StopSignals(first.terminate))
+        while first.poll() is None:
+            with contextlib.suppress(TimeoutExpired):
+                first.wait(0.5)
+            ray.get(ray.wait(others, num_returns=num - 1, timeout=0)[0])
+        code = first.returncode
+        if not stop.has_fired() and code not in (0, 2, 130):
+            raise LearnerLostError(f"learner 0 has ended with exit code {code}")
+        return code if code >= 0 else 128 - code
+
+
+def _address() -> str:
+    import ray
+
+    with socket.create_server(("", 0)) as free:
+        return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+
+
+def _train(words: list[str], told: dict[str, str], cluster: str, folder: str) -> None:
+    """Learn on this node; raises `LearnerLostError` with what was said last."""
+    known = os.environ | told | {"RAY_ADDRESS": cluster}
+    here = folder if os.path.isdir(folder) else None
+    process = started(words, env=known, cwd=here, stdout=PIPE, stderr=STDOUT)
+    said = process.communicate()[0].decode(errors="replace")
+    if process.returncode not in (0, 3):
+        time.sleep(_END_SECONDS / 2)  # the first one may say it, too
+        raise LearnerLostError(last_line(said))
