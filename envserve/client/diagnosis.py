@@ -61,7 +61,7 @@ def diagnose_connection(
     """Finds out what becomes of connections to an address.
 
     Args:
-      address: A server's; only those of tcp are looked at.
+      address: A server's; of those of ipc only whether they are refused is found.
       keys: The server's public key, and an own pair; None if none are used.
       timeout_seconds: Longest to take, but for looking up the host's name.
     """
@@ -94,6 +94,10 @@ def _greet(address: str, deadline: float) -> tuple[bytes, bytes]:
     """
     scheme, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
+    if scheme == "ipc":
+        with socket.socket(socket.AF_UNIX) as stream:
+            stream.setblocking(False)
+            stream.connect(rest)
     if scheme != "tcp":
         raise ValueError(f"expected an address of tcp; got {address!r}")
     left = max(0.01, deadline - time.monotonic())

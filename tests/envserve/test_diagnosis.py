@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -228,8 +229,15 @@ def test_nobody_is_found_where_nobody_is(address: str) -> None:
     assert diagnose_connection(address, KEYS, SECONDS) is Finding.NOBODY
 
 
-def test_a_host_says_that_nobody_listens_there() -> None:
+def test_a_host_says_that_nobody_listens_there(tmp_path: Path) -> None:
     address = "tcp://127.0.0.1:1"
+    assert diagnose_connection(address, KEYS, SECONDS) is Finding.REFUSED
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "server"))
+        listener.listen(0)
+        address = f"ipc://{tmp_path}/server"
+        for _ in range(3):  # more than it has room for
+            assert diagnose_connection(address, KEYS, SECONDS) is Finding.NOBODY
     assert diagnose_connection(address, KEYS, SECONDS) is Finding.REFUSED
 
 

@@ -122,6 +122,18 @@ def test_a_batch_goes_on_while_servers_are_killed_drained_and_added(
     assert {third.address, fourth.address} < names
 
 
+def test_a_server_at_a_file_is_left_as_soon_as_nobody_listens_there(
+    source: Source, play: Play, tmp_path: Path
+) -> None:
+    bind = (f"ipc://{tmp_path}/first",)
+    first, other = source.start(4, bind=bind), source.start(4)
+    player = play(4, [first.address, other.address], server_lost_after=3600.0)
+    player.step()
+    first.kill()
+    step_until_valid(player, np.arange(4))
+    assert len(rows_at(player, other)) == 4
+
+
 def test_servers_that_are_named_one_by_one_take_over_if_they_have_room(
     source: Source, play: Play
 ) -> None:
