@@ -4,11 +4,14 @@
     python scripts/train_under_fire.py --leave --servers 4
 
 With --leave, nobody comes back: a server is killed for good, another one is drained,
-and a new one added to the file that lists them. Prints what it cost, and exits with 1
-if the agent has not learned the task. Needs the extra `dev`, for psutil.
+and a new one added to the file that lists them. Meanwhile each row whose server lives
+has to be valid in each batch step, but for one lost row when it has moved. Prints what
+it cost, and exits with 1 if the agent has not learned the task, or a row was missing.
+Needs the extra `dev`, for psutil.
 """
 
 import contextlib
+import math
 import os
 import random
 import signal
@@ -19,13 +22,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from envserve.client import BatchEnv, Status, StepResult
 from ppo.commands.shared import start_tensorflow
 from ppo.config import Config
 from ppo.configs import CONFIGS
@@ -78,27 +82,65 @@ def under_fire(
 
 
 def leaving(
-    servers: Sequence[ServerProcess], add: Callable[[], ServerProcess]
+    servers: Sequence[ServerProcess], add: Callable[[], ServerProcess], left: set[str]
 ) -> contextlib.AbstractContextManager[Counter[str]]:
-    """Has one server killed, one drained and one added; gives how many of what."""
+    """Has one server killed, one drained and one added; gives how many of what.
+
+    The addresses of those that are about to leave are put into `left`.
+    """
 
     def change(is_over: threading.Event, done: Counter[str]) -> None:
         if not is_over.wait(FIRST_SERVER_SECONDS):
+            left.add(servers[0].address)
             servers[0].kill()
             done["killed"] += 1
         if not is_over.wait(FIRST_SERVER_SECONDS):
             add()
             done["added"] += 1
+            left.add(servers[1].address)
             servers[1].signal(signal.SIGTERM)
             done["drained"] += servers[1].wait() == 0
 
     return beside(change)
 
 
+class RowCheck:
+    """Counts the rows that are not valid though their server lives.
+
+    A row whose server has left may be missing until it is back elsewhere, which its one
+    lost row says; that is the last one of it that may not be valid.
+    """
+
+    def __init__(self) -> None:
+        self.left: set[str] = set()
+        self.num_steps = self.moved = self.missing = 0
+
+    def watch(self, env: BatchEnv) -> BatchEnv:
+        """Has all that a batch gives looked at."""
+        lanes = [lane for lane in env.lanes for _ in range(lane.num_envs)]
+        homes, recv = [lane.name for lane in lanes], env.recv
+
+        def looked_recv(**named: Any) -> tuple[Any, StepResult]:
+            rows, result = recv(**named)
+            self.num_steps += 1
+            for row, status in zip(
+                rows[~result.valid], result.status[~result.valid], strict=True
+            ):
+                if homes[row] not in self.left:
+                    self.missing += 1
+                elif status == Status.SERVER_LOST:
+                    self.moved += 1
+                    homes[row] = lanes[row].name
+            return rows, result
+
+        vars(env)["recv"] = looked_recv  # what a training with splits calls
+        return env
+
+
 def train_once(
     config: Config, num_servers: int, console: Console, *, leave: bool = False
 ) -> float:
-    """Returns the mean return of the evaluation that follows."""
+    """Returns the mean return of the evaluation that follows; -inf for missing rows."""
     from ppo.environments import env_maker
     from ppo.evaluate import evaluate_run
     from ppo.train import train
@@ -119,9 +161,16 @@ def train_once(
             add()
         make_env = env_maker(config, addresses=[f"file://{listed}"])
         run_folder = RunFolder.create(folder / "run", config)
+        check = RowCheck()
+
+        def make_watched(**named: Any) -> BatchEnv:
+            env = make_env(**named)
+            return check.watch(env) if leave else env
+
         started = time.perf_counter()
-        with leaving(servers, add) if leave else under_fire(servers) as counts:
-            result = train(config, run_folder, make_env)
+        change = leaving(servers, add, check.left) if leave else under_fire(servers)
+        with change as counts:
+            result = train(config, run_folder, make_watched)
         seconds = time.perf_counter() - started
         evaluation = evaluate_run(config, run_folder, make_env, result.agent)
     console.print(
@@ -129,6 +178,13 @@ def train_once(
         f"{result.steps:,} steps learned from, {result.lost_steps:,} masked; "
         f"return {evaluation.mean_return:.1f} over {len(evaluation.returns)} episodes"
     )
+    if leave:
+        console.print(
+            f"{check.num_steps:,} steps of half a batch: {check.moved} rows moved, "
+            f"{check.missing} rows of servers that live were not valid"
+        )
+        if check.missing or not check.moved:
+            return -math.inf
     return evaluation.mean_return
 
 
