@@ -77,16 +77,17 @@ def _round(ray: Any, needs: list[dict[str, float]], words: list[str]) -> int:
         others = [on[n](_train).remote(words, told[n], *place) for n in range(1, num)]
         at_end.callback(ray.wait, others, num_returns=num - 1, timeout=_END_SECONDS)
         first = at_end.enter_context(started(words, env=os.environ | told[0]))
-        at_end.callback(first.terminate)
+        at_end.push(  # without the others it cannot even stop, or not soon
+            lambda kind, *_: first.send_signal(15 if kind is KeyboardInterrupt else 9)
+        )
         stop = at_end.enter_context(StopSignals(first.terminate))
         while first.poll() is None:
             with contextlib.suppress(TimeoutExpired):
                 first.wait(0.5)
             ray.get(ray.wait(others, num_returns=num - 1, timeout=0)[0])
-        code = first.returncode
-        if not stop.has_fired() and code not in (0, 2, 130):
+        if (code := first.returncode) not in (0, 2, 130) and not stop.has_fired():
             raise LearnerLostError(f"learner 0 has ended with exit code {code}")
-        return code if code >= 0 else 128 - code
+        return code if code >= 0 else 3
 
 
 def _address() -> str:
@@ -104,4 +105,4 @@ def _train(words: list[str], told: dict[str, str], cluster: str, folder: str) ->
     said = process.communicate()[0].decode(errors="replace")
     if process.returncode not in (0, 3):
         time.sleep(_END_SECONDS / 2)  # the first one may say it, too
-        raise LearnerLostError(last_line(said))
+        raise LearnerLostError(f"exit code {process.returncode}: {last_line(said)}")

@@ -142,21 +142,21 @@ class Training(contextlib.AbstractContextManager["Training"]):
         assert self.process.poll() is None, self.said()
         return any((self._run / "checkpoints").glob("[0-9]" * 8))
 
-    def other_learner(self) -> tuple[int, str] | None:
-        """The process of a learner that is not the first, and where it is."""
-        assert self.process.poll() is None, self.said()
+    def others(self) -> dict[str, int]:
+        """The processes of learners that are not the first, by where they are."""
+        found: dict[str, int] = {}
         for pid in with_descendants(os.getpid()):
             with contextlib.suppress(OSError):
                 place = Path(f"/proc/{pid}")
-                is_learner = b"--distribute" in (place / "cmdline").read_bytes()
-                found = re.search(
-                    b"TF_CONFIG=([^\0]*)", (place / "environ").read_bytes()
-                )
-                if is_learner and found and is_alive(pid):
-                    told = json.loads(found[1])
-                    if told["task"]["index"] == 1:
-                        return pid, told["cluster"]["worker"][1].partition(":")[0]
-        return None
+                words = (place / "cmdline").read_bytes() + (
+                    place / "environ"
+                ).read_bytes()
+                text = re.search(rb"--distribute.*TF_CONFIG=([^\0]*)", words, re.DOTALL)
+                told = json.loads(text[1]) if text and is_alive(pid) else {}
+                if told and told["task"]["index"]:
+                    address = told["cluster"]["worker"][told["task"]["index"]]
+                    found.setdefault(address.partition(":")[0], pid)
+        return found
 
 
 Start = Callable[..., Started]
@@ -322,23 +322,26 @@ def test_learners_go_on_when_one_is_killed_and_when_its_node_dies(
 ) -> None:
     words = ("CartPole-v1", "--on", "ray", "--learners", "2", *SMALL)
     with Training(tmp_path / "run", *words) as training:
-        pid, ip = wait_until(training.other_learner, "both learners")
+
+        def goes_on(times: int) -> None:
+            """Waits until it has begun again so many times, and learns."""
+            text = "All begin again: "
+            wait_until(lambda: training.said().count(text) == times, f"{times} {text}")
+            rows = len(training.rows())
+            wait_until(lambda: len(training.rows()) > rows, "it learns")
+
         wait_until(training.has_checkpoint, "a checkpoint")
         assert training.rows()[0]["steps"] == 64  # those of both
-        steps = training.rows()[-1]["steps"]
+        (pid,) = training.others().values()
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: training.rows()[-1]["steps"] > steps + 64, "they go on")
-        again, ip = wait_until(training.other_learner, "both learners")
-        assert again != pid
-        steps = training.rows()[-1]["steps"]
+        goes_on(1)
+        (ip,) = training.others()
         cluster.kill_node(ip)
-        wait_until(lambda: not is_alive(again), "its learner has ended")
-        found = wait_until(training.other_learner, "another learner")
-        assert found[1] != ip
-        wait_until(lambda: training.rows()[-1]["steps"] > steps + 64, "they go on")
+        goes_on(2)
+        wait_until(lambda: [*training.others()] not in ([], [ip]), "it is elsewhere")
         training.process.send_signal(signal.SIGTERM)
         assert training.process.wait(LONG) == 0
-        assert training.said().count("All begin again: ") == 2
+        wait_until(lambda: not training.others(), "the other learner has ended")
     iterations = [row["iteration"] for row in training.rows()]
     assert iterations == list(range(1, len(iterations) + 1))
     with Training(tmp_path / "run", *words, "--set", "total_steps=64") as training:
