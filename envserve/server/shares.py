@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from envserve.session.quotas import Events, Quotas
+from envserve.session.quotas import Quotas, tell
 from envserve.wire import Peer
 
 __all__ = ["Shares"]
@@ -43,17 +43,11 @@ class Shares:
       num_dropped: How many were.
     """
 
-    def __init__(self, quotas: Quotas, events: Events) -> None:
-        """Starts with nothing used.
-
-        Args:
-          quotas: Know how a user's share compares with others'.
-          events: Where it is noted that a user has had too much.
-        """
+    def __init__(self, quotas: Quotas) -> None:
+        """Starts with nothing used; `quotas` know how users' shares compare."""
         self.over: str | None = None
         self.num_dropped = 0
         self._quotas = quotas
-        self._events = events
         #: Seconds of the loop by user, in all and but for steps; and how often it left
         #: something unread.
         self._used: dict[str, float] = {}
@@ -142,7 +136,5 @@ class Shares:
         if own > max(_FREE_SECONDS, share):
             self.over = user
         if self.over not in (None, before):
-            text = (
-                "it takes too much of the server's time, and its messages are dropped"
-            )
-            self._events.note("over quota", user, reason=text)
+            why = "it takes too much of the server's time, and its messages are dropped"
+            tell("over quota", user, reason=why)

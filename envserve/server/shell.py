@@ -35,6 +35,7 @@ from envserve.session import (
     SessionId,
     StartPool,
 )
+from envserve.session.quotas import tell
 from envserve.text import Seldom
 from envserve.wire import Buffer, Peer
 
@@ -88,7 +89,7 @@ class RouterShell:
         self.pools: dict[SessionId, LeasedPool] = {}
         self._lease_timer: asyncio.TimerHandle | None = None
         self._planned_read: asyncio.Handle | None = None
-        self._shares = Shares(session.quotas, session.claims.events)
+        self._shares = Shares(session.quotas)
         self._is_ending = False
         self._has_ended = asyncio.Event()
         self._close_seconds = _CLOSE_SECONDS
@@ -156,12 +157,14 @@ class RouterShell:
 
     def end_leases(self, users: Collection[str]) -> None:
         """Ends the sessions of users who may use the server no more."""
+        for user in users:
+            tell("revoked", user)
         self._carry_out(self._session.claims.close_users(users))
 
     def shut_out(self, users: Collection[str]) -> None:
         """Does so again, since they may have come back, and closes all connections."""
         if not self._is_ending:
-            self.end_leases(users)
+            self._carry_out(self._session.claims.close_users(users))
             text = f"keys were taken away of {', '.join(sorted(users))}"
             self._router.recycle(text)
 

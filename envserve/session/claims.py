@@ -21,12 +21,12 @@ from envserve.session.claim import Claim
 from envserve.session.decisions import Decision, EndPool, SessionId, StartPool
 from envserve.session.lease import Lease
 from envserve.session.policy import Health, Refusal
-from envserve.session.quotas import KEYLESS, Amounts, Events, Quota, Quotas
+from envserve.session.quotas import KEYLESS, Amounts, Quota, Quotas, tell
 from envserve.session.states import ClaimState
 from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Rows, rows_mib
 from envserve.spec import EnvSpec
-from envserve.text import one_line
+from envserve.text import Seldom, one_line
 from envserve.wire import Attach, ErrorBody, ErrorCode, Granted, Message, Welcome
 from envserve.wire.constants import MAX_NAMES, MAX_RESULT_BYTES
 from envserve.wrappers import check_wrappers
@@ -39,6 +39,8 @@ Value = TypeVar("Value")
 #: Sessions of a user that have no envs, of which we still know something.
 _MAX_RECENT: Final = 256
 _MAX_PRINTED_NAME: Final = 64
+#: Longest text of a refusal in the log.
+_MAX_LINE: Final = 300
 #: How many leases of one user have their envs built at a time; others wait.
 _BUILDS_AT_ONCE: Final = 4
 
@@ -71,7 +73,6 @@ class Claims(dict[SessionId, Claim]):
     """All claims on the envs of a server, by session; and what became of late ones.
 
     Attributes:
-      events: What has happened to users.
       ended: Why sessions ended, so that a late ATTACH does not revive them.
       is_ending: Whether the server drains, or stops.
       unaware: Sessions whose leases have ended since, and that were not told yet.
@@ -81,7 +82,6 @@ class Claims(dict[SessionId, Claim]):
         self, policy: HostSettings, offer: Offer, answers: Answers, quotas: Quotas
     ) -> None:
         super().__init__()
-        self.events = Events()
         self.ended: _Recent[ErrorBody | None] = _Recent()
         self.is_ending = False
         self.unaware: set[SessionId] = set()
@@ -90,6 +90,7 @@ class Claims(dict[SessionId, Claim]):
         self._answers = answers
         self._quotas = quotas
         self._client_names: _Recent[str] = _Recent()
+        self._refusals = Seldom()
         self._num_claims = 0
 
     @property
@@ -137,6 +138,13 @@ class Claims(dict[SessionId, Claim]):
         """Notes what a client calls itself, as far as that is fit for a log."""
         shown = one_line(name, _MAX_PRINTED_NAME)
         self._client_names.note(session, shown or "unnamed")
+
+    def tell_refusal(self, refusal: Refusal, user: str, now: float) -> None:
+        """Tells of a refusal; logs those of a kind once a second."""
+        more = self._refusals.passes(refusal.body.code, now)
+        if more is not None:
+            _LOGGER.info("refused: %s%s", one_line(str(refusal), _MAX_LINE), more)
+        tell(refusal.event, user, *refusal.asked, str(refusal))
 
     def add(self, message: Message, now: float) -> Claim:
         """Takes an ATTACH of a new session.
@@ -269,7 +277,7 @@ class Claims(dict[SessionId, Claim]):
         claim.lease, claim.row_mib = lease, rows_mib(spec, len(rows.reward))
         claim.machine.move(ClaimState.GRANTED)
         attach = claim.attach
-        self.events.note("attached", claim.user, attach.env_name, attach.num_envs)
+        tell("attached", claim.user, attach.env_name, attach.num_envs)
 
     def close(self, claim: Claim, reason: ErrorBody | None) -> list[Decision]:
         """Begins to end a claim; its client is told when the envs are gone.
@@ -297,10 +305,8 @@ class Claims(dict[SessionId, Claim]):
             'the server for an invitation, and run "envserve join"'
         )
         decisions: list[Decision] = []
-        for user in users:
-            self.events.note("revoked", user)
         for claim in self.values():
-            if claim.user in users:
+            if claim.user in users and claim.reason != reason:  # it was told already
                 # At once: there is no connection any more when the workers are gone.
                 decisions.append(self._answers.session_ended(claim.asked, reason))
                 decisions += self.close(claim, reason)
@@ -325,7 +331,7 @@ class Claims(dict[SessionId, Claim]):
         _LOGGER.info(text, claim, claim.done, one_line(why), extra=fields)
         if claim.granted:
             attach = claim.attach
-            self.events.note("ended", claim.user, attach.env_name, attach.num_envs, why)
+            tell("ended", claim.user, attach.env_name, attach.num_envs, why)
         return claim
 
     def close_silent(self, now: float) -> list[Decision]:

@@ -7,7 +7,6 @@ limits are all there is. What a key may, its grant, only ever narrows them.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,14 +15,10 @@ from typing import Final, NamedTuple
 from envserve.keys.grant import Grant
 from envserve.session.policy import OverQuota, Refusal, TooEarly, check_kwargs, narrow
 from envserve.settings import HostSettings
-from envserve.text import Seldom, one_line
 from envserve.wire import Attach, ErrorCode
 
-__all__ = ["AUDIT", "KEYLESS", "Amounts", "Events", "Quota", "Quotas", "tell"]
+__all__ = ["AUDIT", "KEYLESS", "Amounts", "Quota", "Quotas", "tell"]
 
-_LOGGER: Final = logging.getLogger(__name__)
-#: Longest text of a refusal in the log.
-_MAX_LINE: Final = 300
 #: Whoever writes an audit takes its records, whose arguments are those of `tell`.
 AUDIT: Final = logging.getLogger("envserve.audit")
 #: Who is known by no key.
@@ -38,32 +33,6 @@ def tell(
 ) -> None:
     """Says to whoever writes an audit what has happened to a user, and to envs."""
     AUDIT.debug("%s: %s: %s x%d: %s", event, user, env, count, reason)
-
-
-class Events:
-    """What happens to users, counted.
-
-    Attributes:
-      counts: How often, by user and event.
-    """
-
-    def __init__(self) -> None:
-        self.counts: Counter[tuple[str, str]] = Counter()
-        self._refusals = Seldom()
-
-    def note(
-        self, event: str, user: str, env: str = "", count: int = 0, reason: str = ""
-    ) -> None:
-        """Notes what has happened, as `tell` says it."""
-        self.counts[user, event] += 1
-        tell(event, user, env, count, reason)
-
-    def refuse(self, refusal: Refusal, user: str, now: float) -> None:
-        """Notes a refusal; logs those of a kind once a second."""
-        more = self._refusals.passes(refusal.body.code, now)
-        if more is not None:
-            _LOGGER.info("refused: %s%s", one_line(str(refusal), _MAX_LINE), more)
-        self.note(refusal.event, user, *refusal.asked, str(refusal))
 
 
 class Amounts(NamedTuple):

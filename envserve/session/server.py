@@ -146,7 +146,7 @@ class ServerSession:
                 return claim.lease.handle(message, now)
             return self._dispatch(message, claim, now)
         except Refusal as refusal:
-            self.claims.events.refuse(refusal, peer[-1], now)
+            self.claims.tell_refusal(refusal, peer[-1], now)
             return [self._answers.error(message, refusal.body)]
         except RemoteProtocolError as error:
             return [self._answers.refuse(message, ErrorCode.BAD_MESSAGE, str(error))]
@@ -242,7 +242,7 @@ class ServerSession:
         try:
             self.claims.add(message, now)
         except TooEarly as refusal:  # a later copy will not be
-            self.claims.events.refuse(refusal, message.peer[-1], now)
+            self.claims.tell_refusal(refusal, message.peer[-1], now)
             return [self._answers.building(message)]
         return [*self.claims.start_builds(), self._answers.building(message)]
 

@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from envserve.errors import ServerError
 from envserve.server.audit import Audit
-from envserve.session.quotas import AUDIT, Events
+from envserve.session.quotas import AUDIT, tell
 
 KNOWN = {"ann": ("7QK2", "10.0.0.7")}
 
@@ -38,9 +38,8 @@ async def audit(tmp_path: Path) -> AsyncIterator[Audit]:
 async def test_each_event_is_a_line_that_only_this_user_can_read(
     audit: Audit, tmp_path: Path
 ) -> None:
-    events = Events()
-    events.note("attached", "ann", "CartPole-v1", 4)
-    events.note("ended", "ann", "CartPole-v1", 4, "detached")
+    tell("attached", "ann", "CartPole-v1", 4)
+    tell("ended", "ann", "CartPole-v1", 4, "detached")
     path = tmp_path / "audit"
     assert path.stat().st_mode & 0o777 == 0o600
     first, second = lines_of(path)
@@ -61,11 +60,9 @@ async def test_each_event_is_a_line_that_only_this_user_can_read(
 async def test_refusals_within_a_second_are_two_lines(
     audit: Audit, tmp_path: Path
 ) -> None:
-    events = Events()
     for index in range(100):
-        events.note("refused", "ann", reason=f"number {index}")
-        events.note("over quota", "bob", reason=f"number {index}")
-    assert events.counts["ann", "refused"] == 100
+        tell("refused", "ann", reason=f"number {index}")
+        tell("over quota", "bob", reason=f"number {index}")
     path = tmp_path / "audit"
     assert [line["times"] for line in lines_of(path)] == [1, 1]
     audit.close()
@@ -77,18 +74,17 @@ async def test_the_second_line_comes_by_itself(
     audit: Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("envserve.server.audit._OFTEN_SECONDS", 0.0)
-    events = Events()
     for _ in range(3):
-        events.note("refused", "ann")
+        tell("refused", "ann")
     await asyncio.sleep(0.01)
-    events.note("refused", "ann")
+    tell("refused", "ann")
     assert [one["times"] for one in lines_of(tmp_path / "audit")] == [1, 2, 1]
 
 
 async def test_text_of_peers_is_printable_and_short(
     audit: Audit, tmp_path: Path
 ) -> None:
-    Events().note("refused", "", "\x1b]0;\u202eevil\n" + "x" * 9000)
+    tell("refused", "", "\x1b]0;\u202eevil\n" + "x" * 9000)
     (line,) = (tmp_path / "audit").read_text().splitlines()
     assert line.isascii()
     assert line.isprintable()
@@ -98,9 +94,9 @@ async def test_text_of_peers_is_printable_and_short(
 async def test_a_key_that_is_gone_keeps_its_fingerprint(
     audit: Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Events().note("attached", "ann")
+    tell("attached", "ann")
     monkeypatch.delitem(KNOWN, "ann")
-    Events().note("revoked", "ann")
+    tell("revoked", "ann")
     assert [one["fingerprint"] for one in lines_of(tmp_path / "audit")] == ["7QK2"] * 2
 
 
@@ -110,9 +106,9 @@ async def test_it_is_appended_to_and_closed_to_others(tmp_path: Path) -> None:
     loop = asyncio.get_running_loop()
     for _ in range(2):
         audit = Audit(str(path), describe, loop)
-        Events().note("attached", "ann")
+        tell("attached", "ann")
         audit.close()
-        Events().note("attached", "ann")  # which nobody takes
+        tell("attached", "ann")  # which nobody takes
     assert len(lines_of(path)) == 2
     assert path.stat().st_mode & 0o777 == 0o600
 
@@ -136,6 +132,6 @@ async def test_a_full_disk_is_said_once_and_costs_nothing_else(
     os.dup2(full, audit._file)
     os.close(full)
     for _ in range(3):
-        Events().note("attached", "ann")
+        tell("attached", "ann")
     audit.close()
     assert caplog.text.count("the audit cannot be written") == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 
 from envserve.keys.grant import Grant
 from envserve.session import ServerSession, SessionId
+from envserve.session.quotas import AUDIT
 from envserve.settings import HostSettings
 from envserve.wire import (
     ErrorBody,
@@ -23,6 +24,8 @@ from envserve.wire import (
 )
 from tests.envserve.session_fakes import FakeOffer, FakeServer, make_attach
 
+#: How often an audit was told of an event of a user.
+Told = Callable[[str, str], int]
 NAMES = ("ALE/Pong-v5", "Fake-v0", "Other-v0")
 
 
@@ -70,8 +73,16 @@ class KeyServer(FakeServer):
         answer = self.say(user, MessageType.DETACH, session=number)
         assert answer.type is MessageType.DETACHED
 
-    def count(self, user: str, event: str) -> int:
-        return self.session.claims.events.counts[user, event]
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Told:
+    caplog.set_level("DEBUG", AUDIT.name)
+
+    def count(event: str, user: str) -> int:
+        told = (each.args for each in caplog.records if each.name == AUDIT.name)
+        return [(args[0], args[1]) for args in told if args].count((event, user))
+
+    return count
 
 
 def grant(name: str = "ann", **options: Any) -> Grant:
@@ -99,7 +110,7 @@ FEW = {"num_workers": 1, "max_processes": 100}
     ],
 )
 def test_one_more_than_a_user_may_have_is_busy_until_it_gives_one_back(
-    options: dict[str, Any], policy: dict[str, Any], text: str
+    options: dict[str, Any], policy: dict[str, Any], text: str, told: Told
 ) -> None:
     server = KeyServer(grant(**options), grant("bob"), **policy)
     for _ in range(3):
@@ -107,14 +118,14 @@ def test_one_more_than_a_user_may_have_is_busy_until_it_gives_one_back(
     assert len(server.pools) == 3
     body = server.refuse()
     assert (body.code, body.text) == (ErrorCode.ENVS_BUSY, text)
-    assert server.count("ann", "over quota") == 1
+    assert told("over quota", "ann") == 1
     server.attach("bob")
     assert "bob" in {user for user, _ in server.pools}
     server.detach(("ann", 1))
     server.attach()
     assert len(server.pools) == 4
-    assert server.count("ann", "attached") == 4
-    assert server.count("ann", "ended") == 1
+    assert told("attached", "ann") == 4
+    assert told("ended", "ann") == 1
 
 
 def test_more_than_a_user_may_ever_have_is_refused_for_good() -> None:
@@ -165,12 +176,12 @@ def test_users_without_a_key_may_have_all_processes() -> None:
     assert server.refuse("").text == text
 
 
-def test_a_key_attaches_twice_a_second_and_eight_times_at_once() -> None:
+def test_a_key_attaches_twice_a_second_and_eight_times_at_once(told: Told) -> None:
     server = KeyServer(grant(), grant("bob"), **FEW, envs_per_worker=100)
     for _ in range(8):
         server.attach()
     server.attach(session=100)
-    assert server.count("ann", "over quota") == 1
+    assert told("over quota", "ann") == 1
     for user in ("bob", "local", ""):
         server.attach(user)
     assert len(server.pools) == 11
@@ -251,7 +262,7 @@ def test_the_hosts_limit_of_memory_holds_for_all_keys() -> None:
     assert {pool.config.max_row_mib for pool in server.pools.values()} == {2}
 
 
-def test_a_key_may_use_envs_that_fit_its_patterns() -> None:
+def test_a_key_may_use_envs_that_fit_its_patterns(told: Told) -> None:
     server = KeyServer(grant(envs=("ALE/*", "Other-v0")))
     body = server.refuse(env_name="Fake-v0")
     assert body.code is ErrorCode.REFUSED
@@ -259,7 +270,7 @@ def test_a_key_may_use_envs_that_fit_its_patterns() -> None:
         "ann may use ALE/* and Other-v0; asked for Fake-v0; the operator can add it in "
         "the file clients"
     )
-    assert server.count("ann", "refused") == 1
+    assert told("refused", "ann") == 1
     for name in ("ALE/Pong-v5", "Other-v0"):
         server.attach(env_name=name)
     assert len(server.pools) == 2
@@ -334,3 +345,14 @@ def test_numbers_of_sessions_are_in_no_log(caplog: pytest.LogCaptureFixture) -> 
     for text in (f"{number:x}", str(number)):
         assert text not in caplog.text
     assert server.session.claims.name_of(("ann", number)) == "a lease that has ended"
+
+
+def test_who_lost_its_key_is_told_so_once() -> None:
+    server = KeyServer(grant(), grant("bob"))
+    for user in ("ann", "bob"):
+        server.attach(user)
+    claims = server.session.claims
+    first, second = claims.close_users({"ann"}), claims.close_users({"ann"})
+    assert [type(decision).__name__ for decision in first] == ["Reply", "EndPool"]
+    assert not second
+    assert server.session.refusals == {"LEASE_LOST": 1}

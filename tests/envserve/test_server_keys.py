@@ -70,8 +70,9 @@ def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Homes:
 
 
 @pytest.fixture
-def server(serve: Serve, homes: Homes) -> ServerProcess:
-    return serve("--allow-kwarg", "length", "--drain-grace", "0")
+def server(serve: Serve, homes: Homes, tmp_path: Path) -> ServerProcess:
+    audit = "--audit", str(tmp_path / "audit")
+    return serve("--allow-kwarg", "length", "--drain-grace", "0", *audit)
 
 
 @pytest.fixture
@@ -152,7 +153,7 @@ def test_a_server_without_keys_is_spoken_to_on_demand_only(
 
 @pytest.mark.parametrize("how", ["removed", "expired", "replaced"])
 def test_a_key_that_is_taken_away_ends_its_leases_and_no_others(
-    server: ServerProcess, homes: Homes, how: str
+    server: ServerProcess, homes: Homes, tmp_path: Path, how: str
 ) -> None:
     with contextlib.closing(attach_lane(server)) as own:
         client = client_of(server, homes, "ann")
@@ -186,6 +187,7 @@ def test_a_key_that_is_taken_away_ends_its_leases_and_no_others(
             with pytest.raises(ConnectError):
                 ask_welcome(server.address, SHORT)
     assert "all connections are closed and can be made anew: keys" in server.log
+    assert (tmp_path / "audit").read_text().count('"event": "revoked"') == 1
 
 
 def test_a_file_that_cannot_be_read_locks_nobody_out_and_lets_nobody_in(
