@@ -265,11 +265,8 @@ def _multi_binary(room: _Room, _: np.dtype[Any], shape: list[int]) -> Space[Any]
 def _multi_discrete(
     room: _Room, dtype: np.dtype[Any], nvec: Any, start: Any
 ) -> Space[Any]:
-    return spaces.MultiDiscrete(
-        _expand(room, nvec, dtype),
-        dtype=dtype.type,
-        start=_expand(room, start, dtype),
-    )
+    nvec, start = _expand(room, nvec, dtype), _expand(room, start, dtype)
+    return spaces.MultiDiscrete(nvec, dtype=dtype.type, start=start)
 
 
 _Build = Callable[..., Space[Any]]

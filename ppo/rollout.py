@@ -115,11 +115,8 @@ class SplitRows:
         """Take a step into the rollout that was written where `result` says."""
         if not self._is_range:
             target = _step_views(self._rollout, step)
-            for rows, row in zip(
-                tf.nest.flatten(target),
-                tf.nest.flatten(self.result(step)),
-                strict=True,
-            ):
+            pair = tf.nest.flatten(target), tf.nest.flatten(self.result(step))
+            for rows, row in zip(*pair, strict=True):
                 rows[self._rows] = row
 
     def record(self, action: tf.Tensor, log_prob: tf.Tensor) -> None:

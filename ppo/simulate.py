@@ -264,11 +264,7 @@ class Simulation:
         return [tf.gather(noise, split.env_indices, axis=1) for split in self._splits]
 
     def _exchange(
-        self,
-        sent: int,
-        received: int,
-        step: int,
-        env_action: np.ndarray,
+        self, sent: int, received: int, step: int, env_action: np.ndarray
     ) -> list[np.ndarray]:
         """Step the envs of one split; return the next observation of another."""
         split = self._splits[sent]

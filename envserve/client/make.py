@@ -263,12 +263,9 @@ def _settings_of(
 def _shares_of(whole: EnvRequest, num_servers: int) -> list[EnvRequest]:
     """Spreads envs evenly over servers."""
     edges = [i * whole.num_envs // num_servers for i in range(num_servers + 1)]
+    first = whole.first_env_index
     return [
-        replace(
-            whole,
-            num_envs=stop - start,
-            first_env_index=whole.first_env_index + start,
-        )
+        replace(whole, num_envs=stop - start, first_env_index=first + start)
         for start, stop in pairwise(edges)
     ]
 

@@ -22,22 +22,10 @@ from gymnasium.vector.utils import batch_space, iterate
 
 from envserve.client.batch_env import BatchEnv, EnvsClosed, StepResult
 from envserve.client.vector_infos import batch_infos
-from envserve.errors import (
-    CallError,
-    EnvserveError,
-    EnvTimeout,
-    LocalProtocolError,
-)
+from envserve.errors import CallError, EnvserveError, EnvTimeout, LocalProtocolError
 from envserve.settings import Autoreset
 
-__all__ = [
-    "MODES",
-    "CallPending",
-    "EnvsTimeout",
-    "NoCall",
-    "VectorEnv",
-    "metadata_of",
-]
+__all__ = ["MODES", "CallPending", "EnvsTimeout", "NoCall", "VectorEnv", "metadata_of"]
 
 Array = np.ndarray[Any, Any]
 

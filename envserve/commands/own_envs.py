@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from envserve.commands.shared import (
-    Import,
-    Insecure,
-    look_for_modules_here,
-    names_here,
-)
+from envserve.commands.shared import Import, Insecure, look_for_modules_here, names_here
 from envserve.errors import EnvserveError
 from envserve.own_envs import is_own, named
 from envserve.settings import num_cores

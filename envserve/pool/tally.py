@@ -123,14 +123,10 @@ class Tally:
         reward, terminated, truncated, status, returns = self._views[index]
         returns += reward
         ended = (terminated | truncated).tobytes()
-        place, start, steps = (
-            ended.find(1),
-            self._blocks[index].start,
-            self.steps[index],
-        )
-        while (
-            place >= 0
-        ):  # few calls: around a simulation each costs more than it seems
+        # Few calls: around a simulation each costs more than it seems.
+        place, steps = ended.find(1), self.steps[index]
+        start = self._blocks[index].start
+        while place >= 0:
             begun, is_valid = self._begun[start + place], status.item(place) == _OK
             if begun is not None and is_valid:
                 self.num_episodes += 1

@@ -14,12 +14,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, Self
 
-__all__ = [
-    "ConnectionWatch",
-    "LoopLag",
-    "StopSignals",
-    "keep_from_envs",
-]
+__all__ = ["ConnectionWatch", "LoopLag", "StopSignals", "keep_from_envs"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 _TICK_SECONDS: Final = 0.5

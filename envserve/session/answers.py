@@ -27,12 +27,7 @@ from envserve.wire import (
 )
 from envserve.wire.constants import DRAIN_WORD
 
-__all__ = [
-    "Answers",
-    "lease_lost",
-    "no_new_leases",
-    "versions_differ",
-]
+__all__ = ["Answers", "lease_lost", "no_new_leases", "versions_differ"]
 
 
 class Answers:

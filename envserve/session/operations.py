@@ -17,14 +17,7 @@ from envserve.session.outcomes import outcomes_of
 from envserve.session.requests import Request, Silence, pack_calls
 from envserve.slab import Rows, Status, keep_last_observation, write_lost
 from envserve.spec import EnvSpec
-from envserve.wire import (
-    BlockParts,
-    Message,
-    MessageType,
-    ResetBody,
-    RowCodec,
-    RowPart,
-)
+from envserve.wire import BlockParts, Message, MessageType, ResetBody, RowCodec, RowPart
 from envserve.wire.constants import MAX_TOLD_BLOCKS
 
 __all__ = ["Operations"]

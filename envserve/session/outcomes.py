@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from envserve.errors import (
-    EnvserveError,
-    RemoteProtocolError,
-)
+from envserve.errors import EnvserveError, RemoteProtocolError
 from envserve.lane import Fault, Outcome
-from envserve.wire import (
-    Message,
-    Report,
-    exception_of,
-)
+from envserve.wire import Message, Report, exception_of
 
 __all__ = ["outcomes_of"]
 

@@ -17,12 +17,7 @@ from envserve.errors import EnvserveError, RemoteProtocolError
 from envserve.keys.formats import INVITATION
 from envserve.keys.grant import Grant
 from envserve.lane import Block, Outcome
-from envserve.session.answers import (
-    Answers,
-    lease_lost,
-    no_new_leases,
-    versions_differ,
-)
+from envserve.session.answers import Answers, lease_lost, no_new_leases, versions_differ
 from envserve.session.claim import Claim
 from envserve.session.claims import Claims, Offer
 from envserve.session.decisions import Decision, Reply, SessionId

@@ -47,13 +47,7 @@ from typing import Final, Generic, TypeVar
 
 from envserve.errors import LocalProtocolError
 
-__all__ = [
-    "BLOCK_MOVES",
-    "BlockState",
-    "ClaimState",
-    "ClientState",
-    "Machine",
-]
+__all__ = ["BLOCK_MOVES", "BlockState", "ClaimState", "ClientState", "Machine"]
 
 State = TypeVar("State", bound=enum.Enum)
 _Moves = Mapping[enum.Enum, Collection[enum.Enum]]

@@ -49,11 +49,7 @@ if TYPE_CHECKING:
         set_attempt,
     )
     from envserve.wire.report import Report
-    from envserve.wire.rows import (
-        BlockParts,
-        RowCodec,
-        RowPart,
-    )
+    from envserve.wire.rows import BlockParts, RowCodec, RowPart
     from envserve.wire.status import Histogram, LeaseStatus, ServerStatus
 
 __all__ = [

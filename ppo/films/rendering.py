@@ -14,11 +14,7 @@ from envserve.errors import CallError, EnvError, EnvStartError, VideoError
 from ppo.config import Config
 from ppo.environments import MakeEnv, env_maker
 
-__all__ = [
-    "frames_per_second",
-    "render_frame",
-    "rendering_env_maker",
-]
+__all__ = ["frames_per_second", "render_frame", "rendering_env_maker"]
 
 _DEFAULT_FRAMES_PER_SECOND = 30.0
 _REMEDIES = (

@@ -19,11 +19,7 @@ from ppo.errors import ConfigError
 from ppo.networks.perceptrons import Part
 from ppo.own_code import blamed, load_own
 
-__all__ = [
-    "CustomModel",
-    "CustomPart",
-    "make_custom_model",
-]
+__all__ = ["CustomModel", "CustomPart", "make_custom_model"]
 
 _TRIAL_ROWS = 2
 
