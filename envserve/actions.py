@@ -103,16 +103,10 @@ def check_actions(
 def check_action_rows(
     spec: EnvSpec, rows: Rows, start: int, stop: int, where: str
 ) -> None:
-    """Checks the actions that stand in rows `start` to `stop`.
+    """Checks the actions that stand in rows `start` to `stop`, of a server or pool.
 
-    Those that are encoded are for the worker to read, which is all that they can end.
-
-    Args:
-      spec: Spec of the envs.
-      rows: The rows, whose shapes and dtypes are right by construction.
-      start: First row.
-      stop: Row after the last.
-      where: Server or pool, for the message.
+    Their shapes and dtypes are right by construction. Those that are encoded are for
+    the worker to read, which is all that they can end.
 
     Raises:
       ActionError: With the env, the leaf, and what was expected.

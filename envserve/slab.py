@@ -194,12 +194,7 @@ def keep_last_observation(rows: Rows, part: slice) -> None:
 
 
 def restore_last_observation(rows: Rows, part: Any) -> None:
-    """Makes final observations, that were kept, the last ones again.
-
-    Args:
-      rows: The rows.
-      part: Which: a slice, or an array of indices.
-    """
+    """Makes final observations, that were kept, the last ones again, of some rows."""
     for final, last in zip(rows.final_observation, rows.observation, strict=True):
         last[part] = final[part]
 
@@ -277,7 +272,6 @@ class Slab:
     __del__ = close  # of one that an interrupt has kept its owner from getting
 
     def __repr__(self) -> str:
-        """Returns the size, and whether it is closed."""
         state = "closed" if self.fd < 0 else f"fd {self.fd}"
         return f"<Slab {len(self._memory)} bytes, {state}>"
 

@@ -28,12 +28,7 @@ _FEW: Final = 5
 
 
 def one_line(text: str, max_length: int | None = None) -> str:
-    """Returns a text with all that is no printable character escaped.
-
-    Args:
-      text: The text.
-      max_length: How many characters of it are returned at most.
-    """
+    """Returns at most so many characters, all that is not printable escaped."""
     line = "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode()
         for char in text[:max_length].rstrip()
@@ -74,12 +69,7 @@ class Seldom:
         self._kinds: dict[object, tuple[float, int]] = {}
 
     def passes(self, kind: object, now: float) -> str | None:
-        """Returns what to add to a line, mostly nothing; None if it is not due.
-
-        Args:
-          kind: One of a few.
-          now: Monotonic seconds.
-        """
+        """Returns what to add to a line of one of a few kinds; None if none is due."""
         due_at, left_out = self._kinds.get(kind, (now, 0))
         if now < due_at:
             self._kinds[kind] = due_at, left_out + 1

@@ -58,11 +58,7 @@ class VideoWriter:
     """
 
     def __init__(self, path: Path, frames_per_second: float = 30.0) -> None:
-        """Finds what writes it, and nothing else yet.
-
-        Args:
-          path: The file; one that exists is replaced.
-          frames_per_second: See the attribute.
+        """Finds what writes it, and nothing else yet; a file that exists is replaced.
 
         Raises:
           VideoError: It is no MP4 or GIF file, or there is no ffmpeg.

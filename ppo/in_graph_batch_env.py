@@ -47,7 +47,6 @@ class InGraphBatchEnv:
         self._error: BaseException | None = None
 
     def __repr__(self) -> str:
-        """Tell what is wrapped."""
         return f"<InGraphBatchEnv of {self.env!r}>"
 
     def reset(self) -> Any:

@@ -68,15 +68,12 @@ class Lookout:
         self._folder.cleanup()
 
     def __enter__(self) -> Self:
-        """Returns itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes it."""
         self.close()
 
     def __repr__(self) -> str:
-        """Returns the address."""
         return f"<Lookout {self.address}, {len(self._pools)} pools>"
 
     def _run(self) -> None:

@@ -94,13 +94,10 @@ class Observer:
         self._connection.close()
 
     def __enter__(self) -> Self:
-        """Returns itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes the connection."""
         self.close()
 
     def __repr__(self) -> str:
-        """Returns the address, and how often it was asked."""
         return f"<Observer {self.address}, {self._num_asked} questions>"

@@ -123,9 +123,6 @@ class RemoteLane:
     def finish_start(self, deadline: float) -> None:
         """Waits until the envs are granted.
 
-        Args:
-          deadline: Instant of `time.monotonic`.
-
         Raises:
           ConnectError: No server answers.
           EnvStartError: The envs could not be built, or not before the deadline.

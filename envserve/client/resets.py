@@ -90,11 +90,6 @@ class Resets:
     ) -> None:
         """Starts what `reset` does; until `recv_reset` nothing else can be asked for.
 
-        Args:
-          env_indices: As for `reset`.
-          seeds: As for `reset`.
-          options: As for `reset`.
-
         Raises:
           CodecError: As for `reset`.
           ValueError: A seed is no int in [0, 2**63).

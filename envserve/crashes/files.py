@@ -65,10 +65,7 @@ class CrashFiles:
     def write(self, name: str, data: bytes, now: float) -> Path | None:
         """Writes a file; returns its path, or None if the file system refused.
 
-        Args:
-          name: What it is about; the rest of the file's name is made up.
-          data: Its content.
-          now: Monotonic seconds.
+        Its name begins with what it is about; the rest is made up.
         """
         self._free_at = now + _INTERVAL_SECONDS
         stem = re.sub(r"[^A-Za-z0-9.]+", "-", name)[:80].strip("-.")
@@ -122,7 +119,6 @@ class CrashFiles:
             num_files, num_bytes = num_files - 1, num_bytes - size
 
     def __repr__(self) -> str:
-        """Returns the folder."""
         return f"<CrashFiles {self._folder}>"
 
 

@@ -182,7 +182,6 @@ class KeyFolder:
         return pins
 
     def __repr__(self) -> str:
-        """Returns the path."""
         return f"<KeyFolder {self.path}>"
 
 

@@ -124,7 +124,6 @@ class _Guard:
         self._app, self._token, self._names = app, token.encode(), names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers, or has it answered."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         request = Request(scope)

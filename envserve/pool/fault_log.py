@@ -114,11 +114,7 @@ class FaultLog:
     ) -> None:
         """Reports a worker that has died, or was killed, and the env that it was in.
 
-        Args:
-          worker: The worker.
-          lost: How it has ended.
-          running: Kind of operation by block, of blocks in flight.
-          now: Monotonic seconds.
+        `running` has the kind of operation of each block that is in flight.
         """
         exit_ = worker.exit or Exit(0, 0)
         end = End(
@@ -237,9 +233,7 @@ class FaultLog:
     def record(self, row: int, start: int) -> bytes:
         """Returns a repro file of an env that goes on; nothing if it was never reset.
 
-        Args:
-          row: The row.
-          start: First row of its block.
+        `start` is the first row of its block.
         """
         counts = self._ring.counts
         for _ in range(_MAX_READS):

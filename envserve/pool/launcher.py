@@ -123,12 +123,9 @@ class WorkerProcess:
         return now - self._at_end_since >= _EXIT_STATUS_GRACE_SECONDS
 
     def kill(self, reason: str, now: float, *, has_stack: bool = False) -> None:
-        """Has the process and its children killed; its exit status follows.
+        """Has the process and its children killed, for a reason; see `Launcher.kill`.
 
-        Args:
-          reason: Why, for messages.
-          now: Monotonic seconds.
-          has_stack: Have it write its Python stack to stderr first.
+        Its exit status follows.
         """
         self.killed_for, self._killed_at = reason, now
         self._launcher.kill(self, has_stack=has_stack)
@@ -140,7 +137,6 @@ class WorkerProcess:
         return is_late and self.pid is not None and self.exit is None
 
     def __repr__(self) -> str:
-        """Returns the process id, and how it ended."""
         state = self.exit or ("at end of file" if self.channel.is_at_end else "running")
         return f"<WorkerProcess pid {self.pid}, {state}>"
 
@@ -211,9 +207,7 @@ class Launcher:
     ) -> WorkerProcess:
         """Asks for a worker process; `poll` fills in what becomes of it.
 
-        Args:
-          selector: Wakes its owner for the process's `channel`.
-          owner: Data of the selector's key.
+        The selector wakes its owner for the process's `channel`.
 
         Raises:
           WorkerError: The template process, which is started anew if need be,
@@ -249,11 +243,8 @@ class Launcher:
         """Kills a worker and the processes that its envs have started.
 
         The template does it, since only it knows whether the process id is still
-        that worker's. A worker that has ended already is left alone.
-
-        Args:
-          process: The worker.
-          has_stack: Give it a moment to write its Python stack to stderr first.
+        that worker's. A worker that has ended already is left alone. `has_stack` gives
+        it a moment to write its Python stack to stderr first.
         """
         self.poll()  # which ends a template that an interrupt has left midway
         self._send({"kill": process.number, "stack": has_stack})
@@ -362,7 +353,6 @@ class Launcher:
         self._is_midway = False
 
     def __repr__(self) -> str:
-        """Returns the process id and the number of workers."""
         state = self._lost or f"{len(self._running)} workers"
         return f"<Launcher pid {self._process.pid}, {state}>"
 

@@ -31,7 +31,6 @@ class Looks:
     """Answers STATUS and FRAME for one pool."""
 
     def __init__(self, workers: Workers, operations: Operations) -> None:
-        """Takes what the pool has."""
         self._workers, self._operations = workers, operations
 
     @property

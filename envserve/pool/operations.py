@@ -109,7 +109,6 @@ class Operations:
         fault_log: FaultLog,
         tally: Tally,
     ) -> None:
-        """Begins with blocks that are idle."""
         self.num_running = 0
         self.has_news = False
         self.tally = tally
@@ -164,13 +163,9 @@ class Operations:
     def begin(
         self, kind: int, indices: Sequence[int], tasks: Sequence[Task], now: float
     ) -> dict[SupervisedWorker, list[bytes]]:
-        """Notes operations on blocks that are idle; returns what to send to whom.
+        """Notes STEPs, RESETs or CALLs on blocks that are idle; returns what to send.
 
-        Args:
-          kind: STEP, RESET or CALL.
-          indices: The blocks.
-          tasks: What goes with each; empty for steps.
-          now: The instant.
+        A task goes with each block; none with steps.
         """
         if tasks:
             self.likely_last = None  # what is long may not be sent at once

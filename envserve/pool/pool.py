@@ -159,9 +159,6 @@ class Pool:
     def finish_start(self, deadline: float) -> None:
         """Waits until all envs are built.
 
-        Args:
-          deadline: Instant of the clock.
-
         Raises:
           EnvStartError: An env could not be built, or not before the deadline.
         """
@@ -331,15 +328,12 @@ class Pool:
             self._operations.release()
 
     def __enter__(self) -> Self:
-        """Returns itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes the pool."""
         self.close()
 
     def __repr__(self) -> str:
-        """Returns the env, the numbers, and the state."""
         state = "closed" if self.is_closed else self._operations.state
         return (
             f"<Pool {self.config.env_name}, {self.num_envs} envs in "

@@ -372,7 +372,6 @@ class SupervisedWorker:
         return [Lost(self._kill_status, text)]
 
     def __repr__(self) -> str:
-        """Returns the label, the state and the process."""
         return f"<{self.label}, {self.state.name}, {self.process!r}>"
 
 

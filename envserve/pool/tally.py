@@ -53,12 +53,7 @@ class Tally:
     """
 
     def __init__(self, blocks: Sequence[Block], *, counts_resets: bool = False) -> None:
-        """Starts at zero.
-
-        Args:
-          blocks: The pool's.
-          counts_resets: Whether the step after an episode's end is its reset.
-        """
+        """Starts at zero; it may be that the step after an episode's end is a reset."""
         self.steps = [0] * len(blocks)
         self.invalid, self.faults = [0] * _KINDS, [0] * _KINDS
         self.restarts = self.num_episodes = self.num_recoveries = 0
@@ -171,11 +166,9 @@ class Tally:
         )
 
     def status(self, most_episodes: int, **known: Any) -> LeaseStatus:
-        """Returns all of it for one lease.
+        """Returns all of it for one lease, with fields that others know.
 
-        Args:
-          most_episodes: How many of them there is room for, and of recoveries.
-          known: Fields that others know.
+        There is room for so many episodes, and as many recoveries.
         """
         found = described_in_full(self.counts)
         del found["resets"], found["reset_seconds"]

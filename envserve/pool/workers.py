@@ -52,13 +52,7 @@ class Workers:
         launcher: Launcher | None,
         clock: Callable[[], float],
     ) -> None:
-        """Starts none yet; `watch` does.
-
-        Args:
-          config: What they build.
-          blocks: What they host.
-          launcher: Shared with others; None for one of their own.
-          clock: Monotonic seconds.
+        """Starts none yet; `watch` does. Without a launcher they have one of their own.
 
         Raises:
           EnvStartError: The `env_kwargs` or `wrappers` are not plain values.

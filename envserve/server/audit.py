@@ -38,10 +38,7 @@ class Audit(logging.Handler):
     ) -> None:
         """Opens the file, for this user alone; makes it if there is none.
 
-        Args:
-          path: Where.
-          describe: Returns a user's fingerprint, and address.
-          loop: The event loop that this thread runs.
+        `describe` returns a user's fingerprint, and address.
 
         Raises:
           ServerError: It cannot be opened.

@@ -58,7 +58,6 @@ class ServerCollector:
     """Collects metrics from a server's status, which it asks for each time."""
 
     def __init__(self, ask: Callable[[], ServerStatus]) -> None:
-        """Collects from what `ask` returns."""
         self._ask = ask
 
     def collect(self) -> Iterator[Metric]:

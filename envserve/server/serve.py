@@ -165,11 +165,7 @@ async def _open_sockets(
 ) -> tuple[Router, Access | None, _Recycle]:
     """Listens, once nobody can get in who should not; also returns what recycles.
 
-    Args:
-      config: Set-up.
-      loop: The event loop.
-      stack: Closes what this opens.
-      many: Whoever made fewer connections has not taken all descriptors.
+    Who made fewer connections than `many` has not taken all descriptors.
     """
     access = None
     if not config.insecure_no_auth and any(a.startswith("tcp:") for a in config.binds):

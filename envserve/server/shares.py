@@ -98,13 +98,9 @@ class Shares:
         return now >= self._ends_at
 
     def end_turn(self, is_drained: bool) -> float:
-        """Judges users now and then.
+        """Judges users now and then; returns for how long not to read.
 
-        Args:
-          is_drained: Whether nothing is left unread.
-
-        Returns:
-          For how long not to read.
+        It is drained if nothing is left unread.
         """
         if is_drained:
             self._standing_at, self.over = math.inf, None

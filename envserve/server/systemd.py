@@ -21,11 +21,7 @@ class Notifier:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Takes systemd's variables out of the environment: workers are not to speak.
-
-        Args:
-          loop: The event loop that serves.
-        """
+        """Takes systemd's variables out of the environment: workers must not speak."""
         self._loop = loop
         names = "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"
         address, microseconds, watched = (os.environ.pop(n, "") for n in names)

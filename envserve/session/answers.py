@@ -38,12 +38,7 @@ class Answers:
     """
 
     def __init__(self, boot: int, *, shows_folders: bool = False) -> None:
-        """Takes the boot id that every answer carries.
-
-        Args:
-          boot: The boot id.
-          shows_folders: Whether clients may know where this host's files are.
-        """
+        """Takes the boot id, and whether clients may know where files here are."""
         self._boot = boot
         self.refusals: Counter[str] = Counter()
         self._shows_folders = shows_folders

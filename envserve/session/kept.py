@@ -26,11 +26,9 @@ class KeptResults:
         self.num_bytes = 0
 
     def add(self, outcomes: MutableMapping[int, Outcome], block: int) -> None:
-        """Keeps a block's; of what goes, the outcome is an error from then on.
+        """Keeps that of one of a request's blocks, whose outcomes these are.
 
-        Args:
-          outcomes: Of the request, by block.
-          block: Which of them has ended.
+        Of what goes, the outcome is an error from then on.
         """
         self._kept[block] = outcomes
         self.num_bytes += len(outcomes[block].result)

@@ -35,7 +35,6 @@ class Questions:
     look: Callable[[SessionId, FrameRequest], tuple[FrameResult, bytes]]
 
     def __init__(self, claims: Claims, answers: Answers, quotas: Quotas) -> None:
-        """Takes what leases there are, and what users may."""
         self._claims, self._answers, self._quotas = claims, answers, quotas
         self._due: dict[str, float] = {}
 

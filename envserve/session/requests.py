@@ -206,13 +206,7 @@ class Unasked:
     def count(
         self, what: int | str, num_bytes: int, num_pieces: int, now: float
     ) -> None:
-        """Counts a message, a long one as many.
-
-        Args:
-          what: Its type, or what else it is.
-          num_bytes: How long it is.
-          num_pieces: See `Operations`.
-          now: When it has come.
+        """Counts a message, a long one as many; for `num_pieces` see `Operations`.
 
         Raises:
           RemoteProtocolError: It is one too many.

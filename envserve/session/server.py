@@ -298,13 +298,7 @@ class ServerSession:
         outcomes: Sequence[Outcome],
         absent: Collection[int] = (),
     ) -> list[Decision]:
-        """Answers what has ended.
-
-        Args:
-          session_id: Whose pool it is.
-          outcomes: What came of operations that have ended.
-          absent: Blocks in flight whose envs are not there now.
-        """
+        """Answers what has ended in a session's pool; see `Lease.finish`."""
         claim = self.claims[session_id]
         if claim.lease is None:  # it is being closed
             return []
@@ -363,8 +357,7 @@ class ServerSession:
     def stop(self, why: str = "") -> list[Decision]:
         """Ends all sessions, since the server is about to stop.
 
-        Args:
-          why: For their clients, what has ended a drain.
+        Their clients are told what has ended a drain.
         """
         text = f"the server was drained: {why}" if why else "the server was stopped"
         return self.claims.close_all(lease_lost(text))

@@ -63,7 +63,6 @@ class Machine(Generic[State]):
     __slots__ = ("state",)
 
     def __init__(self, start: State) -> None:
-        """Starts in a state of which `_MOVES` says where it leads."""
         self.state = start
 
     def move(self, state: State) -> None:

@@ -140,7 +140,6 @@ class Welcome(Body, frozen=True, kw_only=True):
     loop_lag_ms: Milliseconds = 0
 
     def __post_init__(self) -> None:
-        """Makes names fit to be shown."""
         force_setattr(self, "env_names", tuple(map(one_line, self.env_names)))
 
 

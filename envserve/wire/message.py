@@ -101,17 +101,8 @@ def pack(
 ) -> list[Buffer]:
     """Returns the frames of a message, see `Message`; none that is empty at the end.
 
-    Args:
-      type_: What it is.
-      numbers: Session, boot and epoch.
-      request: Number of the request.
-      entries: Blocks with their seqs.
-      body: What stands in frame 0.
-      payload: Frame 1.
-      report: Frame 2.
-      version: Protocol version.
-      flags: Bits; see `Message`.
-      attempt: How often the request was sent before.
+    The numbers are session, boot and epoch. The body stands in frame 0; payload and
+    report are frames 1 and 2.
     """
     count, size = len(entries), len(body)
     prefix = _PREFIX.pack(

@@ -103,7 +103,6 @@ class FrameReader:
     """Cuts a stream of bytes into frames."""
 
     def __init__(self) -> None:
-        """Starts with an empty buffer."""
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Frame]:
@@ -158,12 +157,9 @@ class Channel:
         selector: selectors.BaseSelector | None = None,
         owner: object = None,
     ) -> None:
-        """Takes a socket.
+        """Takes this end.
 
-        Args:
-          end: This end.
-          selector: Wakes its owner when there is something to `read`, or room to send.
-          owner: Data of the selector's key.
+        A selector wakes its owner when there is something to `read`, or room to send.
         """
         end.setblocking(False)
         self.socket = end
@@ -178,11 +174,9 @@ class Channel:
             selector.register(end, selectors.EVENT_READ, owner)
 
     def send(self, data: bytes, passed: _Passed = None) -> None:
-        """Sends frames, without waiting.
+        """Sends frames, without waiting, and maybe a descriptor with them.
 
-        Args:
-          data: The frames.
-          passed: A descriptor to send with them; a socket is closed once it is sent.
+        A socket that is passed is closed once it is sent.
         """
         if not self.unsent and passed is None:
             try:
@@ -271,7 +265,6 @@ class Inbox:
     """
 
     def __init__(self, channel: socket.socket) -> None:
-        """Takes the worker's side of the socket pair."""
         self.fds: list[int] = []
         self.spin_seconds = 0.0
         self._channel = channel

@@ -52,13 +52,9 @@ def _has_ended() -> bool:
 
 
 def children(of: int | None = None) -> list[tuple[int, bytes, int]]:
-    """Returns the children of a process, adopted ones among them; on Linux only.
+    """Returns a process's children, adopted ones too, by default this one's; on Linux.
 
-    Args:
-      of: Its process id; this process by default.
-
-    Returns:
-      Process id, state and session of each.
+    Of each its process id, state and session.
     """
     if sys.platform != "linux":
         return []

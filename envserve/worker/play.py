@@ -107,12 +107,8 @@ def play(
 ) -> Rows:
     """Plays an env that has just been built; returns the row that it has written.
 
-    Args:
-      repro: What to play.
-      env: The env.
-      spec: Its spaces.
-      on_action: Called with the number of each action before it is applied, counted
-        from 1, and with 0 before the reset.
+    Calls `on_action` with the number of each action before it is applied, counted from
+    1, and with 0 before the reset.
 
     Raises:
       Exception: What the env raises, or `SpaceViolation`.

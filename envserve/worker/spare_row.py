@@ -53,12 +53,7 @@ class SpareRow:
     """
 
     def __init__(self, make: Callable[[], EnvRow], threads: ThreadPoolExecutor) -> None:
-        """Only stores; `build` and `build_spare` make the envs.
-
-        Args:
-          make: Returns one of two equal envs, not built yet.
-          threads: Where resets are done.
-        """
+        """Only stores; `build` and `build_spare` make the two equal envs."""
         self._active, self._spare = make(), make()
         self._spare.attributes = self._active.attributes
         self._threads = threads

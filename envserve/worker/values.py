@@ -44,7 +44,6 @@ class SpaceViolation(Exception):
     def __init__(
         self, text: str, *, is_masked: bool = False, is_lasting: bool = True
     ) -> None:
-        """Says what was expected, and what came."""
         super().__init__(text)
         self.is_masked = is_masked
         self.is_lasting = is_lasting

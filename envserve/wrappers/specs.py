@@ -44,7 +44,6 @@ class WrapperSpec(msgspec.Struct, frozen=True, array_like=True):
     arguments: Mapping[str, Any] = {}
 
     def __post_init__(self) -> None:
-        """Sorts the arguments."""
         in_order = dict(sorted(self.arguments.items()))
         msgspec.structs.force_setattr(self, "arguments", in_order)
 

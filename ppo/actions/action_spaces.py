@@ -61,11 +61,9 @@ class ActionKind:
         return self.distribution_type.draw_noise(num_rows, self.noise_size, seed)
 
     def distribution(self, parameters: Sequence[tf.Tensor], allowed: Any) -> Any:
-        """Return the distribution for what the policy gave.
+        """Return the distribution for logits, or means and log standard deviations.
 
-        Args:
-            parameters: logits; or means and log standard deviations.
-            allowed: bool `[N, output_size]`, or None if everything is.
+        `allowed` is bool `[N, output_size]`, or None if everything is.
         """
         return self.distribution_type(*parameters)
 

@@ -43,11 +43,7 @@ class Plan(NamedTuple):
         return self.earlier is not None
 
     def leap(self, steps: int) -> str:
-        """Say what is to fall over the run and leaps up as it gets longer; or nothing.
-
-        Args:
-            steps: those that the run has had.
-        """
+        """Say what falls over the run, and leaps up as it gets longer; or nothing."""
         config, earlier = self.config, self.earlier or self.config
         falling = {
             "learning_rate": config.learning_rate_schedule == "linear",

@@ -67,7 +67,6 @@ class Screen:
         )
 
     def __enter__(self) -> Self:
-        """Begin to draw."""
         if self._is_live:
             self._live.start()
         else:

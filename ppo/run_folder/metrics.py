@@ -62,11 +62,9 @@ class MetricsWriter:
                 _write_config(config)
 
     def __enter__(self) -> Self:
-        """Return the writer."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Flush and close both files."""
         self._events.close()
         self._lines.close()
 
@@ -147,7 +145,6 @@ class ReportWindow:
         self._values: dict[str, list[float]] = {}
 
     def __bool__(self) -> bool:
-        """Whether there is anything to report."""
         return bool(self._values)
 
     def add(self, steps: int, values: Mapping[str, float]) -> None:
