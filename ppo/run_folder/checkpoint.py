@@ -26,7 +26,6 @@ __all__ = [
     "Which",
     "best_return",
     "checkpoint_at",
-    "latest_checkpoint",
     "load_agent",
     "read_counters",
     "restore",
@@ -104,7 +103,7 @@ def restore(
     Raises:
         CheckpointError: there is none, or it belongs to other networks.
     """
-    path = latest_checkpoint(folder)
+    path = checkpoint_at(folder)
     _read(path, _checkpoint(agent, updater, return_scale), is_complete=True)
     return read_counters(folder)
 
@@ -145,15 +144,20 @@ def best_return(folder: Path) -> float:
     return -math.inf if best is None else best[1]
 
 
-def checkpoint_at(folder: Path, which: Which) -> Path:
+def checkpoint_at(folder: Path, which: Which = None) -> Path:
     """Return a checkpoint of a folder; of equal evaluations the earliest is the best.
 
     Raises:
         CheckpointError: there is no such checkpoint; names those there are.
     """
-    newest = latest_checkpoint(folder)
+    complete = _complete(folder)
+    if not complete:
+        raise CheckpointError(
+            f"{folder}: expected a checkpoint, found none; the run ended before its "
+            "first one, start it anew."
+        )
     if which is None:
-        return newest
+        return complete[-1]
     if which == "best":
         best = _best(folder)
         if best is None:
@@ -162,7 +166,7 @@ def checkpoint_at(folder: Path, which: Which) -> Path:
                 "train with --set evaluate_every=STEPS, or take the newest."
             )
         return best[0]
-    found = {_counters(path).steps: path for path in _complete(folder)}
+    found = {_counters(path).steps: path for path in complete}
     if which not in found:
         known = ", ".join(map(str, sorted(found)))
         raise CheckpointError(
@@ -170,21 +174,6 @@ def checkpoint_at(folder: Path, which: Which) -> Path:
             f"{known}; name one of these, or none for the newest."
         )
     return found[which]
-
-
-def latest_checkpoint(folder: Path) -> Path:
-    """Return the newest checkpoint of a folder.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    complete = _complete(folder)
-    if not complete:
-        raise CheckpointError(
-            f"{folder}: expected a checkpoint, found none; the run ended before its "
-            "first one, start it anew."
-        )
-    return complete[-1]
 
 
 def _counters(path: Path) -> Counters:
