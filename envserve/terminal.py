@@ -6,16 +6,18 @@ says what was expected, what came, and what to do.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import logging
 import os
 import re
+import select
 import shutil
 import sys
 import textwrap
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn, TextIO
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = ["ConfigFile", "LogFormat", "LogLevel", "console", "fail", "make_app"]
-__all__ += ["set_up_logs", "show_error", "styled"]
+__all__ += ["keyboard", "set_up_logs", "show_error", "styled"]
 
 _MAX_WIDTH: Final = 100
 _MAX_NAME_WIDTH: Final = 32
@@ -82,6 +84,28 @@ def styled(text: str, code: int, stream: TextIO) -> str:
     """Puts text in a colour, or in bold, on a terminal whose user has no objection."""
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return text if is_plain or not stream.isatty() else f"\033[{code}m{text}\033[0m"
+
+
+@contextlib.contextmanager
+def keyboard() -> Iterator[Callable[[float], str]]:
+    """Gives a function that waits for so long, or for keys; returns those pressed."""
+    import termios
+    import tty
+
+    keyboards = [sys.stdin] if sys.stdin.isatty() else []
+
+    def wait(seconds: float) -> str:
+        ready, _, _ = select.select(keyboards, [], [], seconds)
+        return os.read(ready[0].fileno(), 64).decode(errors="replace") if ready else ""
+
+    before = [termios.tcgetattr(each) for each in keyboards]
+    try:
+        for each in keyboards:
+            tty.setcbreak(each)
+        yield wait
+    finally:
+        for each, settings in zip(keyboards, before, strict=True):
+            termios.tcsetattr(each, termios.TCSADRAIN, settings)
 
 
 class _Help:

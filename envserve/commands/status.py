@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import select
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from envserve.commands.shared import Insecure, Timeout
-from envserve.terminal import console, fail
+from envserve.terminal import console, fail, keyboard
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -87,7 +85,7 @@ def top(
         if not any(sight.is_known for sight in sights):
             fail(sights[0].error, 2)
         with (
-            _keys() as has_pressed_q,
+            keyboard() as pressed_within,
             live if screen.is_terminal else contextlib.nullcontext(),
         ):
             has_ended = False
@@ -99,29 +97,7 @@ def top(
                 else:
                     screen.print(shown)
                     sys.stdout.flush()
-                has_ended = has_pressed_q(interval)
-
-
-@contextlib.contextmanager
-def _keys() -> Iterator[Callable[[float], bool]]:
-    """Gives a function that waits for so long, and tells whether q was pressed."""
-    import termios
-    import tty
-
-    keyboard = [sys.stdin] if sys.stdin.isatty() else []
-
-    def wait(seconds: float) -> bool:
-        ready, _, _ = select.select(keyboard, [], [], seconds)
-        return bool(ready) and b"q" in os.read(sys.stdin.fileno(), 64).lower()
-
-    before = [termios.tcgetattr(each) for each in keyboard]
-    try:
-        for each in keyboard:
-            tty.setcbreak(each)
-        yield wait
-    finally:
-        for each, settings in zip(keyboard, before, strict=True):
-            termios.tcsetattr(each, termios.TCSADRAIN, settings)
+                has_ended = "q" in pressed_within(interval).lower()
 
 
 def _shown(sights: Sequence[Sight], width: int) -> RenderableType:

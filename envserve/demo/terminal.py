@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
-import sys
-import termios
 import threading
-import tty
 
 from rich.console import Group
 from rich.live import Live
@@ -16,7 +10,7 @@ from rich.text import Text
 
 from envserve.demo.run import Demo
 from envserve.errors import EnvserveError
-from envserve.terminal import console
+from envserve.terminal import console, keyboard
 
 __all__ = ["show"]
 
@@ -27,17 +21,10 @@ def show(demo: Demo) -> None:
     """Shows it until it ends, or somebody presses q."""
     told: list[str] = []
     names = {name[0]: name for name in demo.strikes}
-    stdin, has_keys = sys.stdin.fileno(), sys.stdin.isatty()
-    with contextlib.ExitStack() as stack:
-        if has_keys:
-            before = termios.tcgetattr(stdin)
-            stack.callback(termios.tcsetattr, stdin, termios.TCSADRAIN, before)
-            tty.setcbreak(stdin)
-        screen = Live(console=console(), get_renderable=lambda: _screen(demo, told))
-        stack.enter_context(screen)
-        while not demo.has_ended.wait(0.0 if has_keys else _LOOK_SECONDS):
-            if has_keys and select.select([stdin], [], [], _LOOK_SECONDS)[0]:
-                key = os.read(stdin, 1).decode(errors="replace")
+    screen = Live(console=console(), get_renderable=lambda: _screen(demo, told))
+    with keyboard() as pressed_within, screen:
+        while not demo.has_ended.is_set():
+            for key in pressed_within(_LOOK_SECONDS):
                 if key == "q":
                     return
                 if key in names:

@@ -216,15 +216,15 @@ def test_top_that_is_piped_writes_a_table_for_each_interval(
 
     @contextlib.contextmanager
     def keys() -> Iterator[Any]:
-        def wait(seconds: float) -> bool:
+        def wait(seconds: float) -> str:
             waits.append(seconds)
             if len(waits) == 3:
                 raise KeyboardInterrupt
-            return False
+            return ""
 
         yield wait
 
-    monkeypatch.setattr(commands, "_keys", keys)
+    monkeypatch.setattr(commands, "keyboard", keys)
     with servers(tmp_path, 1) as found:
         words = ["top", "--interval", "20", *found.addresses]
         result = CliRunner().invoke(app, words)
