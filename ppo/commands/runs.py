@@ -153,8 +153,7 @@ def film(
 ) -> None:
     """Film episodes as `visualize_run` does; say which, and what they earn."""
     from envserve.video import headless_settings
-    from ppo.films.rendering import rendering_env_maker
-    from ppo.films.visualize import visualize_run
+    from ppo.films import rendering_env_maker, visualize_run
 
     os.environ.update(headless_settings(os.environ))  # for the workers
 

@@ -14,8 +14,7 @@ from ppo.environments import env_maker
 from ppo.errors import ConfigError
 from ppo.evaluate import evaluate_run
 from ppo.export import export_run
-from ppo.films.rendering import rendering_env_maker
-from ppo.films.visualize import visualize_run
+from ppo.films import rendering_env_maker, visualize_run
 from ppo.run_folder.folder import RunFolder
 from ppo.train import train
 from tests.ppo import film_env

@@ -1,3 +1,0 @@
-"""Videos of what an agent does."""
-
-__all__: list[str] = []
