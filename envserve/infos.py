@@ -104,12 +104,9 @@ class _Info:
 def encode_infos(
     infos: Mapping[int, Mapping[Any, Any]], row_room: Room, room: Room
 ) -> bytes:
-    """Encodes infos as a map from row to info.
+    """Encodes infos by row, as a map.
 
-    Args:
-      infos: Info by row.
-      row_room: What each row's may take.
-      room: What all of them may take, not less than that.
+    Each row's has `row_room`, and all of them together `room`, which is not less.
     """
     try:
         encoded = codec.encode(infos)

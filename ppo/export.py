@@ -69,10 +69,8 @@ def export_policy(agent: Agent, env: InGraphBatchEnv, folder: Path) -> None:
     *   `mode(observation, state)` and `sample(observation, state, seed)`: actions, and
         the state for the next observation. Both signatures call it `state`, too.
 
-    Args:
-        agent: whose policy; the statistics of its observations are included.
-        env: envs of the same task, for their spaces.
-        folder: new or empty.
+    The statistics of the agent's observations are included. The env has the same
+    task's spaces; the folder is new or empty.
 
     Raises:
         OutputError: the folder is taken, or cannot be written.

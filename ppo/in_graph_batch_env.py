@@ -104,10 +104,7 @@ class InGraphBatchEnv:
     ) -> None:
         """Raise `EnvDataError`, naming the env, unless all numbers are finite.
 
-        Args:
-            observation: rows of some envs.
-            reward: theirs.
-            env_indices: which envs; by default all.
+        They are rows of some envs, by default of all.
         """
         arrays = [("reward", reward)]
         for index, leaf in enumerate(tf.nest.flatten(observation)):

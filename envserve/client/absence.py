@@ -71,11 +71,8 @@ class Absence:
     def shown_rows(self, num_rows: int, ended: Collection[int]) -> Array:
         """Tells of which rows the observation is the last, bool `[num_rows]`.
 
-        Of the others, whose step is owed, it is the final one.
-
-        Args:
-          num_rows: Of the batch.
-          ended: Positions of blocks whose step has ended.
+        Of the others, whose step is owed, it is the final one. `ended` are positions of
+        blocks whose step has ended.
         """
         is_shown = np.ones(num_rows, np.bool_)
         for position in self.owed:

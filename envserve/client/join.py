@@ -32,12 +32,10 @@ _UNKNOWN_KEY = 400
 
 
 def join(invitation: Invitation, pair: KeyPair, timeout_seconds: float) -> None:
-    """Joins the server at the first address where it answers.
+    """Joins the server at the first address where it answers, of all within a timeout.
 
-    Args:
-      invitation: Is used up by it.
-      pair: What the client is known by from then on; its secret stays here.
-      timeout_seconds: How long to wait, over all addresses.
+    It uses the invitation up. The client is known by the pair from then on, whose
+    secret stays here.
 
     Raises:
       ConnectError: The server did not answer, or the invitation is not good any more.

@@ -91,13 +91,7 @@ def gather_result(
     infos: Mapping[int, Mapping[str, Any]],
     out: StepResult | None = None,
 ) -> StepResult:
-    """Copies what is in lanes' rows.
-
-    Args:
-      spec: Spec of the envs.
-      row_set: The rows.
-      infos: What becomes the result's.
-      out: Arrays `[len(row_set), ...]` to write to instead of new ones.
+    """Copies what is in lanes' rows, to arrays `[len(row_set), ...]` of `out` if given.
 
     Raises:
       ValueError: An array of `out` has another shape.

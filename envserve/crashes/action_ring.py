@@ -242,12 +242,7 @@ class RowRecord:
         self._write(incarnation, count, generator)
 
     def adopt(self, other: RowRecord, incarnation: int) -> None:
-        """Notes that an env takes over, right after the reset that `other` has noted.
-
-        Args:
-          other: Where that was noted.
-          incarnation: How often the row's envs have been rebuilt.
-        """
+        """Notes that an env takes over, right after a reset that `other` has noted."""
         _, _, _, seed, seeded_at, kept_at, state, *_ = other._present.item()
         count = self._counts[self._block_start]
         self._seeded = (seed, _NEVER if seeded_at < 0 else count)
@@ -302,15 +297,10 @@ def _num_steps(spec: EnvSpec, num_envs: int) -> int:
 
 
 def _read_rng_state(env: Any, seed: int | None) -> RngState | None:
-    """Returns the state of an env's `np_random`.
+    """Returns the state of the `np_random` of an env, without its wrappers.
 
-    Args:
-      env: The env without its wrappers.
-      seed: What it was last seeded with, if it ever was.
-
-    Returns:
-      The state; None for an env without a PCG64, or whose generator does not come
-      from that seed: such an env must have its luck from elsewhere.
+    None for one without a PCG64, or whose generator does not come from the seed that it
+    was given last, if any: such an env must have its luck from elsewhere.
     """
     try:
         if seed is not None and env.np_random_seed not in (seed, _SET_BY_ENV):

@@ -56,10 +56,7 @@ class Demo:
     def __init__(self, env: str, num_envs: int, folder: Path) -> None:
         """Starts everything, files in a folder, which takes about a second.
 
-        Args:
-          env: One env, as of `envserve start`.
-          num_envs: Number of rows.
-          folder: Where its files go.
+        The env is one as of `envserve start`.
 
         Raises:
           EnvserveError: There is no such env, its spaces are not for the learner, or a

@@ -52,10 +52,8 @@ def page_server(
 ) -> tuple[uvicorn.Server, socket.socket, str]:
     """Returns a server, the socket to run it with, and the URL with the token.
 
-    Args:
-      build: Makes the page, given its token.
-      host: Where to listen.
-      port: Where, or the next one that is free; 0 is any.
+    `build` makes the page, given its token. The port may be the next one that is free;
+    0 is any.
 
     Raises:
       ServerError: It can listen nowhere.

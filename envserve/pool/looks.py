@@ -54,8 +54,7 @@ class Looks:
     def answer(self, request: FrameRequest) -> tuple[FrameResult, bytes]:
         """Has workers go on to make pictures; returns those there are, or the record.
 
-        Raises:
-          RemoteProtocolError: There is no such record.
+        Raises RemoteProtocolError if there is no such record.
         """
         board, rows = self._workers.board, request.rows
         if board is None:

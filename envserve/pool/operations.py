@@ -373,11 +373,7 @@ class Operations:
 
 
 def reset_task(block: Block, reset: Reset) -> Task:
-    """Returns what a reset needs.
-
-    Raises:
-      LocalProtocolError: See `Reset.check`.
-    """
+    """Returns what a reset needs; raises what `Reset.check` does."""
     chosen = reset.check(block)
     payload, options, seeds = b"", reset.options, reset.seeds
     if reset.env_indices is not None or seeds is not None or options:

@@ -50,11 +50,7 @@ class Ending:
 
 
 def load_repro(path: Path) -> Repro:
-    """Reads a file.
-
-    Raises:
-      ReproError: It is no repro file, or cannot be read.
-    """
+    """Reads a file; raises ReproError if it is no repro file, or cannot be read."""
     try:
         with path.open("rb") as file:
             return decode_repro(file.read(MAX_REPRO_BYTES + 1))

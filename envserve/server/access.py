@@ -121,11 +121,7 @@ class Access:
 
 
 async def check_refusal(router: Router, zap: Zap, server_public: bytes) -> None:
-    """Has a stranger knock at the router's tcp socket.
-
-    Raises:
-      SelfTestError: It was not refused.
-    """
+    """Has a stranger knock at the router; raises SelfTestError unless it is refused."""
     zap.is_quiet = True
     with router.listening_on_loopback() as address:
         found = await asyncio.to_thread(_knock, address, server_public)

@@ -143,11 +143,8 @@ class ConnectionWatch:
     ) -> None:
         """Begins to look, four times a second.
 
-        Args:
-          loop: The event loop.
-          recycle: Closes all connections; is told why, and whether it is for their
-            number.
-          most: By how many bytes memory may grow over the least since then.
+        `recycle` closes all connections; it is told why, and whether it is for their
+        number. Memory may grow by `most` bytes over the least since then.
         """
         self._loop = loop
         self._recycle = recycle

@@ -115,12 +115,7 @@ class Router:
     ) -> None:
         """Makes the sockets; `listen` and `read_with` are to follow.
 
-        Args:
-          binds: Addresses.
-          max_message_bytes: Longest frame that is accepted.
-          loop: The event loop that this thread runs.
-          unread: Bounds what clients do not read.
-          secret: The server's raw secret key; without it, tcp uses no keys.
+        Without the server's raw secret key, tcp uses no keys.
         """
         self._secret = secret
         self.addresses = list(binds)
@@ -214,11 +209,7 @@ class Router:
         """Closes all connections, with all that they hold, and listens anew.
 
         libzmq 4.3.5 can close no single one. No lease ends: clients connect again, and
-        repeat what was not answered.
-
-        Args:
-          why: For the log.
-          user: Whose fault it is, if that is known.
+        repeat what was not answered. The user is whose fault it is, if that is known.
         """
         if user:
             recent = self._blamed.setdefault(user, [])

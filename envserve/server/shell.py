@@ -70,14 +70,7 @@ class RouterShell:
         launcher: Launcher,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """Starts to serve.
-
-        Args:
-          router: The sockets; nothing else may read from them from now on.
-          session: The server's half of all conversations.
-          launcher: Starts the workers of all pools.
-          loop: The event loop that this thread runs.
-        """
+        """Starts to serve; nothing else may read from the router from now on."""
         self.dropped_replies = self.failures = self.resends = 0
         self.messages_in = self.messages_out = self.bytes_in = self.bytes_out = 0
         self.past_counts = add(())

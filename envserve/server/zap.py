@@ -61,11 +61,8 @@ class Zap:
     ) -> None:
         """Is there from now on; no socket of the context may listen before.
 
-        Args:
-          context: Of the sockets.
-          find: Returns what a public key may, or None; may raise.
-          loop: The event loop that this thread runs.
-          is_shut_out: Whether a user is not let in for now, whose key is good.
+        `find` returns what a public key may, or None, and may raise. A user who
+        `is_shut_out` is not let in for now, though the key is good.
         """
         self._is_shut_out = is_shut_out
         self.entered: Counter[str] = Counter()

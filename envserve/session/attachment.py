@@ -180,10 +180,7 @@ class Attachment:
     ) -> None:
         """Asks for envs anew, as another session, since those that we had are lost.
 
-        Args:
-          error: Why they are.
-          now: When.
-          knows_us: Whether the server may still keep the old lease.
+        A server that `knows_us` may still keep the old lease.
         """
         if self.operations is None:
             raise LocalProtocolError(f"{self.address}: expected envs to lose")

@@ -106,11 +106,7 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Frame]:
-        """Returns the frames that are complete now.
-
-        Raises:
-          WorkerError: The bytes are not frames.
-        """
+        """Returns frames that are complete now; raises WorkerError for other bytes."""
         buffer = self._buffer
         if not buffer and len(data) == HEADER.size:
             code, block, sequence, length = HEADER.unpack(data)

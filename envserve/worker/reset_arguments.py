@@ -20,14 +20,10 @@ _REMEDY: Final = "declare `def reset(self, *, seed=None, options=None)`"
 
 
 def complete(env: Env, *, needs_seed: bool) -> Env:
-    """Returns an env that takes both arguments, by way of its wrappers, if it has any.
-
-    Args:
-      env: An env that was just built.
-      needs_seed: Whether its first reset will get a seed.
+    """Makes a new env take both arguments, by way of its wrappers, if it has any.
 
     Raises:
-      EnvStartError: It will, and does not take one.
+      EnvStartError: Its first reset will get a seed, and it does not take one.
     """
     if isinstance(env, gymnasium.Wrapper):
         env.env = complete(env.env, needs_seed=needs_seed)

@@ -88,11 +88,9 @@ def parse_wrappers(tables: Any) -> tuple[WrapperSpec, ...]:
 def check_wrappers(
     specs: Sequence[WrapperSpec], *, may_be_unknown: bool = False
 ) -> None:
-    """Raises WrapperError for too many wrappers, unknown ones, or wrong arguments.
+    """Raises WrapperError for too many wrappers of an env, or wrong arguments.
 
-    Args:
-      specs: The wrappers of one env.
-      may_be_unknown: Pass over names that are not known here.
+    And for names that are not known here, unless they may be unknown.
     """
     if len(specs) > MAX_WRAPPERS:
         raise WrapperError(

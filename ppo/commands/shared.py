@@ -189,10 +189,9 @@ def opened_run(
 def place_of(
     place: Place, connect: list[str] | None, import_modules: list[str] | None
 ) -> Place:
-    """Return where envs are: as options say, else as it was.
+    """Return where envs are; raises BadInputError if nobody knows a server.
 
-    Raises:
-        BadInputError: nobody knows a server.
+    That is as options say, else as it was.
     """
     from envserve.client.sources import resolve
 

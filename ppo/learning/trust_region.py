@@ -46,12 +46,7 @@ class Guard:
 def clip_by_network(
     gradients: Sequence[tf.Tensor], networks: Sequence[Sequence[int]], max_norm: float
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """Scale the gradients of each network down to a norm.
-
-    Args:
-        gradients: of all variables.
-        networks: for each network, which of the gradients are its own.
-        max_norm: greatest norm.
+    """Scale the gradients of each network, given by their indices, down to a norm.
 
     Returns:
         The gradients to be applied, and the norm of all of them before.
