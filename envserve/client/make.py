@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from itertools import pairwise
@@ -102,13 +102,9 @@ class Builders(Protocol):
         if num_workers is not None:
             given["num_workers"] = num_workers
         settings = PoolSettings(env_name=name, num_envs=num_envs, **given)
-        make = partial(
-            cls,
-            autoreset=settings.autoreset,
-            on_fault=on_fault,
-            padding_after=padding_after,
-        )
-        return _start([Pool(settings)], start_timeout, make)
+        shown: Any = {"autoreset": settings.autoreset, "on_fault": on_fault}
+        make = partial(cls, padding_after=padding_after, **shown)
+        return _start(lambda place, like: Pool(settings), start_timeout, make)
 
     @classmethod
     def connect(
@@ -185,39 +181,35 @@ class Builders(Protocol):
         known: Any = {"insecure": insecure}
         known["fleet"] = fleet if fleet.has_choice else None
 
-        def lane_at(place: int, like: Lane | None = None) -> RemoteLane:
+        def lane_at(place: int, like: Lane | None) -> RemoteLane:
             address = servers[place] if like is None else NOWHERE
             return RemoteLane(address, shares[place], patience, like=like, **known)
 
-        make = partial(
-            cls,
-            autoreset=whole.autoreset,
-            on_fault=on_fault,
-            padding_after=padding_after,
-        )
-        lanes = map(lane_at, range(len(servers)))
-        return _start(lanes, start_timeout, make, least, count, lane_at)
+        shown: Any = {"autoreset": whole.autoreset, "on_fault": on_fault}
+        make = partial(cls, padding_after=padding_after, **shown)
+        return _start(lane_at, start_timeout, make, least, len(servers), count)
 
 
 def _start(
-    lanes: Iterable[Lane],
+    lane_at: Callable[[int, Lane | None], Lane],
     seconds: float,
     make: Callable[[Sequence[Lane]], Batch],
     least: int = 1,
+    num_found: int = 1,
     count: int = 1,
-    make_late: Any = None,
 ) -> Batch:
     """Makes a batch of lanes, which start side by side; closes them if it fails.
 
-    Of `count` at least so many must be there; `make_late` has others wait for a server.
+    Of `count` lanes `num_found` have a server, and at least so many must begin. In the
+    place of the others is one like those that have, which waits for a server.
     """
     deadline = time.monotonic() + seconds
     with contextlib.ExitStack() as stack:
-        started = []
-        for lane in lanes:
-            stack.callback(lane.close)
-            started.append(lane)
-        missing = list(range(len(started), count))
+        started: list[Lane] = []
+        for place in range(num_found):
+            started.append(lane_at(place, None))
+            stack.callback(started[-1].close)
+        missing = list(range(num_found, count))
         for place, lane in enumerate(started):
             try:
                 lane.finish_start(deadline)
@@ -229,7 +221,7 @@ def _start(
         ready = [lane for place, lane in enumerate(started) if place not in missing]
         like = max(ready, key=lambda lane: lane.num_envs)
         for place in sorted(missing):
-            started[place : place + 1] = [late := make_late(place, like)]
+            started[place : place + 1] = [late := lane_at(place, like)]
             stack.callback(late.close)
         batch = make(started)
         stack.pop_all()
