@@ -12,7 +12,7 @@ from envserve import codec
 from envserve.client.lane_group import LaneGroup
 from envserve.client.row_set import check_rows
 from envserve.errors import CallError, RemoteProtocolError
-from envserve.lane import Call, CallKind, Fault
+from envserve.lane import Call, CallKind
 from envserve.worker.calls import MAX_RESULT_VALUES
 
 __all__ = ["Attributes"]
@@ -126,7 +126,12 @@ class Attributes:
                 faults = {f.env_index + block.offset: f for f in outcome.faults}
                 failed = next((row for row in asked if row in faults), None)
                 if failed is not None:
-                    raise _error_of(faults[failed], failed, block.lane.name, name)
+                    fault = faults[failed]
+                    raise CallError(
+                        f"Env {failed} ({block.lane.name}): {name}: {fault.cause}",
+                        env_index=failed,
+                        remote_traceback=fault.detail,
+                    )
                 found.update(zip(asked, _values_in(outcome.result), strict=False))
         return [found[row] for row in rows]
 
@@ -137,11 +142,3 @@ def _values_in(result: bytes) -> list[Any]:
     if not isinstance(values, list) or not values:
         raise RemoteProtocolError("expected a value for at least one env; got none")
     return values
-
-
-def _error_of(fault: Fault, env_index: int, where: str, name: str) -> CallError:
-    return CallError(
-        f"Env {env_index} ({where}): {name}: {fault.cause}",
-        env_index=env_index,
-        remote_traceback=fault.detail,
-    )

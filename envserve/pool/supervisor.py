@@ -52,15 +52,13 @@ class _Restarts:
 
     Attributes:
       num_failures: Ends at work in a row, without a step in between.
+      started_at: When the last one was started.
       next_at: The earliest instant.
     """
 
     def __init__(self) -> None:
         self.num_failures = 0
-        self.next_at = self._started_at = -math.inf
-
-    def note_start(self, now: float) -> None:
-        self._started_at = now
+        self.next_at = self.started_at = -math.inf
 
     def plan(self, is_failure: bool, has_stepped: bool, now: float) -> None:
         if has_stepped:
@@ -71,7 +69,7 @@ class _Restarts:
             delay = _FIRST_BACKOFF_SECONDS * 2.0 ** (self.num_failures - 2)
             self.next_at += min(delay, _MAX_BACKOFF_SECONDS)
         if not has_stepped:
-            self.next_at = max(self.next_at, self._started_at + _START_SECONDS)
+            self.next_at = max(self.next_at, self.started_at + _START_SECONDS)
 
 
 class SupervisedWorker:
@@ -144,8 +142,7 @@ class SupervisedWorker:
         if self.state is not WorkerState.BACKOFF or now < self._restarts.next_at:
             return []
         self._move(WorkerState.STARTING)
-        self._restarts.note_start(now)
-        self._beat_at = now
+        self._restarts.started_at = self._beat_at = now
         self._traceback, self._kill_status = "", Status.WORKER_DIED
         self.has_stepped = self._is_built = False
         self.exit = None
