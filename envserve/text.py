@@ -28,7 +28,7 @@ _FEW: Final = 5
 
 
 def one_line(text: str, max_length: int | None = None) -> str:
-    """Returns at most so many characters, all that is not printable escaped."""
+    """Returns a text, or so much of it, with all that is not printable escaped."""
     line = "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode()
         for char in text[:max_length].rstrip()

@@ -53,7 +53,7 @@ class Tally:
     """
 
     def __init__(self, blocks: Sequence[Block], *, counts_resets: bool = False) -> None:
-        """Starts at zero; it may be that the step after an episode's end is a reset."""
+        """Starts at zero; `counts_resets` if the step after an episode is its reset."""
         self.steps = [0] * len(blocks)
         self.invalid, self.faults = [0] * _KINDS, [0] * _KINDS
         self.restarts = self.num_episodes = self.num_recoveries = 0
@@ -168,7 +168,7 @@ class Tally:
     def status(self, most_episodes: int, **known: Any) -> LeaseStatus:
         """Returns all of it for one lease, with fields that others know.
 
-        There is room for so many episodes, and as many recoveries.
+        There is room for so many of the last episodes, and for as many recoveries.
         """
         found = described_in_full(self.counts)
         del found["resets"], found["reset_seconds"]

@@ -4,7 +4,6 @@ No I/O and no clock: bytes and `now` go in, bytes and decisions come out.
 """
 
 from envserve.session.attachment import attach_of
-from envserve.session.claims import Offer
 from envserve.session.client import ClientSession
 from envserve.session.decisions import (
     Decision,
@@ -27,7 +26,6 @@ __all__ = [
     "Decision",
     "EndPool",
     "Health",
-    "Offer",
     "Patience",
     "Reply",
     "RunCall",

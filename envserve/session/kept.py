@@ -26,7 +26,7 @@ class KeptResults:
         self.num_bytes = 0
 
     def add(self, outcomes: MutableMapping[int, Outcome], block: int) -> None:
-        """Keeps that of one of a request's blocks, whose outcomes these are.
+        """Keeps what one block of a request has given, whose outcomes these are.
 
         Of what goes, the outcome is an error from then on.
         """

@@ -24,7 +24,6 @@ from envserve.worker.values import SpaceViolation
 
 __all__ = [
     "Report",
-    "describe_error",
     "encode_report",
     "encode_spaces",
     "fault_of",
@@ -171,20 +170,19 @@ def read_report(payload: bytes, block: Block, max_infos_kib: int) -> Report:
     return Report(faults, infos, rebuilt, notes, packed)
 
 
-def describe_error(error: Exception) -> str:
-    """Returns the traceback from the frame below the one that caught it."""
-    inner = error.__traceback__.tb_next if error.__traceback__ else None
-    return printable("".join(traceback.format_exception(type(error), error, inner)))
-
-
 def fault_of(row: int, error: Exception) -> dict[str, Any]:
     """Returns what a report says of a row whose env has raised this."""
-    is_violation = isinstance(error, SpaceViolation)
+    if isinstance(error, SpaceViolation):
+        text, is_violation = str(error), not error.is_masked
+    else:  # the traceback from the frame below the one that caught it
+        inner = error.__traceback__.tb_next if error.__traceback__ else None
+        text = "".join(traceback.format_exception(type(error), error, inner))
+        is_violation = False
     return {
         "row": row,
         "status": int(Status.ENV_ERROR),
-        "text": printable(str(error)) if is_violation else describe_error(error),
-        "violation": isinstance(error, SpaceViolation) and not error.is_masked,
+        "text": printable(text),
+        "violation": is_violation,
     }
 
 
