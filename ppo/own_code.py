@@ -18,7 +18,7 @@ from typing import Any
 from envserve.text import one_line
 from ppo.errors import CallbackError, ConfigError, PpoError, suggestion
 
-__all__ = ["Callbacks", "blamed", "load_own", "place_of"]
+__all__ = ["Callbacks", "blamed", "line_of", "load_own"]
 
 
 def load_own(setting: str, name: str) -> Callable[..., Any]:
@@ -60,13 +60,13 @@ def blamed(what: str, own: Any, kind: type[PpoError] = ConfigError) -> Iterator[
         raise
     except Exception as error:
         text = one_line(" ".join(str(error).split()), 300)
-        blame = kind(f"{what}: {place_of(own, error)}{type(error).__name__}: {text}")
+        blame = kind(f"{what}: {line_of(own, error)}{type(error).__name__}: {text}")
         # Else AutoGraph, where it traces such code, makes many lines of this one.
         blame.ag_pass_through = True  # type: ignore[attr-defined]
         raise blame from error
 
 
-def place_of(own: Any, error: Exception | None = None) -> str:
+def line_of(own: Any, error: Exception | None = None) -> str:
     """Return `FILE:LINE: ` of own code, or of the last line of it that an error met."""
     file, line = own if isinstance(own, str) else None, 0
     with contextlib.suppress(TypeError, OSError):

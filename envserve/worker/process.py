@@ -39,7 +39,7 @@ from envserve.worker.camera import Camera
 from envserve.worker.channel import Frame, Inbox, Kind, pack_frame
 from envserve.worker.env_row import EnvRow, SpaceViolation
 from envserve.worker.orphans import Orphans
-from envserve.worker.report import encode_report, encode_spaces, fault_of, printable
+from envserve.worker.report import encode_report, encode_spaces, fault_of, sendable
 from envserve.worker.spare_row import SpareRow, reset_threads
 from envserve.worker.values import Rules
 from envserve.worker.vector_block import VectorBlock
@@ -97,7 +97,7 @@ def run(channel: socket.socket, import_error: str = "") -> None:
         except (UnknownEnv, WrapperError) as error:
             is_env = isinstance(error, UnknownEnv)
             kind = Kind.UNKNOWN_ENV if is_env else Kind.BAD_WRAPPER
-            refused = pack_frame(kind, payload=printable(str(error)).encode())
+            refused = pack_frame(kind, payload=sendable(str(error)).encode())
             with contextlib.suppress(OSError):
                 channel.sendall(refused)
         except Exception as error:
@@ -105,7 +105,7 @@ def run(channel: socket.socket, import_error: str = "") -> None:
             is_ours = isinstance(error, _OURS) and error.__cause__ is None
             is_lasting = isinstance(error, SpaceViolation) and error.is_lasting
             is_whole = is_ours or is_lasting
-            text = printable(str(error) if is_whole else traceback.format_exc())
+            text = sendable(str(error) if is_whole else traceback.format_exc())
             failed = pack_frame(Kind.FAILED, int(is_lasting), payload=text.encode())
             # A pool that is gone needs no report.
             with contextlib.suppress(OSError):

@@ -29,9 +29,9 @@ __all__ = [
     "fault_of",
     "max_infos",
     "max_report",
-    "printable",
     "read_report",
     "read_spaces",
+    "sendable",
 ]
 
 _MAX_SPACES_BYTES: Final = 16 << 20
@@ -181,12 +181,12 @@ def fault_of(row: int, error: Exception) -> dict[str, Any]:
     return {
         "row": row,
         "status": int(Status.ENV_ERROR),
-        "text": printable(text),
+        "text": sendable(text),
         "violation": is_violation,
     }
 
 
-def printable(text: str) -> str:
+def sendable(text: str) -> str:
     """Returns the end of a text, with what UTF-8 cannot carry (surrogates) escaped."""
     return text[-_MAX_TEXT:].encode(errors="backslashreplace").decode()
 

@@ -13,7 +13,7 @@ from ppo.actions.distributions import Categorical, DiagonalGaussian
 from ppo.config import Config
 from ppo.errors import ConfigError
 from ppo.learning import losses
-from ppo.own_code import blamed, load_own, place_of
+from ppo.own_code import blamed, line_of, load_own
 
 __all__ = ["policy_loss_of"]
 
@@ -38,7 +38,7 @@ def policy_loss_of(config: Config) -> Callable[..., tf.Tensor]:
             loss = own(**terms)
         if getattr(loss, "shape", None) != () or loss.dtype != tf.float32:
             raise ConfigError(
-                f"{what}: {place_of(own)}expected a scalar of float32, such as a mean "
+                f"{what}: {line_of(own)}expected a scalar of float32, such as a mean "
                 f"over rows, got {loss}."
             )
         return loss
@@ -52,7 +52,7 @@ def policy_loss_of(config: Config) -> Callable[..., tf.Tensor]:
             loss, norm = slope(policy_loss, DiagonalGaussian, [rows, -rows], rows)
     if not (abs(loss) < tf.float32.max and 0.0 < norm < tf.float32.max):
         raise ConfigError(
-            f"{what}: {place_of(own)}expected a finite loss and gradient where all "
+            f"{what}: {line_of(own)}expected a finite loss and gradient where all "
             f"ratios are 1, and one that is not 0; got {loss}, with a norm of {norm}."
         )
     return policy_loss
