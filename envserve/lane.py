@@ -48,22 +48,25 @@ class Block:
     split: int
 
 
-def make_blocks(num_envs: int, num_workers: int, num_splits: int) -> tuple[Block, ...]:
+def make_blocks(
+    num_envs: int, num_workers: int, num_splits: int, blocks_per_split: int = 0
+) -> tuple[Block, ...]:
     """Cuts rows into blocks of nearly equal size, the blocks of one split together.
 
-    There are never more blocks than envs: surplus splits and workers get none.
+    There are never more blocks than envs: surplus splits and workers get none. A split
+    has a block per worker, unless it is said how many; then workers take turns.
     """
     num_splits = min(num_splits, num_envs)
-    num_workers = min(num_workers, num_envs // num_splits)
-    count = num_splits * num_workers
+    each = min(blocks_per_split or num_workers, num_envs // num_splits)
+    count = num_splits * each
     edges = [index * num_envs // count for index in range(count + 1)]
     return tuple(
         Block(
             index=index,
             start=edges[index],
             stop=edges[index + 1],
-            worker=index % num_workers,
-            split=index // num_workers,
+            worker=index % each % num_workers,
+            split=index // each,
         )
         for index in range(count)
     )

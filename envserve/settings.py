@@ -181,6 +181,8 @@ class EnvRequest(_Checked):
     """Number of rows."""
     num_splits: Annotated[int, Meta(ge=1, le=1 << 12)] = 1
     """Groups of blocks that can be stepped apart."""
+    blocks_per_split: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
+    """How many blocks a group is cut into, whoever steps them; 0: one per worker."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     """Root seed, from which every env's seed follows; see `seeding.env_seed`."""
     seeded: bool = True

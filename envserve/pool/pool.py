@@ -81,7 +81,10 @@ class Pool:
         """
         self.config = config
         self.num_envs = config.num_envs
-        self.blocks = make_blocks(self.num_envs, config.num_workers, config.num_splits)
+        self.blocks = make_blocks(
+            *(config.num_envs, config.num_workers, config.num_splits),
+            config.blocks_per_split,
+        )
         self._clock = clock
         self._workers = Workers(config, self.blocks, launcher, clock)
         self._has_cores_for_all = len(self._workers.all) <= num_cores()

@@ -23,12 +23,14 @@ from envserve.errors import (
     ServerLost,
     UnknownEnv,
 )
+from envserve.lane import Block
 from envserve.seeding import INCARNATIONS_PER_LEASE
 from envserve.session.operations import Operations
 from envserve.session.requests import Loss, Patience, Request, Requests
 from envserve.session.states import ClientState, Machine
 from envserve.settings import EnvRequest
 from envserve.slab import rows_nbytes
+from envserve.spec import EnvSpec
 from envserve.text import did_you_mean
 from envserve.wire import (
     Attach,
@@ -131,9 +133,7 @@ class Attachment:
         granted = Granted.decode(message.body, self.attach.num_envs)
         self._check_usable(granted)
         if self.operations is None:
-            self.operations = Operations(
-                self.address, granted.spec, granted.blocks, self._requests.silence
-            )
+            self.operations = self._envs_of(granted.spec, granted.blocks)
         else:
             _check_equal(granted, self.operations, self.home)
             self.operations.is_vacant = False
@@ -151,6 +151,12 @@ class Attachment:
         # Since the loss there is one per block; but calls that were not sent.
         for request in {id(each): each for each in in_flight.values()}.values():
             self._requests.send(request, now)
+
+    def _envs_of(self, spec: EnvSpec, blocks: tuple[Block, ...]) -> Operations:
+        """Returns what the first envs are up to; later ones are asked to be cut so."""
+        each = sum(block.split == 0 for block in blocks)
+        self.attach = replace(self.attach, blocks_per_split=each)
+        return Operations(self.address, spec, blocks, self._requests.silence)
 
     def _check_usable(self, granted: Granted) -> None:
         num_envs = self.attach.num_envs
@@ -361,14 +367,13 @@ class Attachment:
 def _check_equal(granted: Granted, before: Operations, home: str) -> None:
     """Refuses other envs than before: rows have their shapes and places.
 
-    docs/decisions.md: "A lane takes only a server with its own blocks".
+    docs/decisions.md: "A lane keeps its blocks, whoever steps them".
     """
     different = list(before.spec.differences(granted.spec))
-    if granted.blocks != before.blocks:
-        different.append(
-            f"blocks: {len(before.blocks)} before, {len(granted.blocks)} other ones "
-            f"now; start the server with as many --workers"
-        )
+    cuts, now = ([(b.start, b.split) for b in of.blocks] for of in (before, granted))
+    if cuts != now:
+        text = f"{len(cuts)} before, {len(now)} other ones now"
+        different.append(f"blocks: {text}; start the server with as many --workers")
     if different:
         raise RemoteProtocolError(
             f"expected envs as before{home and f', of {home}'}; got other ones: "

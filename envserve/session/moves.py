@@ -13,7 +13,6 @@ from typing import Final
 from envserve.errors import ServerLost
 from envserve.lane import Lane, make_blocks
 from envserve.session.attachment import Attachment
-from envserve.session.operations import Operations
 from envserve.session.requests import Loss
 from envserve.session.states import ClientState
 from envserve.wire import Buffer, MessageType
@@ -32,11 +31,10 @@ class MovingAttachment(Attachment):
 
     def assume(self, like: Lane, now: float) -> None:
         """Begins as if envs were lost that are such as those of another server."""
-        workers = max(block.worker for block in like.blocks) + 1
-        blocks = make_blocks(self.attach.num_envs, workers, self.attach.num_splits)
+        each = sum(block.split == 0 for block in like.blocks)
+        blocks = make_blocks(self.attach.num_envs, each, self.attach.num_splits)
         error = ServerLost("no server has come for these rows yet")
-        silence = self._requests.silence
-        self.operations = Operations(self.address, like.spec, blocks, silence)
+        self.operations = self._envs_of(like.spec, blocks)
         self.operations.is_vacant = True
         self.operations.lose(str(error), error)
         self.loss = Loss(error, now, given_up=error)

@@ -45,8 +45,9 @@ class Amounts(NamedTuple):
     @classmethod
     def of(cls, attach: Attach, host: HostSettings) -> Amounts:
         """Returns what a client asks for."""
-        each = attach.num_envs // min(attach.num_splits, attach.num_envs)
-        return cls(attach.num_hosted, min(host.num_workers, each), 1)
+        most = attach.num_envs // min(attach.num_splits, attach.num_envs)
+        each = min(host.num_workers, attach.blocks_per_split or most, most)
+        return cls(attach.num_hosted, each, 1)
 
     @classmethod
     def most(cls, host: HostSettings) -> Amounts:

@@ -32,7 +32,8 @@ const isFlag = oneOf(true, false);
 // Of each field of ATTACH: its default, undefined if it must be there, and what it may be.
 const ATTACH = {
   env_name: [undefined, isText], num_envs: [undefined, (n) => isInt(n, 1, 65536)],
-  seed: [undefined, isSeed], num_splits: [1, (n) => isInt(n, 1, 4096)], seeded: [true, isFlag],
+  num_splits: [1, (n) => isInt(n, 1, 4096)], blocks_per_split: [0, (n) => isInt(n, 0, 65536)],
+  seed: [undefined, isSeed], seeded: [true, isFlag],
   first_env_index: [0, (n) => isInt(n, 0, 2 ** 32 - 1)], first_incarnation: [0, (n) => isInt(n, 0, 2 ** 32 - 1)],
   env_kwargs: [{}, isMap], wrappers: [[], Array.isArray], spare_envs: [false, isFlag], vectorized: [false, isFlag],
   autoreset: ["same_step", oneOf("same_step", "next_step", "disabled")],
@@ -49,8 +50,9 @@ class Lease {
   constructor(asked, attachBody, epoch) {
     Object.assign(this, asked, { attachBody, epoch, grantedAt: -Infinity });
     const splits = Math.min(this.num_splits, this.num_envs);
-    const edge = (split) => Math.floor((split * this.num_envs) / splits);
-    this.blocks = Array.from({ length: splits }, (_, split) => [edge(split), edge(split + 1), 0, split]);
+    const each = Math.min(this.blocks_per_split || 1, Math.floor(this.num_envs / splits));
+    const edge = (block) => Math.floor((block * this.num_envs) / (splits * each));
+    this.blocks = Array.from({ length: splits * each }, (_, b) => [edge(b), edge(b + 1), 0, Math.floor(b / each)]);
     this.envs = Array.from({ length: this.num_envs }, () => new Grid());
     this.rows = this.envs.map(() => ({ observation: Array(NUM_OBSERVED).fill(0), needsReset: true, isNew: true }));
     this.last = this.blocks.map(() => ({ seq: 0n }));

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from envserve.lane import make_blocks
 from envserve.settings import PoolSettings
 from tests.envserve.server_process import make_config
 
-SMALL = itertools.product(range(1, 14), range(1, 7), range(1, 5))
+SMALL = list(itertools.product(range(1, 14), range(1, 7), range(1, 5)))
 
 
 def test_blocks_partition_the_rows_evenly_over_splits_and_their_workers() -> None:
@@ -34,6 +35,20 @@ def test_blocks_partition_the_rows_evenly_over_splits_and_their_workers() -> Non
             assert len(blocks) == num_workers * num_splits
 
 
+def test_blocks_are_the_same_whoever_steps_them() -> None:
+    for num_envs, num_workers, num_splits in SMALL:
+        blocks = make_blocks(num_envs, num_workers, num_splits)
+        each = sum(block.split == 0 for block in blocks)
+        for others in range(1, 7):
+            case = (num_envs, num_workers, num_splits, others)
+            again = make_blocks(num_envs, others, num_splits, each)
+            assert [replace(block, worker=0) for block in again] == [
+                replace(block, worker=0) for block in blocks
+            ], case
+            workers = {block.worker for block in again}
+            assert workers == set(range(min(others, each))), case
+
+
 def config(**changes: Any) -> PoolSettings:
     return make_config("CartPole-v1", **changes)
 
@@ -44,6 +59,7 @@ def config(**changes: Any) -> PoolSettings:
         ("num_envs", 0),
         ("num_workers", 0),
         ("num_splits", -1),
+        ("blocks_per_split", -1),
         ("seed", -1),
         ("seed", 2**63),
         ("first_env_index", -1),

@@ -22,6 +22,19 @@ from tests.oracle.ledger import Ledger
 from tests.oracle.player import Player
 
 LENGTH = 10
+#: Has envs of the ledger's name, and of other spaces.
+OTHERS = f"""
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+
+
+class Other(CartPoleEnv):
+    def __init__(self, **arguments):
+        super().__init__()
+
+
+gymnasium.envs.registration.registry[{LEDGER!r}].entry_point = Other
+"""
 Play = Callable[..., Player]
 
 
@@ -178,18 +191,38 @@ def test_a_server_that_is_silent_for_too_long_is_left_and_not_heard_any_more(
     assert player.ledger.losses[Status.SERVER_LOST] == 4
 
 
-def test_a_server_with_other_blocks_gets_no_rows_and_is_told(
-    source: Source, play: Play, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_server_takes_rows_with_however_many_workers(
+    source: Source, play: Play, workers: int
+) -> None:
+    first, _ = source.start(4), source.start(4)
+    player = play(8, num_splits=2)
+    rows = rows_at(player, first)
+    blocks = player.batch.blocks
+    each = ("--envs-per-worker", str(4 // workers))
+    other = source.start(4, "--workers", str(workers), *each)
+    first.kill()
+    while not rows_at(player, other).size:
+        assert np.delete(player.step().valid, rows).all()
+    step_until_valid(player, rows)
+    for _ in range(3 * LENGTH):
+        assert player.step().valid.all()
+    assert player.batch.blocks == blocks
+
+
+def test_a_server_with_other_envs_gets_no_rows_and_is_told(
+    source: Source, play: Play, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     first, _ = source.start(4), source.start(4)
     player = play(8)
     rows = rows_at(player, first)
-    other = source.start(4, "--workers", "1", "--envs-per-worker", "9")
+    (tmp_path / "others.py").write_text(OTHERS)
+    other = source.start(4, "--import", str(tmp_path / "others.py"))
     first.kill()
     told = f"{other.address}: expected envs as before, of {first.address}; got other"
     while told not in caplog.text:
         assert np.delete(player.step().valid, rows).all()
-    assert "blocks: 2 before, 1 other ones now; start the server with" in caplog.text
+    assert "observation space: expected Box(" in caplog.text
     fit = source.start(4)
     step_until_valid(player, rows)
     assert len(rows_at(player, fit)) == 4

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from envserve.errors import LeaseLost, ServerError, ServerLost, UnknownEnv
 from envserve.lane import Reset
 from envserve.session import ClientSession, ClientState, Patience, ServerSession
-from envserve.settings import HostSettings
+from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Status
 from envserve.wire import Buffer, Message, MessageType, decode, encode
 from tests.envserve.session_fakes import (
     FakeOffer,
+    FakePool,
     FakeServer,
     advance_to,
     attach,
@@ -130,8 +133,29 @@ def test_envs_that_break_while_they_are_built_anew_are_asked_for_once_more() -> 
     assert session not in restarted.pools
 
 
+@pytest.mark.parametrize("num_workers", [1, 4])
+def test_envs_anew_have_the_same_blocks_whoever_steps_them(num_workers: int) -> None:
+    client, restarted = restart(policy=HostSettings(num_workers=num_workers))
+    blocks = client.blocks
+    client.submit_step([0, 1], 1.0)
+    exchange(client, restarted, 1.0)
+    check_lost(client, finish(client, restarted, 1.0), last=3)
+    assert client.blocks == blocks
+    (pool,) = restarted.pools.values()
+    cuts = [(block.start, block.stop) for block in blocks]
+    assert [(block.start, block.stop) for block in pool.blocks] == cuts
+    assert {block.worker for block in pool.blocks} == set(range(min(num_workers, 2)))
+
+
+class OwnCut(FakePool):
+    """Cuts rows as it likes, as a server may that does not know better."""
+
+    def __init__(self, config: PoolSettings) -> None:
+        super().__init__(replace(config, blocks_per_split=0))
+
+
 def test_other_envs_than_before_are_an_error() -> None:
-    client, restarted = restart(policy=HostSettings(num_workers=4))
+    client, restarted = restart(policy=HostSettings(num_workers=4), pool=OwnCut)
     client.submit_step([0, 1], 1.0)
     exchange(client, restarted, 1.0)
     assert state_of(client) is ClientState.LOST

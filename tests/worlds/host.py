@@ -7,6 +7,7 @@ nothing of the one before.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from envserve.errors import EnvError, EnvStartError, ServerError, UnknownEnv
@@ -91,7 +92,10 @@ class Host(Patient):
             self._boot = next(self._world.numbers)
             self._started = set()
             self._poll_at = float("inf")
-            self.session = ServerSession(self._policy, Offer(), self._boot)
+            policy, most = self._policy, self._policy.total_envs
+            if self.num_starts % 2 == 0:  # it comes back with other workers
+                policy = replace(policy, num_workers=1, envs_per_worker=most)
+            self.session = ServerSession(policy, Offer(), self._boot)
 
     def crash(self, seconds: float) -> None:
         """Ends the server and all its envs at once; starts another after a while."""

@@ -57,7 +57,8 @@ class MemoryPool:
         """Has no env yet: each is built for its first reset."""
         self.config = config
         self.blocks = make_blocks(
-            config.num_envs, config.num_workers, config.num_splits
+            *(config.num_envs, config.num_workers, config.num_splits),
+            config.blocks_per_split,
         )
         self.parts = [slice(block.start, block.stop) for block in self.blocks]
         self.rows = Rows.allocate(self.spec, config.num_envs)
