@@ -17,7 +17,7 @@ from tests.oracle.lives import Ending, Life
 from tests.oracle.rules import EPISODE, HASH, SEED, Transition, advance
 
 #: There are few, unless results are thrown away all the time.
-_MAX_STATES: Final = 256
+_MAX_STATES: Final = 1 << 12
 #: How many incarnations, and leases, an env mostly skips at most.
 _FEW: Final = 16
 
