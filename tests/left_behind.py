@@ -6,6 +6,7 @@ grandchildren; elsewhere the children of `multiprocessing`.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import secrets
@@ -15,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -115,21 +115,26 @@ def running_processes() -> dict[int, Process]:
             for child in multiprocessing.active_children()
             if child.pid is not None
         }
+    return processes_among(frozenset(filter(str.isdigit, os.listdir("/proc"))))
+
+
+@functools.lru_cache(maxsize=1)
+def processes_among(pids: frozenset[str]) -> dict[int, Process]:
+    """The same. Few tests change what runs, and to read all of it outlasts most."""
     mark = f"{MARK_NAME}={MARK_VALUE}".encode()
+    began = int(stat_fields("self")[19])
     every: dict[int, Process] = {}
     marked: set[int] = set()
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
+    for name in pids:
         try:
-            # The command name, in parentheses, may itself hold spaces and parentheses.
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            if fields[0] != "Z":
-                pid, parent, start_tick = int(entry.name), int(fields[1]), fields[19]
-                every[pid] = Process(pid, int(start_tick), parent, command.strip())
-            if mark in (entry / "environ").read_bytes().split(b"\0"):
-                marked.add(int(entry.name))
+            fields = stat_fields(name)
+            if fields[0] == b"Z" or int(fields[19]) < began:
+                continue  # what is older than the tests is not theirs
+            command = read(f"/proc/{name}/cmdline").replace(b"\0", b" ").decode()
+            pid = int(name)
+            every[pid] = Process(pid, int(fields[19]), int(fields[1]), command.strip())
+            if mark in read(f"/proc/{name}/environ").split(b"\0"):
+                marked.add(pid)
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # it ended meanwhile, or belongs to another user
     return {
@@ -139,6 +144,16 @@ def running_processes() -> dict[int, Process]:
         and not is_standard_library_helper(process)
         and (pid in marked or lineage(process, every)[-1].parent == os.getpid())
     }
+
+
+def stat_fields(pid: str) -> list[bytes]:
+    # The command name, in parentheses, may itself hold spaces and parentheses.
+    return read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+
+
+def read(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return file.readall()
 
 
 def lineage(process: Process, processes: dict[int, Process]) -> list[Process]:
