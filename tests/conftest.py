@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 #: What takes longest begins first: no process of the suite works on alone at its end.
 LONGEST = (
     "test_cli_run",
+    "test_learners",
+    "test_elastic",
     "test_learning",
     "test_update",
     "test_worlds",
@@ -30,6 +32,8 @@ LONGEST = (
     "test_kill_and_resume",
     "test_sequences",
     "test_evaluate",
+    "test_checkpoint",
+    "test_lane_faults",
     "test_export",
 )
 
