@@ -57,6 +57,7 @@ class MovingAttachment(Attachment):
         _LOGGER.warning("%s: asked for envs in place of %s", address, self.address)
         farewell = self._requests.pack(MessageType.DETACH)
         self._requests.silence.hear(now)  # what counts from now on is the next one's
+        self._requests.silence.mend()
         if self.machine.state is ClientState.READY:
             text = f"{self.address}: it is gone, or silent for too long"
             self.lose_lease(ServerLost(text), now)

@@ -77,8 +77,9 @@ def _round(ray: Any, needs: list[dict[str, float]], words: list[str]) -> int:
         others = [on[n](_train).remote(words, told[n], *place) for n in range(1, num)]
         at_end.callback(ray.wait, others, num_returns=num - 1, timeout=_END_SECONDS)
         first = at_end.enter_context(started(words, env=os.environ | told[0]))
-        at_end.push(  # without the others it cannot even stop, or not soon
-            lambda kind, *_: first.send_signal(15 if kind is KeyboardInterrupt else 9)
+        # Without the others it cannot stop as it would, or not soon.
+        at_end.push(
+            lambda e, *_: first.send_signal(15 if e is KeyboardInterrupt else 9)
         )
         stop = at_end.enter_context(StopSignals(first.terminate))
         while first.poll() is None:
