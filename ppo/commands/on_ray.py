@@ -1,7 +1,4 @@
-"""`ppo train --on ray`: the first learner as a process here, the others on Ray's nodes.
-
-When one fails, all are placed anew, and go on from the newest checkpoint.
-"""
+"""`ppo train --on ray`: learners on the nodes of a Ray cluster, the first one here."""
 
 import contextlib
 import json
@@ -32,7 +29,7 @@ _ROOM_SECONDS, _END_SECONDS, _TRIES = 60, 10, 3
 
 
 def train_on_ray(ctx: typer.Context) -> int:
-    """Have learners train until the run is over, or stopped; returns the exit code."""
+    """Have learners train, all placed anew if one fails; returns the exit code."""
     given, newest, num_failed = ctx.params, None, 0
     needed = map(given.get, ("on", "learners", "config", "run_dir"))
     if None in needed or any(map(given.get, ("seeds", "resume", "distribute", "page"))):
