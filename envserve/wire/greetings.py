@@ -6,6 +6,7 @@ Loads no NumPy, so that to ask a server for its health costs little.
 from __future__ import annotations
 
 import operator
+import threading
 from typing import Annotated, Final, Self, TypeVar
 
 import msgspec
@@ -69,16 +70,15 @@ Row = Annotated[int, Meta(ge=0, lt=1 << 16)]
 
 #: NumPy's integers go as integers.
 _ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=operator.index)
+#: Where two threads are the first to decode a type, msgspec ends the process.
+_ONE: Final = threading.Lock()
 
 
 def read(data: bytes | bytearray | memoryview, kind: type[Type], where: str) -> Type:
-    """Decodes a value of some type, whose length has been checked.
-
-    Raises:
-      RemoteProtocolError: It is not of that type; names the place in it.
-    """
+    """Decodes what is of some type; RemoteProtocolError names the place where not."""
     try:
-        return msgspec.msgpack.decode(data, type=kind)
+        with _ONE:
+            return msgspec.msgpack.decode(data, type=kind)
     except (ValueError, RecursionError) as error:
         raise RemoteProtocolError(f"{where}: {one_line(str(error), 500)}") from None
 

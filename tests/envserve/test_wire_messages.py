@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -299,3 +301,24 @@ def test_error_texts_are_cut_and_tracebacks_keep_their_end() -> None:
     assert again.text == "t" * MAX_TEXT_BYTES
     assert again.traceback.endswith("ValueError: last")
     assert "first" not in again.traceback
+
+
+def test_threads_may_be_the_first_to_decode_a_type_at_the_same_time() -> None:
+    code = """
+import os, sys, threading
+from envserve.wire.status import LeaseStatus, ServerStatus
+sys.setswitchinterval(1e-6)
+body = ServerStatus(leases=(LeaseStatus(number=1, rows={"ok": 4}),)).encode()
+codes = set()
+for _ in range(50):  # processes that have decoded nothing yet
+    if not (pid := os.fork()):
+        start = threading.Barrier(6)
+        decode = lambda: (start.wait(), ServerStatus.decode(body))
+        threads = [threading.Thread(target=decode) for _ in range(6)]
+        [thread.start() for thread in threads], [thread.join() for thread in threads]
+        os._exit(0)
+    codes.add(os.waitpid(pid, 0)[1])
+print(codes)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout == "{0}\n"
