@@ -30,10 +30,11 @@ class Inbox:
         self.outcomes: dict[int, Outcome] = {}
         self.is_midway = False
         self._blocks = tuple(blocks)
-        self._first_position = {
-            lane: min(block.position for block in blocks if block.lane is lane)
+        self._positions = {
+            lane: frozenset(at.position for at in blocks if at.lane is lane)
             for lane in lanes
         }
+        self._first_position = {lane: min(at) for lane, at in self._positions.items()}
         self._only_lane = lanes[0] if len(lanes) == 1 else None
         self._selector: selectors.BaseSelector | None = None
 
@@ -90,14 +91,14 @@ class Inbox:
         absent, none may wait for itself alone.
         """
         has_any = is_any_busy = False
-        for lane in self._first_position:
-            if not lane.is_busy:
+        for lane, positions in self._positions.items():
+            expected = len(waiting & positions)
+            if not (expected or lane.is_busy):
                 continue
-            is_any_busy = True
-            expected = sum([self._blocks[at].lane is lane for at in waiting])
             is_for_all = min_finished == len(waiting) and expected and not lane.absent
             seconds = timeout_seconds if is_for_all else 0.0
             has_any |= self._collect(lane, seconds, expected or 1)  # it is to go on
+            is_any_busy |= has_any or lane.is_busy
         if is_any_busy and not has_any:
             if self._selector is None:
                 self._selector = selectors.DefaultSelector()

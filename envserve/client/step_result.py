@@ -107,10 +107,7 @@ def gather_result(
     final: Any = []
     for leaf in rows.observation:
         observation.append(leaf.copy())
-        if leaf.nbytes < _LARGE_BYTES:
-            final.append(np.zeros(leaf.shape, leaf.dtype))
-        else:
-            final.append(_zero_pages(leaf))
+        final.append(_zeros(leaf))
     if _any(terminated) or _any(truncated):
         _write_final(rows, final)
     leaves = spec.observation_leaves
@@ -159,31 +156,30 @@ def _write(
         raise ValueError(
             f"out: expected arrays of {len(row_set)} rows; got {len(out.reward)}"
         )
-    final = flatten(space, out.final_observation)
-    for piece in row_set.pieces:
-        rows, part = piece.read(), piece.set_rows
-        pairs = (
-            *zip(observation, rows.observation, strict=True),
-            (out.reward, rows.reward),
-            (out.terminated, rows.terminated),
-            (out.truncated, rows.truncated),
-            (out.valid, rows.status == _OK),
-            (out.status, rows.status),
-        )
-        for target, source in pairs:
-            _check_shape(target[part], source)
-            target[part] = source
-        if _any(rows.terminated) or _any(rows.truncated):
-            _write_final(rows, [leaf[part] for leaf in final])
+    pieces = [piece.read() for piece in row_set.pieces]
+    leaves = zip(*[rows.observation for rows in pieces], strict=True)
+    names = ("reward", "terminated", "truncated", "status")
+    others = [(getattr(out, n), [getattr(rows, n) for rows in pieces]) for n in names]
+    for target, sources in (*zip(observation, leaves, strict=True), *others):
+        _check_shape(target, (len(row_set), *sources[0].shape[1:]))
+        if len(sources) > 1:  # one call, however many servers there are
+            np.concatenate(sources, out=target, casting="unsafe")
+        else:
+            target[:] = sources[0]
+    out.valid[:] = out.status == _OK
+    ended = np.logical_or(out.terminated, out.truncated)
+    final = flatten(space, out.final_observation) if ended.any() else []
+    for piece, rows in zip(row_set.pieces, pieces, strict=True):
+        if final and ended[piece.set_rows].any():
+            _write_final(rows, [leaf[piece.set_rows] for leaf in final])
     return out._replace(infos=infos) if out.infos or infos else out
 
 
-def _check_shape(target: Array, source: Array) -> None:
+def _check_shape(target: Array, shape: tuple[int, ...]) -> None:
     # NumPy would fill a larger array with copies of a single row.
-    if target.shape != source.shape:
+    if target.shape != shape:
         raise ValueError(
-            f"out: expected an array of shape {list(source.shape)}; "
-            f"got {list(target.shape)}"
+            f"out: expected an array of shape {list(shape)}; got {list(target.shape)}"
         )
 
 
@@ -191,16 +187,18 @@ def _write_final(rows: Rows, targets: Sequence[Array]) -> None:
     """Copies the final observations of rows whose episode has ended."""
     (ended,) = (rows.terminated | rows.truncated).nonzero()
     for target, source in zip(targets, rows.final_observation, strict=True):
-        _check_shape(target, source)
+        _check_shape(target, source.shape)
         target[ended] = source[ended]
 
 
-def _zero_pages(like: Array) -> Array:
-    """Returns zeros that cost next to nothing until they are written to.
+def _zeros(like: Array) -> Array:
+    """Returns zeros; large ones cost next to nothing until they are written to.
 
     Most steps end no episode. Pages of their own also leave the allocator what it can
     give to the next step's observations, with no page faults.
     """
+    if like.nbytes < _LARGE_BYTES:
+        return np.zeros(like.shape, like.dtype)
     # Private: shared ones would each count as a mapping, of which there are few.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return np.ndarray(like.shape, like.dtype, mmap.mmap(-1, like.nbytes, flags=flags))
@@ -215,7 +213,7 @@ def _allocate(spec: EnvSpec, num_rows: int) -> StepResult:
         np.empty(num_rows, np.bool_),
         np.empty(num_rows, np.bool_),
         np.empty(num_rows, np.bool_),
-        unflatten(space, [np.zeros_like(leaf) for leaf in observation]),
+        unflatten(space, [_zeros(leaf) for leaf in observation]),
         np.empty(num_rows, np.uint8),
         {},
     )

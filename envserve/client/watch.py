@@ -51,6 +51,7 @@ class Pending:
             self._num_messages = receiver.num_messages
             self._fd = int(receiver.first.get(zmq.SRCFD))
             self._num_bytes = _bytes_received(self._fd, self._port)
+            return 0
         if self._fd >= 0:
             return _bytes_received(self._fd, self._port) - self._num_bytes
         # There was no message that tells: of all connections there, the quietest.

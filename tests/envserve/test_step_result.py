@@ -14,7 +14,7 @@ from gymnasium.spaces import Box, Discrete
 from envserve.client.row_set import BatchBlock, RowSet
 from envserve.client.step_result import StepResult, gather_result
 from envserve.lane import Lane
-from envserve.slab import Rows
+from envserve.slab import Rows, Status
 from envserve.spec import EnvSpec
 
 
@@ -51,6 +51,50 @@ def test_final_observation_is_zero_where_no_episode_has_ended(
     assert not final[0].any()
     assert (final[1] == 7).all()
     assert (kept == 9).all()
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2])
+def test_given_arrays_get_the_rows_of_all_lanes_in_their_own_dtypes(
+    num_lanes: int,
+) -> None:
+    spec = EnvSpec("Any-v0", Box(0, 255, (3,), np.uint8), Discrete(2))
+    row_set = two_rows(spec, num_lanes)
+    for piece in row_set.pieces:
+        rows = piece.read()
+        rows.observation[0][:] = rows.final_observation[0][:] = 1 + piece.set_rows.start
+        rows.reward[:], rows.status[:] = 0.5 + piece.set_rows.start, Status.OK
+    row_set.pieces[-1].read().truncated[-1] = True
+    new = gather_result(spec, row_set, {})
+    out = new._replace(
+        observation=np.zeros((2, 3), np.float32),
+        reward=np.zeros(2, np.float32),
+        terminated=np.full(2, True),
+        truncated=np.zeros(2, np.bool_),
+        valid=np.zeros(2, np.bool_),
+        status=np.full(2, 9, np.uint8),
+        final_observation=np.full((2, 3), 9, np.uint8),
+    )
+    written = gather_result(spec, row_set, {}, out)
+    for name in ("observation", "reward", "terminated", "truncated", "valid", "status"):
+        np.testing.assert_array_equal(getattr(written, name), getattr(new, name), name)
+    assert written.reward is out.reward
+    assert written.valid.all()
+    assert not written.terminated.any()
+    assert (written.final_observation[0] == 9).all()  # whose episode goes on
+    assert (written.final_observation[1] == new.final_observation[1]).all()
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2])
+def test_given_arrays_of_other_shapes_are_refused(num_lanes: int) -> None:
+    spec = EnvSpec("Any-v0", Box(0, 255, (3,), np.uint8), Discrete(2))
+    row_set = two_rows(spec, num_lanes)
+    out = gather_result(spec, row_set, {})
+    wrong = out._replace(observation=np.zeros((2, 1), np.uint8))
+    with pytest.raises(ValueError, match=r"expected an array of shape \[2, 3\]; got"):
+        gather_result(spec, row_set, {}, wrong)
+    longer = out._replace(status=np.zeros(3, np.uint8))
+    with pytest.raises(ValueError, match=r"expected an array of shape \[2\]; got"):
+        gather_result(spec, row_set, {}, longer)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists mappings")
