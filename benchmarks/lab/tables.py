@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from rich.table import Table
@@ -30,3 +31,17 @@ def as_table(
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def replace_marked(path: Path, name: str, text: str) -> None:
+    """Replaces what stands between a document's marks of a name.
+
+    Raises:
+      ValueError: The marks are not there.
+    """
+    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
+    before, has_begin, rest = path.read_text(encoding="utf-8").partition(begin)
+    _, has_end, after = rest.partition(end)
+    if not has_begin or not has_end:
+        raise ValueError(f"{path}: expected {begin.strip()} and {end.strip()}")
+    path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")

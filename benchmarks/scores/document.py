@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lab.tables import as_markdown
+from benchmarks.lab.tables import as_markdown, replace_marked
 from benchmarks.scores.run_one import Score
 from benchmarks.scores.tasks import MEASURES, TASKS, Measure, Task
 
@@ -16,7 +16,6 @@ COLUMNS = (
 )
 _NUM_TEXTS = 4
 _NUM_RESAMPLES = 10_000
-_BEGIN, _END = "<!-- scores: begin -->\n", "<!-- scores: end -->\n"
 
 
 def interval(scores: Sequence[float]) -> tuple[float, float]:
@@ -57,11 +56,6 @@ def write_document(path: Path, scores: Mapping[str, Sequence[Score]]) -> None:
     Raises:
         ValueError: the marks are not there.
     """
-    text = path.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(_BEGIN)
-    _, end, after = rest.partition(_END)
-    if not begin or not end:
-        raise ValueError(f"{path}: expected {_BEGIN.strip()} and {_END.strip()}")
     tables = "\n".join(
         [
             as_markdown(COLUMNS, table_rows(scores), num_texts=_NUM_TEXTS),
@@ -70,7 +64,7 @@ def write_document(path: Path, scores: Mapping[str, Sequence[Score]]) -> None:
             _versions(scores),
         ]
     )
-    path.write_text(f"{before}{begin}\n{tables}\n{end}{after}", encoding="utf-8")
+    replace_marked(path, "scores", tables)
 
 
 def draw_curves(scores: Mapping[str, Sequence[Score]], path: Path) -> None:

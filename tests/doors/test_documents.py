@@ -31,6 +31,7 @@ ELSEWHERE = {
     r"pip install": "Makefile",
     r"\w+\$ ": "tests/test_three_commands.py",
     r"python scripts/(bench|chaos)\.py|cat runs/chaos": "tests/chaos/test_command.py",
+    r"python scripts/scaling\.py": "tests/benchmarks/test_scaling.py",
     r"ppo train my_atari\.toml": "tests/ppo/test_convolution.py",
     r"envserve demo": "tests/doors/test_demo.py",
     r"envserve (join|invite)": "tests/test_three_commands.py",

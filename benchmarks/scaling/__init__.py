@@ -1,0 +1,1 @@
+"""What a large batch costs the process that steps it."""

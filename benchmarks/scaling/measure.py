@@ -1,0 +1,138 @@
+"""What a batch step costs its trainer: processor time, and bytes over the network."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from benchmarks.cases import envs
+from benchmarks.scaling.stand_ins import NAME, stand_ins
+from envserve.bench.cases import BINDS, batch_env
+from envserve.bench.load import Load
+from envserve.client import BatchEnv
+
+_CHUNKS: Final = 5
+_WARM_UP: Final = 10
+#: Observations of envs behind `envserve start`, by their bytes.
+_REAL: Final = {16: "envserve/Sleep-v0", 28224: "envserve/Image-v0"}
+
+
+class Point(NamedTuple):
+    """A batch, and what a step of it takes; microseconds, medians.
+
+    Attributes:
+      servers: How many.
+      envs: Per server.
+      size: Bytes of an observation.
+      keys: Whether messages are encrypted.
+      splits: How many parts of the batch are sent and received in turns.
+      env_us: What a server takes to answer.
+      delay_ms: Of the network, there and back.
+      servers_are: "stand-in", or "real": `envserve start`.
+      thread: What the thread that steps computes.
+      process: What the trainer's process computes, ZeroMQ's threads with it.
+      wall: How long it takes.
+      wire: Bytes both ways, with the headers of TCP and IP.
+    """
+
+    servers: int
+    envs: int
+    size: int
+    keys: bool = False
+    splits: int = 1
+    env_us: float = 0.0
+    delay_ms: float = 0.0
+    servers_are: str = "stand-in"
+    thread: float = 0.0
+    process: float = 0.0
+    wall: float = 0.0
+    wire: float = 0.0
+
+    @property
+    def num_envs(self) -> int:
+        """Rows of the batch."""
+        return self.servers * self.envs
+
+
+def measure(point: Point, seconds: float = 0.6) -> Point:
+    """Runs the servers of a point on this host, and measures it."""
+    with _batch(point) as batch:
+        return measure_batch(point, batch, seconds)
+
+
+@contextlib.contextmanager
+def _batch(point: Point) -> Iterator[BatchEnv]:
+    options: Any = {"num_splits": point.splits, "insecure": not point.keys}
+    if point.servers_are == "real":
+        modules = (envs.MODULE,)
+        name, count = _REAL[point.size], point.servers
+        kwargs = {"step_seconds": point.env_us / 1e6 / point.envs}
+        kwargs = kwargs if point.size == 16 else {}
+        load = Load(name, point.num_envs, count, 1.0, kwargs, modules)
+        without = () if point.keys else ("--insecure-no-auth",)
+        with batch_env(load, BINDS["tcp"] * count, without, **options) as batch:
+            yield batch
+        return
+    given = point.servers, point.env_us / 1e6
+    with (
+        stand_ins(*given, insecure=not point.keys) as addresses,
+        BatchEnv.connect(
+            f"{NAME}{point.size}", addresses, point.num_envs, seed=0, **options
+        ) as batch,
+    ):
+        batch.reset()
+        yield batch
+
+
+def measure_batch(
+    point: Point, batch: BatchEnv, seconds: float, interface: str = "lo"
+) -> Point:
+    """Steps a batch for so long, in chunks; returns the medians over these."""
+    step = _stepping(batch, point.splits)
+    for _ in range(_WARM_UP):
+        step()
+    chunks = []
+    for _ in range(_CHUNKS):
+        before, num_steps = _now(interface), 0
+        while time.perf_counter() < before[2] + seconds / _CHUNKS or num_steps < 3:
+            step()
+            num_steps += 1
+        after = _now(interface)
+        pairs = zip(before, after, strict=True)
+        chunks.append([(b - a) / num_steps for a, b in pairs])
+    thread, process, wall, wire = map(statistics.median, zip(*chunks, strict=True))
+    times = [round(1e6 * seconds, 1) for seconds in (thread, process, wall)]
+    found = dict(zip(("thread", "process", "wall"), times, strict=True))
+    return point._replace(**found, wire=round(wire, 1))
+
+
+def _stepping(batch: BatchEnv, num_splits: int) -> Callable[[], object]:
+    """Returns what steps all rows once, as a trainer does with so many splits."""
+    actions = np.zeros(batch.num_envs, np.int64)
+    if num_splits == 1:
+        return lambda: batch.step(actions)
+    for rows in batch.splits:
+        batch.send(actions[rows], rows, together=True)
+
+    def step() -> None:
+        for rows in batch.splits:
+            batch.recv(env_indices=rows)
+            batch.send(actions[rows], rows, together=True)
+
+    return step
+
+
+def _now(interface: str) -> Sequence[float]:
+    """Returns seconds of this thread, of this process and of the clock, and bytes."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    (found,) = (line for line in lines if line.strip().startswith(f"{interface}:"))
+    numbers = found.partition(":")[2].split()
+    # Over loopback what is sent is received, so it counts once.
+    wire = int(numbers[0]) + (int(numbers[8]) if interface != "lo" else 0)
+    return time.thread_time(), time.process_time(), time.perf_counter(), wire

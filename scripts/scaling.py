@@ -1,0 +1,278 @@
+"""Measure what a large batch costs its trainer, for docs/scaling.md.
+
+    python scripts/scaling.py fit          stand-ins on loopback, 1 to 16 servers
+    python scripts/scaling.py check        64 of them; and servers that are real
+    python scripts/scaling.py namespaces   64 real servers, each a host; Linux, root
+    python scripts/scaling.py attach       one server ends and one comes, 100 times
+    python scripts/scaling.py document     writes the page's tables anew
+
+Each but the last takes its part of docs/scaling.json anew, within four minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typer
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.cases import envs  # noqa: E402
+from benchmarks.lab.machine import in_words, machine_facts  # noqa: E402
+from benchmarks.lab.processes import own_keys  # noqa: E402
+from benchmarks.scaling.document import write_document  # noqa: E402
+from benchmarks.scaling.measure import Point, measure, measure_batch  # noqa: E402
+from envserve.client import BatchEnv  # noqa: E402
+from tests.chaos.proxy import Proxy  # noqa: E402
+from tests.chaos.toxics import Toxics  # noqa: E402
+from tests.envserve.server_process import ServerProcess  # noqa: E402
+from tests.network_hosts import Hosts  # noqa: E402
+
+NUMBERS = ROOT / "docs" / "scaling.json"
+PAGE = NUMBERS.with_suffix(".md")
+app = typer.Typer(help=__doc__)
+
+#: Envs per server, and bytes of their observations.
+SHAPES = [(1, 16), (16, 16), (64, 16), (16, 1024), (16, 28224)]
+#: A server of the namespaces, and of `attach`: a worker whose envs sleep.
+SLEEPING = (
+    *("--workers", "1", "--envs-per-worker", "16", "--env", "envserve/Sleep-v0"),
+    *("--allow-kwarg", "step_seconds:any", "--drain-grace", "0"),
+)
+
+
+def keep(part: str, found: Any) -> None:
+    """Puts a part of the numbers in the place of what there was."""
+    numbers = json.loads(NUMBERS.read_text()) if NUMBERS.exists() else {}
+    numbers |= {"machine": in_words(machine_facts()), part: found}
+    lines = (f"{json.dumps(name)}: {json.dumps(of)}" for name, of in numbers.items())
+    NUMBERS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def measure_all(points: Sequence[Point], turns: int = 1) -> list[Point]:
+    """Measures points in turns, to and fro; returns the medians."""
+    found: dict[Point, list[Point]] = {point: [] for point in points}
+    for turn in range(turns):
+        for point in points[:: 1 if turn % 2 == 0 else -1]:
+            found[point].append(measure(point, 0.5))
+            print(found[point][-1], flush=True)
+    medians = {at: np.median([p[8:] for p in of], axis=0) for at, of in found.items()}
+    return [Point(*at[:8], *of.round(1).tolist()) for at, of in medians.items()]
+
+
+@app.command()
+def fit(keys: bool = False, turns: int = 3) -> None:
+    """Measures 1 to 16 stand-ins, without keys or with."""
+    with own_keys():
+        found = measure_all(
+            [
+                Point(servers, count, size, keys)
+                for servers in (1, 2, 4, 8, 16)
+                for count, size in SHAPES
+            ],
+            turns,
+        )
+    keep("fit with keys" if keys else "fit", found)
+
+
+@app.command()
+def check() -> None:
+    """Measures 64 servers, splits, times of envs, and real servers."""
+    points = [
+        Point(1, 1024, 16),  # the same rows from one server
+        *(Point(64, 16, 16, k, splits) for k in (False, True) for splits in (1, 2)),
+        *(Point(64, *of, k) for of in ((1, 16), (16, 1024)) for k in (False, True)),
+        Point(64, 4, 28224),
+        *(Point(64, 16, 16, env_us=us) for us in (10.0, 100.0, 1000.0, 10000.0)),
+        *(
+            Point(4, 16, size, k, servers_are="real")
+            for size in (16, 28224)
+            for k in (False, True)
+        ),
+    ]
+    with own_keys():
+        keep("check", measure_all(points, 2))
+
+
+@app.command()
+def namespaces(servers: int = 64, delays: str = "0,0.2,1,20") -> None:
+    """Measures real servers, each in a namespace, beyond a network that delays."""
+    sims = [f"sim-{number}" for number in range(servers)]
+    hosts = Hosts(["trainer", *sims])
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        make = ("keys", "make", folder, "server", "trainer", "--at", "tcp://*:5555")
+        program = [sys.executable, "-m", "envserve"]
+        subprocess.run([*program, *make], check=True, stdout=sys.stderr)
+        # One folder for both ends: the relay is on loopback, where keys are one's own.
+        home = {"ENVSERVE_HOME": str(folder / "server")}
+        stack.callback(hosts.remove)
+        hosts.create()
+        processes = []
+        for name in sims:
+            (folder / name).mkdir()
+            processes.append(
+                stack.enter_context(
+                    ServerProcess(
+                        folder / name,
+                        *SLEEPING,
+                        bind=("tcp://0.0.0.0:5555",),
+                        prefix=hosts.command(name),
+                        imports=(envs.MODULE,),
+                        environment=home,
+                        is_awaited=False,
+                    )
+                )
+            )
+        for process in processes:
+            process.wait_until_ready()
+        found = []
+        for delay in delays.split(","):
+            for env_us in (0.0, 1000.0, 10000.0):
+                point = Point(servers, 16, 16, True, 1, env_us, float(delay), "real")
+                targets = [f"tcp://{hosts.addresses[name]}:5555" for name in sims]
+                command = [sys.executable, __file__, "beyond", json.dumps(point)]
+                said = subprocess.run(
+                    hosts.command("trainer", *command, *targets),
+                    env=os.environ | home,
+                    stdout=subprocess.PIPE,
+                    check=True,
+                )
+                found.append(Point(*json.loads(said.stdout)))
+                print(found[-1], flush=True)
+    keep("namespaces", found)
+
+
+@app.command(hidden=True)
+def beyond(point: str, targets: list[str]) -> None:
+    """Measures servers that are there, as their trainer; prints what was found."""
+    asked = Point(*json.loads(point))
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    relays = context.Process(target=relay, args=(theirs, targets, asked.delay_ms))
+    relays.start()
+    try:
+        with BatchEnv.connect(
+            "envserve/Sleep-v0",
+            ours.recv(),
+            asked.num_envs,
+            seed=0,
+            connect_timeout=60.0,
+            env_kwargs={"step_seconds": asked.env_us / 1e6 / asked.envs},
+        ) as batch:
+            batch.reset()
+            found = measure_batch(asked, batch, 2.0, "eth0")
+    finally:
+        relays.kill()
+        relays.join()
+    print(json.dumps(found))
+
+
+def relay(ours: Connection, targets: Sequence[str], delay_ms: float) -> None:
+    """Stands for a network between here and the targets."""
+    late = Toxics(latency_seconds=delay_ms / 2000)
+    proxies = [Proxy(target, to_server=late, to_client=late) for target in targets]
+    ours.send([proxy.address for proxy in proxies])
+    signal.pause()
+
+
+@app.command()
+def attach(changes: int = 100, servers: int = 4) -> None:
+    """Ends a server and brings another, again and again; times all steps meanwhile."""
+    leaving: list[float] = []
+    attaching: list[float] = []
+    calm: list[float] = []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(own_keys())
+        listed = folder / "servers"
+        running: list[ServerProcess] = []
+
+        def start() -> list[ServerProcess]:
+            """Starts as many as the batch has; together, which is quicker."""
+            started = []
+            for _ in range(servers):
+                place = Path(tempfile.mkdtemp(dir=folder))
+                server = ServerProcess(
+                    place, *SLEEPING, imports=(envs.MODULE,), is_awaited=False
+                )
+                started.append(stack.enter_context(server))
+            for server in started:
+                server.wait_until_ready()
+            return started
+
+        def list_them() -> None:
+            listed.write_text("\n".join(server.address for server in running))
+
+        running += start()
+        list_them()
+        kwargs = {"step_seconds": 0.0001}
+        batch = stack.enter_context(
+            BatchEnv.connect(
+                "envserve/Sleep-v0",
+                [f"file://{listed}"],
+                16 * servers,
+                seed=0,
+                env_kwargs=kwargs,
+                server_lost_after=600.0,
+            )
+        )
+        batch.reset()
+        actions = np.zeros(batch.num_envs, np.int64)
+
+        def step_until(is_over: Callable[[Any], bool], durations: list[float]) -> None:
+            while True:
+                began = time.perf_counter()
+                result = batch.step(actions)
+                durations.append(1000 * (time.perf_counter() - began))
+                if is_over(result):
+                    return
+
+        coming: list[ServerProcess] = []
+        for change in range(changes):
+            coming = coming or start()
+            num_calm = len(calm) + 20
+            step_until(lambda _: len(calm) >= num_calm, calm)  # noqa: B023
+            leaver = running.pop(change % servers)
+            leaver.signal(signal.SIGKILL if change % 2 else signal.SIGTERM)
+            step_until(lambda result: not result.valid.all(), leaving)
+            leaver.wait()
+            running.append(coming.pop())
+            list_them()
+            step_until(lambda result: result.valid.all(), attaching)
+    parts = {"calm": calm, "leaving": leaving, "attaching": attaching}
+    keep(
+        "attach",
+        {"changes": changes, "servers": servers}
+        | {
+            name: {
+                "steps": len(durations),
+                **{f"p{p}": float(np.percentile(durations, p)) for p in (50, 99, 100)},
+            }
+            for name, durations in parts.items()
+        },
+    )
+
+
+@app.command()
+def document() -> None:
+    """Writes the page's tables anew from the numbers."""
+    write_document(PAGE, json.loads(NUMBERS.read_text()))
+
+
+if __name__ == "__main__":
+    app()
