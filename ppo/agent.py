@@ -129,8 +129,7 @@ class Agent:
 
     def distribution_of(self, parameters: Any) -> Distribution:
         """Return the distribution that had these `parameters`."""
-        distribution: Distribution = self.actions.distribution_type(*parameters)
-        return distribution
+        return self.actions.distribution_type(*parameters)
 
     def value(self, features: Any, remembered: tf.Tensor | None = None) -> tf.Tensor:
         """Return the value per preprocessed row, float32 `[N]`.
@@ -185,10 +184,7 @@ class Agent:
         return self.distribution(features, state[0]), state
 
     def _distribution(self, seen: Any, mask: tf.Tensor | None) -> Distribution:
-        distribution: Distribution = self.actions.distribution(
-            self._networks.policy(seen), mask
-        )
-        return distribution
+        return self.actions.distribution(self._networks.policy(seen), mask)
 
     @property
     def trainable_variables(self) -> list[Any]:

@@ -210,8 +210,7 @@ def _as_space(nest: Any) -> gymnasium.Space[Any]:
         return gymnasium.spaces.Dict({k: _as_space(part) for k, part in nest.items()})
     if isinstance(nest, tuple):
         return gymnasium.spaces.Tuple([_as_space(part) for part in nest])
-    space: gymnasium.Space[Any] = nest
-    return space
+    return nest
 
 
 def _leaf_kind(space: gymnasium.Space[Any]) -> str | None:

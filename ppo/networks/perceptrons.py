@@ -152,8 +152,7 @@ class PolicyNetwork(_Network):
 
     def __call__(self, observation: Any) -> tuple[tf.Tensor, ...]:
         """Return the parameters, `[N, ...]` each."""
-        parameters: tuple[tf.Tensor, ...] = self._head(self._outputs(observation))
-        return parameters
+        return self._head(self._outputs(observation))
 
 
 class ValueNetwork(_Network):
