@@ -139,7 +139,7 @@ def train(
     ):
         addresses, index = cluster(seeds, resume) if distribute else (["here"], 0)
         can_restart = restartable and not index
-        resume = _begun(can_restart, resume, run_dir, seed, seeds)
+        resume = _folder_to_resume(can_restart, resume, run_dir, seed, seeds)
         if seeds is not None and (page or film or metrics_port is not None):
             raise ConfigError("--page, --film, --metrics-port: leave out --seeds.")
         changes = [*(settings or []), *([] if seed is None else [f"seed={seed}"])]
@@ -161,7 +161,7 @@ def train(
             for line in plan.header(num_workers):
                 screen.print(line)
             threads = (intra_op_threads, inter_op_threads)
-            plan = _begun_by_all(screen, plan, threads, addresses, index)
+            plan = _agreed_plan(screen, plan, threads, addresses, index)
             is_finished = _train(screen, watchers, plan, num_workers)
         finally:
             if not index and (plan.is_resumed or not run_folder.remove_if_unused()):
@@ -172,7 +172,7 @@ def train(
             raise typer.Exit(3)
 
 
-def _begun(
+def _folder_to_resume(
     can_restart: bool,
     resume: Path | None,
     run_dir: Path | None,
@@ -192,7 +192,7 @@ def _begun(
     return resume
 
 
-def _begun_by_all(
+def _agreed_plan(
     screen: Screen,
     plan: Plan,
     threads: tuple[int, int],
