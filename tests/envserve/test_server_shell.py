@@ -195,7 +195,8 @@ async def test_a_turn_of_messages_ends_after_two_milliseconds(tmp_path: Path) ->
         for _ in range(100):
             await peer.send(MessageType.PING, 9)
         await all_received(shell)
-        assert max(session.turns.values()) <= 2
+        # A turn may have two reads: one that was planned, and one of news.
+        assert max(session.turns.values()) <= 2 * 2
 
 
 async def test_too_many_open_files_fail_one_session(
