@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import tempfile
 import zlib
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -77,6 +79,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"random seed: {config.getoption('random_seed')}"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodeready(node: Any) -> None:
+    """Holds on to what pytest captures in a process: one that aborts says why there."""
+    node.captured = []
+    for path in Path(f"/proc/{node.gateway._rinfo().pid}/fd").glob("*"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if str(path.readlink()).endswith(" (deleted)"):
+                node.captured.append(path.open("rb"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    for file in node.captured:
+        with file:
+            if error and (said := file.read().decode(errors="replace")):
+                node.config.get_terminal_writer().line(f"\nIts last words:\n{said}")
 
 
 @pytest.hookimpl(wrapper=True)

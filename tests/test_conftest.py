@@ -128,6 +128,14 @@ def test_longer_lived_fixture_may_replace_its_process(tmp_path: Path) -> None:
     assert "error" not in output
 
 
+@on_linux
+def test_what_a_process_wrote_before_it_aborted_is_shown(tmp_path: Path) -> None:
+    tests = "import os\ndef test_x():\n    os.write(2, b'last words')\n    os.abort()\n"
+    output = run_suite(tmp_path, tests, "--numprocesses=1", "--max-worker-restart=0")
+    assert "\nlast words" in output
+    assert "crashed while running" in output
+
+
 def test_repro_files_of_the_suite_push_out_none_of_the_users() -> None:
     folder = default_folder()
     assert f"envserve-suite-{os.getuid()}" in folder.parts
