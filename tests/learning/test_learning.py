@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ppo.cli import main
 from ppo.config import Config
 from ppo.configs import CONFIGS
 from ppo.environments import env_maker
@@ -62,11 +63,11 @@ def test_cartpole_is_learned_in_80_000_steps(tmp_path: Path) -> None:
 
 
 def test_two_learners_learn_cartpole_in_80_000_steps(tmp_path: Path) -> None:
-    settings = ("--set", "total_steps=80000", "--distribute", "--num-workers", 1)
-    first = [*pairs.PPO, "cartpole", *settings, "--run-dir", tmp_path / "run"]
-    other = [*pairs.PPO, "cartpole", *settings]
-    with pairs.started([first, other], tmp_path) as processes:
-        codes = [process.wait(450) for process in processes]
+    settings = ("--set", "total_steps=80000", "--distribute", "--num-workers=1")
+    other = ("train", "cartpole", *settings)
+    first = (*other, "--run-dir", str(tmp_path / "run"))
+    with pairs.started(main, [[first], [other]], tmp_path) as processes:
+        codes = [pairs.end_code(process, 450) for process in processes]
     assert codes == [0, 0], pairs.said(tmp_path)
     told = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert told["mean_return"] >= 475

@@ -106,8 +106,7 @@ def num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+def main(folder: Path) -> None:
     told = json.loads(os.environ["TF_CONFIG"])
     index = told["task"]["index"]
     learners = Learners(told["cluster"]["worker"], index)

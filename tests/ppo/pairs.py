@@ -1,17 +1,17 @@
-"""Two learners as processes of this host."""
+"""Two learners as processes of this host, forked off one that has loaded TensorFlow."""
 
 import contextlib
 import json
+import multiprocessing
 import os
 import random
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
 
-PPO = ("-c", "from ppo.cli import main; main()", "train")
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.ppo.loaded"])
 
 
 def told(num_learners: int = 2) -> list[str]:
@@ -24,32 +24,44 @@ def told(num_learners: int = 2) -> list[str]:
 
 @contextlib.contextmanager
 def started(
-    commands: Sequence[Sequence[object]], folder: Path
-) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start a Python process each; what they say goes to FOLDER/said-INDEX."""
+    function: Callable[..., object], arguments: Sequence[Sequence[object]], folder: Path
+) -> Iterator[list[ForkServerProcess]]:
+    """Start a process each, of a function; what they say goes to FOLDER/said-INDEX."""
     with contextlib.ExitStack() as stack:
         processes = []
-        configs = told(len(commands))
-        for index, (command, text) in enumerate(zip(commands, configs, strict=True)):
-            file = stack.enter_context((folder / f"said-{index}").open("wb"))
-            process = subprocess.Popen(
-                [sys.executable, *map(str, command)],
-                env={**os.environ, "TF_CONFIG": text, "CUDA_VISIBLE_DEVICES": ""},
-                stdout=file,
-                stderr=file,
-            )
+        configs = told(len(arguments))
+        for index, (each, text) in enumerate(zip(arguments, configs, strict=True)):
+            path = str(folder / f"said-{index}")
+            process = _CONTEXT.Process(target=_learn, args=(path, text, function, each))
+            process.start()
             stack.callback(_end, process)
             processes.append(process)
         yield processes
+
+
+def _learn(
+    path: str, text: str, function: Callable[..., object], arguments: Sequence[object]
+) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ |= {"TF_CONFIG": text, "CUDA_VISIBLE_DEVICES": ""}
+    function(*arguments)
+
+
+def end_code(process: ForkServerProcess, seconds: float = 280) -> int | None:
+    """Wait for its end; returns the exit code, or None after so long."""
+    process.join(seconds)
+    return process.exitcode
 
 
 def said(folder: Path) -> list[str]:
     return [path.read_text() for path in sorted(folder.glob("said-*"))]
 
 
-def _end(process: subprocess.Popen[Any]) -> None:
+def _end(process: ForkServerProcess) -> None:
     process.kill()
-    process.wait()
+    process.join()
 
 
 def _free_ports(count: int) -> list[int]:

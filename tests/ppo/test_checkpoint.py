@@ -1,6 +1,7 @@
 """Checkpoints: bit-equal continuation, atomicity, retention, clear errors."""
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -81,15 +82,6 @@ def saved_batch(path: Path) -> Rollout:
         return rollout_of(8, 2, **arrays)
 
 
-def in_new_process(function: str, folder: Path) -> None:
-    code = (
-        f"import sys, pathlib; from {__name__} import {function};"
-        f"{function}(pathlib.Path(sys.argv[1]))"
-    )
-    command = [sys.executable, "-c", code, str(folder)]
-    subprocess.run(command, check=True, timeout=110)
-
-
 def continue_from(folder: Path) -> None:
     """What the new process does: restore, update on the saved batch, write numbers."""
     learner = Learner()
@@ -104,7 +96,9 @@ def test_a_new_process_continues_with_bit_equal_updates(tmp_path: Path) -> None:
     learner.learn(batch, seed=1)
     learner.save(tmp_path / "checkpoints", 7)
     learner.learn(batch, seed=2)
-    in_new_process("continue_from", tmp_path)
+    code = f"from {__name__} import *; continue_from(Path())"
+    command = [sys.executable, "-c", code]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=110)
     continued = np.load(tmp_path / "continued.npy")
     assert len(np.unique(continued)) > 50
     np.testing.assert_array_equal(continued, learner.numbers())
@@ -229,22 +223,18 @@ def test_damaged_counters_are_named(tmp_path: Path) -> None:
         checkpoint.read_counters(tmp_path)
 
 
-def fill_the_disk(folder: Path) -> None:
-    """Save under a limit on file sizes that is too small for a checkpoint."""
-    import resource
-
-    learner = Learner()
-    learner.save(folder, 1)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
-    with pytest.raises(OSError, match="00000002"):
-        learner.save(folder, 2)
-    assert checkpoint.read_counters(folder) == Counters(1, 100)
-
-
 def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_last_one(
     tmp_path: Path,
 ) -> None:
-    in_new_process("fill_the_disk", tmp_path)
+    learner = Learner()
+    learner.save(tmp_path, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
+    try:
+        with pytest.raises(OSError, match="00000002"):
+            learner.save(tmp_path, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert checkpoint.read_counters(tmp_path) == Counters(1, 100)
 
 

@@ -1,6 +1,7 @@
 """Several learners of one run."""
 
 import json
+import os
 import signal
 import sys
 import time
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ppo.cli import main
 from ppo.config import Config
 from ppo.environments import env_maker
 from ppo.errors import ConfigError
@@ -32,18 +34,16 @@ SETTINGS = (
 )
 
 
-def train_command(*arguments: object) -> list[object]:
-    changes = [word for each in SETTINGS for word in ("--set", each)]
-    common = ("--distribute", "--num-workers", 1)
-    return [*pairs.PPO, *arguments, *common, *changes]
+CHANGES = tuple(word for each in SETTINGS for word in ("--set", each))
+COMMON = ("train", "--distribute", "--num-workers=1")
 
 
 @pytest.fixture(scope="module")
 def update_of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pair")
-    command = ["-m", "tests.ppo.one_update", folder]
-    with pairs.started([command, command], folder) as processes:
-        codes = [process.wait(280) for process in processes]
+    arguments = [[folder], [folder]]
+    with pairs.started(one_update.main, arguments, folder) as processes:
+        codes = [*map(pairs.end_code, processes)]
     assert codes == [0, 0], pairs.said(folder)
     return folder
 
@@ -111,18 +111,18 @@ def test_a_learner_that_lives_but_does_nothing_is_given_up(update_of_two: Path) 
 
 def wait_for(condition: Any, processes: Any, folder: Path) -> None:
     while not condition():
-        assert all(process.poll() is None for process in processes), pairs.said(folder)
+        assert all(process.is_alive() for process in processes), pairs.said(folder)
         time.sleep(0.1)
 
 
 def test_a_run_outlives_its_learners(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    first = train_command("CartPole-v1", "--run-dir", run)
-    other = train_command("CartPole-v1")
-    with pairs.started([first, other], tmp_path) as processes:
+    other = (*COMMON, "CartPole-v1", *CHANGES)
+    first = (*other, "--run-dir", str(run))
+    with pairs.started(main, [[first], [other]], tmp_path) as processes:
         wait_for(RunFolder(run).has_checkpoint, processes, tmp_path)
         processes[1].kill()
-        assert processes[0].wait(280) == 1
+        assert pairs.end_code(processes[0]) == 1
     errors = [line for line in pairs.said(tmp_path)[0].splitlines() if "rror" in line]
     assert len(errors) == 1
     assert errors[0].startswith("Error: Learner 0: expected 2 learners to the end, but")
@@ -132,11 +132,11 @@ def test_a_run_outlives_its_learners(tmp_path: Path) -> None:
     # Env steps of both count, and there is one stream of metrics.
     assert rows_of(run)[0]["steps"] == 64
 
-    first = [*pairs.PPO, "--resume", run, "--distribute", "--num-workers", 1]
-    with pairs.started([first, other], tmp_path) as processes:
+    first = (*COMMON, "--resume", str(run))
+    with pairs.started(main, [[first], [other]], tmp_path) as processes:
         wait_for(lambda: rows_of(run)[-1]["steps"] > steps, processes, tmp_path)
-        processes[1].send_signal(signal.SIGINT)
-        assert [process.wait(280) for process in processes] == [0, 0]
+        os.kill(processes[1].pid or 0, signal.SIGINT)
+        assert [*map(pairs.end_code, processes)] == [0, 0]
     rows = rows_of(run)
     assert [row["iteration"] for row in rows] == list(range(1, len(rows) + 1))
     assert counters(run).steps == rows[-1]["steps"] == 64 * len(rows)
@@ -225,10 +225,10 @@ def test_what_learners_on_ray_cannot_do_is_one_line(
 
 
 def test_learners_must_be_told_the_same(tmp_path: Path) -> None:
-    first = train_command("CartPole-v1", "--run-dir", tmp_path / "run")
-    other = [*train_command("CartPole-v1"), "--set", "discount=0.5"]
-    with pairs.started([first, other], tmp_path) as processes:
-        assert [process.wait(280) for process in processes] == [2, 2]
+    first = (*COMMON, "CartPole-v1", *CHANGES, "--run-dir", str(tmp_path / "run"))
+    other = (*COMMON, "CartPole-v1", *CHANGES, "--set", "discount=0.5")
+    with pairs.started(main, [[first], [other]], tmp_path) as processes:
+        assert [*map(pairs.end_code, processes)] == [2, 2]
     for text in pairs.said(tmp_path):
         assert "Learner 1: expected the settings of learner 0, got another disc" in text
     assert not (tmp_path / "run").exists()

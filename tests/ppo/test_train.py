@@ -2,11 +2,13 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from tensorboard.backend.event_processing import plugin_event_accumulator
 
 from envserve.errors import EnvError
@@ -26,6 +28,16 @@ from ppo.train import Progress, train
 from tests.ppo import film_env
 from tests.ppo.fakes import CountingBatchEnv
 from tests.ppo.runs import SMALL, Maker, counters, parameters, rows_of, run
+
+eagerly = pytest.mark.usefixtures("without_graphs")
+
+
+@pytest.fixture
+def without_graphs() -> Iterator[None]:
+    """Tracing takes longer than the few steps of a small run."""
+    tf.config.run_functions_eagerly(True)
+    yield
+    tf.config.run_functions_eagerly(False)
 
 
 def eights(num_envs: int) -> CountingBatchEnv:
@@ -58,6 +70,7 @@ def test_a_run_leaves_metrics_and_checkpoints_and_closes_its_envs(
     assert saved == ["00000001", "00000002", "00000004"]
 
 
+@eagerly
 def test_a_run_learns_from_as_many_valid_steps_as_it_was_given(tmp_path: Path) -> None:
     lost = frozenset((batch_step, 1) for batch_step in range(16))
     result = run(tmp_path / "run", maker=losing(lost))
@@ -80,6 +93,7 @@ def test_the_same_config_gives_the_same_bits_and_another_seed_does_not(
     assert (results[0] != results[2]).any()
 
 
+@eagerly
 def test_a_stopped_run_is_saved_and_goes_on_where_it_was(tmp_path: Path) -> None:
     maker = Maker(eights)
     stopped = run(tmp_path / "run", maker=maker, should_stop=lambda: True)
@@ -97,6 +111,7 @@ def test_a_stopped_run_is_saved_and_goes_on_where_it_was(tmp_path: Path) -> None
     np.testing.assert_array_equal(parameters(straight.agent), parameters(resumed.agent))
 
 
+@eagerly
 def test_a_moved_run_goes_on_and_forgets_what_its_checkpoint_does_not_know(
     tmp_path: Path,
 ) -> None:
@@ -125,16 +140,15 @@ def test_a_moved_run_goes_on_and_forgets_what_its_checkpoint_does_not_know(
     assert len(list((moved.path / "tensorboard").iterdir())) == 3
 
 
-def test_resuming_a_finished_run_does_nothing_more(tmp_path: Path) -> None:
+@eagerly
+def test_a_finished_run_does_nothing_more_until_changed_settings_fit(
+    tmp_path: Path,
+) -> None:
     before = run(tmp_path / "run")
     again = run(tmp_path / "run", resume=True)
     assert again.is_finished
     assert again.steps == before.steps
     np.testing.assert_array_equal(parameters(before.agent), parameters(again.agent))
-
-
-def test_changed_settings_are_saved_once_they_are_known_to_fit(tmp_path: Path) -> None:
-    run(tmp_path / "run")
     with pytest.raises(CheckpointError, match="networks that the config describes"):
         run(tmp_path / "run", SMALL.replace(policy_layers=(5,)), resume=True)
     assert RunFolder.open(tmp_path / "run")[1] == SMALL
@@ -143,6 +157,7 @@ def test_changed_settings_are_saved_once_they_are_known_to_fit(tmp_path: Path) -
     assert RunFolder.open(tmp_path / "run")[1] == longer
 
 
+@eagerly
 def test_resuming_what_ended_within_its_first_iteration_begins_again(
     tmp_path: Path,
 ) -> None:
@@ -193,6 +208,7 @@ def test_hardly_any_valid_step_for_ten_iterations_ends_the_run(tmp_path: Path) -
     assert counters(tmp_path / "run") == (10, 10)
 
 
+@eagerly
 def test_checkpoints_are_due_by_time_too(tmp_path: Path) -> None:
     config = SMALL.replace(checkpoint_every=0, checkpoints_to_keep=9)
     for seconds, expected in ((0.0, [1, 2, 3, 4]), (1e6, [1, 4])):
@@ -261,6 +277,7 @@ def test_an_update_that_diverges_ends_the_run_and_is_not_saved(tmp_path: Path) -
     assert np.isfinite(parameters(agent)).all()
 
 
+@eagerly
 def test_a_full_disk_ends_the_run_with_what_to_do(tmp_path: Path) -> None:
     run_folder = RunFolder.create(tmp_path / "run", SMALL)
     (run_folder.path / "metrics.jsonl").symlink_to("/dev/full")
