@@ -174,7 +174,8 @@ def test_a_second_signal_stops_at_once_and_names_the_checkpoint(tmp_path: Path) 
     # What waits for another thread of TensorFlow's pool waits for ever with one.
     recurrent = ("--inter-op-threads=1", "--set", "recurrent_size=4")
     sequences = ("--set", "sequence_length=8", "--set", "evaluate_every=1")
-    settings = (*SMALL, "--set", "horizon=2048", *recurrent, *sequences)
+    large = ("--set", "horizon=2048", "--set", "minibatch_size=2048")  # takes seconds
+    settings = (*SMALL, *large, *recurrent, *sequences)
     with start("train", "cartpole", *settings, "--run-dir", folder) as process:
         read_until("steps/s", process)
         process.send_signal(signal.SIGINT)
