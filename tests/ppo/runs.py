@@ -54,6 +54,8 @@ def ppo(*arguments: object) -> tuple[int, str, str]:
         mock.patch("envserve.video.headless_settings", return_value={}),
     ):
         result = CliRunner().invoke(app, list(map(str, arguments)))
+    if not isinstance(result.exception, SystemExit | None):
+        raise result.exception  # the command has not said why
     return result.exit_code, result.stdout, result.stderr
 
 

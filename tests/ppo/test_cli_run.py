@@ -17,7 +17,7 @@ from urllib.request import HTTPCookieProcessor, build_opener
 
 import pytest
 
-from tests.ppo.runs import ppo, rows_of
+from tests.ppo.runs import rows_of
 
 #: Every start of TensorFlow takes seconds, and many on a machine with other work.
 _PATIENCE = 280
@@ -157,13 +157,10 @@ def test_signals_save_and_a_resumed_run_ends_with_an_evaluation(tmp_path: Path) 
     steps = [row["steps"] for row in rows_of(folder)]
     assert steps == list(range(128, stopped_at + 257, 128))
     assert json.loads((folder / "evaluation.json").read_text())["episodes"] == 5
-    # In this process, which has loaded TensorFlow.
-    code, output, _ = ppo("train", "cartpole", "--resume", folder)
-    assert code == 0
+    output = finished(start("train", "cartpole", "--resume", folder))
     assert f"already at {stopped_at + 256:,} steps; --set total_steps=" in output
     more = f"total_steps={stopped_at + 384}"
-    code, output, _ = ppo("train", "--resume", folder, "--set", more)
-    assert code == 0
+    output = finished(start("train", "--resume", folder, "--set", more))
     words = " ".join(output.split())
     assert "leaps from 0 % to " in words
     assert "% of its first value: learning_rate." in words
