@@ -43,6 +43,7 @@ class RayCluster:
 
     def __init__(self, patch: pytest.MonkeyPatch, num_nodes: int = 3) -> None:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        self._others = with_descendants(os.getpid())  # of tests before
         self.cluster = Cluster(shutdown_at_exit=False)
         for last in range(2, 2 + num_nodes):
             self.add_node(f"127.0.0.{last}")
@@ -64,7 +65,7 @@ class RayCluster:
         raylet.process.wait()  # actors do not tell a zombie from a raylet
 
     def close(self) -> None:
-        ours = with_descendants(os.getpid())[1:]
+        ours = {*with_descendants(os.getpid())}.difference(self._others)
         self.cluster.shutdown()
         wait_until(lambda: not any(map(is_alive, ours)), "Ray has ended")
 
