@@ -72,8 +72,8 @@ def _batch(point: Point) -> Iterator[BatchEnv]:
     if point.servers_are == "real":
         modules = (envs.MODULE,)
         name, count = _REAL[point.size], point.servers
-        kwargs = {"step_seconds": point.env_us / 1e6 / point.envs}
-        kwargs = kwargs if point.size == 16 else {}
+        seconds = point.env_us / 1e6 / point.envs
+        kwargs = {"step_seconds": seconds} if point.size == 16 else {}
         load = Load(name, point.num_envs, count, 1.0, kwargs, modules)
         without = () if point.keys else ("--insecure-no-auth",)
         with batch_env(load, BINDS["tcp"] * count, without, **options) as batch:

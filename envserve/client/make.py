@@ -102,8 +102,12 @@ class Builders(Protocol):
         if num_workers is not None:
             given["num_workers"] = num_workers
         settings = PoolSettings(env_name=name, num_envs=num_envs, **given)
-        shown: Any = {"autoreset": settings.autoreset, "on_fault": on_fault}
-        make = partial(cls, padding_after=padding_after, **shown)
+        make = partial(
+            cls,
+            autoreset=settings.autoreset,
+            on_fault=on_fault,
+            padding_after=padding_after,
+        )
         return _start(lambda place, like: Pool(settings), start_timeout, make)
 
     @classmethod
@@ -185,8 +189,12 @@ class Builders(Protocol):
             address = servers[place] if like is None else NOWHERE
             return RemoteLane(address, shares[place], patience, like=like, **known)
 
-        shown: Any = {"autoreset": whole.autoreset, "on_fault": on_fault}
-        make = partial(cls, padding_after=padding_after, **shown)
+        make = partial(
+            cls,
+            autoreset=whole.autoreset,
+            on_fault=on_fault,
+            padding_after=padding_after,
+        )
         return _start(lane_at, start_timeout, make, least, len(servers), count)
 
 
