@@ -72,8 +72,9 @@ def test_a_point_is_measured_on_servers(point: Point) -> None:
         found = measure(point, 0.01)
     assert found[:8] == point[:8]
     assert 0 < found.thread <= found.process
-    # A request of 44 bytes, an answer of as many and the observations, at least.
-    assert found.wire > point.servers * 88 + point.num_envs * point.size
+    # A request of 44 bytes, an answer of as many and the observations, at least. What
+    # is on its way when a chunk of three steps begins or ends may be a step of these.
+    assert found.wire > 2 / 3 * (point.servers * 88 + point.num_envs * point.size)
 
 
 def test_what_stands_for_envs_takes_their_time() -> None:
