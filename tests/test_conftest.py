@@ -28,7 +28,6 @@ def run_suite(folder: Path, tests: str, *options: str) -> str:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
     )
     return finished.stdout + finished.stderr
 

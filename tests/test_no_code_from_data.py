@@ -148,7 +148,6 @@ def test_nothing_is_run_or_opened_while_strange_messages_are_handled() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
         check=False,
     )
     assert process.returncode == 0, process.stderr

@@ -208,7 +208,6 @@ def test_the_script_runs_without_an_installation() -> None:
         [sys.executable, "scripts/bench.py", "step", "--help"],
         capture_output=True,
         text=True,
-        timeout=30,
         check=True,
     )
     assert "Measure raw stepping" in finished.stdout

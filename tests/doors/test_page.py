@@ -20,8 +20,6 @@ CHROMIUM = "/usr/bin/chromium"
 EVIL = "<img src=x onerror=\"document.title='evil'\">"
 AWAY = re.compile("away")
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:

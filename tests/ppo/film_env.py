@@ -117,7 +117,6 @@ def read_video(path: Path, height: int, width: int) -> np.ndarray:
         [*command, "-f", "rawvideo", "-pix_fmt", "rgb24", "-"],
         capture_output=True,
         check=True,
-        timeout=110,
     )
     return np.frombuffer(decoded.stdout, np.uint8).reshape(-1, height, width, 3)
 

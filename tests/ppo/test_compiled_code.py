@@ -31,7 +31,6 @@ def test_processes_share_what_one_compiled_and_mend_what_is_damaged(
         capture_output=True,
         text=True,
         check=True,
-        timeout=110,
     )
     told = json.loads(result.stdout)
     assert told["at_once"] == [0, 0], result.stderr

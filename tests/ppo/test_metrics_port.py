@@ -10,7 +10,7 @@ from ppo.metrics_port import TrainerMetrics
 
 
 def read(metrics: TrainerMetrics) -> dict[str, float]:
-    with urllib.request.urlopen(metrics.address, timeout=20) as answer:
+    with urllib.request.urlopen(metrics.address, timeout=60) as answer:
         text = answer.read().decode()
     return {
         " ".join([name, *labels.values()]): value
