@@ -50,7 +50,9 @@ def ppo(*arguments: object) -> tuple[int, str, str]:
     It may choose neither threads nor a renderer for the whole suite.
     """
     with (
+        # Once TensorFlow has computed something, it refuses another number of threads.
         mock.patch("ppo.commands.shared.start_tensorflow"),
+        mock.patch("ppo.commands.train.start_tensorflow"),
         mock.patch("envserve.video.headless_settings", return_value={}),
     ):
         result = CliRunner().invoke(app, list(map(str, arguments)))

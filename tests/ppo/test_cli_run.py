@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from pathlib import Path
 from urllib.request import HTTPCookieProcessor, build_opener
 
@@ -81,7 +80,7 @@ def fetched(url: str) -> str:
 
 
 class Terminal:
-    """A command on a terminal, with what it wrote and when."""
+    """A command on a terminal, with what it wrote."""
 
     def __init__(self, width: int, *arguments: object) -> None:
         self._process, self._terminal = pty.fork()
@@ -90,7 +89,6 @@ class Terminal:
         size = struct.pack("HHHH", 24, width, 0, 0)
         fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, size)
         self.text = ""
-        self.times: list[float] = []
 
     def read_until(self, words: str) -> None:
         while words not in self.text:
@@ -104,7 +102,6 @@ class Terminal:
         except OSError:  # whoever wrote has gone
             return False
         self.text += more.decode(errors="replace")
-        self.times.append(time.monotonic())
         return True
 
     def press_ctrl_c(self) -> None:
@@ -120,10 +117,9 @@ class Terminal:
 def test_signals_save_and_a_resumed_run_ends_with_an_evaluation(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     terminal = Terminal(100, "train", "CartPole-v1", *SMALL, "--run-dir", folder)
-    terminal.read_until("starting TensorFlow")
-    before = len(terminal.times)
     terminal.read_until("compiling")
-    assert len(terminal.times) - before >= 3  # it shows that it is at work
+    # It shows that it is at work.
+    assert terminal.text.count("starting TensorFlow") > 3
     terminal.read_until("steps/s")
     terminal.press_ctrl_c()
     assert terminal.exit_code() == 0

@@ -91,11 +91,11 @@ def test_what_is_old_or_left_half_written_goes(
     folder.mkdir(parents=True)
     ages = {"new.pb": 0, "mid.pb": 10, "old.pb": 20, "x.pb.tmp": 0, "y.pb.tmp": 9e3}
     monkeypatch.setattr(compiled_code, "_MAX_BYTES", 2 * len(ENTRY) + 10)
+    now = folder.stat().st_mtime
     for name, age in ages.items():
         path = folder / name
         path.write_bytes(ENTRY if path.suffix == ".pb" else b"half")
-        moment = path.stat().st_mtime - age
-        os.utime(path, (moment, moment))
+        os.utime(path, (now - age, now - age))
     (folder / "cut.pb").write_bytes(ENTRY[:-1])
     keep_compiled_code("2.21.0")
     names = sorted(path.name for path in folder.iterdir())

@@ -20,6 +20,7 @@ from ppo.learning.losses import policy_loss
 from ppo.rollout import Rollout
 from ppo.run_folder.checkpoint import Counters
 from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.metrics_file import read_metrics
 from ppo.training_run import TrainingRun
 from tests.ppo import one_update, pairs
 from tests.ppo.runs import counters, ppo, rows_of
@@ -134,7 +135,10 @@ def test_a_run_outlives_its_learners(tmp_path: Path) -> None:
 
     first = (*COMMON, "--resume", str(run))
     with pairs.started(main, [[first], [other]], tmp_path) as processes:
-        wait_for(lambda: rows_of(run)[-1]["steps"] > steps, processes, tmp_path)
+        metrics = run / "metrics.jsonl"  # whose last line may not be whole yet
+        wait_for(
+            lambda: read_metrics(metrics)[-1]["steps"] > steps, processes, tmp_path
+        )
         os.kill(processes[1].pid or 0, signal.SIGINT)
         assert [*map(pairs.end_code, processes)] == [0, 0]
     rows = rows_of(run)

@@ -122,11 +122,7 @@ def test_the_example_is_spo_and_learns(tmp_path: Path) -> None:
     assert rows[-1]["mean_return"] > rows[0]["mean_return"] + 1.0
 
 
-def test_the_command_ends_with_a_line_and_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # It may choose no threads for the whole suite.
-    monkeypatch.setattr("ppo.commands.train.start_tensorflow", lambda *_: None)
+def test_the_command_ends_with_a_line_and_no_folder(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     more = ("--set", f"objective={FILE}:raises", "--num-workers", 1)
     code, _, error = ppo("train", "cartpole", "--run-dir", folder, *more)

@@ -107,7 +107,7 @@ def test_elsewhere_there_are_plain_lines(clock: Clock) -> None:
     ]
 
 
-def test_elsewhere_a_long_phase_has_a_line_now_and_then() -> None:
+def test_elsewhere_a_long_phase_has_a_line_now_and_then(clock: Clock) -> None:
     lines: list[str] = []
     came = threading.Event()
 
