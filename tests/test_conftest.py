@@ -63,7 +63,8 @@ def test_failure_prints_a_seed_that_repeats_it(tmp_path: Path) -> None:
 def test_what_is_left_running_fails_its_test_and_is_ended(tmp_path: Path) -> None:
     output = run_suite(
         tmp_path,
-        "import subprocess, sys, threading\n"
+        "import subprocess, sys, tests.left_behind, threading\n"
+        "tests.left_behind.GRACE_SECONDS = 0.5\n"
         "children, release = [], threading.Event()\n"
         "def test_leaves_a_child():\n"
         "    children.append(subprocess.Popen([sys.executable, '-c', 'input()'],\n"
@@ -76,7 +77,7 @@ def test_what_is_left_running_fails_its_test_and_is_ended(tmp_path: Path) -> Non
         "    threading.Thread(target=release.wait, name='straggler').start()\n"
         "def test_after():\n"
         "    release.set()\n"
-        "    assert children[0].wait(timeout=10) == -9\n"
+        "    assert children[0].wait(timeout=60) == -9\n"
         "    children[0].stdin.close()\n",
     )
     assert "4 passed, 3 errors" in output

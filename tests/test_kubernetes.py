@@ -277,9 +277,9 @@ def test_pods_open_their_keys_find_each_other_and_drain(
         assert stepped.stdout == "2 8\n", stepped.stderr
         stranger = servers[0].run("python", "-c", "open('/srv/x', 'w')")
         assert "Read-only file system" in stranger.stderr
-        assert servers[0].passes("livenessProbe")
+        wait_until(servers[0], "passes", "livenessProbe")
         servers[0].terminate()
-        assert servers[0].process.wait(60) == 0, servers[0].log()
+        assert servers[0].process.wait() == 0, servers[0].log()
     finally:
         for pod in (trainer, *servers):
             pod.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -41,6 +42,19 @@ def hosts() -> Iterator[Hosts]:
         hosts.remove()
 
 
+def on_a_terminal(**words: Any) -> str:
+    """What a command says on a terminal, in however many pieces that comes."""
+    master, terminal = pty.openpty()
+    subprocess.run(**words, stdout=terminal, check=True)
+    os.close(terminal)
+    said = b""
+    with contextlib.suppress(OSError):  # at the end, since nobody can say more
+        while True:
+            said += os.read(master, 1000)
+    os.close(master)
+    return said.decode()
+
+
 @needs_namespaces
 def test_three_commands_lead_from_fresh_homes_to_a_training(
     hosts: Hosts, tmp_path: Path
@@ -59,11 +73,7 @@ def test_three_commands_lead_from_fresh_homes_to_a_training(
         }
 
     (_, invite), (_, start), (_, train) = commands_of("README.md")
-    master, terminal = pty.openpty()
-    subprocess.run(**words("sim1", invite), stdout=terminal, check=True)
-    os.close(terminal)
-    line = os.read(master, 1000).decode().strip() + "\n"
-    os.close(master)
+    line = on_a_terminal(**words("sim1", invite)).strip() + "\n"
     server = subprocess.Popen(**words("sim1", f"exec {start}"), stdout=subprocess.PIPE)
     try:
         assert server.stdout is not None
