@@ -40,7 +40,7 @@ _SLOW, _HANG = 900, 901
 _SLOW_SECONDS: Final = 0.5
 _PATIENCE_SECONDS: Final = 0.2
 #: A call that takes longer hangs.
-_GIVE_UP_SECONDS: Final = 5.0
+_GIVE_UP_SECONDS: Final = 20.0
 _PROBE_SECONDS: Final = 90.0
 #: Episodes do not end, so that no row is one of a reset.
 _LOAD: Final = Load(

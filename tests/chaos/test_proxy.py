@@ -29,20 +29,20 @@ class Line:
     def __init__(self, stack: contextlib.ExitStack, **toxics: Any) -> None:
         self._stack = stack
         self.listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        self.listener.settimeout(20)
+        self.listener.settimeout(60)
         target = f"tcp://127.0.0.1:{self.listener.getsockname()[1]}"
         self.proxy = stack.enter_context(Proxy(target, seed=1, **toxics))
         self.port = int(self.proxy.address.rpartition(":")[2])
 
     def connect_client(self) -> socket.socket:
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
         return self._stack.enter_context(connection)
 
     def connect(self) -> Ends:
         """Returns both ends of a connection through the proxy: client and server."""
         client = self.connect_client()
         server, _ = self.listener.accept()
-        server.settimeout(20)
+        server.settimeout(60)
         return client, self._stack.enter_context(server)
 
 
@@ -84,7 +84,7 @@ def test_messages_pass_in_order_in_both_directions() -> None:
         stack.callback(context.destroy, linger=0)
         router, dealer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
         for end in (router, dealer):
-            end.setsockopt(zmq.RCVTIMEO, 20_000)
+            end.setsockopt(zmq.RCVTIMEO, 60_000)
         router.bind("tcp://127.0.0.1:0")
         target = bytes(router.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
         proxy = stack.enter_context(Proxy(target))
@@ -162,7 +162,7 @@ def test_a_stalled_direction_keeps_what_is_sent_until_it_is_healed(
     server.settimeout(0.1)
     with pytest.raises(TimeoutError):
         server.recv(1)
-    server.settimeout(20)
+    server.settimeout(60)
     line.proxy.change(to_server=Toxics(), to_client=Toxics())
     assert receive(server, len(SHORT)) == SHORT
 

@@ -21,7 +21,7 @@ from tests.chaos.case_result import CaseResult
 from tests.oracle.result import LedgerError
 
 #: However small the scale, processes have to start and end, on a busy machine.
-_LEAST_SECONDS: Final = 60.0
+_LEAST_SECONDS: Final = 300.0
 
 
 class OutOfTime(Exception):

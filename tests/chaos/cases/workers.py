@@ -36,6 +36,7 @@ DEADLY: Final = {
 }
 _HANGS: Final = {"hang": "before", "stop": "after", "spin": "after"}
 _HANG_TIMEOUT: Final = 0.3
+_WAITED_FOR_WITHIN: Final = 10.0
 _LATEST_STRIKE: Final = 0.002
 _STEP_TIMEOUT: Final = 0.5
 _RESET_SECONDS: Final = 5.0
@@ -191,7 +192,10 @@ def hang(trial: Trial) -> None:
             for _ in range(trial.random.integers(20)):
                 driver.step()
         lost = dict(driver.ledger.losses)
-        zombies = num_zombies()
+        give_up_at = time.monotonic() + _WAITED_FOR_WITHIN
+        # A worker that was lost in the last step is waited for in a moment.
+        while (zombies := num_zombies()) and time.monotonic() < give_up_at:
+            driver.step()
     trial.result.check("kinds of loss other than TIMEOUT", len(lost) - 1, 0, "==")
     trial.result.check("zombies", zombies, 0, "==")
     check_latency(trial.result, _HANG_TIMEOUT + 0.2)
