@@ -189,7 +189,7 @@ def make_batch(
 def wait_until() -> Callable[[Callable[[], bool]], None]:
     """Polls what has no event to wait for, such as another process's children."""
 
-    def wait(condition: Callable[[], bool], timeout_seconds: float = 5.0) -> None:
+    def wait(condition: Callable[[], bool], timeout_seconds: float = 30.0) -> None:
         give_up_at = time.monotonic() + timeout_seconds
         while not condition():
             assert time.monotonic() < give_up_at, "the condition did not come true"

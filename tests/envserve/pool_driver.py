@@ -134,7 +134,7 @@ class PoolMaker:
             pool.close()
 
 
-def wait_for(pool: Pool, condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_for(pool: Pool, condition: Callable[[], bool], seconds: float = 40.0) -> None:
     give_up_at = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < give_up_at, f"waited {seconds} s for {pool!r}"
@@ -155,13 +155,13 @@ def attach_lane(
         patience,
         insecure=not isinstance(server, str) and server.is_insecure,
     )
-    lane.finish_start(time.monotonic() + 20)
+    lane.finish_start(time.monotonic() + 40)
     for outcome in reset(lane):
         assert outcome.error is None
     return lane
 
 
-def gather(lane: Lane, blocks: Iterable[int], seconds: float = 20.0) -> list[Outcome]:
+def gather(lane: Lane, blocks: Iterable[int], seconds: float = 40.0) -> list[Outcome]:
     """Collects until each of these blocks has finished, and nothing else has."""
     awaited = set(blocks)
     finished: dict[int, Outcome] = {}

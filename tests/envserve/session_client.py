@@ -33,7 +33,7 @@ class SessionClient:
         self.session = OneLease(
             address,
             attach,
-            Patience(connect_seconds=20.0),
+            Patience(connect_seconds=40.0),
             session=session,
             now=time.monotonic(),
             client=client,
@@ -73,7 +73,7 @@ class SessionClient:
         return str(self.session.error)
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        give_up_at = time.monotonic() + 20
+        give_up_at = time.monotonic() + 40
         self.pump()
         while not condition():
             assert time.monotonic() < give_up_at, repr(self.session)
