@@ -99,7 +99,7 @@ def costly_messages(raw: RawClient) -> Iterator[tuple[str, list[Buffer]]]:
 def test_no_message_takes_a_server_long() -> None:
     policy = HostSettings(num_workers=16, exposed=frozenset({"x"}))
     took: dict[str, float] = {}
-    for _ in range(2):  # what is done once only, in the first round, does not count
+    for _ in range(4):  # what is done once only, in the first round, does not count
         server = FakeServer(policy)
         raw = RawClient(server, num_envs=1024, num_splits=64)
         for name, frames in costly_messages(raw):
