@@ -213,7 +213,7 @@ CASES: dict[str, tuple[tuple[Any, ...], Keys | None, Finding, str]] = {
 def test_why_nothing_connects_is_found_and_said(listen: Listen, name: str) -> None:
     listener, keys, finding, text = CASES[name]
     address = listen(*listener).address
-    is_silent = finding in (Finding.NOT_ZEROMQ, Finding.NOBODY)
+    is_silent = finding is Finding.NOT_ZEROMQ or name == "doubts"
     assert diagnose_connection(address, keys, 0.5 if is_silent else 20.0) is finding
     refusal = refusal_of(finding, address, keys)
     if finding is Finding.NOT_ZEROMQ:
@@ -252,19 +252,19 @@ def test_a_name_of_no_host_is_said_but_may_be_one_soon(
     text = "nobody.invalid:1: cannot resolve that name"
     with pytest.raises(ConnectError, match=text):
         connection.ask_welcome(address, 20.0, insecure=True)
-    lane = RemoteLane(
-        address, make_config(), Patience(connect_seconds=2.5), insecure=True
-    )
     started = time.monotonic()
+    lane = RemoteLane(
+        address, make_config(), Patience(connect_seconds=5.0), insecure=True
+    )
     with pytest.raises(ConnectError, match=text):
-        lane.finish_start(started + 20.0)
-    assert time.monotonic() - started > 2.0
+        lane.finish_start(started + 60.0)
+    assert time.monotonic() - started >= 5.0
 
 
 def test_what_says_nothing_in_the_clear_is_told_from_nobody(listen: Listen) -> None:
     address = listen(Router).address
-    with pytest.raises(ConnectError, match=r"within 1.2 s; something listens there"):
-        connection.ask_welcome(address, 1.2, insecure=True)
+    with pytest.raises(ConnectError, match=r"within 3 s; something listens there"):
+        connection.ask_welcome(address, 3.0, insecure=True)
 
 
 REFUSED = [name for name, case in CASES.items() if case[2].value in range(2, 7)]
@@ -278,7 +278,7 @@ def test_a_lane_says_so_soon_and_has_sent_nothing(
     peer = listen(*listener)
     monkeypatch.setattr(KeyFolder, "keys_for", lambda *_, insecure: keys)
     # Who is not known may be invited meanwhile.
-    connect_seconds = 2.5 if name == "refuses" else 60.0
+    connect_seconds = 6.0 if name == "refuses" else 60.0
     lane = RemoteLane(
         peer.address, make_config(), Patience(connect_seconds=connect_seconds)
     )
@@ -293,7 +293,7 @@ def test_a_lane_says_so_soon_and_has_sent_nothing(
 def test_who_waits_for_little_is_told_what_listens_too(listen: Listen) -> None:
     address = listen(Tcp, nothing).address
     with pytest.raises(ConnectError, match="does not speak ZeroMQ, or hangs"):
-        connection.ask_welcome(address, 4.0, insecure=True)
+        connection.ask_welcome(address, 20.0, insecure=True)
 
 
 def test_who_asks_how_a_server_is_is_told_as_well(
@@ -310,8 +310,10 @@ def test_connections_that_work_are_not_looked_at(
 ) -> None:
     monkeypatch.setattr("envserve.client.diagnosis.diagnose_connection", pytest.fail)
     monkeypatch.setattr(KeyFolder, "keys_for", lambda *_, insecure: KEYS)
+    # Longer than a loaded machine needs to connect.
+    monkeypatch.setattr("envserve.client.diagnosis.ALONE_SECONDS", 4.0)
     peer = listen(Router, SERVER)
-    lane = RemoteLane(peer.address, make_config(), Patience(connect_seconds=2.0))
-    with pytest.raises(ConnectError, match="no server answered within 2 s"):
-        lane.finish_start(time.monotonic() + 20.0)
+    lane = RemoteLane(peer.address, make_config(), Patience(connect_seconds=6.0))
+    with pytest.raises(ConnectError, match="no server answered within 6 s"):
+        lane.finish_start(time.monotonic() + 60.0)
     assert peer.heard[0].startswith(b"ENVS")
