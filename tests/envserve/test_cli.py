@@ -28,7 +28,7 @@ def run(
     *arguments: str, program: Sequence[str] = PROGRAM, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     command = [*program, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=cwd)
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=cwd)
 
 
 def test_one_ready_line_and_the_address_file(serve: Serve) -> None:
@@ -51,15 +51,15 @@ def test_the_log_tells_of_a_lease_in_two_lines(serve: Serve) -> None:
     granted, ended = [line for line in log if line.get("lease") == 1]
     assert {line["level"] for line in log} == {"info"}
     assert "lease 1 of local: 2 CartPole-v1, granted to local (" in granted["message"]
-    text = r"ended after 6 env steps in \d\.\d s, \d+/s, faults: 0 \(detached\)"
+    text = r"ended after 6 env steps in \d+\.\d s, \d+/s, faults: 0 \(detached\)"
     assert re.search(text, ended["message"])
     assert (ended["env_steps"], ended["num_faults"], ended["why"]) == (6, 0, "detached")
 
 
 def test_health_of_a_server_that_serves_costs_little(serve: Serve) -> None:
     timed = (sys.executable, "-X", "importtime", *PROGRAM[1:])
-    result = run("health", serve().address, "--live", "--timeout", "9", program=timed)
-    assert result.returncode == 0
+    result = run("health", serve().address, "--timeout", "60", program=timed)
+    assert result.returncode == 0, result.stderr
     assert "128 of 128 envs free" in result.stdout
     assert result.stdout.count("\n") == 1
     loaded = {line.split("|")[-1].strip() for line in result.stderr.splitlines()}
@@ -73,18 +73,30 @@ def test_health_answers_each_probe_with_an_exit_code_of_its_own(
 ) -> None:
     server = serve("--envs-per-worker", "2", "--drain-grace", "60")
     probes = ("--startup", "--live", "--ready")
+
+    def ask(code: int, *asked: str) -> subprocess.CompletedProcess[str]:
+        """Asks until that is the answer: who was late is not live for 10 s."""
+        results: list[subprocess.CompletedProcess[str]] = []
+
+        def is_answer() -> bool:
+            results.append(run("health", server.address, "--timeout", "20", *asked))
+            return results[-1].returncode == code
+
+        wait_until(is_answer)
+        return results[-1]
+
     join(server, 1)  # so that a worker was started
-    assert run("health", server.address, *probes).returncode == 0
+    ask(0, *probes)
     rest = join(server, 3, session=6)
-    result = run("health", server.address, *probes)
-    assert (result.returncode, result.stdout) == (6, "")
+    result = ask(6, *probes)
+    assert result.stdout == ""
     text = f"Error: {server.address}: all of its 4 envs are leased\n"
     assert result.stderr == text
     rest.close()
     server.signal(signal.SIGTERM)
     wait_until(lambda: server.welcome().is_draining)
-    assert run("health", server.address, "--ready").returncode == 5
-    assert run("health", server.address, *probes[:2]).returncode == 0
+    ask(5, "--ready")
+    ask(0, *probes[:2])
 
 
 def test_health_of_a_server_whose_imports_take_long(
@@ -98,7 +110,7 @@ def test_health_of_a_server_whose_imports_take_long(
     os.mkfifo(tmp_path / "pipe")
     server = serve("--import", "slow_envs", cwd=tmp_path)
     try:
-        result = run("health", server.address, "--startup")
+        result = run("health", server.address, "--startup", "--timeout", "20")
         assert result.returncode == 3
         assert "workers cannot be started yet" in result.stderr
         welcome = server.welcome()
@@ -106,7 +118,7 @@ def test_health_of_a_server_whose_imports_take_long(
         assert diagnose(welcome, ready=True) is not None
     finally:
         pipe = os.open(tmp_path / "pipe", os.O_RDWR)  # until the module has opened it
-    wait_until(lambda: not server.welcome().is_starting, 20.0)
+    wait_until(lambda: not server.welcome().is_starting)
     os.close(pipe)
 
 

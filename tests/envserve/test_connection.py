@@ -106,7 +106,9 @@ def endless_server() -> Iterator[str]:
                     peer.sendall(greeting_of(b"ROUTER"))
                     said = b""
                     while b"READY" not in said:
-                        said += peer.recv(256)
+                        if not (data := peer.recv(256)):
+                            return  # it has hung up
+                        said += data
                     frames = more_frames(1000, 64)
                     while True:
                         peer.sendall(frames)

@@ -34,7 +34,7 @@ from envserve.wire import (
 )
 from envserve.wire.constants import MAX_BODY_BYTES, MAX_FRAMES_BYTES
 
-from .conftest import servers_in
+from .conftest import PATIENCE, servers_in
 from .pool_driver import LEDGER, SCRIPT, PoolMaker, kill, step
 from .session_fakes import FakeServer, make_attach
 
@@ -154,7 +154,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def number_of(observer: Observer) -> int:
-    (lease,) = observer.status().leases
+    (lease,) = observer.status(PATIENCE).leases
     return lease.number
 
 
@@ -180,19 +180,23 @@ def test_a_lease_is_looked_at_and_a_record_replayed(
     ):
         batch.reset()
         lease = number_of(observer)
-        seen = step_until(batch, lambda: observer.frames(lease, range(2), 120), 2)
+        seen = step_until(
+            batch, lambda: observer.frames(lease, range(2), 120, PATIENCE), 2
+        )
         for picture in seen.values():
             assert Image.open(io.BytesIO(picture.jpeg)).size == (120, 80)
             assert picture.seed is not None
         serials = [seen[row].serial for row in range(2)]
-        latest = observer.frames(lease, range(2), after=serials)
+        latest = observer.frames(
+            lease, range(2), after=serials, timeout_seconds=PATIENCE
+        )
         known = [picture.serial for picture in latest]
         assert not {*known} & {*serials}
-        record = observer.record(lease, 1)
+        record = observer.record(lease, 1, PATIENCE)
         with pytest.raises(LocalProtocolError, match="a row of an env that was ever"):
-            observer.record(lease, 2)
+            observer.record(lease, 2, PATIENCE)
     with Observer(address) as observer, pytest.raises(LeaseLost, match="no lease"):
-        observer.frames(lease, [0])
+        observer.frames(lease, [0], timeout_seconds=PATIENCE)
     assert decode_repro(record).env_index == 1
     file = tmp_path / "row.repro"
     file.write_bytes(record)
@@ -210,7 +214,7 @@ def test_watched_or_not_a_batch_has_the_same_rows(address: str) -> None:
                 result = batch.step(np.array([step % 2, 1 - step % 2]))
                 rows += [result.observation, result.reward, result.terminated]
                 if observer is not None and step % 20 == 0:
-                    observer.frames(lease or 0, range(2))
+                    observer.frames(lease or 0, range(2), timeout_seconds=PATIENCE)
             return rows
 
     with Observer(address) as observer:
@@ -245,7 +249,7 @@ def test_a_worker_that_is_killed_while_somebody_looks_shows_its_envs_again(
     ("script", "status", "timeout"),
     [
         ("os._exit(3)", Status.WORKER_DIED, 60.0),
-        ("time.sleep(99)", Status.TIMEOUT, 1.5),
+        ("time.sleep(99)", Status.TIMEOUT, 3.0),
     ],
 )
 def test_a_render_that_never_returns_costs_two_episodes_and_no_wrong_row(
