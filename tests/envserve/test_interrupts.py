@@ -33,7 +33,7 @@ def points(num_lines: int) -> list[int]:
 
 def options_of(lane_kind: str) -> dict[str, Any]:
     # A frame whose sending was interrupted costs its worker the step timeout.
-    timeout = {"step_timeout": 0.5} if lane_kind == "local" else {}
+    timeout = {"step_timeout": 2.0} if lane_kind == "local" else {}
     return {"env_kwargs": {"length": 1000}, **timeout}
 
 

@@ -172,21 +172,21 @@ def test_what_is_not_finite_can_pass(
 def test_an_env_that_hangs_is_replaced_at_the_step_timeout(
     make_batch: MakeBatch, fault: str
 ) -> None:
-    batch = make_batch(FAULTY, 2, 2, env_kwargs={"fault": fault}, step_timeout=0.3)
+    batch = make_batch(FAULTY, 2, 2, env_kwargs={"fault": fault}, step_timeout=1.0)
     batch.reset()
     began = time.monotonic()
     lost = batch.step(actions_of(batch, failing=1))
-    assert 0.3 <= time.monotonic() - began < 2.5
+    assert 1.0 <= time.monotonic() - began < 20.0
     assert lost.valid.tolist() == [True, False]
     assert lost.infos[1]["fault"]["status"] == "TIMEOUT"
-    text = "a step timed out after 0.3 s; raise step_timeout"
+    text = "a step timed out after 1 s; raise step_timeout"
     assert text in lost.infos[1]["fault"]["text"]
     assert batch.step(actions_of(batch)).valid.all()
 
 
 def test_a_slow_reset_is_not_taken_for_a_hang(make_batch: MakeBatch) -> None:
     batch = make_batch.and_reset(
-        LEDGER, 2, 2, env_kwargs={"length": 2, "reset_seconds": 0.7}, step_timeout=0.3
+        LEDGER, 2, 2, env_kwargs={"length": 2, "reset_seconds": 1.5}, step_timeout=1.0
     )
     results = [batch.step(actions_of(batch)) for _ in range(3)]
     assert all(result.valid.all() for result in results)

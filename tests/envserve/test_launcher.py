@@ -50,16 +50,16 @@ class Started:
         return self.exits[0]
 
     def wait_for(self, condition: Callable[[], object]) -> None:
-        give_up_at = time.monotonic() + 20.0
+        give_up_at = time.monotonic() + 40.0
         self._launcher.poll()
         while not condition():
             assert time.monotonic() < give_up_at
-            self._launcher.wait(20.0)
+            self._launcher.wait(40.0)
             self._launcher.poll()
 
     def assert_hung_up(self) -> None:
         """The other end of its socket is closed, or soon will be."""
-        self.socket.settimeout(2.0)
+        self.socket.settimeout(20.0)
         assert self.socket.recv(1) == b""
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ os.kill(os.getpid(), signal.SIGCHLD)
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
     assert (result.returncode, result.stderr) == (0, "")
@@ -301,9 +301,9 @@ def test_template_that_does_not_fork_in_time_is_replaced(
         f"import os, time; mark = {str(mark)!r}\n"
         "if not os.path.exists(mark): open(mark, 'w').close(); time.sleep(60)"
     )
-    seconds_gone = 0.0
+    frozen, seconds_gone = time.monotonic(), 0.0
     launcher = make_launcher(sleeps_once=sleeps_once)
-    monkeypatch.setattr(launcher, "_clock", lambda: time.monotonic() + seconds_gone)
+    monkeypatch.setattr(launcher, "_clock", lambda: frozen + seconds_gone)
     worker = start(launcher)
     while not mark.exists():
         launcher.poll()
@@ -381,5 +381,5 @@ def test_closing_does_not_wait_for_an_import_that_hangs(make_launcher: Make) -> 
     launcher = make_launcher(sleeps="import time; time.sleep(60)")
     began = time.monotonic()
     launcher.close()
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 20.0
     assert launcher._process.returncode == -signal.SIGKILL

@@ -123,7 +123,7 @@ def test_envs_that_hang_in_their_reset_are_replaced_until_they_are_back(
 ) -> None:
     hang = f"if seed == {env_seed(SEED, 0, 1)}: time.sleep(3600)"
     pool = make_pool.and_reset(
-        SCRIPT, 2, 2, env_kwargs={"reset": hang}, reset_timeout_seconds=1.0
+        SCRIPT, 2, 2, env_kwargs={"reset": hang}, reset_timeout_seconds=3.0
     )
     kill(pool.worker_pids[0])
     lost, _ = step(pool, 1)
