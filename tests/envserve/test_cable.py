@@ -48,7 +48,7 @@ def hosts() -> Iterator[Hosts]:
 
 def play(
     hosts: Hosts, folder: Path, options: Mapping[str, Sequence[str]]
-) -> dict[str, dict[str, Any]]:
+) -> tuple[float, dict[str, dict[str, Any]]]:
     """Plays with one server each while the cable is pulled once, and until after.
 
     Args:
@@ -57,7 +57,7 @@ def play(
       options: Of each server, by its name.
 
     Returns:
-      What each player says in the end.
+      When the cable was about to be plugged, and what each player says in the end.
     """
     with contextlib.ExitStack() as stack:
         players = {
@@ -70,12 +70,13 @@ def play(
         threading.Event().wait(0.5)
         hosts.pull_cable()
         threading.Event().wait(PULLED_SECONDS)
+        plugged_at = time.monotonic()
         hosts.plug_cable()
         outputs = {
             name: player.communicate(timeout=60)[0] for name, player in players.items()
         }
         assert [player.returncode for player in players.values()] == [0] * len(players)
-    return {name: json.loads(output) for name, output in outputs.items()}
+    return plugged_at, {name: json.loads(said) for name, said in outputs.items()}
 
 
 def start_player(
@@ -113,16 +114,21 @@ def start_player(
 def test_a_pulled_cable_costs_time_and_beyond_the_lease_an_episode(
     hosts: Hosts, tmp_path: Path
 ) -> None:
-    said = play(hosts, tmp_path, {"patient": [], "impatient": ["--lease-seconds", "2"]})
+    options = {"patient": [], "impatient": ["--lease-seconds", "2"]}
+    plugged_at, said = play(hosts, tmp_path, options)
     for counts in said.values():
-        ((began, ended),) = [p for p in counts["pauses"] if p[1] - p[0] > 1]
-        assert ended - began > PULLED_SECONDS - 1
+        pauses = [p for p in counts["pauses"] if p[1] - p[0] > 1]
+        # One step has waited for the plug; others may have for this machine.
+        assert sum(began < plugged_at < ended for began, ended in pauses) == 1
         assert counts["padding"] == 0  # nothing else was alive
     patient, impatient = said["patient"], said["impatient"]
     assert patient["valid"] == patient["rows"]
     assert patient["unseen"] == 0
-    assert impatient["losses"] == {"SERVER_LOST": NUM_ENVS}
-    assert impatient["valid"] == impatient["rows"] - NUM_ENVS
+    num_lost = impatient["losses"].pop("SERVER_LOST")
+    assert not impatient["losses"]
+    # A machine that stands still for longer than the lease costs another one.
+    assert num_lost in [NUM_ENVS * number for number in range(1, 1 + len(pauses))]
+    assert impatient["valid"] == impatient["rows"] - num_lost
 
 
 def main(address: str, journal: str) -> None:
