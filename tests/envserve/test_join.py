@@ -19,10 +19,13 @@ from envserve.keys.folder import KeyFolder
 from envserve.keys.invitation import Invitation
 from envserve.keys.pair import KeyPair
 from envserve.wire import ErrorBody, Hello, Join, Message, MessageType, decode, encode
-from tests.envserve.conftest import Serve, WaitUntil
+from tests.envserve.conftest import PATIENCE, Serve, WaitUntil
 from tests.envserve.server_process import ServerProcess
 
 RunAt = Callable[..., Any]
+
+#: Who is answered at all is so by then, on a machine that does nothing else.
+SHORT = 0.5
 
 
 @pytest.fixture
@@ -51,7 +54,7 @@ def invite(run_at: RunAt, server: ServerProcess, name: str = "trainer-1") -> str
 def test_an_invitation_lets_one_client_in_until_it_is_removed(
     run_at: RunAt, server: ServerProcess, tmp_path: Path, wait_until: WaitUntil
 ) -> None:
-    line = invite(run_at, server)
+    line, patient = invite(run_at, server), ("--timeout", str(PATIENCE))
     joined = run_at("client", "join", input=line)
     assert joined.exit_code == 0, joined.stderr
     pair = KeyFolder(tmp_path / "client").client_key()
@@ -64,7 +67,7 @@ def test_an_invitation_lets_one_client_in_until_it_is_removed(
         f"the server's {prints[1]}\n"
     )
     assert run_at("server", "clients").stdout.split() == ["trainer-1", prints[0]]
-    assert run_at("client", "health", server.address).exit_code == 0
+    assert run_at("client", "health", server.address, *patient).exit_code == 0
     wait_until(lambda: "joined" in (tmp_path / "audit").read_text())
     (event,) = (json.loads(t) for t in (tmp_path / "audit").read_text().splitlines())
     assert (event["event"], event["name"]) == ("joined", "trainer-1")
@@ -98,11 +101,13 @@ def test_who_is_invited_again_has_one_key(
     assert "this client's key is known here as trainer-1" in result.stderr
 
 
-def exchange(connection: Connection, message: Message) -> Message | None:
-    """Sends a message; returns the answer, None if there is none for a while."""
-    connection.wait(10, for_writing=True)
+def exchange(
+    connection: Connection, message: Message, seconds: float = PATIENCE
+) -> Message | None:
+    """Sends a message; returns the answer, None if there is none for so long."""
+    connection.wait(PATIENCE, for_writing=True)
     assert connection.send(encode(message))
-    connection.wait(0.5, for_writing=False)
+    connection.wait(seconds, for_writing=False)
     frames = connection.receive()
     return decode(frames) if frames else None
 
@@ -117,7 +122,7 @@ def test_an_invitation_may_do_nothing_but_join(
     with contextlib.closing(Connection(server.address, keys)) as connection:
         for kind in (MessageType.HELLO, MessageType.ATTACH, MessageType.PING):
             message = Message(type=kind, body=Hello().encode())
-            assert exchange(connection, message) is None
+            assert exchange(connection, message, SHORT) is None
         short = Message(type=MessageType.JOIN, body=b"\x81\xa6public\xc4\x01a")
         answer = exchange(connection, short)
         assert answer is not None
@@ -130,7 +135,8 @@ def test_an_invitation_may_do_nothing_but_join(
         assert answer is not None
         text = ErrorBody.decode(answer.body).text
         assert text == "expected the key of an invitation that is good"
-        assert exchange(connection, Message(type=MessageType.HELLO)) is None
+        hello = Message(type=MessageType.HELLO)
+        assert exchange(connection, hello, SHORT) is None
 
 
 def test_who_was_not_invited_cannot_join(
@@ -182,9 +188,9 @@ def test_a_server_that_does_not_answer_leaves_no_pin(
     result = run_at("client", "join", "--timeout", "0.5", input=elsewhere)
     assert result.exit_code == 1
     assert result.stderr.startswith(f"Error: {host}:1: ")
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 40
     assert KeyFolder(tmp_path / "client").pin_of(f"{host}:1") is None
     # It was not used, so it is still good: at another of the server's addresses.
     both = line.replace(f":{port}", f":1,127.0.0.1:{port}")
-    assert run_at("client", "join", "--timeout", "2", input=both).exit_code == 0
+    assert run_at("client", "join", "--timeout", "8", input=both).exit_code == 0
     assert KeyFolder(tmp_path / "client").pin_of(f"{host}:1") is not None

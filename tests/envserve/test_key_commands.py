@@ -84,7 +84,7 @@ def test_an_invitation_goes_to_a_terminal_and_else_nowhere(
             [sys.executable, "-m", "envserve", "invite", "trainer-1", *AT],
             stdout=terminal,
             stderr=subprocess.DEVNULL,
-            timeout=30,
+            timeout=90,
         )
         assert Invitation.parse(os.read(master, 1000).decode()).name == "trainer-1"
     finally:
@@ -149,7 +149,7 @@ def test_an_invitation_is_not_shown_when_it_is_pasted(home: Path) -> None:
         with contextlib.suppress(OSError):  # which is how Linux says that it ends
             while more := os.read(master, 1000):
                 shown += more
-        assert process.wait(30) == 2
+        assert process.wait(90) == 2
     os.close(master)
     assert shown.startswith(b"Invitation (it is not shown): ")
     assert b"Error: expected the line" in shown
@@ -300,7 +300,7 @@ def test_keys_come_through_a_kubernetes_secret_as_the_document_has_it(
         (secret / "..data" / path.name).chmod(0o440)
         (secret / path.name).symlink_to(f"..data/{path.name}")
     command = command.replace("/secret", str(secret)).replace("/keys", str(keys))
-    subprocess.run(["sh", "-c", command], check=True, timeout=30)
+    subprocess.run(["sh", "-c", command], check=True, timeout=90)
     folder = KeyFolder(keys / "home")
     assert folder.server_key() == KeyFolder(made / "server").server_key()
     assert [grant.name for grant in folder.clients.grants()] == ["ci"]

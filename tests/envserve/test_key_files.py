@@ -175,7 +175,7 @@ def test_another_user_reads_no_file_of_ours() -> None:
             [sys.executable, "-c", code, str(folder.path)],
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=90,
         )
     assert "KeyFileError" in finished.stdout, finished.stderr
     assert "belongs to another user (uid 0); expected uid 65534" in finished.stdout
