@@ -31,7 +31,7 @@ FLOODS = [
 NUM_ENVS = 4
 ACTIONS = np.zeros(NUM_ENVS, np.int64)
 #: What a loaded machine may need beyond a deadline; a pump without a budget never ends.
-SLACK_SECONDS = 4.0
+SLACK_SECONDS = 20.0
 MAX_GROWTH_BYTES = 64 << 20
 
 
@@ -124,7 +124,7 @@ def test_half_of_the_blocks_do_not_keep_who_waits_for_all(host: Host) -> None:
         batch.send(ACTIONS, together=True)
         with pytest.raises(EnvTimeout):
             batch.recv(NUM_ENVS, timeout=0.3)
-        rows, _ = batch.recv(timeout=0.3)
+        rows, _ = batch.recv(timeout=30.0)
         assert rows.tolist() == [0]
 
 
@@ -150,7 +150,7 @@ def test_rows_that_would_fill_the_memory_are_refused(host: Host) -> None:
     started = time.monotonic()
     with pytest.raises(RemoteProtocolError, match="max_row_mib"):
         lane.finish_start(started + 60.0)
-    assert time.monotonic() - started < 20.0
+    assert time.monotonic() - started < 40.0
 
 
 def test_what_nobody_expects_in_the_keeper_is_the_lanes_error_at_once(
@@ -164,5 +164,5 @@ def test_what_nobody_expects_in_the_keeper_is_the_lanes_error_at_once(
     started = time.monotonic()
     with pytest.raises(ServerError, match="MemoryError: no room"):
         lane.finish_start(started + 60.0)
-    assert time.monotonic() - started < 20.0
+    assert time.monotonic() - started < 40.0
     assert "MemoryError" in caplog.text
