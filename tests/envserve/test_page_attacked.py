@@ -49,7 +49,7 @@ def test_pictures_that_nobody_has_asked_for_are_not_kept() -> None:
 def test_who_asks_for_nothing_is_let_go(
     monkeypatch: pytest.MonkeyPatch, said: str
 ) -> None:
-    monkeypatch.setattr("envserve.page.serve._MAX_SILENT_SECONDS", 0.1)
+    monkeypatch.setattr("envserve.page.serve._MAX_SILENT_SECONDS", 1.0)
     with served(build_over(FakeServer())) as url, Browser(url).events():
         place = urlsplit(url)
         with socket.create_connection((place.hostname, place.port)) as silent:
