@@ -19,10 +19,11 @@ from envserve.session import Patience, requests
 from envserve.slab import Status
 from tests.chaos.proxy import Proxy
 from tests.chaos.toxics import Toxics
-from tests.envserve.conftest import Attach, Serve, bind_for
+from tests.envserve.conftest import Attach, Serve, WaitUntil, bind_for
 from tests.envserve.pool_driver import gather, step
 from tests.envserve.server_process import ServerProcess, make_config
 from tests.envserve.session_fakes import make_call
+from tests.envserve.stalls import soonest
 
 
 @pytest.fixture
@@ -50,11 +51,14 @@ def test_an_idle_lane_keeps_its_lease(lane: RemoteLane) -> None:
     finish(lane)
 
 
-def test_what_the_keeper_received_makes_it_readable(lane: RemoteLane) -> None:
+def test_what_the_keeper_received_makes_it_readable(
+    lane: RemoteLane, wait_until: WaitUntil
+) -> None:
+    operations = lane._session.operations
     for action in range(3):
         submit(lane, action)
-        threading.Event().wait(0.7)  # long enough for the keeper to come by
-        assert select.select([lane.fileno()], [], [], 0)[0]
+        wait_until(lambda: len(operations.ended) == 2)  # the keeper has come by
+        assert select.select([lane.fileno()], [], [], 20)[0]
         assert len(lane.collect(0)) == 2
         assert lane.collect(0) == []
         assert not select.select([lane.fileno()], [], [], 0)[0]
@@ -65,7 +69,7 @@ def test_the_descriptor_shows_every_result(lane: RemoteLane) -> None:
         submit(lane, action)
         left = 2
         while left:
-            assert select.select([lane.fileno()], [], [], 10)[0]
+            assert select.select([lane.fileno()], [], [], 30)[0]
             left -= len(lane.collect(0))
 
 
@@ -121,12 +125,12 @@ def test_collect_returns_nothing_after_its_timeout_or_if_nothing_is_in_flight(
 ) -> None:
     started = time.monotonic()
     assert lane.collect(20.0) == []
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 15
     server.signal(signal.SIGSTOP)
     submit(lane, 1)
     started = time.monotonic()
     assert lane.collect(0.2) == []
-    assert 0.2 <= time.monotonic() - started < 2
+    assert 0.2 <= time.monotonic() - started < 15
     server.signal(signal.SIGCONT)
     finish(lane)
 
@@ -134,7 +138,7 @@ def test_collect_returns_nothing_after_its_timeout_or_if_nothing_is_in_flight(
 def test_a_server_that_is_killed_makes_blocks_absent_and_is_given_up_in_time(
     server: ServerProcess, attach: Attach
 ) -> None:
-    lane = attach(server, patience=Patience(lost_seconds=2.0, pads=True))
+    lane = attach(server, patience=Patience(lost_seconds=6.0, pads=True))
     seen = lane.rows.observation[0].copy()
     server.signal(signal.SIGKILL)
     submit(lane, 1)
@@ -145,7 +149,7 @@ def test_a_server_that_is_killed_makes_blocks_absent_and_is_given_up_in_time(
     started = time.monotonic()
     while lane.given_up is None:
         assert lane.collect(0.1) == []
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < 60
     assert isinstance(lane.given_up, ServerLost)
     assert lane.is_busy
 
@@ -178,21 +182,26 @@ def test_a_lane_can_be_closed_twice_and_not_be_used_then(lane: RemoteLane) -> No
 
 
 def test_closing_takes_no_longer_than_two_seconds_if_the_server_hangs(
-    server: ServerProcess, lane: RemoteLane
+    server: ServerProcess, attach: Attach
 ) -> None:
-    lane.submit_step([0, 1])
-    server.signal(signal.SIGSTOP)
-    started = time.monotonic()
-    lane.close()
-    assert time.monotonic() - started < 4.0
-    server.signal(signal.SIGCONT)
+    def attempt() -> float:
+        lane = attach(server)
+        lane.submit_step([0, 1])
+        server.signal(signal.SIGSTOP)
+        started = time.monotonic()
+        lane.close()
+        seconds = time.monotonic() - started
+        server.signal(signal.SIGCONT)
+        return seconds
+
+    assert soonest(attempt, 4.0) < 4.0
 
 
 def test_lanes_build_side_by_side(server: ServerProcess) -> None:
     config = make_config(num_envs=2, env_kwargs={"reset_seconds": 0.0})
     lanes = [RemoteLane(server.address, config) for _ in range(3)]
     for lane in reversed(lanes):
-        lane.finish_start(time.monotonic() + 20)
+        lane.finish_start(time.monotonic() + 40)
     assert server.welcome().free_envs == 128 - 6
     for lane in lanes:
         lane.close()
@@ -224,7 +233,7 @@ def test_who_waits_for_the_descriptor_sends_again_once_there_is_a_connection(
         lane.fileno()  # who waits for it has asked for it before
         proxy.change(to_server=Toxics(drop=1.0))
         submit(lane, 7)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 40
     # The keeper would need half a second to see that.
     while lane._exchange._is_connected:
         assert collect_by_descriptor(lane, deadline) == 0
