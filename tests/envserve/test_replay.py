@@ -129,7 +129,7 @@ def crash(
         ("exit", 3, {"wrappers": WRAPPERS}),
         ("exit", 2, {"wrappers": WRAPPERS, "spare_envs": True}),
         ("kill", 4, {"first_env_index": 5, "first_incarnation": 2}),
-        ("hang", 1, {"step_timeout_seconds": 2.0, "reset_timeout_seconds": 2.0}),
+        ("hang", 1, {"step_timeout_seconds": 4.0, "reset_timeout_seconds": 4.0}),
     ],
 )
 def test_crashes_by_chance_are_reproduced_at_the_same_action(
@@ -147,7 +147,7 @@ def test_crashes_by_chance_are_reproduced_at_the_same_action(
     for path in crash(pool, crash_dir, random_generator, num_crashes):
         repro = load_repro(path)
         assert repro.env_name == CRASHY
-        timeout = 3.0 if fault == "hang" else None
+        timeout = 5.0 if fault == "hang" else None
         ending = replay(repro, launcher, timeout)
         assert ending.is_reproduced, (ending, describe_repro(repro))
         assert ending.number == len(repro.played.actions[0])
@@ -351,7 +351,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "envserve", "replay", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
 

@@ -49,7 +49,7 @@ def test_every_result_answers_its_own_request(
 
 
 def test_a_straggler_holds_up_nobody_else() -> None:
-    slow = {"length": 1, "reset_seconds": 0.05}
+    slow = {"length": 1, "reset_seconds": 0.4}
     lanes = [local_lane(31, 0, {"length": 1000}, 31), local_lane(1, 31, slow, 1)]
     with BatchEnv(lanes) as batch:
         batch.reset()
@@ -230,7 +230,7 @@ def test_rows_that_are_out_are_to_be_received_first(make_batch: MakeBatch) -> No
 
 def test_a_timeout_loses_nothing(make_batch: MakeBatch) -> None:
     batch = make_batch.and_reset(
-        LEDGER, 2, 1, num_splits=2, env_kwargs={"length": 2, "reset_seconds": 0.3}
+        LEDGER, 2, 1, num_splits=2, env_kwargs={"length": 2, "reset_seconds": 1.0}
     )
     batch.send(np.array([1]), [0])
     batch.recv()

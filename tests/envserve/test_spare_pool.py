@@ -30,6 +30,7 @@ from .pool_driver import (
     seeds,
     step,
 )
+from .stalls import soonest
 
 IS_MAIN = "import threading as t; is_main = t.current_thread() is t.main_thread()\n"
 
@@ -69,16 +70,16 @@ def test_a_reset_that_hangs_in_the_background_is_killed_when_its_row_has_waited(
         2,
         env_kwargs=hangs,
         spare_envs=True,
-        step_timeout_seconds=0.1,
-        reset_timeout_seconds=0.4,
+        step_timeout_seconds=0.7,
+        reset_timeout_seconds=1.5,
     )
     assert not any(outcome.faults for outcome in reset(pool))
     began = time.monotonic()
     mine, others = step(pool, 0)
-    assert 0.4 <= time.monotonic() - began < 2.5
+    assert 1.5 <= time.monotonic() - began < 30.0
     (fault,) = mine.faults
     assert fault.status is Status.TIMEOUT
-    assert "a reset or call timed out after 0.4 s; raise reset_timeout" in fault.text
+    assert "a reset or call timed out after 1.5 s; raise reset_timeout" in fault.text
     assert not others.faults
     assert not any(outcome.faults for outcome in step(pool, 0))
 
@@ -88,9 +89,9 @@ def test_a_spare_that_is_late_is_not_taken_for_a_hang(make_pool: PoolMaker) -> N
         LEDGER,
         1,
         1,
-        env_kwargs={"reset_seconds": 0.4, "length": 1},
+        env_kwargs={"reset_seconds": 1.5, "length": 1},
         spare_envs=True,
-        step_timeout_seconds=0.2,
+        step_timeout_seconds=0.8,
     )
     for _ in range(2):
         assert not step(pool, 1)[0].faults
@@ -151,13 +152,18 @@ def test_a_pool_closes_both_envs(make_pool: PoolMaker, tmp_path: Path) -> None:
 def test_closing_does_not_wait_for_a_background_reset_that_hangs(
     make_pool: PoolMaker, tmp_path: Path
 ) -> None:
-    hangs = once_in_background(tmp_path, "time.sleep(60)")
-    pool = make_pool.and_reset(SCRIPT, 2, 1, env_kwargs=hangs, spare_envs=True)
-    assert call(pool, 1, "value") == {"value": None}  # nobody waits for row 0
-    began = time.monotonic()
-    pool.close()
-    assert time.monotonic() - began < 2.0
-    assert pool.worker_pids == (None,)
+    def attempt() -> float:
+        (tmp_path / "mark").unlink(missing_ok=True)
+        hangs = once_in_background(tmp_path, "time.sleep(60)")
+        pool = make_pool.and_reset(SCRIPT, 2, 1, env_kwargs=hangs, spare_envs=True)
+        assert call(pool, 1, "value") == {"value": None}  # nobody waits for row 0
+        began = time.monotonic()
+        pool.close()
+        seconds = time.monotonic() - began
+        assert pool.worker_pids == (None,)
+        return seconds
+
+    assert soonest(attempt, 2.0) < 2.0
 
 
 class TurnBooks:
@@ -241,13 +247,13 @@ def test_every_env_has_a_thread_so_that_none_waits_for_another() -> None:
 
 
 def test_threads_are_not_without_number_and_give_way_soon() -> None:
-    before = threading.active_count()
+    before = {*threading.enumerate()}
     interval = sys.getswitchinterval()
     together = threading.Barrier(17)
     with reset_threads(1000) as threads:
         for _ in range(20):
             threads.submit(together.wait, 10)
-        assert threading.active_count() - before == 16
+        assert len({*threading.enumerate()} - before) == 16
         assert sys.getswitchinterval() == pytest.approx(0.5e-3)
         together.abort()
     sys.setswitchinterval(interval)

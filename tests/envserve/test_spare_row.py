@@ -21,7 +21,7 @@ from tests.oracle.ledger_env import LedgerEnv
 from .conftest import WaitUntil
 
 SEED = env_seed(0, 3, 0)
-WAIT = 10.0
+WAIT = 60.0
 
 
 class ProbeEnv(LedgerEnv):

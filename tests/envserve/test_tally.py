@@ -67,7 +67,7 @@ def test_an_env_that_hangs_is_one_fault_and_costs_a_row_of_each_env(
     make_pool: PoolMaker,
 ) -> None:
     hangs = {"step": "if action == 1: time.sleep(3600)"}
-    pool = make_pool.and_reset(SCRIPT, 3, 1, env_kwargs=hangs, step_timeout_seconds=1.5)
+    pool = make_pool.and_reset(SCRIPT, 3, 1, env_kwargs=hangs, step_timeout_seconds=3.0)
     step(pool, [0, 1, 0])
     step(pool, 0)
     status = told(pool)
@@ -141,7 +141,7 @@ def test_whole_episodes_are_told_while_somebody_watches(
     play(30)
     assert told(pool).num_episodes == 0
     begun = [None] * 4  # nobody knows how those that run have begun
-    pool.tally.watch(time.monotonic())
+    pool.tally.watch(time.monotonic() + 60.0)  # however long it takes
     play(120)
     status = told(pool)
     assert status.num_episodes == len(books) > 10
@@ -172,7 +172,7 @@ def test_an_unwatched_step_calls_nothing_to_be_counted(make_pool: PoolMaker) -> 
 
 def test_a_watched_step_is_one_call_for_each_block(make_pool: PoolMaker) -> None:
     pool = make_pool.and_reset(SCRIPT, 4, 2)
-    pool.tally.watch(time.monotonic())
+    pool.tally.watch(time.monotonic() + 60.0)  # however long it takes
     called: list[str] = []
 
     def note(frame: FrameType, event: str, argument: object) -> None:

@@ -131,7 +131,7 @@ def faulty(make_batch: MakeBatch, fault: str, **options: Any) -> BatchEnv:
 def test_a_fault_costs_the_rows_of_its_block_an_episode(
     make_batch: MakeBatch, fault: str, status: Status
 ) -> None:
-    more = {"step_timeout": 0.3} if fault == "hang" else {}
+    more = {"step_timeout": 1.0} if fault == "hang" else {}
     batch = faulty(make_batch, fault, **more)
     last = batch.step([0, 1, 0, 1])
     result = batch.step([3, 0, 0, 0])

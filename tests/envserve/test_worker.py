@@ -39,7 +39,7 @@ class Hosted:
         self.num_rows = rows
         self.num_bytes = 0  # of the longest answer
         self._socket, theirs = socket.socketpair()
-        self._socket.settimeout(10.0)
+        self._socket.settimeout(60.0)
         self._reader = FrameReader()
         self._frames: list[Frame] = []
         self._sequence = 0
@@ -119,7 +119,7 @@ class Hosted:
     def end(self) -> None:
         """Hangs up, and waits until the worker has gone."""
         self._socket.close()
-        self._thread.join(10.0)
+        self._thread.join(60.0)
         assert not self._thread.is_alive()
         if hasattr(self, "slab"):
             self.slab.close()
