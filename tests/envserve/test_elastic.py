@@ -265,7 +265,7 @@ def test_a_batch_begins_with_few_servers_and_takes_in_those_that_come(
         16,
         seed=5,
         env_kwargs={"length": LENGTH, "journal": str(journal)},
-        connect_timeout=3.0,
+        connect_timeout=8.0,
         min_servers=2,
     ) as batch:
         observation = batch.reset()

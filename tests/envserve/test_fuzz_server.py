@@ -228,7 +228,6 @@ LONG: dict[str, Any] = {"env_kwargs": {"length": 10**6}}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.timeout(120)
 def test_garbage_neither_stops_nor_grows_the_server(
     serve: Serve,
     attach: AttachLane,

@@ -53,7 +53,7 @@ def greet_as(user: int, path: Path) -> str:
         [sys.executable, "-c", GREET, str(path), str(user)],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=90,
         check=True,
     ).stdout.strip()
 
@@ -64,7 +64,7 @@ def refusal_at(path: Path) -> str:
         command("--bind", f"ipc://{path}"),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=90,
         check=False,
     )
     assert (result.returncode, result.stdout) == (1, "")

@@ -28,7 +28,9 @@ from tests.envserve.session_client import SessionClient
 #: Nobody was let in by then, and at once if there was a key.
 SHORT = 1.0
 #: Whose key was taken away is out after a second, on a machine that does nothing else.
-SOON = 10.0
+SOON = 40.0
+#: Of who stays, while all connections are made anew: 0.2 s there.
+MAX_STEP_SECONDS = 6.0
 
 
 class Homes:
@@ -182,7 +184,7 @@ def test_a_key_that_is_taken_away_ends_its_leases_and_no_others(
             )
             assert_sound(step(own, 1))
             assert_sound(other.step(2))
-            assert longest < 2.0
+            assert longest < MAX_STEP_SECONDS
             homes.become("ann")
             with pytest.raises(ConnectError):
                 ask_welcome(server.address, SHORT)

@@ -154,7 +154,7 @@ def test_no_room_is_left_for_the_address_file(tmp_path: Path) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=90,
         check=False,
     )
     assert result.returncode == 1

@@ -117,7 +117,7 @@ def test_who_attaches_without_end_leaves_envs_and_processes_to_others(
     began = time.monotonic()
     client = join(server, 4)
     assert client.session.error is None
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 20.0
     assert {error.code for error in errors} == {ErrorCode.ENVS_BUSY}
     texts = {error.text for error in errors}
     assert texts == {"mallory has 6 of its 6 processes; others have 0 of 8"}

@@ -75,7 +75,7 @@ class Pair:
 
 def test_others_go_on_until_a_server_is_given_up(tmp_path: Path, serve: Serve) -> None:
     num_steps = 0
-    with Pair(tmp_path, serve, server_lost_after=3.0) as pair:
+    with Pair(tmp_path, serve, server_lost_after=6.0) as pair:
         with contextlib.suppress(ServerLost):
             while True:
                 result = pair.step()
@@ -101,7 +101,7 @@ def test_or_for_ever_until_it_is_back(tmp_path: Path, serve: Serve) -> None:
     for column in zip(*statuses, strict=True):
         assert column.count(Status.SERVER_LOST) == 1
         at = column.index(Status.SERVER_LOST)
-        assert set(column[:at]) == {Status.PENDING}
+        assert set(column[:at]) <= {Status.PENDING}
         assert set(column[at + 1 :]) == {Status.OK}
 
 

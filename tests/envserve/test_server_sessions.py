@@ -102,7 +102,7 @@ def test_a_client_of_another_version_is_told_both(serve: Serve) -> None:
         while not connection.send(encode(message)):
             connection.wait(1.0, for_writing=True)
         while (frames := connection.receive()) is None:
-            connection.wait(5.0, for_writing=False)
+            connection.wait(20.0, for_writing=False)
         body = ErrorBody.decode(decode(frames).body)
     assert body.code is ErrorCode.VERSION_MISMATCH
     assert "200 to 201" in body.text
@@ -111,7 +111,7 @@ def test_a_client_of_another_version_is_told_both(serve: Serve) -> None:
 def test_a_silent_clients_envs_are_freed_when_its_lease_ends(
     serve: Serve, join: Join, attach: Attach, wait_until: WaitUntil
 ) -> None:
-    server = serve("--lease-seconds", "1.5")
+    server = serve("--lease-seconds", "4")
     join(server, 100)  # which says nothing from now on
     with pytest.raises(EnvsBusy):
         attach(server, LEDGER, 100)
@@ -144,7 +144,7 @@ def start_client(server: ServerProcess, *arguments: str) -> subprocess.Popen[byt
 
 
 def test_a_killed_clients_envs_are_freed(serve: Serve, wait_until: WaitUntil) -> None:
-    server = serve("--lease-seconds", "1.5")
+    server = serve("--lease-seconds", "4")
     client = start_client(server)
     assert server.welcome().free_envs == 124
     client.kill()
@@ -153,7 +153,7 @@ def test_a_killed_clients_envs_are_freed(serve: Serve, wait_until: WaitUntil) ->
 
 
 def test_a_client_that_forgets_to_close_can_still_exit(serve: Serve) -> None:
-    assert start_client(serve(), "and end").wait(timeout=10) == 0
+    assert start_client(serve(), "and end").wait(timeout=60) == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -168,7 +168,7 @@ def test_a_server_that_ends_is_lost_and_leaves_nothing(
     assert len(processes) >= 2
     server.signal(number)
     log = server.end()
-    wait_until(lambda: not any(is_running(pid) for pid in processes), 2.0)
+    wait_until(lambda: not any(is_running(pid) for pid in processes))
     assert "Traceback" not in log
     outcomes = step_lost(lane)
     assert {type(outcome.error) for outcome in outcomes} == {ServerLost}

@@ -135,12 +135,12 @@ def seen(address: str = "tcp://sim1:5555", **changes: Any) -> Sight:
 def test_silent_servers_are_waited_for_at_the_same_time(tmp_path: Path) -> None:
     with servers(tmp_path, 61, 3) as found, look(found) as sights:
         began = time.monotonic()
-        look_at(sights, 4.0)
+        look_at(sights, 12.0)
         seconds = time.monotonic() - began
         answered = [sight.status is not None for sight in sights]
     assert answered == [True] * 61 + [False] * 3
-    assert seconds < 3 * 4.0
-    assert "no server answered within 4 s" in sights[-1].error
+    assert seconds < 3 * 12.0
+    assert "no server answered within 12 s" in sights[-1].error
 
 
 def test_speed_is_that_between_two_looks(tmp_path: Path) -> None:
