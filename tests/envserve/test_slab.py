@@ -119,7 +119,7 @@ def test_rows_of_two_processes_are_the_same_memory() -> None:
     slab = Slab.create(ODD_SPEC, num_envs=4, num_workers=2)
     slab.rows.action[0][:] = [0, 1, 2, 1]
     ours, theirs = socket.socketpair()
-    ours.settimeout(20)
+    ours.settimeout(90)
     with ours, theirs:
         child = subprocess.Popen(
             [sys.executable, "-c", CHILD, str(theirs.fileno())],
@@ -135,7 +135,7 @@ def test_rows_of_two_processes_are_the_same_memory() -> None:
             [0] * 5,
         ]
         child.kill()  # what it wrote outlives it
-        child.wait(timeout=10)
+        child.wait(timeout=60)
     assert slab.rows.reward.tolist() == [0.0, 0.0, 0.0, -0.5]
     assert slab.heartbeats[:, 0].tolist() == [0, 7]
     slab.close()
@@ -177,12 +177,12 @@ def test_interrupted_slab_leaves_no_descriptor() -> None:
     def create() -> None:
         made.append(Slab.create(ODD_SPEC, 2, 1))
 
-    before = os.listdir("/dev/fd")
+    before = {*os.listdir("/dev/fd")}
     for line in range(1, 1 + len(run_traced(create, -1))):
         made.clear()
         run_traced(create, line)
         assert not made
-        assert os.listdir("/dev/fd") == before
+        assert {*os.listdir("/dev/fd")} <= before
 
 
 def test_closed_slab_keeps_its_rows_but_not_its_descriptor(slab: Slab) -> None:
@@ -198,7 +198,7 @@ def test_closed_slab_keeps_its_rows_but_not_its_descriptor(slab: Slab) -> None:
 
 def test_slab_that_cannot_be_made_leaves_no_descriptor() -> None:
     space = spaces.MultiBinary((2**40, 2**40))
-    before = os.listdir("/dev/fd")
+    before = {*os.listdir("/dev/fd")}
     with pytest.raises((OSError, OverflowError)):
         Slab.create(EnvSpec("A-v0", space, spaces.Discrete(2)), 1, 1)
-    assert os.listdir("/dev/fd") == before
+    assert {*os.listdir("/dev/fd")} <= before

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,13 +37,13 @@ def pipes() -> Iterator[Pipes]:
 
 
 def test_worker_forgets_what_is_the_templates() -> None:
-    before = len(os.listdir("/dev/fd"))
+    before = {*os.listdir("/dev/fd")}
     pipes = Pipes()
     os.close(open_for(pipes, 1))
     pipes.forget()
     for fd in (pipes.out, pipes.write_fd):
         os.close(fd)
-    assert len(os.listdir("/dev/fd")) == before
+    assert {*os.listdir("/dev/fd")} <= before
 
 
 def open_for(pipes: StderrPipes, worker: int) -> int:
@@ -296,8 +295,6 @@ def test_chatty_workers_step_on_while_nobody_reads_them(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline() == b"22 finished\n"
-        began = time.monotonic()
-        assert process.wait(20.0) == 0
-        assert time.monotonic() - began < 20.0
+        assert process.wait(60.0) == 0
         said = process.stderr.read()
     assert b"spam spam" in said
