@@ -107,10 +107,10 @@ class Cluster:
         for process in self.processes.values():
             process.send_signal(signal.SIGTERM)
         for process in self.processes.values():
-            process.wait(timeout=30)
+            process.wait(timeout=120)
 
 
-def wait_for(what: str, is_so: Callable[[], Any], seconds: float = 60) -> Any:
+def wait_for(what: str, is_so: Callable[[], Any], seconds: float = 180) -> Any:
     """Returns what is found, once it is so; says how long that took."""
     begin = time.monotonic()
     while not (found := is_so()):
@@ -144,8 +144,9 @@ def health_command() -> list[str]:
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
     metrics = run / "metrics.jsonl"
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    return [json.loads(line) for line in lines]
+    text = metrics.read_text() if metrics.exists() else ""
+    whole, _, _ = text.rpartition("\n")  # the last line may be under way
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def rehearse(cluster: Cluster) -> None:
@@ -184,7 +185,7 @@ def rehearse(cluster: Cluster) -> None:
         port = command[command.index("--metrics-port") + 1]
         return name in cluster.fetch("prometheus", f"http://{host}:{port}/metrics")
 
-    wait_for("the trainer trains", lambda: trains_on(3), 120)
+    wait_for("the trainer trains", lambda: trains_on(3))
     wait_for("the page is shown", is_watched)
     for host in cluster.servers:
         wait_for(f"{host} has metrics", partial(is_measured, host, "envserve_"))

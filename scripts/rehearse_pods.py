@@ -135,8 +135,8 @@ def rehearse_servers(cluster: Cluster) -> None:
     cluster.await_servers()
     cluster.start_trainer(*ENDLESS)
     wait_for("the trainer trains", lambda: cluster.trains_on(3, True), PATIENCE)
-    if not cluster.servers["envs-0"].passes("livenessProbe"):
-        raise ChildProcessError("expected a server in use to pass its livenessProbe")
+    in_use = cluster.servers["envs-0"]
+    wait_for("a server in use is live", lambda: in_use.passes("livenessProbe"))
 
     # No pod comes back where it was.
     cluster.lose_server("envs-1").kill()

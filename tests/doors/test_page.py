@@ -19,11 +19,13 @@ from tests.envserve.page_fakes import FakeObserver, FakeServer
 CHROMIUM = "/usr/bin/chromium"
 EVIL = "<img src=x onerror=\"document.title='evil'\">"
 AWAY = re.compile("away")
+#: Milliseconds: a loaded machine draws late.
+PATIENCE = 60_000
 
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
-    expect.set_options(timeout=60_000)  # a loaded machine draws late
+    expect.set_options(timeout=PATIENCE)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=CHROMIUM, args=["--no-sandbox"]
@@ -74,6 +76,7 @@ def page(
     with chromium.new_context(
         viewport={"width": request.param, "height": 800}, accept_downloads=True
     ) as context:
+        context.set_default_timeout(PATIENCE)
         complaints: list[str] = []
         page = context.new_page()
         page.on("console", lambda message: complaints.append(message.text))
@@ -237,6 +240,7 @@ def test_a_page_left_open_says_that_it_is_of_another_start(
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.bind(("127.0.0.1", 0))
         port = kept.getsockname()[1]
+        context.set_default_timeout(PATIENCE)
         page = context.new_page()
         with served(build, port) as url:
             page.goto(url)
