@@ -140,7 +140,7 @@ def test_health_of_no_server_fails_with_one_line() -> None:
 
 def test_envs_lists_the_names_of_a_server_or_of_this_host(serve: Serve) -> None:
     server = serve("--env", "CartPole-v1", "--env", "envserve/Ledger-v0")
-    result = run("envs", server.address)
+    result = run("envs", server.address, "--timeout", "20")
     assert result.stdout.split() == ["CartPole-v1", "envserve/Ledger-v0"]
     result = run("envs", "--import", "tests.oracle.probe_envs")
     assert {"CartPole-v1", "envserve/Ledger-v0"} <= set(result.stdout.split())

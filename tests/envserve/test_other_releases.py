@@ -47,7 +47,7 @@ def other_server(other_release: Path) -> Iterator[ServerProcess]:
 
 def health(address: str, folder: Path | None = None) -> tuple[int, str]:
     result = subprocess.run(
-        [sys.executable, "-m", "envserve", "health", address],
+        [sys.executable, "-m", "envserve", "health", address, "--timeout", "20"],
         cwd=folder,
         capture_output=True,
         text=True,
