@@ -82,7 +82,7 @@ def test_health_answers_each_probe_with_an_exit_code_of_its_own(
             results.append(run("health", server.address, "--timeout", "20", *asked))
             return results[-1].returncode == code
 
-        wait_until(is_answer)
+        wait_until(is_answer, 120.0)
         return results[-1]
 
     join(server, 1)  # so that a worker was started
