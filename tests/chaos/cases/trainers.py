@@ -151,17 +151,16 @@ def _take_over(server: ServerProcess, trial: Trial, count: int) -> int:
     rows = np.arange(_NUM_ENVS)
     with contextlib.ExitStack() as stack:
         proxy = stack.enter_context(Proxy(server.address, seed=trial.seed))
-        late = [
-            stack.enter_context(_batch_of_all(trial, proxy.address))
-            for _ in range(count)
-        ]
+        late = [_enter_when_free(stack, trial, proxy.address) for _ in range(count)]
         for driver in late:
             driver.step()
         proxy.change(to_server=Toxics(is_stalled=True))
         for driver in late:
             driver.send(rows)
         with contextlib.ExitStack() as others:
-            second = [_enter_when_free(others, trial, server) for _ in range(count)]
+            second = [
+                _enter_when_free(others, trial, server.address) for _ in range(count)
+            ]
             for driver in second:
                 driver.step()
                 driver.send(rows)
@@ -201,10 +200,10 @@ def _is_refused(driver: Driver, seconds: float) -> bool | None:
     return bool((result.status == Status.SERVER_LOST).all())
 
 
-def _enter_when_free(
-    stack: contextlib.ExitStack, trial: Trial, server: ServerProcess
-) -> Driver:
-    """Returns a trainer that has the envs as soon as the first one's lease has ended.
+def _enter_when_free(stack: contextlib.ExitStack, trial: Trial, address: str) -> Driver:
+    """Returns a trainer that has the envs as soon as nobody else has a lease of them.
+
+    It may itself stand still for so long that it loses its lease, and asks again.
 
     Raises:
       OutOfTime: They are not given free.
@@ -212,8 +211,8 @@ def _enter_when_free(
     give_up_at = time.monotonic() + _LEASE_SECONDS + 30.0
     while time.monotonic() < give_up_at:
         try:
-            return stack.enter_context(_batch_of_all(trial, server.address))
-        except EnvsBusy:
+            return stack.enter_context(_batch_of_all(trial, address))
+        except (EnvsBusy, LeaseLost):
             trial.check_time()
             time.sleep(_POLL_SECONDS)
     raise OutOfTime("expected the lease of a silent trainer to end; it has not")
