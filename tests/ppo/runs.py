@@ -15,6 +15,7 @@ from envserve.client import BatchEnv
 from envserve.slab import Status
 from ppo.agent import Agent
 from ppo.cli import app
+from ppo.commands.screen import Screen
 from ppo.config import Config
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.learning.update import Updater
@@ -47,13 +48,15 @@ SMALL = Config(
 def ppo(*arguments: object) -> tuple[int, str, str]:
     """Run the command in this process; returns exit code, output and errors.
 
-    It may choose neither threads nor a renderer for the whole suite.
+    It may choose neither threads nor a renderer for the whole suite. However long it
+    takes, it has no line every ten seconds.
     """
     with (
         # Once TensorFlow has computed something, it refuses another number of threads.
         mock.patch("ppo.commands.shared.start_tensorflow"),
         mock.patch("ppo.commands.train.start_tensorflow"),
         mock.patch("envserve.video.headless_settings", return_value={}),
+        mock.patch.dict(Screen.__init__.__kwdefaults__, seconds_between_lines=1e6),
     ):
         result = CliRunner().invoke(app, list(map(str, arguments)))
     if not isinstance(result.exception, SystemExit | None):
