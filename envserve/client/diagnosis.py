@@ -53,6 +53,7 @@ class Finding(enum.Enum):
     UNKNOWN_HOST = enum.auto()
     FOREIGN = enum.auto()  # a ZeroMQ socket, but no server's
     REFUSED = enum.auto()  # nobody listens there, says its host
+    SILENT = enum.auto()  # somebody listens who has no time, or waits for us
 
 
 def diagnose_connection(
@@ -74,6 +75,8 @@ def diagnose_connection(
         return Finding.REFUSED
     except (OSError, ValueError):
         return Finding.NOBODY
+    except EOFError:
+        return Finding.SILENT
     if mechanism == b"NULL" and kind not in (b"", b"ROUTER"):
         return Finding.FOREIGN
     if mechanism == b"NULL":
@@ -91,6 +94,7 @@ def _greet(address: str, deadline: float) -> tuple[bytes, bytes]:
     Raises:
       OSError: Nobody accepts connections, or nobody who keeps them.
       ValueError: The address is not one of tcp.
+      EOFError: Who accepts them says nothing.
     """
     scheme, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
@@ -103,7 +107,8 @@ def _greet(address: str, deadline: float) -> tuple[bytes, bytes]:
     left = max(0.01, deadline - time.monotonic())
     with socket.create_connection((host.strip("[]"), int(port)), left) as stream:
         stream.sendall(_OUR_GREETING)
-        greeting = _receive(stream, _GREETING_BYTES, deadline)
+        if not (greeting := _receive(stream, _GREETING_BYTES, deadline)):
+            raise EOFError
         if len(greeting) < _GREETING_BYTES or not greeting[0] & greeting[9] & 1:
             return b"", b""
         mechanism, kind = greeting[_MECHANISM].rstrip(b"\0"), None
@@ -179,12 +184,14 @@ def refusal_of(
         return ConnectError(unknown_server(address))
     server = fingerprint(keys[0]) if keys else ""
     client = fingerprint(keys[1].public) if keys else ""
+    nothing = "nothing was sent; " if keys else ""
+    is_started = f"{nothing}is `envserve start` running there, at that port?"
     texts = {
         Finding.UNKNOWN_HOST: "cannot resolve that name; is it spelled right, and does "
         "this network know it?",
-        Finding.NOT_ZEROMQ: "what listens there does not speak ZeroMQ, or hangs; "
-        f"{'nothing was sent; ' if keys else ''}is `envserve start` running there, at "
-        "that port?",
+        Finding.NOT_ZEROMQ: f"what listens there does not speak ZeroMQ; {is_started}",
+        Finding.SILENT: "what listens there says nothing: it hangs, or does not speak "
+        f"ZeroMQ; {is_started}",
         Finding.FOREIGN: "a ZeroMQ socket of some other program listens there; is "
         "`envserve start` running there, at that port?",
         Finding.USES_NO_KEYS: "the server uses no keys, and this client insists on "
@@ -206,7 +213,7 @@ class Diagnosis:
 
     Attributes:
       is_final: Whether what was found does not mend while one waits: others can be
-        invited meanwhile, and a host may be about to start.
+        invited meanwhile, a host may be about to start, or have no time for a while.
     """
 
     def __init__(
@@ -236,5 +243,5 @@ class Diagnosis:
     def _run(self) -> None:
         finding = diagnose_connection(*self._about, self._look_seconds)
         self._refusal = refusal_of(finding, *self._about)
-        may_pass = (Finding.UNKNOWN_CLIENT, Finding.UNKNOWN_HOST)
+        may_pass = (Finding.UNKNOWN_CLIENT, Finding.UNKNOWN_HOST, Finding.SILENT)
         self.is_final = finding not in may_pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import threading
 import time
@@ -21,6 +22,7 @@ from envserve.keys.folder import KeyFolder
 from envserve.keys.formats import fingerprint
 from envserve.keys.pair import KeyPair, Keys
 from envserve.session import Patience
+from tests.envserve.conftest import Serve
 from tests.envserve.server_process import make_config
 
 SERVER, CLIENT, OTHER = KeyPair.make(), KeyPair.make(), KeyPair.make()
@@ -201,7 +203,8 @@ CASES: dict[str, tuple[tuple[Any, ...], Keys | None, Finding, str]] = {
     "echo": ((Tcp, echo), KEYS, Finding.NOT_ZEROMQ, "does not speak ZeroMQ"),
     "web": ((Tcp, web), KEYS, Finding.NOT_ZEROMQ, "does not speak ZeroMQ"),
     "web in the clear": ((Tcp, web), None, Finding.NOT_ZEROMQ, "does not speak ZeroMQ"),
-    "only listens": ((Tcp, nothing), KEYS, Finding.NOT_ZEROMQ, "or hangs"),
+    "only listens": ((Tcp, nothing), KEYS, Finding.SILENT, "nothing was sent; is"),
+    "only listens in the clear": ((Tcp, nothing), None, Finding.SILENT, "says nothing"),
     "publishes": ((Publisher,), None, Finding.FOREIGN, FOREIGN),
     "publishes to all": ((Publisher,), KEYS, Finding.FOREIGN, FOREIGN),
     "doubts": ((Router, SERVER, b"300"), KEYS, Finding.NOBODY, ""),
@@ -213,10 +216,10 @@ CASES: dict[str, tuple[tuple[Any, ...], Keys | None, Finding, str]] = {
 def test_why_nothing_connects_is_found_and_said(listen: Listen, name: str) -> None:
     listener, keys, finding, text = CASES[name]
     address = listen(*listener).address
-    is_silent = finding is Finding.NOT_ZEROMQ or name == "doubts"
-    assert diagnose_connection(address, keys, 0.5 if is_silent else 20.0) is finding
+    never_ends = finding in (Finding.NOT_ZEROMQ, Finding.SILENT) or name == "doubts"
+    assert diagnose_connection(address, keys, 0.5 if never_ends else 20.0) is finding
     refusal = refusal_of(finding, address, keys)
-    if finding is Finding.NOT_ZEROMQ:
+    if finding in (Finding.NOT_ZEROMQ, Finding.SILENT):
         assert text in str(refusal)
     elif text:
         assert str(refusal) == f"{address}: {text}"
@@ -292,8 +295,28 @@ def test_a_lane_says_so_soon_and_has_sent_nothing(
 
 def test_who_waits_for_little_is_told_what_listens_too(listen: Listen) -> None:
     address = listen(Tcp, nothing).address
-    with pytest.raises(ConnectError, match="does not speak ZeroMQ, or hangs"):
+    with pytest.raises(ConnectError, match="says nothing: it hangs, or does not"):
         connection.ask_welcome(address, 20.0, insecure=True)
+
+
+def test_a_server_that_stands_still_has_as_long_as_one_that_is_not_there(
+    serve: Serve,
+) -> None:
+    server = serve()
+    server.signal(signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        lane = RemoteLane(
+            server.address,
+            make_config("CartPole-v1"),
+            Patience(connect_seconds=4.0),
+            insecure=server.is_insecure,
+        )
+        with pytest.raises(ConnectError, match="says nothing: it hangs"):
+            lane.finish_start(started + 60.0)
+        assert time.monotonic() - started >= 4.0
+    finally:
+        server.signal(signal.SIGCONT)
 
 
 def test_who_asks_how_a_server_is_is_told_as_well(
