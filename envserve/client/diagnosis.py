@@ -185,15 +185,14 @@ def refusal_of(
     server = fingerprint(keys[0]) if keys else ""
     client = fingerprint(keys[1].public) if keys else ""
     nothing = "nothing was sent; " if keys else ""
-    is_started = f"{nothing}is `envserve start` running there, at that port?"
+    ask = "is `envserve start` running there, at that port?"
     texts = {
         Finding.UNKNOWN_HOST: "cannot resolve that name; is it spelled right, and does "
         "this network know it?",
-        Finding.NOT_ZEROMQ: f"what listens there does not speak ZeroMQ; {is_started}",
+        Finding.NOT_ZEROMQ: f"what listens there does not speak ZeroMQ; {nothing}{ask}",
         Finding.SILENT: "what listens there says nothing: it hangs, or does not speak "
-        f"ZeroMQ; {is_started}",
-        Finding.FOREIGN: "a ZeroMQ socket of some other program listens there; is "
-        "`envserve start` running there, at that port?",
+        f"ZeroMQ; {nothing}{ask}",
+        Finding.FOREIGN: f"a ZeroMQ socket of some other program listens there; {ask}",
         Finding.USES_NO_KEYS: "the server uses no keys, and this client insists on "
         "them; start it without --insecure-no-auth, or say insecure=True in a network "
         "that you trust",
