@@ -94,7 +94,8 @@ def _draw(axes: Any, task: Task, scores: Sequence[Score]) -> None:
         steps, means.min(axis=1), means.max(axis=1), alpha=0.2, linewidth=0
     )
     axes.axhline(task.goal, color="gray", linestyle="--", linewidth=0.8)
-    axes.set_title(f"{scores[0].env_name}, {len(scores)} seeds", fontsize=9)
+    seeds = "1 seed" if len(scores) == 1 else f"{len(scores)} seeds"
+    axes.set_title(f"{scores[0].env_name}, {seeds}", fontsize=9)
     axes.tick_params(labelsize=7)
     axes.grid(alpha=0.3)
 

@@ -60,13 +60,13 @@ def run_one(task: Task, seed: int, folder: Path) -> Score:
     """
     from ppo.commands.shared import start_tensorflow
 
-    start_tensorflow(1, 1)
+    config = task.make_config(seed)
+    start_tensorflow(1, 1, config)
     from ppo.environments import env_maker
     from ppo.evaluate import evaluate_run
     from ppo.run_folder.metrics_file import read_metrics
     from ppo.train import train
 
-    config = task.make_config(seed)
     shutil.rmtree(folder, ignore_errors=True)
     run_folder = RunFolder.create(folder, config)
     make_env = env_maker(config, num_workers=1)
