@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -16,6 +17,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from envserve.errors import WrapperError
 from envserve.wrappers import parse_wrappers
@@ -38,9 +40,28 @@ _LayerSize = Annotated[int, Field(ge=1, le=65_536)]
 # Not strict: files and settings have lists where Python has tuples.
 _Layers = Annotated[tuple[_LayerSize, ...], Field(strict=False, examples=["64,64"])]
 _Words = Annotated[tuple[str, ...], Field(strict=False, examples=["ale_py"])]
-_Table = Annotated[Mapping[str, Any], Field(examples=['{"name": 1}'])]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as the folder of a run will give it back: with lists, no tuples.
+
+    Raises:
+        PydanticCustomError: it holds what JSON has no word for.
+    """
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise PydanticCustomError("plain", "expected names, numbers, text, truth or lists")
+
+
+_Table = Annotated[
+    Mapping[str, Any], AfterValidator(_plain), Field(examples=['{"name": 1}'])
+]
 _Tables = Annotated[
-    tuple[Mapping[str, Any], ...],
+    tuple[Annotated[Mapping[str, Any], AfterValidator(_plain)], ...],
     Field(strict=False, examples=['[{name = "ActionRepeat", amount = 4}]']),
 ]
 
@@ -55,6 +76,7 @@ class Config(BaseModel, frozen=True):
 
     model_config = ConfigDict(
         allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # in env_kwargs
         extra="forbid",
         strict=True,  # JSON, which run folders hold, tells numbers from text and truth
         use_attribute_docstrings=True,

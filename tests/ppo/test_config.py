@@ -1,6 +1,7 @@
 """Configs: checked values, text in and out, named ones."""
 
 import json
+import math
 import pickle
 from pathlib import Path
 
@@ -279,3 +280,21 @@ def test_an_env_has_the_config_that_is_for_it_or_defaults_that_suit_its_spaces()
     for actions in (spaces.Discrete(2), spaces.Tuple([spaces.Discrete(2)])):
         assert config.replace(**suited(vector, actions)).normalize_advantages
     assert config.replace(**suited(image, spaces.Discrete(2))).num_envs == 8
+
+
+def test_what_envs_are_given_comes_back_from_a_file(tmp_path: Path) -> None:
+    given = {"range": (0.6, math.inf), "names": {"a": [True, None]}}
+    wrapper = {"name": "TimeLimit", "max_episode_steps": 9}
+    config = Config(env_name="Hopper-v5", env_kwargs=given, wrappers=(wrapper,))
+    assert config.env_kwargs == {"range": [0.6, math.inf], "names": {"a": [True, None]}}
+    path = tmp_path / "config.json"
+    path.write_text(config.model_dump_json())
+    assert read_config(path) == config
+    for odd in (
+        {"a": {1: 2}},
+        {"a": np.bool_(True)},
+        {"a": [np.zeros(3)]},
+        {"a": Path("b")},
+    ):
+        with pytest.raises(ConfigError, match=r"env_kwargs: expected names, numbers"):
+            config.replace(env_kwargs=odd)
