@@ -161,7 +161,8 @@ def evaluate_run(
         config: names the number of episodes.
         run_folder: has the checkpoints; `evaluation.json` goes there.
         make_env: makes the envs, which are closed at the end.
-        agent: that of the newest checkpoint; by default it is loaded.
+        agent: that of the newest checkpoint, of a training that has just ended, as is
+            noted then; by default it is loaded.
         which: the checkpoint to load.
 
     Raises:
@@ -171,13 +172,14 @@ def evaluate_run(
     counters = checkpoint.read_counters(run_folder.checkpoints, which)
     episodes = config.evaluation_episodes
     seed = evaluation_seed(config.seed)
+    ended = {} if agent is None else {"total_steps": config.total_steps}
     with make_env(num_envs=min(config.num_envs, episodes), seed=seed) as env:
         if agent is None:
             agent = Agent(env.observation_space, env.action_space, config)
             # A run that goes on may have written a newer one since.
             counters = checkpoint.load_agent(run_folder.checkpoints, agent, which)
         evaluation = evaluate(agent, env, episodes)._replace(steps=counters.steps)
-    run_folder.save_evaluation(evaluation.as_dict())
+    run_folder.save_evaluation(evaluation.as_dict() | ended)
     return evaluation
 
 
@@ -198,20 +200,21 @@ def _play(simulation: Simulation, env: BatchEnv, episodes: int) -> Evaluation:
     quotas[: episodes % env.num_envs] += 1
     played: list[list[Episode]] = [[] for _ in quotas]
     tracker = EpisodeTracker(env.num_envs)
-    batch_steps = 0
+    idle_steps = 0  # since an episode that counts has ended
     while any(len(done) < quota for done, quota in zip(played, quotas, strict=True)):
-        if batch_steps >= _MAX_BATCH_STEPS:
+        if idle_steps >= _MAX_BATCH_STEPS:
             missing = episodes - sum(map(len, played))
             raise EnvDataError(
-                f"{env!r}: expected {episodes} episodes within {_MAX_BATCH_STEPS} "
-                f"steps, {missing} have not ended; give the env a time limit."
+                f"{env!r}: expected {episodes} episodes, {missing} have not ended, "
+                f"none in the last {_MAX_BATCH_STEPS} steps; give the env a time limit."
             )
+        idle_steps += _HORIZON
         for episode in tracker.add(simulation.run((0, 0))):
             if len(played[episode.env_index]) < quotas[episode.env_index]:
                 played[episode.env_index].append(episode)
+                idle_steps = 0
         unfinished = np.array([len(done) for done in played]) < quotas
         _check_losses(env, np.where(unfinished, tracker.lost_in_a_row, 0))
-        batch_steps += _HORIZON
     return Evaluation.of(episode for done in played for episode in done)
 
 

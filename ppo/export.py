@@ -182,8 +182,9 @@ def _named_inputs(specs: Any) -> Any:
 
 
 def _check_free(folder: Path) -> None:
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    is_taken = folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
+    if is_taken or not folder.name:
         raise OutputError(
-            f"{folder}: expected a new or empty folder, got one with files in it, or a "
-            "file; choose another."
+            f"{folder}: expected a new or empty folder, got one with files in it, a "
+            "file, or this one; choose another."
         )

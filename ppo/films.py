@@ -29,6 +29,7 @@ from ppo.networks.recurrent import States
 from ppo.rollout import Episode
 from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import Which
+from ppo.run_folder.disk_errors import disk_errors
 from ppo.run_folder.folder import RunFolder
 
 __all__ = ["play_episode", "rendering_env_maker", "visualize_run"]
@@ -165,8 +166,6 @@ def visualize_run(
             path = outdir / f"step-{counters.steps}-episode-{number}.mp4"
             played[path] = _film(path, env, begin, rate)
             on_episode(path, played[path])
-    tensorboard = run_folder.path / "tensorboard"
-    _show_in_tensorboard(next(iter(played)), tensorboard, counters.steps)
     evaluation = Evaluation.of(played.values(), counters.steps)
     summary = {"env_name": config.env_name, "seed": seed, **evaluation.as_dict()}
     summary["lengths"] = evaluation.lengths.tolist()
@@ -176,6 +175,9 @@ def visualize_run(
         path.write_text(json.dumps(summary, indent=2) + "\n")
     except OSError as error:
         raise OutputError(f"{path}: cannot be written; {error.strerror}.") from error
+    with run_folder.writing():
+        events = run_folder.path / "tensorboard"
+        _show_in_tensorboard(next(iter(played)), events, counters.steps)
     return evaluation
 
 
@@ -226,8 +228,11 @@ def _show_in_tensorboard(film: Path, folder: Path, steps: int) -> None:
     image = [str(width).encode(), str(height).encode(), made.stdout]
     images = tf.compat.v1.SummaryMetadata.PluginData(plugin_name="images")
     metadata = tf.compat.v1.SummaryMetadata(plugin_data=images)
-    with tf.summary.create_file_writer(str(folder)).as_default(step=steps):
-        tf.summary.write("evaluation/film", image, metadata=metadata)
+    with disk_errors(folder):
+        events = tf.summary.create_file_writer(str(folder))
+        with events.as_default(step=steps):
+            tf.summary.write("evaluation/film", image, metadata=metadata)
+        events.close()
 
 
 def _film(

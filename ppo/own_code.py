@@ -101,5 +101,7 @@ class Callbacks:
         for name, own, called in self._callbacks:
             with blamed(name, own, CallbackError):
                 numbers.update(called(run, numbers, run.rollout) or {})
+                if odd := [key for key in numbers if not isinstance(key, str)]:
+                    raise TypeError(f"expected numbers by name, got {odd[0]!r}")
                 numbers = {key: float(value) for key, value in numbers.items()}
-        return {key: numbers[key] for key in numbers.keys() - metrics.keys()}
+        return {key: numbers[key] for key in numbers.keys() - {*metrics, "steps"}}

@@ -55,7 +55,8 @@ class TrainResult(NamedTuple):
     mean_return: float
     """Mean of the last 100 training episodes, as far as they ended since then."""
     curve: tuple[tuple[int, float], ...]
-    """Env steps and mean return of each evaluation on the way since the run began."""
+    """Env steps and mean return of each evaluation on the way since the run began, as
+    the chief of the learners has them; the others have none."""
 
 
 def train(
@@ -111,11 +112,10 @@ def train(
             _restore(run, run_folder)
         learners.align(checkpoint.variables(run.agent, run.updater, run.return_scale))
         evaluator = CurveEvaluator(run.agent, config, make_env, on_step)
-        with run_folder.writing():
-            writer = MetricsWriter(
-                run_folder.path, config, resumed_from=first if resume else None
-            )
-        with writer:
+        resumed_from = first if resume else None
+        with MetricsWriter(
+            run_folder.path, config, resumed_from=resumed_from
+        ) as writer:
             loop = _Loop(run, callbacks, run_folder, writer, evaluator)
             loop.run(on_progress, should_stop)
     return _result(run, run_folder)
@@ -152,7 +152,7 @@ class _Loop:
         self._writer = writer
         self._evaluator = evaluator
         self._last_saved = -math.inf  # the first iteration is saved, however soon
-        self._saved_iteration: int | None = None
+        self._saved_iteration = run.counters.iteration  # what it goes on from
         self._window = ReportWindow()
         self._evaluated: dict[str, float] = {}
         self._best_return = checkpoint.best_return(run_folder.checkpoints)
@@ -166,7 +166,7 @@ class _Loop:
             before = self._run.counters
             evaluation = None
             try:
-                steps_per_second, metrics = self._iterate()
+                metrics = self._iterate()
                 if self._is_evaluation_due(before):
                     evaluation = self._evaluate()
                     metrics |= self._evaluated
@@ -179,9 +179,12 @@ class _Loop:
                 # Envs fail while a rollout or an evaluation is collected, and callbacks
                 # after the update: nothing is half learned.
                 self._report()
-                self._save()
+                self._save(evaluation)
                 raise
-            is_last = any(self._learners.gather(self._run.is_finished or should_stop()))
+            ends = self._learners.gather((self._run.is_finished, should_stop()))
+            if any(is_finished for is_finished, _ in ends):  # by a callback, it may be
+                self._run.stop()
+            is_last = any(map(any, ends))
             if is_last or evaluation is not None or self._is_report_due(before):
                 self._report()
             if self._is_best(evaluation) or is_last or self._is_save_due(before):
@@ -189,24 +192,24 @@ class _Loop:
             on_progress(
                 Progress(
                     self._run.counters.steps,
-                    steps_per_second,
+                    metrics["steps_per_second"],
                     self._run.mean_return,
                     self._run.lost_steps.total,
                     metrics,
                 )
             )
 
-    def _iterate(self) -> tuple[float, dict[str, float]]:
-        """Collect and learn once; returns the steps per second, and all numbers."""
+    def _iterate(self) -> dict[str, float]:
+        """Collect and learn once; returns what a report of this alone would have."""
         before = self._run.counters.steps
         metrics = self._run.iterate()
-        steps = self._run.counters.steps - before
-        self._window.add(steps, metrics)
+        alone = ReportWindow()
+        for window in (self._window, alone):
+            window.add(self._run.counters.steps - before, metrics)
         self._run.lost_steps.add(
             int(metrics["invalid_steps"]), self._config.steps_per_iteration
         )
-        seconds = metrics["rollout_seconds"] + metrics["update_seconds"]
-        return steps / seconds, metrics
+        return alone.take() | self._run.statistics()
 
     def _is_evaluation_due(self, before: Counters) -> bool:
         every = self._config.evaluate_every * self._learners.is_chief
@@ -233,8 +236,7 @@ class _Loop:
             return
         row = self._window.take() | self._run.statistics() | self._evaluated
         self._evaluated = {}
-        with self._run_folder.writing():
-            self._writer.write(self._run.counters.steps, row)
+        self._writer.write(self._run.counters.steps, row)
 
     def _is_best(self, evaluation: Evaluation | None) -> bool:
         """Whether no evaluation of the run was as good; remembers it then."""
@@ -271,9 +273,10 @@ class _Loop:
 
 def _result(run: TrainingRun, run_folder: RunFolder) -> TrainResult:
     steps, lost_steps = run.counters.steps, run.lost_steps.total
+    rows = read_metrics(run_folder.metrics_path) if run.learners.is_chief else []
     curve = tuple(
         (int(row["steps"]), row["evaluation_return"])
-        for row in read_metrics(run_folder.metrics_path)
+        for row in rows
         if row.get("evaluation_return") is not None
     )
     return TrainResult(

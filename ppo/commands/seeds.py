@@ -38,7 +38,8 @@ def train_seeds(
     its folder has. Each has its share of the cores for workers and threads.
     """
     path, first = plan.run_folder.path, plan.config.seed
-    known = sorted(int(each.name[len("seed-") :]) for each in path.glob("seed-*"))
+    names = [each.name.removeprefix("seed-") for each in path.glob("seed-*")]
+    known = sorted(int(name) for name in names if name.isdecimal())
     seeds = range(first, first + num_seeds) if num_seeds else known
     runs = {seed: RunFolder(path / f"seed-{seed}") for seed in seeds}
     plan.run_folder.save_config(plan.config)
@@ -135,12 +136,18 @@ def _said(run: RunFolder) -> str:
 
 
 def _mean_return(plan: Plan, run: RunFolder) -> float | None:
-    """Return what a seed earned at the end of the plan's steps; None before."""
+    """Return what a seed earned at the end of the plan's steps; None before.
+
+    A callback may have ended it sooner: then it was evaluated by that training.
+    """
     try:
         evaluation = json.loads((run.path / "evaluation.json").read_text())
         last = read_metrics(run.metrics_path)[-1]
     except (OSError, RunFolderError):
         return None
-    steps = last["steps"]
-    is_its = plan.config.is_over_after(steps) and evaluation["steps"] == steps
-    return evaluation["mean_return"] if is_its else None
+    steps, total_steps = last["steps"], plan.config.total_steps
+    is_over = total_steps == evaluation.get("total_steps")
+    is_over |= plan.config.is_over_after(steps)
+    return (
+        evaluation["mean_return"] if is_over and evaluation["steps"] == steps else None
+    )

@@ -29,7 +29,7 @@ from envserve.terminal import console, fail
 from ppo.commands.compiled_code import keep_compiled_code
 from ppo.commands.screen import Screen
 from ppo.config import Config
-from ppo.errors import BadInputError, PpoError
+from ppo.errors import BadInputError, PpoError, RunFolderError
 from ppo.run_folder.folder import Place, RunFolder
 
 if TYPE_CHECKING:
@@ -172,11 +172,17 @@ def opened_run(
 ) -> Iterator[tuple[RunFolder, Config, "Which", Place, Screen]]:
     """Check what a command was given of a run, then start TensorFlow.
 
-    Errors within are reported. Yields folder, config, checkpoint, place and screen.
+    Errors within are reported. Yields folder, config, checkpoint, place and screen; the
+    config is content with fewer servers than the training wanted.
     """
     with reported_errors():
         which = which_checkpoint(checkpoint)
         run_folder, config = RunFolder.open(run)
+        if any(run.glob("seed-*/config.json")) and not run_folder.has_checkpoint():
+            raise RunFolderError(
+                f"{run}: expected one run, got several; name a seed's."
+            )
+        config = config.replace(min_servers=0, num_servers=0)
         place = place_of(run_folder.place(), connect, import_modules)
         if place.addresses and connect is None:
             print(f"Env servers of the run: {', '.join(place.addresses)}")

@@ -135,7 +135,7 @@ def train(
         reported_errors(log_format),
         hints_at_resuming() as runs,
         Screen(console(), logger) as screen,
-        _Watchers(screen, page, metrics_port, metrics_host) as watchers,
+        Watchers(screen, page, metrics_port, metrics_host) as watchers,
     ):
         addresses, index = cluster(seeds, resume) if distribute else (["here"], 0)
         can_restart = restartable and not index
@@ -223,7 +223,7 @@ def _agreed_plan(
 
 
 def _train(
-    screen: Screen, watchers: "_Watchers", plan: Plan, num_workers: int | None
+    screen: Screen, watchers: "Watchers", plan: Plan, num_workers: int | None
 ) -> bool:
     """Train and evaluate, or return False if a signal stops it."""
     from ppo.environments import env_maker
@@ -292,7 +292,7 @@ def _tell_of_earlier(screen: Screen, plan: Plan, steps: int) -> None:
         screen.print(leap)
 
 
-class _Watchers(contextlib.ExitStack):
+class Watchers(contextlib.ExitStack):
     """A page and a port for metrics, as far as they are asked for."""
 
     def __init__(
@@ -301,6 +301,7 @@ class _Watchers(contextlib.ExitStack):
         super().__init__()
         self._screen, self._has_page, self._metrics = screen, has_page, None
         self._env: BatchEnv | None = None
+        self._evaluated: dict[str, float] = {}  # the last time
         if has_page:
             try:
                 import envserve.page.app  # noqa: F401
@@ -331,7 +332,9 @@ class _Watchers(contextlib.ExitStack):
     def show(self, progress: "Progress") -> None:
         """Take in how far the training is."""
         if self._metrics is not None and self._env is not None:
-            row = {**progress.metrics, "steps_per_second": progress.steps_per_second}
+            new = progress.metrics.items()
+            self._evaluated |= {k: v for k, v in new if k.startswith("evaluation_")}
+            row = {**self._evaluated, **progress.metrics}
             self._metrics.update(progress.steps, row, self._env.stats())
         self._screen.show(progress)  # last: who reads it may then ask for the others
 
@@ -342,7 +345,7 @@ def _end(screen: Screen, plan: Plan, has_film: bool) -> None:
     if has_film:
         try:
             film_run(screen, plan.run_folder, plan.config, plan.place, episodes=1)
-        except (BadInputError, EnvserveError) as error:
+        except (PpoError, EnvserveError) as error:
             screen.print(f"No film: {error}")
     screen.print("Next:")
     screen.print(f"  ppo visualize {path}  # films of it")

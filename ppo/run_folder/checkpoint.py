@@ -5,7 +5,6 @@ to disk and then renamed, so a folder with a proper name is always complete. One
 after an evaluation says what that gave: the best of them is kept.
 """
 
-import errno
 import json
 import math
 import operator
@@ -20,6 +19,7 @@ from ppo.agent import Agent
 from ppo.errors import CheckpointError
 from ppo.learning.update import Updater
 from ppo.normalize import ReturnScale
+from ppo.run_folder.disk_errors import disk_errors
 
 __all__ = [
     "Counters",
@@ -71,12 +71,8 @@ def save(
     for leftover in folder.glob("*.partial"):  # of a run that was killed
         shutil.rmtree(leftover)
     partial.mkdir(parents=True)
-    try:
+    with disk_errors(partial):
         _checkpoint(agent, updater, return_scale).write(str(partial / "state"))
-    except tf.errors.OpError as error:
-        is_full = isinstance(error, tf.errors.ResourceExhaustedError)
-        number = errno.ENOSPC if is_full else errno.EIO
-        raise OSError(number, error.message, str(partial)) from error
     (partial / "counters.json").write_text(json.dumps(counters._asdict()) + "\n")
     if evaluation_return is not None:
         text = json.dumps({"mean_return": evaluation_return}) + "\n"

@@ -5,16 +5,19 @@ is a state is that of the last iteration, of what must not be large the largest 
 and all else is averaged over iterations.
 """
 
+import contextlib
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
 import tensorflow as tf
 
 from ppo.config import Config
+from ppo.run_folder.disk_errors import disk_errors
+from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics_file import cut_off_after
 
 __all__ = ["MetricsWriter", "ReportWindow", "is_due"]
@@ -40,7 +43,7 @@ class MetricsWriter:
             what it reported after these is dropped, since it will do that again.
 
     Raises:
-        OSError: the files cannot be written.
+        RunWriteError: the files cannot be written.
     """
 
     def __init__(
@@ -50,38 +53,45 @@ class MetricsWriter:
         *,
         resumed_from: tuple[int, int] | None = None,
     ) -> None:
-        if resumed_from is not None:
-            iteration, steps = resumed_from
-            cut_off_after(folder / "metrics.jsonl", iteration)
-            _announce_restart(folder / "tensorboard", steps + 1)
-        # Unbuffered: what a full disk has refused must not come up again in close().
-        self._lines = (folder / "metrics.jsonl").open("ab", buffering=0)
-        self._events = tf.summary.create_file_writer(str(folder / "tensorboard"))
-        if resumed_from is None:
-            with self._events.as_default(step=0):
-                _write_config(config)
+        self._folder, events = folder, folder / "tensorboard"
+        iteration, steps = resumed_from or (0, 0)
+        with self._writing():
+            if resumed_from is not None:
+                cut_off_after(folder / "metrics.jsonl", iteration)
+                _announce_restart(events, steps + 1)
+            self._events = tf.summary.create_file_writer(str(events))
+            if not iteration:
+                with self._events.as_default(step=0):
+                    _write_config(config)
+            # Unbuffered: what a full disk has refused must not come up again later.
+            self._lines = (folder / "metrics.jsonl").open("ab", buffering=0)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        with RunFolder(self._folder).writing(), disk_errors(self._folder):
+            yield
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._events.close()
-        self._lines.close()
+        with self._writing(), self._lines:
+            self._events.close()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write a row at so many env steps; what is not finite is null in the JSON.
 
         Raises:
-            OSError: the row cannot be written, for instance because the disk is full.
+            RunWriteError: it cannot be written, for instance as the disk is full.
         """
         row = {
             name: value if math.isfinite(value) else None
             for name, value in values.items()
         }
         line = (json.dumps({"steps": step, **row}) + "\n").encode()
-        while line:
-            line = line[self._lines.write(line) :]
-        with self._events.as_default(step=step):
+        with self._writing(), self._events.as_default(step=step):
+            while line:
+                line = line[self._lines.write(line) :]
             for name, value in values.items():
                 tf.summary.scalar(tag_of(name), value)
 

@@ -54,10 +54,13 @@ def test_it_sees_and_changes_a_run_and_its_numbers_are_reported(
     assert [("evaluation_return" in each) for each in metrics] == [False, True] * 2
     assert rewards[0].shape == (8, 2)
     rows = rows_of(tmp_path / "run")
+    assert [row["steps"] for row in rows] == [32, 64]
     assert [row["own/put"] for row in rows] == [1.5, 3.5]  # means over two iterations
     assert [row["returned"] for row in rows] == [15.0, 35.0]
     assert all(row["mean_return"] > 0.0 for row in rows)  # as it was, not as it said
     assert shown[-1].metrics["returned"] == 40.0
+    # What a report of that iteration alone would have.
+    assert {"steps", *shown[-1].metrics} == rows[-1].keys()
     # The envs have what it has set, and the loss is its own.
     assert metrics[0]["info/level"] == 1.0
     assert 1.0 < metrics[1]["info/level"] < metrics[3]["info/level"]
@@ -88,6 +91,7 @@ def test_a_run_whose_callback_failed_goes_on_with_a_class_made_anew_until_it_sto
         ("breaks_the_config", "32: ConfigError: num_envs: .* got 0"),
         ("tells_words", "35: ValueError: could not convert .*'many'"),
         ("tells_a_list", "39: TypeError: cannot convert"),
+        ("tells_numbers_of_rows", "59: TypeError: expected numbers by name, got 0"),
     ],
 )
 def test_one_that_fails_is_one_line(name: str, message: str) -> None:

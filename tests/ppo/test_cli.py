@@ -13,11 +13,17 @@ import pytest
 
 from envserve.errors import ServerLost, WrapperError
 from ppo.commands.plan import Plan, new_folder
-from ppo.commands.shared import place_of, plain_warnings, which_checkpoint
+from ppo.commands.shared import (
+    opened_run,
+    place_of,
+    plain_warnings,
+    which_checkpoint,
+)
 from ppo.commands.stop_signals import StopSignals
 from ppo.commands.train import hints_at_resuming
 from ppo.config import Config
 from ppo.configs import CONFIGS
+from ppo.environments import env_maker
 from ppo.errors import RunFolderError
 from ppo.run_folder.folder import Place, RunFolder
 from tests.ppo.runs import ppo
@@ -143,6 +149,16 @@ def test_a_checkpoint_is_named_by_its_steps_or_as_the_best(
     assert which_checkpoint("best") == "best"
     assert which_checkpoint("10,240") == 10240
     assert which_checkpoint(None) is None
+
+
+def test_a_run_is_looked_at_with_fewer_servers_than_it_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ppo.commands.shared.start_tensorflow", lambda *_: None)
+    wanted = Config(env_name="CartPole-v1", min_servers=2, num_servers=4)
+    RunFolder.create(tmp_path, wanted, Place(addresses=("127.0.0.1:1", "127.0.0.1:2")))
+    with opened_run(tmp_path, None, ["local"], None) as (_, config, _, place, _):
+        env_maker(config, place.addresses)  # would raise
 
 
 def test_an_unknown_option_is_refused() -> None:

@@ -147,6 +147,32 @@ def test_a_run_outlives_its_learners(tmp_path: Path) -> None:
     assert "Learner 1 is done" in pairs.said(tmp_path)[1]
 
 
+STOPS = """
+def stop(run, metrics, rollout):
+    if (run.learners.index, run.counters.iteration) == (1, 2):
+        run.stop()
+"""
+
+
+def test_a_stop_by_one_learner_ends_the_run_of_all(tmp_path: Path) -> None:
+    (tmp_path / "stops.py").write_text(STOPS)
+    run = tmp_path / "run"
+    callbacks = f'callbacks=["{tmp_path}/stops.py:stop"]'
+    other = (*COMMON, "--restartable", "CartPole-v1", *CHANGES, "--set", callbacks)
+    first = (*other, "--run-dir", str(run))
+    with pairs.started(main, [[first], [other]], tmp_path) as processes:
+        codes = [*map(pairs.end_code, processes)]
+    assert codes == [0, 0], pairs.said(tmp_path)
+    assert json.loads((run / "evaluation.json").read_text())["steps"] == 128
+
+    # A run that has ended is evaluated again, and that is all.
+    first = (*COMMON, "--resume", str(run), "--set", "total_steps=128")
+    with pairs.started(main, [[first], [other]], tmp_path) as processes:
+        codes = [*map(pairs.end_code, processes)]
+    assert codes == [0, 0], pairs.said(tmp_path)
+    assert counters(run).steps == 128
+
+
 @pytest.mark.parametrize(
     "text",
     [

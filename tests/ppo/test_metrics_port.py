@@ -2,15 +2,19 @@
 
 import math
 import urllib.request
+from types import SimpleNamespace
+from typing import Any, cast
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from envserve.client import BatchStats
+from ppo.commands.train import Watchers
 from ppo.metrics_port import TrainerMetrics
+from ppo.train import Progress
 
 
-def read(metrics: TrainerMetrics) -> dict[str, float]:
-    with urllib.request.urlopen(metrics.address, timeout=60) as answer:
+def read(address: str) -> dict[str, float]:
+    with urllib.request.urlopen(address, timeout=60) as answer:
         text = answer.read().decode()
     return {
         " ".join([name, *labels.values()]): value
@@ -19,20 +23,22 @@ def read(metrics: TrainerMetrics) -> dict[str, float]:
     }
 
 
+STATS = BatchStats(
+    steps=5,
+    rows=20,
+    valid_rows=17,
+    invalid_rows={"WORKER_DIED": 3},
+    latency_seconds={"p50": 0.25},
+    lanes={"local": {"restarts": 2}},
+)
+
+
 def test_the_latest_row_is_shown_with_what_the_envs_have_counted() -> None:
-    stats = BatchStats(
-        steps=5,
-        rows=20,
-        valid_rows=17,
-        invalid_rows={"WORKER_DIED": 3},
-        latency_seconds={"p50": 0.25},
-        lanes={"local": {"restarts": 2}},
-    )
     with TrainerMetrics(0) as metrics:
-        assert read(metrics) == {"ppo_env_steps_total": 0}
-        metrics.update(10, {"mean_return": 1.0}, stats)
-        metrics.update(20, {"mean_return": 9.5, "kl": math.nan}, stats)
-        found = read(metrics)
+        assert read(metrics.address) == {"ppo_env_steps_total": 0}
+        metrics.update(10, {"mean_return": 1.0}, STATS)
+        metrics.update(20, {"mean_return": 9.5, "kl": math.nan}, STATS)
+        found = read(metrics.address)
     assert math.isnan(found.pop("ppo_kl"))
     assert found == {
         "ppo_env_steps_total": 20,
@@ -42,3 +48,16 @@ def test_the_latest_row_is_shown_with_what_the_envs_have_counted() -> None:
         "ppo_lane_events_total restarts local": 2,
         "ppo_batch_seconds p50": 0.25,
     }
+
+
+def test_an_evaluation_is_shown_until_the_next_one() -> None:
+    said: list[str] = []
+    screen: Any = SimpleNamespace(print=said.append, show=lambda _: None)
+    env: Any = SimpleNamespace(stats=lambda: STATS)
+    with Watchers(screen, has_page=False, port=0, host="127.0.0.1") as watchers:
+        watchers.begin(env, plan=cast(Any, None))
+        for steps, metrics in enumerate([{"evaluation_return": 5.0}, {"kl": 0.25}]):
+            watchers.show(Progress(steps, 0.0, 0.0, 0, metrics))
+        found = read(said[0].removeprefix("Metrics: "))
+    assert found["ppo_evaluation_return"] == 5.0
+    assert found["ppo_kl"] == 0.25

@@ -82,6 +82,16 @@ def test_metrics_are_a_line_per_row_and_events(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("resumed_from", "count"), [((0, 0), 1), ((1, 16), 0)])
+def test_a_run_begun_by_resuming_tells_tensorboard_its_settings(
+    resumed_from: tuple[int, int], count: int, tmp_path: Path
+) -> None:
+    with MetricsWriter(tmp_path, CONFIG, resumed_from=resumed_from):
+        pass
+    files = (tmp_path / "tensorboard").iterdir()
+    assert sum(b"_hparams_" in file.read_bytes() for file in files) == count
+
+
 def test_tensorboard_has_metrics_in_groups() -> None:
     tags = [
         *("evaluation/return_std", "losses/kl_penalty", "losses/explained_variance"),

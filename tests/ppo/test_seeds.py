@@ -17,10 +17,10 @@ folder = Path(sys.argv[-1])
 seed = json.loads((folder / "config.json").read_text())["seed"]
 with (folder / "starts").open("a") as file:
     file.write("start\\n")
-def end(mean_return):
-    row = {"steps": 64, "iteration": 1, "mean_return": 0.0}
+def end(mean_return, steps=64, **more):
+    row = {"steps": steps, "iteration": 1, "mean_return": 0.0}
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
-    result = {"steps": 64, "mean_return": mean_return}
+    result = {"steps": steps, "mean_return": mean_return, **more}
     (folder / "evaluation.json").write_text(json.dumps(result))
 """
 ALL_BUT_ONE = RUN + "end(10.0 * seed) if seed != 8 else sys.exit('Error: no luck')"
@@ -75,6 +75,24 @@ def test_a_seed_that_fails_is_named_and_resumed_while_the_others_go_on(
     values = [json.loads(path.read_text()) for path in configs]
     assert [each["seed"] for each in values] == [7, 7, 9]
     assert [each["total_steps"] for each in values] == [128, 128, 128]
+
+
+def test_seeds_that_a_callback_has_ended_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "study"
+    monkeypatch.setattr("ppo.commands.seeds._RUN", RUN + "end(5.0, 0)")
+    assert ppo(*study(folder))[0] == 1  # evaluated, but not by a training's end
+    monkeypatch.setattr("ppo.commands.seeds._RUN", RUN + "end(5.0, 0, total_steps=64)")
+    (folder / "seed-7-kept").mkdir()
+    for _ in range(2):
+        code, output, _ = ppo("train", "--resume", folder)
+        assert code == 0, output
+        assert "Mean return 5.0 over 3 of 3 seeds" in output
+    assert starts(folder) == [2, 2, 2]
+    code, _, error = ppo("evaluate", folder)
+    assert code == 2
+    assert error == f"Error: {folder}: expected one run, got several; name a seed's.\n"
 
 
 @pytest.mark.parametrize(("count", "expected"), [(1, 0), (2, 130)])

@@ -278,12 +278,45 @@ def test_an_update_that_diverges_ends_the_run_and_is_not_saved(tmp_path: Path) -
 
 
 @eagerly
-def test_a_full_disk_ends_the_run_with_what_to_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_events", [False, True])
+def test_a_full_disk_ends_the_run_with_what_to_do(
+    is_events: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise tf.errors.ResourceExhaustedError(None, None, "events; No space left")
+
     run_folder = RunFolder.create(tmp_path / "run", SMALL)
-    (run_folder.path / "metrics.jsonl").symlink_to("/dev/full")
-    message = r"No space left on device; free some space\.$"
+    if is_events:
+        monkeypatch.setattr("tensorflow.summary.scalar", refuse)
+    else:
+        (run_folder.path / "metrics.jsonl").symlink_to("/dev/full")
+    message = r"No space left( on device)?; free some space\.$"
     with pytest.raises(RunWriteError, match=message):
         train(SMALL, run_folder, Maker())
+
+
+@eagerly
+def test_a_folder_without_room_for_events_is_an_error(tmp_path: Path) -> None:
+    run_folder = RunFolder.create(tmp_path / "run", SMALL)
+    (run_folder.path / "tensorboard").write_text("")
+    with pytest.raises(RunWriteError, match="make it writable"):
+        train(SMALL, run_folder, Maker())
+
+
+def test_envs_that_fail_at_once_leave_the_best_checkpoint_as_it_is(
+    tmp_path: Path,
+) -> None:
+    class Failing(CountingBatchEnv):
+        def step(self, actions: np.ndarray, out: Any = None) -> Any:
+            raise EnvError("Env 1: boom", env_index=1)
+
+    config = SMALL.replace(evaluate_every=SMALL.total_steps)
+    run(tmp_path / "run", config)
+    longer = config.replace(total_steps=2 * config.total_steps)
+    with pytest.raises(EnvError, match="boom"):
+        run(tmp_path / "run", longer, Maker(lambda n: Failing([8] * n)), resume=True)
+    best = checkpoint.checkpoint_at(tmp_path / "run" / "checkpoints", "best")
+    assert best.name == "00000004"
 
 
 def test_the_newest_checkpoint_is_evaluated_on_envs_of_its_own(tmp_path: Path) -> None:

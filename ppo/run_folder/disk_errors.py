@@ -1,0 +1,19 @@
+"""What TensorFlow raises when it cannot write, as what Python raises then."""
+
+import contextlib
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import tensorflow as tf
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn what TensorFlow raises when it cannot write there into an `OSError`."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        is_full = isinstance(error, tf.errors.ResourceExhaustedError)
+        number = errno.ENOSPC if is_full else errno.EIO
+        raise OSError(number, error.message, str(path)) from error
