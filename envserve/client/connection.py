@@ -12,6 +12,7 @@ from typing import Final
 import zmq
 
 from envserve.client.diagnosis import Diagnosis
+from envserve.client.names import Lookup, is_number
 from envserve.client.watch import Descriptor, Pending
 from envserve.errors import ConnectError, RemoteProtocolError
 from envserve.keys.folder import KeyFolder
@@ -101,6 +102,7 @@ class Connection:
         self.keys = keys or self._keys_for(address)
         self.max_frame_bytes = self.max_row_bytes = _MIN_FRAME_BYTES
         self._former: zmq.Socket[bytes] | None = None
+        self._lookup: Lookup | None = None
         self.descriptor = Descriptor()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._open()
@@ -129,21 +131,38 @@ class Connection:
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
-        socket.setsockopt(zmq.IPV6, "[" in self.address)
         if self.keys is not None:
             socket.setsockopt(zmq.CURVE_SERVERKEY, self.keys[0])
             socket.setsockopt(zmq.CURVE_PUBLICKEY, self.keys[1].public)
             socket.setsockopt(zmq.CURVE_SECRETKEY, self.keys[1].secret)
+        self._connected_to = ""
+        if is_number(self.address) and self.address != NOWHERE:
+            self._connect(self.address)
+        elif self._lookup is None or self._lookup.address != self.address:
+            self._lookup = Lookup(self.address) if self.address != NOWHERE else None
+        self.descriptor.watch(descriptor_of(socket))
+
+    def _connect(self, address: str) -> None:
+        self._socket.setsockopt(zmq.IPV6, "[" in address)
         try:
-            if self.address != NOWHERE:
-                socket.connect(self.address)
+            self._socket.connect(address)
         except zmq.ZMQError as error:
             self.close()
             raise ConnectError(
                 f"expected an address like tcp://host:5555 or ipc:///path; "
                 f"got {self.address!r} ({error.strerror})"
             ) from None
-        self.descriptor.watch(descriptor_of(socket))
+        self._connected_to = address
+
+    def _end_lookup(self, timeout_seconds: float = 0.0) -> None:
+        """Begins to connect if the server's number is known within so long.
+
+        If nobody knows it, the next `renew` asks again.
+        """
+        if self._lookup is not None and self._lookup.has_ended.wait(timeout_seconds):
+            found, self._lookup = self._lookup.found, None
+            if found:
+                self._connect(found)
 
     def renew(self, max_frame_bytes: int = 0) -> None:
         """Begins to connect anew, for frames as long as before or longer ones."""
@@ -183,7 +202,9 @@ class Connection:
 
     def drop(self) -> None:
         """Ends the connection, with what has come of a message."""
-        self._socket.disconnect(self.address)
+        if self._connected_to:
+            self._socket.disconnect(self._connected_to)
+            self._connected_to = ""
 
     def send(self, frames: list[Buffer]) -> bool:
         """Hands a message over; False if the server cannot be reached now."""
@@ -206,13 +227,17 @@ class Connection:
 
     def look(self) -> tuple[bool, bool]:
         """Tells whether `receive` has something, and if the server can be reached."""
+        if self._lookup is not None:
+            self._end_lookup()
         events = int(self._socket.getsockopt(zmq.EVENTS))
         return bool(events & _POLLIN), bool(events & _POLLOUT)
 
     def wait(self, timeout_seconds: float, *, for_writing: bool) -> None:
         """Waits until something can be received (or sent, if asked for)."""
+        until = time.monotonic() + timeout_seconds
+        self._end_lookup(max(0.0, timeout_seconds))
         events = zmq.POLLIN | zmq.POLLOUT if for_writing else zmq.POLLIN
-        milliseconds = math.ceil(1000 * max(0.0, timeout_seconds))
+        milliseconds = math.ceil(1000 * max(0.0, until - time.monotonic()))
         zmq.zmq_poll([(self._socket, events)], milliseconds)
 
     def close(self, linger_seconds: float = 0.0) -> None:

@@ -17,6 +17,7 @@ from typing import Final
 
 import zmq
 
+from envserve.client.names import number_of
 from envserve.errors import ConnectError
 from envserve.keys.folder import unknown_server
 from envserve.keys.formats import fingerprint
@@ -142,6 +143,7 @@ def _shake_hands(address: str, keys: Keys, deadline: float) -> Finding:
     """Connects to a server that uses keys, and sends nothing."""
     from zmq.utils.monitor import recv_monitor_message  # which loads asyncio
 
+    address = number_of(address)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.CURVE_SERVERKEY, keys[0])

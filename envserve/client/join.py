@@ -9,6 +9,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from envserve.client.names import number_of
 from envserve.errors import ConnectError
 from envserve.keys import formats
 from envserve.keys.invitation import Invitation
@@ -43,7 +44,11 @@ def join(invitation: Invitation, pair: KeyPair, timeout_seconds: float) -> None:
       ServerError: The server refused.
     """
     seconds = timeout_seconds / len(invitation.addresses)
-    for address in invitation.addresses:
+    for known_as in invitation.addresses:
+        try:
+            address = number_of(known_as)
+        except (OSError, UnicodeError):  # nobody knows the host
+            continue
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         socket = context.socket(zmq.DEALER)
         try:

@@ -1,0 +1,93 @@
+"""Hosts' names: their numbers are looked up in nobody's way."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import zmq
+
+from envserve.client.connection import Connection
+from envserve.client.names import is_number, number_of
+
+FOUR = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))
+SIX = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0))
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        yield router.bind_to_random_port("tcp://127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("known", "expected"),
+    [([SIX, FOUR], "tcp://127.0.0.1:7"), ([SIX], "tcp://[::1]:7")],
+)
+def test_a_host_has_the_number_that_servers_most_likely_listen_at(
+    known: list[Any], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: known)
+    assert number_of("tcp://sim1:7") == expected
+    for address in ("tcp://10.0.0.1:7", "tcp://[fe80::1]:7", "ipc:///x/envs"):
+        assert is_number(address)
+        assert number_of(address) == address
+
+
+def test_a_name_server_that_does_not_answer_holds_nobody(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    answers = threading.Event()
+
+    def look_up(host: str, *_: Any, **__: Any) -> list[Any]:
+        asked.append(host)
+        answers.wait(300)
+        return [FOUR]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    address = f"tcp://sim1:{port}"
+    with closing(Connection(address, insecure=True)):
+        pass  # which would wait if ZeroMQ looked it up
+    with closing(Connection(address, insecure=True)) as connection:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(9):
+            connection.renew()
+            assert connection.look() == (False, False)
+        until = time.monotonic() + 60
+        while len(os.listdir("/proc/self/fd")) > before + 3:  # one is kept for a while
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert asked == ["sim1"] * 2
+        answers.set()
+        while not connection.look()[1]:
+            assert time.monotonic() < until
+            connection.wait(0.1, for_writing=True)
+
+
+def test_a_host_that_nobody_knows_is_looked_up_again(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, asked = False, threading.Event()
+
+    def look_up(*_: Any, **__: Any) -> list[Any]:
+        asked.set()
+        if not known:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [FOUR]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with closing(Connection(f"tcp://sim1:{port}", insecure=True)) as connection:
+        assert asked.wait(300)
+        known = True
+        until = time.monotonic() + 60
+        while not connection.look()[1]:
+            assert time.monotonic() < until
+            connection.renew()
+            connection.wait(1.0, for_writing=True)
