@@ -58,7 +58,7 @@ def blamed(what: str, own: Any, kind: type[PpoError] = ConfigError) -> Iterator[
         yield
     except kind:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         text = one_line(" ".join(str(error).split()), 300)
         blame = kind(f"{what}: {line_of(own, error)}{type(error).__name__}: {text}")
         # Else AutoGraph, where it traces such code, makes many lines of this one.
@@ -66,7 +66,7 @@ def blamed(what: str, own: Any, kind: type[PpoError] = ConfigError) -> Iterator[
         raise blame from error
 
 
-def line_of(own: Any, error: Exception | None = None) -> str:
+def line_of(own: Any, error: BaseException | None = None) -> str:
     """Return `FILE:LINE: ` of own code, or of the last line of it that an error met."""
     file, line = own if isinstance(own, str) else None, 0
     with contextlib.suppress(TypeError, OSError):
@@ -104,4 +104,5 @@ class Callbacks:
                 if odd := [key for key in numbers if not isinstance(key, str)]:
                     raise TypeError(f"expected numbers by name, got {odd[0]!r}")
                 numbers = {key: float(value) for key, value in numbers.items()}
-        return {key: numbers[key] for key in numbers.keys() - {*metrics, "steps"}}
+        own_names = numbers.keys() - {*metrics, "steps"}
+        return {k: numbers[k] for k in own_names if not k.startswith("evaluation_")}

@@ -40,7 +40,9 @@ def configs(
         with reported_errors():
             _print_keys(load_config(name))
         return
-    table = Table("name", "env", "steps", "expected return")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for title in ("name", "env", "steps", "expected return"):
+        table.add_column(title, overflow="fold")  # whole, to be typed
     for name, config in CONFIGS.items():
         steps, expected = f"{config.total_steps:,}", EXPECTED_RETURNS.get(name, "-")
         table.add_row(name, config.env_name, steps, expected)

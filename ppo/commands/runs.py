@@ -112,6 +112,7 @@ def plot(
             places = map(os.path.abspath, runs)
             folder = runs[0] if len(runs) == 1 else Path(os.path.commonpath([*places]))
             out = folder / f"{metric.replace('/', '_')}.png"
+        out = out if out.suffix else out.with_suffix(".png")
         draw_curves(curves, metric, out)
         print(f"Plot: {out}")
 

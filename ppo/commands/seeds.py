@@ -68,7 +68,7 @@ def train_seeds(
         with contextlib.suppress(typer.Exit):  # without matplotlib
             plot(list(returns), path / f"{metric}.png", metric)
     if len(returns) < len(runs):
-        screen.print(f"Go on with: ppo train --resume {path}")
+        screen.print(f"Go on with: ppo train --resume {plan.run_folder.word}")
     if has_failed:
         raise typer.Exit(1)
 

@@ -124,9 +124,17 @@ def train(
     inter_op_threads: Threads = 1,
 ) -> None:
     """Train an agent, and evaluate it at the end."""
-    if (on, learners, resources) != (None, None, None):
-        with reported_errors(log_format):
+    with reported_errors(log_format):
+        if (on, learners, resources) != (None, None, None):
             raise typer.Exit(on_ray.train_on_ray(ctx))
+        is_study = seeds is not None or (resume is not None and _is_study(resume))
+        if is_study and (page or film or metrics_port is not None):
+            raise ConfigError(
+                "--page, --film, --metrics-port: expected a run of one seed; leave "
+                "these out, or --seeds."
+            )
+        if at_once is not None and not is_study:
+            raise ConfigError("--at-once: expected --seeds; leave it out, or add that.")
     logger = None
     if log_format == "json":
         set_up_logs("info", log_format)
@@ -140,8 +148,6 @@ def train(
         addresses, index = cluster(seeds, resume) if distribute else (["here"], 0)
         can_restart = restartable and not index
         resume = _folder_to_resume(can_restart, resume, run_dir, seed, seeds)
-        if seeds is not None and (page or film or metrics_port is not None):
-            raise ConfigError("--page, --film, --metrics-port: leave out --seeds.")
         changes = [*(settings or []), *([] if seed is None else [f"seed={seed}"])]
         changes += [] if min_servers is None else [f"min_servers={min_servers}"]
         if resume is not None:
@@ -154,7 +160,7 @@ def train(
             plan = new_plan(screen, config, changes, run_dir, place)
         runs.append(run_folder := plan.run_folder)
         try:
-            if seeds is not None or any(run_folder.path.glob("seed-*/config.json")):
+            if seeds is not None or _is_study(run_folder.path):
                 train_seeds(screen, plan, seeds or 0, at_once, num_workers)
                 return
             plan.config.share_of(len(addresses))  # raises before anything is started
@@ -170,6 +176,11 @@ def train(
             _end(screen, plan, film)
         elif restartable and not is_finished:
             raise typer.Exit(3)
+
+
+def _is_study(path: Path) -> bool:
+    """Whether a folder has runs of several seeds."""
+    return any(path.glob("seed-*/config.json"))
 
 
 def _folder_to_resume(
@@ -341,7 +352,7 @@ class Watchers(contextlib.ExitStack):
 
 def _end(screen: Screen, plan: Plan, has_film: bool) -> None:
     """Film an episode if that is asked for and can be; say what to do next."""
-    path, more_steps = plan.run_folder.path, 2 * plan.config.total_steps
+    path, more_steps = plan.run_folder.word, 2 * plan.config.total_steps
     if has_film:
         try:
             film_run(screen, plan.run_folder, plan.config, plan.place, episodes=1)
@@ -378,4 +389,4 @@ def hints_at_resuming() -> Iterator[list[RunFolder]]:
 
 
 def _how_to_go_on(run_folder: RunFolder) -> str:
-    return f"Go on with: ppo train --resume {run_folder.path}"
+    return f"Go on with: ppo train --resume {run_folder.word}"

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -50,6 +51,11 @@ class RunFolder:
         self.metrics_path = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
 
+    @property
+    def word(self) -> str:
+        """The path, as a shell reads it as one word."""
+        return shlex.quote(str(self.path))
+
     def has_checkpoint(self) -> bool:
         """Whether there is a checkpoint to go on from."""
         return any(path.name.isdigit() for path in self.checkpoints.glob("*"))
@@ -73,7 +79,7 @@ class RunFolder:
         run = cls(path)
         try:
             read_config(run.config_path)
-            is_foreign, hint = False, f"continue that run with --resume {path}, or "
+            is_foreign, hint = False, f"continue that run with --resume {run.word}, or "
         except ConfigError:
             is_foreign, hint = run.config_path.exists(), ""
         if is_foreign or not is_free:

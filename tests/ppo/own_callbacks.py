@@ -7,7 +7,7 @@ seen: list[Any] = []
 
 def notes(run: Any, metrics: Any, rollout: Any) -> Any:
     seen.append((run, dict(metrics), rollout.reward.copy()))
-    metrics["own/put"] = run.counters.iteration
+    metrics["own/put"], metrics["evaluation_x"] = run.counters.iteration, 1.0
     return {"returned": 10 * run.counters.iteration, "mean_return": -1.0, "steps": 7}
 
 

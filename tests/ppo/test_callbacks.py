@@ -57,6 +57,7 @@ def test_it_sees_and_changes_a_run_and_its_numbers_are_reported(
     assert [row["steps"] for row in rows] == [32, 64]
     assert [row["own/put"] for row in rows] == [1.5, 3.5]  # means over two iterations
     assert [row["returned"] for row in rows] == [15.0, 35.0]
+    assert "evaluation_x" not in rows[0]
     assert all(row["mean_return"] > 0.0 for row in rows)  # as it was, not as it said
     assert shown[-1].metrics["returned"] == 40.0
     # What a report of that iteration alone would have.

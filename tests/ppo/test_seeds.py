@@ -50,7 +50,7 @@ def test_a_seed_that_fails_is_named_and_resumed_while_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ppo.commands.seeds._RUN", ALL_BUT_ONE)
-    folder = tmp_path / "study"
+    folder = tmp_path / "my study"
     code, output, _ = ppo(*study(folder))
     assert code == 1
     assert "  seeds  7, 8, 9; 2 at a time\n" in output
@@ -58,7 +58,7 @@ def test_a_seed_that_fails_is_named_and_resumed_while_the_others_go_on(
     assert "seed 9: mean return 90.0\n" in output
     assert "Mean return 80.0 over 2 of 3 seeds, std 14.1, 95 % interval" in output
     assert "interval 70.0 to 90.0, lowest 70.0\n" in output
-    assert f"Go on with: ppo train --resume {folder}\n" in output
+    assert f"Go on with: ppo train --resume '{folder}'\n" in output
     assert (folder / "mean_return.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr("ppo.commands.seeds._RUN", RUN + "end(10.0 * seed)")
     code, output, _ = ppo("train", "--resume", folder)
@@ -90,6 +90,9 @@ def test_seeds_that_a_callback_has_ended_are_done(
         assert code == 0, output
         assert "Mean return 5.0 over 3 of 3 seeds" in output
     assert starts(folder) == [2, 2, 2]
+    code, _, error = ppo("train", "--resume", folder, "--metrics-port", "0")
+    assert code == 2
+    assert "expected a run of one seed" in error
     code, _, error = ppo("evaluate", folder)
     assert code == 2
     assert error == f"Error: {folder}: expected one run, got several; name a seed's.\n"
@@ -112,7 +115,10 @@ def test_one_signal_ends_all_seeds_and_a_second_one_at_once(
 def test_a_study_cannot_be_watched_as_one_run(tmp_path: Path) -> None:
     code, _, error = ppo(*study(tmp_path / "study", "--film"))
     assert code == 2
-    assert "leave out --seeds" in error
+    assert "leave these out, or --seeds" in error
+    code, _, error = ppo("train", "CartPole-v1", "--at-once", "2")
+    assert code == 2
+    assert "--at-once: expected --seeds" in error
     code, _, error = ppo("train", "--resume", tmp_path, "--seeds", "3")
     assert code == 2
     assert "leave out --run-dir, --seed and --seeds" in error
