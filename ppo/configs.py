@@ -51,16 +51,14 @@ def _box2d(env_name: str, **changes: Any) -> Config:
     """Return a config of the Box2D family.
 
     Most of the reward lies at an episode's end, and is so large that advantages scaled
-    by it would be too small: without the last two settings, LunarLander's mean
-    return is 179 instead of 278, of one seed.
+    by it would be too small: unless they are normalised, LunarLander's mean return is
+    179 instead of 278, of one seed.
     """
     return Config(
         **{
             "env_name": env_name,
             "discount": 0.999,
             "gae_lambda": 0.98,
-            "entropy_coefficient": 0.01,
-            "learning_rate": 1e-3,
             "normalize_advantages": True,
             **changes,
         }
@@ -169,8 +167,14 @@ CONFIGS: dict[str, Config] = {
         initial_log_std=1.0,
         normalize_advantages=True,
     ),
-    "lunar_lander": _box2d("LunarLander-v3"),
-    "lunar_lander_continuous": _box2d("LunarLanderContinuous-v3"),
+    "lunar_lander": _box2d(
+        "LunarLander-v3", entropy_coefficient=0.01, learning_rate=1e-3
+    ),
+    # With the entropy bonus and a quarter of the envs, slow seeds learn to hover, and
+    # to land late: 267 instead of 278, means of five seeds.
+    "lunar_lander_continuous": _box2d(
+        "LunarLanderContinuous-v3", num_envs=64, minibatch_size=256
+    ),
     # It earns as it walks. With an entropy bonus its noise grows to five times what the
     # engines can do; from 2,048 steps an iteration it unlearns what it had learned.
     "bipedal_walker": _box2d(
@@ -179,8 +183,6 @@ CONFIGS: dict[str, Config] = {
         num_envs=64,
         minibatch_size=256,
         gae_lambda=0.95,
-        entropy_coefficient=0.0,
-        learning_rate=3e-4,
     ),
     "pong": _atari("PongNoFrameskip-v4"),
     "breakout": _atari("BreakoutNoFrameskip-v4"),
@@ -205,7 +207,8 @@ EXPECTED_RETURNS: dict[str, str] = {
     "walker": "4,200",
     "mountain_car_continuous": "94",
     "lunar_lander": "276",
-    "lunar_lander_continuous": "267",
+    "lunar_lander_continuous": "278",
+    "bipedal_walker": "280",
 }
 """What a run of each config reaches: mean return over 100 episodes with mode actions,
 and over seeds; docs/scores.md says more. Empty where it was not measured."""

@@ -38,7 +38,12 @@ def configs(
     """List the named configs, or all keys of one."""
     if name is not None:
         with reported_errors():
-            _print_keys(load_config(name))
+            config = load_config(name)
+            _print_keys(config)
+        if config == Config(env_name=name):
+            print(
+                "Choices as actions and images have other defaults: docs/training.md."
+            )
         return
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for title in ("name", "env", "steps", "expected return"):
