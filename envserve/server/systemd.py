@@ -47,15 +47,15 @@ class Notifier:
             self._timer.cancel()
 
     def _say_alive(self) -> None:
-        self._send("WATCHDOG=1")
         self._timer = self._loop.call_later(self._seconds, self._say_alive)
+        self._send("WATCHDOG=1")
 
     def _send(self, text: str) -> None:
         if not self._address:
             return
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams:
-            datagrams.setblocking(False)
-            try:
+        try:  # with no free descriptor there is no socket either
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams:
+                datagrams.setblocking(False)
                 datagrams.sendto(text.encode(), self._address)
-            except OSError as error:
-                _LOGGER.warning("systemd was not told %r: %s", text, error)
+        except OSError as error:
+            _LOGGER.warning("systemd was not told %r: %s", text, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 from collections.abc import Iterator
@@ -14,13 +15,14 @@ import pytest
 
 from envserve.server.systemd import Notifier
 from tests.envserve.conftest import Serve
+from tests.envserve.limits import limited
 
 
 @pytest.fixture
 def systemd(tmp_path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams:
         datagrams.bind(str(tmp_path / "user@1000"))  # as a path may well be called
-        datagrams.settimeout(20)
+        datagrams.settimeout(120)
         yield datagrams
 
 
@@ -61,3 +63,23 @@ async def test_workers_inherit_no_way_to_speak_for_the_server(
     assert not [name for name in os.environ if name.startswith(("NOTIFY", "WATCHDOG"))]
     assert systemd.recv(999) == b"READY=1\nSTATUS=here"
     assert systemd.recv(999) == b"STOPPING=1"
+
+
+async def test_a_server_without_a_free_descriptor_for_a_while_is_alive_after_it(
+    systemd: socket.socket,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", systemd.getsockname())
+    monkeypatch.setenv("WATCHDOG_USEC", "500000")
+    with closing(Notifier(asyncio.get_running_loop())) as notifier:
+        with limited(os.getpid(), resource.RLIMIT_NOFILE, 0):
+            notifier.ready("here")
+            notifier.stopping()
+        told = [message.partition(": ")[0] for message in caplog.messages]
+        assert told == [
+            f"systemd was not told {text!r}"
+            for text in ("READY=1\nSTATUS=here", "WATCHDOG=1", "STOPPING=1")
+        ]
+        assert await asyncio.to_thread(systemd.recv, 999) == b"WATCHDOG=1"
+        assert await asyncio.to_thread(systemd.recv, 999) == b"WATCHDOG=1"
