@@ -5,12 +5,14 @@ A thread does that, while it lasts: nobody waits for names, files or silent serv
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from envserve.client.connection import NOWHERE
@@ -108,7 +110,9 @@ class Fleet:
                 _LOGGER.warning("%s: %s; it gets no rows", sight.name, sight.error)
         known = {sight.address: sight.status for sight in sights if sight.is_known}
         silent = [address for address, status in known.items() if status is None]
-        gone = {address for address in silent if _is_refused(address)}
+        with ThreadPoolExecutor(max(1, len(silent))) as threads:
+            refused = list(threads.map(_is_refused, silent))
+        gone = set(itertools.compress(silent, refused))
         with self._lock:
             if len(known) == len(sights):  # else what was known is not off the list
                 gone.update({*self.places.values()} - known.keys())
