@@ -68,8 +68,12 @@ class Fleet:
         with self._lock:
             is_due = time.monotonic() >= self._next_at or self.looked_at < since
             if is_due and (self._thread is None or not self._thread.is_alive()):
-                self._thread = threading.Thread(target=self._look, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, daemon=True)
+                try:
+                    thread.start()
+                    self._thread = thread
+                except RuntimeError as error:  # the system gives no more threads
+                    self._fail(error, time.monotonic())
             return self.looked_at >= since and address in self._gone
 
     def shun(self, who: object) -> None:
@@ -100,8 +104,24 @@ class Fleet:
             self.places[who] = address
             return address
 
-    def _look(self) -> None:
+    def _run(self) -> None:
         began = time.monotonic()
+        try:
+            self._look(began)
+        except Exception as error:  # nobody else would see it
+            with self._lock:
+                self._fail(error, began)
+
+    def _fail(self, error: Exception, began: float) -> None:
+        """Notes a look that has seen nothing: lanes wait for it no longer."""
+        text = f"expected to look at the servers; got {type(error).__name__}: {error}"
+        if text not in self._told:
+            self._told.add(text)
+            _LOGGER.warning("%s; it is tried on", text, exc_info=error)
+        self._free, self._gone, self.looked_at = {}, set(), began
+        self._next_at = time.monotonic() + _PAUSE_SECONDS
+
+    def _look(self, began: float) -> None:
         with sights_of(self._words, insecure=self._insecure) as sights:
             look_at(sights, _ASK_SECONDS)
         for sight in sights:

@@ -42,3 +42,35 @@ def test_silent_servers_are_asked_at_the_same_time(
     wait_until(lambda: fleet.looked_at >= since, 240)
     gone = [fleet.is_gone(address, since) for address in ADDRESSES]
     assert gone == [False, True, True, True]
+
+
+@pytest.mark.parametrize("has_thread", [True, False])
+def test_a_look_that_fails_is_told_once_and_tried_on_after_a_pause(
+    fleet: Fleet,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    wait_until: WaitUntil,
+    has_thread: bool,
+) -> None:
+    """The system gives no more threads, for a look or for those that it needs."""
+    tried: list[float] = []
+
+    def fail(*_: object) -> None:
+        tried.append(time.monotonic())
+        raise RuntimeError("can't start new thread")
+
+    if has_thread:
+        monkeypatch.setattr(module, "look_at", fail)
+    else:
+        monkeypatch.setattr(threading.Thread, "start", fail)
+    since = time.monotonic()
+
+    def has_failed_twice() -> bool:
+        assert not fleet.is_gone(ADDRESSES[0], since)
+        return len(tried) > 1
+
+    wait_until(has_failed_twice, 240)
+    fleet.leave(None)
+    assert fleet.looked_at >= since
+    assert tried[1] > tried[0] + module._PAUSE_SECONDS
+    assert caplog.text.count("expected to look at the servers; got RuntimeError") == 1
