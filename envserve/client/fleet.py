@@ -144,12 +144,12 @@ class Fleet:
             self._gone, self.looked_at = gone, began
             self._next_at = time.monotonic() + _PAUSE_SECONDS
 
-    def leave(self, who: object) -> None:
-        """Notes that a lane has ended; waits for a look at work, a second or so."""
+    def leave(self, who: object, until: float) -> None:
+        """Notes that a lane has ended; the last one waits for a look at work."""
         with self._lock:
             self.places.pop(who, None)
-        if self._thread is not None:
-            self._thread.join(2 * _ASK_SECONDS)
+        if self._thread is not None and not self.places:
+            self._thread.join(max(0.0, until - time.monotonic()))
 
 
 def living(words: Sequence[str], *, insecure: bool = False) -> list[str]:

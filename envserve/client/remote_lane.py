@@ -313,7 +313,7 @@ class RemoteLane:
                 self._exchange.run(time.monotonic())
             self._let_go()
         if (fleet := self._exchange.fleet) is not None:
-            fleet.leave(self._exchange)
+            fleet.leave(self._exchange, self._close_by)
 
     def _give_back(self) -> None:
         now = time.monotonic()

@@ -24,7 +24,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     monkeypatch.setattr(module, "look_at", lambda sights, seconds: None)
     fleet = Fleet(ADDRESSES, insecure=True)
     yield fleet
-    fleet.leave(None)
+    fleet.leave(None, time.monotonic() + 120)
 
 
 def test_silent_servers_are_asked_at_the_same_time(
@@ -42,6 +42,25 @@ def test_silent_servers_are_asked_at_the_same_time(
     wait_until(lambda: fleet.looked_at >= since, 240)
     gone = [fleet.is_gone(address, since) for address in ADDRESSES]
     assert gone == [False, True, True, True]
+
+
+def test_only_the_last_lane_waits_for_a_look_and_not_for_longer_than_it_may(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end = threading.Event()
+    monkeypatch.setattr(module, "look_at", lambda sights, seconds: may_end.wait())
+    for who, address in enumerate(ADDRESSES):
+        fleet.places[who] = address
+    since = time.monotonic()
+    fleet.is_gone(ADDRESSES[0], since)
+    *others, last = list(fleet.places)
+    for lane in others:
+        fleet.leave(lane, since + FOREVER_SECONDS)
+    fleet.leave(last, since)
+    assert fleet.looked_at < since
+    may_end.set()
+    fleet.leave(last, since + FOREVER_SECONDS)
+    assert fleet.looked_at >= since
 
 
 @pytest.mark.parametrize("has_thread", [True, False])
@@ -70,7 +89,7 @@ def test_a_look_that_fails_is_told_once_and_tried_on_after_a_pause(
         return len(tried) > 1
 
     wait_until(has_failed_twice, 240)
-    fleet.leave(None)
+    fleet.leave(None, time.monotonic() + 120)
     assert fleet.looked_at >= since
     assert tried[1] > tried[0] + module._PAUSE_SECONDS
     assert caplog.text.count("expected to look at the servers; got RuntimeError") == 1
