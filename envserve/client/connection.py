@@ -99,7 +99,7 @@ class Connection:
         """
         self.address = address
         self._insecure = insecure
-        self.keys = keys or self._keys_for(address)
+        self.keys = keys or self.keys_for(address)
         self.max_frame_bytes = self.max_row_bytes = _MIN_FRAME_BYTES
         self._former: zmq.Socket[bytes] | None = None
         self._lookup: Lookup | None = None
@@ -107,7 +107,8 @@ class Connection:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._open()
 
-    def _keys_for(self, address: str) -> Keys | None:
+    def keys_for(self, address: str) -> Keys | None:
+        """Returns those to use at an address; raises as the constructor does."""
         if address == NOWHERE:
             return None
         return KeyFolder().keys_for(address, insecure=self._insecure)
@@ -173,9 +174,9 @@ class Connection:
         if max_frame_bytes:
             self.forget_former()
 
-    def move(self, address: str, farewell: list[Buffer]) -> None:
+    def move(self, address: str, keys: Keys | None, farewell: list[Buffer]) -> None:
         """Leaves the server for another: nothing that it sends yet is received."""
-        self.keys = self._keys_for(address)
+        self.keys = keys
         self.send(farewell)
         self.forget_former()
         former, self.address = self._socket, address

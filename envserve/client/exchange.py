@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from typing import TYPE_CHECKING, Final
 
 from envserve.client.connection import SLICE_SECONDS, Connection
 from envserve.client.fleet import Fleet
-from envserve.errors import RemoteProtocolError
+from envserve.errors import ConnectError, KeyFileError, RemoteProtocolError
 
 if TYPE_CHECKING:
     from envserve.session import ClientSession
 
 __all__ = ["Exchange"]
 
+_LOGGER: Final = logging.getLogger(__name__)
 #: After how long without a connection its socket is made anew. ZeroMQ tries again by
 #: itself, but never after an error: of a refused key, or of a frame that is too long.
 _RENEW_SECONDS: Final = 2.0
@@ -161,9 +163,17 @@ class Exchange:
         if not (fleet.is_gone(attachment.address, since) or is_lost):
             return False
         num_envs, alone = attachment.attach.num_hosted, not attachment.home
+        before = fleet.places[self]
         if (found := fleet.take(self, num_envs, alone=alone)) is None:
             return False
-        self.connection.move(found, attachment.move(found, now))
+        try:  # before anything is changed
+            keys = self.connection.keys_for(found)
+        except (ConnectError, KeyFileError) as error:
+            _LOGGER.warning("%s gets no rows: %s", found, error)
+            fleet.shun(self)
+            fleet.places[self] = before
+            return False
+        self.connection.move(found, keys, attachment.move(found, now))
         self._errors.clear()
         self._judge_at = math.inf
         self._note_disconnected(now)

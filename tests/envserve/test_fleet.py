@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 
 import pytest
 
 from envserve.client import fleet as module
+from envserve.client.connection import Connection
 from envserve.client.diagnosis import Finding
+from envserve.client.exchange import Exchange
 from envserve.client.fleet import Fleet
+from envserve.client.survey import Sight
+from envserve.errors import KeyFileError
+from envserve.keys.folder import KeyFolder
+from envserve.session import ClientState
+from envserve.wire import ServerStatus
 from tests.envserve.conftest import WaitUntil
+from tests.envserve.session_fakes import attach_and_step, state_of
 
 ADDRESSES = [f"tcp://127.0.0.1:{port}" for port in range(1, 5)]
 #: Longer than any test may last.
@@ -93,3 +102,40 @@ def test_a_look_that_fails_is_told_once_and_tried_on_after_a_pause(
     assert fleet.looked_at >= since
     assert tried[1] > tried[0] + module._PAUSE_SECONDS
     assert caplog.text.count("expected to look at the servers; got RuntimeError") == 1
+
+
+def test_a_server_whose_keys_cannot_be_read_is_shunned_and_the_lane_goes_on(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
+) -> None:
+    old, unreadable, fit, _ = ADDRESSES
+    have = {unreadable: ServerStatus(free_envs=8), fit: ServerStatus(free_envs=4)}
+
+    def look_at(sights: Sequence[Sight], seconds: float) -> None:
+        for sight in sights:
+            sight.status = have.get(sight.address)
+
+    def keys_for(folder: KeyFolder, address: str, *, insecure: bool) -> None:
+        if address == unreadable:
+            raise KeyFileError("cannot read servers: Too many open files")
+
+    monkeypatch.setattr(module, "look_at", look_at)
+    monkeypatch.setattr(KeyFolder, "keys_for", keys_for)
+    monkeypatch.setattr(module, "_SHUN_SECONDS", FOREVER_SECONDS)
+    session, now = attach_and_step(), 3.0
+    session.attachment.address = old
+    session.disconnected(1.0)
+    with closing(Connection(old, insecure=True)) as connection:
+        exchange = Exchange(session, connection, fleet)
+        fleet.is_gone(old, now)
+        wait_until(lambda: fleet.looked_at >= now, 240)
+        exchange.run(now)
+        assert state_of(session) is ClientState.READY
+        assert [session.address, connection.address, fleet.places[exchange]] == 3 * [
+            old
+        ]
+        exchange.run(now)
+        assert state_of(session) is ClientState.HELLO_SENT
+        assert [session.address, connection.address, fleet.places[exchange]] == 3 * [
+            fit
+        ]
+        fleet.leave(exchange, time.monotonic() + 120)
