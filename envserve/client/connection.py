@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import time
 from collections.abc import Callable
@@ -166,11 +167,22 @@ class Connection:
                 self._connect(found)
 
     def renew(self, max_frame_bytes: int = 0) -> None:
-        """Begins to connect anew, for frames as long as before or longer ones."""
-        self.max_frame_bytes = max(self.max_frame_bytes, max_frame_bytes)
+        """Begins to connect anew, for frames as long as before or longer ones.
+
+        Without a free descriptor all stays as it is, to be tried again.
+        """
+        longest = self.max_frame_bytes
+        self.max_frame_bytes = max(longest, max_frame_bytes)
         self.forget_former()
-        self._former = self._socket
-        self._open()
+        former = self._socket
+        try:
+            self._open()
+        except zmq.ZMQError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            self.max_frame_bytes = longest
+            return
+        self._former = former
         if max_frame_bytes:
             self.forget_former()
 

@@ -1,7 +1,8 @@
-"""Hosts' names: their numbers are looked up in nobody's way."""
+"""Connections whose host is slow to be known, or for which there is no descriptor."""
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -91,3 +92,21 @@ def test_a_host_that_nobody_knows_is_looked_up_again(
             assert time.monotonic() < until
             connection.renew()
             connection.wait(1.0, for_writing=True)
+
+
+def test_without_a_free_descriptor_a_connection_stays_as_it_is(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    with closing(Connection(f"tcp://127.0.0.1:{port}", insecure=True)) as connection:
+        longest = connection.max_frame_bytes
+        with monkeypatch.context() as patch:
+            patch.setattr(zmq.Context, "socket", refuse)
+            connection.renew(2 * longest)
+        assert connection.max_frame_bytes == longest
+        until = time.monotonic() + 60
+        while not connection.look()[1]:
+            assert time.monotonic() < until
+            connection.wait(0.1, for_writing=True)
