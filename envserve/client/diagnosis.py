@@ -70,7 +70,7 @@ def diagnose_connection(
     deadline = time.monotonic() + timeout_seconds
     try:
         mechanism, kind = _greet(address, deadline)
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):  # that one of an empty or long label
         return Finding.UNKNOWN_HOST
     except ConnectionRefusedError:
         return Finding.REFUSED

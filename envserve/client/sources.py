@@ -47,10 +47,10 @@ def _by_name(word: str) -> tuple[str, ...]:
     except ValueError:
         try:
             known = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # that one of an empty or long label
             raise AddressError(
                 f"cannot resolve {name}; is it spelled right, and does this network "
-                f"know it? ({error.strerror or error})"
+                f"know it? ({getattr(error, 'strerror', None) or error})"
             ) from None
         found = {str(address[0]) for *_, address in known}
     if not word.startswith("dns://"):

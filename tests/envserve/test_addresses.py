@@ -12,6 +12,7 @@ import pytest
 import envserve.ray
 from envserve.address import complete
 from envserve.client import BatchEnv
+from envserve.client.diagnosis import Finding, diagnose_connection
 from envserve.client.health import probe
 from envserve.client.sources import resolve
 from envserve.commands.servers import health
@@ -128,6 +129,17 @@ def test_a_host_that_nobody_knows_is_said_at_once() -> None:
     code, said = probe("sim2", timeout=1e9)
     assert code == 2
     assert said.startswith(text)
+
+
+@pytest.mark.parametrize("name", ["sim..local", "x" * 64, "sims." + "x" * 64])
+def test_a_host_that_can_have_no_name_is_said_like_one_that_nobody_knows(
+    name: str,
+) -> None:
+    for word in (name, f"dns://{name}:7"):
+        with pytest.raises(AddressError, match=f"cannot resolve {name}; is") as raised:
+            resolve(word)
+        assert "\n" not in str(raised.value)
+    assert diagnose_connection(f"tcp://{name}:7", None, 60.0) is Finding.UNKNOWN_HOST
 
 
 def test_a_probe_takes_the_options_of_its_command() -> None:
