@@ -43,7 +43,6 @@ class Audit(logging.Handler):
         Raises:
           ServerError: It cannot be opened.
         """
-        super().__init__()
         self._describe = describe
         self._loop = loop
         self._flush_timer: asyncio.TimerHandle | None = None
@@ -63,6 +62,7 @@ class Audit(logging.Handler):
                 f"--audit {path} cannot be written: {error.strerror}; name a file of "
                 f"your own, in a folder that exists"
             ) from None
+        super().__init__()  # from now on it is closed when the process ends
         AUDIT.addHandler(self)
         AUDIT.setLevel(logging.DEBUG)
         AUDIT.propagate = False
