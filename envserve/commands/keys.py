@@ -111,6 +111,10 @@ def invite(
         key = formats.encode(formats.INVITATION, pair.public)
         until = f"until={format_time(now + _INVITATION_SECONDS)}"
         grant = parse_words([name, key, until, *options])
+        if not grant.holds(now):
+            raise CodecError(
+                f"expires: expected a date that is to come; got {given['expires']!r}"
+            )
         server = folder.server_key(create=True)
         assert server is not None
         folder.clients.add(grant, now)

@@ -106,6 +106,7 @@ def test_an_invitation_goes_to_a_terminal_and_else_nowhere(
         (("ci", *AT, "--envs", "A #"), "envs"),
         (("ci", *AT, "--envs", "A,"), "envs"),
         (("ci", *AT, "--expires", "soon"), "expires: expected a date"),
+        (("ci", *AT, "--expires", "2020-01-01"), "to come; got '2020-01-01'\n"),
     ],
 )
 def test_a_wrong_invitation_is_refused_and_leaves_nothing(
