@@ -74,6 +74,7 @@ _WORDS: Final = {
         "NAME, NAME:int[0,10], NAME:float[0,1], NAME:bool, NAME:a|b or NAME:any"
     ),
     "`int`": "an int",
+    "`int | null`": "an int or None",
     "`float`": "a number",
     "`bool`": "a bool",
     "`str`": "a str",

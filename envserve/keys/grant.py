@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, get_type_hints
 
 from msgspec import Meta
 
@@ -69,6 +69,9 @@ class Grant:
         return any(fnmatchcase(env_name, pattern) for pattern in self.envs)
 
 
+_HINTS: Final = get_type_hints(Grant, include_extras=True)
+
+
 def parse_line(line: str) -> Grant | None:
     """Reads a line of `clients`; returns None if it holds no client.
 
@@ -98,21 +101,35 @@ def parse_words(words: Sequence[str]) -> Grant:
                 f"expected options of {', '.join(sorted(known))}, each with = and a "
                 f"value without spaces and #; got {word.partition('.')[0]!r:.40}"
             )
-        given[_OPTIONS.get(word, word.replace("-", "_"))] = _value_of(word, value)
+        given[_field(word)] = _value_of(word, value)
     if is_invitation != ("until" in given):
         raise CodecError("expected until= with an invitation, and only there")
-    try:
-        return convert(given, Grant, is_strict=False)
-    except ValueError as error:
-        raise CodecError(str(error)) from None
+    return Grant(**given | {"name": _value_of("name", name)})
+
+
+def _field(option: str) -> str:
+    return _OPTIONS.get(option, option.replace("-", "_"))
 
 
 def _value_of(option: str, text: str) -> Any:
+    if option in ("expires", "until"):
+        return _seconds_of(option, text)
+    value: Any = text
     if option in ("envs", "expose", "kwargs"):
         # Within brackets a comma is part of a word: "level:int[0,10]".
-        return tuple(re.split(r",(?![^\[]*\])", text))
-    if option not in ("expires", "until"):
-        return text
+        value = tuple(re.split(r",(?![^\[]*\])", text))
+    try:
+        return convert(value, _HINTS[_field(option)], is_strict=False)
+    except ValueError as error:
+        # Without what came in words of types, and without who may leave it out.
+        expected = re.sub(r", got .*| or None| - at .*", "", str(error))
+        if option == "name":
+            expected = "expected up to 64 of A-Z a-z 0-9 . _ -, the first no mark"
+        shown = re.sub(r"(envserve-\w+-1)\..*", r"\1", text)  # no secret, whole
+        raise CodecError(f"{option}: {expected}; got {shown!r:.200}") from None
+
+
+def _seconds_of(option: str, text: str) -> float:
     try:
         end = datetime.datetime.fromisoformat(text)
     except ValueError:

@@ -102,7 +102,7 @@ def test_an_invitation_goes_to_a_terminal_and_else_nowhere(
         (("ci", "--at", "udp://sim1:5555"), "--at: expected an address like sim1"),
         (("ci", "--at", "ipc:///run/envs"), "--at: expected the tcp:// address"),
         (("ci", "--at", "tcp://0.0.0.0:5555"), "that clients reach the server by"),
-        (("ci", *AT, "--max-envs", "0"), "max_envs"),
+        (("ci", *AT, "--max-envs", "x"), "Error: max-envs: expected an int; got 'x'\n"),
         (("ci", *AT, "--envs", "A #"), "envs"),
         (("ci", *AT, "--envs", "A,"), "envs"),
         (("ci", *AT, "--expires", "soon"), "expires: expected a date"),
