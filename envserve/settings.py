@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from pathlib import Path
@@ -50,6 +50,7 @@ __all__ = [
     "PoolSettings",
     "WorkerSettings",
     "cgroup_limits",
+    "check_ranges",
     "convert",
     "num_cores",
 ]
@@ -112,6 +113,14 @@ def convert(value: Any, kind: type[Type], *, is_strict: bool = True) -> Type:
         raise ValueError(text[0].lower() + text[1:]) from None
     except AttributeError:  # msgspec takes an array for a map
         raise ValueError("expected no array where a map belongs") from None
+
+
+def check_ranges(rules: Iterable[KwargRule]) -> None:
+    """Raises ValueError for a range that no number is in."""
+    for rule in rules:
+        low, comma, high = rule.partition("[")[2].rstrip("]").partition(",")
+        if comma and float(low) > float(high):
+            raise ValueError(f"expected a range from low to high; got {rule!r:.200}")
 
 
 class _Checked:
@@ -311,6 +320,10 @@ class HostSettings(WorkerSettings):
         words = (*map(absolute, self.import_modules), *own)
         vars(self)["env_names"] = names or self.env_names
         vars(self)["import_modules"] = tuple(dict.fromkeys(words))
+        try:
+            check_ranges(self.allowed_kwargs)
+        except ValueError as error:
+            raise ValueError(f"allowed_kwargs: {error}") from None
         for address in self.binds:
             try:
                 is_private(address)

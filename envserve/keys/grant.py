@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from envserve.errors import CodecError
 from envserve.keys import formats
-from envserve.settings import ExposeRule, KwargRule, convert
+from envserve.settings import ExposeRule, KwargRule, check_ranges, convert
 
 __all__ = ["Grant", "format_line", "format_time", "parse_line", "parse_words"]
 
@@ -119,10 +119,13 @@ def _value_of(option: str, text: str) -> Any:
         # Within brackets a comma is part of a word: "level:int[0,10]".
         value = tuple(re.split(r",(?![^\[]*\])", text))
     try:
-        return convert(value, _HINTS[_field(option)], is_strict=False)
+        value = convert(value, _HINTS[_field(option)], is_strict=False)
+        if option == "kwargs":
+            check_ranges(value)
+        return value
     except ValueError as error:
         # Without what came in words of types, and without who may leave it out.
-        expected = re.sub(r", got .*| or None| - at .*", "", str(error))
+        expected = re.sub(r"[,;] got .*| or None| - at .*", "", str(error))
         if option == "name":
             expected = "expected up to 64 of A-Z a-z 0-9 . _ -, the first no mark"
         shown = re.sub(r"(envserve-\w+-1)\..*", r"\1", text)  # no secret, whole

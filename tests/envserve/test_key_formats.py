@@ -188,6 +188,10 @@ def test_an_invitation_stands_in_clients_until_a_time() -> None:
             "^expose: expected NAME, get:NAME, .* or call:NAME; got 'level,see:level'$",
         ),
         (f"ci {PUBLIC} kwargs=level:int[0,10", "exp"),
+        (
+            f"ci {PUBLIC} kwargs=a,x:int[5,0]",
+            r"^kwargs: .* range .*; got 'a,x:int\[5,0",
+        ),
         (f"ci {PUBLIC} share=0", "^share: expected a number > 0.0; got '0'$"),
         (f"ci {PUBLIC} share=much", "^share: expected a number; got 'much'$"),
         (f"ci {PUBLIC} share=nan", "share: expected a number .*; got 'nan'$"),

@@ -134,6 +134,13 @@ def test_rules_that_mean_nothing_are_refused_at_the_start(rule: str) -> None:
         HostSettings(allowed_kwargs=frozenset({rule}))
 
 
+def test_a_range_that_no_number_is_in_is_refused_at_the_start() -> None:
+    HostSettings(allowed_kwargs=frozenset({"x:int[5,5]", "y:float[-1,0.5]"}))
+    for rule in ("x:int[5,0]", "x:float[-1,-1.5]"):
+        with pytest.raises(ValueError, match=r"^allowed_kwargs: expected a range from"):
+            HostSettings(allowed_kwargs=frozenset({"x", rule}))
+
+
 @pytest.mark.parametrize("rule", ["x:level", "get:", "Level", "get:a:b", "__class__"])
 def test_exposures_that_mean_nothing_are_refused_at_the_start(rule: str) -> None:
     with pytest.raises(ValueError, match="exposed: expected NAME, get:NAME,"):
