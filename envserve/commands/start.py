@@ -183,6 +183,9 @@ def start(
     if on is not None:
         words = words_of(ctx, ("config", "on", "resources", "servers"))
         return _serve_on_ray([*map(absolute, words)], on, servers, resources)
+    if servers > 1 or resources is not None:
+        flag = "--servers" if servers > 1 else "--resources"
+        fail(f"{flag}: expected --on ray beside it, got none; say that, or leave it", 2)
     names = [*(own or ()), *(given["env_names"] or ())]
     look_for_modules_here([*filter(is_own, names)])
     host = _host_settings({**given, "env_names": names})

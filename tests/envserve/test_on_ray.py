@@ -102,6 +102,17 @@ def test_resources_are_names_and_numbers(
     assert asked == []
 
 
+@pytest.mark.parametrize("words", [("--servers", "2"), ("--resources", "{}")])
+def test_what_only_ray_takes_is_refused_without_it(
+    asked: list[Any], words: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    # An address that is none, so that nothing is served in any case.
+    assert start("CartPole-v1", *words, "--bind", "x") == 2
+    text = f"Error: {words[0]}: expected --on ray beside it, got none"
+    assert capsys.readouterr().err.startswith(text)
+    assert asked == []
+
+
 def test_keys_are_made_for_a_name(tmp_path: Path) -> None:
     words = ("keys", "make", str(tmp_path), "server", "gpu1", "--at", "ray://lab/sims")
     with pytest.raises(SystemExit) as ending:
