@@ -170,10 +170,11 @@ def _register(word: str, module: ModuleType, name: str) -> str:
         for part in name.split("."):
             make = getattr(make, part, None)
         if not callable(make):
+            makers = [word for word, it in vars(module).items() if callable(it)]
             raise UnknownEnv(
                 f"expected {name!r} to be registered by {module.__name__}, or a class "
                 f"or function in it that makes an env; got neither"
-                f"{did_you_mean(name, [*gymnasium.registry, *dir(module)])}"
+                f"{did_you_mean(name, [*gymnasium.registry, *makers])}"
             )
         spec = EnvSpec(plain, entry_point=make)
     gymnasium.registry[plain] = spec

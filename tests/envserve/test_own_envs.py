@@ -244,6 +244,8 @@ def test_a_word_without_an_env_says_what_there_is(
         import_env_modules([f"{walk_file}:nope"])
     with pytest.raises(UnknownEnv, match=r"got neither; did you mean Walk\?"):
         import_env_modules([f"{walk_file}:Wlak"])
+    with pytest.raises(UnknownEnv, match=r"expected 'np' .*; got neither$"):
+        import_env_modules([f"{walk_file}:np"])  # which is there, but makes nothing
     import_env_modules([walk_file])
     text = (
         r"no env named 'Foo-v0' .*empty_file\.py registers no env.* registers Walk-v0"
