@@ -121,8 +121,11 @@ class _Help:
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Returns what follows the command's name; what is required has no braces."""
+        command: Any = self
         pieces = super().collect_usage_pieces(ctx)  # type: ignore[misc]
-        return [re.sub("[{}]", "", piece) for piece in pieces]
+        unseen = [param for param in command.params if getattr(param, "hidden", False)]
+        hidden = {piece for param in unseen for piece in param.get_usage_pieces(ctx)}
+        return [re.sub("[{}]", "", piece) for piece in pieces if piece not in hidden]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Writes a panel for each `rich_help_panel`, commands first."""

@@ -30,7 +30,7 @@ _Port = Annotated[
 
 def page(
     addresses: Annotated[
-        list[str], typer.Argument(metavar="ADDRESS...", help="Servers to look at.")
+        list[str], typer.Argument(metavar="ADDRESS", help="Servers to look at.")
     ],
     run: Annotated[
         Path | None,

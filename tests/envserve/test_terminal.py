@@ -90,6 +90,16 @@ def test_help_fits_and_cuts_no_name(
         assert len(line) <= width or is_name, line
 
 
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_usage_has_each_argument_that_may_be_given(
+    command: Sequence[str], run: Run
+) -> None:
+    usage = run(*command, "--help")[1].split("\n\n")[0]
+    assert usage.startswith(f"Usage: {' '.join(command)} ")
+    assert "......" not in usage
+    assert "LINE" not in usage  # of `join`, which asks for it
+
+
 def test_defaults_are_shown_as_they_are(run: Run, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     text = " ".join(run("envserve", "start", "--help")[1].split())
