@@ -10,9 +10,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+from envserve.errors import UnknownEnv
 from envserve.keys import formats
 from envserve.keys.folder import KeyFolder
 from envserve.metrics_port import MetricsPort
+from envserve.own_envs import name_of
 from envserve.pool.launcher import Launcher
 from envserve.registry import Registry
 from envserve.server.access import Access, check_refusal
@@ -31,6 +33,7 @@ from envserve.server.unread import Unread
 from envserve.server.zap import Zap
 from envserve.session import Health, ServerSession
 from envserve.settings import HostSettings
+from envserve.text import did_you_mean
 from envserve.transport import raise_file_limit
 
 __all__ = ["serve"]
@@ -68,7 +71,7 @@ async def serve(
       KeyFileError: A file of keys cannot be used, or nobody would have a key.
       SelfTestError: Somebody would get in who should not.
       ServerError: An address, or a port for metrics, cannot be listened on.
-      UnknownEnv: A name to offer is not registered.
+      UnknownEnv: A name to offer is not registered, or a vector env not on offer.
       EnvStartError: A module cannot be imported.
     """
     loop = asyncio.get_running_loop()
@@ -91,7 +94,7 @@ async def serve(
             host=config,
         )
         stack.callback(launcher.close)
-        registry = Registry(config.env_names, config.import_modules)
+        registry = _registry_of(config)
         lag = LoopLag(loop)
         stack.callback(lag.stop)
         router, access, recycle = await _open_sockets(
@@ -133,6 +136,16 @@ async def serve(
                 await asyncio.to_thread(metrics.server_close)
             seconds = _AFTER_DRAIN_SECONDS if cut_short else _STOP_SECONDS
             await shell.stop(seconds, cut_short)
+
+
+def _registry_of(config: HostSettings) -> Registry:
+    """Imports what is offered; raises UnknownEnv for a vector env that is not."""
+    registry = Registry(config.env_names, config.import_modules)
+    for name in map(name_of, config.vector_envs):
+        if name not in registry.names:
+            hint = did_you_mean(name, registry.names)
+            raise UnknownEnv(f"--vector: expected an env on offer; got {name!r}{hint}")
+    return registry
 
 
 def _most_buffered(config: HostSettings, session: ServerSession) -> int:

@@ -193,6 +193,8 @@ def test_a_module_that_others_planted_is_not_imported(
         (["--no-such-option"], 2, "--no-such-option"),
         (["--crash-dir", __file__], 2, "--crash-dir: expected a folder that can be"),
         (["--env", "CartPole-v9"], 2, "did you mean CartPole-v"),
+        (["CartPole-v1", "--vector", "Cartpole-v1"], 2, "did you mean CartPole-v1?"),
+        (["--vector", "Nope-v0"], 2, "--vector: expected an env on offer; got 'Nope-"),
         (["--import", "no_such_module"], 2, "no_such_module"),
         (["--bind", "ipc:///no/where/envs"], 1, "cannot listen on ipc:///no/where"),
     ],
