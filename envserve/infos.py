@@ -11,10 +11,11 @@ from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 import msgpack
+import numpy as np
 
 from envserve import codec
 
-__all__ = ["Packed", "Room", "encode_infos", "join_infos"]
+__all__ = ["Packed", "Room", "encode_infos", "join_infos", "snapshot"]
 
 #: How many keys of a row are named, and how many characters of each.
 _MAX_NAMES: Final = 16
@@ -172,3 +173,30 @@ def _omit_largest(infos: Collection[_Info], room: Room) -> None:
         info.omit(key)
         num_bytes += info.num_bytes
         num_values += info.num_values
+
+
+def snapshot(info: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns an info as it is now, with copies of the containers and arrays in it.
+
+    An env may go on to use its own: to clear them when it is reset, say.
+    """
+    try:
+        copied: Mapping[str, Any] = _copy(info, {})
+    except Exception:  # a container of the user's that raises, or too deep
+        return info  # what has no plain form is left out when it is sent
+    return copied
+
+
+def _copy(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if id(value) in seen:
+        return seen[id(value)][1]
+    copied: Any = value
+    if isinstance(value, Mapping):
+        seen[id(value)] = value, (copied := {})  # with it, as its id is not another's
+        copied.update((key, _copy(each, seen)) for key, each in value.items())
+    elif isinstance(value, list | tuple):
+        seen[id(value)] = value, (copied := [])
+        copied.extend(_copy(each, seen) for each in value)
+    return copied

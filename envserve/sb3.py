@@ -82,7 +82,8 @@ class BatchVecEnv(VecEnv):
             self.batch.recv(self.num_envs)
         if any(options != self._options[0] for options in self._options):
             raise ValueError("options: expected the same for all envs; got others")
-        observation = self.batch.reset(seeds=self._seeds, options=self._options[0])
+        options = self._options[0] or None  # envs need not take any
+        observation = self.batch.reset(seeds=self._seeds, options=options)
         infos = self.batch.reset_infos
         self.reset_infos[:] = [dict(infos.get(i, {})) for i in range(self.num_envs)]
         self._reset_seeds()

@@ -137,8 +137,9 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             )
         rows = np.arange(self.num_envs)
         if options is not None and "reset_mask" in options:
-            options = dict(options)
-            rows = rows[_checked_mask(options.pop("reset_mask"), self.num_envs)]
+            rows = rows[_checked_mask(options["reset_mask"], self.num_envs)]
+            others = {key: options[key] for key in options if key != "reset_mask"}
+            options = others or None  # envs need not take any
         seeds = None
         if seed is not None and any(each is not None for each in seed):
             seeds = [seed[row] for row in rows.tolist()]

@@ -180,6 +180,7 @@ class Launcher:
         self._start_template()
 
     def _start_template(self) -> None:
+        _open_streams()
         ours, theirs = _socket_pair()
         self._channel = Channel(ours)
         self._lost = ""
@@ -194,6 +195,7 @@ class Launcher:
                     [sys.executable, "-c", _START, str(theirs.fileno()), start],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL if sys.stderr is None else None,
                     start_new_session=True,  # Ctrl-C is the owner's to handle
                     **self._popen_options,
                 )
@@ -362,3 +364,10 @@ def _socket_pair() -> tuple[socket.socket, socket.socket]:
         return socket.socketpair()
     except OSError as error:
         raise WorkerError(f"no socket for a worker: {error}") from None
+
+
+def _open_streams() -> None:
+    """Opens what is closed of 0 to 2, or the next descriptor would be a stream."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)

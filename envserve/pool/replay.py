@@ -132,11 +132,14 @@ def _follow(
     film: VideoWriter | None,
 ) -> Ending:
     number: int | None = None
+    limit = _BUILD_SECONDS
     for frame in _frames(process, timeout_seconds):
         if frame is None:
-            end = End(status=Status.TIMEOUT, text=f"hung for {timeout_seconds:g} s")
+            end = End(status=Status.TIMEOUT, text=f"hung for {limit:g} s")
             return _judge(repro, number, end)
-        if frame.kind is Kind.DONE:
+        if frame.kind is Kind.BUILT:
+            limit = timeout_seconds
+        elif frame.kind is Kind.DONE:
             number = frame.sequence
         elif frame.kind is Kind.PICTURE:
             if film:
@@ -150,7 +153,7 @@ def _follow(
         elif frame.kind is Kind.FAILED and frame.block:
             failure = codec.decode(frame.payload)
             return _judge(repro, number, End(status=Status.ENV_ERROR, **failure))
-        elif frame.kind is not Kind.BUILT:
+        else:
             text = frame.payload.decode(errors="replace").strip()
             hint = ", ".join(map(one_line, repro.import_modules))
             if hint:

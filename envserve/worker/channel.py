@@ -230,7 +230,9 @@ class Channel:
         return []
 
     def wait(self, timeout_seconds: float) -> None:
-        """Waits until `read` has something."""
+        """Waits until `read` has something, or can send what is left to."""
+        events = select.POLLIN | (select.POLLOUT if self.unsent else 0)
+        self._poll.modify(self.socket, events)
         self._poll.poll(math.ceil(1000 * timeout_seconds))
 
     def close(self) -> None:

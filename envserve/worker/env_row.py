@@ -18,6 +18,7 @@ import numpy as np
 
 from envserve import codec, durations
 from envserve.crashes.action_ring import RowRecord
+from envserve.infos import snapshot
 from envserve.registry import make_env
 from envserve.seeding import env_seed
 from envserve.slab import BEAT, Rows, next_beat
@@ -205,6 +206,7 @@ class EnvRow:
             self._needs_reset = True
             self._write(self._observation, observation)
             return info
+        info = snapshot(info)
         reset_info = self._begin_episode(is_autoreset=True)
         if reset_info or "reset_info" in info:  # none of the env's own
             return {**info, "reset_info": reset_info}

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from envserve import durations
 from envserve.crashes.action_ring import RowRecord
+from envserve.infos import snapshot
 from envserve.seeding import spare_seed
 from envserve.slab import Rows, next_beat, private_heartbeat
 from envserve.spec import EnvSpec
@@ -123,6 +124,7 @@ class SpareRow:
             return reward, terminated, truncated, info
         self._is_over = True
         if self._is_same_step:
+            info = snapshot(info)
             reset_info = self.reset(None)
             if reset_info or "reset_info" in info:
                 info = {**info, "reset_info": reset_info}

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import io
 import math
 import os
 import select
@@ -47,7 +48,10 @@ def main(fd: int) -> None:
     """Runs the template process over its socket to the owner."""
     os.set_inheritable(fd, False)  # else a process that an env starts keeps us alive
     owner = socket.socket(fileno=fd)
+    owner.settimeout(None)
     os.dup2(2, 1)  # what envs print must not mix with the owner's output
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # or who is killed has said nothing
     # Imported here: the owner of a launcher needs neither gymnasium nor a worker.
     from envserve import registry  # noqa: F401
     from envserve.worker import process  # noqa: F401
@@ -187,6 +191,8 @@ class _Template:
         parent = os.getpid()
         stderr_fd = self._pipes.open(request)
         fds = [fd] if stderr_fd is None else [fd, stderr_fd]
+        if sys.stdout is not None:
+            sys.stdout.flush()  # or each fork says it once more
         try:
             pid = os.fork()
         except OSError as error:  # no memory, or too many processes
@@ -235,7 +241,9 @@ class _Template:
             faulthandler.enable(2, all_threads=False)
             faulthandler.register(_STACK_SIGNAL, 2, all_threads=False)
             os.set_inheritable(fd, False)
-            process.run(socket.socket(fileno=fd), self._import_error)
+            channel = socket.socket(fileno=fd)
+            channel.settimeout(None)  # whatever an imported module's default is
+            process.run(channel, self._import_error)
             code = 0
         except BaseException:
             # Nothing above this frame may run in the child: it is the template's.

@@ -21,6 +21,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 from envserve import codec, durations
 from envserve.crashes.action_ring import ActionRing
 from envserve.errors import EnvStartError, UnknownEnv
+from envserve.infos import snapshot
 from envserve.leaves import unflatten
 from envserve.registry import spec_of
 from envserve.seeding import env_seed
@@ -168,6 +169,7 @@ class VectorBlock:
                 for final, last in self._observed:
                     final[ended] = last[ended]
             if self._resets_ended:
+                infos = snapshot(infos)
                 begun = self._reset(None, ended)
             else:
                 self._note_resets(ended)

@@ -1,0 +1,197 @@
+"""What env modules do besides being envs, and what workers make of it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from envserve import BatchEnv, make_vec
+from envserve.worker.channel import Channel, Frame, Kind, pack_frame
+
+ENVS = """
+import os, socket, time
+import gymnasium, numpy as np
+from gymnasium import spaces
+
+print("imported")
+socket.setdefaulttimeout(0.25)
+
+
+class Env(gymnasium.Env):
+    observation_space = spaces.Box(0.0, 9.0, (2,))
+    action_space = spaces.Discrete(2)
+
+    def __init__(self):
+        self.own, self.position = {}, np.zeros(2, np.float32)
+
+    def reset(self, seed=None):
+        super().reset(seed=seed)
+        self.own.clear()
+        self.position[...] = 0.0
+        return self.position.copy(), {}
+
+    def step(self, action):
+        self.position += 1.0
+        self.own["success"] = [True]
+        info = {"position": self.position, "all": [self.own]}
+        return self.position.copy(), 1.0, self.position[0] == 3.0, False, info
+
+
+class Dying(Env):
+    def step(self, action):
+        print("last words")
+        os._exit(3)
+
+
+class Several(gymnasium.vector.VectorEnv):
+    metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.DISABLED}
+    single_observation_space = observation_space = spaces.Discrete(9)
+    single_action_space = spaces.Discrete(2)
+
+    def __init__(self, num_envs=2):
+        self.num_envs, self.length = num_envs, np.zeros(num_envs, np.int64)
+        self.observation_space = spaces.MultiDiscrete([9] * num_envs)
+        self.action_space = spaces.MultiDiscrete([2] * num_envs)
+
+    def reset(self, *, seed=None, options=None):
+        self.length[(options or {}).get("reset_mask", slice(None))] = 0
+        return self.length.copy(), {}
+
+    def step(self, actions):
+        self.length += 1
+        ended = self.length == 3
+        infos = {"length": self.length}
+        return self.length.copy(), np.ones(2), ended, np.zeros(2, bool), infos
+
+
+gymnasium.register("Several-v0", vector_entry_point=Several)
+"""
+
+
+@pytest.fixture
+def envs(tmp_path: Path) -> Path:
+    path = tmp_path / "habits.py"
+    path.write_text(ENVS)
+    return path
+
+
+@pytest.mark.parametrize("spare_envs", [False, True])
+def test_infos_of_an_end_are_not_those_of_the_next_episode(
+    spare_envs: bool, envs: Path
+) -> None:
+    with BatchEnv.local(f"{envs}:Env", 2, num_workers=1, spare_envs=spare_envs) as env:
+        env.reset()
+        for step in range(1, 10):
+            infos = env.step(np.zeros(2, np.int64)).infos
+            if step % 3 == 0:
+                assert infos[1]["position"].tolist() == [3.0, 3.0]
+                assert infos[1]["all"] == [{"success": [True]}]
+
+
+def test_infos_of_an_end_in_a_vector_env_are_of_that_episode(envs: Path) -> None:
+    with BatchEnv.local(
+        "Several-v0", 2, num_workers=1, import_modules=[str(envs)], vectorized=True
+    ) as env:
+        env.reset()
+        for _ in range(3):
+            infos = env.step(np.zeros(2, np.int64)).infos
+    assert infos[0]["length"] == 3
+
+
+def test_a_default_timeout_of_an_import_is_not_that_of_workers(envs: Path) -> None:
+    with BatchEnv.local(f"{envs}:Env", 2, num_workers=1) as env:
+        env.reset()
+        for _ in range(2):
+            assert env.step(np.zeros(2, np.int64)).valid.all()
+            time.sleep(1.0)  # as a learner takes
+
+
+def test_a_masked_reset_needs_no_env_that_takes_options(envs: Path) -> None:
+    env = make_vec(f"{envs}:Env", 2, num_workers=1, autoreset_mode="Disabled")
+    try:
+        env.reset()
+        env.step(np.zeros(2, np.int64))
+        mask = np.array([True, False])
+        observation, _ = env.reset(options={"reset_mask": mask})
+        assert observation[:, 0].tolist() == [0.0, 1.0]
+    finally:
+        env.close()
+
+
+PRINTS = """
+import sys
+import numpy as np
+from envserve import BatchEnv
+with BatchEnv.local(f"{sys.argv[1]}:Dying", 4, num_workers=4) as env:
+    env.reset()
+    for _ in range(2):
+        env.step(np.zeros(4, np.int64))
+"""
+
+
+def test_what_envs_print_comes_through_once_however_they_end(envs: Path) -> None:
+    variables = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", PRINTS, str(envs)]
+    ended = subprocess.run(
+        command, env=variables, capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("\nlast words\n") >= 4
+    assert f"\n{ended.stderr}".count("\nimported\n") == 1
+    assert ended.stdout == ""
+
+
+CLOSED = """
+import sys
+from pathlib import Path
+import numpy as np
+from envserve import BatchEnv
+with BatchEnv.local(f"{sys.argv[1]}:Env", 2, num_workers=1, start_timeout=100) as env:
+    env.reset()
+    valid = env.step(np.zeros(2, np.int64)).valid
+Path(sys.argv[2]).write_text(str(valid.tolist()))
+"""
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "0<&- 1>&- 2>&-"])
+def test_closed_streams_are_in_nobodys_way(
+    closed: str, envs: Path, tmp_path: Path
+) -> None:
+    words = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", CLOSED]
+    result = tmp_path / "result"
+    subprocess.run([*words, str(envs), str(result)], timeout=300)
+    assert result.read_text() == "[True, True]"
+
+
+def test_who_waits_for_an_answer_sends_what_is_left_of_the_question() -> None:
+    ours, theirs = socket.socketpair()
+    size = 16 << 20
+
+    def answer() -> None:
+        left = len(pack_frame(Kind.REPLAY, payload=bytes(size)))
+        while left:
+            left -= len(theirs.recv(1 << 16))
+        theirs.sendall(pack_frame(Kind.DONE))
+
+    with theirs:
+        channel = Channel(ours)
+        channel.send(pack_frame(Kind.REPLAY, payload=bytes(size)))
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        until = time.monotonic() + 200
+        frames: list[Frame] = []
+        while not frames and time.monotonic() < until:
+            channel.wait(200)
+            frames = channel.read()
+        channel.close()
+        thread.join()
+    assert [frame.kind for frame in frames] == [Kind.DONE]
+    assert time.monotonic() < until
