@@ -32,7 +32,8 @@ class InGraphBatchEnv:
         self.env = env
         self.num_envs = env.num_envs
         spaces = space_leaves(env.observation_space)
-        if not tf.nest.flatten(spaces):
+        sizes = [int(np.prod(space.shape)) for space in tf.nest.flatten(spaces)]
+        if not min(sizes, default=0):
             raise UnsupportedSpaceError(
                 f"observation: expected something to observe, got {spaces}"
             )

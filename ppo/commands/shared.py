@@ -10,7 +10,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -92,22 +92,44 @@ Threads = Annotated[
 ]
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM has come, where that interrupts as Ctrl-C does."""
+
+
 @contextlib.contextmanager
-def interrupts_kept() -> Iterator[None]:
-    """Let an interrupt end what runs within, also if that has swallowed it."""
-    seen: list[int] = []
+def terminable() -> Iterator[None]:
+    """Have SIGTERM raise `Terminated` within, where nothing else awaits it."""
 
-    def note(number: int, _: object) -> None:
-        seen.append(number)
-        raise KeyboardInterrupt
+    def interrupt(*_: object) -> None:
+        raise Terminated
 
-    before = signal.signal(signal.SIGINT, note)
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def interrupts_kept() -> Iterator[None]:
+    """Let an interrupt end what runs within, also if that has swallowed it."""
+    seen: list[KeyboardInterrupt] = []
+
+    def note(number: int, _: object) -> None:
+        is_end = number == signal.SIGTERM
+        seen.append(Terminated() if is_end else KeyboardInterrupt())
+        raise seen[-1]
+
+    before: dict[int, Any] = {signal.SIGINT: signal.signal(signal.SIGINT, note)}
+    if callable(signal.getsignal(signal.SIGTERM)):  # as `terminable` makes it
+        before[signal.SIGTERM] = signal.signal(signal.SIGTERM, note)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
         if seen:
-            raise KeyboardInterrupt
+            raise seen[-1]
 
 
 @contextlib.contextmanager

@@ -24,10 +24,12 @@ from ppo.commands.shared import (
     Connect,
     Import,
     NumWorkers,
+    Terminated,
     Threads,
     place_of,
     reported_errors,
     start_tensorflow,
+    terminable,
 )
 from ppo.commands.stop_signals import StopSignals
 from ppo.config import Config
@@ -141,7 +143,8 @@ def train(
         logger = logging.getLogger("ppo")
     with (
         reported_errors(log_format),
-        hints_at_resuming() as runs,
+        hints_at_resuming(3 if restartable else 130) as runs,
+        terminable(),
         Screen(console(), logger) as screen,
         Watchers(screen, page, metrics_port, metrics_host) as watchers,
     ):
@@ -366,8 +369,11 @@ def _end(screen: Screen, plan: Plan, has_film: bool) -> None:
 
 
 @contextlib.contextmanager
-def hints_at_resuming() -> Iterator[list[RunFolder]]:
-    """Say how to go on when a run ends early; yields a list for its folder."""
+def hints_at_resuming(terminated_code: int = 130) -> Iterator[list[RunFolder]]:
+    """Say how to go on when a run ends early; yields a list for its folder.
+
+    What SIGTERM has cut short ends with a code of its own.
+    """
     runs: list[RunFolder] = []
     try:
         yield runs
@@ -376,7 +382,7 @@ def hints_at_resuming() -> Iterator[list[RunFolder]]:
         if can_go_on and runs and runs[0].has_checkpoint():
             error.add_note(_how_to_go_on(runs[0]))
         raise
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         text = "Stopped before the first checkpoint; there is nothing to go on with."
         if runs and runs[0].has_checkpoint():
             newest = max(runs[0].checkpoints.glob("[0-9]" * 8))
@@ -385,7 +391,8 @@ def hints_at_resuming() -> Iterator[list[RunFolder]]:
         elif runs and any(runs[0].path.glob("seed-*")):
             text = f"Stopped at once. {_how_to_go_on(runs[0])}"
         print(text, file=sys.stderr)
-        raise typer.Exit(130) from None
+        is_told = isinstance(interrupt, Terminated)
+        raise typer.Exit(terminated_code if is_told else 130) from None
 
 
 def _how_to_go_on(run_folder: RunFolder) -> str:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import tensorflow as tf
 
+__all__ = ["disk_errors"]
+
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:

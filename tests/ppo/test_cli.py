@@ -8,10 +8,12 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from envserve.errors import ServerLost, WrapperError
+from ppo.__main__ import main as program
 from ppo.commands.plan import Plan, new_folder
 from ppo.commands.shared import (
     opened_run,
@@ -159,6 +161,17 @@ def test_a_run_is_looked_at_with_fewer_servers_than_it_wanted(
     RunFolder.create(tmp_path, wanted, Place(addresses=("127.0.0.1:1", "127.0.0.1:2")))
     with opened_run(tmp_path, None, ["local"], None) as (_, config, _, place, _):
         env_maker(config, place.addresses)  # would raise
+
+
+def test_an_interrupt_while_the_program_loads_ends_it_plainly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "ppo.cli", SimpleNamespace(main=interrupted))
+    with pytest.raises(SystemExit, match="130"):
+        program()
 
 
 def test_an_unknown_option_is_refused() -> None:

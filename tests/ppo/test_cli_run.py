@@ -191,3 +191,25 @@ def test_an_interrupt_before_the_run_leaves_a_line_and_no_folder(
     assert terminal.exit_code() == 130
     assert "Stopped before the first checkpoint" in terminal.text
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("phase", "has_begun"), [("starting TensorFlow", False), ("evaluating", True)]
+)
+def test_sigterm_outside_of_iterations_is_no_end_either(
+    phase: str, has_begun: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    some = ("--set", "total_steps=256", "--set", "evaluation_episodes=100000")
+    words = ("CartPole-v1", *SMALL, *some, "--run-dir", folder, "--restartable")
+    process = start("train", *words)
+    try:
+        read_until(phase, process)
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=_PATIENCE)
+    finally:
+        process.kill()
+    assert process.returncode == 3, error
+    hint = f"Go on with: ppo train --resume {folder}"
+    assert error.startswith("Stopped ")
+    assert (hint in error) == folder.exists() == has_begun

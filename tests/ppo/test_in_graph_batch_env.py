@@ -142,6 +142,7 @@ def test_unknown_spaces_are_refused_by_name() -> None:
             r"observation\['a'\].* leave it out with the wrapper FilterObservation",
         ),
         (SPACES.Dict({}), SPACES.Discrete(2), "something to observe"),
+        (SPACES.Box(-1, 1, (0,)), SPACES.Discrete(2), "something to observe"),
         (SPACES.Sequence(SPACES.Discrete(2)), SPACES.Discrete(2), "wrap the env to"),
         (SPACES.Discrete(2), SPACES.Dict(a=SPACES.Discrete(2)), r"Action space: .*a"),
         (SPACES.Discrete(2), SPACES.Text(3), r"Action space: .* Text.*wrap the env so"),

@@ -12,7 +12,12 @@ import pytest
 from rich.console import Console
 
 from ppo.commands.screen import Screen, sparkline
-from ppo.commands.shared import errors_held, interrupts_kept
+from ppo.commands.shared import (
+    Terminated,
+    errors_held,
+    interrupts_kept,
+    terminable,
+)
 from ppo.train import Progress
 
 METRICS = {"policy_loss": -0.0123, "value_loss": 0.5, "entropy": 0.69}
@@ -153,6 +158,17 @@ def test_an_interrupt_that_is_swallowed_ends_what_it_was_for() -> None:
     with interrupts_kept():
         pass
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_termination_that_is_swallowed_ends_it_too_and_nobody_elses() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with terminable(), pytest.raises(Terminated), interrupts_kept():  # noqa: PT012
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        raise ImportError("half of it is not there")
+    with interrupts_kept():
+        assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_what_is_held_back_is_shown_if_something_fails(

@@ -1,0 +1,19 @@
+"""The `ppo` program."""
+
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command that the arguments name."""
+    try:
+        from ppo.cli import main as run
+
+        run()
+    except KeyboardInterrupt:  # while it was still loading
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
