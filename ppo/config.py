@@ -5,11 +5,9 @@ reads configs from files.
 """
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -17,11 +15,11 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from envserve.errors import WrapperError
 from envserve.wrappers import parse_wrappers
 from ppo.config_errors import in_words
+from ppo.config_values import Table, Tables
 from ppo.errors import ConfigError
 
 __all__ = ["Config"]
@@ -40,30 +38,6 @@ _LayerSize = Annotated[int, Field(ge=1, le=65_536)]
 # Not strict: files and settings have lists where Python has tuples.
 _Layers = Annotated[tuple[_LayerSize, ...], Field(strict=False, examples=["64,64"])]
 _Words = Annotated[tuple[str, ...], Field(strict=False, examples=["ale_py"])]
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as the folder of a run will give it back: with lists, no tuples.
-
-    Raises:
-        PydanticCustomError: it holds what JSON has no word for.
-    """
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise PydanticCustomError("plain", "expected names, numbers, text, truth or lists")
-
-
-_Table = Annotated[
-    Mapping[str, Any], AfterValidator(_plain), Field(examples=['{"name": 1}'])
-]
-_Tables = Annotated[
-    tuple[Annotated[Mapping[str, Any], AfterValidator(_plain)], ...],
-    Field(strict=False, examples=['[{name = "ActionRepeat", amount = 4}]']),
-]
 
 
 class Config(BaseModel, frozen=True):
@@ -85,14 +59,14 @@ class Config(BaseModel, frozen=True):
     env_name: Annotated[str, Field(min_length=1)]
     """Registered Gymnasium name, such as "HalfCheetah-v5"."""
 
-    env_kwargs: _Table = {}
+    env_kwargs: Table = {}
     """Keyword arguments for the env's constructor."""
 
     import_modules: _Words = ()
     """Modules that register envs or wrappers, for local workers; servers import their
     own."""
 
-    wrappers: _Tables = ()
+    wrappers: Tables = ()
     """What each env is wrapped in, the innermost first. Tables with a name and
     arguments, such as `{name = "ActionRepeat", amount = 4}`; see docs/wrappers.md."""
 

@@ -148,6 +148,5 @@ def _mean_return(plan: Plan, run: RunFolder) -> float | None:
     steps, total_steps = last["steps"], plan.config.total_steps
     is_over = total_steps == evaluation.get("total_steps")
     is_over |= plan.config.is_over_after(steps)
-    return (
-        evaluation["mean_return"] if is_over and evaluation["steps"] == steps else None
-    )
+    is_its = is_over and evaluation["steps"] == steps
+    return evaluation["mean_return"] if is_its else None
