@@ -60,8 +60,8 @@ Type = TypeVar("Type")
 _EXPOSE: Final = r"^((call|get|set):)?[a-z][a-z0-9_]{0,63}$"
 _NUMBER: Final = r"-?\d+(\.\d+)?"
 _KWARG: Final = (
-    rf"^[A-Za-z_]\w{{0,63}}(:(any|bool|(int|float)(\[{_NUMBER},{_NUMBER}\])?|"
-    r"[^\s,|\[\]]+(\|[^\s,|\[\]]+)*))?$"
+    rf"^[A-Za-z_]\w{{0,63}}(:(any|bool|int(\[-?\d+,-?\d+\])?|"
+    rf"float(\[{_NUMBER},{_NUMBER}\])?|[^\s,|\[\]]+(\|[^\s,|\[\]]+)*))?$"
 )
 #: Which attributes clients may use in which way; see `session.policy.check_call`.
 ExposeRule = Annotated[str, Meta(pattern=_EXPOSE)]

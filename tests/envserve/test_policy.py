@@ -128,7 +128,9 @@ def test_one_of_several_rules_for_a_name_is_enough() -> None:
         check_kwargs(rules, {"render_mode": "human"})
 
 
-@pytest.mark.parametrize("rule", ["x:", "x:int[0", "x:int[,1]", "x:a b", "1x", "x:|"])
+@pytest.mark.parametrize(
+    "rule", ["x:", "x:int[0", "x:int[,1]", "x:int[0.2,0.8]", "x:a b", "1x", "x:|"]
+)
 def test_rules_that_mean_nothing_are_refused_at_the_start(rule: str) -> None:
     with pytest.raises(ValueError, match=r"allowed_kwargs: expected NAME, NAME:int\["):
         HostSettings(allowed_kwargs=frozenset({rule}))
