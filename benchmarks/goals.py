@@ -175,7 +175,7 @@ GOALS: Final = (
         _at_most("start", f"{meaning}, seconds", bound, _median(case))
         for meaning, bound, case in (
             ("first observation", 4, "envserve, first observation"),
-            ("import envserve.client", 0.5, "import envserve.client"),
+            ("import of BatchEnv", 0.5, "import of BatchEnv"),
             ("envserve start until ready", 2, "envserve start, ready line"),
         )
     ),

@@ -50,7 +50,7 @@ def start(
             _ASYNC.format(**fill),
             "envs.close()",
         ),
-        "import envserve.client": ("import envserve.client", ""),
+        "import of BatchEnv": ("from envserve.client import BatchEnv", ""),
         "import gymnasium": ("import gymnasium", ""),
     }
     cases = [
