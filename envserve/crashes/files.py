@@ -47,16 +47,15 @@ class CrashFiles:
           owner: Whose envs crash; names of files hold a digest of it.
         """
         self._owner = hashlib.sha256(owner.encode()).hexdigest()[:8]
-        self._folder = folder or default_folder()
-        self._must_be_ours = folder is None
+        self._folder = folder
         self._free_at = -float("inf")
         self._has_warned = False
 
     def check(self) -> None:
         """Makes the folder if need be; raises OSError if no file could be written."""
-        self._make_folder()
-        if not os.access(self._folder, os.W_OK | os.X_OK):
-            raise PermissionError(f"{self._folder} cannot be written to")
+        folder = self._made_folder()
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(f"{folder} cannot be written to")
 
     def has_room(self, now: float) -> bool:
         """Tells whether the next file may be written, in monotonic seconds."""
@@ -70,9 +69,9 @@ class CrashFiles:
         self._free_at = now + _INTERVAL_SECONDS
         stem = re.sub(r"[^A-Za-z0-9.]+", "-", name)[:80].strip("-.")
         try:
-            self._make_folder()
-            path = _write_whole(self._folder, f"{stem}-{self._owner}", data)
-            self._prune()
+            folder = self._made_folder()
+            path = _write_whole(folder, f"{stem}-{self._owner}", data)
+            _prune(folder)
         except OSError as error:
             if not self._has_warned:
                 _LOGGER.warning(
@@ -85,41 +84,45 @@ class CrashFiles:
         self._has_warned = False
         return path
 
-    def _make_folder(self) -> None:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not self._must_be_ours:
-            return
+    def _made_folder(self) -> Path:
+        # Sought only now: where nothing can be written, there is no default.
+        folder = self._folder or default_folder()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._folder:
+            return folder
         # Anybody may have made it before us, in a folder that all can write to.
-        found = os.lstat(self._folder)
+        found = os.lstat(folder)
         if (
             not stat.S_ISDIR(found.st_mode)
             or found.st_uid != os.getuid()
             or found.st_mode & 0o077
         ):
             raise PermissionError(
-                f"{self._folder} is not a folder that only this user can use"
+                f"{folder} is not a folder that only this user can use"
             )
-
-    def _prune(self) -> None:
-        """Removes what is too much; another process may be doing the same."""
-        files: dict[str, list[tuple[int, int, Path]]] = {}  # by digest of the owner
-        num_files = num_bytes = 0
-        for path in self._folder.iterdir():
-            if path.name.endswith((SUFFIX, _PART)):
-                with contextlib.suppress(FileNotFoundError):
-                    found = path.lstat()
-                    of_owner = files.setdefault(path.name.rpartition("-")[0][-8:], [])
-                    of_owner.append((found.st_mtime_ns, found.st_size, path))
-                    num_files, num_bytes = num_files + 1, num_bytes + found.st_size
-        while num_files > _MAX_FILES or num_bytes > _MAX_BYTES:
-            most = max(files.values(), key=_part_of_limits)
-            _, size, path = oldest = min(most)
-            most.remove(oldest)
-            path.unlink(missing_ok=True)
-            num_files, num_bytes = num_files - 1, num_bytes - size
+        return folder
 
     def __repr__(self) -> str:
-        return f"<CrashFiles {self._folder}>"
+        return f"<CrashFiles {self._folder or 'in the default folder'}>"
+
+
+def _prune(folder: Path) -> None:
+    """Removes what is too much; another process may be doing the same."""
+    files: dict[str, list[tuple[int, int, Path]]] = {}  # by digest of the owner
+    num_files = num_bytes = 0
+    for path in folder.iterdir():
+        if path.name.endswith((SUFFIX, _PART)):
+            with contextlib.suppress(FileNotFoundError):
+                found = path.lstat()
+                of_owner = files.setdefault(path.name.rpartition("-")[0][-8:], [])
+                of_owner.append((found.st_mtime_ns, found.st_size, path))
+                num_files, num_bytes = num_files + 1, num_bytes + found.st_size
+    while num_files > _MAX_FILES or num_bytes > _MAX_BYTES:
+        most = max(files.values(), key=_part_of_limits)
+        _, size, path = oldest = min(most)
+        most.remove(oldest)
+        path.unlink(missing_ok=True)
+        num_files, num_bytes = num_files - 1, num_bytes - size
 
 
 def _part_of_limits(files: list[tuple[int, int, Path]]) -> float:

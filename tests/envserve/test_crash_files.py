@@ -129,6 +129,21 @@ def test_default_folder_that_is_not_ours_alone_is_refused(
     assert folder.is_symlink() or list(folder.iterdir()) == []
 
 
+def test_no_temporary_folder_costs_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.gettempdir", refuse)
+    files = CrashFiles(None)
+    assert "default" in repr(files)
+    assert files.write("a", b"content", 0.0) is None
+    assert files.write("a", b"content", 1.0) is None
+    assert len(caplog.messages) == 1
+    assert "No usable temporary directory" in caplog.text
+
+
 def test_default_folder_is_made_for_this_user_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
