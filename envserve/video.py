@@ -5,6 +5,7 @@ A file with its proper name is complete: frames go to one that ends in `.partial
 
 from __future__ import annotations
 
+import contextlib
 import ctypes.util
 import shutil
 import subprocess
@@ -171,6 +172,7 @@ def headless_settings(environment: Mapping[str, str]) -> dict[str, str]:
         return {}
     settings = {"SDL_VIDEODRIVER": "dummy"}
     for library, backend in (("OSMesa", "osmesa"), ("EGL", "egl")):
-        if ctypes.util.find_library(library):
-            settings["MUJOCO_GL"] = backend
+        with contextlib.suppress(OSError):  # it needs a temporary folder
+            if ctypes.util.find_library(library):
+                settings["MUJOCO_GL"] = backend
     return {key: settings[key] for key in settings if key not in environment}

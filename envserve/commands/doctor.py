@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
@@ -153,6 +154,13 @@ def _resources() -> Iterator[_Finding]:
         yield _finding("shared memory", "can be had")
     except OSError as error:
         yield _finding("shared memory", str(error), "allow it", fails=True)
+    try:
+        with tempfile.TemporaryFile() as file:
+            file.write(bytes(1 << 16))
+        yield _finding("temporary folder", f"{tempfile.gettempdir()} takes files")
+    except OSError as error:
+        remedy = "bench, demo, videos, crash files: make room, or set TMPDIR"
+        yield _finding("temporary folder", str(error), remedy)
 
 
 def _port() -> _Finding:

@@ -45,7 +45,7 @@ def test_a_host_that_is_well_is_told_what_it_has() -> None:
     assert code == 0
     assert set(found) == {
         *("Python", "packages", "extras", "open files", "cores", "memory"),
-        *("shared memory", "port", "keys", "none-such"),
+        *("shared memory", "temporary folder", "port", "keys", "none-such"),
     }
     assert "gymnasium 1." in found["packages"]["text"]
     assert "libzmq 4." in found["packages"]["text"]
@@ -136,6 +136,17 @@ def test_what_the_system_refuses_fails_and_ends_nothing(
     assert code == 1
     assert found["shared memory"]["text"] == "no memory file for you"
     assert found["port"]["name"] == "port"
+
+
+def test_no_temporary_folder_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.gettempdir", refuse)
+    code, found = examine()
+    assert (code, found["temporary folder"]["level"]) == (0, "warn")
+    assert "No usable temporary" in found["temporary folder"]["text"]
+    assert "set TMPDIR" in found["temporary folder"]["remedy"]
 
 
 @pytest.mark.parametrize(

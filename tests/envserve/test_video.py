@@ -3,6 +3,7 @@
 import ctypes.util
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -112,4 +113,8 @@ def test_where_no_screen_is_pygame_seeks_none_and_mujoco_draws_by_what_is_there(
     installed.remove("EGL")
     assert headless_settings({}) == quiet | {"MUJOCO_GL": "osmesa"}
     installed.clear()
+    assert headless_settings({}) == quiet
+    monkeypatch.setattr(
+        ctypes.util, "find_library", mock.Mock(side_effect=FileNotFoundError)
+    )
     assert headless_settings({}) == quiet
