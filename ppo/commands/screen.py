@@ -4,6 +4,7 @@ On a terminal that is redrawn four times a second, also while TensorFlow is busy
 Elsewhere it is a line per phase, and one every ten seconds.
 """
 
+import contextlib
 import datetime
 import logging
 import math
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self, cast
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -31,6 +32,24 @@ _NARROWEST, _WIDEST, _GAP = 8, 40, 2  # of bars and sparklines, in columns
 _METRICS = ("value_loss", "policy_loss", "entropy")
 
 
+class _Lossy:
+    """A stream that loses what cannot be written: no run ends for that."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+            self._stream.flush()
+
+    def flush(self) -> None:
+        """Does nothing: all is flushed as it is written."""
+
+
 class Screen:
     """Shows what a command does while it does that; a context manager.
 
@@ -48,6 +67,7 @@ class Screen:
         seconds_between_lines: float = 10.0,
     ) -> None:
         self.total_steps = 0
+        console.file = cast(IO[str], _Lossy(console.file))
         self._console, self._logger = console, logger
         self._is_live = console.is_interactive and logger is None
         self._has_glyphs = not console.options.ascii_only

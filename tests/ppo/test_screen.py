@@ -128,6 +128,26 @@ def test_elsewhere_a_long_phase_has_a_line_now_and_then(clock: Clock) -> None:
     assert lines[:3] == ["compiling ...", *2 * ["compiling, 0 s so far"]]
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_no_run_ends_because_its_output_cannot_be_written(
+    clock: Clock, is_terminal: bool
+) -> None:
+    tried = threading.Event()
+
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            if threading.current_thread() is not threading.main_thread():
+                tried.set()
+            raise OSError(28, "No space left on device")
+
+    target = Console(file=Full(), width=80, force_terminal=is_terminal)
+    with Screen(target, seconds_between_lines=0.01) as screen:
+        train_a_little(screen, clock)
+        assert tried.wait(300)
+        screen.print("[3] done")
+    assert not screen._ticker.is_alive()
+
+
 def test_a_finished_training_and_phases_leave_a_line(clock: Clock) -> None:
     target = console(80, is_terminal=True)
     with Screen(target) as screen:
