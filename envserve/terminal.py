@@ -69,8 +69,9 @@ def show_error(error: Exception | str) -> None:
     if any(isinstance(h.formatter, _JsonLines) for h in logging.root.handlers):
         logging.getLogger("envserve").error("\n".join((text, *notes)))
         return
-    shown = styled(f"Error: {text}", 31, sys.stderr)
-    print(shown, *notes, sep="\n", file=sys.stderr)
+    if sys.stderr is not None:
+        shown = styled(f"Error: {text}", 31, sys.stderr)
+        _write(sys.stderr, "\n".join((shown, *notes, "")))
 
 
 def console() -> Console:
@@ -185,27 +186,49 @@ class _Group(_Help, TyperGroup):
 
     def main(self, *args: Any, **options: Any) -> Any:
         """Runs a command line; ends the process with its exit code."""
-        for stream in (sys.stdout, sys.stderr):
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:  # whoever started us has closed it
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                setattr(sys, name, os.fdopen(nowhere, "w", closefd=False))
+            stream = getattr(sys, name)
             if hasattr(stream, "reconfigure"):  # no locale is worth a traceback
                 stream.reconfigure(errors="replace")
         try:
             code = super().main(*args, **options | {"standalone_mode": False})
-            sys.stdout.flush()
         except typer.TyperException as error:
             code = _refuse(error)
         except typer.Abort:
             code = 130
-        except BrokenPipeError:  # whoever was reading has gone, as `head` does
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except OSError as error:  # of stdout, if that takes no more
+            if _write(sys.stdout, "\n") and not isinstance(error, BrokenPipeError):
+                raise
             code = 1
-        sys.exit(code or 0)
+        is_whole = _write(sys.stdout)
+        _write(sys.stderr)
+        sys.exit(code or int(not is_whole))
+
+
+def _write(stream: TextIO, text: str = "") -> bool:
+    """Tells whether a stream takes all that it was given; else it gets no more."""
+    try:
+        if text:
+            stream.write(text)
+        stream.flush()
+    except OSError as error:
+        # Else the interpreter tries again at its end, and changes the exit code.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        # Whoever was reading has gone, as `head` does: that is no error.
+        if stream is sys.stdout and not isinstance(error, BrokenPipeError):
+            show_error(f"stdout cannot be written: {error.strerror}; make room there")
+        return False
+    return True
 
 
 def _refuse(error: typer.TyperException) -> int:
     """Says what is wrong with a command line; returns the exit code."""
     text = error.format_message()
     if type(error).__name__ == "NoArgsIsHelpError":
-        print(text)
+        _write(sys.stdout, f"{text}\n")
         return error.exit_code
     for pattern, words in _PHRASES:
         text = re.sub(pattern, words, text)

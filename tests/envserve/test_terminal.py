@@ -267,6 +267,33 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     assert (result.returncode, result.stderr) == (1, b"")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a full device")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("--version >/dev/full", 1, 1),
+        (">/dev/full", 2, 1),
+        ("start --wokers 1 >/dev/full", 2, 1),
+        ("start --wokers 1 2>/dev/full", 2, 0),
+        ("health x://y 2>/dev/full", 2, 0),
+        ("--version >/dev/full 2>&1", 1, 0),
+        ("--version >&-", 0, 0),
+        ("--version >&- 2>&-", 0, 0),
+        ("start --wokers 1 2>&-", 2, 0),
+        ("health x://y 2>&-", 2, 0),
+    ],
+)
+def test_what_cannot_be_written_costs_one_line(
+    words: str, code: int, said: int, unbuffered: str
+) -> None:
+    shell = ["sh", "-c", f'"{sys.executable}" -m envserve {words}']
+    variables = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(shell, capture_output=True, timeout=300, env=variables)
+    assert (done.returncode, done.stderr.count(b"\n")) == (code, said), done.stderr
+    assert done.stderr.startswith(b"Error: " * said)
+
+
 def test_no_locale_is_worth_a_traceback() -> None:
     result = python("-m", "envserve", "health", "\u2192", PYTHONIOENCODING="ascii")
     assert result.returncode == 2
