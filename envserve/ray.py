@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from envserve.errors import AddressError, ServerError
+from envserve.worker.orphans import until_parent_ends
 
 __all__ = ["EnvServers", "addresses", "connected", "last_line", "parse"]
 
-#: What an actor runs: on Linux it gets SIGTERM (15) when the actor is gone.
-_RUN: Final = """import ctypes; getattr(ctypes.CDLL(None), "prctl", max)(1, 15)
-from envserve.__main__ import main; main()"""
+#: What an actor runs.
+_RUN: Final = until_parent_ends("envserve.__main__")
 _READY: Final = "envserve: ready on "
 
 

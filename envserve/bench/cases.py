@@ -23,6 +23,7 @@ from envserve.bench.turns import SPEED, Measure, stepping
 from envserve.client import BatchEnv
 from envserve.errors import ServerError
 from envserve.registry import import_env_modules, make_env
+from envserve.worker.orphans import until_parent_ends
 
 __all__ = ["BINDS", "bare_loops", "batch_env", "stepping_batch_env", "vector_env"]
 
@@ -86,7 +87,7 @@ def _step_alone(load: Load, rows: list[int], connection: Connection) -> None:
 
     measure = stepping(step_all, rounds, replace(load, num_envs=len(rows)))
     connection.send("ready")
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError, ConnectionError):
         while connection.recv():
             connection.send(measure())
 
@@ -149,7 +150,8 @@ def _running_server(load: Load, bind: str, options: Sequence[str]) -> Iterator[s
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         command = [
-            *(sys.executable, "-m", "envserve", "start", "--env", load.env_name),
+            *(sys.executable, "-c", until_parent_ends("envserve.__main__")),
+            *("start", "--env", load.env_name),
             *("--workers", str(load.num_workers), "--bind", bind.format(folder=folder)),
             *("--envs-per-worker", str(-(-load.num_envs // load.num_workers))),
             *("--log-level", "warning", "--drain-grace", "0"),

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import itertools
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -107,6 +108,7 @@ def bench(
     from envserve.bench.command import bench as measure
     from envserve.bench.load import Load
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends what it started
     workers = min(num_workers, num_envs)
     look_for_modules_here([env] if is_own(env) else [])
     try:

@@ -1,6 +1,7 @@
-"""Reaps what processes of envs have left to this one, which adopts it: see `template`.
+"""Processes that end with who has started them, and those that others adopt.
 
-Its own children are an env's to wait for: their exit codes are known once.
+`Orphans` reaps what processes of envs have left to this one, which adopts it: see
+`template`. Its own children are an env's to wait for: their exit codes are known once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-__all__ = ["Orphans", "children"]
+__all__ = ["Orphans", "children", "until_parent_ends"]
 
 #: What nobody has waited for within this time was adopted, most likely.
 _PATIENCE_SECONDS: Final = 60.0
@@ -49,6 +50,13 @@ def _has_ended() -> bool:
         return os.waitid(os.P_ALL, 0, flags) is not None
     except ChildProcessError:
         return False
+
+
+def until_parent_ends(module: str) -> str:
+    """Returns code that runs a `main`; on Linux it gets SIGTERM if its parent ends."""
+    # PR_SET_PDEATHSIG, which is about the thread that starts the process; SIGTERM
+    return f"""import ctypes; getattr(ctypes.CDLL(None), "prctl", max)(1, 15)
+from {module} import main; main()"""
 
 
 def children(of: int | None = None) -> list[tuple[int, bytes, int]]:

@@ -14,6 +14,7 @@ import numpy as np
 import typer
 
 from envserve.settings import num_cores
+from envserve.worker.orphans import until_parent_ends
 from ppo.commands.plan import Plan
 from ppo.commands.runs import plot
 from ppo.commands.screen import Screen
@@ -24,9 +25,7 @@ from ppo.run_folder.metrics_file import read_metrics
 
 __all__ = ["started", "train_seeds"]
 
-# PR_SET_PDEATHSIG, SIGTERM: on Linux, who loses its study stops with a checkpoint.
-_RUN = """import ctypes; getattr(ctypes.CDLL(None), "prctl", max)(1, 15)
-from ppo.cli import main; main()"""
+_RUN = until_parent_ends("ppo.cli")  # it stops with a checkpoint then
 
 
 def train_seeds(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +19,7 @@ from envserve.bench.load import Load
 from envserve.bench.turns import SPEED, Measurements, take_turns
 from envserve.cli import app
 from envserve.errors import EnvStartError, UnknownEnv
+from envserve.worker.orphans import children
 
 #: Its actions are a Dict, so that each way has to cut batches of them into rows.
 OWN_ENV = """
@@ -56,6 +60,33 @@ def test_an_own_env_is_measured_in_every_way(tmp_path: Path) -> None:
     assert "workers and wake-ups" in finished.stdout
     assert "us over ipc and" in finished.stdout
     assert "-bound: " in finished.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_its_servers_end_with_it(number: int) -> None:
+    command = [sys.executable, "-m", "envserve", "bench", "--num-envs", "1"]
+    with subprocess.Popen(
+        [*command, "--rounds", "1000000"], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        while line := process.stderr.readline():
+            if line.startswith("... 1 of "):  # now all is started
+                break
+        servers = [pid for pid, *_ in children(process.pid) if b"tcp" in words_of(pid)]
+        assert servers
+        watched = [os.pidfd_open(pid) for pid in servers]
+        process.send_signal(number)
+        for each in watched:
+            assert select.select([each], [], [], 200)[0]
+            os.close(each)
+        said = process.stderr.read()
+    assert process.returncode == (130 if number == signal.SIGTERM else -number), said
+    assert "_step_alone" not in said
+
+
+def words_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def test_a_wrong_env_name_is_one_line() -> None:
