@@ -1,9 +1,11 @@
-"""What both ends do with their ZeroMQ socket: options, and bounded receiving."""
+"""What both ends do with ZeroMQ sockets: folders, options, and bounded receiving."""
 
 from __future__ import annotations
 
 import logging
+import os
 import resource
+import tempfile
 from typing import Final
 
 import zmq
@@ -16,10 +18,13 @@ __all__ = [
     "descriptor_of",
     "raise_file_limit",
     "set_common_options",
+    "socket_folder",
 ]
 
 _LOGGER: Final = logging.getLogger(__name__)
 
+#: Of a path to temporary files: one to a socket has at most 103 bytes on macOS.
+_MAX_FOLDER: Final = 70
 #: Plain numbers: ZeroMQ's own flags are slow to combine.
 NOBLOCK: Final = int(zmq.NOBLOCK)
 _POLLIN: Final = int(zmq.POLLIN)
@@ -46,6 +51,12 @@ def set_common_options(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
     socket.setsockopt(zmq.TCP_MAXRT, 3000)  # ms; without effect where unsupported
+
+
+def socket_folder() -> tempfile.TemporaryDirectory[str]:
+    """Makes a folder for ipc addresses, of mode 0700; in /tmp if TMPDIR is long."""
+    is_long = len(os.fsencode(tempfile.gettempdir())) > _MAX_FOLDER
+    return tempfile.TemporaryDirectory("", "envserve-", "/tmp" if is_long else None)
 
 
 def descriptor_of(socket: zmq.Socket[bytes]) -> int:

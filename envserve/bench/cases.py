@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -23,6 +22,7 @@ from envserve.bench.turns import SPEED, Measure, stepping
 from envserve.client import BatchEnv
 from envserve.errors import ServerError
 from envserve.registry import import_env_modules, make_env
+from envserve.transport import socket_folder
 from envserve.worker.orphans import until_parent_ends
 
 __all__ = ["BINDS", "bare_loops", "batch_env", "stepping_batch_env", "vector_env"]
@@ -148,7 +148,7 @@ def batch_env(
 def _running_server(load: Load, bind: str, options: Sequence[str]) -> Iterator[str]:
     """Runs a server; gives its address once it is ready."""
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        folder = stack.enter_context(socket_folder())
         command = [
             *(sys.executable, "-c", until_parent_ends("envserve.__main__")),
             *("start", "--env", load.env_name),

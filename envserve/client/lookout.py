@@ -11,7 +11,6 @@ import logging
 import os
 import platform
 import secrets
-import tempfile
 import threading
 import time
 from importlib.metadata import version
@@ -25,7 +24,7 @@ from envserve.pool.pool import Pool
 from envserve.pool.tally import add, described_in_full
 from envserve.session.answers import Answers
 from envserve.session.decisions import Reply
-from envserve.transport import NOBLOCK
+from envserve.transport import NOBLOCK, socket_folder
 from envserve.wire import ErrorCode, FrameRequest, MessageType, ServerStatus, decode
 
 __all__ = ["Lookout"]
@@ -48,7 +47,7 @@ class Lookout:
         self._pools = [lane for lane in batch.lanes if isinstance(lane, Pool)]
         self._answers = Answers(secrets.randbits(63) | 1, shows_folders=True)
         self._started_at = time.monotonic()
-        self._folder = tempfile.TemporaryDirectory(prefix="envserve-")  # of mode 0700
+        self._folder = socket_folder()
         self.address = f"ipc://{self._folder.name}/lookout"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)

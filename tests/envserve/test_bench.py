@@ -40,6 +40,8 @@ gymnasium.register("Own-v0", "own_env:OwnEnv")
 
 def test_an_own_env_is_measured_in_every_way(tmp_path: Path) -> None:
     (tmp_path / "own_env.py").write_text(OWN_ENV)
+    long = tmp_path / ("x" * 100)  # too long for a path to a socket
+    long.mkdir()
     finished = subprocess.run(
         [sys.executable, "-W", "error", "-m", "envserve", "bench"]
         + ["--env", "Own-v0", "--import", "own_env", "--num-envs", "3"]
@@ -47,6 +49,7 @@ def test_an_own_env_is_measured_in_every_way(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
+        env=os.environ | {"TMPDIR": str(long)},
     )
     assert finished.returncode == 0, finished.stderr
     title, *lines = finished.stdout.splitlines()

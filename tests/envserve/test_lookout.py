@@ -103,6 +103,16 @@ def test_only_this_user_reaches_it_and_nothing_is_left(batch: BatchEnv) -> None:
         late.status(0.1)
 
 
+def test_it_is_reached_where_temporary_files_have_long_paths(
+    batch: BatchEnv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    with Lookout(batch) as lookout, Observer(lookout.address) as observer:
+        assert observer.status(60.0).total_envs == 4
+
+
 def test_a_batch_that_was_closed_is_said_to_be_idle(monkeypatch: Any) -> None:
     batch = BatchEnv.local(LEDGER, 2, 1, seed=3, import_modules=[MODULE])
     with Lookout(batch) as lookout, Observer(lookout.address) as observer:
