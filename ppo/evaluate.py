@@ -15,7 +15,7 @@ from envserve.errors import EnvsBusy
 from ppo.agent import Agent
 from ppo.config import Config
 from ppo.environments import MakeEnv
-from ppo.errors import EnvDataError, EnvsLostError
+from ppo.errors import EnvDataError, EnvsLostError, RunWriteError
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.rollout import Episode, EpisodeTracker
 from ppo.run_folder import checkpoint
@@ -55,6 +55,15 @@ class Evaluation(NamedTuple):
     def mean_return(self) -> float:
         """Mean over episodes."""
         return float(np.mean(self.returns))
+
+    def __str__(self) -> str:
+        return (
+            f"Evaluation after {self.steps or 0:,} steps: "
+            f"mean return {self.mean_return:.1f} "
+            f"over {len(self.returns)} episodes "
+            f"(lowest {self.returns.min():.1f}, "
+            f"highest {self.returns.max():.1f})"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return a summary and all returns, as plain numbers."""
@@ -167,6 +176,7 @@ def evaluate_run(
 
     Raises:
         CheckpointError: there is no checkpoint, or it does not fit the config.
+        RunWriteError: the result cannot be saved; a note of the error has it.
     """
     # Sooner than envs start: there may be no such checkpoint.
     counters = checkpoint.read_counters(run_folder.checkpoints, which)
@@ -179,7 +189,11 @@ def evaluate_run(
             # A run that goes on may have written a newer one since.
             counters = checkpoint.load_agent(run_folder.checkpoints, agent, which)
         evaluation = evaluate(agent, env, episodes)._replace(steps=counters.steps)
-    run_folder.save_evaluation(evaluation.as_dict() | ended)
+    try:
+        run_folder.save_evaluation(evaluation.as_dict() | ended)
+    except RunWriteError as error:
+        error.add_note(str(evaluation))
+        raise
     return evaluation
 
 

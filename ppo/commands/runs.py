@@ -21,10 +21,9 @@ from ppo.config import Config
 from ppo.run_folder.folder import Place, RunFolder
 
 if TYPE_CHECKING:
-    from ppo.evaluate import Evaluation
     from ppo.rollout import Episode
 
-__all__ = ["evaluate", "export", "film", "plot", "print_evaluation", "visualize"]
+__all__ = ["evaluate", "export", "film", "plot", "visualize"]
 
 
 def evaluate(
@@ -46,18 +45,7 @@ def evaluate(
         make_env = env_maker(config, place.addresses, num_workers, place.import_modules)
         screen.phase(f"evaluating {config.evaluation_episodes} episodes")
         evaluation = evaluate_run(config, run_folder, make_env, which=which)
-        print_evaluation(screen, evaluation)
-
-
-def print_evaluation(screen: Screen, evaluation: "Evaluation") -> None:
-    """Print how far the policy was trained, and what it earned."""
-    screen.print(
-        f"Evaluation after {evaluation.steps:,} steps: "
-        f"mean return {evaluation.mean_return:.1f} "
-        f"over {len(evaluation.returns)} episodes "
-        f"(lowest {evaluation.returns.min():.1f}, "
-        f"highest {evaluation.returns.max():.1f})"
-    )
+        screen.print(str(evaluation))
 
 
 def export(

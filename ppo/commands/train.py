@@ -17,7 +17,6 @@ from envserve.video import headless_settings
 from ppo.commands import on_ray
 from ppo.commands.plan import Plan, cluster, new_plan, resumed_plan
 from ppo.commands.runs import film as film_run
-from ppo.commands.runs import print_evaluation
 from ppo.commands.screen import Screen
 from ppo.commands.seeds import train_seeds
 from ppo.commands.shared import (
@@ -293,7 +292,7 @@ def _train(
     screen.phase(f"evaluating {config.evaluation_episodes} episodes")
     evaluation = evaluate_run(config, run_folder, make_env, result.agent)
     screen.phase("")
-    print_evaluation(screen, evaluation)
+    screen.print(str(evaluation))
     return True
 
 

@@ -334,6 +334,11 @@ def test_the_newest_checkpoint_is_evaluated_on_envs_of_its_own(tmp_path: Path) -
     evaluate_run(config, run_folder, maker, which=32)
     saved = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert saved["steps"] == 32
+    (tmp_path / "run" / "evaluation.json.partial").mkdir()  # it cannot be saved
+    with pytest.raises(RunWriteError) as caught:
+        evaluate_run(config, run_folder, maker)
+    shown = "Evaluation after 64 steps: mean return 3.0 over 3 episodes "
+    assert caught.value.__notes__ == [shown + "(lowest 3.0, highest 3.0)"]
 
 
 def test_a_worker_that_dies_costs_its_rows_and_nothing_else(tmp_path: Path) -> None:
