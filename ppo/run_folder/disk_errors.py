@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,4 +19,5 @@ def disk_errors(path: Path) -> Iterator[None]:
     except tf.errors.OpError as error:
         is_full = isinstance(error, tf.errors.ResourceExhaustedError)
         number = errno.ENOSPC if is_full else errno.EIO
-        raise OSError(number, error.message, str(path)) from error
+        text = os.strerror(number) if is_full else error.message
+        raise OSError(number, text, str(path)) from error

@@ -283,14 +283,14 @@ def test_a_full_disk_ends_the_run_with_what_to_do(
     is_events: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
-        raise tf.errors.ResourceExhaustedError(None, None, "events; No space left")
+        raise tf.errors.ResourceExhaustedError(None, None, "{{node}} its words")
 
     run_folder = RunFolder.create(tmp_path / "run", SMALL)
     if is_events:
         monkeypatch.setattr("tensorflow.summary.scalar", refuse)
     else:
         (run_folder.path / "metrics.jsonl").symlink_to("/dev/full")
-    message = r"No space left( on device)?; free some space\.$"
+    message = r"cannot be written, No space left on device; free some space\.$"
     with pytest.raises(RunWriteError, match=message):
         train(SMALL, run_folder, Maker())
 
