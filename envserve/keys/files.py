@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import stat
@@ -52,9 +53,11 @@ def _refusals(path: Path, participle: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        remedy = "expected a file or folder of this user's own, and no link"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            remedy = "expected room to write; make some, or name another ENVSERVE_HOME"
         raise KeyFileError(
-            f"{shown(path)} cannot be {participle}: {error.strerror}; expected a file "
-            f"or folder of this user's own, and no link"
+            f"{shown(path)} cannot be {participle}: {error.strerror}; {remedy}"
         ) from None
 
 

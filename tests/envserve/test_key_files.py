@@ -195,17 +195,21 @@ def test_a_key_file_with_other_content_is_refused_and_not_repeated(
         assert text.split(".")[-1][:40] not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(28, "room"), (30, "room"), (40, "a file or folder of this")]
+)
 def test_a_file_that_cannot_be_replaced_is_what_it_was(
-    folder: KeyFolder, monkeypatch: pytest.MonkeyPatch
+    folder: KeyFolder, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
 ) -> None:
     fill(folder)
     before = (folder.path / "clients").read_text()
 
     def fails(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(number, "It refuses")
 
     monkeypatch.setattr(os, "replace", fails)
-    with pytest.raises(KeyFileError, match=r"clients cannot be written: No space"):
+    text = f"clients cannot be written: It refuses; expected {remedy}"
+    with pytest.raises(KeyFileError, match=text):
         folder.clients.remove("ci")
     assert (folder.path / "clients").read_text() == before
     assert sorted(path.name for path in folder.path.iterdir()) == sorted(FILES)
