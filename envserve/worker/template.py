@@ -91,6 +91,8 @@ class _Template:
         finally:
             # Workers that end from here on would write to sockets that are gone.
             signal.set_wakeup_fd(-1)
+        for each in (self._owner, self._wakeup, self._wakeup_writer):
+            each.close()
 
     def _serve_until_closed(self) -> None:
         while True:

@@ -204,7 +204,7 @@ template.main(fd.detach())
 os.kill(os.getpid(), signal.SIGCHLD)
 """
     result = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-X", "dev", "-c", code],  # which complains of open sockets
         capture_output=True,
         text=True,
         timeout=100,
