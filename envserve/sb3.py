@@ -6,6 +6,7 @@ episode is a truncated one there, since it has no masks for rows; padding is wai
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,6 +89,7 @@ class BatchVecEnv(VecEnv):
         self.reset_infos[:] = [dict(infos.get(i, {})) for i in range(self.num_envs)]
         self._reset_seeds()
         self._reset_options()
+        self._seen = observation
         return observation
 
     def step_async(self, actions: Array) -> None:
@@ -104,10 +106,14 @@ class BatchVecEnv(VecEnv):
         ]
         if dones.any():
             last = list(iterate(self._observations, step.final_observation))
+            lost = step.lost
+            seen = list(iterate(self._observations, self._seen)) if lost.any() else []
             for row in dones.nonzero()[0].tolist():
-                infos[row]["terminal_observation"] = last[row]
+                final = seen if lost[row] else last
+                infos[row]["terminal_observation"] = copy.deepcopy(final[row])
                 begun = infos[row].pop("reset_info", None)
                 self.reset_infos[row] = begun if isinstance(begun, dict) else {}
+        self._seen = step.observation
         return step.observation, step.reward.astype(np.float32), dones, infos
 
     def close(self) -> None:

@@ -44,6 +44,7 @@ class BatchVectorEnv(BaseVectorEnv):
         self.batch = batch
         self.env_num = batch.num_envs
         self.is_async = self.is_closed = False
+        self._seen: list[Any] = [None] * self.env_num  # what each env showed last
 
     def get_env_attr(self, key: str, id: Any = None) -> list[Any]:
         """Returns an attribute of each of these envs; spaces without asking them."""
@@ -64,7 +65,8 @@ class BatchVectorEnv(BaseVectorEnv):
         seeds = [kwargs.get("seed")] * len(rows)
         observation = self.batch.reset(chosen, seeds, options=kwargs.get("options"))
         infos = [dict(self.batch.reset_infos.get(int(row), {})) for row in rows]
-        return self._stacked(observation, np.arange(len(rows))), np.array(infos)
+        stacked = self._stacked(observation, np.arange(len(rows)))
+        return self._shown(rows, stacked), np.array(infos)
 
     def step(self, action: Any, id: Any = None) -> tuple[Any, ...]:
         """Steps these envs; returns their rows in that order, and infos."""
@@ -78,7 +80,10 @@ class BatchVectorEnv(BaseVectorEnv):
             for row, valid in zip(map(int, rows), step.valid[order], strict=True)
         ]
         ends = (step.reward[order], step.terminated[order], step.truncated[order])
-        return self._stacked(step.observation, order), *ends, np.array(infos)
+        stacked = self._stacked(step.observation, order)
+        for place in step.lost[order].nonzero()[0]:  # of the next episode's
+            stacked[place] = self._seen[rows[place]]
+        return self._shown(rows, stacked), *ends, np.array(infos)
 
     def seed(self, seed: Any = None) -> list[Any]:
         """Resets env i with `seed + i`, or with its own of a list."""
@@ -95,6 +100,11 @@ class BatchVectorEnv(BaseVectorEnv):
         """Ends all envs."""
         self.is_closed = True
         self.batch.close()
+
+    def _shown(self, rows: Any, observations: Array) -> Array:
+        for row, observation in zip(rows, observations, strict=True):
+            self._seen[row] = observation
+        return observations
 
     def _stacked(self, observation: Any, order: Array) -> Array:
         if not isinstance(observation, np.ndarray):  # an array of dicts

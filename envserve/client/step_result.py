@@ -22,6 +22,7 @@ Array = np.ndarray[Any, Any]
 
 _LARGE_BYTES: Final = 1 << 16
 _OK: Final = int(Status.OK)  # NumPy takes long to see a number in an enum
+_LATE: Final = int(Status.LATE)
 _any: Final = np.logical_or.reduce
 
 
@@ -37,7 +38,8 @@ class StepResult(NamedTuple):
       valid: bool `[n]`; False for a transition that is not to be learned from, since
         the env, its worker or its server failed: see `status`.
       final_observation: `[n, ...]`; the last observation of an episode that ended in
-        this step, zero (with `out`: untouched) in all other rows.
+        this step, zero (with `out`: untouched) in all other rows. Of a lost episode it
+        may be of a step that was never answered, or of nothing that was played.
       status: uint8 `[n]`, see `envserve.client.Status`. A lost episode is one row
         that is `truncated`, with the reason for a status. It comes when the env is
         back, after any number of rows that are PENDING: their actions are not used, and
@@ -56,6 +58,12 @@ class StepResult(NamedTuple):
     final_observation: Any
     status: Array
     infos: Mapping[int, Mapping[str, Any]]
+
+    @property
+    def lost(self) -> Array:
+        """Rows that have lost their episode, bool `[n]`; see `final_observation`."""
+        lost: Array = self.truncated & ~self.valid & (self.status != _LATE)
+        return lost
 
     def __repr__(self) -> str:
         """Shows how many rows there are of what, and the observation's shape."""

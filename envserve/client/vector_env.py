@@ -92,6 +92,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         self._is_copied = copy
         self._is_encoded = batch.spec.has_encoded_observations
         self._reused: StepResult | None = None
+        self._latest: StepResult | None = None
+        self._seen: Any = None
         self.closed = False
 
     def reset(
@@ -158,7 +160,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         with self._waiting("reset"):
             self._batch.recv_reset(timeout)
         infos = batch_infos(self._batch.reset_infos, self.num_envs)
-        return self._batch.last_observation(), infos
+        self._seen = observation = self._batch.last_observation()
+        return observation, infos
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         """Steps the envs; see `gymnasium.vector.VectorEnv.step`.
@@ -271,8 +274,11 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
     ) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         """Says a step in Gymnasium's words."""
         if not self._is_copied:
-            # The other arrays are small, and trainers keep them.
-            self._reused = None if self._is_encoded else result
+            # The other arrays are small, and trainers keep them. What was seen last
+            # has to outlive the next step where final observations are told.
+            written = None if self._is_encoded else result
+            self._reused = self._latest if self._is_same_step else written
+            self._latest = written
             result = result._replace(
                 reward=result.reward.copy(),
                 terminated=result.terminated.copy(),
@@ -280,6 +286,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
                 valid=result.valid.copy(),
             )
         infos = self._infos(result) if result.infos or self._is_same_step else {}
+        self._seen = result.observation
         if not _all(result.valid):
             infos["valid"] = result.valid
             infos["_valid"] = np.ones(self.num_envs, np.bool_)
@@ -294,8 +301,10 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         last = list(iterate(self.observation_space, result.final_observation))
         if isinstance(self.single_observation_space, Discrete):
             last = result.final_observation.tolist()  # ints, which envs mostly give
+        lost = result.lost
+        seen = list(iterate(self.observation_space, self._seen)) if _any(lost) else []
         for row in ended.nonzero()[0].tolist():
-            observations[row] = copying.deepcopy(last[row])
+            observations[row] = copying.deepcopy((seen if lost[row] else last)[row])
             info = dict(infos.pop(row, {}))
             is_lost = not result.valid[row] and "fault" in info  # or it is the env's
             fault = {"fault": info.pop("fault")} if is_lost else {}

@@ -19,6 +19,8 @@ from stable_baselines3.common.vec_env import VecNormalize
 from envserve.sb3 import make_vec_env
 from tests.doors.masked_env import ENV_NAME, EPISODE_LENGTH
 from tests.envserve.server_process import ServerProcess
+from tests.envserve.walk_env import ENV
+from tests.envserve.walk_env import EPISODE_LENGTH as WALK_LENGTH
 
 MODULE = "tests.doors.masked_env"
 EXPOSED = ("action_masks", "has_wrapper_attr", "label", "set:label", "times")
@@ -129,6 +131,17 @@ def test_a_lost_episode_is_a_truncated_one() -> None:
         assert info["TimeLimit.truncated"]
         assert info["fault"]["status"] == "WORKER_DIED"
         np.testing.assert_array_equal(info["terminal_observation"], last)
+    envs.close()
+
+
+def test_the_last_observation_of_a_lost_episode_is_the_last_that_was_seen() -> None:
+    envs = make_vec_env(ENV, 2, num_workers=1)
+    envs.reset()
+    for _ in range(1, WALK_LENGTH):
+        envs.step(np.zeros(2, int))
+    # The other row's episode ends in the step in which their worker does.
+    *_, infos = envs.step(np.array([0, 1]))
+    assert [info["terminal_observation"].tolist() for info in infos] == [[104]] * 2
     envs.close()
 
 

@@ -14,6 +14,7 @@ from tianshou.env import DummyVectorEnv
 from envserve.tianshou import make_vector_env
 from tests.doors.masked_env import ENV_NAME
 from tests.envserve.server_process import ServerProcess
+from tests.envserve.walk_env import ENV
 
 MODULE = "tests.doors.masked_env"
 
@@ -84,6 +85,20 @@ def test_observations_that_are_dicts(tmp_path: Path) -> None:
     observation, _ = envs.reset()
     assert observation.dtype == object
     np.testing.assert_equal(observation[1], {"place": np.zeros(1, np.float32)})
+    envs.close()
+
+
+def test_the_last_observation_of_a_lost_episode_is_the_last_that_was_seen() -> None:
+    envs = make_vector_env(ENV, 2, num_workers=1)
+    envs.reset()
+    envs.step(np.array([0]), [1])
+    envs.step(np.zeros(2, int))
+    observation, _, _, truncated, _ = envs.step(np.array([0, 1]), [1, 0])
+    assert truncated[1]
+    assert observation[1] == 101
+    envs.reset([0, 1])
+    observation = envs.step(np.zeros(2, int))[0]
+    assert observation.tolist() == [[101], [101]]
     envs.close()
 
 

@@ -25,6 +25,7 @@ from envserve.client.vector_env import VectorEnv
 from envserve.errors import CallError, LocalProtocolError
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
+from tests.envserve.walk_env import ENV, EPISODE_LENGTH
 from tests.oracle.probe_envs import MODULE
 
 Make = Callable[..., VectorEnv]
@@ -184,6 +185,23 @@ def test_a_step_waits_for_a_worker_that_died(make: Make) -> None:
     assert (infos["valid"] == ~lost).all()
     assert set(infos["fault"]["status"][lost]) == {"WORKER_DIED"}
     assert envs.step([0, 0, 0, 0])[4] == {}
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_the_last_observation_of_a_lost_row_is_the_last_that_was_seen(
+    copy: bool,
+) -> None:
+    options: dict[str, Any] = {"autoreset_mode": "SameStep", "copy": copy}
+    with contextlib.closing(make_vec(ENV, 2, num_workers=1, **options)) as envs:
+        envs.reset()
+        for time in range(1, EPISODE_LENGTH):
+            seen = envs.step(np.zeros(2, int))[0]
+            assert seen.tolist() == [[100 + time]] * 2
+        # The other row's episode ends in the step in which their worker does.
+        observation, _, _, truncated, infos = envs.step(np.array([0, 1]))
+        assert truncated.all()
+        assert observation.tolist() == [[100]] * 2
+        assert np.stack(infos["final_obs"]).tolist() == [[104]] * 2
 
 
 def test_wrappers_of_gymnasium_see_the_same(make: Make) -> None:
