@@ -19,8 +19,8 @@ from ppo.networks.perceptrons import (
     GaussianHead,
     LogitsHead,
     NoTorso,
-    PolicyNetwork,
-    ValueNetwork,
+    Perceptron,
+    ValueHead,
 )
 from ppo.networks.recurrent import Memory
 from ppo.observations import ObservationPreprocessor
@@ -85,8 +85,10 @@ def build_networks(
         )
         input_size = config.recurrent_size
         policy_layers["hidden_sizes"] = value_layers["hidden_sizes"] = ()
-    policy = PolicyNetwork(input_size, actions.output_size, head=head, **policy_layers)
-    value = ValueNetwork(input_size, **value_layers)
+    policy_layers |= {"output_size": actions.output_size, "output_gain": 0.01}
+    value_layers |= {"output_size": 1, "output_gain": 1.0}
+    policy = Perceptron(input_size, head=head, **policy_layers)
+    value = Perceptron(input_size, head=ValueHead(), **value_layers)
     return Networks(*torsos, policy, value, memories)
 
 

@@ -20,8 +20,8 @@ __all__ = [
     "LogitsHead",
     "NoTorso",
     "Part",
-    "PolicyNetwork",
-    "ValueNetwork",
+    "Perceptron",
+    "ValueHead",
     "flatten_observation",
     "mlp",
 ]
@@ -90,26 +90,6 @@ class NoTorso(Part):
         return observation
 
 
-class _Network(Part):
-    """A perceptron on the joined leaves of observations."""
-
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        output_gain: float = 0.01,
-        **layers: Any,
-    ) -> None:
-        self._layers = mlp(
-            input_size, output_size=output_size, output_gain=output_gain, **layers
-        )
-        self.trackables = {"layers": self._layers}
-
-    def _outputs(self, observation: Any) -> tf.Tensor:
-        return self._layers(flatten_observation(observation))
-
-
 class GaussianHead(Part):
     """Turns outputs of a network into means and log standard deviations.
 
@@ -140,27 +120,21 @@ class LogitsHead(Part):
         return (outputs,)
 
 
-class PolicyNetwork(_Network):
-    """A perceptron, and the head that makes a distribution's parameters of it."""
+class ValueHead(Part):
+    """Takes the only output for a value: the expected discounted return."""
 
-    def __init__(
-        self, input_size: int, output_size: int, *, head: Any, **layers: Any
-    ) -> None:
-        super().__init__(input_size, output_size, **layers)
-        self._head = head
-        self.trackables = {**self.trackables, **head.trackables}
-
-    def __call__(self, observation: Any) -> tuple[tf.Tensor, ...]:
-        """Return the parameters, `[N, ...]` each."""
-        return self._head(self._outputs(observation))
-
-
-class ValueNetwork(_Network):
-    """Expected discounted return of an observation."""
-
-    def __init__(self, input_size: int, **layers: Any) -> None:
-        super().__init__(input_size, 1, output_gain=1.0, **layers)
-
-    def __call__(self, observation: Any) -> tf.Tensor:
+    def __call__(self, outputs: Any) -> tf.Tensor:
         """Return one value per sample, `[N]`."""
-        return tf.squeeze(self._outputs(observation), axis=-1)
+        return tf.squeeze(outputs, axis=-1)
+
+
+class Perceptron(Part):
+    """A perceptron on the joined leaves of observations, and the head behind it."""
+
+    def __init__(self, input_size: int, *, head: Any, **layers: Any) -> None:
+        self._layers, self._head = mlp(input_size, **layers), head
+        self.trackables = {"layers": self._layers, **head.trackables}
+
+    def __call__(self, observation: Any) -> Any:
+        """Return what the head makes of it, `[N, ...]`."""
+        return self._head(self._layers(flatten_observation(observation)))

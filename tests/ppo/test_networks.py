@@ -9,8 +9,8 @@ from ppo.config import Config
 from ppo.networks.perceptrons import (
     GaussianHead,
     LogitsHead,
-    PolicyNetwork,
-    ValueNetwork,
+    Perceptron,
+    ValueHead,
     flatten_observation,
     mlp,
 )
@@ -42,8 +42,14 @@ def test_layers_differ_and_follow_the_seed() -> None:
 
 def test_a_gaussian_starts_near_zero_with_the_given_deviation() -> None:
     head = GaussianHead(2, Config(env_name="fake", initial_log_std=-0.5))
-    network = PolicyNetwork(
-        3, 2, head=head, hidden_sizes=(8,), activation="tanh", seed=0
+    network = Perceptron(
+        3,
+        output_size=2,
+        output_gain=0.01,
+        head=head,
+        hidden_sizes=(8,),
+        activation="tanh",
+        seed=0,
     )
     mean, log_std = network(tf.ones([5, 3]))
     assert mean.shape == (5, 2)
@@ -52,8 +58,14 @@ def test_a_gaussian_starts_near_zero_with_the_given_deviation() -> None:
 
 
 def test_a_categorical_starts_near_uniform() -> None:
-    network = PolicyNetwork(
-        3, 4, head=LogitsHead(), hidden_sizes=(8,), activation="relu", seed=0
+    network = Perceptron(
+        3,
+        output_size=4,
+        output_gain=0.01,
+        head=LogitsHead(),
+        hidden_sizes=(8,),
+        activation="relu",
+        seed=0,
     )
     (logits,) = network(tf.ones([5, 3]))
     assert logits.shape == (5, 4)
@@ -61,7 +73,15 @@ def test_a_categorical_starts_near_uniform() -> None:
 
 
 def test_values_are_one_number_per_row() -> None:
-    network = ValueNetwork(3, hidden_sizes=(), activation="tanh", seed=0)
+    network = Perceptron(
+        3,
+        output_size=1,
+        output_gain=1.0,
+        head=ValueHead(),
+        hidden_sizes=(),
+        activation="tanh",
+        seed=0,
+    )
     assert network(tf.ones([5, 3])).shape == (5,)
 
 
