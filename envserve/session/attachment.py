@@ -193,8 +193,9 @@ class Attachment:
         _LOGGER.warning("%s; asking for envs anew", error)
         requests, before = self._requests, self.loss
         farewell = requests.pack(MessageType.DETACH) if knows_us else []
-        since = requests.silence.since  # earlier, if a call is interrupted in one
-        self.loss = Loss(error, now if since is None else since, farewell=farewell)
+        # Earlier, if a call is interrupted in a silence.
+        since = min(requests.silence.since, now)
+        self.loss = Loss(error, since, farewell=farewell)
         self.operations.lose(str(error), error)
         requests.change_session()
         if before is None:
@@ -273,11 +274,9 @@ class Attachment:
             return math.inf
         since, loss = self._requests.silence.since, self.loss
         state, patience = self.machine.state, self._patience
-        if loss is None or state.has_envs:
-            if since is None:
-                return math.inf
-            if state.has_envs:
-                return since + patience.lost_seconds
+        if state.has_envs:
+            return since + patience.lost_seconds
+        if loss is None:
             return since + patience.connect_seconds
         if loss.given_up is not None:
             return math.inf
@@ -285,7 +284,7 @@ class Attachment:
         if state is ClientState.ATTACHING and loss.retry_at == math.inf:
             # The server is building: that may take as long as it says so.
             least = min(patience.connect_seconds, patience.lost_seconds)
-            return math.inf if since is None else max(lost_at, since + least)
+            return max(lost_at, since + least)
         return lost_at
 
     def give_up(self, now: float) -> None:
@@ -302,7 +301,7 @@ class Attachment:
             return
         loss, state = self.loss, self.machine.state
         if loss is None or state.has_envs:
-            silence = now - (self._requests.silence.since or now)
+            silence = max(0.0, now - self._requests.silence.since)
             what = f"no answer for {silence:.0f} s"
         else:
             what = f"its envs are lost for {now - loss.since:.0f} s ({loss.error})"

@@ -41,15 +41,14 @@ class MovingAttachment(Attachment):
 
     def in_need_since(self, now: float) -> float | None:
         """Returns since when another server might do better; None while ours does."""
-        silence, loss, inf = self._requests.silence, self.loss, math.inf
-        silent_since = inf if silence.since is None else silence.since
-        broken_since = inf if silence.broken_since is None else silence.broken_since
-        since, is_alone = min(broken_since, silent_since), now > broken_since + _ALONE
+        silence, loss = self._requests.silence, self.loss
+        since = min(silence.since, silence.broken_since)
+        is_alone = now > silence.broken_since + _ALONE
         if loss is None or not self.is_recovering:
             is_ready = self.machine.state is ClientState.READY
             return since if is_ready and (is_alone or silence.is_unreachable) else None
-        is_refused = self.is_unfit or loss.retry_at < inf
-        asks_in_vain = is_refused or is_alone or now > silent_since + _ANSWER
+        is_refused = self.is_unfit or loss.retry_at < math.inf
+        asks_in_vain = is_refused or is_alone or now > silence.since + _ANSWER
         return min(since, loss.since) if asks_in_vain else None
 
     def move(self, address: str, now: float) -> list[Buffer]:

@@ -133,51 +133,47 @@ class Silence:
     Counted from the first message that is not answered.
 
     Attributes:
-      since: When it began; None while nothing is unanswered.
+      since: When it began; infinity while nothing is unanswered.
       ping_at: When to ask for a sign of life.
-      broken_since: Since when it is broken; None while there is a connection.
+      broken_since: Since when it is broken; infinity while there is a connection.
       is_unreachable: Whether that is so long ago that nobody need wait; until the
         server is heard.
       total_seconds: All silences that were longer than a ping takes.
     """
 
     def __init__(self, now: float) -> None:
-        self.since: float | None = now
+        self.since, self.broken_since = now, math.inf
         self.ping_at = math.inf
         self.is_unreachable = False
         self.total_seconds = 0.0
-        self.broken_since: float | None = None
         self._looked_at = now
 
     def hear(self, now: float) -> None:
         """Notes a message of the server."""
-        if self.since is not None:
-            if now - self.since > _PING_SECONDS:
-                self.total_seconds += now - self.since
-            self.since = None
+        if now - self.since > _PING_SECONDS:
+            self.total_seconds += now - self.since
+        self.since = math.inf
         self.ping_at = now + _PING_SECONDS
         self.is_unreachable = False
 
     def expect_answer(self, now: float) -> None:
         """Notes that the server was asked something."""
-        if self.since is None:
-            self.since = now
+        self.since = min(self.since, now)
 
     def break_off(self, now: float) -> None:
         """Notes that the connection has broken."""
-        if self.broken_since is None:
-            self.broken_since = now
+        self.broken_since = min(self.broken_since, now)
 
     def mend(self) -> None:
         """Notes that there is a connection again."""
-        self.broken_since = None
+        self.broken_since = math.inf
 
     def look(self, now: float) -> None:
         """Notes that we are awake; does not count time in which we were not."""
         if now - self._looked_at > _NAP_SECONDS:
-            if self.since is not None:
+            if self.since < math.inf:
                 self.since = now
-            if self.broken_since is not None:
+            if self.broken_since < math.inf:
                 self.broken_since = now
         self._looked_at = now
 
@@ -186,10 +182,8 @@ class Silence:
         """From when on the server counts as unreachable; inf if it does already."""
         if self.is_unreachable:
             return math.inf
-        at = math.inf if self.since is None else self.since + _UNREACHABLE_SECONDS
-        if self.broken_since is not None:
-            at = min(at, self.broken_since + _BROKEN_SECONDS)
-        return at
+        broken_at = self.broken_since + _BROKEN_SECONDS
+        return min(self.since + _UNREACHABLE_SECONDS, broken_at)
 
 
 class Unasked:
@@ -260,7 +254,7 @@ class Requests:
         request.delay = _FIRST_RESEND_SECONDS
         self.waiting[number] = request
         self.outbox[number] = request.frames
-        if self.silence.since is None:
+        if self.silence.since == math.inf:  # in line: it is done at every step
             self.silence.since = now
 
     def answered_by(self, message: Message) -> Request | None:
