@@ -10,15 +10,19 @@ from typing import Final
 
 import zmq
 
+from envserve.keys.pair import KeyPair
+
 __all__ = [
     "KEYED_BYTES",
     "NOBLOCK",
+    "UNKNOWN_KEY",
     "FrameReceiver",
     "Frames",
     "descriptor_of",
     "raise_file_limit",
     "set_common_options",
     "socket_folder",
+    "use_keys",
 ]
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -31,6 +35,9 @@ _POLLIN: Final = int(zmq.POLLIN)
 
 #: By how much a frame is longer where keys are used, at most.
 KEYED_BYTES: Final = 64
+
+#: What ZAP says of a key that is surely unknown; of others it is asked again.
+UNKNOWN_KEY: Final = 400
 
 Frames = list[bytes | memoryview]
 
@@ -51,6 +58,13 @@ def set_common_options(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
     socket.setsockopt(zmq.TCP_MAXRT, 3000)  # ms; without effect where unsupported
+
+
+def use_keys(socket: zmq.Socket[bytes], server: bytes, own: KeyPair) -> None:
+    """Has a connecting socket use a pair of its own, and believe one server only."""
+    socket.setsockopt(zmq.CURVE_SERVERKEY, server)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
 
 
 def socket_folder() -> tempfile.TemporaryDirectory[str]:

@@ -30,7 +30,7 @@ from benchmarks.lab.processes import own_keys
 from benchmarks.lab.siege import Cores, Goals
 from envserve.keys.folder import KeyFolder
 from envserve.keys.pair import KeyPair
-from envserve.transport import raise_file_limit
+from envserve.transport import raise_file_limit, use_keys
 from tests.envserve.pool_driver import attach_lane, step
 from tests.envserve.server_process import ServerProcess
 from tests.envserve.strangers import HonestClient, Stranger, honest_client
@@ -55,12 +55,9 @@ class Knocker:
     """Connects with a key that nobody knows; refused for good, unless it is new."""
 
     def __init__(self, address: str, server_public: bytes) -> None:
-        pair = KeyPair.make()
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.CURVE_SERVERKEY, server_public)
-        self.socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
-        self.socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
+        use_keys(self.socket, server_public, KeyPair.make())
         self.socket.connect(address)
         self._until = time.monotonic() + 1.0
 

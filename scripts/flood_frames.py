@@ -50,7 +50,7 @@ from envserve.wire import (
     encode,
 )
 from tests.envserve.pool_driver import FAULTY, LEDGER, attach_lane, step
-from tests.envserve.server_process import ServerProcess, use_keys
+from tests.envserve.server_process import ServerProcess, use_own_keys
 from tests.envserve.strangers import Stranger, honest_client
 from tests.envserve.test_fuzz_server import (
     Attacker,
@@ -163,7 +163,7 @@ def announce(address: str, routing_id: bytes) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.ROUTING_ID, routing_id)
         dealer.setsockopt(zmq.LINGER, 0)
-        use_keys(dealer, address)
+        use_own_keys(dealer, address)
         dealer.connect(address)
         hello = Message(MessageType.HELLO, body=Hello().encode())
         dealer.send_multipart(encode(hello))

@@ -35,6 +35,7 @@ from envserve.keys.folder import KeyFolder
 from envserve.keys.grant import Grant
 from envserve.keys.pair import KeyPair
 from envserve.lane import Call
+from envserve.transport import use_keys
 from envserve.wire import (
     Attach,
     Buffer,
@@ -90,9 +91,7 @@ class _Peer:
         keys = KeyFolder().server_key()
         assert keys is not None
         self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public)
-        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
-        self._socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
+        use_keys(self._socket, keys.public, pair)
         self._socket.setsockopt(zmq.RCVTIMEO, 1000)
         self._socket.connect(address)
         self._requests = itertools.count(1)

@@ -25,6 +25,7 @@ from envserve.transport import (
     Frames,
     descriptor_of,
     set_common_options,
+    use_keys,
 )
 from envserve.wire import (
     Buffer,
@@ -134,9 +135,7 @@ class Connection:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
         if self.keys is not None:
-            socket.setsockopt(zmq.CURVE_SERVERKEY, self.keys[0])
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, self.keys[1].public)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, self.keys[1].secret)
+            use_keys(socket, *self.keys)
         self._connected_to = ""
         if is_number(self.address) and self.address != NOWHERE:
             self._connect(self.address)

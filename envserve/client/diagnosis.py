@@ -22,6 +22,7 @@ from envserve.errors import ConnectError
 from envserve.keys.folder import unknown_server
 from envserve.keys.formats import fingerprint
 from envserve.keys.pair import Keys
+from envserve.transport import UNKNOWN_KEY, use_keys
 
 __all__ = ["ALONE_SECONDS", "Diagnosis", "Finding", "diagnose_connection", "refusal_of"]
 
@@ -35,7 +36,6 @@ _OUR_REST: Final = b"\0" + b"NULL".ljust(20, b"\0") + bytes(32)
 _GREETING_BYTES: Final = 64
 _MECHANISM: Final = slice(12, 32)
 _SOCKET_TYPE: Final = re.compile(rb"Socket-Type\0\0\0.([A-Z]+)", re.DOTALL)
-_KEY_IS_UNKNOWN: Final = 400
 #: In a row: a server that ends hangs up once, and one in doubt on a quarter of those
 #: who ask; one with another key on all, within 0.2 s each.
 _MIN_FAILURES: Final = 5
@@ -146,9 +146,7 @@ def _shake_hands(address: str, keys: Keys, deadline: float) -> Finding:
     address = number_of(address)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.CURVE_SERVERKEY, keys[0])
-    dealer.setsockopt(zmq.CURVE_PUBLICKEY, keys[1].public)
-    dealer.setsockopt(zmq.CURVE_SECRETKEY, keys[1].secret)
+    use_keys(dealer, *keys)
     dealer.setsockopt(zmq.IPV6, "[" in address)
     monitor = dealer.get_monitor_socket(
         zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -165,7 +163,7 @@ def _shake_hands(address: str, keys: Keys, deadline: float) -> Finding:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 return Finding.FINE
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                is_unknown = value == _KEY_IS_UNKNOWN
+                is_unknown = value == UNKNOWN_KEY
                 return Finding.UNKNOWN_CLIENT if is_unknown else Finding.NOBODY
             failures += 1
             # What answers in another key's name breaks the protocol.

@@ -14,7 +14,7 @@ from envserve.errors import ConnectError
 from envserve.keys import formats
 from envserve.keys.invitation import Invitation
 from envserve.keys.pair import KeyPair
-from envserve.transport import set_common_options
+from envserve.transport import UNKNOWN_KEY, set_common_options, use_keys
 from envserve.wire import (
     ErrorBody,
     Join,
@@ -27,9 +27,6 @@ from envserve.wire import (
 from envserve.wire.constants import MAX_BODY_BYTES
 
 __all__ = ["join"]
-
-#: What ZAP says of a key that is surely unknown; of others it is asked again.
-_UNKNOWN_KEY = 400
 
 
 def join(invitation: Invitation, pair: KeyPair, timeout_seconds: float) -> None:
@@ -65,13 +62,10 @@ def join(invitation: Invitation, pair: KeyPair, timeout_seconds: float) -> None:
 
 
 def _prepare(socket: zmq.Socket[bytes], invitation: Invitation, address: str) -> None:
-    once = KeyPair.of(invitation.secret)
     set_common_options(socket)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
     socket.setsockopt(zmq.IPV6, "[" in address)
-    socket.setsockopt(zmq.CURVE_SERVERKEY, invitation.server_public)
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, once.public)
-    socket.setsockopt(zmq.CURVE_SECRETKEY, once.secret)
+    use_keys(socket, invitation.server_public, KeyPair.of(invitation.secret))
 
 
 def _ask(
@@ -93,7 +87,7 @@ def _ask(
         while (left := deadline - time.monotonic()) > 0:
             ready: dict[Any, int] = dict(poller.poll(math.ceil(1000 * left)))
             if monitor in ready:
-                if recv_monitor_message(monitor)["value"] == _UNKNOWN_KEY:
+                if recv_monitor_message(monitor)["value"] == UNKNOWN_KEY:
                     raise ConnectError(invitation.ended_text)
             elif socket in ready:
                 answer = decode(socket.recv_multipart())

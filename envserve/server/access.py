@@ -24,12 +24,12 @@ from envserve.keys.pair import KeyPair
 from envserve.server.router import Router
 from envserve.server.zap import Zap
 from envserve.session.quotas import tell
+from envserve.transport import UNKNOWN_KEY, use_keys
 
 __all__ = ["Access", "check_refusal"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 _SELF_TEST_SECONDS: Final = 5.0
-_REFUSED: Final = 400
 
 
 class Access:
@@ -138,10 +138,8 @@ async def check_refusal(router: Router, zap: Zap, server_public: bytes) -> None:
 def _knock(address: str, server_public: bytes) -> str:
     """Connects with a new key; returns "" if that was refused, else what happened."""
     context = zmq.Context()
-    socket, keys = context.socket(zmq.DEALER), KeyPair.make()
-    socket.setsockopt(zmq.CURVE_SERVERKEY, server_public)
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    socket = context.socket(zmq.DEALER)
+    use_keys(socket, server_public, KeyPair.make())
     monitor = socket.get_monitor_socket(
         zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED
     )
@@ -154,7 +152,7 @@ def _knock(address: str, server_public: bytes) -> str:
         event = recv_monitor_message(monitor)
         is_refused = (
             event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            and event["value"] == _REFUSED
+            and event["value"] == UNKNOWN_KEY
         )
         return "" if is_refused else f"ZeroMQ said {event['event']!r}, {event['value']}"
     finally:

@@ -17,6 +17,7 @@ from benchmarks.lab.processes import kill_all, vitals_of, with_descendants
 from envserve.client.connection import ask_welcome
 from envserve.keys.folder import KeyFolder
 from envserve.settings import PoolSettings
+from envserve.transport import use_keys
 from envserve.wire import Welcome
 from tests.oracle.probe_envs import MODULE
 
@@ -47,13 +48,11 @@ def command(*options: str, program: Sequence[str] = PROGRAM) -> list[str]:
     return [sys.executable, *program, "start", *options]
 
 
-def use_keys(socket: zmq.Socket[bytes], address: str) -> None:
+def use_own_keys(socket: zmq.Socket[bytes], address: str) -> None:
     """Gives a socket the keys that a client of this user has for an address."""
     keys = KeyFolder().keys_for(address)
     assert keys is not None
-    socket.setsockopt(zmq.CURVE_SERVERKEY, keys[0])
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys[1].public)
-    socket.setsockopt(zmq.CURVE_SECRETKEY, keys[1].secret)
+    use_keys(socket, *keys)
 
 
 class ServerProcess:

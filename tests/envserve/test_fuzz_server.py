@@ -14,7 +14,6 @@ import pytest
 import zmq
 
 from envserve import codec
-from envserve.client.remote_lane import RemoteLane
 from envserve.wire import (
     Attach,
     Buffer,
@@ -29,10 +28,9 @@ from envserve.wire import (
 from envserve.wrappers import WrapperSpec
 from tests.envserve.conftest import Attach as AttachLane
 from tests.envserve.conftest import Serve
-from tests.envserve.pool_driver import step
-from tests.envserve.server_process import use_keys
+from tests.envserve.server_process import use_own_keys
 from tests.envserve.session_fakes import make_call
-from tests.oracle.ledger_env import ledger_hash
+from tests.envserve.strangers import HonestClient
 
 NUM_RANDOM = 5_000
 NUM_MUTATED = 40_000
@@ -40,22 +38,6 @@ NUM_ODD = 5_000
 #: The attacker's own; few changed bytes do not make it out of another.
 LEASED_SESSION = 0x2345_6789_ABCD_EF01
 MAX_GROWTH_BYTES = 32 << 20
-
-
-class Client:
-    """An honest client that steps now and then, and checks every result."""
-
-    def __init__(self, lane: RemoteLane) -> None:
-        self.lane = lane
-        self._hash = 0
-
-    def step(self, action: int) -> None:
-        for outcome in step(self.lane, action):
-            assert outcome.error is None
-            assert not outcome.faults
-        self._hash = ledger_hash(self._hash, action)
-        observed = self.lane.rows.observation[0][:, 3]
-        np.testing.assert_array_equal(observed, [self._hash] * self.lane.num_envs)
 
 
 class Attacker:
@@ -67,7 +49,7 @@ class Attacker:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDTIMEO, 20_000)
         self._socket.setsockopt(zmq.RCVTIMEO, 20_000)
-        use_keys(self._socket, address)
+        use_own_keys(self._socket, address)
         self._socket.connect(address)
         self.num_answers = 0
 
@@ -236,7 +218,7 @@ def test_garbage_neither_stops_nor_grows_the_server(
 ) -> None:
     options = ("--allow-kwarg", "length", "--log-level", "error", "--drain-grace", "0")
     server = serve(*options)
-    client, attacker = Client(attach(server, **LONG)), attacker_of(server.address)
+    client, attacker = HonestClient(attach(server, **LONG)), attacker_of(server.address)
     boot = attacker.wait_for_answer(1 << 49)
     valid = valid_messages(boot)
     odd = messages_of_odd_values(boot, attacker.attach(boot), random_generator)
@@ -261,7 +243,7 @@ def test_garbage_neither_stops_nor_grows_the_server(
     assert growth < MAX_GROWTH_BYTES // 4, f"grew by {growth} bytes"
     assert attacker.num_answers > NUM_MUTATED // 20
     newcomer = attach(server, **LONG)
-    Client(newcomer).step(3)
+    HonestClient(newcomer).step(3)
     for lane in (newcomer, client.lane):
         lane.close()
     assert "Traceback" not in server.end(signal.SIGTERM)
@@ -272,7 +254,7 @@ def test_endless_frames_neither_stop_nor_grow_the_server(
     serve: Serve, attach: AttachLane, attacker_of: Callable[[str], Attacker]
 ) -> None:
     server = serve("--allow-kwarg", "length")
-    client, attacker = Client(attach(server, **LONG)), attacker_of(server.address)
+    client, attacker = HonestClient(attach(server, **LONG)), attacker_of(server.address)
     before = server.resident_bytes
     for number in range(20):
         attacker.send([b""] * 10_000)

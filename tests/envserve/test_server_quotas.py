@@ -13,6 +13,7 @@ import zmq
 from envserve.keys.folder import KeyFolder
 from envserve.keys.grant import Grant
 from envserve.keys.pair import KeyPair
+from envserve.transport import use_keys
 from envserve.wire import (
     Attach,
     ErrorBody,
@@ -33,9 +34,7 @@ class KeyedPeer:
     def __init__(self, server: ServerProcess, public: bytes, pair: KeyPair) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.CURVE_SERVERKEY, public)
-        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
-        self._socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
+        use_keys(self._socket, public, pair)
         self._socket.setsockopt(zmq.RCVTIMEO, 20_000)
         self._socket.connect(server.address)
         self.send(MessageType.HELLO, Hello().encode())

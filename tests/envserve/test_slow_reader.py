@@ -25,7 +25,7 @@ from envserve.wire import (
 )
 from envserve.wrappers import WrapperSpec
 from tests.envserve.conftest import Join, Serve
-from tests.envserve.server_process import ServerProcess, use_keys
+from tests.envserve.server_process import ServerProcess, use_own_keys
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -68,7 +68,7 @@ class SlowReader:
         socket.setsockopt(zmq.RCVHWM, 1)
         socket.setsockopt(zmq.RCVBUF, 1 << 16)
         socket.setsockopt(zmq.RCVTIMEO, 20_000)
-        use_keys(socket, self._server.address)
+        use_own_keys(socket, self._server.address)
         socket.connect(self._server.address)
         return socket
 

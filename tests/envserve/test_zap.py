@@ -20,6 +20,7 @@ from envserve.server.router import Router
 from envserve.server.serve import _recycle
 from envserve.server.unread import Unread
 from envserve.server.zap import Zap, user_of
+from envserve.transport import use_keys
 
 SERVER, FRIEND, STRANGER = KeyPair.make(), KeyPair.make(), KeyPair.make()
 GRANT = Grant(name="ann", public=FRIEND.public)
@@ -97,9 +98,7 @@ def knock() -> Iterator[Callable[..., zmq.Socket[bytes]]]:
     ) -> zmq.Socket[bytes]:
         socket = sockets.enter_context(context.socket(zmq.DEALER))
         if own is not None:
-            socket.setsockopt(zmq.CURVE_SERVERKEY, server)
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
+            use_keys(socket, server, own)
         socket.setsockopt(zmq.LINGER, 0)
         for name, value in options.items():
             socket.setsockopt(getattr(zmq, name), value)
