@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
+from gymnasium.spaces import Box, Space
 
 from envserve.encoded import encode_row
 from envserve.errors import ActionError, SpaceError
 from envserve.slab import Rows
 from envserve.spec import EnvSpec, Leaf, flatten
 
-__all__ = ["ActionBounds", "check_action_rows", "check_actions"]
+__all__ = ["ActionBounds", "check_action_rows", "check_actions", "clip_roundings"]
 
 Array = np.ndarray[Any, Any]
 
@@ -113,6 +114,25 @@ def check_action_rows(
     """
     for leaf, array in zip(spec.action_leaves, rows.action, strict=True):
         _check_values(leaf, array[start:stop], np.arange(start, stop), where)
+
+
+def clip_roundings(space: Space[Any], actions: Any) -> Any:
+    """Returns actions, without what a rounding has put beyond a Box's bounds.
+
+    Trainers that scale actions to the bounds get there by sums like
+    `low + (high - low)`. What is farther beyond stays, for `check_actions` to find.
+    """
+    if not isinstance(space, Box) or not isinstance(actions, np.ndarray):
+        return actions
+    kinds = actions.dtype.kind + space.dtype.kind
+    if kinds != "ff" or actions.shape[1:] != space.shape:
+        return actions
+    coarser = min(space.dtype, actions.dtype, key=lambda dtype: dtype.itemsize)
+    with np.errstate(all="ignore"):  # infinite bounds, NaN
+        clipped = np.clip(actions, space.low, space.high)
+        greatest = np.maximum(np.abs(space.low), np.abs(space.high)).astype(coarser)
+        is_near = np.abs(actions - clipped) <= 4 * np.spacing(greatest)
+    return np.where(is_near, clipped, actions)
 
 
 def _as_array(leaf: Leaf, value: Any, num_envs: int) -> Array:

@@ -14,8 +14,8 @@ import numpy as np
 from gymnasium.vector.utils import batch_space, iterate
 
 from envserve.client import BatchEnv
-from envserve.client.make_vec import make_batch
-from envserve.errors import CallError
+from envserve.client.make_vec import make_batch, send_step
+from envserve.errors import CallError, EnvError
 from envserve.wrappers import parse_wrappers
 
 try:
@@ -80,7 +80,7 @@ class BatchVecEnv(VecEnv):
     def reset(self) -> Any:
         """Resets all envs; seeds and options that were set hold for this once."""
         if self.batch.num_out:
-            self.batch.recv(self.num_envs)
+            self.batch.drain()
         if any(options != self._options[0] for options in self._options):
             raise ValueError("options: expected the same for all envs; got others")
         options = self._options[0] or None  # envs need not take any
@@ -93,12 +93,21 @@ class BatchVecEnv(VecEnv):
         return observation
 
     def step_async(self, actions: Array) -> None:
-        """Starts a step of all envs; actions `[n_envs, ...]`."""
-        self.batch.send(actions, together=True)
+        """Starts a step of all envs, actions `[n_envs, ...]`; drops one that runs."""
+        if self.batch.num_out:  # such as after Ctrl-C
+            self.batch.give_up_step()
+        send_step(self.batch, actions)
 
     def step_wait(self) -> tuple[Any, Array, Array, list[dict[str, Any]]]:
         """Returns observations, rewards float32 `[n_envs]`, dones and infos."""
-        _, step = self.batch.recv(self.num_envs)
+        try:
+            _, step = self.batch.recv(self.num_envs)
+        except EnvError:  # the first error of a step is the one to tell
+            self.batch.drain()
+            raise
+        except KeyboardInterrupt:
+            self.batch.give_up_step()
+            raise
         dones = step.terminated | step.truncated
         infos = [
             {**step.infos.get(row, {}), "TimeLimit.truncated": is_cut}

@@ -13,7 +13,8 @@ import numpy as np
 from gymnasium.vector.utils import batch_space, iterate
 
 from envserve.client import BatchEnv
-from envserve.client.make_vec import make_batch
+from envserve.client.make_vec import make_batch, send_step
+from envserve.errors import EnvError
 
 try:
     from tianshou.env import BaseVectorEnv
@@ -60,6 +61,7 @@ class BatchVectorEnv(BaseVectorEnv):
 
     def reset(self, env_id: Any = None, **kwargs: Any) -> tuple[Array, Array]:
         """Resets these envs, with `seed` and `options`; returns rows and infos."""
+        self._drain()
         rows = self._wrap_id(env_id)
         chosen = None if env_id is None else rows
         seeds = [kwargs.get("seed")] * len(rows)
@@ -72,8 +74,12 @@ class BatchVectorEnv(BaseVectorEnv):
         """Steps these envs; returns their rows in that order, and infos."""
         rows = self._wrap_id(id)
         order = np.argsort(np.argsort(rows))
-        self.batch.send(np.asarray(action), rows, together=True)
-        _, step = self.batch.recv(env_indices=rows)
+        send_step(self.batch, np.asarray(action), rows)
+        try:
+            _, step = self.batch.recv(env_indices=rows)
+        except EnvError:  # the first error of a step is the one to tell
+            self._drain()
+            raise
         # Its buffers take no text that only some rows have, like that of a fault.
         infos = [
             {**(step.infos.get(row, {}) if valid else {"lost": True}), "env_id": row}
@@ -89,6 +95,7 @@ class BatchVectorEnv(BaseVectorEnv):
         """Resets env i with `seed + i`, or with its own of a list."""
         seeds = range(seed, seed + self.env_num) if isinstance(seed, int) else seed
         if seeds is not None:
+            self._drain()
             self.batch.reset(seeds=list(seeds))
         return list(seeds or [None] * self.env_num)
 
@@ -105,6 +112,10 @@ class BatchVectorEnv(BaseVectorEnv):
         for row, observation in zip(rows, observations, strict=True):
             self._seen[row] = observation
         return observations
+
+    def _drain(self) -> None:
+        if self.batch.num_out:
+            self.batch.drain()
 
     def _stacked(self, observation: Any, order: Array) -> Array:
         if not isinstance(observation, np.ndarray):  # an array of dicts

@@ -295,6 +295,10 @@ class BatchEnv(Attributes, Resets, Builders):
             with contextlib.suppress(EnvError):
                 self.recv(self.num_out)
 
+    def give_up_step(self) -> None:
+        """Drops the step of all envs that is out, as `step` does with its own."""
+        self._is_stepping = True
+
     def _begin(self, *, needs_reset: bool = False) -> None:
         """Checks that the batch can be used; nobody waits for an interrupted step."""
         if self._is_closed:

@@ -12,12 +12,14 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
 
+from envserve.actions import clip_roundings
 from envserve.client.batch_env import BatchEnv
 from envserve.client.make import EnvWord
 from envserve.client.single_env import Env
 from envserve.client.vector_env import MODES, VectorEnv
+from envserve.errors import ActionError
 
-__all__ = ["make", "make_batch", "make_vec"]
+__all__ = ["make", "make_batch", "make_vec", "send_step"]
 
 
 def make_vec(
@@ -144,6 +146,20 @@ def make_batch(
         f"num_workers: expected none with addresses, since servers have their own "
         f"(envserve start --workers); got {num_workers}"
     )
+
+
+def send_step(batch: BatchEnv, actions: Any, rows: Sequence[int] | None = None) -> None:
+    """Starts a step, for trainers that scale actions to a Box's bounds by themselves.
+
+    Raises:
+      ActionError: An action is beyond the bounds, by more than a rounding.
+    """
+    try:
+        batch.send(actions, rows, together=True)
+        return
+    except ActionError:  # here it costs nothing where all is well
+        near = clip_roundings(batch.action_space, actions)
+    batch.send(near, rows, together=True)
 
 
 def _spec_of(env: EnvWord, kwargs: Mapping[str, Any], **changes: Any) -> EnvSpec | None:

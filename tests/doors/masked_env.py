@@ -8,6 +8,7 @@ import gymnasium
 import numpy as np
 
 ENV_NAME = "envserve-tests/Masked-v0"
+LOPSIDED_NAME = "envserve-tests/Lopsided-v0"
 EPISODE_LENGTH = 20
 
 
@@ -17,6 +18,7 @@ class Masked(gymnasium.Env[Any, Any]):
     observation_space = gymnasium.spaces.Box(0.0, 1.0, (1,))
     action_space = gymnasium.spaces.Discrete(4)
 
+    is_broken = False
     metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
 
     def __init__(self, render_mode: str | None = None) -> None:
@@ -46,7 +48,26 @@ class Masked(gymnasium.Env[Any, Any]):
 
     def _observe(self) -> Any:
         self.allowed = int(self.np_random.integers(4))
-        return np.array([self.time / EPISODE_LENGTH], np.float32)
+        shape = 2 if self.is_broken and self.time else 1
+        return np.full(shape, self.time / EPISODE_LENGTH, np.float32)
 
 
 gymnasium.register(ENV_NAME, f"{__name__}:Masked")
+
+
+class Lopsided(gymnasium.Env[Any, Any]):
+    """Observes its actions, whose bounds are not symmetric."""
+
+    observation_space = gymnasium.spaces.Box(-1.0, 1.0, (1,))
+    action_space = gymnasium.spaces.Box(-0.2, 0.9, (1,))
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return action, 0.0, False, False, {}
+
+
+gymnasium.register(LOPSIDED_NAME, f"{__name__}:Lopsided")

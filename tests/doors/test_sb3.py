@@ -16,14 +16,17 @@ from stable_baselines3.common.env_util import make_vec_env as own_make_vec_env
 from stable_baselines3.common.monitor import load_results
 from stable_baselines3.common.vec_env import VecNormalize
 
+from envserve.client.batch_env import ResetFirst
+from envserve.errors import ActionError, EnvError
 from envserve.sb3 import make_vec_env
-from tests.doors.masked_env import ENV_NAME, EPISODE_LENGTH
+from tests.doors.masked_env import ENV_NAME, EPISODE_LENGTH, LOPSIDED_NAME
 from tests.envserve.server_process import ServerProcess
 from tests.envserve.walk_env import ENV
 from tests.envserve.walk_env import EPISODE_LENGTH as WALK_LENGTH
 
 MODULE = "tests.doors.masked_env"
-EXPOSED = ("action_masks", "has_wrapper_attr", "label", "set:label", "times")
+ATTRIBUTES = ("action_masks", "has_wrapper_attr", "label", "times")
+EXPOSED = (*ATTRIBUTES, "set:label", "set:is_broken")
 
 
 @pytest.fixture(scope="module")
@@ -168,3 +171,53 @@ def test_options_reach_the_envs_once_and_are_the_same_for_all(masked: Any) -> No
 def test_a_mode_of_its_own_is_refused() -> None:
     with pytest.raises(TypeError, match="autoreset: expected none, since"):
         make_vec_env("CartPole-v1", autoreset="disabled")
+
+
+def test_after_an_error_the_envs_can_be_reset_and_stepped(masked: Any) -> None:
+    masked.reset()
+    masked.set_attr("is_broken", True, indices=0)
+    for _ in range(2):
+        with pytest.raises(EnvError, match="expected observation"):
+            masked.step(np.zeros(3, int))
+        with pytest.raises(ResetFirst):
+            masked.step(np.zeros(3, int))
+        np.testing.assert_array_equal(masked.reset(), np.zeros((3, 1)))
+    masked.set_attr("is_broken", False, indices=0)
+    masked.step(np.zeros(3, int))
+
+
+def test_after_an_interrupt_it_goes_on_without_a_reset(
+    masked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masked.reset()
+    with monkeypatch.context() as patch:
+        patch.setattr(masked.unwrapped.batch, "recv", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            masked.step(np.zeros(3, int))
+    assert masked.env_method("times", 1) == [1, 1, 1]
+    masked.step_async(np.zeros(3, int))  # and nobody waits
+    observation, *_ = masked.step(np.zeros(3, int))
+    np.testing.assert_allclose(observation, np.full((3, 1), 3 / EPISODE_LENGTH))
+    for _ in range(EPISODE_LENGTH - 4):
+        masked.step(np.zeros(3, int))
+    masked.step_async(np.zeros(3, int))
+    _, _, dones, _ = masked.step(np.zeros(3, int))
+    assert dones.all()  # of the step that nobody waited for
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_actions_beyond_their_bounds_by_a_rounding_are_put_on_them() -> None:
+    options: dict[str, Any] = {"import_modules": [MODULE], "num_workers": 1}
+    envs = make_vec_env(LOPSIDED_NAME, 2, **options)
+    envs.reset()
+    low, high = envs.action_space.low, envs.action_space.high
+    scaled = low + 0.5 * (np.ones((2, 1), np.float32) + 1) * (high - low)
+    assert (scaled > high).all()
+    observation, *_ = envs.step(scaled)
+    np.testing.assert_array_equal(observation, np.stack([high, high]))
+    with pytest.raises(ActionError, match="clip actions"):
+        envs.step(np.stack([high, high + 1e-5]))
+    envs.close()

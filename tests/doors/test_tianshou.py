@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from tianshou.env import DummyVectorEnv
 
+from envserve.client.batch_env import ResetFirst
+from envserve.errors import ActionError, EnvError
 from envserve.tianshou import make_vector_env
-from tests.doors.masked_env import ENV_NAME
+from tests.doors.masked_env import ENV_NAME, LOPSIDED_NAME
 from tests.envserve.server_process import ServerProcess
 from tests.envserve.walk_env import ENV
 
@@ -22,7 +24,8 @@ MODULE = "tests.doors.masked_env"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("server")
-    options = ("--workers", "1", "--expose", "label", "--expose", "set:label")
+    names = ("label", "set:label", "set:is_broken")
+    options = ["--workers", "1", *(part for n in names for part in ("--expose", n))]
     with ServerProcess(folder, *options, imports=(MODULE,)) as server:
         yield server
 
@@ -120,3 +123,44 @@ class Walk(gymnasium.Env):
 def test_rows_of_a_block_are_not_its_user_s_to_choose() -> None:
     with pytest.raises(TypeError, match="num_splits: expected none, since"):
         make_vector_env("CartPole-v1", 2, num_splits=1)
+
+
+def test_after_an_error_or_interrupt_the_envs_can_be_reset_and_stepped(
+    where: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    envs = make_vector_env(ENV_NAME, 3, **where)
+    envs.reset()
+    envs.set_env_attr("is_broken", True, [0])
+    for _ in range(2):
+        with pytest.raises(EnvError, match="expected observation"):
+            envs.step(np.zeros(3, int))
+        with pytest.raises(ResetFirst):
+            envs.step(np.zeros(3, int))
+        np.testing.assert_array_equal(envs.reset()[0], np.zeros((3, 1)))
+    envs.set_env_attr("is_broken", False, [0])
+    for again in (envs.reset, lambda: envs.seed(5)):
+        with monkeypatch.context() as patch:
+            patch.setattr(envs.batch, "recv", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                envs.step(np.zeros(3, int))
+        again()
+        np.testing.assert_allclose(
+            envs.step(np.zeros(3, int))[0], np.full((3, 1), 0.05)
+        )
+    envs.close()
+
+
+def interrupt(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_actions_beyond_their_bounds_by_a_rounding_are_put_on_them() -> None:
+    envs = make_vector_env(LOPSIDED_NAME, 2, num_workers=1, import_modules=[MODULE])
+    envs.reset()
+    box: Any = envs.batch.action_space
+    high = box.high
+    observation, *_ = envs.step(np.nextafter([high, high], np.float32(1)))
+    np.testing.assert_array_equal(observation, np.stack([high, high]))
+    with pytest.raises(ActionError, match="clip actions"):
+        envs.step(np.stack([high + 1e-5]), [1])
+    envs.close()

@@ -9,7 +9,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 
-from envserve.actions import check_action_rows, check_actions
+from envserve.actions import check_action_rows, check_actions, clip_roundings
 from envserve.errors import ActionError
 from envserve.slab import Rows
 from envserve.spec import EnvSpec, flatten
@@ -228,3 +228,22 @@ def test_bad_row_is_named_by_its_place_in_the_slab(
     with pytest.raises(ActionError, match=text):
         check_action_rows(spec, rows, 2, 4, "tcp://a:1")
     check_action_rows(spec, rows, 0, 2, "tcp://a:1")
+
+
+def test_only_roundings_are_clipped() -> None:
+    low, high = np.array([[-inf, -1e3, -0.2], [inf, 0.1, 0.9]], np.float32)
+    box = spaces.Box(low, high)
+    given = np.array([[1e9, 0.1, 0.9000001], [nan, -1000.001, -inf]], np.float32)
+    given[0, 1] = np.nextafter(high[1], np.float32(1))
+    clipped = np.array([[1e9, 0.1, 0.9], [nan, -1000.001, -inf]], np.float32)
+    for dtype in (np.float32, np.float64):
+        found = clip_roundings(box, given.astype(dtype))
+        np.testing.assert_array_equal(found, clipped)
+        assert found.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "actions", [np.zeros((2, 4)), np.ones((2, 3), int), [[1.0], [1.0, 2.0]], None]
+)
+def test_what_is_no_rounding_stays_as_it_is(actions: Any) -> None:
+    assert clip_roundings(spaces.Box(-1.0, 1.0, (3,)), actions) is actions
