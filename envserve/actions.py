@@ -117,15 +117,10 @@ def check_action_rows(
 
 
 def clip_roundings(space: Space[Any], actions: Any) -> Any:
-    """Returns actions, without what a rounding has put beyond a Box's bounds.
-
-    Trainers that scale actions to the bounds get there by sums like
-    `low + (high - low)`. What is farther beyond stays, for `check_actions` to find.
-    """
+    """Puts on a Box's bounds what only a rounding has put beyond, as of low + range."""
     if not isinstance(space, Box) or not isinstance(actions, np.ndarray):
         return actions
-    kinds = actions.dtype.kind + space.dtype.kind
-    if kinds != "ff" or actions.shape[1:] != space.shape:
+    if actions.dtype.kind != "f" or actions.shape[1:] != space.shape:
         return actions
     coarser = min(space.dtype, actions.dtype, key=lambda dtype: dtype.itemsize)
     with np.errstate(all="ignore"):  # infinite bounds, NaN

@@ -10,11 +10,13 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import gymnasium
 import numpy as np
 from gymnasium.vector.utils import batch_space, iterate
 
 from envserve.client import BatchEnv
 from envserve.client.make_vec import make_batch, send_step
+from envserve.client.vector_env import metadata_of
 from envserve.errors import CallError, EnvError
 from envserve.wrappers import parse_wrappers
 
@@ -72,10 +74,13 @@ class BatchVecEnv(VecEnv):
         self, batch: BatchEnv, render_mode: str | None, wrapper_names: Sequence[str]
     ) -> None:
         self.batch = batch
-        self._known = {"render_mode": render_mode}  # without asking the envs
+        spec = gymnasium.registry.get(batch.spec.env_name)
+        spaces = {n: getattr(batch, n) for n in ("observation_space", "action_space")}
+        self._known = {"render_mode": render_mode, "spec": spec, **spaces}  # unasked
         self._wrapper_names = frozenset(wrapper_names)
         self._observations = batch_space(batch.observation_space, batch.num_envs)
         super().__init__(batch.num_envs, batch.observation_space, batch.action_space)
+        self.metadata |= metadata_of(batch)
 
     def reset(self) -> Any:
         """Resets all envs; seeds and options that were set hold for this once."""
@@ -153,13 +158,18 @@ class BatchVecEnv(VecEnv):
         self.batch.set_attr(attr_name, [value for _ in rows], rows)
 
     def env_method(
-        self, method_name: str, *method_args: Any, indices: Any = None, **kwargs: Any
+        self, method_name: str, *args: Any, indices: Any = None, **kwargs: Any
     ) -> list[Any]:
         """Calls a method of each of these envs."""
         rows = self._get_indices(indices)
-        return self.batch.call_each(
-            method_name, *method_args, env_indices=rows, **kwargs
-        )
+        # Of infos, as HerReplayBuffer gives them; they have no plain form as an array.
+        plain = [x.tolist() if getattr(x, "dtype", 0) == "O" else x for x in args]
+        try:
+            return self.batch.call_each(method_name, *plain, env_indices=rows, **kwargs)
+        except CallError as error:
+            if f" {method_name}: AttributeError: " in str(error):
+                raise AttributeError(str(error)) from error
+            raise
 
     def env_is_wrapped(self, wrapper_class: type, indices: Any = None) -> list[bool]:
         """Tells of wrappers that were asked for by name; says no of all others."""

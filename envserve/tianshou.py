@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import gymnasium
 import numpy as np
 from gymnasium.vector.utils import batch_space, iterate
 
@@ -48,8 +49,10 @@ class BatchVectorEnv(BaseVectorEnv):
         self._seen: list[Any] = [None] * self.env_num  # what each env showed last
 
     def get_env_attr(self, key: str, id: Any = None) -> list[Any]:
-        """Returns an attribute of each of these envs; spaces without asking them."""
+        """Returns an attribute of each of these envs; some without asking them."""
         rows = self._wrap_id(id)
+        if key == "spec":
+            return [gymnasium.registry.get(self.batch.spec.env_name)] * len(rows)
         if key in ("action_space", "observation_space"):
             return [getattr(self.batch, key)] * len(rows)
         return self.batch.get_attr(key, rows)
@@ -61,7 +64,8 @@ class BatchVectorEnv(BaseVectorEnv):
 
     def reset(self, env_id: Any = None, **kwargs: Any) -> tuple[Array, Array]:
         """Resets these envs, with `seed` and `options`; returns rows and infos."""
-        self._drain()
+        if self.batch.num_out:  # such as after Ctrl-C
+            self.batch.drain()
         rows = self._wrap_id(env_id)
         chosen = None if env_id is None else rows
         seeds = [kwargs.get("seed")] * len(rows)
@@ -78,7 +82,7 @@ class BatchVectorEnv(BaseVectorEnv):
         try:
             _, step = self.batch.recv(env_indices=rows)
         except EnvError:  # the first error of a step is the one to tell
-            self._drain()
+            self.batch.drain()
             raise
         # Its buffers take no text that only some rows have, like that of a fault.
         infos = [
@@ -95,9 +99,10 @@ class BatchVectorEnv(BaseVectorEnv):
         """Resets env i with `seed + i`, or with its own of a list."""
         seeds = range(seed, seed + self.env_num) if isinstance(seed, int) else seed
         if seeds is not None:
-            self._drain()
+            if self.batch.num_out:
+                self.batch.drain()
             self.batch.reset(seeds=list(seeds))
-        return list(seeds or [None] * self.env_num)
+        return [[each] for each in seeds or [None] * self.env_num]
 
     def render(self, **kwargs: Any) -> list[Any]:
         """Returns what each env renders."""
@@ -112,10 +117,6 @@ class BatchVectorEnv(BaseVectorEnv):
         for row, observation in zip(rows, observations, strict=True):
             self._seen[row] = observation
         return observations
-
-    def _drain(self) -> None:
-        if self.batch.num_out:
-            self.batch.drain()
 
     def _stacked(self, observation: Any, order: Array) -> Array:
         if not isinstance(observation, np.ndarray):  # an array of dicts

@@ -149,11 +149,7 @@ def make_batch(
 
 
 def send_step(batch: BatchEnv, actions: Any, rows: Sequence[int] | None = None) -> None:
-    """Starts a step, for trainers that scale actions to a Box's bounds by themselves.
-
-    Raises:
-      ActionError: An action is beyond the bounds, by more than a rounding.
-    """
+    """Starts a step, of trainers that scale actions to a Box's bounds by themselves."""
     try:
         batch.send(actions, rows, together=True)
         return

@@ -137,6 +137,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
                 f"seed: expected an int, or one for each of {self.num_envs} envs; got "
                 f"{seed!r:.200}"
             )
+        if not isinstance(options, Mapping | None):
+            raise TypeError(f"options: expected a dict or None; got {options!r:.200}")
         rows = np.arange(self.num_envs)
         if options is not None and "reset_mask" in options:
             rows = rows[_checked_mask(options["reset_mask"], self.num_envs)]

@@ -19,7 +19,7 @@ class Masked(gymnasium.Env[Any, Any]):
     action_space = gymnasium.spaces.Discrete(4)
 
     is_broken = False
-    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 7}  # noqa: RUF012
 
     def __init__(self, render_mode: str | None = None) -> None:
         self.render_mode = render_mode
@@ -45,6 +45,9 @@ class Masked(gymnasium.Env[Any, Any]):
 
     def times(self, factor: int, *, plus: int = 0) -> int:
         return factor * self.time + plus
+
+    def label_of(self, infos: Any) -> str:
+        return type(infos[0]["is_success"]).__name__
 
     def _observe(self) -> Any:
         self.allowed = int(self.np_random.integers(4))

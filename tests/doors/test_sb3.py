@@ -17,7 +17,7 @@ from stable_baselines3.common.monitor import load_results
 from stable_baselines3.common.vec_env import VecNormalize
 
 from envserve.client.batch_env import ResetFirst
-from envserve.errors import ActionError, EnvError
+from envserve.errors import ActionError, CallError, EnvError
 from envserve.sb3 import make_vec_env
 from tests.doors.masked_env import ENV_NAME, EPISODE_LENGTH, LOPSIDED_NAME
 from tests.envserve.server_process import ServerProcess
@@ -25,7 +25,14 @@ from tests.envserve.walk_env import ENV
 from tests.envserve.walk_env import EPISODE_LENGTH as WALK_LENGTH
 
 MODULE = "tests.doors.masked_env"
-ATTRIBUTES = ("action_masks", "has_wrapper_attr", "label", "times")
+ATTRIBUTES = (
+    "action_masks",
+    "has_wrapper_attr",
+    "label",
+    "label_of",
+    "times",
+    "nothing",
+)
 EXPOSED = (*ATTRIBUTES, "set:label", "set:is_broken")
 
 
@@ -91,6 +98,22 @@ def test_methods_and_attributes_of_chosen_envs(masked: Any) -> None:
     assert not masked.has_attr("no_such_thing")
     with pytest.raises(AttributeError, match="no_such_thing"):
         masked.get_attr("no_such_thing")
+    with pytest.raises(AttributeError, match="nothing"):
+        masked.env_method("nothing")
+    with pytest.raises(CallError, match="times"):
+        masked.env_method("times", "too", "many")
+
+
+def test_what_is_known_of_envs_without_asking_them(masked: Any) -> None:
+    assert masked.get_attr("action_space", 1) == [masked.action_space]
+    assert masked.get_attr("observation_space") == [masked.observation_space] * 3
+    assert [spec.id for spec in masked.get_attr("spec")] == [ENV_NAME] * 3
+    assert masked.unwrapped.metadata["render_fps"] == 7
+
+
+def test_arrays_of_infos_reach_methods_as_lists(masked: Any) -> None:
+    infos = np.array([{"is_success": True}, {}], object)
+    assert masked.env_method("label_of", infos, indices=[1]) == ["bool"]
 
 
 def test_a_reset_drops_the_step_that_runs(masked: Any) -> None:

@@ -71,11 +71,12 @@ def check_equal(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> None:
 def test_attributes_pictures_and_seeds(where: dict[str, Any]) -> None:
     envs = make_vector_env(ENV_NAME, 3, **where)
     assert len(envs) == 3
-    assert envs.seed(5) == [5, 6, 7]
+    assert envs.seed(5) == [[5], [6], [7]]
     assert [info["seed"] for info in envs.reset(seed=9)[1]] == [9, 9, 9]
     assert [info["seed"] for info in envs.reset([2])[1]] == [-1]
     envs.set_env_attr("label", "red", [1])
     assert envs.get_env_attr("label") == ["none", "red", "none"]
+    assert [spec.id for spec in envs.get_env_attr("spec")] == [ENV_NAME] * 3
     assert np.array(envs.render()).shape == (3, 2, 2, 3)
     envs.close()
     assert envs.is_closed

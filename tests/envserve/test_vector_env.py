@@ -301,6 +301,7 @@ def test_envs_that_nobody_holds_end(make: Make) -> None:
         (None, {"reset_mask": np.ones(3, np.bool_)}, r"must have shape `\(4,\)`"),
         (None, {"reset_mask": np.ones(4, np.int64)}, "dtype=np.bool_`, got int64"),
         (None, {"reset_mask": np.zeros(4, np.bool_)}, "at least one True value"),
+        (None, 5, "^options: expected a dict or None; got 5"),
     ],
 )
 def test_what_reset_cannot_mean_is_said(
