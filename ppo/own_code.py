@@ -1,7 +1,8 @@
 """Code of users that a config names: found, called, and blamed by its line.
 
 A name is `package.module:NAME` or `path/to/file.py:NAME`, with a path relative to the
-working directory.
+working directory. A file is loaded once, as a module is: what its functions share they
+share; if it has changed since, it is loaded anew.
 """
 
 import contextlib
@@ -20,6 +21,9 @@ from ppo.errors import CallbackError, ConfigError, PpoError, suggestion
 
 __all__ = ["Callbacks", "blamed", "line_of", "load_own"]
 
+#: By path: which version of a file was loaded, and what it has become.
+_loaded: dict[str, tuple[tuple[int, int], ModuleType]] = {}
+
 
 def load_own(setting: str, name: str) -> Callable[..., Any]:
     """Return the function or class that a setting names.
@@ -30,14 +34,7 @@ def load_own(setting: str, name: str) -> Callable[..., Any]:
     source, _, wanted = name.rpartition(":")
     path = os.path.abspath(source) if source.endswith(".py") else None
     with blamed(f"{setting} {name}", path):
-        if path:
-            loader = SourceFileLoader(path.replace(".", "_"), path)
-            module = ModuleType(loader.name)
-            module.__file__ = path
-            sys.modules[loader.name] = module  # dataclasses look there
-            loader.exec_module(module)
-        else:
-            module = importlib.import_module(source)
+        module = _load_file(path) if path else importlib.import_module(source)
     if not callable(found := getattr(module, wanted, None)):
         names = [key for key, value in vars(module).items() if callable(value)]
         raise ConfigError(
@@ -45,6 +42,19 @@ def load_own(setting: str, name: str) -> Callable[..., Any]:
             f"{'none' if found is None else repr(found)}.{suggestion(wanted, names)}"
         )
     return found
+
+
+def _load_file(path: str) -> ModuleType:
+    version = (found := os.stat(path)).st_mtime_ns, found.st_size
+    known, module = _loaded.get(path, (None, None))
+    if module is None or known != version:
+        loader = SourceFileLoader(path.replace(".", "_"), path)
+        module = ModuleType(loader.name)
+        module.__file__ = path
+        sys.modules[loader.name] = module  # dataclasses look there
+        loader.exec_module(module)
+        _loaded[path] = version, module
+    return module
 
 
 @contextlib.contextmanager
@@ -97,10 +107,17 @@ class Callbacks:
 
     def __call__(self, run: Any, metrics: dict[str, float]) -> dict[str, float]:
         """Call them all; returns the numbers that they add, or raises CallbackError."""
-        numbers = dict(metrics)
+        numbers, env = dict(metrics), run.env
+        rows, resets = env.stats().rows, env.reset_infos
         for name, own, called in self._callbacks:
             with blamed(name, own, CallbackError):
                 numbers.update(called(run, numbers, run.rollout) or {})
+                if env.stats().rows != rows or env.reset_infos is not resets:
+                    raise ValueError(
+                        "expected a callback that leaves steps and resets of run.env "
+                        "to the training, whose next rollout goes on where its last "
+                        "one ended; make a BatchEnv of your own"
+                    )
                 if odd := [key for key in numbers if not isinstance(key, str)]:
                     raise TypeError(f"expected numbers by name, got {odd[0]!r}")
                 numbers = {key: float(value) for key, value in numbers.items()}

@@ -6,7 +6,7 @@ from typing import Any, Self, cast
 import gymnasium
 import numpy as np
 
-from envserve.client import BatchEnv, StepResult
+from envserve.client import BatchEnv, BatchStats, StepResult
 from envserve.slab import Status
 from ppo.in_graph_batch_env import InGraphBatchEnv
 
@@ -56,7 +56,13 @@ class CountingBatchEnv:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def stats(self) -> BatchStats:
+        num_steps = len(self.actions)
+        rows = num_steps * self.num_envs
+        return BatchStats(steps=num_steps, rows=rows, valid_rows=rows)
+
     def reset(self) -> Any:
+        self.reset_infos: dict[int, Any] = {}
         self._count[:] = 0
         return self._observe(self._rows())
 

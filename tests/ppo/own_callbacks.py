@@ -60,5 +60,13 @@ def tells_numbers_of_rows(run: Any, metrics: Any, rollout: Any) -> Any:  # line 
     return {0: 1.0}
 
 
+def resets(run: Any, metrics: Any, rollout: Any) -> Any:
+    run.env.reset()
+
+
+def steps(run: Any, metrics: Any, rollout: Any) -> Any:
+    run.env.step([0] * run.env.num_envs)
+
+
 def sets_level(run: Any, metrics: Any, rollout: Any) -> Any:
     run.env.set_attr("level", [run.counters.iteration + 1] * run.env.num_envs)

@@ -10,7 +10,7 @@ from envserve.client import BatchEnv
 from ppo.config import Config
 from ppo.environments import env_maker
 from ppo.errors import CallbackError, ConfigError
-from ppo.own_code import Callbacks
+from ppo.own_code import Callbacks, load_own
 from ppo.run_folder.checkpoint import Counters
 from ppo.run_folder.folder import RunFolder
 from ppo.train import Progress, TrainingRun, train
@@ -98,10 +98,26 @@ def test_a_run_whose_callback_failed_goes_on_with_a_class_made_anew_until_it_sto
 def test_one_that_fails_is_one_line(name: str, message: str) -> None:
     called = Callbacks([f"{FILE}:{name}"])
     state = {"config": SMALL, "counters": Counters(2, 32), "rollout": rollout_of(1)}
+    env = SimpleNamespace(stats=lambda: SimpleNamespace(rows=0), reset_infos={})
     line = f"^callbacks {FILE}:{name}: {FILE}:{message}"
     with pytest.raises(CallbackError, match=line) as caught:
-        called(SimpleNamespace(**state), {"iteration": 2.0})
+        called(SimpleNamespace(**state, env=env), {"iteration": 2.0})
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["resets", "steps"])
+def test_one_that_moves_the_envs_is_one_line(name: str, tmp_path: Path) -> None:
+    with pytest.raises(CallbackError, match=f"{name}: .*leaves steps and resets of"):
+        run(tmp_path, named(name))
+
+
+def test_functions_of_a_file_share_what_it_has_until_it_changes(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("def one(): pass\ndef two(): pass\n")
+    one, two = (load_own("callbacks", f"{file}:{name}") for name in ("one", "two"))
+    assert one.__globals__ is two.__globals__
+    file.write_text("def one(): return 1\n")
+    assert load_own("callbacks", f"{file}:one")() == 1
 
 
 @pytest.mark.parametrize(
