@@ -24,6 +24,7 @@ from ppo.run_folder.folder import RunFolder
 from ppo.simulate import Simulation
 
 __all__ = [
+    "TIME_LIMIT_REMEDY",
     "CurveEvaluator",
     "Evaluation",
     "derived_seed",
@@ -33,8 +34,13 @@ __all__ = [
 ]
 
 _HORIZON = 100
-_MAX_BATCH_STEPS = 1_000_000
+_MAX_BATCH_STEPS = 110_000  # an Atari episode may take 108,000
 _MAX_LOST_IN_A_ROW = 20
+TIME_LIMIT_REMEDY = (
+    "give the env a time limit when you train, such as --set "
+    """'wrappers=[{name = "TimeLimit", max_episode_steps = 1000}]'."""
+)
+"""What to do where episodes do not end."""
 
 
 class Evaluation(NamedTuple):
@@ -86,7 +92,7 @@ def evaluate(agent: Agent, env: BatchEnv, episodes: int) -> Evaluation:
     again, up to 20 times in a row per env. With more envs than episodes, some idle.
 
     Raises:
-        EnvDataError: an episode did not end within a million batch steps.
+        EnvDataError: an episode did not end within 110,000 batch steps.
         EnvsLostError: an env fails again and again.
     """
     return _play(_simulation(agent, InGraphBatchEnv(env, agent.actions)), env, episodes)
@@ -220,7 +226,7 @@ def _play(simulation: Simulation, env: BatchEnv, episodes: int) -> Evaluation:
             missing = episodes - sum(map(len, played))
             raise EnvDataError(
                 f"{env!r}: expected {episodes} episodes, {missing} have not ended, "
-                f"none in the last {_MAX_BATCH_STEPS} steps; give the env a time limit."
+                f"none in the last {_MAX_BATCH_STEPS:,} steps; {TIME_LIMIT_REMEDY}"
             )
         idle_steps += _HORIZON
         for episode in tracker.add(simulation.run((0, 0))):

@@ -23,7 +23,7 @@ from ppo.agent import Agent
 from ppo.config import Config
 from ppo.environments import MakeEnv, env_maker
 from ppo.errors import EnvDataError, EnvsLostError, OutputError
-from ppo.evaluate import Evaluation, evaluation_seed
+from ppo.evaluate import TIME_LIMIT_REMEDY, Evaluation, evaluation_seed
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.networks.recurrent import States
 from ppo.rollout import Episode
@@ -35,7 +35,7 @@ from ppo.run_folder.folder import RunFolder
 __all__ = ["play_episode", "rendering_env_maker", "visualize_run"]
 
 _MAX_LOST_IN_A_ROW = 20
-_MAX_STEPS = 100_000
+_MAX_STEPS = 30_000  # a film of a quarter of an hour
 _DEFAULT_FRAMES_PER_SECOND = 30.0
 _REMEDIES = (
     ("pygame", "pip install 'envserve[video]' where the envs run"),
@@ -212,8 +212,8 @@ def play_episode(
             return Episode(0, total_reward, length)
         observation = step.observation
     raise EnvDataError(
-        f"{env!r}: expected the episode to end within {_MAX_STEPS:,} steps; give the "
-        "env a time limit."
+        f"{env!r}: expected the episode to end within {_MAX_STEPS:,} steps; "
+        f"{TIME_LIMIT_REMEDY}"
     )
 
 

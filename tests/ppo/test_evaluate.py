@@ -94,7 +94,8 @@ def test_a_recurrent_policy_remembers_until_its_episode_ends() -> None:
 def test_episodes_without_end_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ppo.evaluate._MAX_BATCH_STEPS", 300)
     fake = CountingBatchEnv([3, 10**9])
-    message = "1 have not ended, none in the last 300 steps; give the env a time limit"
+    message = "1 have not ended, none in the last 300 steps; give .* a time limit .*"
+    message += r"--set 'wrappers=\[{name = \"TimeLimit\""
     with pytest.raises(EnvDataError, match=message):
         played(fake, 2)
     assert played(CountingBatchEnv([200]), 4).lengths.tolist() == [200] * 4
