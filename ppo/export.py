@@ -15,7 +15,7 @@ import tensorflow as tf
 from ppo.agent import Agent
 from ppo.config import Config
 from ppo.environments import MakeEnv
-from ppo.errors import OutputError
+from ppo.errors import OutputError, UnsupportedSpaceError
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import Counters, Which
@@ -169,6 +169,11 @@ def _named_inputs(specs: Any) -> Any:
 
     def named(part: Any, path: str) -> Any:
         if isinstance(part, dict):
+            if odd := [key for key in part if not isinstance(key, str)]:
+                raise UnsupportedSpaceError(
+                    f"Observation space: expected texts as keys, which is all that a "
+                    f"SavedModel takes, got {odd[0]!r}; rename it by a wrapper."
+                )
             return {key: named(part[key], f"{path}_{key}") for key in part}
         if isinstance(part, tuple):
             return tuple(named(item, f"{path}_{i}") for i, item in enumerate(part))

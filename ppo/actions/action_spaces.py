@@ -142,6 +142,11 @@ class _BoxActions(ActionKind):
 
     def __init__(self, space: gymnasium.spaces.Box, config: Config | None) -> None:
         super().__init__(space)
+        if space.dtype == bool or not self.output_size:
+            raise UnsupportedSpaceError(
+                "Action space: expected a Box of numbers, one at least, got "
+                f"{space}; make bits a MultiBinary."
+            )
         if config is None:
             return
         if config.state_dependent_std:

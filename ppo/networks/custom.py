@@ -33,7 +33,8 @@ class CustomModel:
         self._model = model
         self._name = name
         zeros = create_empty_array(input_space, _TRIAL_ROWS, np.zeros)
-        outputs = model(tf.nest.map_structure(tf.constant, zeros))
+        rows = tf.nest.map_structure(tf.constant, zeros)
+        outputs = model(rows)
         shapes = [tuple(getattr(part, "shape", ())) for part in _items(outputs)]
         flat = [(_TRIAL_ROWS, size), (_TRIAL_ROWS,)]
         if shapes not in (flat, [(_TRIAL_ROWS, size), (_TRIAL_ROWS, 1)]):
@@ -48,6 +49,8 @@ class CustomModel:
                 f"{_described(outputs)}; cast them."
             )
         self._check_variables()
+        # As in training, whose graphs know no values; nothing is run again.
+        tf.function(lambda rows: model(rows)).get_concrete_function(rows)
 
     def __call__(self, observation: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """Return outputs for the actions, `[N, size]`, and values, `[N]`."""

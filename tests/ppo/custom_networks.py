@@ -3,6 +3,7 @@
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 not_a_function = 3
@@ -90,6 +91,17 @@ def without_variables(space: Any, action_size: int, config: Any, seed: int) -> A
     model = Linear(action_size, seed)
     model.trainable = False
     return model
+
+
+class OnlyEager(Linear):
+    """A model that asks for numbers, which graphs do not know."""
+
+    def call(self, observation: Any) -> Any:
+        return super().call(np.asarray(observation))
+
+
+def only_eager(space: Any, action_size: int, config: Any, seed: int) -> keras.Model:
+    return OnlyEager(action_size, seed)
 
 
 def float64(space: Any, action_size: int, config: Any, seed: int) -> Any:

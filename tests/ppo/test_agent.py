@@ -139,5 +139,9 @@ def test_networks_follow_the_seed_of_the_config(recurrent_size: int) -> None:
 
 
 def test_an_unknown_action_space_is_named() -> None:
+    bits: Any = np.bool_
+    for box in (SPACES.Box(0, 1, (2,), bits), SPACES.Box(-1.0, 1.0, (0,))):
+        with pytest.raises(UnsupportedSpaceError, match="a Box of numbers, one at"):
+            Agent(SPACES.Box(-1.0, 1.0, (3,)), box, CONFIG)
     with pytest.raises(UnsupportedSpaceError, match="got Tuple"):
         Agent(SPACES.Box(-1.0, 1.0, (3,)), SPACES.Tuple([SPACES.Discrete(2)]), CONFIG)

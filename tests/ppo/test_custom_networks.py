@@ -77,6 +77,7 @@ def test_it_is_told_what_it_gets_and_never_sees_a_mask() -> None:
         ("too_few", r"\[N, 4\].*got float32\[2, 3\], float32\[2\]"),
         ("one_output", r"expected outputs of shapes .* got float32\[2, 4\]\."),
         ("float64", r"outputs of float32, got float64\[2, 4\], float64\[2\]"),
+        ("only_eager", r"only_eager: .*custom_networks\.py:\d+: [^\n]*$"),
         ("nothing", "expected it to return a model, got None"),
         ("without_checkpoint", r"expected a keras\.Model .* with trackables"),
         ("without_variables", r"expected trainable_variables, .* got \[\]"),

@@ -15,7 +15,7 @@ from gymnasium import spaces
 
 from ppo.agent import Agent
 from ppo.config import Config
-from ppo.errors import OutputError
+from ppo.errors import OutputError, UnsupportedSpaceError
 from ppo.export import export_policy
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from tests.ppo.fakes import BOX, CountingBatchEnv, in_graph
@@ -172,6 +172,15 @@ def test_a_recurrent_policy_takes_and_returns_its_state(tmp_path: Path) -> None:
             np.testing.assert_array_equal(action, env.to_env_action(live))
             np.testing.assert_allclose(state, live_state, atol=1e-6)
     assert np.abs(states[0]).max() > 0.01
+
+
+def test_keys_that_are_no_texts_are_named(tmp_path: Path) -> None:
+    space = spaces.Dict({"x": spaces.Dict({3: BOX})})  # type: ignore[dict-item]
+    agent = Agent(space, BOX, CONFIG)
+    env = in_graph(CountingBatchEnv([3], observation_space=space, action_space=BOX))
+    with pytest.raises(UnsupportedSpaceError, match=r"keys, .* got 3; rename it"):
+        export_policy(agent, env, tmp_path / "policy")
+    assert not (tmp_path / "policy").exists()
 
 
 def test_a_folder_with_files_is_left_alone(tmp_path: Path) -> None:
