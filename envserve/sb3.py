@@ -12,10 +12,11 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.vector.utils import batch_space, iterate
+from gymnasium.vector.utils import batch_space
 
 from envserve.client import BatchEnv
 from envserve.client.make_vec import make_batch, send_step
+from envserve.client.step_result import last_rows
 from envserve.client.vector_env import metadata_of
 from envserve.errors import CallError, EnvError
 from envserve.wrappers import parse_wrappers
@@ -119,12 +120,9 @@ class BatchVecEnv(VecEnv):
             for row, is_cut in enumerate((step.truncated & ~step.terminated).tolist())
         ]
         if dones.any():
-            last = list(iterate(self._observations, step.final_observation))
-            lost = step.lost
-            seen = list(iterate(self._observations, self._seen)) if lost.any() else []
+            last = last_rows(self._observations, step, self._seen)
             for row in dones.nonzero()[0].tolist():
-                final = seen if lost[row] else last
-                infos[row]["terminal_observation"] = copy.deepcopy(final[row])
+                infos[row]["terminal_observation"] = copy.deepcopy(last[row])
                 begun = infos[row].pop("reset_info", None)
                 self.reset_infos[row] = begun if isinstance(begun, dict) else {}
         self._seen = step.observation

@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from gymnasium.spaces import Space
+from gymnasium.vector.utils import iterate
 
 from envserve.client.row_set import BatchBlock, RowSet
 from envserve.encoded import decode_observation
@@ -16,7 +18,7 @@ from envserve.lane import Fault, Outcome
 from envserve.slab import Rows, Status
 from envserve.spec import EnvSpec, flatten, unflatten
 
-__all__ = ["StepResult", "add_infos", "decode_result", "gather_result"]
+__all__ = ["StepResult", "add_infos", "decode_result", "gather_result", "last_rows"]
 
 Array = np.ndarray[Any, Any]
 
@@ -181,6 +183,19 @@ def _write(
         if final and ended[piece.set_rows].any():
             _write_final(rows, [leaf[piece.set_rows] for leaf in final])
     return out._replace(infos=infos) if out.infos or infos else out
+
+
+def last_rows(space: Space[Any], step: StepResult, seen: Any) -> list[Any]:
+    """Returns what episodes that have ended showed last, by row.
+
+    Of a lost one that is what was seen before the step; `space` is that of all rows.
+    """
+    rows = list(iterate(space, step.final_observation))
+    if lost := step.lost.nonzero()[0].tolist():
+        before = list(iterate(space, seen))
+        for row in lost:
+            rows[row] = before[row]
+    return rows
 
 
 def _check_shape(target: Array, shape: tuple[int, ...]) -> None:

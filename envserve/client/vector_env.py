@@ -18,9 +18,10 @@ import numpy as np
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.spaces import Discrete
 from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import batch_space, iterate
+from gymnasium.vector.utils import batch_space
 
 from envserve.client.batch_env import BatchEnv, EnvsClosed, StepResult
+from envserve.client.step_result import last_rows
 from envserve.client.vector_infos import batch_infos
 from envserve.errors import CallError, EnvserveError, EnvTimeout, LocalProtocolError
 from envserve.settings import Autoreset
@@ -300,13 +301,11 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             return batch_infos(result.infos, self.num_envs)
         infos, final_infos = dict(result.infos), {}
         observations = np.full(self.num_envs, None, object)
-        last = list(iterate(self.observation_space, result.final_observation))
+        last = last_rows(self.observation_space, result, self._seen)
         if isinstance(self.single_observation_space, Discrete):
-            last = result.final_observation.tolist()  # ints, which envs mostly give
-        lost = result.lost
-        seen = list(iterate(self.observation_space, self._seen)) if _any(lost) else []
+            last = [each.item() for each in last]  # ints, which envs mostly give
         for row in ended.nonzero()[0].tolist():
-            observations[row] = copying.deepcopy((seen if lost[row] else last)[row])
+            observations[row] = copying.deepcopy(last[row])
             info = dict(infos.pop(row, {}))
             is_lost = not result.valid[row] and "fault" in info  # or it is the env's
             fault = {"fault": info.pop("fault")} if is_lost else {}
