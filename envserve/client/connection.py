@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +19,7 @@ from envserve.client.watch import Descriptor, Pending
 from envserve.errors import ConnectError, RemoteProtocolError
 from envserve.keys.folder import KeyFolder
 from envserve.keys.pair import Keys
+from envserve.settings import num_cores
 from envserve.transport import (
     KEYED_BYTES,
     NOBLOCK,
@@ -41,7 +43,10 @@ from envserve.wire import (
 )
 from envserve.wire.constants import MAX_FRAMES
 
-__all__ = ["NOWHERE", "SLICE_SECONDS", "Connection", "ask", "ask_welcome"]
+__all__ = [
+    *("NOWHERE", "SLICE_SECONDS", "Connection", "SharedContext", "ask"),
+    "ask_welcome",
+]
 
 #: Where a connection is that waits for a server to come.
 NOWHERE: Final = "a server to come"
@@ -71,6 +76,35 @@ _MIN_FRAME_BYTES: Final = 1 << 20
 _MAX_UNREAD_BYTES: Final = 16 << 20
 
 
+class SharedContext:
+    """ZeroMQ's threads, which several connections share; ends with the last of them.
+
+    docs/decisions.md: "The connections of a batch share ZeroMQ's threads".
+    """
+
+    def __init__(self, num_connections: int) -> None:
+        """Has a thread for two cores: the other one is for who computes."""
+        num_threads = min(num_connections, num_cores() // 2)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(max(1, num_threads))
+        # Each may have a former socket, and one that says farewell.
+        self._context.set(zmq.MAX_SOCKETS, max(1023, 4 * num_connections))
+        self._users: set[Connection] = set()
+        self._lock = threading.RLock()  # a lane that is dropped leaves in any thread
+
+    def socket(self, user: Connection) -> zmq.Socket[bytes]:
+        """Returns a new DEALER of a connection."""
+        socket = self._context.socket(zmq.DEALER)
+        self._users.add(user)
+        return socket
+
+    def leave(self, user: Connection) -> None:
+        """Notes that a connection has closed all it had; may be called twice."""
+        with self._lock:
+            self._users.discard(user)
+            if not self._users:
+                self._context.term()  # waits for what lingers
+
+
 class Connection:
     """A connection that reconnects on its own, and never waits by itself.
 
@@ -85,7 +119,12 @@ class Connection:
     """
 
     def __init__(
-        self, address: str, keys: Keys | None = None, *, insecure: bool = False
+        self,
+        address: str,
+        keys: Keys | None = None,
+        *,
+        insecure: bool = False,
+        context: SharedContext | None = None,
     ) -> None:
         """Begins to connect.
 
@@ -94,6 +133,7 @@ class Connection:
           keys: The server's public key and an own pair; by default those that this
             user has for the address.
           insecure: Whether none are to be used; see `KeyFolder.keys_for`.
+          context: What it shares with others; by default it has threads of its own.
 
         Raises:
           ConnectError: The address has no known form, or its server's key is not known.
@@ -106,7 +146,7 @@ class Connection:
         self._former: zmq.Socket[bytes] | None = None
         self._lookup: Lookup | None = None
         self.descriptor = Descriptor()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = context or SharedContext(1)
         self._open()
 
     def keys_for(self, address: str) -> Keys | None:
@@ -116,7 +156,7 @@ class Connection:
         return KeyFolder().keys_for(address, insecure=self._insecure)
 
     def _open(self) -> None:
-        self._socket = socket = self._context.socket(zmq.DEALER)
+        self._socket = socket = self._context.socket(self)
         # Without a look for options that are not used here.
         self._send = super(zmq.Socket, socket).send
         receiver = FrameReceiver(socket, MAX_FRAMES + 1, 1)
@@ -255,7 +295,9 @@ class Connection:
     def close(self, linger_seconds: float = 0.0) -> None:
         """Closes the socket; messages not sent by then are dropped."""
         self.descriptor.close()
-        self._context.destroy(linger=int(1000 * linger_seconds))
+        self.forget_former()
+        self._socket.close(linger=int(1000 * linger_seconds))
+        self._context.leave(self)
 
 
 def ask_welcome(

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any, Final, Literal, Protocol, Self, TypeVar, Unpack, get_args
 
 from envserve import own_envs
-from envserve.client.connection import NOWHERE
+from envserve.client.connection import NOWHERE, SharedContext
 from envserve.client.fleet import Fleet
 from envserve.client.remote_lane import RemoteLane
 from envserve.errors import ConnectError, EnvsBusy
@@ -182,7 +182,7 @@ class Builders(Protocol):
             max_row_mib=max_row_mib,
         )
         shares = _shares_of(whole, count)
-        known: Any = {"insecure": insecure}
+        known: Any = {"insecure": insecure, "context": SharedContext(count)}
         known["fleet"] = fleet if fleet.has_choice else None
 
         def lane_at(place: int, like: Lane | None) -> RemoteLane:

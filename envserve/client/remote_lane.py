@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeVar
 
-from envserve.client.connection import SLICE_SECONDS, Connection
+from envserve.client.connection import SLICE_SECONDS, Connection, SharedContext
 from envserve.client.diagnosis import Diagnosis
 from envserve.client.exchange import Exchange
 from envserve.client.fleet import Fleet
@@ -69,6 +69,7 @@ class RemoteLane:
         patience: Patience | None = None,
         *,
         insecure: bool = False,
+        context: SharedContext | None = None,
         fleet: Fleet | None = None,
         like: Lane | None = None,
     ) -> None:
@@ -79,6 +80,7 @@ class RemoteLane:
           request: What to ask for.
           patience: How long to wait for the server; None for the defaults.
           insecure: Whether to go without keys; see `KeyFolder.keys_for`.
+          context: What the lanes of a batch share.
           fleet: Knows others, which may take the server's place.
           like: Whose envs are such as these will be, once a server comes.
 
@@ -90,7 +92,7 @@ class RemoteLane:
         self.num_envs = request.num_envs
         self._env_name = request.env_name
         attach = attach_of(request, address)
-        self._connection = Connection(address, insecure=insecure)
+        self._connection = Connection(address, insecure=insecure, context=context)
         self._session = ClientSession(
             address,
             attach,

@@ -34,9 +34,9 @@ class Pending:
         port = address.rpartition(":")[2]
         is_counted = sys.platform == "linux" and address.startswith("tcp:")
         self._port = int(port) if is_counted and port.isdigit() else 0
-        self._num_messages = self._num_bytes = 0  # when a message had come
+        self._num_messages = self._num_bytes = 0  # as counting began
         self._is_connected = False
-        self._fd = -1
+        self._fd: int | None = -1  # of the last message; None if nobody has asked
 
     def count(self, is_connected: bool) -> int:
         """Returns how many, at most; to be asked after each look at the connection."""
@@ -48,10 +48,11 @@ class Pending:
         if not is_connected:
             return 0
         if receiver.num_messages != self._num_messages:
-            self._num_messages = receiver.num_messages
+            self._num_messages, self._fd = receiver.num_messages, None
+            return 0
+        if self._fd is None:  # counted from the first look on that finds no other
             self._fd = int(receiver.first.get(zmq.SRCFD))
             self._num_bytes = _bytes_received(self._fd, self._port)
-            return 0
         if self._fd >= 0:
             return _bytes_received(self._fd, self._port) - self._num_bytes
         # There was no message that tells: of all connections there, the quietest.

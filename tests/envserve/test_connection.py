@@ -10,16 +10,20 @@ from contextlib import closing, suppress
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import zmq
 
-from envserve.client.connection import Connection
+from envserve.client import BatchEnv
+from envserve.client.connection import Connection, SharedContext
 from envserve.client.exchange import Exchange
 from envserve.client.observer import Observer
 from envserve.client.remote_lane import RemoteLane
-from envserve.errors import RemoteProtocolError
+from envserve.errors import ConnectError, RemoteProtocolError
 from envserve.session import ClientSession
+from envserve.settings import num_cores
 from envserve.worker.channel import MAX_CALL_BYTES
+from tests.envserve.conftest import Serve
 from tests.envserve.server_process import make_config
 from tests.envserve.session_fakes import make_client
 from tests.envserve.strangers import greeting_of, more_frames
@@ -92,6 +96,41 @@ def test_a_call_takes_long_frames_and_no_fewer_messages(
         after = [each for each in sockets if each.type == zmq.DEALER][1]
         assert int(after.getsockopt(zmq.MAXMSGSIZE)) > MAX_CALL_BYTES
         assert after.getsockopt(zmq.RCVHWM) == before
+
+
+def num_threads() -> int:
+    return psutil.Process().num_threads()
+
+
+def test_connections_share_threads_until_the_last_is_closed() -> None:
+    before = num_threads()
+    context = SharedContext(8)
+    connections = [
+        Connection(f"tcp://127.0.0.1:{port}", insecure=True, context=context)
+        for port in range(1, 9)
+    ]
+    with pytest.raises(ConnectError, match="expected an address"):
+        Connection("tcp://127.0.0.1:x", insecure=True, context=context)
+    most = before + 1 + max(1, min(8, num_cores() // 2))  # one that closes sockets
+    assert before < num_threads() <= most
+    for connection in connections[1:]:
+        connection.close()
+        connection.close()
+    assert connections[0].look() == (False, False)
+    assert num_threads() > before
+    connections[0].close()
+    assert num_threads() == before
+
+
+def test_the_lanes_of_a_batch_share_threads(serve: Serve) -> None:
+    address = serve("--env", "CartPole-v1").address
+    before = num_threads()
+    with BatchEnv.connect("CartPole-v1", [address] * 4, 8, seed=0) as batch:
+        batch.reset()
+        keepers, closer = 4, 1
+        most = before + keepers + closer + max(1, min(4, num_cores() // 2))
+        assert num_threads() <= most
+    assert num_threads() == before
 
 
 @pytest.fixture
