@@ -78,6 +78,10 @@ class Config(BaseModel, frozen=True):
     """Whether training cuts each env's first episode at a random step up to its time
     limit, so that envs that end by theirs do not all begin anew at once."""
 
+    training_time_limit: _Steps = 0
+    """Steps after which training truncates an episode, if the env's own limit comes
+    later: more beginnings are seen. Evaluations play whole episodes. 0 for none."""
+
     total_steps: _Count = 1_000_000
     """Valid env steps to train for. Whole iterations that fit are run, never more."""
 

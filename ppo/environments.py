@@ -23,7 +23,7 @@ class MakeEnv(Protocol):
     ) -> BatchEnv:
         """Start or connect to `num_envs` envs, seeded from `seed`.
 
-        Only those of a training are staggered, if the config says so.
+        Only those of a training are staggered or cut short, if the config says so.
         """
 
 
@@ -74,8 +74,7 @@ def env_maker(
     }
 
     def make_env(*, num_envs: int, seed: int, is_training: bool = False) -> BatchEnv:
-        is_staggered = is_training and config.stagger_episodes
-        wrappers = _staggered(config.wrappers) if is_staggered else config.wrappers
+        wrappers = _shortened(config) if is_training else config.wrappers
         shared["first_env_index"] = first_env_index if is_training else 0
         if servers:
             words, least = list(addresses or ()), config.min_servers or None
@@ -110,8 +109,16 @@ def env_maker(
     return make_env
 
 
-def _staggered(wrappers: _Wrappers) -> _Wrappers:
-    """Add the wrapper right around what limits the env, whose steps are counted."""
+def _shortened(config: Config) -> _Wrappers:
+    """Return the wrappers of a training, whose episodes may be cut short.
+
+    To stagger them stands right around what limits the env, whose steps are counted.
+    """
+    wrappers = config.wrappers
+    if limit := config.training_time_limit:
+        wrappers = (*wrappers, {"name": "TimeLimit", "max_episode_steps": limit})
+    if not config.stagger_episodes:
+        return wrappers
     limits = [n for n, table in enumerate(wrappers, 1) if table["name"] == "TimeLimit"]
     place = max(limits, default=0)
     return (*wrappers[:place], {"name": "StaggerEpisodes"}, *wrappers[place:])

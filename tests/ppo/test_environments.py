@@ -147,6 +147,21 @@ def test_only_envs_of_a_training_are_staggered_and_by_the_clock_that_limits_them
     assert third == CONFIG.wrappers
 
 
+def test_episodes_of_a_training_are_cut_short_and_those_are_staggered(
+    asked: list[tuple[Any, ...]],
+) -> None:
+    config = CONFIG.replace(
+        wrappers=({"name": "TimeLimit", "max_episode_steps": 9},), training_time_limit=7
+    )
+    for each in (config, config.replace(stagger_episodes=True)):
+        env_maker(each)(num_envs=8, seed=5, is_training=True)
+        env_maker(each)(num_envs=8, seed=5)
+    cut, whole, staggered, _ = (named["wrappers"] for _, _, named in asked)
+    assert whole == config.wrappers
+    assert cut == (*whole, {"name": "TimeLimit", "max_episode_steps": 7})
+    assert staggered == (*cut, {"name": "StaggerEpisodes"})
+
+
 #: Episodes of 5 steps, observations float64 [2].
 WRAPPED = SMALL.replace(
     env_name=film_env.NAME,
