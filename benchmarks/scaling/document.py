@@ -175,7 +175,8 @@ def _plans(points: Points) -> str:
             cells.append(found if hosts <= _LARGE.servers else f"> {_LARGE.servers}")
         rows.append(cells)
     heads = [f"an env takes; hosts of {CORES} cores", *(f"{s:,} bytes" for s in _SIZES)]
-    return as_markdown(heads, rows) + f"\nHere the model's times are multiplied by {factor:.1f}.\n"
+    table = as_markdown(heads, rows)
+    return f"{table}\nHere the model's times are multiplied by {factor:.1f}.\n"
 
 
 def _yes(is_so: bool) -> str:
