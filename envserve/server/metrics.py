@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from typing import Final
 
@@ -52,17 +52,28 @@ _METRICS: Final = {
     "starting": ("is_starting", "1 while workers cannot be started yet."),
     "draining": ("is_draining", "1 while no new leases are granted."),
 }
+#: Of who knocks at the sockets, which is told here only.
+_ATTACKS: Final = {
+    "refused_keys_total": "Keys that were not let in: nobody's, or not now.",
+    "reopened_total": "Times that all connections were closed, to be made anew.",
+}
 
 
 class ServerCollector:
     """Collects metrics from a server's status, which it asks for each time."""
 
-    def __init__(self, ask: Callable[[], ServerStatus]) -> None:
+    def __init__(
+        self,
+        ask: Callable[[], ServerStatus],
+        attacks: Callable[[], Mapping[str, int]] = dict,
+    ) -> None:
+        """`attacks` has those counts that no status has, by their names."""
         self._ask = ask
+        self._attacks = attacks
 
     def collect(self) -> Iterator[Metric]:
         """Returns all metrics; no name of a user is among them."""
-        status = self._ask()
+        status, attacks = self._ask(), self._attacks()
         yield InfoMetricFamily("envserve", "The server.", {"version": status.version})
         for short, (field, text) in _METRICS.items():
             name, value = f"envserve_{short}", getattr(status, field)
@@ -80,6 +91,8 @@ class ServerCollector:
                 yield CounterMetricFamily(name, text, value)
             else:
                 yield GaugeMetricFamily(name, text, value)
+        for short, text in _ATTACKS.items():
+            yield CounterMetricFamily(f"envserve_{short}", text, attacks.get(short, 0))
         lag, away = status.loop_lag_ms / 1000, sum(len(x.absent) for x in status.leases)
         text = "How late the serving loop was within the last 10 s, at worst."
         yield GaugeMetricFamily("envserve_loop_lag_seconds", text, lag)

@@ -103,6 +103,7 @@ class Router:
     Attributes:
       addresses: Where it listens, or will; with real ports once it does.
       context: Of the sockets.
+      num_reopened: How often all connections were closed, to be made anew.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Router:
         self._on_readable: Callable[[], object] | None = None
         self._reopening: asyncio.TimerHandle | None = None
         self._listeners: list[socketlib.socket] = []
-        self._num_made = 0
+        self._num_made = self.num_reopened = 0
         self._blamed: dict[str, list[float]] = {}  # whose fault a recycle was, and when
         self._make()
 
@@ -219,6 +220,7 @@ class Router:
                 why += f"; {user} is not let in for {_BLAMED_SECONDS:g} s"
                 tell("shut out", user, reason=why)
         _LOGGER.warning("all connections are closed and can be made anew: %s", why)
+        self.num_reopened += 1
         self._remove_readers()
         self._close_sockets()
         if self._reopening is None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
@@ -49,8 +49,6 @@ _FAREWELL_SECONDS: Final = 0.25
 _COPIES: Final = 4
 #: Descriptors that are kept for workers: a quarter, but never more.
 _MAX_RESERVED: Final = 1024
-#: Takes why, and whether it is for the number of connections.
-_Recycle = Callable[[str, bool], None]
 #: The process should be gone a second after the grace period.
 _AFTER_DRAIN_SECONDS: Final = 0.8
 
@@ -97,9 +95,10 @@ async def serve(
         registry = _registry_of(config)
         lag = LoopLag(loop)
         stack.callback(lag.stop)
-        router, access, recycle = await _open_sockets(
-            config, loop, stack, num_descriptors // 4
-        )
+        router, access, zap = await _open_sockets(config, loop, stack)
+        # Who made fewer connections has not taken all descriptors.
+        many = num_descriptors // 4
+        suspect = None if zap is None else partial(zap.take_suspect, many)
         session = ServerSession(
             config,
             registry,
@@ -112,11 +111,12 @@ async def serve(
             drain=partial(_ask_drain, signals, config.drain_grace_seconds),
         )
         most = partial(_most_buffered, config, session)
+        recycle = partial(_recycle, router, suspect)
         stack.callback(ConnectionWatch(loop, recycle, most).stop)
         shell = RouterShell(router, session, launcher, loop)
         board = StatusBoard(config, session, shell, loop)
         if metrics is not None:
-            board.show_at(metrics)
+            board.show_at(metrics, partial(_attacks, router, zap))
         session.questions.look = lambda s, asked: shell.pools[s].pool.looks.answer(
             asked
         )
@@ -174,13 +174,9 @@ async def _open_sockets(
     config: HostSettings,
     loop: asyncio.AbstractEventLoop,
     stack: contextlib.ExitStack,
-    many: int,
-) -> tuple[Router, Access | None, _Recycle]:
-    """Listens, once nobody can get in who should not; also returns what recycles.
-
-    Who made fewer connections than `many` has not taken all descriptors.
-    """
-    access = None
+) -> tuple[Router, Access | None, Zap | None]:
+    """Listens, once nobody can get in who should not."""
+    access = zap = None
     if not config.insecure_no_auth and any(a.startswith("tcp:") for a in config.binds):
         access = Access(KeyFolder())
         access.check_binds(config.binds)
@@ -189,22 +185,20 @@ async def _open_sockets(
     unread = Unread(config.max_unread_mib * mib, config.max_total_unread_mib * mib)
     router = Router(config.binds, config.max_message_bytes, loop, unread, secret)
     stack.callback(router.close)
-    recycle: _Recycle = partial(_recycle, router, None)
     if access is not None:
         zap = Zap(router.context, access.find, loop, router.is_shut_out)
         stack.callback(zap.close)
-        recycle = partial(_recycle, router, partial(zap.take_suspect, many))
         await check_refusal(router, zap, access.keys.public)
     if config.audit is not None:
 
         def describe(user: str) -> tuple[str, str]:
             grant = None if access is None else access.grant_of(user)
             shown = "" if grant is None else formats.fingerprint(grant.public)
-            return shown, "" if access is None else zap.addresses.get(user, "")
+            return shown, "" if zap is None else zap.addresses.get(user, "")
 
         stack.callback(Audit(config.audit, describe, loop).close)
     router.listen()
-    return router, access, recycle
+    return router, access, zap
 
 
 def _recycle(
@@ -213,6 +207,12 @@ def _recycle(
     """Blames whoever has made most connections, if it is for their number."""
     user = suspect() if suspect is not None else ""
     router.recycle(why, user if is_of_number else "")
+
+
+def _attacks(router: Router, zap: Zap | None) -> Mapping[str, int]:
+    """Returns how often somebody has met a closed door, or had all doors closed."""
+    refused = zap.counts["300"] + zap.counts["400"] if zap is not None else 0
+    return {"refused_keys_total": refused, "reopened_total": router.num_reopened}
 
 
 async def _watch(access: Access, shell: RouterShell) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import math
 import os
 import platform
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any, Final
 
@@ -69,8 +70,10 @@ class StatusBoard:
             body = self._bodies[user] = self._told_to(user, now).encode()
         return body
 
-    def show_at(self, port: MetricsPort) -> None:
-        """Shows metrics at a port from now on."""
+    def show_at(
+        self, port: MetricsPort, attacks: Callable[[], Mapping[str, int]] = dict
+    ) -> None:
+        """Shows metrics at a port from now on; `attacks` as of `ServerCollector`."""
         from envserve.server.metrics import ServerCollector
 
         async def ask() -> ServerStatus:
@@ -81,7 +84,7 @@ class StatusBoard:
             asked = asyncio.run_coroutine_threadsafe(ask(), self._loop)
             return asked.result(_PATIENCE_SECONDS)
 
-        port.show(ServerCollector(wait))
+        port.show(ServerCollector(wait, attacks))
 
     def _refresh(self, now: float) -> None:
         """Sums all leases up, unless that was done a moment ago."""

@@ -21,15 +21,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from envserve.client import BatchEnv
+from envserve.client.connection import Connection
 from envserve.errors import ServerError
+from envserve.keys.folder import KeyFolder
+from envserve.keys.pair import KeyPair
 from envserve.metrics_port import MetricsPort
 from envserve.server.metrics import ServerCollector
+from envserve.transport import use_keys
 from envserve.wire import Histogram, LeaseStatus, ServerStatus
-from tests.envserve.conftest import OPENINGS, PATIENCE, Serve
+from tests.envserve.conftest import OPENINGS, PATIENCE, Serve, WaitUntil
 from tests.envserve.server_process import LEDGER
 from tests.oracle.ledger import Ledger
 
@@ -221,6 +226,29 @@ def test_faults_and_rows_are_counted_as_by_the_ledger(
         assert found.get(f"envserve_rows_total status={kind}", 0) == lost[kind]
     assert found["envserve_rows_total status=OK"] == ledger.num_valid == 200 - 15
     assert found["envserve_worker_restarts_total"] == faults["WORKER_DIED"] == 5
+
+
+def test_who_knocks_in_vain_and_who_has_all_cut_off_is_counted(
+    serve: Serve, wait_until: WaitUntil
+) -> None:
+    server = serve("--metrics-port", "0")
+    address = server.log.rpartition("metrics are at ")[2].split()[0]
+    keys = KeyFolder().server_key()
+    assert keys is not None
+
+    def count(short: str) -> float:
+        return samples(read_soon(address))[f"envserve_{short}_total"]
+
+    assert (count("refused_keys"), count("reopened")) == (0, 0)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        use_keys(stranger, keys.public, KeyPair.make())
+        stranger.connect(server.address)
+        wait_until(lambda: count("refused_keys") == 1)
+    with contextlib.closing(Connection(server.address)) as own:
+        own.wait(PATIENCE, for_writing=True)
+        assert own.send([b""] * 60_000)
+        wait_until(lambda: count("reopened") == 1)
+    assert count("refused_keys") == 1
 
 
 def test_a_server_whose_metrics_port_is_in_use_ends_before_it_serves(
