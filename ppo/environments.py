@@ -62,7 +62,8 @@ def env_maker(
     if config.min_servers > len(servers):
         raise ConfigError(
             f"min_servers: expected at most {len(servers)}, the servers that have an "
-            f"address now; got {config.min_servers}."
+            f"address now; got {config.min_servers}; ask for fewer, or name more "
+            "servers."
         )
     shared: dict[str, Any] = {
         "num_splits": config.num_splits,

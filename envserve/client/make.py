@@ -15,7 +15,7 @@ from envserve import own_envs
 from envserve.client.connection import NOWHERE, SharedContext
 from envserve.client.fleet import Fleet
 from envserve.client.remote_lane import RemoteLane
-from envserve.errors import ConnectError, EnvsBusy
+from envserve.errors import AddressError, ConnectError, EnvsBusy
 from envserve.lane import Lane
 from envserve.pool.pool import Pool
 from envserve.seeding import draw_root_seed
@@ -158,7 +158,8 @@ class Builders(Protocol):
             `local`; servers take only `env_kwargs` and wrappers that they know.
 
         Raises:
-          AddressError: There is no such address, or nobody knows the host.
+          AddressError: There is no such address, nobody knows the host, or fewer than
+            `min_servers` have an address.
           ConnectError: No server answers at an address, or its key is not known.
           KeyFileError: A file of keys cannot be read, or others can.
           EnvsBusy: A server has not enough free envs.
@@ -276,10 +277,12 @@ def _check_counts(num_envs: int, count: int, least: int, num_found: int) -> None
             f"expected at least one server, and an env for each; got "
             f"{count} servers and num_envs={num_envs}"
         )
-    if not 1 <= least <= num_found:
-        raise ValueError(
-            f"min_servers: expected 1 to {num_found}, the servers that have an address "
-            f"now; got {least}"
+    if least < 1:
+        raise ValueError(f"min_servers: expected at least 1; got {least}")
+    if least > num_found:  # which may change from one look to the next
+        raise AddressError(
+            f"min_servers: expected at most {num_found}, the servers that have an "
+            f"address now; got {least}; ask for fewer, or name more servers"
         )
 
 

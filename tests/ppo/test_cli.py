@@ -65,7 +65,7 @@ from tests.ppo.runs import ppo
         (["cartpole", "--connect", "file:///x/y"], "'file:///x/y': expected a file of"),
         (
             ["cartpole", "--connect", "127.0.0.1:1", "--min-servers", "2"],
-            "min_servers: expected at most 1, the servers that have an address now",
+            "an address now; got 2; ask for fewer, or name more servers",
         ),
     ],
 )

@@ -6,9 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+import typer
 
 from envserve.client import BatchEnv
 from ppo import environments
+from ppo.commands.shared import reported_errors
 from ppo.config import Config
 from ppo.environments import env_maker
 from ppo.errors import ConfigError
@@ -110,8 +112,23 @@ def test_a_training_waits_for_servers_and_an_evaluation_takes_those_that_live(
     assert not {"num_servers", "min_servers"} & none.keys()
     with pytest.raises(ConfigError, match="at least one env per server, got 2 for 3"):
         env_maker(CONFIG.replace(num_envs=2, num_servers=3), words)
-    with pytest.raises(ConfigError, match="min_servers: expected at most 2, the serv"):
+    with pytest.raises(ConfigError, match="expected at most 2, the servers that have"):
         env_maker(CONFIG.replace(min_servers=3, num_servers=3), words)
+
+
+def test_servers_that_leave_their_list_before_the_start_are_missed_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servers = tmp_path / "servers"
+    servers.write_text("127.0.0.1:1\n127.0.0.1:2")
+    make_env = env_maker(CONFIG.replace(min_servers=2), [f"file://{servers}"])
+    servers.write_text("127.0.0.1:1")
+    with pytest.raises(typer.Exit) as ending, reported_errors():
+        make_env(num_envs=8, seed=5, is_training=True)
+    assert ending.value.exit_code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("Error: min_servers: expected at most 1, the servers that")
+    assert line.endswith("got 2; ask for fewer, or name more servers")
 
 
 @pytest.mark.parametrize(
