@@ -16,6 +16,7 @@ from typing import Any
 from envserve.own_envs import is_own
 from ppo.config import Config
 from ppo.errors import ConfigError, suggestion
+from ppo.images import can_convolve
 
 __all__ = [
     "CONFIGS",
@@ -250,20 +251,20 @@ def suited(observation_space: Any, action_space: Any) -> dict[str, Any]:
 
     That is nothing for actions that are real numbers, which the defaults are for.
     """
-    if _has_images(observation_space):
+    if _has_image(observation_space):
         return _PIXELS
     if action_space.dtype is not None and action_space.dtype.kind == "f":
         return {}
     return {"entropy_coefficient": 0.01, "normalize_advantages": True}
 
 
-def _has_images(space: Any) -> bool:
-    """Whether something in a space is a Box of bytes with two dimensions or more."""
+def _has_image(space: Any) -> bool:
+    """Whether something in a space is an image that convolutions can take."""
     parts = getattr(space, "spaces", None)
     if parts is not None:
         parts = parts.values() if isinstance(parts, Mapping) else parts
-        return any(map(_has_images, parts))
-    return str(space.dtype) == "uint8" and len(space.shape) >= 2
+        return any(map(_has_image, parts))
+    return can_convolve(space)
 
 
 def read_config(path: Path) -> Config:

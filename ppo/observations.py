@@ -13,10 +13,11 @@ import tensorflow as tf
 
 from ppo.actions.action_spaces import MASK_KEY
 from ppo.errors import UnsupportedSpaceError
+from ppo.images import is_image
 from ppo.learners import ALONE, Learners
 from ppo.normalize import RunningMoments
 
-__all__ = ["ObservationPreprocessor", "is_image", "space_leaves"]
+__all__ = ["ObservationPreprocessor", "space_leaves"]
 
 
 def space_leaves(space: gymnasium.Space[Any], path: str = "observation") -> Any:
@@ -192,16 +193,6 @@ class _Leaf:
             codes = [tf.one_hot(columns[:, i], int(n)) for i, n in enumerate(sizes)]
             return tf.concat(codes, axis=1)
         return tf.cast(array, tf.float32)
-
-
-def is_image(space: gymnasium.Space[Any]) -> bool:
-    """Whether a leaf holds pixels: bytes from 0 to 255 in two dimensions or more."""
-    return (
-        isinstance(space, gymnasium.spaces.Box)
-        and space.dtype == np.uint8
-        and len(space.shape) >= 2
-        and bool((space.low == 0).all() and (space.high == 255).all())
-    )
 
 
 def _as_space(nest: Any) -> gymnasium.Space[Any]:

@@ -13,7 +13,8 @@ from ppo.actions.action_spaces import ActionKind
 from ppo.actions.distributions import DiagonalGaussian
 from ppo.config import Config
 from ppo.errors import UnsupportedSpaceError
-from ppo.networks.convolution import ImageTorso, can_convolve
+from ppo.images import can_convolve
+from ppo.networks.convolution import ImageTorso
 from ppo.networks.custom import CustomPart, make_custom_model
 from ppo.networks.perceptrons import (
     GaussianHead,

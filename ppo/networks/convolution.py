@@ -13,28 +13,16 @@ import keras
 import tensorflow as tf
 from gymnasium.spaces import flatdim
 
+from ppo.images import can_convolve, image_layout
 from ppo.networks.perceptrons import Part, flatten_observation
-from ppo.observations import is_image
 
-__all__ = ["ImageTorso", "can_convolve", "channels_last", "convolution"]
+__all__ = ["ImageTorso", "channels_last", "convolution"]
 
-_SMALLEST_SIDE = 8
 _LARGE_SIDE = 36  # the first from which Nature-CNN's last layer has an output
 _LARGE = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # filters, kernel, stride
 _SMALL = ((16, 3, 1), (32, 3, 2), (32, 3, 2))
 _LARGE_FEATURES = 512
 _SMALL_FEATURES = 128
-
-
-def can_convolve(space: gymnasium.Space[Any]) -> bool:
-    """Whether a leaf is an image of 2 to 4 dimensions, at least 8 pixels each way."""
-    if not is_image(space):
-        return False
-    shape = tuple(space.shape or ())
-    if not 2 <= len(shape) <= 4:
-        return False
-    height, width, _ = _layout(shape)
-    return min(shape[height], shape[width]) >= _SMALLEST_SIDE
 
 
 def channels_last(images: tf.Tensor) -> tf.Tensor:
@@ -51,7 +39,7 @@ def channels_last(images: tf.Tensor) -> tf.Tensor:
         `[N, H, W, channels]`.
     """
     shape = tuple(images.shape[1:])
-    height, width, channels = _layout(shape)
+    height, width, channels = image_layout(shape)
     order = [axis + 1 for axis in (height, width, *channels)]
     if order != list(range(1, len(order) + 1)):
         images = tf.transpose(images, [0, *order])
@@ -74,7 +62,7 @@ def convolution(shape: Sequence[int], *, seed: int) -> keras.Sequential:
         Maps float32 `[N, H, W, channels]` to features, 512 of a large image and 128 of
         a small one.
     """
-    height, width, channels = _layout(tuple(shape))
+    height, width, channels = image_layout(tuple(shape))
     sides = shape[height], shape[width]
     is_large = min(sides) >= _LARGE_SIDE
     initializers = [
@@ -140,14 +128,3 @@ class ImageTorso(Part):
             for leaf, network in zip(leaves, self._networks, strict=True)
         ]
         return flatten_observation(features)
-
-
-def _layout(shape: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
-    """Return which axes are height, width and channels."""
-    if len(shape) == 2:
-        return 0, 1, ()
-    first, last = len(shape) - 3, len(shape) - 1
-    stack = tuple(range(first))
-    if shape[first] < shape[last]:
-        return first + 1, last, (*stack, first)
-    return first, first + 1, (*stack, last)

@@ -280,6 +280,14 @@ def test_an_env_has_the_config_that_is_for_it_or_defaults_that_suit_its_spaces()
     for actions in (spaces.Discrete(2), spaces.Tuple([spaces.Discrete(2)])):
         assert config.replace(**suited(vector, actions)).normalize_advantages
     assert config.replace(**suited(image, spaces.Discrete(2))).num_envs == 8
+    # Nothing to convolve: too small, no bytes from 0 to 255, and a Dict of one.
+    for grid in (
+        spaces.Box(0, 255, (7, 7, 3), np.uint8),
+        spaces.Box(0, 255, (4, 128), np.uint8),
+        spaces.Box(0, 10, (9, 9), np.uint8),
+        spaces.Dict({"image": spaces.Box(0, 255, (7, 7, 3), np.uint8)}),
+    ):
+        assert config.replace(**suited(grid, spaces.Discrete(3))).policy_layers
 
 
 def test_what_envs_are_given_comes_back_from_a_file(tmp_path: Path) -> None:

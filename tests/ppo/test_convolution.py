@@ -12,7 +12,8 @@ from gymnasium import spaces
 from ppo.agent import Agent
 from ppo.config import Config
 from ppo.errors import UnsupportedSpaceError
-from ppo.networks.convolution import can_convolve, channels_last, convolution
+from ppo.images import can_convolve
+from ppo.networks.convolution import channels_last, convolution
 
 CONFIG = Config(env_name="fake", policy_layers=(8,), value_layers=(8,))
 

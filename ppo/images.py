@@ -1,0 +1,42 @@
+"""What counts as an image among observations, and where its sides are."""
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+__all__ = ["can_convolve", "image_layout", "is_image"]
+
+_SMALLEST_SIDE = 8
+
+
+def is_image(space: gymnasium.Space[Any]) -> bool:
+    """Whether a leaf holds pixels: bytes from 0 to 255 in two dimensions or more."""
+    return (
+        isinstance(space, gymnasium.spaces.Box)
+        and space.dtype == np.uint8
+        and len(space.shape) >= 2
+        and bool((space.low == 0).all() and (space.high == 255).all())
+    )
+
+
+def can_convolve(space: gymnasium.Space[Any]) -> bool:
+    """Whether a leaf is an image of 2 to 4 dimensions, at least 8 pixels each way."""
+    if not is_image(space):
+        return False
+    shape = tuple(space.shape or ())
+    if not 2 <= len(shape) <= 4:
+        return False
+    height, width, _ = image_layout(shape)
+    return min(shape[height], shape[width]) >= _SMALLEST_SIDE
+
+
+def image_layout(shape: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
+    """Return which axes are height, width and channels."""
+    if len(shape) == 2:
+        return 0, 1, ()
+    first, last = len(shape) - 3, len(shape) - 1
+    stack = tuple(range(first))
+    if shape[first] < shape[last]:
+        return first + 1, last, (*stack, first)
+    return first, first + 1, (*stack, last)
