@@ -152,7 +152,9 @@ class Updater:
         metrics["learning_rate"] = coefficients.learning_rate
         if config.penalizes_kl:
             metrics["kl_penalty"] = coefficients.kl_penalty
-        self._schedules.update(metrics["kl"])
+        # Of an epoch that was undone at once nothing is left, but it went too far.
+        has_moved = metrics["epochs_run"] > 0
+        self._schedules.update(metrics["kl"] if has_moved else math.inf)
         return metrics
 
     def _piece(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -85,6 +85,24 @@ def test_an_epoch_beyond_the_limit_is_undone_and_the_value_goes_on() -> None:
     assert subject.updater.optimizer.iterations == 3 * 16 // 4
 
 
+@pytest.mark.parametrize(
+    ("changes", "name", "factor"),
+    [
+        ({"objective": "penalty"}, "kl_penalty", 1.5),
+        ({"learning_rate_schedule": "kl_adaptive"}, "learning_rate", 1 / 1.5),
+    ],
+)
+def test_who_went_too_far_at_once_is_held_back_by_more(
+    changes: dict[str, Any], name: str, factor: float
+) -> None:
+    subject = guarded(**changes)
+    first, second = (
+        subject.updater.update(subject.rollout, seed=(3, 4)) for _ in range(2)
+    )
+    assert first["undone_epochs"] == 1.0
+    assert second[name] == pytest.approx(factor * first[name])
+
+
 def test_an_epoch_within_the_limit_stays_and_the_one_after_it_may_not() -> None:
     single = guarded(max_kl=0.0, epochs=1)
     limit = 1.001 * single.update()["kl"]
