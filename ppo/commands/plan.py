@@ -158,9 +158,13 @@ def new_folder(name: str, config: Config, place: Place) -> RunFolder:
     first = Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     for end in ("", *(f"-{number}" for number in range(2, 100))):
         path = first.with_name(first.name + end)
-        with contextlib.suppress(FileExistsError):  # of the same second
+        try:
             path.mkdir(parents=True)
-            break
+        except FileExistsError:  # of the same second
+            continue
+        except OSError:  # the next line says why
+            pass
+        break
     return RunFolder.create(path, config, place)
 
 

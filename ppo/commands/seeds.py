@@ -91,8 +91,9 @@ def _train(
             while waiting and len(running) < at_once and not stop.has_fired():
                 seed = waiting.pop(0)
                 running[seed] = _start(runs[seed], workers)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                next(iter(running.values())).wait(timeout=1.0)
+            for process in [*running.values()][:1]:  # none, if it was just stopped
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=1.0)
             for seed in [seed for seed in running if running[seed].poll() is not None]:
                 code, mean = running.pop(seed).wait(), _mean_return(plan, runs[seed])
                 if mean is not None:

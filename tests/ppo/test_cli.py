@@ -96,6 +96,17 @@ def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(
         assert new_folder(name, config, Place()).path == Path("runs", folder)
 
 
+def test_where_no_folder_can_be_made_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs").touch()
+    with pytest.raises(
+        RunFolderError, match=r"^runs/cartpole-\d+-\d+: expected a folder"
+    ):
+        new_folder("cartpole", Config(env_name="CartPole-v1"), Place())
+
+
 def test_options_win_over_what_a_run_remembers(tmp_path: Path) -> None:
     config = Config(env_name="CartPole-v1")
     made = Place(addresses=("127.0.0.1:7",), import_modules=("mine",))

@@ -1,11 +1,13 @@
 """Several seeds as one study: processes that end, fail, are stopped, and go on."""
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from ppo.commands.stop_signals import StopSignals
 from tests.ppo.runs import ppo
 
 SETTINGS = ("--set", "total_steps=64", "--set", "num_envs=1", "--set", "horizon=64")
@@ -110,6 +112,17 @@ def test_one_signal_ends_all_seeds_and_a_second_one_at_once(
     hint = f"Go on with: ppo train --resume {tmp_path / 'study'}\n"
     assert hint in (error if count == 2 else output)
     assert starts(tmp_path / "study")[1:] == [1, 0]
+
+
+def test_a_signal_before_any_seed_begins_ends_the_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = itertools.chain([False], itertools.repeat(True))
+    monkeypatch.setattr(StopSignals, "has_fired", lambda _: next(looks))
+    code, output, error = ppo(*study(tmp_path / "study"))
+    assert code == 0, error
+    assert "Go on with: ppo train --resume" in output
+    assert starts(tmp_path / "study") == [0, 0, 0]
 
 
 def test_a_study_cannot_be_watched_as_one_run(tmp_path: Path) -> None:
