@@ -55,20 +55,25 @@ def probe(
     timeout: float = 2.0,
     insecure: bool = False,
 ) -> tuple[int, str]:
-    """Asks as `envserve health` does; returns its exit code, and what to say."""
+    """Asks as `envserve health` does; returns its exit code, and what to say.
+
+    Of several servers the first that is not well counts.
+    """
+    said = []
     try:
-        (address, *_) = resolve(address)
-        welcome = ask_welcome(address, timeout, insecure=insecure)
+        for each in resolve(address):
+            welcome = ask_welcome(each, timeout, insecure=insecure)
+            if found := diagnose(welcome, startup=startup, live=live, ready=ready):
+                return found[0], f"{each}: {found[1]}"
+            said.append(
+                f"{each}: serving {welcome.num_names} env "
+                f"name{'s' * (welcome.num_names != 1)}; "
+                f"{welcome.free_envs} of {welcome.total_envs} envs free"
+            )
     except AddressError as error:
         return Ailment.NO_ADDRESS, str(error)
     except ProtocolMismatch as error:
         return Ailment.MISMATCH, f"ProtocolMismatch: {error}"
     except EnvserveError as error:
         return Ailment.NO_ANSWER, str(error)
-    if found := diagnose(welcome, startup=startup, live=live, ready=ready):
-        return found[0], f"{address}: {found[1]}"
-    return 0, (
-        f"{address}: serving {welcome.num_names} env "
-        f"name{'s' * (welcome.num_names != 1)}; "
-        f"{welcome.free_envs} of {welcome.total_envs} envs free"
-    )
+    return 0, "\n".join(said)

@@ -43,6 +43,7 @@ def health(
     """Ask a server how it is.
 
     The exit code is 0 if it is well, 1 if none answers, 7 if it is of another release.
+    Of several servers that a word stands for, the first that is not well counts.
     """
     from envserve.client.health import probe
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import re
 import resource
 import threading
 import time
@@ -20,6 +21,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from envserve.cli import app
+from envserve.client.health import probe
 from envserve.client.survey import Sight, look_at, sights_of
 from envserve.commands import status as commands
 from envserve.wire import (
@@ -207,6 +209,26 @@ def test_json_has_all_of_it_and_the_exit_code_who_is_silent(
     assert entry["steps_per_second"] == 1000.0
     assert with_lost.exit_code == 2
     assert "cannot resolve nobody.invalid" in json.loads(with_lost.stdout)[1]["error"]
+
+
+def test_of_a_file_of_servers_each_is_looked_at_and_the_first_unwell_one_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "_GAP_SECONDS", 0.0)
+    word = f"file://{tmp_path}/servers"
+    with servers(tmp_path, 2) as found:
+        first, second = found.addresses
+        (tmp_path / "servers").write_text(f"{first}\n{second}")
+        result = CliRunner().invoke(app, ["status", "--json", "--timeout", "20", word])
+        well = probe(word, timeout=20.0)
+        # Nobody is asked there: their keys are not known.
+        (tmp_path / "servers").write_text(f"{first}\n192.0.2.1:7\n192.0.2.2:7")
+        unwell = probe(word, timeout=20.0)
+    assert [each["address"] for each in json.loads(result.stdout)] == found.addresses
+    assert well[0] == 0
+    assert re.findall(r"^(\S+): serving", well[1], re.MULTILINE) == found.addresses
+    assert unwell[0] == 1
+    assert unwell[1].startswith("tcp://192.0.2.1:7: ")
 
 
 def test_top_that_is_piped_writes_a_table_for_each_interval(
