@@ -33,17 +33,28 @@ class Stranger:
         routing_id: bytes | None = b"",
         timeout_seconds: float = 20.0,
     ) -> None:
-        """Connects, and says its routing id; without one (None) it stays silent."""
+        """Connects, and says its routing id; without one (None) it stays silent.
+
+        Raises:
+          ConnectionError: The server has hung up, as one with keys does.
+        """
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         self.socket = socket.create_connection((host, int(port)), timeout_seconds)
         self._has_greeted = routing_id is not None
         if routing_id is not None:
-            self.socket.sendall(greeting_of(b"DEALER", routing_id))
-            answer = b""
-            while b"READY" not in answer:  # what is sent earlier breaks the handshake
-                if not (data := self.socket.recv(256)):
-                    raise ConnectionError("the server has broken off the handshake")
-                answer += data
+            try:
+                self._greet(routing_id)
+            except OSError:
+                self.socket.close()
+                raise
+
+    def _greet(self, routing_id: bytes) -> None:
+        self.socket.sendall(greeting_of(b"DEALER", routing_id))
+        answer = b""
+        while b"READY" not in answer:  # what is sent earlier breaks the handshake
+            if not (data := self.socket.recv(256)):
+                raise ConnectionError("the server has broken off the handshake")
+            answer += data
 
     def send_half(self) -> None:
         """Sends the beginning of a frame, or, if silent until now, of a greeting."""

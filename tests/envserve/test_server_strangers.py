@@ -19,29 +19,39 @@ from tests.envserve.strangers import Stranger, honest_client
 MIB = 1 << 20
 #: Of a server after an attack.
 MAX_GROWTH_BYTES = 300 * MIB
+#: Of one with keys: next to nothing.
+MAX_KEYED_GROWTH_BYTES = 32 * MIB
 #: How long a step may take meanwhile: 0.25 s where nothing else runs, many times as
 #: long where much does.
 MAX_STEP_SECONDS = 10.0
+KEYED = ("--allow-kwarg", "length", "--drain-grace", "0")
 #: With keys, strangers do not even get so far.
-OPENINGS = (
-    *("--allow-kwarg", "length", "--drain-grace", "0"),
-    "--insecure-no-auth",
-)
+OPENINGS = (*KEYED, "--insecure-no-auth")
+FEW_DESCRIPTORS = ("sh", "-c", 'ulimit -n 400 && exec "$@"', "sh")
+
+Attack = Callable[[str], Iterator[None]]
+
+
+def announce_routing_ids(address: str) -> Iterator[None]:
+    """Those that a server would give next, had it not begun where nobody knows."""
+    libc = ctypes.CDLL(None)
+    libc.srand(1)  # as in a process that has never called it
+    first = libc.rand()
+    with contextlib.ExitStack() as stack:
+        for number in range(20):
+            routing_id = b"\0" + (first + number).to_bytes(4, "big")
+            stack.enter_context(Stranger(address, routing_id))
+        for _ in range(20):
+            stack.enter_context(Stranger(address))
+        yield
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="knows how glibc counts")
 def test_peers_that_announce_routing_ids_do_not_end_the_server(serve: Serve) -> None:
     server = serve(*OPENINGS)
-    libc = ctypes.CDLL(None)
-    libc.srand(1)  # as in a process that has never called it
-    first = libc.rand()
-    with contextlib.ExitStack() as stack, honest_client(server):
-        for number in range(20):
-            routing_id = b"\0" + (first + number).to_bytes(4, "big")
-            stack.enter_context(Stranger(server.address, routing_id))
-        for _ in range(20):
-            stack.enter_context(Stranger(server.address))
-        assert server.welcome().num_names > 0
+    with honest_client(server):
+        for _ in announce_routing_ids(server.address):
+            assert server.welcome().num_names > 0
     assert server.process.poll() is None, server.log
 
 
@@ -69,7 +79,7 @@ def fill_with_endless_frames(address: str) -> Iterator[None]:
     "fill", [fill_with_taken_routing_ids, fill_with_endless_frames]
 )
 def test_memory_that_peers_fill_is_let_go_of(
-    serve: Serve, wait_until: WaitUntil, fill: Callable[[str], Iterator[None]]
+    serve: Serve, wait_until: WaitUntil, fill: Attack
 ) -> None:
     server = serve(*OPENINGS)
     with honest_client(server) as client:
@@ -122,8 +132,7 @@ def test_idle_strangers_leave_descriptors_for_others(
     serve: Serve, attach: Attach, wait_until: WaitUntil
 ) -> None:
     raise_file_limit()
-    limit = ("sh", "-c", 'ulimit -n 400 && exec "$@"', "sh")
-    server = serve(*OPENINGS, prefix=limit)
+    server = serve(*OPENINGS, prefix=FEW_DESCRIPTORS)
     lane = attach(server, env_kwargs={"length": 10**6})
     folder = Path(f"/proc/{server.process.pid}/fd")
     with idle_strangers(server.address, 500):
@@ -135,3 +144,53 @@ def test_idle_strangers_leave_descriptors_for_others(
         step(attach(server), 1)
     assert "they have taken all descriptors" in server.log
     assert "could not be started" not in server.log
+
+
+def take_all_descriptors(address: str) -> Iterator[None]:
+    with idle_strangers(address, 500):
+        yield
+
+
+def fill_in_handshakes(address: str) -> Iterator[None]:
+    """What is said in the midst of one is not thrown away before it is over."""
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(Stranger(address, None)) for _ in range(40)]
+        for number, peer in enumerate(peers):
+            with contextlib.suppress(ConnectionError):
+                peer.begin_handshake()
+                peer.send(bytes(MIB)) if number % 2 else peer.send_unfinished(MIB)
+        yield
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("attack", "is_hung_up_on"),
+    [
+        (announce_routing_ids, True),
+        (fill_with_taken_routing_ids, True),
+        (fill_with_endless_frames, True),
+        (fill_in_handshakes, False),
+        (take_all_descriptors, False),
+    ],
+)
+def test_strangers_have_no_effect_on_a_server_with_keys(
+    serve: Serve, wait_until: WaitUntil, attack: Attack, is_hung_up_on: bool
+) -> None:
+    raise_file_limit()
+    server = serve(*KEYED, prefix=FEW_DESCRIPTORS)
+    with honest_client(server) as client:
+        before = most = server.resident_bytes
+        for _ in range(3):
+            num_steps = len(client.seconds)
+            with contextlib.ExitStack() as stack:
+                if is_hung_up_on:
+                    stack.enter_context(pytest.raises(ConnectionError))
+                for _ in attack(server.address):
+                    most = max(most, server.resident_bytes)
+            wait_until(lambda: len(client.seconds) > num_steps + 10)  # noqa: B023
+            most = max(most, server.resident_bytes)
+        assert server.welcome().num_names > 0
+    assert most - before < MAX_KEYED_GROWTH_BYTES
+    assert "all connections are closed" not in server.log
+    assert server.process.poll() is None
+    assert max(client.seconds) < MAX_STEP_SECONDS
