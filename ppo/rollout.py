@@ -119,10 +119,18 @@ class SplitRows:
             for rows, row in zip(*pair, strict=True):
                 rows[self._rows] = row
 
-    def record(self, action: tf.Tensor, log_prob: tf.Tensor) -> None:
-        """Store what the policy gave in all steps, `[T, n, ...]`."""
+    def record(
+        self, action: tf.Tensor, log_prob: tf.Tensor, state: Sequence[tf.Tensor]
+    ) -> None:
+        """Store what the policy gave in all steps, `[T, n, ...]`.
+
+        `state` is what its memories held before the first step of each sequence,
+        `[K, n, units]`.
+        """
         self._rollout.action[:, self._rows] = action
         self._rollout.log_prob[:, self._rows] = log_prob
+        for rows, first in zip(self._rollout.state, state, strict=True):
+            rows[:, self._rows] = first
 
     def observation_leaves(self, step: int) -> list[np.ndarray]:
         """Return the observation that the policy has to act on."""
@@ -142,11 +150,6 @@ class SplitRows:
         if step < 0:
             return [np.zeros(len(self.env_indices), rows.dtype) for rows in flags]
         return [rows[step][self._rows] for rows in flags]
-
-    def store_states(self, stored: Sequence[tf.Tensor]) -> None:
-        """Store what the policy's memories held at the beginning of each sequence."""
-        for rows, states in zip(self._rollout.state, stored, strict=True):
-            rows[:, self._rows] = states
 
     def specs(self, batch_specs: Any) -> list[tf.TensorSpec]:
         """Return the specs of an observation's leaves, given those of the batch."""

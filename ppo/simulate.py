@@ -144,17 +144,16 @@ class Simulation:
             # In this thread: to hand each operation to others, while workers have the
             # cores, costs more than the operations do.
             with tf.experimental.function_executor_type("SINGLE_THREADED_EXECUTOR"):
-                _, self._states, stored, given = self._loop(
+                _, self._states, given = self._loop(
                     first, states, tf.constant(seed, tf.int32), snapshot
                 )
             for split in self._splits[1:]:
                 self._receive(split, self._horizon - 1)
-            for split, split_states, (action, log_prob) in zip(
-                self._splits, stored, given, strict=True
+            for split, (action, log_prob, state) in zip(
+                self._splits, given, strict=True
             ):
-                split.store_states(split_states)
                 self._expect_finite(split, "log-probability", log_prob.numpy())
-                split.record(action, log_prob)
+                split.record(action, log_prob, state)
             self._is_started = True
         return self._rollout
 
@@ -183,36 +182,37 @@ class Simulation:
     ) -> Any:
         """Run the loop.
 
-        Returns T and, by split, last states, those to be stored, and what the policy
-        gave: actions `[T, n, ...]` and their log-probabilities `[T, n]`.
+        Returns T and, by split, last states and what there is to record, see `_judged`.
         """
         act = self._policy
         if self._snapshot is not None:
             taken = self._snapshot() if snapshot is None else snapshot
             act = functools.partial(act, tf.nest.map_structure(tf.identity, taken))
+
+        def choose(
+            rows: Any, draw: tf.Tensor, state: tuple[tf.Tensor, ...]
+        ) -> tuple[tf.Tensor, Any, tuple[tf.Tensor, ...]]:
+            action, evidence, *after = act(rows, draw, *state)
+            return action, evidence, tuple(after)
+
         draws = self._draw(seed)
-        length = self._sequence_length
-        stored = [
-            split_states.arrays(self._horizon // length) for split_states in states
-        ]
         given = [
-            tf.nest.map_structure(self._array, act(rows, draw[0], *state.after)[:2])
+            tf.nest.map_structure(self._array, choose(rows, draw[0], state.after))
             for rows, draw, state in zip(first, draws, states, strict=True)
         ]  # only the shapes are needed: the graph drops what is not used
 
-        def body(step: tf.Tensor, *parts: Any) -> tuple[tf.Tensor, Any, Any, Any, Any]:
-            observations, states, stored, given = map(list, parts)
+        def body(step: tf.Tensor, *parts: Any) -> tuple[tf.Tensor, Any, Any, Any]:
+            observations, states, given = map(list, parts)
             for index, draw_by_step in enumerate(draws):
                 draw = tf.gather(draw_by_step, step)
                 state = states[index].after
-                action, evidence, *after = act(observations[index], draw, *state)
+                action, evidence, after = choose(observations[index], draw, state)
                 given[index] = tf.nest.map_structure(
                     lambda array, rows: array.write(step, rows),
                     given[index],
-                    (action, evidence),
+                    (action, evidence, state),
                 )
-                states[index] = States(state, tuple(after))
-                stored[index] = states[index].store_each(length, step, stored[index])
+                states[index] = States(state, after)
                 following = (index + 1) % len(self._splits)
                 leaves = self._env.host_call(
                     functools.partial(self._exchange, index, following),
@@ -225,29 +225,32 @@ class Simulation:
                 observations[following] = tf.nest.pack_sequence_as(
                     observations[following], leaves
                 )
-            return step + 1, observations, states, stored, given
+            return step + 1, observations, states, given
 
-        step, _, states, stored, given = tf.while_loop(
+        step, _, states, given = tf.while_loop(
             lambda step, *_: step < self._horizon,
             body,
-            (tf.constant(0), first, states, stored, given),
+            (tf.constant(0), first, states, given),
             parallel_iterations=1,
         )
-        stored = tf.nest.map_structure(lambda array: array.stack()[:-1], stored)
         given = tf.nest.map_structure(lambda array: array.stack(), given)
-        return step, states, stored, list(map(self._judged, given))
+        return step, states, list(map(self._judged, given))
 
     def _array(self, rows: tf.Tensor) -> tf.TensorArray:
         """Return an array for as many such rows as there are steps."""
         return tf.TensorArray(rows.dtype, self._horizon, element_shape=rows.shape)
 
-    def _judged(self, given: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return a split's actions `[T, n, ...]` and log-probabilities `[T, n]`."""
+    def _judged(self, given: Any) -> tuple[tf.Tensor, tf.Tensor, Any]:
+        """Return what a rollout keeps of a split, as `SplitRows.record` takes it."""
+        *chosen, states = given
         action, evidence = tf.nest.map_structure(
-            lambda rows: tf.reshape(rows, [-1, *rows.shape[2:]]), given
+            lambda rows: tf.reshape(rows, [-1, *rows.shape[2:]]), chosen
         )  # [T, n, ...] -> [T * n, ...]
         log_prob = self._log_prob(action, evidence)
-        return given[0], tf.reshape(log_prob, given[0].shape[:2])
+        first_states = tf.nest.map_structure(
+            lambda rows: rows[:: self._sequence_length], states
+        )
+        return given[0], tf.reshape(log_prob, given[0].shape[:2]), first_states
 
     # All of it before the loop: drawing takes more operations than acting does.
     def _draw(self, seed: tf.Tensor) -> list[tf.Tensor]:

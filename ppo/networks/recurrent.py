@@ -136,29 +136,6 @@ class States(NamedTuple):
         )
         return type(self)(states, states)
 
-    def arrays(self, length: int) -> tuple[tf.TensorArray, ...]:
-        """Return arrays, one per memory, for so many states and one to drop."""
-        return tuple(
-            tf.TensorArray(tf.float32, length + 1, element_shape=state.shape)
-            for state in self.before
-        )
-
-    def store_each(
-        self, interval: int, step: tf.Tensor, arrays: tuple[tf.TensorArray, ...]
-    ) -> tuple[tf.TensorArray, ...]:
-        """Write the states before the step, if `interval` divides its number.
-
-        Other states go to the end of the arrays. A branch (`tf.cond`) would wait for a
-        thread of TensorFlow's pool, and for ever where that has but the one it is in.
-        """
-        return tuple(
-            array.write(
-                tf.where(step % interval == 0, step // interval, array.size() - 1),
-                state,
-            )
-            for array, state in zip(arrays, self.before, strict=True)
-        )
-
 
 def next_state(
     state: tf.Tensor, output: tf.Tensor, ended: tf.Tensor, pending: tf.Tensor
