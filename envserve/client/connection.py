@@ -19,7 +19,6 @@ from envserve.client.watch import Descriptor, Pending
 from envserve.errors import ConnectError, RemoteProtocolError
 from envserve.keys.folder import KeyFolder
 from envserve.keys.pair import Keys
-from envserve.settings import num_cores
 from envserve.transport import (
     KEYED_BYTES,
     NOBLOCK,
@@ -84,8 +83,12 @@ class SharedContext:
 
     def __init__(self, num_connections: int) -> None:
         """Has a thread for two cores: the other one is for who computes."""
-        num_threads = min(num_connections, num_cores() // 2)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(max(1, num_threads))
+        num_threads = 1
+        if num_connections > 1:
+            from envserve.settings import num_cores  # which a probe does not need
+
+            num_threads = max(1, min(num_connections, num_cores() // 2))
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(num_threads)
         # Each may have a former socket, and one that says farewell.
         self._context.set(zmq.MAX_SOCKETS, max(1023, 4 * num_connections))
         self._users: set[Connection] = set()
