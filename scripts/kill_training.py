@@ -47,8 +47,7 @@ def start(
     settings = [f"--set={k}={v}" for k, v in _SETTINGS.items()]
     is_begun = (folder / "config.json").exists()
     where = ["--resume", str(folder)] if is_begun else ["--run-dir", str(folder)]
-    train = Path(__file__).with_name("train.py")
-    command = [sys.executable, str(train), *where, *settings]
+    command = [sys.executable, "-m", "ppo", "train", *where, *settings]
     command += [f"--set={setting}" for setting in more]
     if not is_begun:
         command += [config]

@@ -1,4 +1,4 @@
-"""The short form of `scripts/check_learning.py`, and a task for each kind of policy."""
+"""Some named configs learn what they should, and each kind of policy a task."""
 
 import json
 from pathlib import Path
