@@ -13,6 +13,7 @@ import typer
 
 from envserve.commands.start import Resources, words_of
 from envserve.ray import connected, last_line
+from ppo.commands.plan import new_folder
 from ppo.commands.seeds import started
 from ppo.commands.stop_signals import StopSignals
 from ppo.errors import BadInputError, ConfigError, LearnerLostError
@@ -31,26 +32,34 @@ _ROOM_SECONDS, _END_SECONDS, _TRIES = 60, 10, 3
 def train_on_ray(ctx: typer.Context) -> int:
     """Have learners train, all placed anew if one fails; returns the exit code."""
     given, newest, num_failed = ctx.params, None, 0
-    needed = map(given.get, ("on", "learners", "config", "run_dir"))
+    asked = ("on", "learners", "config", *["run_dir"] * given["restartable"])
+    needed = map(given.get, asked)
     if None in needed or any(map(given.get, ("seeds", "resume", "distribute", "page"))):
         raise ConfigError(
-            "--on ray: expected CONFIG, --learners N and --run-dir DIR as well, and no "
-            "--seeds, --resume, --distribute or --page; a run in DIR goes on."
+            "--on ray: expected CONFIG and --learners N; --run-dir DIR, whose run goes "
+            "on, if --restartable; and no --seeds, --resume, --distribute or --page."
         )
-    words = words_of(ctx, ("on", "learners", "resources"))
     needs = [{"CPU": 1, **(given["resources"] or {})}] * given["learners"]
     ray = connected(log_to_driver=False)
-    while True:
-        try:
-            code = _round(ray, needs, [*words, "--distribute", "--restartable"])
-            return 0 if code == 3 and not given["restartable"] else code
-        except (LearnerLostError, ValueError, ray.exceptions.RayError) as error:
-            found = RunFolder(given["run_dir"]).checkpoints.glob("[0-9]" * 8)
-            known, newest = newest, max(found, default=None)
-            num_failed = num_failed + 1 if newest == known else 1
-            if num_failed == _TRIES:
-                raise LearnerLostError(f"Given up: {last_line(error)}") from None
-            print(f"All begin again: {last_line(error)}", file=sys.stderr, flush=True)
+    run = RunFolder(given["run_dir"] or new_folder(given["config"]))
+    words = words_of(ctx, ("on", "learners", "resources", "run_dir"))
+    words += ["--run-dir", str(run.path), "--distribute", "--restartable"]
+    try:
+        while True:
+            try:
+                code = _round(ray, needs, words)
+                return 0 if code == 3 and not given["restartable"] else code
+            except (LearnerLostError, ValueError, ray.exceptions.RayError) as error:
+                found, why = run.checkpoints.glob("[0-9]" * 8), last_line(error)
+                known, newest = newest, max(found, default=None)
+                num_failed = num_failed + 1 if newest == known else 1
+                if num_failed == _TRIES:
+                    text = f"Given up: {why}; go on with --run-dir {run.word}"
+                    raise LearnerLostError(text) from None
+                print(f"All begin again: {why}", file=sys.stderr, flush=True)
+    finally:
+        if given["run_dir"] is None:
+            run.remove_if_unused()
 
 
 def _round(ray: Any, needs: list[dict[str, float]], words: list[str]) -> int:

@@ -147,12 +147,11 @@ def new_plan(
         if not known:
             base = base.replace(**suited(*spaces))
             config = _located(apply_settings(base, changes))
-    if run_dir is None:
-        return Plan(new_folder(name, config, place), config, origin, place)
-    return Plan(RunFolder.create(run_dir, config, place), config, origin, place)
+    run_folder = RunFolder.create(run_dir or new_folder(name), config, place)
+    return Plan(run_folder, config, origin, place)
 
 
-def new_folder(name: str, config: Config, place: Place) -> RunFolder:
+def new_folder(name: str) -> Path:
     """Make a folder named after config and time, which no other run takes, too."""
     stem = re.sub(r"\.(toml|json|py)$", "", re.split("[/:]", name)[-1])
     first = Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -162,10 +161,10 @@ def new_folder(name: str, config: Config, place: Place) -> RunFolder:
             path.mkdir(parents=True)
         except FileExistsError:  # of the same second
             continue
-        except OSError:  # the next line says why
+        except OSError:  # `RunFolder.create` says why
             pass
         break
-    return RunFolder.create(path, config, place)
+    return path
 
 
 def _located(config: Config) -> Config:

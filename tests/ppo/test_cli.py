@@ -87,13 +87,12 @@ def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda form: "now")
-    config = Config(env_name="CartPole-v1")
     for name, folder in [
         ("cartpole", "cartpole-now"),
         ("a/cartpole.toml", "cartpole-now-2"),
         ("my_env.py:cartpole", "cartpole-now-3"),
     ]:
-        assert new_folder(name, config, Place()).path == Path("runs", folder)
+        assert new_folder(name) == Path("runs", folder)
 
 
 def test_where_no_folder_can_be_made_that_is_said(
@@ -104,7 +103,7 @@ def test_where_no_folder_can_be_made_that_is_said(
     with pytest.raises(
         RunFolderError, match=r"^runs/cartpole-\d+-\d+: expected a folder"
     ):
-        new_folder("cartpole", Config(env_name="CartPole-v1"), Place())
+        RunFolder.create(new_folder("cartpole"), Config(env_name="CartPole-v1"))
 
 
 def test_options_win_over_what_a_run_remembers(tmp_path: Path) -> None:

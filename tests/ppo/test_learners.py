@@ -6,15 +6,17 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ppo.cli import main
+from ppo.commands import on_ray
 from ppo.config import Config
 from ppo.environments import env_maker
-from ppo.errors import ConfigError
+from ppo.errors import ConfigError, LearnerLostError
 from ppo.learners import ALONE, Learners
 from ppo.learning.losses import policy_loss
 from ppo.rollout import Rollout
@@ -223,20 +225,24 @@ def test_only_the_first_learner_resumes(
     assert errors.startswith("Error: --distribute: leave out --seeds; --resume is")
 
 
-ON_RAY = ["cartpole", "--on", "ray", "--learners", "2", "--run-dir", "run"]
+ON_RAY = ["cartpole", "--on", "ray", "--learners", "2"]
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (ON_RAY[:3], "--on ray: expected CONFIG, --learners N and --run-dir DIR"),
-        (ON_RAY[1:], "--on ray: expected CONFIG, --learners N and --run-dir DIR"),
-        ([*ON_RAY[:1], *ON_RAY[3:]], "--on ray: expected CONFIG, --learners N and"),
+        (ON_RAY[:3], "--on ray: expected CONFIG and --learners N"),
+        (ON_RAY[1:], "--on ray: expected CONFIG and --learners N"),
+        ([*ON_RAY[:1], *ON_RAY[3:]], "--on ray: expected CONFIG and --learners N"),
         ([*ON_RAY[:1], "--resources", '{"GPU": 1}'], "--on ray: expected CONFIG"),
+        (
+            [*ON_RAY, "--restartable"],
+            "--run-dir DIR, whose run goes on, if --restartable",
+        ),
         ([*ON_RAY, "--seeds", "3"], "no --seeds, --resume, --distribute or --page"),
         ([*ON_RAY, "--page"], "no --seeds, --resume, --distribute or --page"),
         ([*ON_RAY, "--distribute"], "no --seeds, --resume, --distribute or --page"),
-        ([*ON_RAY[:4], "0", *ON_RAY[5:]], "--learners: expected at least 1, got '0'"),
+        ([*ON_RAY[:4], "0"], "--learners: expected at least 1, got '0'"),
         ([*ON_RAY[:2], "moon", *ON_RAY[3:]], "--on: expected one of 'ray', got 'moon'"),
         (ON_RAY, "Ray is needed here: pip install 'envserve[ray]'"),
     ],
@@ -252,6 +258,30 @@ def test_what_learners_on_ray_cannot_do_is_one_line(
     assert errors.startswith("Error: ")
     assert said in errors
     assert not any(tmp_path.iterdir())
+
+
+def test_learners_on_ray_have_one_folder_which_is_named_when_they_are_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[list[str]] = []
+
+    def fail(ray: object, needs: object, words: list[str]) -> int:
+        told.append(words)
+        raise LearnerLostError("exit code 9")
+
+    ray = SimpleNamespace(exceptions=SimpleNamespace(RayError=OSError))
+    monkeypatch.setattr(on_ray, "connected", lambda **_: ray)
+    monkeypatch.setattr(on_ray, "_round", fail)
+    monkeypatch.setattr(time, "strftime", lambda form: "now")
+    monkeypatch.chdir(tmp_path)
+    code, _, errors = ppo("train", *ON_RAY)
+    words = ["cartpole", "--run-dir", "runs/cartpole-now"]
+    assert told == 3 * [[*words, "--distribute", "--restartable"]]
+    text = "Error: Given up: exit code 9; go on with --run-dir runs/cartpole-now"
+    assert (code, errors.splitlines()[-1]) == (1, text)
+    assert not Path("runs/cartpole-now").exists()
+    ppo("train", *ON_RAY, "--run-dir", "own")
+    assert told[3][:3] == [*words[:2], "own"]
 
 
 def test_learners_must_be_told_the_same(tmp_path: Path) -> None:
