@@ -30,40 +30,27 @@ __all__ = [
 ]
 
 
-def _mujoco(env_name: str, **changes: Any) -> Config:
-    """Return a config of the MuJoCo family.
+# With a lambda of 0.95 advantages are noisier, and some seeds stay far behind the
+# others. The small norm makes steps alike: gradients differ a hundredfold between a
+# calm and a fall, and larger limits never act.
+_MUJOCO: dict[str, Any] = {
+    "gae_lambda": 0.9,
+    "max_gradient_norm": 0.02,
+    "adam_epsilon": 1e-8,
+}
+# Most of the reward lies at an episode's end, and is so large that advantages scaled by
+# it would be too small: unless they are normalised, LunarLander's mean return is 179
+# instead of 278, of one seed.
+_BOX2D: dict[str, Any] = {
+    "discount": 0.999,
+    "gae_lambda": 0.98,
+    "normalize_advantages": True,
+}
 
-    With a lambda of 0.95 advantages are noisier, and some seeds stay far behind the
-    others. The small norm makes steps alike: gradients differ a hundredfold between a
-    calm and a fall, and larger limits never act.
-    """
-    return Config(
-        **{
-            "env_name": env_name,
-            "gae_lambda": 0.9,
-            "max_gradient_norm": 0.02,
-            "adam_epsilon": 1e-8,
-            **changes,
-        }
-    )
 
-
-def _box2d(env_name: str, **changes: Any) -> Config:
-    """Return a config of the Box2D family.
-
-    Most of the reward lies at an episode's end, and is so large that advantages scaled
-    by it would be too small: unless they are normalised, LunarLander's mean return is
-    179 instead of 278, of one seed.
-    """
-    return Config(
-        **{
-            "env_name": env_name,
-            "discount": 0.999,
-            "gae_lambda": 0.98,
-            "normalize_advantages": True,
-            **changes,
-        }
-    )
+def _of(family: Mapping[str, Any], env_name: str, **changes: Any) -> Config:
+    """Return the config of an env, given what is common to its family."""
+    return Config(env_name=env_name, **{**family, **changes})
 
 
 def _atari(env_name: str) -> Config:
@@ -126,22 +113,24 @@ CONFIGS: dict[str, Config] = {
         discount=0.95,
         learning_rate=1e-3,
     ),
-    "inverted_pendulum": _mujoco("InvertedPendulum-v5", total_steps=300_000),
+    "inverted_pendulum": _of(_MUJOCO, "InvertedPendulum-v5", total_steps=300_000),
     # Once it balances, all there is to learn from are a few falls: in minibatches of
     # 64 most gradients are noise, in which the policy drifts until it falls again. It
     # falls right after it has begun, which whole episodes do a tenth as often.
-    "double_pendulum": _mujoco(
+    "double_pendulum": _of(
+        _MUJOCO,
         "InvertedDoublePendulum-v5",
         training_time_limit=100,
         minibatch_size=2048,
         epochs=25,
         learning_rate=1e-3,
     ),
-    "reacher": _mujoco("Reacher-v5"),
+    "reacher": _of(_MUJOCO, "Reacher-v5"),
     # A stroke pays off long after it: with a discount of 0.99, or with 0.9999 and the
     # family's lambda and short rollouts, it learns to twitch (70 instead of 361, of one
     # seed). As in RL Baselines3 Zoo.
-    "swimmer": _mujoco(
+    "swimmer": _of(
+        _MUJOCO,
         "Swimmer-v5",
         discount=0.9999,
         gae_lambda=0.98,
@@ -150,14 +139,14 @@ CONFIGS: dict[str, Config] = {
         minibatch_size=256,
         learning_rate=6e-4,
     ),
-    "hopper": _mujoco("Hopper-v5"),
+    "hopper": _of(_MUJOCO, "Hopper-v5"),
     # Nothing ends its episodes but their limit: many envs see more of them at a time.
-    "cheetah": _mujoco("HalfCheetah-v5", num_envs=64, horizon=32),
+    "cheetah": _of(_MUJOCO, "HalfCheetah-v5", num_envs=64, horizon=32),
     # It learns from its falls. To cut their gradients to the norm of all others left it
     # at 2,560 instead of 4,063, means of four seeds.
-    "walker": _mujoco("Walker2d-v5", max_gradient_norm=0.5, adam_epsilon=1e-5),
-    "ant": _mujoco("Ant-v5", total_steps=3_000_000),
-    "humanoid": _mujoco("Humanoid-v5", total_steps=10_000_000),
+    "walker": _of(_MUJOCO, "Walker2d-v5", max_gradient_norm=0.5, adam_epsilon=1e-5),
+    "ant": _of(_MUJOCO, "Ant-v5", total_steps=3_000_000),
+    "humanoid": _of(_MUJOCO, "Humanoid-v5", total_steps=10_000_000),
     # Only the goal earns anything, at the end of hundreds of steps: noise as strong as
     # the engine reaches it now and then, and a long view gives all steps their part.
     "mountain_car_continuous": Config(
@@ -170,17 +159,18 @@ CONFIGS: dict[str, Config] = {
         initial_log_std=1.0,
         normalize_advantages=True,
     ),
-    "lunar_lander": _box2d(
-        "LunarLander-v3", entropy_coefficient=0.01, learning_rate=1e-3
+    "lunar_lander": _of(
+        _BOX2D, "LunarLander-v3", entropy_coefficient=0.01, learning_rate=1e-3
     ),
     # With the entropy bonus and a quarter of the envs, slow seeds learn to hover, and
     # to land late: 267 instead of 278, means of five seeds.
-    "lunar_lander_continuous": _box2d(
-        "LunarLanderContinuous-v3", num_envs=64, minibatch_size=256
+    "lunar_lander_continuous": _of(
+        _BOX2D, "LunarLanderContinuous-v3", num_envs=64, minibatch_size=256
     ),
     # It earns as it walks. With an entropy bonus its noise grows to five times what the
     # engines can do; from 2,048 steps an iteration it unlearns what it had learned.
-    "bipedal_walker": _box2d(
+    "bipedal_walker": _of(
+        _BOX2D,
         "BipedalWalker-v3",
         total_steps=5_000_000,
         num_envs=64,
