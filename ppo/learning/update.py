@@ -173,8 +173,12 @@ class Updater:
         config = self._config
         self.optimizer.learning_rate.assign(coefficients.learning_rate)
         begin = self._piece(self._begin)
-        samples, seen, judged, looks = begin(rollout, reward_scale)
-        first_look = self._first_look(samples, judged, looks)
+        samples, seen, judged, (deviation, value) = begin(rollout, reward_scale)
+        # A first look: the agent, before any gradient step, and what it collected.
+        explained = losses.explained_variance(
+            value, judged["target"], samples["weight"], self._mean
+        )
+        looks = [self._learners.max(deviation), explained]
         metrics = tf.zeros([len(METRICS)])
         kl = tf.zeros([])
         epoch = num_kept = tf.constant(0)
@@ -195,7 +199,7 @@ class Updater:
             num_kept += tf.cast(~is_too_far, tf.int32)
             epoch += 1
         counts = [tf.cast(num_kept, tf.float32), tf.cast(is_too_far, tf.float32)]
-        return tf.concat([metrics, first_look, tf.stack([*counts, kl])], axis=0)
+        return tf.concat([metrics, tf.stack([*looks, *counts, kl])], axis=0)
 
     def _begin(self, rollout: Rollout, reward_scale: tf.Tensor) -> tuple[Any, ...]:
         """Return samples, what `_judge` takes and gives, and a first look's numbers."""
@@ -204,7 +208,10 @@ class Updater:
             for observation in (rollout.observation, rollout.final_observation)
         ]  # [(T + 1) * B, ...] and [T * B, ...]
         samples = self._samples(rollout, features)
-        reward = self._scaled_reward(rollout, reward_scale)
+        reward = tf.cast(rollout.reward, tf.float32)
+        if self._config.scale_rewards:
+            limit = self._config.reward_clip
+            reward = tf.clip_by_value(reward * reward_scale, -limit, limit)
         value, judged = self._judge(rollout, features, final_features, reward)
         distribution = self._view.distribution(samples)
         log_ratio = distribution.log_prob(samples["action"]) - samples["log_prob"]
@@ -345,13 +352,6 @@ class Updater:
             _, samples["old_value"] = self._view.distribution_and_value(samples)
         return samples
 
-    def _scaled_reward(self, rollout: Rollout, scale: tf.Tensor) -> tf.Tensor:
-        reward = tf.cast(rollout.reward, tf.float32)
-        if not self._config.scale_rewards:
-            return reward
-        limit = self._config.reward_clip
-        return tf.clip_by_value(reward * scale, -limit, limit)
-
     def _judge(
         self, rollout: Rollout, features: Any, final_features: Any, reward: tf.Tensor
     ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
@@ -371,19 +371,6 @@ class Updater:
         rows = self._view.rows
         judged = {"advantage": rows(_flat(advantage)), "target": rows(_flat(target))}
         return value, judged
-
-    def _first_look(
-        self,
-        samples: dict[str, Any],
-        judged: dict[str, tf.Tensor],
-        looks: tuple[tf.Tensor, tf.Tensor],
-    ) -> tf.Tensor:
-        """Compare the agent, before any gradient step, with what it collected."""
-        deviation, value = looks
-        explained = losses.explained_variance(
-            value, judged["target"], samples["weight"], self._mean
-        )
-        return tf.stack([self._learners.max(deviation), explained])
 
 
 def _flat(rows: tf.Tensor) -> tf.Tensor:
