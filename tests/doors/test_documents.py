@@ -27,7 +27,8 @@ BLOCK = re.compile(r"^( *)```(python|sh)\n(.*?)^\1```", re.MULTILINE | re.DOTALL
 #: Commands that run in another place: a pattern of the line, and where that is.
 ELSEWHERE = {
     r"make (train|test|test-doors|bench|chaos|examples)\b": "Makefile",
-    r"docker[ -]compose|kubectl": "scripts/cluster.py",
+    r"docker[ -]compose": "scripts/cluster.py",
+    r"kubectl": "scripts/rehearse_pods.py",
     r"pip install": "Makefile",
     r"\w+\$ ": "tests/test_three_commands.py",
     r"python scripts/(bench|chaos)\.py|cat runs/chaos": "tests/chaos/test_command.py",
