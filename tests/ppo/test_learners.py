@@ -118,6 +118,14 @@ def wait_for(condition: Any, processes: Any, folder: Path) -> None:
         time.sleep(0.1)
 
 
+def steps_of(run: Path) -> int:
+    """Return how far a run has come; each of its iterations is there once."""
+    found = [(row["iteration"], row["steps"]) for row in rows_of(run)]
+    assert found == [(number, 64 * number) for number in range(1, len(found) + 1)]
+    assert counters(run).steps == 64 * len(found)
+    return 64 * len(found)
+
+
 def test_a_run_outlives_its_learners(tmp_path: Path) -> None:
     run = tmp_path / "run"
     other = (*COMMON, "CartPole-v1", *CHANGES)
@@ -143,10 +151,14 @@ def test_a_run_outlives_its_learners(tmp_path: Path) -> None:
         )
         os.kill(processes[1].pid or 0, signal.SIGINT)
         assert [*map(pairs.end_code, processes)] == [0, 0]
-    rows = rows_of(run)
-    assert [row["iteration"] for row in rows] == list(range(1, len(rows) + 1))
-    assert counters(run).steps == rows[-1]["steps"] == 64 * len(rows)
+    steps = steps_of(run)
     assert "Learner 1 is done" in pairs.said(tmp_path)[1]
+
+    longer = f"total_steps={steps + 3 * 64}"
+    alone = ("train", "--num-workers=1", "--resume", str(run), "--set", longer)
+    with pairs.started(main, [[alone]], tmp_path) as processes:
+        assert pairs.end_code(processes[0]) == 0, pairs.said(tmp_path)
+    assert steps_of(run) == steps + 3 * 64
 
 
 STOPS = """
