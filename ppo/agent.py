@@ -63,13 +63,9 @@ class Agent:
             Actions, float32 or int64 `[N, A]` or, if Discrete, int64 `[N]`, and
             log-probabilities `[N]`, then the states after this observation.
         """
-        num_rows = tf.nest.flatten(observation)[0].shape[0]
-        return self.act_on_noise(observation, self.draw_noise(num_rows, seed), *state)
-
-    def act_on_noise(
-        self, observation: Any, noise: tf.Tensor, *state: tf.Tensor
-    ) -> tuple[tf.Tensor, ...]:
-        """Sample as `act` does, with N rows of what `draw_noise` gave."""
+        rows = tf.nest.flatten(observation)[0]
+        num_rows = rows.shape[0] or tf.shape(rows)[0]  # the latter in exported graphs
+        noise = self.actions.draw_noise(num_rows, seed)
         distribution, state = self._perceive(observation, state)
         action = distribution.sample(noise)
         return action, distribution.log_prob(action), *state
@@ -82,9 +78,10 @@ class Agent:
     def act_from(
         self, snapshot: Any, observation: Any, noise: tf.Tensor, *state: tf.Tensor
     ) -> tuple[Any, ...]:
-        """Sample as `act_on_noise` does, as the agent was when `snapshot` was taken.
+        """Sample as `act` does, as the agent was when `snapshot` was taken.
 
-        Returns the distribution's parameters in place of log-probabilities; what takes
+        It takes N rows of what `actions.draw_noise` gave in place of a seed, and
+        returns the distribution's parameters in place of log-probabilities; what takes
         `log_prob` of many steps at once is sooner done.
         """
         values, scales = snapshot
@@ -96,10 +93,6 @@ class Agent:
     def log_prob(self, action: tf.Tensor, parameters: Any) -> tf.Tensor:
         """Return log-probabilities `[N]` of actions, given their distributions'."""
         return self.distribution_of(parameters).log_prob(action)
-
-    def draw_noise(self, num_rows: int, seed: tf.Tensor) -> tf.Tensor:
-        """Draw what so many actions need, `[num_rows, ...]`, from an int32 pair."""
-        return self.actions.draw_noise(num_rows, seed)
 
     def mode(
         self, observation: Any, seed: tf.Tensor, *state: tf.Tensor

@@ -4,7 +4,6 @@ Loading it takes TensorFlow and nothing of this project. Observations are struct
 the observation space, with any number of rows, and the normaliser is inside.
 """
 
-import functools
 import re
 import shutil
 from pathlib import Path
@@ -94,10 +93,11 @@ def _model(agent: Agent, env: InGraphBatchEnv) -> tuple[tf.Module, dict[str, Any
     mode, sample = functions(agent, env)
     inputs = [_named_inputs(env.observation_spec)]
     model = tf.Module()
-    for size in agent.state_sizes[:1]:  # nobody asks for values, and for their memory
+    if agent.state_sizes:
+        size = agent.state_sizes[0]  # nobody asks for values, and for their memory
         inputs.append(tf.TensorSpec([None, size], tf.float32, "state"))
         model.initial_state = tf.function(
-            functools.partial(_initial_state, size),
+            lambda num_rows: tf.zeros([num_rows, size]),
             input_signature=[tf.TensorSpec([], tf.int32, "num_rows")],
         )
     seed = tf.TensorSpec([2], tf.int32, "seed")
@@ -122,8 +122,7 @@ def _functions(agent: Agent, env: InGraphBatchEnv) -> tuple[Any, Any]:
         return env.to_env_action(action)
 
     def sample(observation: Any, seed: tf.Tensor) -> tf.Tensor:
-        noise = agent.draw_noise(_num_rows(observation), seed)
-        return env.to_env_action(agent.act_on_noise(observation, noise)[0])
+        return env.to_env_action(agent.act(observation, seed)[0])
 
     return mode, sample
 
@@ -136,19 +135,10 @@ def _recurrent_functions(agent: Agent, env: InGraphBatchEnv) -> tuple[Any, Any]:
     def sample(
         observation: Any, state: tf.Tensor, seed: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        noise = agent.draw_noise(_num_rows(observation), seed)
-        action, _, state = agent.act_on_noise(observation, noise, state)
+        action, _, state = agent.act(observation, seed, state)
         return env.to_env_action(action), state
 
     return mode, sample
-
-
-def _initial_state(size: int, num_rows: tf.Tensor) -> tf.Tensor:
-    return tf.zeros([num_rows, size])
-
-
-def _num_rows(observation: Any) -> tf.Tensor:
-    return tf.shape(tf.nest.flatten(observation)[0])[0]
 
 
 def _with_named_outputs(function: Any, specs: list[Any]) -> Any:

@@ -74,7 +74,7 @@ class TrainingRun:
     def _draw_noise(self, num_rows: int, seed: tf.Tensor) -> tf.Tensor:
         """Draw what all learners' rows need, and return what is for these."""
         learners = self.learners
-        noise = self.agent.draw_noise(num_rows * learners.num, seed)
+        noise = self.agent.actions.draw_noise(num_rows * learners.num, seed)
         if learners.num == 1:
             return noise
         inner = noise.shape[1:]
