@@ -18,8 +18,7 @@ from pydantic import (
 
 from envserve.errors import WrapperError
 from envserve.wrappers import parse_wrappers
-from ppo.config_errors import in_words
-from ppo.config_values import Table, Tables
+from ppo.config_values import Table, Tables, in_words
 from ppo.errors import ConfigError
 
 __all__ = ["Config"]
