@@ -47,12 +47,14 @@ from envserve.wire import (
     decode,
     encode,
 )
+from tests.envserve.server_process import ServerProcess
 
 _ROOT = Path(__file__).resolve().parents[1]
 _NUM_ENVS = 8
 _MIN_RATIO = 0.9
 _MAX_STEP_MS = 100.0
 _GOING = "going"
+_OPTIONS = ("--log-level", "error", "--drain-grace", "0", "--max-processes", "16")
 _ATTACH_LOOPS = {"attach": ("CartPole-v1", 1), "attach-cheetah": ("HalfCheetah-v5", 8)}
 #: Bodies of floods, by type.
 _BODIES: dict[str, tuple[MessageType, bytes]] = {
@@ -159,22 +161,6 @@ def _flood(kind: str, address: str, num_connections: int) -> None:
 
 
 @contextlib.contextmanager
-def _server(folder: Path) -> Iterator[str]:
-    """Starts one; gives its address."""
-    file = folder / "address"
-    command = [
-        *(sys.executable, "-m", "envserve", "start", "--workers", "2"),
-        *("--bind", "tcp://127.0.0.1:0", "--address-file", str(file)),
-        *("--log-level", "error", "--drain-grace", "0", "--max-processes", "16"),
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=_ROOT) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        yield file.read_text().strip()
-        process.terminate()
-
-
-@contextlib.contextmanager
 def _flooder(kind: str, address: str, num_connections: int) -> Iterator[None]:
     command = [sys.executable, __file__, "--flood", kind, address, str(num_connections)]
     with subprocess.Popen(
@@ -262,7 +248,8 @@ def main() -> int:
         for side in ("server", "control"):
             (root / side).mkdir()
             with cores.of(side):
-                addresses.append(stack.enter_context(_server(root / side)))
+                server = ServerProcess(root / side, *_OPTIONS, imports=())
+            addresses.append(stack.enter_context(server).address)
         stack.enter_context(cores.of("client"))
         own, other = addresses
         with BatchEnv.connect("CartPole-v1", [own], _NUM_ENVS, seed=0) as batch:
