@@ -9,24 +9,14 @@ import numpy as np
 from benchmarks.lab.tables import as_markdown, replace_marked
 from benchmarks.scores.run_one import Score
 from benchmarks.scores.tasks import MEASURES, TASKS, Measure, Task
+from ppo.commands.seeds import interval
 
 COLUMNS = (
     *("env", "steps", "goal", "anchors", "E", "B", "M", "std", "95 % interval"),
     *("seeds", "lowest E", "largest KL", "reached", "seconds"),
 )
-_NUM_TEXTS = 4
-_NUM_RESAMPLES = 10_000
-
-
-def interval(scores: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of scores, one per seed.
-
-    It is the percentile bootstrap over seeds: with three to five of them it is narrower
-    than it should be. The same scores give the same interval.
-    """
-    draws = np.random.default_rng(0).choice(scores, (_NUM_RESAMPLES, len(scores)))
-    low, high = np.percentile(draws.mean(axis=1), [2.5, 97.5])
-    return float(low), float(high)
+NUM_TEXTS = 4
+"""How many of the columns hold text."""
 
 
 def measured(measure: Measure, scores: Sequence[Score]) -> list[float]:
@@ -58,7 +48,7 @@ def write_document(path: Path, scores: Mapping[str, Sequence[Score]]) -> None:
     """
     tables = "\n".join(
         [
-            as_markdown(COLUMNS, table_rows(scores), num_texts=_NUM_TEXTS),
+            as_markdown(COLUMNS, table_rows(scores), num_texts=NUM_TEXTS),
             _remarks(scores),
             _per_seed(scores),
             _versions(scores),

@@ -11,13 +11,17 @@ import typer
 from rich.console import Console
 
 from benchmarks.lab.tables import as_table
-from benchmarks.scores.document import COLUMNS, draw_curves, table_rows, write_document
+from benchmarks.scores.document import (
+    COLUMNS,
+    NUM_TEXTS,
+    draw_curves,
+    table_rows,
+    write_document,
+)
 from benchmarks.scores.run_one import Score, read_score, run_one
 from benchmarks.scores.tasks import TASKS, Task
 from envserve.settings import num_cores
 from ppo.errors import suggestion
-
-_NUM_TEXTS = 4
 
 
 def main(
@@ -54,7 +58,7 @@ def main(
             highlight=False,
         )
     scores = _read(jobs, document and document.with_suffix(".json"))
-    console.print(as_table(COLUMNS, table_rows(scores), num_texts=_NUM_TEXTS))
+    console.print(as_table(COLUMNS, table_rows(scores), num_texts=NUM_TEXTS))
     if document is not None:
         write_document(document, scores)
         draw_curves(scores, document.with_suffix(".png"))

@@ -73,19 +73,14 @@ def run_one(task: Task, seed: int, folder: Path) -> Score:
     result = train(config, run_folder, make_env)
     evaluation = evaluate_run(config, run_folder, make_env, result.agent)
     rows = read_metrics(folder / "metrics.jsonl")
-    curve = [
-        (int(row["steps"]), float(row["evaluation_return"]))
-        for row in rows
-        if row.get("evaluation_return") is not None
-    ]
     score = Score(
         task=task.name,
         seed=seed,
         env_name=config.env_name,
         final=evaluation.mean_return,
         final_std=float(evaluation.returns.std()),
-        best=max(mean for _, mean in curve),
-        curve=curve,
+        best=max(mean for _, mean in result.curve),
+        curve=result.curve,
         train_return=float(rows[-1]["mean_return"]),
         steps=result.steps,
         seconds=_training_seconds(rows),

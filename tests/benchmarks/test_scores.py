@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import typer
 
-from benchmarks.scores.document import interval, measured, table_rows, write_document
+from benchmarks.scores.document import measured, table_rows, write_document
 from benchmarks.scores.many import _read, main
 from benchmarks.scores.run_one import Score, read_score
 from benchmarks.scores.tasks import TASKS, Task
+from ppo.commands.seeds import interval
 from ppo.configs import CONFIGS, EXPECTED_RETURNS
 
 (CHEETAH,) = (task for task in TASKS if task.name == "cheetah-1M")
