@@ -16,7 +16,6 @@ from typing import Any
 from envserve.own_envs import is_own
 from ppo.config import Config
 from ppo.errors import ConfigError, suggestion
-from ppo.images import can_convolve
 
 __all__ = [
     "CONFIGS",
@@ -256,6 +255,8 @@ def _has_image(space: Any) -> bool:
     if parts is not None:
         parts = parts.values() if isinstance(parts, Mapping) else parts
         return any(map(_has_image, parts))
+    from ppo.images import can_convolve  # with Gymnasium, which configs do without
+
     return can_convolve(space)
 
 

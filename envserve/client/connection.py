@@ -82,29 +82,38 @@ class SharedContext:
     """
 
     def __init__(self, num_connections: int) -> None:
-        """Has a thread for two cores: the other one is for who computes."""
-        num_threads = 1
-        if num_connections > 1:
-            from envserve.settings import num_cores  # which a probe does not need
-
-            num_threads = max(1, min(num_connections, num_cores() // 2))
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(num_threads)
-        # Each may have a former socket, and one that says farewell.
-        self._context.set(zmq.MAX_SOCKETS, max(1023, 4 * num_connections))
+        """Begins with the first socket."""
+        self._num_connections = num_connections
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._users: set[Connection] = set()
         self._lock = threading.RLock()  # a lane that is dropped leaves in any thread
 
     def socket(self, user: Connection) -> zmq.Socket[bytes]:
         """Returns a new DEALER of a connection."""
-        socket = self._context.socket(zmq.DEALER)
-        self._users.add(user)
+        with self._lock:
+            if self._context is None:
+                self._context = self._open()
+            socket = self._context.socket(zmq.DEALER)
+            self._users.add(user)
         return socket
+
+    def _open(self) -> zmq.Context[zmq.Socket[bytes]]:
+        """Has a thread for two cores: the other one is for who computes."""
+        count, num_threads = self._num_connections, 1
+        if count > 1:
+            from envserve.settings import num_cores  # which a probe does not need
+
+            num_threads = max(1, min(count, num_cores() // 2))
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(num_threads)
+        # Each may have a former socket, and one that says farewell.
+        context.set(zmq.MAX_SOCKETS, max(1023, 4 * count))
+        return context
 
     def leave(self, user: Connection) -> None:
         """Notes that a connection has closed all it had; may be called twice."""
         with self._lock:
             self._users.discard(user)
-            if not self._users:
+            if self._context is not None and not self._users:
                 self._context.term()  # waits for what lingers
 
 

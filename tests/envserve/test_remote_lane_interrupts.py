@@ -65,7 +65,7 @@ class MemoryConnection:
 
     made: list[MemoryConnection]
 
-    def __init__(self, address: str, *, insecure: bool = False) -> None:
+    def __init__(self, address: str, **_: object) -> None:
         self.address = address
         self.server = FakeServer(boot=1)
         self.slow: set[int] = set()
