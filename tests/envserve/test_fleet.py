@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,33 @@ def test_silent_servers_are_asked_at_the_same_time(
     wait_until(lambda: fleet.looked_at >= since, 240)
     gone = [fleet.is_gone(address, since) for address in ADDRESSES]
     assert gone == [False, True, True, True]
+
+
+def test_a_silent_server_is_gone_once_its_source_lists_it_no_more(
+    monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil, tmp_path: Path
+) -> None:
+    """As of a host that has vanished: nobody says that nobody listens there."""
+    monkeypatch.setattr(module, "look_at", lambda sights, seconds: None)
+    monkeypatch.setattr(module, "diagnose_connection", lambda *_: Finding.NOBODY)
+    listed, vanished = ADDRESSES[:2]
+    source = tmp_path / "servers"
+    source.write_text(f"{listed}\n{vanished}")
+    fleet = Fleet([f"file://{source}"], insecure=True)
+    fleet.places = {0: listed, 1: vanished}
+
+    def gone() -> list[bool]:
+        since = time.monotonic()
+        fleet.is_gone(listed, since)
+        wait_until(lambda: fleet.looked_at >= since, 240)
+        return [fleet.is_gone(address, since) for address in (listed, vanished)]
+
+    assert gone() == [False, False]
+    source.write_text(listed)
+    assert gone() == [False, True]
+    source.unlink()  # that tells of nobody
+    assert gone() == [False, False]
+    fleet.places = {}
+    fleet.leave(None, time.monotonic() + 120)
 
 
 def test_only_the_last_lane_waits_for_a_look_and_not_for_longer_than_it_may(

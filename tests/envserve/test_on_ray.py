@@ -45,7 +45,8 @@ def test_without_the_extra_it_is_named() -> None:
 
 def test_ray_is_imported_by_nobody_else(tmp_path: Path) -> None:
     (tmp_path / "ray.py").write_text("raise SystemExit('it is imported')")
-    modules = "envserve.cli, envserve.client.make_vec, envserve.server, envserve.ray"
+    modules = "envserve.cli, envserve.client.make_vec, envserve.server, envserve.ray, "
+    modules += "ppo.cli, ppo.commands.on_ray, ppo.environments"
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import {modules}"
     assert run("-c", code).stderr == ""
     assert run("-c", f"{code}; import ray").stderr == "it is imported\n"

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from ppo.errors import DivergedError, EnvDataError
 from ppo.simulate import Simulation, simulate
-from tests.ppo.fakes import CountingBatchEnv, in_graph
+from tests.ppo.fakes import CountingBatchEnv, ScriptedBatchEnv, in_graph
 
 SPACES = gymnasium.spaces
 NESTED = SPACES.Dict(
@@ -97,6 +97,14 @@ def test_python_is_entered_once_per_batch_step_and_the_loop_traced_once(
     simulation.run((0, 2))
     assert len(calls) == 2 * 7
     assert len(fake.actions) == 3 * 7
+    assert simulation._loop.experimental_get_tracing_count() == 1
+
+
+def test_rows_of_a_server_that_comes_later_are_of_the_graph_that_was_traced() -> None:
+    fake = ScriptedBatchEnv(["........", "PPPX...."])
+    simulation = Simulation(in_graph(fake), echo, horizon=4)
+    assert simulation.run((0, 0)).valid.tolist() == [[True, False]] * 4
+    assert simulation.run((0, 1)).valid.all()
     assert simulation._loop.experimental_get_tracing_count() == 1
 
 
