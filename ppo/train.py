@@ -109,7 +109,11 @@ def train(
     with learners.together(), envs as env:
         run = TrainingRun(config, env, first, policy_loss, on_step, learners)
         if resume:
-            _restore(run, run_folder)
+            if run_folder.has_checkpoint():
+                checkpoint.restore(
+                    run_folder.checkpoints, run.agent, run.updater, run.return_scale
+                )
+            run_folder.save_config(config)
         learners.align(checkpoint.variables(run.agent, run.updater, run.return_scale))
         evaluator = CurveEvaluator(run.agent, config, make_env, on_step)
         resumed_from = first if resume else None
@@ -119,14 +123,6 @@ def train(
             loop = _Loop(run, callbacks, run_folder, writer, evaluator)
             loop.run(on_progress, should_stop)
     return _result(run, run_folder)
-
-
-def _restore(run: TrainingRun, run_folder: RunFolder) -> None:
-    if run_folder.has_checkpoint():
-        checkpoint.restore(
-            run_folder.checkpoints, run.agent, run.updater, run.return_scale
-        )
-    run_folder.save_config(run.config)
 
 
 class _Loop:

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator, Sequence
 
 from benchmarks.harness import Case
-from envserve.bench.cases import BINDS, bare_loops, batch_env, stepping_batch_env
+from envserve.bench.cases import BINDS, batch_env, stepping_batch_env
 from envserve.bench.load import Load
 from envserve.bench.turns import Measure, stepping
 from envserve.client.make_vec import make_vec
@@ -22,11 +22,6 @@ _WAYS = {
     TCP: BINDS["tcp"],
     "envserve tcp, 2 servers": BINDS["tcp"] * 2,
 }
-
-
-def limit_case(load: Load) -> Case:
-    """Returns the case of the machine's limit."""
-    return Case(LIMIT, bare_loops, {"load": load})
 
 
 def our_cases(load: Load) -> list[Case]:

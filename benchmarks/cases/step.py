@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.cases.ours import LIMIT, limit_case, our_cases
+from benchmarks.cases.ours import LIMIT, our_cases
 from benchmarks.cases.peers import PEERS, peer_cases
 from benchmarks.command import (
     CORES,
@@ -14,7 +14,9 @@ from benchmarks.command import (
     Workers,
     sub_command,
 )
+from benchmarks.harness import Case
 from benchmarks.result import median, ratio, spread
+from envserve.bench.cases import bare_loops
 from envserve.bench.load import Load
 from envserve.bench.turns import SPEED
 
@@ -31,7 +33,8 @@ def step(
     """Measure raw stepping: the limit, ours in-process and over sockets, and peers."""
     load = Load(env, num_envs, workers, seconds)
     load.check()
-    cases = [limit_case(load), *our_cases(load), *peer_cases(load)]
+    limit = Case(LIMIT, bare_loops, {"load": load})
+    cases = [limit, *our_cases(load), *peer_cases(load)]
     measured = run.measure(cases, repetitions)
     peers = {f"/ {PEERS[name]}": name for name in PEERS if name in measured.by_case}
     run.publish(

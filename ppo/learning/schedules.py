@@ -5,6 +5,7 @@ multiplied or divided by 1.5 when the divergence of an iteration, KL(old || new)
 in a band around its target.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -23,6 +24,7 @@ class Coefficients(NamedTuple):
     kl_penalty: Any
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class AdaptiveCoefficient:
     """A positive number that follows the divergence, in a checkpointed variable.
 
@@ -39,23 +41,16 @@ class AdaptiveCoefficient:
         variable: what a checkpoint must hold, float64.
     """
 
-    def __init__(
-        self,
-        initial: float,
-        *,
-        low_kl: float,
-        high_kl: float,
-        step: float,
-        bounds: tuple[float, float],
-        idle_kl: float = 0.0,
-    ) -> None:
-        self._low_kl = low_kl
-        self._high_kl = high_kl
-        self._step = step
-        self._bounds = bounds
-        self._idle_kl = idle_kl
+    initial: float
+    low_kl: float
+    high_kl: float
+    step: float
+    bounds: tuple[float, float]
+    idle_kl: float = 0.0
+
+    def __post_init__(self) -> None:
         self.variable = tf.Variable(
-            self._bounded(initial), dtype=tf.float64, trainable=False
+            self._bounded(self.initial), dtype=tf.float64, trainable=False
         )
 
     @property
@@ -65,13 +60,13 @@ class AdaptiveCoefficient:
 
     def update(self, kl: float) -> None:
         """Take in the divergence of an iteration, in nats per valid row."""
-        if kl > self._high_kl:
-            self.variable.assign(self._bounded(self.value * self._step))
-        elif self._idle_kl <= kl < self._low_kl:
-            self.variable.assign(self._bounded(self.value / self._step))
+        if kl > self.high_kl:
+            self.variable.assign(self._bounded(self.value * self.step))
+        elif self.idle_kl <= kl < self.low_kl:
+            self.variable.assign(self._bounded(self.value / self.step))
 
     def _bounded(self, value: float) -> float:
-        low, high = self._bounds
+        low, high = self.bounds
         return min(max(value, low), high)
 
 
@@ -83,7 +78,7 @@ class Schedules:
         # The rule of batch-ppo. From its least value the penalty is back at 1 within
         # 18 iterations.
         self._kl_penalty = AdaptiveCoefficient(
-            config.initial_kl_penalty,
+            initial=config.initial_kl_penalty,
             low_kl=0.7 * config.kl_target,
             high_kl=1.3 * config.kl_target,
             step=1.5,
@@ -92,7 +87,7 @@ class Schedules:
         # The rule of rl_games, but: where nothing moved there is nothing to adapt to,
         # and what a rate leaps to while a task is solved would undo that.
         self._kl_learning_rate = AdaptiveCoefficient(
-            config.learning_rate,
+            initial=config.learning_rate,
             low_kl=0.5 * config.kl_target,
             high_kl=2.0 * config.kl_target,
             step=1.0 / 1.5,
