@@ -86,6 +86,34 @@ def test_a_flood_moves_no_deadline_takes_no_memory_and_ends_the_lane(
     assert time.monotonic() - started < 1.0 + SLACK_SECONDS
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("script", FLOODS)
+def test_a_flood_keeps_nobody_from_the_rows_of_another_server(
+    host: Host, script: str
+) -> None:
+    """Though its lane shares ZeroMQ's threads with theirs."""
+    addresses = [host(script), host("nothing", MessageType.CALL)]
+    with BatchEnv.connect(
+        *("Hostile-v0", addresses, 2 * NUM_ENVS), seed=0, padding_after=60.0
+    ) as batch:
+        batch.reset()
+        memory = PeakMemory()
+        honest = np.arange(NUM_ENVS, 2 * NUM_ENVS)
+        batch.send(ACTIONS, honest - NUM_ENVS)
+        for _ in range(20):
+            batch.send(ACTIONS, honest)
+            started = time.monotonic()
+            rows, step = batch.recv(env_indices=honest)
+            assert time.monotonic() - started < SLACK_SECONDS
+            assert rows.tolist() == honest.tolist()
+            assert step.valid.all()
+        with pytest.raises(RemoteProtocolError, match="tcp://"):
+            batch.recv(env_indices=honest - NUM_ENVS, timeout=30.0)
+        assert memory.growth() < MAX_GROWTH_BYTES
+        started = time.monotonic()
+    assert time.monotonic() - started < 2.0 + SLACK_SECONDS
+
+
 def test_a_flood_ends_a_reset(host: Host) -> None:
     with (
         connect(host("pongs", MessageType.RESET)) as batch,
