@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv
-from envserve.errors import AddressError, ConnectError, ServerLost
+from envserve.errors import AddressError, ConnectError, ServerLost, SpaceError
 from envserve.slab import Status
 from tests.envserve.conftest import Serve, WaitUntil
 from tests.envserve.server_process import LEDGER, LEDGER_OPENINGS, ServerProcess
@@ -123,12 +125,13 @@ def test_a_batch_goes_on_while_servers_are_killed_drained_and_added(
     step_until_valid(player, killed)
     source.start(4)
     drained = rows_at(player, second)
-    second.signal(signal.SIGTERM)
-    while rows_at(player, second).size:
-        result = player.step()
-        assert np.delete(result.valid, drained).all()
-    step_until_valid(player, drained)
-    assert second.wait() == 0
+    command = [sys.executable, "-m", "envserve", "drain", second.address]
+    with subprocess.Popen(command) as drain:
+        while rows_at(player, second).size:
+            result = player.step()
+            assert np.delete(result.valid, drained).all()
+        step_until_valid(player, drained)
+    assert (drain.returncode, second.wait()) == (0, 0)
     assert player.ledger.losses[Status.SERVER_LOST] == 8  # an episode of each row
     names = {lane.name for lane in player.batch.lanes}
     assert names == {server.address for server in source.servers[2:]}
@@ -159,6 +162,28 @@ def test_servers_that_are_named_one_by_one_take_over_if_they_have_room(
         assert np.delete(player.step().valid, rows).all()
     step_until_valid(player, rows)
     assert len(rows_at(player, servers[2])) == 8
+
+
+def test_words_of_all_kinds_go_together(source: Source, play: Play) -> None:
+    source.start(4)
+    named, looked_up = (source.start(4, is_listed=False).address for _ in range(2))
+    words = [named, source.word, looked_up.replace("tcp:", "dns:")]
+    player = play(12, words)
+    step_until_valid(player, np.array([], int))
+    names = [lane.name for lane in player.batch.lanes]
+    assert names == [named, source.servers[0].address, looked_up]
+
+
+def test_servers_with_unequal_spaces_are_refused_by_a_line(
+    source: Source, play: Play, tmp_path: Path
+) -> None:
+    first = source.start(4)
+    (tmp_path / "others.py").write_text(OTHERS)
+    other = source.start(4, "--import", str(tmp_path / "others.py"))
+    begin, remedy = "has other spaces than", "give all of them the same env version"
+    line = rf"^{other.address} {begin} {first.address}: .*{remedy}.*\Z"
+    with pytest.raises(SpaceError, match=line):
+        play(8)
 
 
 def test_a_batch_of_which_nothing_is_alive_waits_and_moves(
