@@ -13,7 +13,14 @@ from typing import Any, Final
 
 from benchmarks.cases.guarantees import BARE_SLAB, OURS
 from benchmarks.cases.images import REUSING
-from benchmarks.cases.ours import IN_PROCESS, IPC, LIMIT, MAKE_VEC, TCP
+from benchmarks.cases.ours import (
+    IN_PROCESS,
+    IPC,
+    LIMIT,
+    MAKE_VEC,
+    TCP,
+    WITHOUT_KEYS,
+)
 from benchmarks.cases.peers import ASYNC, ENVPOOL, SERVED_ENVPOOL
 from benchmarks.lab.tables import as_markdown
 from envserve.bench.turns import MICROSECONDS, SPEED, Measurements
@@ -126,6 +133,10 @@ def _of_served_envpool(meaning: str, bound: float, base: str) -> Goal:
     return Goal("step-cartpole-256", f"EnvPool's behind tcp / {meaning}", bound, value)
 
 
+def _of_no_keys(part: str) -> Goal:
+    return Goal(part, "tcp / tcp, no keys", 0.85, _ratio(TCP, WITHOUT_KEYS))
+
+
 def _of_none_slow(way: str) -> Goal:
     value = _ratio(f"{way}: one slow", f"{way}: none slow")
     return Goal("straggler", f"one slow / none slow, {way}", 0.9, value)
@@ -147,6 +158,8 @@ GOALS: Final = (
     Goal("step-cartpole-64", "in-process / limit", 0.7, _ratio(IN_PROCESS, LIMIT)),
     Goal("step-cartpole-64", "in-process / Async", 12, _ratio(IN_PROCESS, ASYNC)),
     Goal("step-cartpole-256", "tcp / limit", 0.55, _ratio(TCP, LIMIT)),
+    *map(_of_no_keys, ("step-cheetah-16", "step-cheetah-64", "step-cartpole-64")),
+    *map(_of_no_keys, ("step-cartpole-256", "images")),
     _of_served_envpool("tcp, one env at a time", 4, TCP),
     _of_served_envpool("EnvPool", 0.5, ENVPOOL),
     _of_bare_slab("HalfCheetah-v5", 16, 0.9),

@@ -43,6 +43,7 @@ def test_the_table_says_what_is_met_and_what_was_skipped() -> None:
         "| step-cheetah-16 | in-process / limit | >= 0.75 | 0.8 | yes |",
         "| step-cheetah-16 | in-process / Async | >= 4 | - | skipped |",
         "| step-cheetah-16 | make_vec / Async | >= 2.5 | - | skipped |",
+        "| step-cheetah-16 | tcp / tcp, no keys | >= 0.85 | - | skipped |",
     ]
     rows = goals_table({"step-cheetah-16": speeds(ours=7.0, peer=1.0)}).splitlines()
     assert rows[3].endswith("| >= 4 | 7 | yes |")

@@ -236,6 +236,29 @@ def test_to_use_no_keys_needs_consent_and_gives_a_warning(serve: Serve) -> None:
     assert "WARNING no keys are used" in server.end(signal.SIGTERM)
 
 
+#: Runs a server whose router lets in whoever knocks.
+_OPEN_TO_ALL = """
+import sys
+import envserve.server
+from envserve.cli import main
+from envserve.errors import SelfTestError
+async def check_refusal(*_):
+    raise SelfTestError("expected a key that nobody knows to be refused")
+sys.modules["envserve.server.serve"].check_refusal = check_refusal
+main()
+"""
+
+
+def test_a_server_that_would_let_strangers_in_has_an_exit_code_of_its_own() -> None:
+    words = ("start", "--bind", "tcp://127.0.0.1:0", "--workers", "1")
+    run = subprocess.run(
+        [sys.executable, "-c", _OPEN_TO_ALL, *words], capture_output=True, text=True
+    )
+    assert run.returncode == 3
+    assert "Error: expected a key that nobody knows to be refused" in run.stderr
+    assert "ready" not in run.stdout
+
+
 @pytest.mark.parametrize(
     ("address", "expected"),
     [

@@ -116,6 +116,7 @@ class SpyEnv(gymnasium.Env):
             "environ": dict(os.environ),
             "core": resource.getrlimit(resource.RLIMIT_CORE)[0],
             "memory": resource.getrlimit(resource.RLIMIT_AS)[0],
+            "processes": resource.getrlimit(resource.RLIMIT_NPROC)[0],
             "oom": int(pathlib.Path("/proc/self/oom_score_adj").read_text()),
             "user": os.geteuid(),
             "groups": os.getgroups(),
@@ -219,10 +220,14 @@ def test_env_sees_neither_the_servers_memory_nor_its_settings(
     serve_them: Serve, join: Join
 ) -> None:
     secrets = {"ENVSERVE_PLANTED": "0", "PLANTED": "1"}
-    limits = ("--worker-env", "OTHER", "--worker-memory-mib", "3000")
-    for options, memory, expected in (
-        ((), resource.RLIM_INFINITY, {"PLANTED"}),
-        (limits, 3000 << 20, set()),
+    limits = (
+        *("--worker-env", "OTHER", "--worker-memory-mib", "3000"),
+        *("--worker-processes", "4000"),
+    )
+    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    for options, numbers, expected in (
+        ((), (resource.RLIM_INFINITY, processes), {"PLANTED"}),
+        (limits, (3000 << 20, 4000), set()),
     ):
         server = serve_them(*options, environment=secrets)
         spy = join(server, 1, "Spy-v0", infos="all")
@@ -231,7 +236,7 @@ def test_env_sees_neither_the_servers_memory_nor_its_settings(
         assert found["seen"] == []
         assert found["environ"]["PATH"] == os.environ["PATH"]
         assert secrets.keys() & found["environ"].keys() == expected
-        assert found["memory"] == memory
+        assert (found["memory"], found["processes"]) == numbers
         assert found["core"] == 0
         score = Path(f"/proc/{server.process.pid}/oom_score_adj").read_text()
         assert found["oom"] == 500 + int(score)

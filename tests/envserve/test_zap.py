@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from envserve.server.router import Router
 from envserve.server.serve import _recycle
 from envserve.server.unread import Unread
 from envserve.server.zap import Zap, user_of
+from envserve.settings import HostSettings
 from envserve.transport import use_keys
 
 SERVER, FRIEND, STRANGER = KeyPair.make(), KeyPair.make(), KeyPair.make()
@@ -233,6 +235,19 @@ async def test_a_server_that_would_let_strangers_in_does_not_begin(
     assert careless.zap is not None
     with pytest.raises(SelfTestError, match="expected a key that nobody knows to be"):
         await check_refusal(careless.router, careless.zap, SERVER.public)
+
+
+async def test_that_no_keys_are_used_is_said_again_and_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = sys.modules["envserve.server.serve"]
+    monkeypatch.setattr(module, "_WARN_SECONDS", 0.0)
+    open_to_all = HostSettings(binds=("tcp://127.0.0.1:1",), insecure_no_auth=True)
+    warning = asyncio.create_task(module._warn_of_no_keys(open_to_all))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    warning.cancel()
+    assert caplog.text.count("no keys are used") == 3
 
 
 async def test_whose_messages_close_all_connections_is_kept_out_for_a_while(
