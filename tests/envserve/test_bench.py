@@ -93,7 +93,11 @@ def words_of(pid: int) -> bytes:
 
 
 def test_a_wrong_env_name_is_one_line() -> None:
-    result = CliRunner().invoke(app, ["bench", "--env", "CartPole-v9"])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        result = CliRunner().invoke(app, ["bench", "--env", "CartPole-v9"])
+    finally:
+        signal.signal(signal.SIGTERM, before)  # this process is not the command's own
     assert result.exit_code == 1
     *_, line = result.stderr.splitlines()
     assert line.startswith("Error: no env named 'CartPole-v9' is registered")
