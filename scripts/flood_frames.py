@@ -37,18 +37,10 @@ from envserve.keys import formats
 from envserve.keys.folder import KeyFolder
 from envserve.keys.grant import Grant
 from envserve.lane import Call
-from envserve.wire import (
-    Attach,
-    Buffer,
-    CallBody,
-    ErrorBody,
-    Hello,
-    Message,
-    MessageType,
-    ResetBody,
-    decode,
-    encode,
-)
+from envserve.wire.bodies import Attach, CallBody, ResetBody
+from envserve.wire.constants import MessageType
+from envserve.wire.greetings import ErrorBody, Hello
+from envserve.wire.message import Buffer, Message, decode, encode
 from tests.envserve.pool_driver import FAULTY, LEDGER, attach_lane, step
 from tests.envserve.server_process import ServerProcess, use_own_keys
 from tests.envserve.strangers import Stranger, honest_client

@@ -36,17 +36,10 @@ from envserve.keys.grant import Grant
 from envserve.keys.pair import KeyPair
 from envserve.lane import Call
 from envserve.transport import use_keys
-from envserve.wire import (
-    Attach,
-    Buffer,
-    CallBody,
-    Hello,
-    Message,
-    MessageType,
-    ResetBody,
-    decode,
-    encode,
-)
+from envserve.wire.bodies import Attach, CallBody, ResetBody
+from envserve.wire.constants import MessageType
+from envserve.wire.greetings import Hello
+from envserve.wire.message import Buffer, Message, decode, encode
 from tests.envserve.server_process import ServerProcess
 
 _ROOT = Path(__file__).resolve().parents[1]

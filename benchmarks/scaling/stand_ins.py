@@ -21,7 +21,8 @@ from gymnasium import spaces
 from envserve.errors import UnknownEnv
 from envserve.keys.folder import KeyFolder
 from envserve.lane import Outcome, make_blocks
-from envserve.session import EndPool, Reply, RunStep, ServerSession, StartPool
+from envserve.session.decisions import EndPool, Reply, RunStep, StartPool
+from envserve.session.server import ServerSession
 from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Rows
 from envserve.spec import EnvSpec

@@ -14,12 +14,16 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from gymnasium.vector.utils import batch_space
 
-from envserve import wire
 from envserve.actions import check_actions
 from envserve.client.connection import Connection
 from envserve.errors import RemoteProtocolError
 from envserve.slab import Rows
-from envserve.wire import ErrorBody, ErrorCode, Message, MessageType
+from envserve.wire.bodies import Attach, Granted, ResetBody
+from envserve.wire.constants import ErrorCode, MessageType
+from envserve.wire.greetings import ErrorBody, Hello, Welcome
+from envserve.wire.message import Buffer, Message, decode, encode
+from envserve.wire.report import Report
+from envserve.wire.rows import BlockParts, RowCodec
 
 __all__ = ["Client", "NotOffered", "Played", "SocketLink", "Subject", "expect", "shown"]
 
@@ -27,7 +31,7 @@ _ANSWER_SECONDS: Final = 5.0
 _QUIET_SECONDS: Final = 0.05
 _BUILD_COPIES: Final = 60  # a second each
 _LONGEST_FRAME: Final = 1 << 30
-_HELLO: Final = wire.Hello(client="envserve check").encode()
+_HELLO: Final = Hello(client="envserve check").encode()
 #: What a lease asks for, but for changes; and how long its episodes are followed.
 _ASKED: Final = {"num_envs": 4, "num_splits": 2, "seed": 11}
 _NUM_FOLLOWED: Final = 12
@@ -60,12 +64,12 @@ class SocketLink:
         self._connection.renew(_LONGEST_FRAME)
         self.close = self._connection.close
 
-    def send(self, frames: Sequence[wire.Buffer]) -> None:
+    def send(self, frames: Sequence[Buffer]) -> None:
         """Sends a message."""
         self._connection.wait(_ANSWER_SECONDS, for_writing=True)
         expect(self._connection.send([*frames]), "a connection", "none")
 
-    def receive(self, seconds: float) -> Sequence[wire.Buffer] | None:
+    def receive(self, seconds: float) -> Sequence[Buffer] | None:
         """Returns the next message; None if none comes within so many seconds."""
         if (frames := self._connection.receive()) is None:
             self._connection.wait(seconds, for_writing=False)
@@ -81,7 +85,7 @@ class Subject:
         self.open_link, self.boot = open_link, 0
         self._clients: list[Client] = []
         answer = self.client().hello()
-        self.boot, self.welcome = answer.boot, wire.Welcome.decode(answer.body)
+        self.boot, self.welcome = answer.boot, Welcome.decode(answer.body)
         expect(env_name or self.welcome.env_names, "an env on offer", "none")
         self.env_name = env_name or self.welcome.env_names[0]
 
@@ -134,13 +138,13 @@ class Client:
     def say(self, *messages: Message) -> None:
         """Sends messages, and does not wait."""
         for message in messages:
-            self.link.send(wire.encode(message))
+            self.link.send(encode(message))
 
     def hear(self, seconds: float = _ANSWER_SECONDS) -> Message | None:
         """Returns what comes next, if anything does."""
         if (frames := self.link.receive(seconds)) is None:
             return None
-        heard = wire.decode(frames)
+        heard = decode(frames)
         expect(heard.type >= 128, "a type from 128 on", heard.type)
         expect(heard.session == self.session, "the session again", heard.session)
         expect(heard.boot, "a boot id", heard.boot)
@@ -165,10 +169,10 @@ class Client:
         return answer
 
     def refuse(
-        self, message: Message, *codes: ErrorCode, sent: Sequence[wire.Buffer] = ()
+        self, message: Message, *codes: ErrorCode, sent: Sequence[Buffer] = ()
     ) -> None:
         """Asks for what is to be answered by an ERROR of one of these codes."""
-        self.link.send(sent or wire.encode(message))
+        self.link.send(sent or encode(message))
         answer, names = self.answer(message), " or ".join(code.name for code in codes)
         expect(answer.type is MessageType.ERROR, f"ERROR {names}", shown(answer))
         expect(answer.version == message.version, "its version", answer.version)
@@ -199,13 +203,13 @@ class Client:
     def attach(self, **changes: Any) -> Client:
         """Gets envs, and resets them; raises NotOffered if there are none such."""
         given = {**_ASKED, "env_name": self.subject.env_name, **changes}
-        self.attached = self.message(2, wire.Attach(**given).encode(), epoch=0)
+        self.attached = self.message(2, Attach(**given).encode(), epoch=0)
         self.granted = self.grant(self.attached)
-        granted = wire.Granted.decode(self.granted, given["num_envs"])
+        granted = Granted.decode(self.granted, given["num_envs"])
         self.spec, self.blocks = granted.spec, granted.blocks
         self.epoch, self.seqs = granted.epoch, [0] * len(granted.blocks)
         self._rows = Rows.allocate(self.spec, given["num_envs"])
-        self._parts = wire.BlockParts(wire.RowCodec(self._rows), self.blocks)
+        self._parts = BlockParts(RowCodec(self._rows), self.blocks)
         self._actions = batch_space(self.spec.action_space, given["num_envs"])
         self.first = self.reset(dict.fromkeys(range(len(self.blocks)), (None, None)))
         return self
@@ -244,7 +248,7 @@ class Client:
         expect(answer.epoch == self.epoch, f"epoch {self.epoch}", answer.epoch)
         blocks = tuple(block for block, _ in answer.entries)
         self._parts[blocks].unpack_results(answer.body, answer.payload)
-        report, rows = wire.Report.decode(answer.report), self._rows
+        report, rows = Report.decode(answer.report), self._rows
         expect(not report.errors, "no errors", report.errors)
         faults = sorted(fault.env_index for fault in report.faults)
         expect(faults == np.flatnonzero(rows.status).tolist(), "a fault a row", faults)
@@ -253,7 +257,7 @@ class Client:
 
     def reset(self, resets: Mapping[int, Any]) -> Played:
         """Resets blocks, each with rows and seeds or None."""
-        body = wire.ResetBody(resets=tuple(resets.values())).encode()
+        body = ResetBody(resets=tuple(resets.values())).encode()
         return self.operate(self.operation(MessageType.RESET, [*resets], body))
 
     def next_step(self, first: Any = None) -> Message:

@@ -9,12 +9,15 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from envserve import codec, wire
+from envserve import codec
 from envserve.check.peer import Client, NotOffered, Subject, expect, shown
 from envserve.errors import EnvserveError, RemoteProtocolError
 from envserve.lane import Call
 from envserve.seeding import env_seed
-from envserve.wire import ErrorCode, Message, MessageType
+from envserve.wire.bodies import CallBody, Pong
+from envserve.wire.constants import ErrorCode, MessageType
+from envserve.wire.greetings import Hello
+from envserve.wire.message import Message, encode
 
 __all__ = ["RULES", "Finding", "check"]
 
@@ -91,7 +94,7 @@ def welcome(c: Client) -> None:
 @rule("WELCOME")
 def versions(c: Client) -> None:
     """Clients of other versions are told so, in their own."""
-    body = wire.Hello(min_version=200, max_version=201).encode()
+    body = Hello(min_version=200, max_version=201).encode()
     for version in (2, 200):
         hello = c.message(MessageType.HELLO, body, version=version)
         c.refuse(hello, ErrorCode.VERSION_MISMATCH)
@@ -111,7 +114,7 @@ def types(c: Client) -> None:
 def lengths(c: Client) -> None:
     """A frame 0 of another length than it says, or with too much in it, is refused."""
     ping = c.message(MessageType.PING)
-    c.refuse(ping, _BAD, sent=[bytes(wire.encode(ping)[0]) + b"x"])
+    c.refuse(ping, _BAD, sent=[bytes(encode(ping)[0]) + b"x"])
     c.refuse(c.message(MessageType.ATTACH, bytes(5000)), _BAD)
     c.refuse(c.message(MessageType.STEP, entries=((0, 1),) * 5000), _BAD)
 
@@ -119,7 +122,7 @@ def lengths(c: Client) -> None:
 @rule("Limits", disturbs=True)
 def long_messages(c: Client) -> None:
     """Too long a frame, or too many frames, harm nobody else."""
-    ping = wire.encode(c.message(MessageType.PING))
+    ping = encode(c.message(MessageType.PING))
     for frames in ([bytes(c.subject.welcome.max_message_bytes + 4096)], ping * 9):
         link = c.subject.open_link()
         link.send(frames)
@@ -352,7 +355,7 @@ def disabled(c: Client) -> None:
 @rule("CALL", disturbs=True)
 def calls(c: Client) -> None:
     """A CALL of what is not exposed is refused."""
-    hidden = wire.CallBody.of([Call(0, (0,), "get", "_hidden", b"\x92\x90\x80")])
+    hidden = CallBody.of([Call(0, (0,), "get", "_hidden", b"\x92\x90\x80")])
     call = c.operation(MessageType.CALL, [0], hidden.encode())
     c.refuse(call, ErrorCode.REFUSED, _BAD)
 
@@ -361,7 +364,7 @@ def calls(c: Client) -> None:
 def pings(c: Client) -> None:
     """PONG says which blocks run: none, when all are answered."""
     answer = c.ask(c.message(MessageType.PING), MessageType.PONG)
-    expect(not (running := wire.Pong.decode(answer.body).running), "none", running)
+    expect(not (running := Pong.decode(answer.body).running), "none", running)
 
 
 @rule("DETACH, DETACHED")

@@ -28,19 +28,15 @@ from envserve.transport import (
     set_common_options,
     use_keys,
 )
-from envserve.wire import (
-    Buffer,
+from envserve.wire.constants import MAX_FRAMES, MessageType
+from envserve.wire.greetings import (
     ErrorBody,
     Hello,
-    Message,
-    MessageType,
     Welcome,
     check_versions,
-    decode,
-    encode,
     exception_of,
 )
-from envserve.wire.constants import MAX_FRAMES
+from envserve.wire.message import Buffer, Message, decode, encode
 
 __all__ = [
     *("NOWHERE", "SLICE_SECONDS", "Connection", "SharedContext", "ask"),

@@ -12,7 +12,7 @@ from envserve.client.fleet import Fleet
 from envserve.errors import ConnectError, KeyFileError, RemoteProtocolError
 
 if TYPE_CHECKING:
-    from envserve.session import ClientSession
+    from envserve.session.client import ClientSession
 
 __all__ = ["Exchange"]
 

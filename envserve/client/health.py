@@ -12,7 +12,7 @@ from typing import Final
 from envserve.client.connection import ask_welcome
 from envserve.client.sources import resolve
 from envserve.errors import AddressError, EnvserveError, ProtocolMismatch
-from envserve.wire import Welcome
+from envserve.wire.greetings import Welcome
 
 __all__ = ["Ailment", "diagnose", "probe"]
 

@@ -15,16 +15,9 @@ from envserve.keys import formats
 from envserve.keys.invitation import Invitation
 from envserve.keys.pair import KeyPair
 from envserve.transport import UNKNOWN_KEY, set_common_options, use_keys
-from envserve.wire import (
-    ErrorBody,
-    Join,
-    Message,
-    MessageType,
-    decode,
-    encode,
-    exception_of,
-)
-from envserve.wire.constants import MAX_BODY_BYTES
+from envserve.wire.constants import MAX_BODY_BYTES, MessageType
+from envserve.wire.greetings import ErrorBody, Join, exception_of
+from envserve.wire.message import Message, decode, encode
 
 __all__ = ["join"]
 

@@ -25,7 +25,10 @@ from envserve.pool.tally import add, described_in_full
 from envserve.session.answers import Answers
 from envserve.session.decisions import Reply
 from envserve.transport import NOBLOCK, socket_folder
-from envserve.wire import ErrorCode, FrameRequest, MessageType, ServerStatus, decode
+from envserve.wire.bodies import FrameRequest
+from envserve.wire.constants import ErrorCode, MessageType
+from envserve.wire.message import decode
+from envserve.wire.status import ServerStatus
 
 __all__ = ["Lookout"]
 

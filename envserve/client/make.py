@@ -19,7 +19,7 @@ from envserve.errors import AddressError, ConnectError, EnvsBusy
 from envserve.lane import Lane
 from envserve.pool.pool import Pool
 from envserve.seeding import draw_root_seed
-from envserve.session import Patience
+from envserve.session.requests import Patience
 from envserve.settings import (
     Autoreset,
     EnvOptions,

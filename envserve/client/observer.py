@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from envserve.client.connection import Connection, ask
-from envserve.wire import Message, MessageType, ServerStatus
-from envserve.wire.constants import MAX_RECORD_BYTES
+from envserve.wire.constants import MAX_RECORD_BYTES, MessageType
+from envserve.wire.message import Message
+from envserve.wire.status import ServerStatus
 
 if TYPE_CHECKING:
     from envserve.pictures import Picture
@@ -57,7 +58,7 @@ class Observer:
           LeaseLost: There is no such lease, or it is another user's.
           EnvserveError: As for `status`.
         """
-        from envserve.wire import FrameResult
+        from envserve.wire.bodies import FrameResult
 
         asked = {"rows": tuple(rows), "width": width, "after": tuple(after)}
         answer = self._look(timeout_seconds, lease=lease, **asked)
@@ -76,7 +77,7 @@ class Observer:
         return bytes(answer.payload)
 
     def _look(self, timeout_seconds: float, **asked: Any) -> Message:
-        from envserve.wire import FrameRequest  # which loads NumPy
+        from envserve.wire.bodies import FrameRequest
 
         kinds = MessageType.FRAME, MessageType.FRAME_RESULT
         return self.ask(*kinds, timeout_seconds, FrameRequest(**asked).encode())

@@ -30,7 +30,10 @@ from envserve.errors import (
     ServerError,
 )
 from envserve.lane import Block, Call, Lane, Outcome, Reset
-from envserve.session import ClientSession, ClientState, Patience, attach_of
+from envserve.session.attachment import attach_of
+from envserve.session.client import ClientSession
+from envserve.session.requests import Patience
+from envserve.session.states import ClientState
 from envserve.settings import EnvRequest
 from envserve.slab import Rows
 from envserve.spec import EnvSpec

@@ -17,7 +17,7 @@ from envserve.lane import Lane
 from envserve.seeding import MAX_ROOT_SEED
 from envserve.slab import Status
 from envserve.spec import EnvSpec, unflatten
-from envserve.wire import pack_options
+from envserve.wire.bodies import pack_options
 
 __all__ = ["Resets"]
 

@@ -15,7 +15,7 @@ from envserve.client.observer import Observer
 from envserve.client.sources import resolve
 from envserve.errors import ConnectError, EnvserveError, ProtocolMismatch
 from envserve.transport import raise_file_limit
-from envserve.wire import Histogram, ServerStatus
+from envserve.wire.status import Histogram, ServerStatus
 
 __all__ = ["Sight", "look_at", "sights_of"]
 

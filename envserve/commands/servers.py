@@ -132,8 +132,9 @@ def drain(
     The exit code is 0 when it is, 1 if none answers or it refuses, 3 if it stays.
     """
     from envserve.client.connection import Connection, ask
-    from envserve.wire import Hello, Message, MessageType
-    from envserve.wire.constants import DRAIN_WORD
+    from envserve.wire.constants import DRAIN_WORD, MessageType
+    from envserve.wire.greetings import Hello
+    from envserve.wire.message import Message
 
     address, deadline = address_of(address), time.monotonic() + timeout
     asked = Message(MessageType.ASK_DRAIN, request=1, body=DRAIN_WORD)

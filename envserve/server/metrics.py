@@ -15,7 +15,7 @@ from prometheus_client.core import (
 )
 
 from envserve.slab import Status
-from envserve.wire import Histogram, ServerStatus
+from envserve.wire.status import Histogram, ServerStatus
 
 __all__ = ["ServerCollector"]
 

@@ -35,8 +35,8 @@ from envserve.transport import (
     descriptor_of,
     set_common_options,
 )
-from envserve.wire import Buffer, Peer
 from envserve.wire.constants import MAX_FRAMES
+from envserve.wire.message import Buffer, Peer
 
 __all__ = ["Router"]
 

@@ -31,7 +31,8 @@ from envserve.server.status import StatusBoard
 from envserve.server.systemd import Notifier
 from envserve.server.unread import Unread
 from envserve.server.zap import Zap
-from envserve.session import Health, ServerSession
+from envserve.session.policy import Health
+from envserve.session.server import ServerSession
 from envserve.settings import HostSettings
 from envserve.text import did_you_mean
 from envserve.transport import raise_file_limit

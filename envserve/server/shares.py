@@ -14,7 +14,7 @@ import math
 from typing import Final
 
 from envserve.session.quotas import Quotas, tell
-from envserve.wire import Peer
+from envserve.wire.message import Peer
 
 __all__ = ["Shares"]
 

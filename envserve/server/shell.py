@@ -24,20 +24,20 @@ from envserve.pool.tally import add
 from envserve.server.leased_pool import LeasedPool
 from envserve.server.router import Router
 from envserve.server.shares import Shares
-from envserve.session import (
+from envserve.session.decisions import (
     Decision,
     EndPool,
     Reply,
     RunCall,
     RunReset,
     RunStep,
-    ServerSession,
     SessionId,
     StartPool,
 )
 from envserve.session.quotas import tell
+from envserve.session.server import ServerSession
 from envserve.text import Seldom
-from envserve.wire import Buffer, Peer
+from envserve.wire.message import Buffer, Peer
 
 __all__ = ["RouterShell"]
 

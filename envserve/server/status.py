@@ -19,9 +19,9 @@ from msgspec.structs import replace
 from envserve.metrics_port import MetricsPort
 from envserve.pool.tally import add, described_in_full
 from envserve.server.shell import RouterShell
-from envserve.session import ServerSession
+from envserve.session.server import ServerSession
 from envserve.settings import HostSettings
-from envserve.wire import ServerStatus
+from envserve.wire.status import ServerStatus
 
 __all__ = ["StatusBoard"]
 

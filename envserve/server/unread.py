@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from envserve.wire import Buffer, Peer, place_of
+from envserve.wire.message import Buffer, Peer, place_of
 
 __all__ = ["LONG_BYTES", "Unread"]
 

@@ -11,21 +11,17 @@ from envserve.errors import RemoteProtocolError
 from envserve.session.decisions import Decision, Reply
 from envserve.session.policy import Refusal
 from envserve.text import without_folders
-from envserve.wire import (
+from envserve.wire.bodies import Building, Drain
+from envserve.wire.constants import (
+    DRAIN_WORD,
     MIN_VERSION,
     VERSION,
-    Buffer,
-    Building,
-    Drain,
-    ErrorBody,
     ErrorCode,
     Executed,
-    Join,
-    Message,
     MessageType,
-    pack,
 )
-from envserve.wire.constants import DRAIN_WORD
+from envserve.wire.greetings import ErrorBody, Join
+from envserve.wire.message import Buffer, Message, pack
 
 __all__ = ["Answers", "lease_lost", "no_new_leases", "versions_differ"]
 

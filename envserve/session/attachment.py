@@ -32,18 +32,16 @@ from envserve.settings import EnvRequest
 from envserve.slab import rows_nbytes
 from envserve.spec import EnvSpec
 from envserve.text import did_you_mean
-from envserve.wire import (
-    Attach,
+from envserve.wire.bodies import Attach, Granted
+from envserve.wire.constants import ErrorCode, MessageType
+from envserve.wire.greetings import (
     ErrorBody,
-    ErrorCode,
-    Granted,
     Hello,
-    Message,
-    MessageType,
     Welcome,
     check_versions,
     exception_of,
 )
+from envserve.wire.message import Message
 
 __all__ = ["Attachment", "attach_again", "attach_of"]
 

@@ -9,7 +9,9 @@ from envserve.session.lease import Lease
 from envserve.session.quotas import Amounts
 from envserve.session.states import ClaimState, Machine
 from envserve.settings import HostSettings
-from envserve.wire import Attach, ErrorBody, Message
+from envserve.wire.bodies import Attach
+from envserve.wire.greetings import ErrorBody
+from envserve.wire.message import Message
 
 __all__ = ["Claim"]
 

@@ -27,8 +27,10 @@ from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Rows, rows_mib
 from envserve.spec import EnvSpec
 from envserve.text import Seldom, one_line
-from envserve.wire import Attach, ErrorBody, ErrorCode, Granted, Message, Welcome
-from envserve.wire.constants import MAX_NAMES, MAX_RESULT_BYTES
+from envserve.wire.bodies import Attach, Granted
+from envserve.wire.constants import MAX_NAMES, MAX_RESULT_BYTES, ErrorCode
+from envserve.wire.greetings import ErrorBody, Welcome
+from envserve.wire.message import Message
 from envserve.wrappers import check_wrappers
 
 __all__ = ["Claims", "Offer"]

@@ -25,19 +25,10 @@ from envserve.session.operations import Operations
 from envserve.session.requests import Patience, Request, Requests, Unasked
 from envserve.session.states import ClientState
 from envserve.slab import Rows
-from envserve.wire import (
-    Attach,
-    Buffer,
-    Drain,
-    ErrorBody,
-    ErrorCode,
-    Executed,
-    Message,
-    MessageType,
-    Pong,
-    decode,
-    exception_of,
-)
+from envserve.wire.bodies import Attach, Drain, Pong
+from envserve.wire.constants import ErrorCode, Executed, MessageType
+from envserve.wire.greetings import ErrorBody, exception_of
+from envserve.wire.message import Buffer, Message, decode
 
 __all__ = ["ClientSession"]
 

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from envserve.errors import LocalProtocolError, RemoteProtocolError
 from envserve.lane import Block, Call, Reset
 from envserve.settings import PoolSettings
-from envserve.wire import Buffer, CallBody, Message, Peer, ResetBody
+from envserve.wire.bodies import CallBody, ResetBody
 from envserve.wire.constants import (
     MAX_OPTIONS_BYTES,
     MAX_TOLD_BLOCKS,
@@ -18,6 +18,7 @@ from envserve.wire.constants import (
     RESET_BYTES,
     RESET_ROW_BYTES,
 )
+from envserve.wire.message import Buffer, Message, Peer
 
 __all__ = [
     "Decision",

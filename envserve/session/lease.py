@@ -45,17 +45,12 @@ from envserve.session.states import BLOCK_MOVES, BlockState
 from envserve.settings import HostSettings
 from envserve.slab import Rows
 from envserve.spec import EnvSpec
-from envserve.wire import (
-    BlockParts,
-    ErrorCode,
-    Executed,
-    Message,
-    MessageType,
-    Pong,
-    Report,
-    RowCodec,
-    body_of,
-)
+from envserve.wire.bodies import Pong
+from envserve.wire.constants import ErrorCode, Executed, MessageType
+from envserve.wire.greetings import body_of
+from envserve.wire.message import Message
+from envserve.wire.report import Report
+from envserve.wire.rows import BlockParts, RowCodec
 
 __all__ = ["Lease"]
 

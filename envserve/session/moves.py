@@ -15,7 +15,8 @@ from envserve.lane import Lane, make_blocks
 from envserve.session.attachment import Attachment
 from envserve.session.requests import Loss
 from envserve.session.states import ClientState
-from envserve.wire import Buffer, MessageType
+from envserve.wire.constants import MessageType
+from envserve.wire.message import Buffer
 
 __all__ = ["MovingAttachment"]
 

@@ -17,8 +17,10 @@ from envserve.session.outcomes import outcomes_of
 from envserve.session.requests import Request, Silence, pack_calls
 from envserve.slab import Rows, Status, keep_last_observation, write_lost
 from envserve.spec import EnvSpec
-from envserve.wire import BlockParts, Message, MessageType, ResetBody, RowCodec, RowPart
-from envserve.wire.constants import MAX_TOLD_BLOCKS
+from envserve.wire.bodies import ResetBody
+from envserve.wire.constants import MAX_TOLD_BLOCKS, MessageType
+from envserve.wire.message import Message
+from envserve.wire.rows import BlockParts, RowCodec, RowPart
 
 __all__ = ["Operations"]
 

@@ -7,7 +7,9 @@ from typing import Any
 
 from envserve.errors import EnvserveError, RemoteProtocolError
 from envserve.lane import Fault, Outcome
-from envserve.wire import Message, Report, exception_of
+from envserve.wire.greetings import exception_of
+from envserve.wire.message import Message
+from envserve.wire.report import Report
 
 __all__ = ["outcomes_of"]
 

@@ -13,7 +13,8 @@ from typing import Any, Final
 
 from envserve.keys.grant import Grant
 from envserve.settings import ExposeRule, HostSettings, KwargRule
-from envserve.wire import ErrorBody, ErrorCode
+from envserve.wire.constants import ErrorCode
+from envserve.wire.greetings import ErrorBody
 
 __all__ = [
     "Health",

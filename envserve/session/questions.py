@@ -14,7 +14,9 @@ from envserve.session.claims import Claims
 from envserve.session.decisions import Decision, SessionId
 from envserve.session.policy import Refusal
 from envserve.session.quotas import Quotas
-from envserve.wire import ErrorCode, FrameRequest, FrameResult, Message, MessageType
+from envserve.wire.bodies import FrameRequest, FrameResult
+from envserve.wire.constants import ErrorCode, MessageType
+from envserve.wire.message import Message
 
 __all__ = ["QUESTIONS", "Questions"]
 

@@ -15,7 +15,8 @@ from typing import Final, NamedTuple
 from envserve.keys.grant import Grant
 from envserve.session.policy import OverQuota, Refusal, TooEarly, check_kwargs, narrow
 from envserve.settings import HostSettings
-from envserve.wire import Attach, ErrorCode
+from envserve.wire.bodies import Attach
+from envserve.wire.constants import ErrorCode
 
 __all__ = ["AUDIT", "KEYLESS", "Amounts", "Quota", "Quotas", "tell"]
 

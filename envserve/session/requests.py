@@ -15,16 +15,10 @@ from typing import Final
 from envserve import codec
 from envserve.errors import CallError, EnvserveError, RemoteProtocolError, ServerLost
 from envserve.lane import Call, Reset
-from envserve.wire import (
-    Buffer,
-    CallBody,
-    Message,
-    MessageType,
-    RowPart,
-    pack,
-    set_attempt,
-)
-from envserve.wire.constants import MAX_TOLD_BLOCKS, MAX_TOLD_BYTES
+from envserve.wire.bodies import CallBody
+from envserve.wire.constants import MAX_TOLD_BLOCKS, MAX_TOLD_BYTES, MessageType
+from envserve.wire.message import Buffer, Message, pack, set_attempt
+from envserve.wire.rows import RowPart
 
 __all__ = [
     *("Loss", "Patience", "Request", "Requests", "Silence", "Unasked"),

@@ -28,23 +28,16 @@ from envserve.session.states import ClaimState
 from envserve.settings import HostSettings
 from envserve.slab import Rows
 from envserve.spec import EnvSpec
-from envserve.wire import (
+from envserve.wire.bodies import Drain, Pong
+from envserve.wire.constants import (
     MIN_VERSION,
     VERSION,
-    Buffer,
-    Drain,
-    ErrorBody,
     ErrorCode,
     Executed,
-    Hello,
-    Message,
     MessageType,
-    Peer,
-    Pong,
-    body_of,
-    decode,
-    peek,
 )
+from envserve.wire.greetings import ErrorBody, Hello, body_of
+from envserve.wire.message import Buffer, Message, Peer, decode, peek
 
 __all__ = ["ServerSession"]
 

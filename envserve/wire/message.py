@@ -25,6 +25,7 @@ from envserve.wire.constants import (
 )
 
 __all__ = [
+    "Buffer",
     "Message",
     "Peer",
     "decode",

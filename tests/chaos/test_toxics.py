@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from envserve.wire import Buffer, Message, MessageType, decode, encode
+from envserve.wire.constants import MessageType
+from envserve.wire.message import Buffer, Message, decode, encode
 from tests.chaos.toxics import Direction, Toxics
 from tests.chaos.zmtp import Piece, Splitter, first_frame
 

@@ -12,7 +12,8 @@ from typing import Final
 
 import numpy as np
 
-from envserve.wire import MessageType, peek, set_attempt
+from envserve.wire.constants import MessageType
+from envserve.wire.message import peek, set_attempt
 from tests.chaos.zmtp import first_frame
 
 #: A stale copy comes after at most so many further messages.

@@ -10,7 +10,9 @@ import numpy as np
 
 from envserve import codec
 from envserve.seeding import draw_root_seed
-from envserve.wire import ErrorBody, ErrorCode, Message, MessageType, Welcome
+from envserve.wire.constants import ErrorCode, MessageType
+from envserve.wire.greetings import ErrorBody, Welcome
+from envserve.wire.message import Message
 from tests.envserve.checked_server import Envs, Server
 
 DEFECTS: Final[dict[type[Server], str]] = {}

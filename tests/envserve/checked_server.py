@@ -20,7 +20,7 @@ from envserve.session.lease import Lease
 from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Status
 from envserve.spec import EnvSpec
-from envserve.wire import Buffer, Message, decode, encode
+from envserve.wire.message import Buffer, Message, decode, encode
 from tests.envserve.session_fakes import FakePool, FakeServer
 from tests.worlds.pool import Operation
 

@@ -23,26 +23,20 @@ from envserve.lane import Block, Fault, make_blocks
 from envserve.settings import HostSettings
 from envserve.slab import Rows, Status
 from envserve.spec import EnvSpec, leaves_of
-from envserve.wire import (
+from envserve.wire.bodies import (
     Attach,
     Building,
     CallBody,
     Drain,
-    ErrorBody,
-    ErrorCode,
     Granted,
-    Hello,
-    Message,
-    MessageType,
     Pong,
-    Report,
     ResetBody,
-    RowCodec,
-    RowPart,
-    Welcome,
-    decode,
-    encode,
 )
+from envserve.wire.constants import ErrorCode, MessageType
+from envserve.wire.greetings import ErrorBody, Hello, Welcome
+from envserve.wire.message import Message, decode, encode
+from envserve.wire.report import Report
+from envserve.wire.rows import RowCodec, RowPart
 from envserve.worker.channel import FrameReader, Kind, pack_frame
 from envserve.worker.report import (
     encode_report,

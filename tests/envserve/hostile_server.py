@@ -20,19 +20,15 @@ from envserve import codec
 from envserve.keys.folder import KeyFolder
 from envserve.lane import Block
 from envserve.spec import EnvSpec
-from envserve.wire import (
-    Attach,
-    Buffer,
+from envserve.wire.bodies import Attach, Granted, Pong
+from envserve.wire.constants import (
+    MAX_BODY_BYTES,
+    MAX_INLINE_BYTES,
     ErrorCode,
-    Granted,
-    Message,
     MessageType,
-    Pong,
-    Welcome,
-    decode,
-    pack,
 )
-from envserve.wire.constants import MAX_BODY_BYTES, MAX_INLINE_BYTES
+from envserve.wire.greetings import Welcome
+from envserve.wire.message import Buffer, Message, decode, pack
 from tests.envserve.server_process import ROOT
 
 SPEC: Final = EnvSpec(

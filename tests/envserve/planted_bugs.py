@@ -20,19 +20,14 @@ from envserve.client.absence import Absence
 from envserve.client.lane_group import LaneGroup
 from envserve.client.row_set import RowSets
 from envserve.lane import Outcome
-from envserve.session import (
-    ClientSession,
-    EndPool,
-    RunStep,
-    ServerSession,
-    SessionId,
-    attachment,
-    claims,
-    lease,
-    operations,
-)
+from envserve.session import attachment, claims, lease, operations
+from envserve.session.client import ClientSession
+from envserve.session.decisions import EndPool, RunStep, SessionId
+from envserve.session.server import ServerSession
 from envserve.slab import Status
-from envserve.wire import BlockParts, MessageType, RowPart, decode, encode
+from envserve.wire.constants import MessageType
+from envserve.wire.message import decode, encode
+from envserve.wire.rows import BlockParts, RowPart
 from tests.worlds.profile import BATCHES, LINGERING, Profile
 from tests.worlds.thief import OWNER
 

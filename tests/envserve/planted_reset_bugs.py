@@ -8,8 +8,11 @@ from typing import Any
 from envserve.client import lane_group
 from envserve.client.lane_group import LaneGroup
 from envserve.lane import Reset
-from envserve.session import ClientSession, RunReset, ServerSession, lease
-from envserve.wire import MessageType
+from envserve.session import lease
+from envserve.session.client import ClientSession
+from envserve.session.decisions import RunReset
+from envserve.session.server import ServerSession
+from envserve.wire.constants import MessageType
 from tests.envserve.planted_bugs import (
     BUGS,
     Bug,

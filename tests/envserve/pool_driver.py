@@ -18,7 +18,7 @@ from envserve.client.remote_lane import RemoteLane
 from envserve.lane import Call, Lane, Outcome, Reset
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
-from envserve.session import Patience
+from envserve.session.requests import Patience
 from envserve.settings import PoolSettings
 from envserve.slab import Status
 from tests.envserve.server_process import ServerProcess, make_config

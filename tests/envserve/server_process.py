@@ -18,7 +18,7 @@ from envserve.client.connection import ask_welcome
 from envserve.keys.folder import KeyFolder
 from envserve.settings import PoolSettings
 from envserve.transport import use_keys
-from envserve.wire import Welcome
+from envserve.wire.greetings import Welcome
 from tests.oracle.probe_envs import MODULE
 
 LEDGER = "envserve/Ledger-v0"

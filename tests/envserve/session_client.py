@@ -9,8 +9,9 @@ from typing import Self
 from envserve.client.connection import Connection
 from envserve.client.exchange import Exchange
 from envserve.lane import Outcome, Reset
-from envserve.session import ClientState, Patience
-from envserve.wire import Attach
+from envserve.session.requests import Patience
+from envserve.session.states import ClientState
+from envserve.wire.bodies import Attach
 from tests.envserve.server_process import LEDGER
 from tests.envserve.session_fakes import OneLease
 

@@ -13,33 +13,26 @@ from gymnasium import spaces
 from envserve import codec
 from envserve.errors import CallError, EnvserveError, UnknownEnv
 from envserve.lane import Call, Fault, Outcome, Reset
-from envserve.session import (
-    ClientSession,
-    ClientState,
+from envserve.session.client import ClientSession
+from envserve.session.decisions import (
     Decision,
     EndPool,
-    Patience,
     Reply,
     RunStep,
-    ServerSession,
     SessionId,
     StartPool,
 )
+from envserve.session.requests import Patience
+from envserve.session.server import ServerSession
+from envserve.session.states import ClientState
 from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Status
 from envserve.spec import EnvSpec
-from envserve.wire import (
-    Attach,
-    Buffer,
-    FrameResult,
-    Message,
-    MessageType,
-    Peer,
-    ServerStatus,
-    Welcome,
-    decode,
-    encode,
-)
+from envserve.wire.bodies import Attach, FrameResult
+from envserve.wire.constants import MessageType
+from envserve.wire.greetings import Welcome
+from envserve.wire.message import Buffer, Message, Peer, decode, encode
+from envserve.wire.status import ServerStatus
 from tests.worlds.pool import MemoryPool, Operation
 
 ADDRESS = "tcp://fake:1"

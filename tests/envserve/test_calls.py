@@ -12,7 +12,8 @@ from envserve.client.attributes import _values_in
 from envserve.client.connection import Connection
 from envserve.errors import CallError, CodecError
 from envserve.lane import Block
-from envserve.wire import MessageType, decode
+from envserve.wire.constants import MessageType
+from envserve.wire.message import decode
 from envserve.worker.calls import (
     CallTask,
     answer_call,

@@ -20,7 +20,7 @@ from envserve.client.exchange import Exchange
 from envserve.client.observer import Observer
 from envserve.client.remote_lane import RemoteLane
 from envserve.errors import ConnectError, RemoteProtocolError
-from envserve.session import ClientSession
+from envserve.session.client import ClientSession
 from envserve.settings import num_cores
 from envserve.worker.channel import MAX_CALL_BYTES
 from tests.envserve.conftest import Serve

@@ -21,7 +21,7 @@ from envserve.errors import ConnectError
 from envserve.keys.folder import KeyFolder
 from envserve.keys.formats import fingerprint
 from envserve.keys.pair import KeyPair, Keys
-from envserve.session import Patience
+from envserve.session.requests import Patience
 from tests.envserve.conftest import Serve
 from tests.envserve.server_process import make_config
 

@@ -20,7 +20,7 @@ from envserve.client.observer import Observer
 from envserve.commands import doctor
 from envserve.errors import ProtocolMismatch
 from envserve.keys.folder import KeyFolder
-from envserve.wire import ServerStatus
+from envserve.wire.status import ServerStatus
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,13 @@ from typer.testing import CliRunner
 
 from envserve.cli import app
 from envserve.client.connection import Connection
-from envserve.session import Reply, ServerSession
+from envserve.session.decisions import Reply
+from envserve.session.server import ServerSession
 from envserve.settings import HostSettings
-from envserve.wire import Drain, ErrorBody, ErrorCode, Message, MessageType, decode
-from envserve.wire.message import encode
+from envserve.wire.bodies import Drain
+from envserve.wire.constants import ErrorCode, MessageType
+from envserve.wire.greetings import ErrorBody
+from envserve.wire.message import Message, decode, encode
 from tests.envserve.conftest import Join, Serve
 from tests.envserve.session_fakes import FakeOffer
 from tests.envserve.test_server_keys import Homes

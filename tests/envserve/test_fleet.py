@@ -18,8 +18,8 @@ from envserve.client.fleet import Fleet
 from envserve.client.survey import Sight
 from envserve.errors import KeyFileError
 from envserve.keys.folder import KeyFolder
-from envserve.session import ClientState
-from envserve.wire import ServerStatus
+from envserve.session.states import ClientState
+from envserve.wire.status import ServerStatus
 from tests.envserve.conftest import WaitUntil
 from tests.envserve.session_fakes import attach_and_step, state_of
 

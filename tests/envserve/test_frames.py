@@ -19,20 +19,17 @@ from envserve.crashes.repro import decode_repro
 from envserve.errors import LeaseLost, LocalProtocolError
 from envserve.pictures import Picture
 from envserve.pool.pool import Pool
-from envserve.session import SessionId
+from envserve.session.decisions import SessionId
 from envserve.slab import Status
-from envserve.wire import (
-    ErrorBody,
+from envserve.wire.bodies import FrameRequest, FrameResult
+from envserve.wire.constants import (
+    MAX_BODY_BYTES,
+    MAX_FRAMES_BYTES,
     ErrorCode,
-    FrameRequest,
-    FrameResult,
-    Message,
     MessageType,
-    Peer,
-    decode,
-    encode,
 )
-from envserve.wire.constants import MAX_BODY_BYTES, MAX_FRAMES_BYTES
+from envserve.wire.greetings import ErrorBody
+from envserve.wire.message import Message, Peer, decode, encode
 
 from .conftest import PATIENCE, servers_in
 from .pool_driver import LEDGER, SCRIPT, PoolMaker, kill, step

@@ -14,17 +14,10 @@ import pytest
 import zmq
 
 from envserve import codec
-from envserve.wire import (
-    Attach,
-    Buffer,
-    CallBody,
-    Hello,
-    Message,
-    MessageType,
-    ResetBody,
-    decode,
-    encode,
-)
+from envserve.wire.bodies import Attach, CallBody, ResetBody
+from envserve.wire.constants import MessageType
+from envserve.wire.greetings import Hello
+from envserve.wire.message import Buffer, Message, decode, encode
 from envserve.wrappers import WrapperSpec
 from tests.envserve.conftest import Attach as AttachLane
 from tests.envserve.conftest import Serve

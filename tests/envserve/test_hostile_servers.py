@@ -17,7 +17,7 @@ import pytest
 from envserve.client import BatchEnv
 from envserve.client.remote_lane import RemoteLane
 from envserve.errors import EnvTimeout, RemoteProtocolError, ServerError
-from envserve.wire import MessageType
+from envserve.wire.constants import MessageType
 from tests.envserve.hostile_server import HostileServer
 from tests.envserve.server_process import make_config
 

@@ -13,7 +13,7 @@ import pytest
 from envserve import codec
 from envserve.infos import Packed, Room, encode_infos, join_infos
 from envserve.lane import Block
-from envserve.wire import Report
+from envserve.wire.report import Report
 from envserve.worker.report import encode_report, max_infos, read_report
 from tests.envserve.stalls import soonest
 

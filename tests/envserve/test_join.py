@@ -18,7 +18,9 @@ from envserve.keys import formats
 from envserve.keys.folder import KeyFolder
 from envserve.keys.invitation import Invitation
 from envserve.keys.pair import KeyPair
-from envserve.wire import ErrorBody, Hello, Join, Message, MessageType, decode, encode
+from envserve.wire.constants import MessageType
+from envserve.wire.greetings import ErrorBody, Hello, Join
+from envserve.wire.message import Message, decode, encode
 from tests.envserve.conftest import PATIENCE, Serve, WaitUntil
 from tests.envserve.server_process import ServerProcess
 

@@ -25,7 +25,9 @@ LEASE_SECONDS = 5.0  # longer than a loaded machine keeps anybody waiting
 _CLIENT = f"""
 import sys
 sys.path[:] = {sys.path!r}
-from envserve.wire import ErrorBody, Message, MessageType, decode, encode
+from envserve.wire.constants import MessageType
+from envserve.wire.greetings import ErrorBody
+from envserve.wire.message import Message, decode, encode
 from tests.envserve.session_client import SessionClient
 number = int(sys.argv[2])
 with SessionClient(sys.argv[1], session=number, client="late:1") as client:

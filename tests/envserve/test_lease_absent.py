@@ -11,7 +11,10 @@ from envserve.lane import Fault
 from envserve.session.states import ClaimState, Machine
 from envserve.settings import HostSettings
 from envserve.slab import Status
-from envserve.wire import Message, MessageType, Pong, Report
+from envserve.wire.bodies import Pong
+from envserve.wire.constants import MessageType
+from envserve.wire.message import Message
+from envserve.wire.report import Report
 from tests.envserve.raw_client import RawClient, blocks_of, changed
 from tests.envserve.session_fakes import FakeServer
 

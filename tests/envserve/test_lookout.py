@@ -15,7 +15,7 @@ from envserve.client.lookout import Lookout
 from envserve.client.observer import Observer
 from envserve.crashes.repro import decode_repro
 from envserve.errors import ConnectError, LeaseLost, LocalProtocolError
-from envserve.wire import MessageType
+from envserve.wire.constants import MessageType
 from tests.oracle.probe_envs import MODULE
 
 from .pool_driver import LEDGER

@@ -17,16 +17,9 @@ import pytest
 from envserve import codec
 from envserve.errors import CallError
 from envserve.settings import HostSettings
-from envserve.wire import (
-    Buffer,
-    ErrorCode,
-    Message,
-    MessageType,
-    ResetBody,
-    encode,
-    pack_options,
-)
-from envserve.wire.constants import BODY_LIMITS, MAX_ENTRIES
+from envserve.wire.bodies import ResetBody, pack_options
+from envserve.wire.constants import BODY_LIMITS, MAX_ENTRIES, ErrorCode, MessageType
+from envserve.wire.message import Buffer, Message, encode
 from tests.envserve.raw_client import SESSION, RawClient, changed, errors_in
 from tests.envserve.session_fakes import FakeServer, make_attach, make_call, pair
 

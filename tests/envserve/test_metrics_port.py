@@ -33,7 +33,7 @@ from envserve.keys.pair import KeyPair
 from envserve.metrics_port import MetricsPort
 from envserve.server.metrics import ServerCollector
 from envserve.transport import use_keys
-from envserve.wire import Histogram, LeaseStatus, ServerStatus
+from envserve.wire.status import Histogram, LeaseStatus, ServerStatus
 from tests.envserve.conftest import OPENINGS, PATIENCE, Serve, WaitUntil
 from tests.envserve.server_process import LEDGER
 from tests.oracle.ledger import Ledger

@@ -14,7 +14,7 @@ import pytest
 import envserve
 from envserve.client import BatchEnv
 from envserve.errors import ProtocolMismatch
-from envserve.wire import VERSION
+from envserve.wire.constants import VERSION
 
 from .server_process import ServerProcess
 

@@ -10,7 +10,7 @@ import pytest
 from envserve.keys.grant import Grant
 from envserve.session.policy import Refusal, check_call, check_kwargs, narrow
 from envserve.settings import HostSettings
-from envserve.wire import ErrorCode
+from envserve.wire.constants import ErrorCode
 
 
 def uses(host: HostSettings, name: str) -> set[str]:

@@ -9,19 +9,13 @@ from typing import Any
 import pytest
 
 from envserve.keys.grant import Grant
-from envserve.session import ServerSession, SessionId
+from envserve.session.decisions import SessionId
 from envserve.session.quotas import AUDIT
+from envserve.session.server import ServerSession
 from envserve.settings import HostSettings
-from envserve.wire import (
-    ErrorBody,
-    ErrorCode,
-    Hello,
-    Message,
-    MessageType,
-    Welcome,
-    decode,
-    encode,
-)
+from envserve.wire.constants import ErrorCode, MessageType
+from envserve.wire.greetings import ErrorBody, Hello, Welcome
+from envserve.wire.message import Message, decode, encode
 from tests.envserve.session_fakes import FakeOffer, FakeServer, make_attach
 
 #: How often an audit was told of an event of a user.

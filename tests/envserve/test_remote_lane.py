@@ -15,7 +15,8 @@ from envserve import codec
 from envserve.client import connection, remote_lane
 from envserve.client.remote_lane import RemoteLane
 from envserve.errors import ConnectError, EnvStartError, LocalProtocolError, ServerLost
-from envserve.session import Patience, requests
+from envserve.session import requests
+from envserve.session.requests import Patience
 from envserve.slab import Status
 from tests.chaos.proxy import Proxy
 from tests.chaos.toxics import Toxics

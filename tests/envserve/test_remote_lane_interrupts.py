@@ -21,7 +21,7 @@ from envserve.client.watch import Descriptor
 from envserve.lane import Outcome, Reset
 from envserve.slab import Status
 from envserve.transport import Frames
-from envserve.wire import Buffer
+from envserve.wire.message import Buffer
 from tests.envserve.interrupts import Place, run_traced
 from tests.envserve.server_process import make_config
 from tests.envserve.session_fakes import FakeServer, make_call

@@ -19,7 +19,7 @@ from envserve.keys.folder import KeyFolder
 from envserve.keys.grant import Grant
 from envserve.keys.pair import KeyPair
 from envserve.lane import Outcome
-from envserve.session import Patience
+from envserve.session.requests import Patience
 from tests.envserve.conftest import Serve
 from tests.envserve.pool_driver import attach_lane, reset, step
 from tests.envserve.server_process import ServerProcess, command, make_config

@@ -14,16 +14,10 @@ from envserve.keys.folder import KeyFolder
 from envserve.keys.grant import Grant
 from envserve.keys.pair import KeyPair
 from envserve.transport import use_keys
-from envserve.wire import (
-    Attach,
-    ErrorBody,
-    ErrorCode,
-    Hello,
-    Message,
-    MessageType,
-    decode,
-    encode,
-)
+from envserve.wire.bodies import Attach
+from envserve.wire.constants import ErrorCode, MessageType
+from envserve.wire.greetings import ErrorBody, Hello
+from envserve.wire.message import Message, decode, encode
 from tests.envserve.conftest import Join, Serve
 from tests.envserve.server_process import ServerProcess
 

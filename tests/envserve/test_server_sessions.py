@@ -16,16 +16,10 @@ from envserve.client.connection import Connection
 from envserve.client.remote_lane import RemoteLane
 from envserve.errors import ActionError, EnvsBusy, EnvStartError, ServerLost, UnknownEnv
 from envserve.lane import Outcome
-from envserve.session import Patience
-from envserve.wire import (
-    ErrorBody,
-    ErrorCode,
-    Hello,
-    Message,
-    MessageType,
-    decode,
-    encode,
-)
+from envserve.session.requests import Patience
+from envserve.wire.constants import ErrorCode, MessageType
+from envserve.wire.greetings import ErrorBody, Hello
+from envserve.wire.message import Message, decode, encode
 from tests.envserve.conftest import Attach, Join, Serve, WaitUntil
 from tests.envserve.pool_driver import FAULTY, step
 from tests.envserve.server_process import LEDGER, ServerProcess

@@ -26,26 +26,16 @@ from envserve.server import shell as shell_module
 from envserve.server.router import Router
 from envserve.server.shell import RouterShell
 from envserve.server.unread import Unread
-from envserve.session import Decision, Reply, ServerSession
-from envserve.session.decisions import Repeats
+from envserve.session.decisions import Decision, Repeats, Reply
+from envserve.session.server import ServerSession
 from envserve.settings import HostSettings
 from envserve.slab import Status
 from envserve.transport import raise_file_limit
-from envserve.wire import (
-    Attach,
-    Buffer,
-    ErrorBody,
-    ErrorCode,
-    Executed,
-    Hello,
-    Message,
-    MessageType,
-    Report,
-    ResetBody,
-    Welcome,
-    decode,
-    encode,
-)
+from envserve.wire.bodies import Attach, ResetBody
+from envserve.wire.constants import ErrorCode, Executed, MessageType
+from envserve.wire.greetings import ErrorBody, Hello, Welcome
+from envserve.wire.message import Buffer, Message, decode, encode
+from envserve.wire.report import Report
 
 BOOT = 77
 FAULTY = "envserve/Faulty-v0"

@@ -9,9 +9,11 @@ import pytest
 
 from envserve.errors import ActionError, LocalProtocolError
 from envserve.lane import Fault, Outcome, Reset
-from envserve.session import ClientSession, ClientState
+from envserve.session.client import ClientSession
+from envserve.session.states import ClientState
 from envserve.slab import Status
-from envserve.wire import Buffer, Message, MessageType, decode, encode
+from envserve.wire.constants import MessageType
+from envserve.wire.message import Buffer, Message, decode, encode
 from tests.envserve.session_fakes import (
     FakeServer,
     absent,

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from envserve.errors import ActionError, LocalProtocolError
-from envserve.session import ClientSession
-from envserve.wire import Buffer, MessageType, decode
+from envserve.session.client import ClientSession
+from envserve.wire.constants import MessageType
+from envserve.wire.message import Buffer, decode
 from tests.envserve.raw_client import changed
 from tests.envserve.session_fakes import exchange, executed, pair, take_outgoing
 

@@ -19,18 +19,12 @@ from envserve.errors import (
     WorkerError,
     WrapperError,
 )
-from envserve.session import ClientState
+from envserve.session.states import ClientState
 from envserve.settings import HostSettings
-from envserve.wire import (
-    Attach,
-    ErrorBody,
-    ErrorCode,
-    Hello,
-    Message,
-    MessageType,
-    decode,
-    encode,
-)
+from envserve.wire.bodies import Attach
+from envserve.wire.constants import ErrorCode, MessageType
+from envserve.wire.greetings import ErrorBody, Hello
+from envserve.wire.message import Message, decode, encode
 from envserve.wrappers import WrapperSpec
 from tests.envserve.session_fakes import (
     SPEC,

@@ -10,7 +10,9 @@ from envserve import codec
 from envserve.errors import CallError
 from envserve.lane import Call, Outcome
 from envserve.settings import HostSettings
-from envserve.wire import CallBody, ErrorCode, MessageType, Report
+from envserve.wire.bodies import CallBody
+from envserve.wire.constants import ErrorCode, MessageType
+from envserve.wire.report import Report
 from tests.envserve.raw_client import RawClient, blocks_of, changed, errors_in
 from tests.envserve.session_fakes import FakeServer, attach, collect, exchange
 

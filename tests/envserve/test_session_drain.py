@@ -9,8 +9,12 @@ import pytest
 
 from envserve.errors import EnvsBusy, LeaseLost, ServerDraining
 from envserve.lane import Outcome, Reset
-from envserve.session import ClientSession, ClientState
-from envserve.wire import Drain, Hello, MessageType, Welcome, decode, encode
+from envserve.session.client import ClientSession
+from envserve.session.states import ClientState
+from envserve.wire.bodies import Drain
+from envserve.wire.constants import MessageType
+from envserve.wire.greetings import Hello, Welcome
+from envserve.wire.message import decode, encode
 from tests.envserve.session_fakes import (
     FakeServer,
     OneLease,

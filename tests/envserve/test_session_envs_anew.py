@@ -8,10 +8,14 @@ import pytest
 
 from envserve.errors import LeaseLost, ServerError, ServerLost, UnknownEnv
 from envserve.lane import Reset
-from envserve.session import ClientSession, ClientState, Patience, ServerSession
+from envserve.session.client import ClientSession
+from envserve.session.requests import Patience
+from envserve.session.server import ServerSession
+from envserve.session.states import ClientState
 from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Status
-from envserve.wire import Buffer, Message, MessageType, decode, encode
+from envserve.wire.constants import MessageType
+from envserve.wire.message import Buffer, Message, decode, encode
 from tests.envserve.session_fakes import (
     FakeOffer,
     FakePool,

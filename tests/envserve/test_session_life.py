@@ -7,17 +7,10 @@ import dataclasses
 import pytest
 
 from envserve.errors import ConnectError, LeaseLost, ServerError, ServerLost
-from envserve.session import ClientState
-from envserve.wire import (
-    Buffer,
-    ErrorBody,
-    ErrorCode,
-    Executed,
-    Message,
-    MessageType,
-    decode,
-    encode,
-)
+from envserve.session.states import ClientState
+from envserve.wire.constants import ErrorCode, Executed, MessageType
+from envserve.wire.greetings import ErrorBody
+from envserve.wire.message import Buffer, Message, decode, encode
 from tests.envserve.session_fakes import (
     FakeServer,
     OneLease,

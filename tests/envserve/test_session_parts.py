@@ -15,7 +15,7 @@ from envserve.session.operations import Operations
 from envserve.session.requests import Silence
 from envserve.slab import Rows
 from envserve.spec import EnvSpec
-from envserve.wire import BlockParts, RowCodec
+from envserve.wire.rows import BlockParts, RowCodec
 from tests.oracle.probe_envs import SPACES
 
 NUM_ENVS = 4

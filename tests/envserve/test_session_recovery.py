@@ -7,9 +7,10 @@ import pytest
 
 from envserve.errors import ServerLost
 from envserve.lane import Reset
-from envserve.session import ClientState
+from envserve.session.states import ClientState
 from envserve.slab import Status
-from envserve.wire import Buffer, MessageType, decode
+from envserve.wire.constants import MessageType
+from envserve.wire.message import Buffer, decode
 from tests.envserve.session_fakes import (
     FakeServer,
     absent,

@@ -11,7 +11,10 @@ from envserve.errors import RemoteProtocolError
 from envserve.lane import Block, Fault, Outcome
 from envserve.session import operations, requests
 from envserve.slab import Status
-from envserve.wire import ErrorBody, ErrorCode, Message, MessageType, Report
+from envserve.wire.constants import ErrorCode, MessageType
+from envserve.wire.greetings import ErrorBody
+from envserve.wire.message import Message
+from envserve.wire.report import Report
 from tests.envserve.session_fakes import ADDRESS, SPEC
 
 NUM_BLOCKS = 4096

@@ -7,16 +7,10 @@ import logging
 
 import pytest
 
-from envserve.wire import (
-    Attach,
-    ErrorBody,
-    Hello,
-    Message,
-    MessageType,
-    Peer,
-    decode,
-    encode,
-)
+from envserve.wire.bodies import Attach
+from envserve.wire.constants import MessageType
+from envserve.wire.greetings import ErrorBody, Hello
+from envserve.wire.message import Message, Peer, decode, encode
 from tests.envserve.session_fakes import FakeServer, make_attach
 
 A: Peer = (0, b"a", "ann")

@@ -11,18 +11,10 @@ from typing import Any
 import pytest
 import zmq
 
-from envserve.wire import (
-    Attach,
-    ErrorBody,
-    ErrorCode,
-    Granted,
-    Hello,
-    Message,
-    MessageType,
-    ResetBody,
-    decode,
-    encode,
-)
+from envserve.wire.bodies import Attach, Granted, ResetBody
+from envserve.wire.constants import ErrorCode, MessageType
+from envserve.wire.greetings import ErrorBody, Hello
+from envserve.wire.message import Message, decode, encode
 from envserve.wrappers import WrapperSpec
 from tests.envserve.conftest import Join, Serve
 from tests.envserve.server_process import ServerProcess, use_own_keys

@@ -22,7 +22,7 @@ from envserve.encoded import action_values, decode_observation
 from envserve.errors import SpaceError
 from envserve.slab import Rows, Status, private_heartbeat, write_lost
 from envserve.spec import EnvSpec, describe, restore, unflatten
-from envserve.wire import RowCodec, RowPart
+from envserve.wire.rows import RowCodec, RowPart
 from envserve.worker.env_row import EnvRow
 from envserve.worker.report import encode_spaces, read_spaces
 

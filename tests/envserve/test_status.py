@@ -16,18 +16,10 @@ from envserve.pool.tally import Tally, add
 from envserve.server.shell import RouterShell
 from envserve.server.status import StatusBoard
 from envserve.settings import HostSettings
-from envserve.wire import (
-    ErrorBody,
-    ErrorCode,
-    Hello,
-    Histogram,
-    LeaseStatus,
-    Message,
-    MessageType,
-    ServerStatus,
-    decode,
-    encode,
-)
+from envserve.wire.constants import ErrorCode, MessageType
+from envserve.wire.greetings import ErrorBody, Hello
+from envserve.wire.message import Message, decode, encode
+from envserve.wire.status import Histogram, LeaseStatus, ServerStatus
 from tests.envserve.session_fakes import FakeServer, make_attach
 
 MAX_BYTES = 64 << 10

@@ -24,17 +24,10 @@ from envserve.cli import app
 from envserve.client.health import probe
 from envserve.client.survey import Sight, look_at, sights_of
 from envserve.commands import status as commands
-from envserve.wire import (
-    ErrorBody,
-    ErrorCode,
-    Histogram,
-    LeaseStatus,
-    Message,
-    MessageType,
-    ServerStatus,
-    decode,
-    encode,
-)
+from envserve.wire.constants import ErrorCode, MessageType
+from envserve.wire.greetings import ErrorBody
+from envserve.wire.message import Message, decode, encode
+from envserve.wire.status import Histogram, LeaseStatus, ServerStatus
 from tests.envserve.session_fakes import make_welcome
 
 LEASE = LeaseStatus(

@@ -15,7 +15,7 @@ from envserve.lane import Reset
 from envserve.pool.pool import Pool
 from envserve.pool.tally import add, described_in_full
 from envserve.slab import Status
-from envserve.wire import LeaseStatus, ServerStatus
+from envserve.wire.status import LeaseStatus, ServerStatus
 
 from .pool_driver import SCRIPT, PoolMaker, kill, reset, step
 

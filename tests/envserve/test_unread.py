@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from envserve.server.unread import LONG_BYTES, Unread
-from envserve.wire import Buffer, Message, MessageType, encode
+from envserve.wire.constants import MessageType
+from envserve.wire.message import Buffer, Message, encode
 
 MIB = 1 << 20
 PEER = (1, b"route", "")

@@ -17,34 +17,24 @@ from envserve.lane import Call, make_blocks
 from envserve.pictures import Picture
 from envserve.slab import Rows
 from envserve.spec import EnvSpec, leaves_of
-from envserve.wire import (
+from envserve.wire import constants
+from envserve.wire.bodies import (
     Attach,
-    Buffer,
     Building,
     CallBody,
     Drain,
-    ErrorBody,
-    ErrorCode,
     FrameRequest,
     FrameResult,
     Granted,
-    Hello,
-    Histogram,
-    Join,
-    LeaseStatus,
-    Message,
-    MessageType,
     Pong,
     ResetBody,
-    RowCodec,
-    RowPart,
-    ServerStatus,
-    Welcome,
-    constants,
-    decode,
-    encode,
     pack_options,
 )
+from envserve.wire.constants import ErrorCode, MessageType
+from envserve.wire.greetings import ErrorBody, Hello, Join, Welcome
+from envserve.wire.message import Buffer, Message, decode, encode
+from envserve.wire.rows import RowCodec, RowPart
+from envserve.wire.status import Histogram, LeaseStatus, ServerStatus
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 SESSION, BOOT = 0x1122334455667788, 0x99AABBCCDDEEFF01

@@ -18,25 +18,14 @@ from envserve import codec
 from envserve.errors import RemoteProtocolError
 from envserve.lane import make_blocks
 from envserve.spec import EnvSpec
-from envserve.wire import (
+from envserve.wire.bodies import (
     Attach,
     Building,
     CallBody,
-    ErrorBody,
-    ErrorCode,
-    Executed,
     Granted,
-    Hello,
-    Message,
-    MessageType,
     Pong,
-    Report,
     ResetBody,
-    decode,
-    encode,
     pack_options,
-    peek,
-    set_attempt,
 )
 from envserve.wire.constants import (
     BODY_LIMITS,
@@ -44,7 +33,13 @@ from envserve.wire.constants import (
     MAX_ENTRIES,
     MAX_REPORT_BYTES,
     MAX_TEXT_BYTES,
+    ErrorCode,
+    Executed,
+    MessageType,
 )
+from envserve.wire.greetings import ErrorBody, Hello
+from envserve.wire.message import Message, decode, encode, peek, set_attempt
+from envserve.wire.report import Report
 from envserve.wrappers import WrapperSpec
 from tests.envserve.mutation import mutate, read_or_refuse
 from tests.envserve.session_fakes import make_call, make_welcome

@@ -10,8 +10,9 @@ from envserve import codec
 from envserve.errors import RemoteProtocolError
 from envserve.lane import Fault
 from envserve.slab import Status
-from envserve.wire import ErrorBody, ErrorCode, Report
-from envserve.wire.constants import MAX_REPORT_BYTES
+from envserve.wire.constants import MAX_REPORT_BYTES, ErrorCode
+from envserve.wire.greetings import ErrorBody
+from envserve.wire.report import Report
 from tests.envserve.mutation import mutate, read_or_refuse
 
 REPORT = Report(

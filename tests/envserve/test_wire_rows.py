@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from envserve.errors import RemoteProtocolError
 from envserve.slab import Rows
 from envserve.spec import EnvSpec, flatten
-from envserve.wire import RowCodec, RowPart
 from envserve.wire.constants import MAX_INLINE_BYTES
-from envserve.wire.rows import merge_ranges, split_rows
+from envserve.wire.rows import RowCodec, RowPart, merge_ranges, split_rows
 from tests.oracle.probe_envs import SPACES
 
 NUM_ENVS = 6

@@ -28,9 +28,10 @@ from envserve.errors import (
     ServerError,
 )
 from envserve.lane import Block, Call, Lane, Outcome, Reset
-from envserve.session import ClientSession, ClientState
+from envserve.session.client import ClientSession
+from envserve.session.states import ClientState
 from envserve.slab import Status
-from envserve.wire import Attach, pack_options
+from envserve.wire.bodies import Attach, pack_options
 from tests.oracle.journal import Array
 from tests.oracle.ledger import Ledger
 from tests.worlds.endpoint import Endpoint

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from typing import Any, Final
 
-from envserve.wire import peek
+from envserve.wire.message import peek
 
 #: When; a number that no other has; what; with which arguments.
 Planned = tuple[float, int, Callable[..., None], tuple[Any, ...]]

@@ -9,8 +9,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from envserve.session import ClientSession, ClientState, Patience
-from envserve.wire import Attach, Buffer
+from envserve.session.client import ClientSession
+from envserve.session.requests import Patience
+from envserve.session.states import ClientState
+from envserve.wire.bodies import Attach
+from envserve.wire.message import Buffer
 from tests.worlds.clock import Patient
 from tests.worlds.host import Host
 from tests.worlds.journal import Violation

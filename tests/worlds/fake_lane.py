@@ -16,7 +16,7 @@ from gymnasium import spaces
 
 from envserve.errors import EnvserveError
 from envserve.lane import Call, Outcome, Reset
-from envserve.session import RunStep
+from envserve.session.decisions import RunStep
 from envserve.settings import PoolSettings
 from envserve.slab import Status, keep_last_observation
 from envserve.spec import EnvSpec

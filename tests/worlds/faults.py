@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from envserve.errors import EnvError
-from envserve.wire import Buffer, MessageType, decode, encode
+from envserve.wire.constants import MessageType
+from envserve.wire.message import Buffer, decode, encode
 from tests.worlds.caller import Caller
 from tests.worlds.endpoint import Endpoint
 from tests.worlds.host import Host

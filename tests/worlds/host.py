@@ -12,17 +12,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from envserve.errors import EnvError, EnvStartError, ServerError, UnknownEnv
 from envserve.lane import Outcome
-from envserve.session import (
-    Decision,
-    EndPool,
-    Reply,
-    ServerSession,
-    SessionId,
-    StartPool,
-)
+from envserve.session.decisions import Decision, EndPool, Reply, SessionId, StartPool
+from envserve.session.server import ServerSession
 from envserve.settings import HostSettings
 from envserve.slab import Status
-from envserve.wire import Buffer, Peer
+from envserve.wire.message import Buffer, Peer
 from tests.worlds.clock import Patient
 from tests.worlds.journal import Violation
 from tests.worlds.pool import SPEC, MemoryPool, Operation

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Final
 
 from envserve.errors import ConnectError, EnvserveError
 from envserve.lane import Block, Call, Outcome, Reset
-from envserve.session import ClientSession, ClientState
+from envserve.session.client import ClientSession
+from envserve.session.states import ClientState
 from envserve.slab import Rows
 from envserve.spec import EnvSpec
-from envserve.wire import Attach
+from envserve.wire.bodies import Attach
 from tests.worlds.endpoint import Endpoint
 from tests.worlds.host import Host
 

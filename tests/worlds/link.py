@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from envserve.wire import Buffer
+from envserve.wire.message import Buffer
 from tests.worlds.clock import Clock
 from tests.worlds.host import Host
 from tests.worlds.profile import Profile

@@ -14,7 +14,7 @@ from envserve import codec
 from envserve.errors import CallError, EnvError, EnvserveError
 from envserve.lane import Call, Fault, Outcome, Reset, make_blocks
 from envserve.seeding import env_seed
-from envserve.session import RunCall, RunReset, RunStep
+from envserve.session.decisions import RunCall, RunReset, RunStep
 from envserve.settings import PoolSettings
 from envserve.slab import Rows, Status, keep_last_observation, write_lost
 from envserve.spec import EnvSpec

@@ -7,9 +7,12 @@ import random
 from collections.abc import Sequence
 from typing import Any, Final
 
-from envserve.session import Decision, EndPool, Reply, ServerSession, StartPool
 from envserve.session.claim import Claim
-from envserve.wire import Attach, Buffer, Message, MessageType, decode, encode
+from envserve.session.decisions import Decision, EndPool, Reply, StartPool
+from envserve.session.server import ServerSession
+from envserve.wire.bodies import Attach
+from envserve.wire.constants import MessageType
+from envserve.wire.message import Buffer, Message, decode, encode
 from tests.worlds.journal import Violation
 
 #: The user of all callers and trainers.

@@ -13,7 +13,7 @@ import numpy as np
 
 from envserve.client import BatchEnv, StepResult
 from envserve.errors import CallError, EnvserveError, EnvTimeout, ProtocolError
-from envserve.wire import Attach, pack_options
+from envserve.wire.bodies import Attach, pack_options
 from tests.oracle.ledger import Ledger
 from tests.oracle.player import Player
 from tests.worlds.host import Host
