@@ -27,8 +27,8 @@ from gymnasium.error import DependencyNotInstalled
 from envserve import own_envs
 from envserve.errors import EnvStartError, UnknownEnv
 from envserve.text import did_you_mean
-from envserve.wrappers import WrapperSpec
 from envserve.wrappers.apply import wrap
+from envserve.wrappers.specs import WrapperSpec
 
 __all__ = ["Registry", "import_env_modules", "make_env", "maker_of", "preload"]
 __all__ += ["spec_of"]

@@ -19,7 +19,7 @@ from envserve.client.make_vec import make_batch, send_step
 from envserve.client.step_result import last_rows
 from envserve.client.vector_env import metadata_of
 from envserve.errors import CallError, EnvError
-from envserve.wrappers import parse_wrappers
+from envserve.wrappers.specs import parse_wrappers
 
 try:
     from stable_baselines3.common.vec_env import VecEnv, VecMonitor

@@ -34,7 +34,7 @@ from msgspec import Meta
 from envserve.address import is_private
 from envserve.own_envs import absolute, is_own, name_of
 from envserve.text import Name
-from envserve.wrappers import Wrappers
+from envserve.wrappers.specs import Wrappers
 
 __all__ = [
     "Autoreset",

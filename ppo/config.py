@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from envserve.errors import WrapperError
-from envserve.wrappers import parse_wrappers
+from envserve.wrappers.specs import parse_wrappers
 from ppo.config_values import Table, Tables, in_words
 from ppo.errors import ConfigError
 

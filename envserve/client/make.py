@@ -28,7 +28,7 @@ from envserve.settings import (
     PoolSettings,
 )
 from envserve.text import did_you_mean
-from envserve.wrappers import check_wrappers, parse_wrappers
+from envserve.wrappers.specs import check_wrappers, parse_wrappers
 
 __all__ = ["Builders", "EnvWord", "OnFault", "OnServerLost"]
 

@@ -18,7 +18,7 @@ from envserve.crashes.action_ring import Count, Played
 from envserve.errors import ReproError
 from envserve.settings import Autoreset, NonFinite
 from envserve.slab import Status
-from envserve.wrappers import WrapperSpec, plain_wrappers, wrappers_from_plain
+from envserve.wrappers.specs import WrapperSpec, plain_wrappers, wrappers_from_plain
 
 __all__ = ["MAX_REPRO_BYTES", "End", "Repro", "decode_repro", "encode_repro"]
 

@@ -28,7 +28,7 @@ from envserve.settings import EnvRequest, PoolSettings
 from envserve.slab import Slab, Status
 from envserve.worker.channel import Frame, Kind, pack_frame
 from envserve.worker.report import read_spaces
-from envserve.wrappers import plain_wrappers
+from envserve.wrappers.specs import plain_wrappers
 
 __all__ = ["SupervisedWorker"]
 

@@ -23,7 +23,7 @@ from envserve.pool.supervisor import SupervisedWorker
 from envserve.settings import PoolSettings
 from envserve.slab import Slab, rows_mib
 from envserve.spec import EnvSpec
-from envserve.wrappers import plain_wrappers
+from envserve.wrappers.specs import plain_wrappers
 
 __all__ = ["Workers"]
 

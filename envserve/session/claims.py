@@ -31,7 +31,7 @@ from envserve.wire.bodies import Attach, Granted
 from envserve.wire.constants import MAX_NAMES, MAX_RESULT_BYTES, ErrorCode
 from envserve.wire.greetings import ErrorBody, Welcome
 from envserve.wire.message import Message
-from envserve.wrappers import check_wrappers
+from envserve.wrappers.specs import check_wrappers
 
 __all__ = ["Claims", "Offer"]
 

@@ -33,6 +33,7 @@ from envserve.wire.constants import (
     MAX_TOLD_BLOCKS,
 )
 from envserve.wire.greetings import U32, U63, Body, Milliseconds, Row, Seconds, read
+from envserve.wrappers.specs import plain_wrappers
 
 __all__ = [
     "Attach",
@@ -89,7 +90,7 @@ class Attach(EnvRequest):
 
     def encode(self) -> bytes:
         """Returns the body; raises CodecError if an argument cannot be sent."""
-        wrappers = [[spec.name, spec.arguments] for spec in self.wrappers]
+        wrappers = plain_wrappers(self.wrappers)
         body = codec.encode({**vars(self), "wrappers": wrappers})
         what = "env_kwargs and wrappers"
         return _within(body, what, MAX_ATTACH_BYTES, MAX_ATTACH_VALUES)

@@ -36,7 +36,7 @@ from envserve.worker.values import (
     reward_of,
     violation_of,
 )
-from envserve.wrappers import WrapperSpec
+from envserve.wrappers.specs import WrapperSpec
 
 __all__ = ["EnvRow", "SpaceViolation"]
 

@@ -43,7 +43,7 @@ from envserve.worker.report import encode_report, encode_spaces, fault_of, senda
 from envserve.worker.spare_row import SpareRow, reset_threads
 from envserve.worker.values import Rules
 from envserve.worker.vector_block import VectorBlock
-from envserve.wrappers import wrappers_from_plain
+from envserve.wrappers.specs import wrappers_from_plain
 
 __all__ = ["run"]
 

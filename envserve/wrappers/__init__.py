@@ -1,18 +1,9 @@
-"""Wrappers by name: which there are, with what arguments, and how they are applied.
+"""Wrappers by name: what modules that register their own need.
 
-Specs and their checks load no Gymnasium, so that configs and the wire can use them;
-`envserve.wrappers.apply` builds, in the worker.
+`table` has all that are known, `specs` what is asked for. Neither loads Gymnasium, so
+that configs and the wire can use them; `apply` builds, in the worker.
 """
 
-from envserve.wrappers.specs import (
-    MAX_WRAPPERS,
-    Wrappers,
-    WrapperSpec,
-    check_wrappers,
-    parse_wrappers,
-    plain_wrappers,
-    wrappers_from_plain,
-)
 from envserve.wrappers.table import (
     Boolean,
     Choice,
@@ -24,18 +15,11 @@ from envserve.wrappers.table import (
 )
 
 __all__ = [
-    "MAX_WRAPPERS",
     "Boolean",
     "Choice",
     "Integer",
     "Integers",
     "Keys",
     "Number",
-    "WrapperSpec",
-    "Wrappers",
-    "check_wrappers",
-    "parse_wrappers",
-    "plain_wrappers",
     "register_wrapper",
-    "wrappers_from_plain",
 ]

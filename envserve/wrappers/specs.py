@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from envserve.errors import WrapperError
-from envserve.wrappers.table import find, is_known
+from envserve.wrappers.table import KNOWN, find
 
 __all__ = [
     "MAX_WRAPPERS",
@@ -97,7 +97,7 @@ def check_wrappers(
             f"wrappers: expected at most {MAX_WRAPPERS} of them; got {len(specs)}"
         )
     for position, spec in enumerate(specs):
-        if is_known(spec.name) or not may_be_unknown:
+        if spec.name in KNOWN or not may_be_unknown:
             converted_arguments(spec, position)
 
 

@@ -27,7 +27,6 @@ __all__ = [
     "Known",
     "Number",
     "find",
-    "is_known",
     "register_wrapper",
 ]
 
@@ -207,11 +206,6 @@ def register_wrapper(
     if name in KNOWN and KNOWN[name] != known:
         raise ValueError(f"there is a wrapper {name!r} already; choose another name")
     KNOWN[name] = known
-
-
-def is_known(name: str) -> bool:
-    """Tells whether there is a wrapper of that name."""
-    return name in KNOWN
 
 
 def find(name: str, where: str) -> Known:

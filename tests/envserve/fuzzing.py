@@ -44,7 +44,7 @@ from envserve.worker.report import (
     read_report,
     read_spaces,
 )
-from envserve.wrappers import WrapperSpec
+from envserve.wrappers.specs import WrapperSpec
 from tests.envserve.raw_client import SESSION, RawClient
 from tests.envserve.session_fakes import (
     SPEC,

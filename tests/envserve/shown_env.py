@@ -9,8 +9,8 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from envserve.wrappers import WrapperSpec
 from envserve.wrappers.apply import wrap
+from envserve.wrappers.specs import WrapperSpec
 
 
 class Line(gymnasium.Env[Any, Any]):

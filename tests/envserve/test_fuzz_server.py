@@ -18,7 +18,7 @@ from envserve.wire.bodies import Attach, CallBody, ResetBody
 from envserve.wire.constants import MessageType
 from envserve.wire.greetings import Hello
 from envserve.wire.message import Buffer, Message, decode, encode
-from envserve.wrappers import WrapperSpec
+from envserve.wrappers.specs import WrapperSpec
 from tests.envserve.conftest import Attach as AttachLane
 from tests.envserve.conftest import Serve
 from tests.envserve.server_process import use_own_keys

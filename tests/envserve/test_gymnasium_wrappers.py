@@ -11,8 +11,8 @@ from gymnasium.wrappers import TransformObservation
 
 from envserve.errors import EnvStartError
 from envserve.registry import make_env
-from envserve.wrappers import WrapperSpec
 from envserve.wrappers.apply import wrap
+from envserve.wrappers.specs import WrapperSpec
 from envserve.wrappers.table import KNOWN
 from tests.envserve.shown_env import episode, line, wrapped
 

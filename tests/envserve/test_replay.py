@@ -22,7 +22,7 @@ from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
 from envserve.pool.replay import describe_repro, load_repro, replay
 from envserve.slab import Status
-from envserve.wrappers import WrapperSpec
+from envserve.wrappers.specs import WrapperSpec
 
 from .pool_driver import FAULTY, PoolMaker, gather, launcher_with, reset
 

@@ -25,7 +25,7 @@ from envserve.wire.bodies import Attach
 from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.greetings import ErrorBody, Hello
 from envserve.wire.message import Message, decode, encode
-from envserve.wrappers import WrapperSpec
+from envserve.wrappers.specs import WrapperSpec
 from tests.envserve.session_fakes import (
     SPEC,
     FakeServer,

@@ -15,7 +15,7 @@ from envserve.wire.bodies import Attach, Granted, ResetBody
 from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.greetings import ErrorBody, Hello
 from envserve.wire.message import Message, decode, encode
-from envserve.wrappers import WrapperSpec
+from envserve.wrappers.specs import WrapperSpec
 from tests.envserve.conftest import Join, Serve
 from tests.envserve.server_process import ServerProcess, use_own_keys
 

@@ -40,7 +40,7 @@ from envserve.wire.constants import (
 from envserve.wire.greetings import ErrorBody, Hello
 from envserve.wire.message import Message, decode, encode, peek, set_attempt
 from envserve.wire.report import Report
-from envserve.wrappers import WrapperSpec
+from envserve.wrappers.specs import WrapperSpec
 from tests.envserve.mutation import mutate, read_or_refuse
 from tests.envserve.session_fakes import make_call, make_welcome
 from tests.oracle.probe_envs import SPACES

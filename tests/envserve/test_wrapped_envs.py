@@ -14,7 +14,7 @@ from envserve.client import BatchEnv
 from envserve.errors import EnvStartError, UnknownEnv, WrapperError
 from envserve.registry import make_env
 from envserve.seeding import env_seed
-from envserve.wrappers import parse_wrappers
+from envserve.wrappers.specs import parse_wrappers
 
 from .conftest import StartServer
 from .server_process import ServerProcess

@@ -6,6 +6,7 @@ import importlib
 import inspect
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import gymnasium
 import numpy as np
@@ -16,22 +17,23 @@ from envserve import codec
 from envserve.errors import EnvStartError, WrapperError
 from envserve.registry import make_env
 from envserve.wrappers import (
-    MAX_WRAPPERS,
     Boolean,
     Choice,
     Integer,
     Integers,
     Keys,
     Number,
+    register_wrapper,
+)
+from envserve.wrappers.apply import wrap
+from envserve.wrappers.specs import (
+    MAX_WRAPPERS,
     WrapperSpec,
     check_wrappers,
     parse_wrappers,
     plain_wrappers,
-    register_wrapper,
-    table,
     wrappers_from_plain,
 )
-from envserve.wrappers.apply import wrap
 from envserve.wrappers.table import KNOWN, Known
 
 
@@ -227,9 +229,8 @@ def test_env_that_does_not_fit_is_named_with_its_wrapper(
         wrap(Blank(spaces.Discrete(3)), specs)
 
 
-def test_own_wrappers_have_arguments_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "KNOWN", dict(KNOWN))
-
+@patch.dict(KNOWN)
+def test_own_wrappers_have_arguments_too() -> None:
     def limited(env: Any, steps: int) -> Any:
         return gymnasium.wrappers.TimeLimit(env, steps)
 
