@@ -45,7 +45,6 @@ __all__ = [
     "Infos",
     "KwargRule",
     "LocalOptions",
-    "Name",
     "NonFinite",
     "PoolSettings",
     "WorkerSettings",

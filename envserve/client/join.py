@@ -42,7 +42,10 @@ def join(invitation: Invitation, pair: KeyPair, timeout_seconds: float) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         socket = context.socket(zmq.DEALER)
         try:
-            _prepare(socket, invitation, address)
+            set_common_options(socket)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
+            socket.setsockopt(zmq.IPV6, "[" in address)
+            use_keys(socket, invitation.server_public, KeyPair.of(invitation.secret))
             if _ask(socket, invitation, address, pair.public, seconds):
                 return
         finally:
@@ -52,13 +55,6 @@ def join(invitation: Invitation, pair: KeyPair, timeout_seconds: float) -> None:
         f"({formats.fingerprint(invitation.server_public)}) answered within "
         f"{timeout_seconds:g} s; it must run, and be reached from here"
     )
-
-
-def _prepare(socket: zmq.Socket[bytes], invitation: Invitation, address: str) -> None:
-    set_common_options(socket)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
-    socket.setsockopt(zmq.IPV6, "[" in address)
-    use_keys(socket, invitation.server_public, KeyPair.of(invitation.secret))
 
 
 def _ask(

@@ -12,7 +12,6 @@ import selectors
 import socket
 import struct
 import sys
-from collections.abc import Iterator
 from typing import Final
 
 import zmq
@@ -56,13 +55,9 @@ class Pending:
         if self._fd >= 0:
             return _bytes_received(self._fd, self._port) - self._num_bytes
         # There was no message that tells: of all connections there, the quietest.
-        counts = (_bytes_received(fd, self._port) for fd in _descriptors())
+        descriptors = map(int, os.listdir("/proc/self/fd"))
+        counts = (_bytes_received(fd, self._port) for fd in descriptors)
         return min(filter(None, counts), default=0)
-
-
-def _descriptors() -> Iterator[int]:
-    """Returns those of this process."""
-    return map(int, os.listdir("/proc/self/fd"))
 
 
 def _bytes_received(fd: int, port: int) -> int:

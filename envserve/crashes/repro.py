@@ -7,7 +7,7 @@ it is checked before it is used, since files may come from elsewhere.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -88,16 +88,12 @@ def encode_repro(repro: Repro) -> bytes:
     """Returns the content of a file."""
     value = {
         "format": _FORMAT,
-        **_plain(repro),
+        **vars(repro),
         "wrappers": plain_wrappers(repro.wrappers),
-        "played": _plain(repro.played),
-        "end": {**_plain(repro.end), "status": int(repro.end.status)},
+        "played": vars(repro.played),
+        "end": {**vars(repro.end), "status": int(repro.end.status)},
     }
     return codec.encode(value)
-
-
-def _plain(instance: Any) -> dict[str, Any]:
-    return {field.name: getattr(instance, field.name) for field in fields(instance)}
 
 
 def decode_repro(data: bytes) -> Repro:

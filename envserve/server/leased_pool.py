@@ -19,8 +19,7 @@ class LeasedPool:
       pool: The pool.
       is_announced: Whether its being ready was reported.
       is_ending: Whether it was told to close.
-      timer: When to look after it though it has said nothing.
-      timer_at: When that is; infinity while there is no timer.
+      timer_at: When to look after it though it has said nothing; maybe infinity.
     """
 
     def __init__(
@@ -28,7 +27,7 @@ class LeasedPool:
     ) -> None:
         self.pool = pool
         self.is_announced = self.is_ending = False
-        self.timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self.timer_at = math.inf
         self._begun_at = time.monotonic()
         self._loop = loop
@@ -41,13 +40,13 @@ class LeasedPool:
 
     def look_at(self, instant: float) -> None:
         """Sets the timer."""
-        if self.timer is not None:
-            self.timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         self.timer_at = instant
-        self.timer = self._loop.call_at(instant, self._on_timer)
+        self._timer = self._loop.call_at(instant, self._on_timer)
 
     def _on_timer(self) -> None:
-        self.timer, self.timer_at = None, math.inf
+        self._timer, self.timer_at = None, math.inf
         self._on_news()
 
     def account(self) -> dict[str, float]:
@@ -69,6 +68,6 @@ class LeasedPool:
     def release(self) -> None:
         """Looks after it no more; ends a pool that is not closed yet by force."""
         self._loop.remove_reader(self.pool.fileno())
-        if self.timer is not None:
-            self.timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         self.pool.close()

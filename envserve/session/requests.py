@@ -22,7 +22,7 @@ from envserve.wire.rows import RowPart
 
 __all__ = [
     *("Loss", "Patience", "Request", "Requests", "Silence", "Unasked"),
-    *("next_session", "pack_calls"),
+    "pack_calls",
 ]
 
 _FIRST_RESEND_SECONDS: Final = 1.0
@@ -342,13 +342,8 @@ class Requests:
     def change_session(self) -> None:
         """Begins another session: answers to this one are strange from now on."""
         self.clear()
-        self.session = next_session(self.session)
+        self.session = (self.session + _STRIDE) & 0xFFFFFFFFFFFFFFFF or _STRIDE
         self.boot = self.epoch = 0
-
-
-def next_session(session: int) -> int:
-    """Returns another number, so that answers to the old one are told apart."""
-    return (session + _STRIDE) & 0xFFFFFFFFFFFFFFFF or _STRIDE
 
 
 def pack_calls(

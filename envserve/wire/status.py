@@ -11,8 +11,7 @@ from typing import Annotated
 from msgspec import Meta, field
 from msgspec.structs import force_setattr, replace
 
-from envserve.settings import Name
-from envserve.text import one_line
+from envserve.text import Name, one_line
 from envserve.wire.constants import MAX_STATUS_BYTES
 from envserve.wire.greetings import U63, Body, Milliseconds, Row, Seconds
 
