@@ -95,7 +95,7 @@ def strangers(
     server: ServerProcess, counts: tuple[int, int, int, int], cores: Cores
 ) -> Iterator[None]:
     """Has a process of its own besiege the server."""
-    keys = KeyFolder().server_key()
+    keys = KeyFolder().key("server")
     assert keys is not None
     spawn = multiprocessing.get_context("spawn")
     process = spawn.Process(target=besiege, args=(server.address, keys.public, counts))

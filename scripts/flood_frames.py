@@ -235,7 +235,7 @@ def as_attacker(home: Path, cores: Cores, what: Callable[..., Any], *given: Any)
 def planted_secrets(folder: KeyFolder) -> dict[str, bytes]:
     """Returns what must not be found anywhere, by name."""
     secrets = {"variable of the environment": _PLANTED.encode()}
-    pairs = {"server": folder.server_key(), "client": folder.client_key()}
+    pairs = {"server": folder.key("server"), "client": folder.key("client")}
     for name, pair in pairs.items():
         assert pair is not None
         text = formats.encode(formats.SECRET, pair.secret)
@@ -356,10 +356,8 @@ def main(
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         os.environ["ENVSERVE_HOME"] = str(root / "home")
         own, other = KeyFolder(), KeyFolder(root / "mallory")
-        server_pair, pair = own.server_key(create=True), other.client_key(create=True)
-        own.client_key(create=True)
-        assert server_pair is not None
-        assert pair is not None
+        server_pair, pair = own.made_key("server"), other.made_key("client")
+        own.made_key("client")
         grant = Grant(
             name="mallory", public=pair.public, envs=("CartPole-v1",), share=1000.0
         )

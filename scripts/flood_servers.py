@@ -83,7 +83,7 @@ class _Peer:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         secret = formats.decode(formats.SECRET, os.environ["FLOOD_KEY"])
         pair = KeyPair.of(secret)
-        keys = KeyFolder().server_key()
+        keys = KeyFolder().key("server")
         assert keys is not None
         self._socket = context.socket(zmq.DEALER)
         use_keys(self._socket, keys.public, pair)
@@ -233,8 +233,8 @@ def main() -> int:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         os.environ["ENVSERVE_HOME"] = str(root / "home")
         folder, pair = KeyFolder(), KeyPair.make()
-        folder.client_key(create=True)
-        folder.server_key(create=True)
+        folder.made_key("client")
+        folder.made_key("server")
         folder.clients.add(Grant(name="mallory", public=pair.public), time.time())
         os.environ["FLOOD_KEY"] = formats.encode(formats.SECRET, pair.secret)
         addresses = []

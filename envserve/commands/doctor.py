@@ -182,7 +182,7 @@ def _keys() -> _Finding:
 
     try:
         folder = KeyFolder()
-        keys = {"client": folder.client_key(), "server": folder.server_key()}
+        keys = {role: folder.key(role) for role in ("client", "server")}
         num_clients = len(folder.clients.grants(time.time()))
     except KeyFileError as error:
         return _finding("keys", str(error), fails=True)

@@ -12,13 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 import typer
 
 from envserve.errors import AddressError, CodecError, EnvserveError, KeyFileError
 from envserve.keys import formats
-from envserve.keys.folder import KeyFolder
+from envserve.keys.folder import KeyFolder, Role
 from envserve.keys.grant import format_line, format_time, parse_words
 from envserve.keys.invitation import Invitation
 from envserve.keys.pair import KeyPair
@@ -115,8 +115,7 @@ def invite(
             raise CodecError(
                 f"expires: expected a date that is to come; got {given['expires']!r}"
             )
-        server = folder.server_key(create=True)
-        assert server is not None
+        server = folder.made_key("server")
         folder.clients.add(grant, now)
     print(Invitation(server.public, pair.secret, name, tuple(at)).line, flush=True)
     print(
@@ -148,8 +147,7 @@ def join(
         from envserve.client.join import join as enrol
 
         folder = KeyFolder(home)
-        pair = folder.client_key(create=True)
-        assert pair is not None
+        pair = folder.made_key("client")
         enrol(invitation, pair, timeout)
         addresses, server = invitation.addresses, invitation.server_public
         before = {address: folder.pin_of(address) for address in addresses}
@@ -207,12 +205,12 @@ def make(
     with _refusals():
         at = _completed(at, may_be_any=True)
         names = [role for role in roles if role != "server"]
+        anybodys = formats.encode(formats.PUBLIC, bytes(32))
         for name in names:
-            parse_words([name, formats.encode_public(bytes(32))])  # no path, say
+            parse_words([name, anybodys])  # no path, say
         server = KeyFolder(folder / "server")
-        key = server.server_key(create=True)
-        assert key is not None
-        server.client_key(create=True)  # of probes, beside the server
+        key = server.made_key("server")
+        server.made_key("client")  # of probes, beside the server
         server.clients.read()
         server.add_pin(at, key.public, "server")  # of those on other hosts
         for name in names:
@@ -222,9 +220,7 @@ def make(
             if client.addresses:
                 client.add_pin(at, key.public, name)
                 continue
-            pair = client.client_key(create=True)
-            assert pair is not None
-            public = formats.encode_public(pair.public)
+            public = formats.encode(formats.PUBLIC, client.made_key("client").public)
             server.clients.add(parse_words([name, public]), time.time())
             client.add_pin(at, key.public, name)
     print(f"{folder}: {' '.join(sorted(path.name for path in folder.iterdir()))}")
@@ -232,9 +228,7 @@ def make(
 
 @_keys.command()
 def new(
-    role: Annotated[
-        Literal["server", "client"], typer.Argument(help="Whose key.")
-    ] = "server",
+    role: Annotated[Role, typer.Argument(help="Whose key.")] = "server",
     home: _Home = None,
 ) -> None:
     """Replace this user's key as a server, or as a client; the old one is gone."""

@@ -20,12 +20,15 @@ from typing import TYPE_CHECKING, Literal
 from envserve.address import NamedAddress, is_private
 from envserve.errors import CodecError, ConnectError, KeyFileError
 from envserve.keys import files, formats
-from envserve.keys.pair import KeyPair
+from envserve.keys.pair import KeyPair, Keys
 
 if TYPE_CHECKING:
     from envserve.keys.clients import ClientsFile
 
-__all__ = ["KeyFolder", "unknown_server"]
+__all__ = ["KeyFolder", "Role", "unknown_server"]
+
+#: What a key is used as.
+Role = Literal["server", "client"]
 
 
 def unknown_server(address: str) -> str:
@@ -52,15 +55,31 @@ class KeyFolder:
         except RuntimeError:
             raise KeyFileError("no home folder is known; set ENVSERVE_HOME") from None
 
-    def server_key(self, *, create: bool = False) -> KeyPair | None:
-        """Returns the key of this user's servers; None if there is none."""
-        return self._key("server", create)
+    def key(self, role: Role) -> KeyPair | None:
+        """Returns this user's key as a server, or as a client; None if none is made."""
+        path = self.path / f"{role}.key"
+        word = "" if role == "server" else " client"
+        text = files.read_private(
+            path,
+            ", and make a new one if somebody may have read it: "
+            f"envserve keys new{word}",
+        )
+        if text is None:
+            return None
+        lines = [line for line in text.split("\n") if line and line[0] != "#"]
+        try:
+            return KeyPair.of(formats.decode(formats.SECRET, "".join(lines).strip()))
+        except CodecError as error:
+            raise KeyFileError(f"{files.shown(path)}: {error}") from None
 
-    def client_key(self, *, create: bool = False) -> KeyPair | None:
-        """Returns the key of this user as a client; None if there is none."""
-        return self._key("client", create)
+    def made_key(self, role: Role) -> KeyPair:
+        """Returns the same; makes it if need be."""
+        if (pair := self.key(role)) is None:
+            with files.locked(self.path):
+                pair = self.key(role) or self.new_key(role)
+        return pair
 
-    def new_key(self, role: Literal["server", "client"]) -> KeyPair:
+    def new_key(self, role: Role) -> KeyPair:
         """Writes a new key, in place of what is there; raises KeyFileError."""
         files.make_folder(self.path)
         pair = KeyPair.make()
@@ -72,36 +91,15 @@ class KeyFolder:
         )
         return pair
 
-    def _key(self, role: Literal["server", "client"], create: bool) -> KeyPair | None:
-        path = self.path / f"{role}.key"
-        word = "" if role == "server" else " client"
-        text = files.read_private(
-            path,
-            ", and make a new one if somebody may have read it: "
-            f"envserve keys new{word}",
-        )
-        if text is None:
-            if not create:
-                return None
-            with files.locked(self.path):
-                return self._key(role, False) or self.new_key(role)
-        lines = [line for line in text.split("\n") if line and line[0] != "#"]
-        try:
-            return KeyPair.of(formats.decode(formats.SECRET, "".join(lines).strip()))
-        except CodecError as error:
-            raise KeyFileError(f"{files.shown(path)}: {error}") from None
-
     @cached_property
     def clients(self) -> ClientsFile:
         """Who may use this user's servers; the user may, by `client.key`."""
         from envserve.keys.clients import ClientsFile  # which a probe does not need
 
-        own = self.client_key()
+        own = self.key("client")
         return ClientsFile(self.path / "clients", own.public if own else None)
 
-    def keys_for(
-        self, address: str, *, insecure: bool = False
-    ) -> tuple[bytes, KeyPair] | None:
+    def keys_for(self, address: str, *, insecure: bool = False) -> Keys | None:
         """Returns what a client needs for a server: its public key, and an own pair.
 
         None for ipc, where the system knows who is who. On loopback, where nothing was
@@ -125,14 +123,12 @@ class KeyFolder:
             return None
         try:
             if pin is None and is_private(address):
-                own = self.server_key(create=True)
-                pin = own.public if own else None
+                pin = self.made_key("server").public
         except ValueError as error:
             raise ConnectError(str(error)) from None
-        pair = self.client_key(create=pin is not None)
-        if pin is None or pair is None:
+        if pin is None:
             raise ConnectError(unknown_server(name))
-        return pin, pair
+        return pin, self.made_key("client")
 
     @property
     def addresses(self) -> list[str]:
@@ -154,7 +150,7 @@ class KeyFolder:
         with files.locked(self.path):
             pins = self._pins() | dict.fromkeys(addresses, (public, f"as={name}"))
             lines = (
-                f"{address} {formats.encode_public(public)} {rest}\n"
+                f"{address} {formats.encode(formats.PUBLIC, public)} {rest}\n"
                 for address, (public, rest) in pins.items()
             )
             files.write_private(self.path / "servers", "".join(lines))

@@ -18,7 +18,6 @@ __all__ = [
     "SECRET",
     "decode",
     "encode",
-    "encode_public",
     "fingerprint",
 ]
 
@@ -45,11 +44,6 @@ def decode(prefix: str, text: str, num_bytes: int = 32) -> bytes:
         f"base64url; got {len(text)} characters that begin with "
         f"{known[0] if known else 'something else'}"
     )
-
-
-def encode_public(raw: bytes) -> str:
-    """Returns a public key as text."""
-    return encode(PUBLIC, raw)
 
 
 def fingerprint(public: bytes) -> str:

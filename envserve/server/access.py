@@ -46,10 +46,8 @@ class Access:
           KeyFileError: A file cannot be read, or others can.
         """
         self._now = time.time  # keys end on dates
-        folder.client_key(create=True)
-        keys = folder.server_key(create=True)
-        assert keys is not None
-        self.keys: KeyPair = keys
+        folder.made_key("client")
+        self.keys = folder.made_key("server")
         self.clients = folder.clients
         self.clients.read()
         self._admitted: set[tuple[str, bytes]] = set()  # users and keys

@@ -190,7 +190,7 @@ def make_targets() -> dict[str, Target]:
         (ValueError,),
         _SPACES_SECONDS,
     )
-    key = formats.encode_public(bytes(range(32))).encode()
+    key = formats.encode(formats.PUBLIC, bytes(range(32))).encode()
     targets["key"] = Target(
         lambda data: formats.decode("envserve-public-1.", data.decode("latin-1")),
         [key],

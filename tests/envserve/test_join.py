@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from envserve.cli import app
 from envserve.client.connection import Connection
 from envserve.keys import formats
-from envserve.keys.folder import KeyFolder
+from envserve.keys.folder import KeyFolder, Role
 from envserve.keys.invitation import Invitation
 from envserve.keys.pair import KeyPair
 from envserve.wire.constants import MessageType
@@ -59,8 +59,8 @@ def test_an_invitation_lets_one_client_in_until_it_is_removed(
     line, patient = invite(run_at, server), ("--timeout", str(PATIENCE))
     joined = run_at("client", "join", input=line)
     assert joined.exit_code == 0, joined.stderr
-    pair = KeyFolder(tmp_path / "client").client_key()
-    key = KeyFolder(tmp_path / "server").server_key()
+    pair = KeyFolder(tmp_path / "client").key("client")
+    key = KeyFolder(tmp_path / "server").key("server")
     assert pair is not None
     assert key is not None
     prints = [formats.fingerprint(public) for public in (pair.public, key.public)]
@@ -93,7 +93,7 @@ def test_who_is_invited_again_has_one_key(
     for home in ("first", "second"):
         line = invite(run_at, server)
         assert run_at(home, "join", input=line).exit_code == 0
-    pair = KeyFolder(tmp_path / "second").client_key()
+    pair = KeyFolder(tmp_path / "second").key("client")
     assert pair is not None
     (grant,) = KeyFolder(tmp_path / "server").clients.grants()
     assert grant.public == pair.public
@@ -162,12 +162,13 @@ def test_no_secret_is_where_others_could_see_it(
     assert joined.exit_code == 0, joined.stderr
     run_at("another", "join", input=line)
     secrets = [line[18:].partition(".")[0][-40:]]
-    for home, role in (
+    roles: tuple[tuple[str, Role], ...] = (
         ("server", "server"),
         ("server", "client"),
         ("client", "client"),
-    ):
-        pair = getattr(KeyFolder(tmp_path / home), f"{role}_key")()
+    )
+    for home, role in roles:
+        pair = KeyFolder(tmp_path / home).made_key(role)
         secrets.append(formats.encode(formats.SECRET, pair.secret)[18:])
     seen = joined.stdout + joined.stderr + server.log
     clients = run_at("server", "clients").stdout

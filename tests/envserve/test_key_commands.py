@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from envserve.cli import app
 from envserve.keys import formats
 from envserve.keys.clients import ClientsFile
-from envserve.keys.folder import KeyFolder
+from envserve.keys.folder import KeyFolder, Role
 from envserve.keys.grant import Grant
 from envserve.keys.invitation import Invitation
 
@@ -55,7 +55,7 @@ def test_an_invitation_is_a_line_and_what_the_client_will_be(
         ("tcp://sim1:5555",),
     )
     folder = KeyFolder(home)
-    server = folder.server_key()
+    server = folder.key("server")
     assert server is not None
     assert invitation.server_public == server.public
     (grant,) = folder.clients.grants()
@@ -193,7 +193,7 @@ def test_home_is_an_option_too(run: Run, tmp_path: Path) -> None:
 def test_a_file_that_others_can_read_ends_a_command_with_2(
     run: Run, home: Path
 ) -> None:
-    KeyFolder(home).server_key(create=True)
+    KeyFolder(home).made_key("server")
     (home / "server.key").chmod(0o640)
     result = run("invite", "ci", *AT, "--stdout")
     assert (result.exit_code, result.stdout) == (2, "")
@@ -214,18 +214,18 @@ def test_keys_are_made_as_a_folder_per_role(run: Run, tmp_path: Path) -> None:
         "trainer-1/client.key",
     ]
     server = KeyFolder(made / "server")
-    key = server.server_key()
+    key = server.key("server")
     assert key is not None
     for name in ("trainer-1", "ci"):
         client = KeyFolder(made / name)
-        pair = client.client_key()
+        pair = client.key("client")
         assert pair is not None
         grant = server.clients.find(pair.public, time.time())
         assert grant == Grant(name=name, public=pair.public)
         for address in ("tcp://sim1:5555", "tcp://sim2:5555"):
             assert client.keys_for(address) == (key.public, pair)
             # With the folder of servers one is their own user, wherever they are.
-            assert server.keys_for(address) == (key.public, server.client_key())
+            assert server.keys_for(address) == (key.public, server.key("client"))
         assert not {path.name for path in client.path.iterdir()} & {"server.key"}
     for path in made.rglob("*"):
         mode = stat.S_IMODE(path.stat().st_mode)
@@ -272,16 +272,16 @@ def test_a_role_is_a_name_and_not_a_path(run: Run, tmp_path: Path) -> None:
     [("server", "until they join again: envserve invite"), ("client", "envserve join")],
 )
 def test_a_new_key_says_what_follows(
-    run: Run, home: Path, role: str, text: str
+    run: Run, home: Path, role: Role, text: str
 ) -> None:
     folder = KeyFolder(home)
-    read = getattr(folder, f"{role}_key")
-    old = read(create=True)
+    old = folder.made_key(role)
     (home / f"{role}.key").chmod(0o644)
     result = run("keys", "new", *([role] if role == "client" else []))
     assert result.exit_code == 0, result.stderr
-    assert read() != old
-    assert formats.fingerprint(read().public) in result.stdout
+    new = folder.made_key(role)
+    assert new != old
+    assert formats.fingerprint(new.public) in result.stdout
     assert text in result.stdout
     assert not SECRETS.search(result.stdout + result.stderr)
 
@@ -303,5 +303,5 @@ def test_keys_come_through_a_kubernetes_secret_as_the_document_has_it(
     command = command.replace("/secret", str(secret)).replace("/keys", str(keys))
     subprocess.run(["sh", "-c", command], check=True, timeout=90)
     folder = KeyFolder(keys / "home")
-    assert folder.server_key() == KeyFolder(made / "server").server_key()
+    assert folder.key("server") == KeyFolder(made / "server").key("server")
     assert [grant.name for grant in folder.clients.grants()] == ["ci"]

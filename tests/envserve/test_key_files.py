@@ -31,15 +31,15 @@ def folder(tmp_path: Path) -> KeyFolder:
 
 
 def fill(folder: KeyFolder) -> None:
-    folder.server_key(create=True)
-    folder.client_key(create=True)
+    folder.made_key("server")
+    folder.made_key("client")
     folder.clients.add(Grant(name="ci", public=bytes(32)), NOW)
     folder.add_pin(["tcp://sim1:5555"], bytes(32), "ci")
 
 
 def read_all(folder: KeyFolder) -> None:
-    folder.server_key()
-    folder.client_key()
+    folder.key("server")
+    folder.key("client")
     ClientsFile(folder.path / "clients").read()
     folder.pin_of("tcp://sim1:5555")
 
@@ -53,7 +53,7 @@ def invite(folder: KeyFolder, name: str, **more: float) -> bytes:
 
 def test_nothing_is_made_that_was_not_asked_for(folder: KeyFolder) -> None:
     read_all(folder)
-    assert folder.server_key() is folder.client_key() is None
+    assert folder.key("server") is folder.key("client") is None
     assert folder.pin_of("tcp://127.0.0.1:5555") is None
     assert folder.clients.find(bytes(32), NOW) is None
     assert not folder.path.parent.exists()
@@ -72,22 +72,22 @@ def test_what_is_made_is_private_whatever_the_umask(folder: KeyFolder) -> None:
 
 
 def test_a_key_is_made_once_and_read_again(folder: KeyFolder) -> None:
-    pair = folder.server_key(create=True)
+    pair = folder.made_key("server")
     assert pair is not None
-    assert folder.server_key(create=True) == folder.server_key() == pair
-    assert folder.client_key(create=True) != pair
+    assert folder.made_key("server") == folder.key("server") == pair
+    assert folder.made_key("client") != pair
     first, second = (folder.path / "server.key").read_text().splitlines()
     assert first.startswith("# envserve key, 20")
     assert first.endswith("; whoever has it is you")
     assert second == formats.encode(formats.SECRET, pair.secret)
-    assert folder.new_key("server") == folder.server_key() != pair
+    assert folder.new_key("server") == folder.key("server") != pair
 
 
 def test_two_that_make_a_key_at_once_have_the_same(folder: KeyFolder) -> None:
     found = []
     threads = [
         threading.Thread(
-            target=lambda: found.append(KeyFolder(folder.path).server_key(create=True))
+            target=lambda: found.append(KeyFolder(folder.path).made_key("server"))
         )
         for _ in range(4)
     ]
@@ -95,7 +95,7 @@ def test_two_that_make_a_key_at_once_have_the_same(folder: KeyFolder) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [folder.server_key()] * 4
+    assert found == [folder.key("server")] * 4
 
 
 def test_the_folder_is_named_by_the_environment(
@@ -117,7 +117,7 @@ def test_a_key_that_others_can_read_is_refused_in_these_words(
     fill(folder)
     (folder.path / "server.key").chmod(0o644)
     with pytest.raises(KeyFileError) as caught:
-        folder.server_key(create=True)
+        folder.made_key("server")
     assert str(caught.value) == (
         "~/.config/envserve/server.key can be read by others (mode 0644); chmod 600, "
         "and make a new one if somebody may have read it: envserve keys new"
@@ -165,7 +165,7 @@ def test_another_user_reads_no_file_of_ours() -> None:
     code = (
         "import os, sys; from envserve.keys.folder import KeyFolder\n"
         "import envserve.keys.pair; os.setuid(65534)\n"  # its Python may be private
-        "try: KeyFolder(sys.argv[1]).server_key(create=True)\n"
+        "try: KeyFolder(sys.argv[1]).made_key('server')\n"
         "except Exception as error: print(type(error).__name__, error)"
     )
     with tempfile.TemporaryDirectory() as top:
@@ -184,14 +184,14 @@ def test_another_user_reads_no_file_of_ours() -> None:
 def test_a_key_file_with_other_content_is_refused_and_not_repeated(
     folder: KeyFolder,
 ) -> None:
-    pair = folder.server_key(create=True)
+    pair = folder.made_key("server")
     assert pair is not None
     path = folder.path / "server.key"
     text = path.read_text()
     for wrong in ("", text[:-5], text + text, text.replace("secret", "public")):
         path.write_text(wrong)
         with pytest.raises(KeyFileError, match=r"server\.key: expected") as caught:
-            folder.server_key(create=True)
+            folder.made_key("server")
         assert text.split(".")[-1][:40] not in str(caught.value)
 
 
@@ -218,7 +218,7 @@ def test_a_file_that_cannot_be_replaced_is_what_it_was(
 def test_a_pin_is_found_by_each_address_and_replaced_by_a_later_one(
     folder: KeyFolder,
 ) -> None:
-    old, new, own = bytes(32), b"n" * 32, folder.server_key(create=True)
+    old, new, own = bytes(32), b"n" * 32, folder.made_key("server")
     folder.add_pin(["tcp://sim1:5555", "tcp://10.0.0.7:5555"], old, "trainer-1")
     folder.add_pin(["tcp://sim1:5555", "tcp://127.0.0.1:7"], new, "t-1")
     assert folder.pin_of("tcp://10.0.0.7:5555") == old
@@ -226,10 +226,10 @@ def test_a_pin_is_found_by_each_address_and_replaced_by_a_later_one(
     assert folder.pin_of("tcp://sim2:5555") is None
     # On loopback this user's own server is expected, if nothing else was noted.
     assert own is not None
-    assert folder.keys_for("tcp://127.0.0.1:5555") == (own.public, folder.client_key())
-    assert folder.keys_for("tcp://127.0.0.1:7") == (new, folder.client_key())
+    assert folder.keys_for("tcp://127.0.0.1:5555") == (own.public, folder.key("client"))
+    assert folder.keys_for("tcp://127.0.0.1:7") == (new, folder.key("client"))
     (folder.path / "servers").write_text(
-        f"tcp://a:1,tcp://b:1  {formats.encode_public(old)}  # as trainer-1\n"
+        f"tcp://a:1,tcp://b:1  {formats.encode(formats.PUBLIC, old)}  # as trainer-1\n"
     )
     assert folder.pin_of("tcp://a:1") == folder.pin_of("tcp://b:1") == old
 
@@ -265,12 +265,12 @@ def test_a_client_has_keys_for_servers_that_it_joined(folder: KeyFolder) -> None
     assert not folder.path.exists()
     folder.add_pin(["tcp://sim1:5555"], b"s" * 32, "ci")
     found = folder.keys_for("tcp://sim1:5555")
-    assert found == (b"s" * 32, folder.client_key())
+    assert found == (b"s" * 32, folder.key("client"))
 
 
 def test_the_user_of_the_folder_is_known_without_a_line(folder: KeyFolder) -> None:
     fill(folder)
-    own = folder.client_key()
+    own = folder.key("client")
     assert own is not None
     found = folder.clients.find(own.public, NOW)
     assert found == Grant(name="local", public=own.public)

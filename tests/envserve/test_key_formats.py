@@ -17,13 +17,13 @@ from envserve.keys.grant import Grant, format_line, parse_line
 from envserve.keys.invitation import Invitation
 from envserve.keys.pair import KeyPair
 
-PUBLIC = formats.encode_public(bytes(range(32)))
+PUBLIC = formats.encode(formats.PUBLIC, bytes(range(32)))
 KEY_43 = PUBLIC.removeprefix(formats.PUBLIC)
 
 
 def test_keys_as_text_have_a_prefix_and_are_read_back() -> None:
     pair = KeyPair.make()
-    public = formats.encode_public(pair.public)
+    public = formats.encode(formats.PUBLIC, pair.public)
     secret = formats.encode(formats.SECRET, pair.secret)
     assert re.fullmatch(r"envserve-public-1\.[\w-]{43}", public)
     assert re.fullmatch(r"envserve-secret-1\.[\w-]{43}", secret)

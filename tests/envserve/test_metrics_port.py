@@ -233,7 +233,7 @@ def test_who_knocks_in_vain_and_who_has_all_cut_off_is_counted(
 ) -> None:
     server = serve("--metrics-port", "0")
     address = server.log.rpartition("metrics are at ")[2].split()[0]
-    keys = KeyFolder().server_key()
+    keys = KeyFolder().key("server")
     assert keys is not None
 
     def count(short: str) -> float:

@@ -119,6 +119,6 @@ def test_keys_are_made_for_a_name(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ending:
         app(words, prog_name="envserve")
     assert not ending.value.code
-    server = KeyFolder(tmp_path / "server").server_key()
+    server = KeyFolder(tmp_path / "server").key("server")
     assert server is not None
     assert KeyFolder(tmp_path / "gpu1").pin_of("ray://lab/sims") == server.public

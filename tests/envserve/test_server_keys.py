@@ -41,8 +41,8 @@ class Homes:
         self._root = root
         self._patch = patch
         self.server = self.of("server")
-        self.server.client_key(create=True)
-        self.server.server_key(create=True)
+        self.server.made_key("client")
+        self.server.made_key("server")
 
     def of(self, name: str) -> KeyFolder:
         return KeyFolder(self._root / name)
@@ -53,14 +53,13 @@ class Homes:
 
     def pin(self, name: str, address: str) -> None:
         """Has a user know the server, and be that user."""
-        keys = self.server.server_key()
+        keys = self.server.key("server")
         assert keys is not None
         self.of(name).add_pin([address], keys.public, name)
         self.become(name)
 
     def let_in(self, name: str, **may: Any) -> None:
-        keys = self.of(name).client_key(create=True)
-        assert keys is not None
+        keys = self.of(name).made_key("client")
         grant = Grant(name=name, public=keys.public, **may)
         self.server.clients.add(grant, time.time())
 

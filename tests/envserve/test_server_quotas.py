@@ -69,7 +69,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KeyFolder:
     """Keys of this test's own servers."""
     monkeypatch.setenv("ENVSERVE_HOME", str(tmp_path / "home"))
     folder = KeyFolder()
-    folder.server_key(create=True)
+    folder.made_key("server")
     return folder
 
 
@@ -81,7 +81,7 @@ def start(
 ) -> ServerProcess:
     """Starts a server that knows mallory."""
     own = Grant(name="mallory", public=PAIR.public, **grant)  # type: ignore[arg-type]
-    folder.client_key(create=True)
+    folder.made_key("client")
     folder.clients.add(own, time.time())
     return serve(*options)
 
@@ -95,7 +95,7 @@ def mallory(folder: KeyFolder) -> Iterator[list[KeyedPeer]]:
 
 
 def connect(server: ServerProcess, folder: KeyFolder) -> KeyedPeer:
-    keys = folder.server_key()
+    keys = folder.key("server")
     assert keys is not None
     return KeyedPeer(server, keys.public, PAIR)
 
