@@ -7,21 +7,33 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Self
 
 import numpy as np
+import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from envserve.client.remote_lane import RemoteLane
+from envserve.keys.pair import KeyPair
+from envserve.transport import use_keys
+from envserve.wire.message import Buffer
 from tests.envserve.pool_driver import attach_lane, step
 from tests.envserve.server_process import ServerProcess
 from tests.oracle.ledger_env import ledger_hash
 
 #: How many frames a stranger sends at once.
 _CHUNK = 1 << 16
-_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(52, b"\0")
+_SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
+_GREETING = _SIGNATURE + b"\x03\x00" + b"NULL".ljust(52, b"\0")
 _KEYED_GREETING = _GREETING.replace(b"NULL\0", b"CURVE")
 _MORE, _LONG, _COMMAND = 1, 2, 4
+#: What peers say after a greeting who use no keys, by mechanism.
+UNKEYED = {
+    "NULL": b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER",
+    "PLAIN": b"\x05HELLO\x03ann\x03ann",
+    "GSSAPI": b"\x08INITIATE\0\0\0\x05token",
+}
 
 
 class Stranger:
@@ -64,6 +76,24 @@ class Stranger:
     def begin_handshake(self) -> None:
         """Greets like who has a key, and says no more."""
         self.socket.sendall(_KEYED_GREETING)
+
+    def greet_by(self, mechanism: str) -> None:
+        """Says in ZMTP 3.1 all that it can say before it hears the server."""
+        version = b"\x03\x01" + mechanism.encode().ljust(52, b"\0")
+        with contextlib.suppress(ConnectionError):  # it may be hung up on meanwhile
+            self.socket.sendall(
+                _SIGNATURE + version + _frame(UNKEYED[mechanism], _COMMAND)
+            )
+
+    def gets_in(self) -> bool:
+        """Waits until it is hung up on (False), or hears more than a greeting."""
+        num_bytes = 0
+        with contextlib.suppress(ConnectionError):
+            while data := self.socket.recv(256):
+                num_bytes += len(data)
+                if num_bytes > len(_GREETING):
+                    return True
+        return False
 
     def send(self, *frames: bytes) -> None:
         """Sends a message of these frames."""
@@ -120,6 +150,45 @@ def _frame(data: bytes, flags: int = 0) -> bytes:
     if len(data) < 256:
         return bytes([flags, len(data)]) + data
     return bytes([flags | _LONG]) + len(data).to_bytes(8, "big") + data
+
+
+class KeyedStranger:
+    """A DEALER with a key, whom the server may know, that connects once."""
+
+    def __init__(
+        self,
+        address: str,
+        server: bytes,
+        own: KeyPair,
+        frames: Sequence[Buffer],
+        routing_id: bytes = b"",
+    ) -> None:
+        """Connects, and says a message; `server` is the key that it expects."""
+        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        if routing_id:
+            self.socket.setsockopt(zmq.ROUTING_ID, routing_id)
+        use_keys(self.socket, server, own)
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(events)
+        self.socket.connect(address)
+        with contextlib.suppress(zmq.Again):  # it may be hung up on already
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
+
+    def gets_in(self) -> bool:
+        """Waits until the handshake is over; tells whether it has succeeded."""
+        assert self._monitor.poll(20_000), "expected a handshake to end"
+        event = recv_monitor_message(self._monitor)["event"]
+        return event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.disable_monitor()
+        self._monitor.close()
+        self.socket.close()
 
 
 class HonestClient:

@@ -23,6 +23,7 @@ from envserve.server.unread import Unread
 from envserve.server.zap import Zap, user_of
 from envserve.settings import HostSettings
 from envserve.transport import use_keys
+from tests.envserve.strangers import UNKEYED, Stranger
 
 SERVER, FRIEND, STRANGER = KeyPair.make(), KeyPair.make(), KeyPair.make()
 GRANT = Grant(name="ann", public=FRIEND.public)
@@ -133,6 +134,17 @@ async def test_nobody_gets_in_but_who_is_known(
     knock(door.address, FRIEND)
     assert await door.hears(PATIENCE)
     assert [(peer[-1], said) for peer, said in door.heard] == [("ann", b"let me in")]
+
+
+@pytest.mark.parametrize("mechanism", UNKEYED)
+async def test_nobody_gets_in_by_another_mechanism_than_keys(
+    open_door: Callable[..., Door], mechanism: str
+) -> None:
+    door = open_door()
+    with Stranger(door.address, None) as peer:
+        peer.greet_by(mechanism)
+        assert not await asyncio.to_thread(peer.gets_in)
+    assert not door.router.has_unread()
 
 
 def fail(public: bytes) -> None:

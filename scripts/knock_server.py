@@ -1,0 +1,155 @@
+"""Have those knock at a server who are not to get in, each kind many times.
+
+    python scripts/knock_server.py [--tries 10000]                      about a minute
+
+Three kinds use no keys, and speak ZMTP by hand; three others had a good key until now.
+An honest client steps beside them. Exits with 1 if one of them is let in, answered or
+read, or a row is wrong or lost.
+"""
+
+import contextlib
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Final
+from unittest import mock
+
+import typer
+import zmq
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.lab.processes import own_keys
+from benchmarks.lab.siege import Cores, Goals
+from envserve.client.connection import Connection
+from envserve.keys.folder import KeyFolder
+from envserve.keys.grant import Grant
+from envserve.keys.pair import KeyPair
+from envserve.wire.constants import MessageType
+from envserve.wire.greetings import Hello, Join
+from envserve.wire.message import Message, encode
+from tests.envserve.server_process import ServerProcess
+from tests.envserve.strangers import (
+    UNKEYED,
+    KeyedStranger,
+    Stranger,
+    honest_client,
+)
+from tests.envserve.test_metrics_port import read_soon, samples
+
+OPENINGS: Final = ("--allow-kwarg", "length", "--metrics-port", "0")
+HELLO: Final = encode(Message(MessageType.HELLO, body=Hello().encode()))
+JOIN: Final = Message(MessageType.JOIN, body=Join(public=bytes(32)).encode())
+_AT_ONCE: Final = 50
+_PATIENCE_MS: Final = 20_000
+#: Numbers that are shown may be older than what they are of, but not so much.
+_QUIET_SECONDS: Final = 1.5
+
+
+def without_keys(address: str, mechanism: str) -> Stranger:
+    """Returns a peer that greets by another mechanism than keys."""
+    peer = Stranger(address, None)
+    peer.greet_by(mechanism)
+    return peer
+
+
+def use_up_keys(server: ServerProcess, public: bytes) -> dict[str, tuple[Any, ...]]:
+    """Has three strangers be let in once, each by a key that is not good any more."""
+    clients, now = KeyFolder().clients, time.time()
+    does: dict[str, tuple[Any, ...]] = {}
+    for name in ("revoked", "expired", "used"):
+        until, said = (now + 99, encode(JOIN)) if name == "used" else (None, HELLO)
+        pair = KeyPair.make()
+        does[name] = server.address, public, pair, said
+        grant = Grant(name=name, public=pair.public, until=until)
+        clients.add(grant, now)
+        with KeyedStranger(*does[name]) as peer:
+            assert peer.gets_in(), f"expected a good key: {name}"
+            assert peer.socket.poll(_PATIENCE_MS), "expected an answer"
+        if name == "expired":
+            clients.add(replace(grant, expires=now), now)
+    clients.remove("revoked")
+    names = "expired", "revoked"
+    while not all(re.search(f"keys were taken .*{n}", server.log) for n in names):
+        assert time.time() < now + _PATIENCE_MS / 1000, server.log
+        time.sleep(0.1)
+    return does
+
+
+def knock_often(make: Callable[..., Stranger | KeyedStranger], tries: int) -> int:
+    """Returns how many got in."""
+    count = 0
+    for start in range(0, tries, _AT_ONCE):
+        peers = [make() for _ in range(min(_AT_ONCE, tries - start))]
+        for peer in peers:
+            with peer:
+                count += peer.gets_in()
+        zmq.Context.instance().term()  # until all are closed: there is room for few
+    return count
+
+
+def main(
+    tries: Annotated[int, typer.Option(help="Of each kind.")] = 10_000,
+) -> None:
+    """Knocks at a server."""
+    cores, goals, sent = Cores(), Goals(), Counter[str]()
+    print(cores, flush=True)
+    really_send = Connection.send
+
+    def send(connection: Connection, frames: Any) -> bool:
+        is_sent = really_send(connection, frames)
+        sent["honest"] += is_sent
+        return is_sent
+
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(own_keys())
+        stack.enter_context(mock.patch.object(Connection, "send", send))
+        with cores.of("server"):
+            server = stack.enter_context(ServerProcess(folder, *OPENINGS))
+        place = server.log.rpartition("metrics are at ")[2].split()[0]
+
+        def count(short: str) -> int:
+            return int(samples(read_soon(place))[f"envserve_{short}"])
+
+        address, other = server.address, KeyPair.make()
+        keys = KeyFolder().keys_for(address)
+        assert keys is not None
+        public, own = keys
+        does = use_up_keys(server, public)
+        does |= {"another server's": (address, other.public, own, HELLO)}
+        does |= {"unknown": (address, public, other, HELLO)}
+        kinds: dict[str, Callable[..., Stranger | KeyedStranger]] = {}
+        for name in UNKEYED:
+            kinds[f"{name} greeting"] = partial(without_keys, address, name)
+        for name, given in does.items():
+            kinds[f"{name} key"] = partial(KeyedStranger, *given)
+        steps, read_before = 0, count("received_messages_total")
+        refused_before = count("refused_keys_total")
+        goals.at_least("messages read while three keys were good", read_before, 3)
+        for name, make in kinds.items():
+            started = time.monotonic()
+            with honest_client(server) as client:
+                num_let_in = knock_often(make, tries)
+                num_steps, seconds = len(client.seconds), time.monotonic() - started
+            time.sleep(_QUIET_SECONDS)
+            num_read = count("received_messages_total") - read_before - sent["honest"]
+            print(f"{name}: {tries:,} in {seconds:.0f} s, {num_steps:,} steps beside")
+            goals.at_most(f"{name}: let in", num_let_in, 0)
+            goals.at_most(f"{name}: messages read", abs(num_read), 0)
+            steps += num_steps
+        refused = count("refused_keys_total") - refused_before
+        goals.at_least("keys refused, of four kinds", refused, 4 * tries)
+        goals.at_least("right steps of the honest client", steps, 1)
+        goals.at_most("leases left", count("leases"), 0)
+    sys.exit(goals.report())
+
+
+if __name__ == "__main__":
+    typer.run(main)
