@@ -13,13 +13,13 @@ from typing import Final
 
 from envserve.errors import EnvserveError, LocalProtocolError, RemoteProtocolError
 from envserve.lane import Block, Call, Fault, Outcome, Reset
-from envserve.session.outcomes import outcomes_of
 from envserve.session.requests import Request, Silence, pack_calls
 from envserve.slab import Rows, Status, keep_last_observation, write_lost
 from envserve.spec import EnvSpec
 from envserve.wire.bodies import ResetBody
 from envserve.wire.constants import MAX_TOLD_BLOCKS, MessageType
 from envserve.wire.message import Message
+from envserve.wire.report import Report
 from envserve.wire.rows import BlockParts, RowCodec, RowPart
 
 __all__ = ["Operations"]
@@ -236,7 +236,10 @@ class Operations:
         """
         reported: Mapping[int, Outcome] = {}
         if message.report:
-            reported = outcomes_of(message, self._block_of_row, self.address)
+            report = Report.decode(message.report)
+            reported = report.outcomes(
+                message.entries, self._block_of_row, self.address
+            )
             for note in [n for each in reported.values() for n in each.notes]:
                 if len(self._noted) < _MAX_NOTED and note not in self._noted:
                     self._noted.add(note)

@@ -15,9 +15,9 @@ import numpy as np
 from msgspec import Meta, Raw, Struct
 from msgspec.structs import replace
 
-from envserve.errors import RemoteProtocolError
+from envserve.errors import EnvserveError, RemoteProtocolError
 from envserve.infos import Packed, Room, encode_infos, join_infos
-from envserve.lane import Fault
+from envserve.lane import Fault, Outcome
 from envserve.slab import Status
 from envserve.text import one_line, printable
 from envserve.wire.bodies import read_values
@@ -28,7 +28,7 @@ from envserve.wire.constants import (
     MAX_TEXT_BYTES,
     Executed,
 )
-from envserve.wire.greetings import Body, ErrorBody, Row, clip, read
+from envserve.wire.greetings import Body, ErrorBody, Row, clip, exception_of, read
 from envserve.wire.message import Buffer
 
 __all__ = ["Report"]
@@ -144,6 +144,39 @@ class Report:
             },
             notes=tuple(map(one_line, report.notes)),
         )
+
+    def outcomes(
+        self, entries: Sequence[tuple[int, int]], row_blocks: Sequence[int], where: str
+    ) -> dict[int, Outcome]:
+        """Returns what it says of each block that a RESULT with these entries answers.
+
+        `row_blocks` has the block of each row; errors say `where` they are from.
+
+        Raises:
+          RemoteProtocolError: It says something of others.
+        """
+        infos: dict[int, dict[int, Any]] = {block: {} for block, _ in entries}
+        faults: dict[int, list[Fault]] = {block: [] for block in infos}
+        errors: dict[int, EnvserveError | None] = dict.fromkeys(infos)
+        # One error may be that of thousands of blocks.
+        known = {body: exception_of(body, where) for body in {*self.errors.values()}}
+        errors.update({block: known[body] for block, body in self.errors.items()})
+        try:
+            for row, info in self.infos.items():
+                infos[row_blocks[row]][row] = info
+            for fault in self.faults:
+                faults[row_blocks[fault.env_index]].append(fault)
+        except LookupError:
+            errors.clear()  # there is a row of another block, or of none
+        if infos.keys() != errors.keys():
+            raise RemoteProtocolError(
+                "report: expected rows and blocks that are answered; got others"
+            )
+        outcomes = {b: Outcome(b, infos[b], faults[b], error=errors[b]) for b in infos}
+        if self.notes:
+            first = entries[0][0]
+            outcomes[first] = outcomes[first]._replace(notes=self.notes)
+        return outcomes
 
 
 def _pack(
