@@ -1,7 +1,8 @@
 """The `ppo` command.
 
 Exit codes: 0 when done or stopped by SIGINT or SIGTERM, 130 when a second one cut it
-short, 1 when a run failed, 2 when what was asked for cannot be done.
+short, 1 when a run failed, 2 when what was asked for cannot be done; docs/exit-codes.md
+has those of --restartable.
 """
 
 import os

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from envserve.client import BatchEnv
 from envserve.client.fleet import living
 from envserve.client.sources import resolve
+from envserve.errors import AddressError
 from envserve.settings import Autoreset
 from ppo.config import Config
 from ppo.errors import ConfigError
@@ -49,8 +50,9 @@ def env_maker(
             learners; their seeds follow from that.
 
     Raises:
-        ConfigError: there are more servers than envs, or fewer than `min_servers`.
-        envserve.errors.ConnectError: nobody knows the host of an address.
+        ConfigError: there are more servers than envs.
+        envserve.errors.AddressError: nobody knows the host of an address, or fewer
+            servers than `min_servers` have one.
     """
     servers = [address for word in addresses or () for address in resolve(word)]
     count = max(len(servers), config.num_servers)
@@ -60,7 +62,7 @@ def env_maker(
             f"for {count} servers; leave servers out."
         )
     if config.min_servers > len(servers):
-        raise ConfigError(
+        raise AddressError(
             f"min_servers: expected at most {len(servers)}, the servers that have an "
             f"address now; got {config.min_servers}; ask for fewer, or name more "
             "servers."

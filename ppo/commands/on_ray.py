@@ -16,7 +16,7 @@ from envserve.ray import connected, last_line
 from ppo.commands.plan import new_folder
 from ppo.commands.seeds import started
 from ppo.commands.stop_signals import StopSignals
-from ppo.errors import BadInputError, ConfigError, LearnerLostError
+from ppo.errors import ConfigError, LearnerLostError, PpoError
 from ppo.run_folder.folder import RunFolder
 
 __all__ = ["Learners", "On", "Resources", "train_on_ray"]
@@ -70,7 +70,7 @@ def _round(ray: Any, needs: list[dict[str, float]], words: list[str]) -> int:
         at_end.callback(ray.util.remove_placement_group, group)
         if not group.wait(_ROOM_SECONDS):
             free = {name: ray.available_resources().get(name, 0) for name in needs[0]}
-            raise BadInputError(
+            raise PpoError(  # there may be, at another time
                 f"--learners {num}: expected {needs[0]} for each, the first one here; "
                 f"got {free} free in the cluster (ray status, --resources)."
             )

@@ -16,7 +16,6 @@ import typer
 
 from envserve.errors import (
     AddressError,
-    ConnectError,
     EnvserveError,
     EnvStartError,
     SpaceError,
@@ -217,7 +216,7 @@ def opened_run(
 def place_of(
     place: Place, connect: list[str] | None, import_modules: list[str] | None
 ) -> Place:
-    """Return where envs are; raises BadInputError if nobody knows a server.
+    """Return where envs are; raises AddressError if nobody knows a server.
 
     That is as options say, else as it was.
     """
@@ -232,8 +231,8 @@ def place_of(
     try:
         for word in place.addresses:
             resolve(word)
-    except ConnectError as error:
-        raise BadInputError(f"--connect: {error}") from error
+    except AddressError as error:
+        raise AddressError(f"--connect: {error}") from error
     return place
 
 
@@ -274,10 +273,16 @@ def plain_warnings() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reported_errors(log_format: str = "text") -> Iterator[None]:
-    """Print known errors instead of a traceback; warnings of envs are plain in text."""
+def reported_errors(
+    log_format: str = "text", is_restartable: bool = False
+) -> Iterator[None]:
+    """Print known errors instead of a traceback; warnings of envs are plain in text.
+
+    Words that lead to no server may do so when the command is started again.
+    """
     try:
         with plain_warnings() if log_format == "text" else contextlib.nullcontext():
             yield
     except (PpoError, EnvserveError) as error:
-        fail(error, 2 if isinstance(error, _BAD_INPUT) else 1)
+        may_pass = is_restartable and isinstance(error, AddressError)
+        fail(error, 2 if isinstance(error, _BAD_INPUT) and not may_pass else 1)

@@ -125,7 +125,7 @@ def train(
     inter_op_threads: Threads = 1,
 ) -> None:
     """Train an agent, and evaluate it at the end."""
-    with reported_errors(log_format):
+    with reported_errors(log_format, restartable):
         if (on, learners, resources) != (None, None, None):
             raise typer.Exit(on_ray.train_on_ray(ctx))
         is_study = seeds is not None or (resume is not None and _is_study(resume))
@@ -141,7 +141,7 @@ def train(
         set_up_logs("info", log_format)
         logger = logging.getLogger("ppo")
     with (
-        reported_errors(log_format),
+        reported_errors(log_format, restartable),
         hints_at_resuming(3 if restartable else 130) as runs,
         terminable(),
         Screen(console(), logger) as screen,

@@ -82,6 +82,22 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "words", [["file:///x/y"], ["127.0.0.1:1", "--min-servers", "2"]]
+)
+def test_servers_that_are_not_there_yet_are_worth_another_start(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    again = ("--restartable", "--run-dir", "run")
+    code, _, error = ppo("train", "cartpole", *again, "--connect", *words)
+    assert code == 1
+    assert error.startswith("Error: ")
+    assert list(tmp_path.iterdir()) == []
+    code, _, _ = ppo("train", "cartpol", *again)
+    assert code == 2
+
+
 def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import tensorflow as tf
 import typer
 
 from envserve.client import BatchEnv
+from envserve.errors import AddressError
 from ppo import environments
 from ppo.commands.shared import reported_errors
 from ppo.config import Config
@@ -112,7 +113,7 @@ def test_a_training_waits_for_servers_and_an_evaluation_takes_those_that_live(
     assert not {"num_servers", "min_servers"} & none.keys()
     with pytest.raises(ConfigError, match="at least one env per server, got 2 for 3"):
         env_maker(CONFIG.replace(num_envs=2, num_servers=3), words)
-    with pytest.raises(ConfigError, match="expected at most 2, the servers that have"):
+    with pytest.raises(AddressError, match="expected at most 2, the servers that have"):
         env_maker(CONFIG.replace(min_servers=3, num_servers=3), words)
 
 
