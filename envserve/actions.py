@@ -96,14 +96,12 @@ def check_actions(
             arrays.append(_encode(leaf, value, env_indices, num_envs))
             continue
         array = _as_array(leaf, value, num_envs)
-        _check_values(leaf, array, env_indices, "")
+        _check_values(leaf, array, env_indices)
         arrays.append(array)
     return arrays
 
 
-def check_action_rows(
-    spec: EnvSpec, rows: Rows, start: int, stop: int, where: str
-) -> None:
+def check_action_rows(spec: EnvSpec, rows: Rows, start: int, stop: int) -> None:
     """Checks the actions that stand in rows `start` to `stop`, of a server or pool.
 
     Their shapes and dtypes are right by construction. Those that are encoded are for
@@ -113,7 +111,7 @@ def check_action_rows(
       ActionError: With the env, the leaf, and what was expected.
     """
     for leaf, array in zip(spec.action_leaves, rows.action, strict=True):
-        _check_values(leaf, array[start:stop], np.arange(start, stop), where)
+        _check_values(leaf, array[start:stop], np.arange(start, stop))
 
 
 def clip_roundings(space: Space[Any], actions: Any) -> Any:
@@ -176,7 +174,7 @@ def _encode(
 
 
 def _check_values(
-    leaf: Leaf, array: Array, env_indices: Sequence[int] | Array | None, where: str
+    leaf: Leaf, array: Array, env_indices: Sequence[int] | Array | None
 ) -> None:
     low, high = leaf.limits
     is_good = (array >= low) & (array <= high)  # NaN is neither
@@ -189,8 +187,8 @@ def _check_values(
     least = np.broadcast_to(low, leaf.shape)[tuple(inner)]
     most = np.broadcast_to(high, leaf.shape)[tuple(inner)]
     raise ActionError(
-        f"Env {env_index}{f' ({where})' if where else ''}: expected {_label(leaf)}"
-        f"{position} in [{least}, {most}]; got {array[(row, *inner)]}; "
+        f"Env {env_index}: expected {_label(leaf)}{position} in [{least}, {most}]; "
+        f"got {array[(row, *inner)]}; "
         + (
             "clip actions to the action space before the step"
             if leaf.dtype.kind == "f"

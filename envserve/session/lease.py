@@ -236,7 +236,7 @@ class Lease:
     def _refuse_actions(self, start: int, stop: int) -> None:
         """Looks closely at actions that seem to be out of bounds."""
         try:
-            check_action_rows(self._spec, self._rows, start, stop, "")
+            check_action_rows(self._spec, self._rows, start, stop)
         except ActionError as error:
             raise Refusal(ErrorCode.INVALID_ACTION, str(error)) from None
 

@@ -209,15 +209,15 @@ def rows_with(action: Any) -> tuple[EnvSpec, Rows]:
 
 
 def test_good_rows_pass() -> None:
-    check_action_rows(*rows_with({"push": 1.0, "press": (3, 1)}), 0, 4, "tcp://a:1")
+    check_action_rows(*rows_with({"push": 1.0, "press": (3, 1)}), 0, 4)
 
 
 @pytest.mark.parametrize(
     ("row", "leaf", "value", "text"),
     [
-        (2, 0, nan, r"Env 2 \(tcp://a:1\): expected action 'push'\[0\] in"),
-        (3, 1, 0, r"Env 3 \(tcp://a:1\): expected action 'press/0' in \[1, 3\]; got 0"),
-        (2, 2, 2, r"Env 2 \(tcp://a:1\): expected action 'press/1'\[0\] in \[0, 1\]"),
+        (2, 0, nan, r"Env 2: expected action 'push'\[0\] in"),
+        (3, 1, 0, r"Env 3: expected action 'press/0' in \[1, 3\]; got 0"),
+        (2, 2, 2, r"Env 2: expected action 'press/1'\[0\] in \[0, 1\]"),
     ],
 )
 def test_bad_row_is_named_by_its_place_in_the_slab(
@@ -226,8 +226,8 @@ def test_bad_row_is_named_by_its_place_in_the_slab(
     spec, rows = rows_with({"push": 0.0, "press": (1, 0)})
     rows.action[leaf][row] = value
     with pytest.raises(ActionError, match=text):
-        check_action_rows(spec, rows, 2, 4, "tcp://a:1")
-    check_action_rows(spec, rows, 0, 2, "tcp://a:1")
+        check_action_rows(spec, rows, 2, 4)
+    check_action_rows(spec, rows, 0, 2)
 
 
 def test_only_roundings_are_clipped() -> None:

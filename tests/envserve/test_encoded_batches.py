@@ -62,7 +62,7 @@ def test_a_server_does_not_read_actions_and_a_worker_refuses_them() -> None:
     spec = EnvSpec("A", FLOATS, Text(3))
     rows = Rows.allocate(spec, 2)
     rows.action[0][:] = packed(spec.action_leaves[0], [1])
-    check_action_rows(spec, rows, 0, 2, "tcp://a:1")
+    check_action_rows(spec, rows, 0, 2)
     assert ActionBounds(spec, rows).hold(0, 2)
     with pytest.raises(CodecError, match="expected a value of Text"):
         action_values(spec, rows.action)

@@ -27,7 +27,7 @@ SPECIAL: dict[str, list[float]] = {
 
 def are_good(spec: EnvSpec, rows: Rows, start: int, stop: int) -> bool:
     try:
-        check_action_rows(spec, rows, start, stop, "")
+        check_action_rows(spec, rows, start, stop)
     except ActionError:
         return False
     return True

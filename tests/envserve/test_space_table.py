@@ -90,7 +90,7 @@ class Both:
         for target, array in zip(self.seen.action, arrays, strict=True):
             target[...] = array
         self.part.unpack_actions(*self.seen_part.pack_actions())
-        check_action_rows(self.here, self.rows, 0, NUM_ENVS, "")
+        check_action_rows(self.here, self.rows, 0, NUM_ENVS)
         values = action_values(self.there, [array.copy() for array in self.rows.action])
         for env, value in zip(self.envs, values, strict=True):
             _, terminated, _, _ = env.step(value)
