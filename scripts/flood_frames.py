@@ -147,6 +147,8 @@ def send_bad(address: str, count: int, seed: int) -> Counter[int]:
                 if len(strangers) > _STRANGERS:
                     strangers.pop(0).socket.close()
         peer.wait_for_answer(1 << 51)
+        for stranger in strangers:
+            stranger.socket.close()
         return peer.answers
 
 

@@ -1,0 +1,51 @@
+"""A server that is flooded as by scripts/flood_frames.py keeps its secrets."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envserve.keys.folder import KeyFolder
+from scripts import flood_frames
+from tests.envserve.conftest import Serve
+
+NUM_MESSAGES = 2_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_flood_neither_holds_nor_brings_out_a_secret(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENVSERVE_HOME", str(tmp_path / "home"))
+    planted = {"ENVSERVE_PLANTED": flood_frames._PLANTED}
+    server = serve("--log-level", "debug", environment=planted)
+    sent: list[bytes] = []
+    send = flood_frames.Peer.send
+
+    def note(peer: flood_frames.Peer, frames: Any) -> None:
+        sent.extend(map(bytes, frames))
+        send(peer, frames)
+
+    monkeypatch.setattr(flood_frames.Peer, "send", note)
+    assert flood_frames.send_bad(server.address, NUM_MESSAGES, 1)
+    assert len(sent) > NUM_MESSAGES
+    secrets = flood_frames.planted_secrets(KeyFolder())
+    assert len(secrets) == 5
+    places = [("what is sent", b"\0".join(sent))]
+    places += flood_frames.places_of(server, tmp_path / "own-0")
+    with contextlib.suppress(PermissionError):
+        environment = Path(f"/proc/{server.process.pid}/environ").read_bytes()
+        assert flood_frames._PLANTED.encode() in environment  # where it belongs
+        clean = environment.replace(flood_frames._PLANTED.encode(), b"")
+        places.append(("environment of the server", clean))
+    assert len(places) > 5
+    assert not [
+        f"{name} in {place}"
+        for place, data in places
+        for name, secret in secrets.items()
+        if secret in data
+    ]
