@@ -236,6 +236,10 @@ class Config(BaseModel, frozen=True):
     jit_compile: bool = True
     """Whether updates are compiled with XLA: slow to start, several times faster."""
 
+    use_gpu: bool = False
+    """Whether a GPU, if there is one, learns and acts: networks without convolutions
+    are sooner done without."""
+
     evaluation_episodes: _Count = 100
     """Complete episodes of the evaluation that ends a run."""
 

@@ -85,6 +85,7 @@ _PIXELS: dict[str, Any] = {
     "policy_layers": (),
     "value_layers": (),
     "jit_compile": False,  # on CPUs, XLA's convolutions take longer
+    "use_gpu": True,
     "evaluation_episodes": 10,
 }
 

@@ -97,6 +97,10 @@ class Simulation:
             self._answer_spec += [tf.TensorSpec(f.shape[1:], f.dtype) for f in flags]
         self.infos: dict[tuple[int, int], Mapping[str, Any]] = {}
         self._loop = tf.function(self._steps)
+        # In this thread: to hand each operation to others, while workers have the
+        # cores, costs more than the operations do. It would be one device's, too.
+        has_gpu = bool(tf.config.list_logical_devices("GPU"))
+        self._executor = "DEFAULT" if has_gpu else "SINGLE_THREADED_EXECUTOR"
         self._is_started = False
 
     def run(self, seed: tuple[int, int], snapshot: Any = None) -> Rollout:
@@ -141,9 +145,7 @@ class Simulation:
                 tf.nest.map_structure(tf.constant, split.observation(0))
                 for split in self._splits
             ]
-            # In this thread: to hand each operation to others, while workers have the
-            # cores, costs more than the operations do.
-            with tf.experimental.function_executor_type("SINGLE_THREADED_EXECUTOR"):
+            with tf.experimental.function_executor_type(self._executor):
                 _, self._states, given = self._loop(
                     first, states, tf.constant(seed, tf.int32), snapshot
                 )

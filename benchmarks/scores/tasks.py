@@ -17,8 +17,8 @@ MEASURES: tuple[Measure, ...] = get_args(Measure)
 
 #: Settings that do not decide what is learned, or are the task's or the seed's.
 _ASIDE = re.compile(
-    "import_modules|total_steps|seed|num_splits|spare_envs|jit_compile|on_fault|"
-    ".*(evaluat|curve|report|checkpoint|timeout|server|padding|restart)"
+    "import_modules|total_steps|seed|num_splits|spare_envs|jit_compile|use_gpu|"
+    "on_fault|.*(evaluat|curve|report|checkpoint|timeout|server|padding|restart)"
 )
 
 

@@ -46,6 +46,8 @@ def _machine() -> str:
     """Return a hash of what compiled code depends on, besides TensorFlow's version."""
     facts = [platform.machine(), platform.processor(), str(os.cpu_count())]
     facts.append(os.environ.get("XLA_FLAGS", ""))
+    for gpu in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        facts.append(gpu.read_text().partition("\n")[0])  # its model
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
         names = ("model name", "flags", "Features")

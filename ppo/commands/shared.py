@@ -135,7 +135,8 @@ def interrupts_kept() -> Iterator[None]:
 def errors_held() -> Iterator[None]:
     """Show what is written to standard error within only if something is raised.
 
-    TensorFlow says there that it uses oneDNN, and no level of its log keeps it from it.
+    TensorFlow says there that it uses oneDNN and finds no GPU, and no level of its log
+    keeps it from it.
     """
     with tempfile.TemporaryFile() as held:
         before = os.dup(2)
@@ -168,9 +169,10 @@ def start_tensorflow(
     has_plain_updates = config is not None and not config.jit_compile
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", str(int(has_plain_updates)))
     try:
-        held = errors_held() if has_plain_updates else contextlib.nullcontext()
-        with interrupts_kept(), held:
+        with interrupts_kept(), errors_held():
             import tensorflow as tf
+
+            gpus = tf.config.list_physical_devices("GPU")
     except ModuleNotFoundError as error:
         raise BadInputError(
             f"Training needs TensorFlow ({error}): pip install 'envserve[train]'."
@@ -178,6 +180,10 @@ def start_tensorflow(
     keep_compiled_code(tf.__version__)
     tf.get_logger().setLevel("ERROR")
     logging.getLogger("absl").setLevel("ERROR")
+    for gpu in gpus:  # all of its memory is taken otherwise
+        tf.config.experimental.set_memory_growth(gpu, True)
+    if gpus and config is not None and not config.use_gpu:
+        tf.config.set_visible_devices([], "GPU")
     tf.config.threading.set_intra_op_parallelism_threads(intra_op_threads)
     tf.config.threading.set_inter_op_parallelism_threads(inter_op_threads)
 

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import threading
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -16,8 +17,10 @@ from ppo.commands.shared import (
     Terminated,
     errors_held,
     interrupts_kept,
+    start_tensorflow,
     terminable,
 )
+from ppo.configs import CONFIGS
 from ppo.train import Progress
 
 METRICS = {"policy_loss": -0.0123, "value_loss": 0.5, "entropy": 0.69}
@@ -201,3 +204,18 @@ def test_what_is_held_back_is_shown_if_something_fails(
         raise ValueError("it fails")
     os.write(2, b"after that")
     assert capfd.readouterr().err == "why it fails; after that"
+
+
+@pytest.mark.parametrize("name", ["pong", "cartpole"])
+def test_a_gpu_is_for_images_and_for_others_beside_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("TF_CPP_MIN_LOG_LEVEL", "TF_ENABLE_ONEDNN_OPTS", "TF_XLA_FLAGS"):
+        monkeypatch.setenv(variable, "0")
+    monkeypatch.setattr("ppo.commands.shared.keep_compiled_code", lambda _: None)
+    with mock.patch("tensorflow.config") as known:
+        known.list_physical_devices.return_value = ["GPU:0"]
+        start_tensorflow(1, 1, CONFIGS[name])
+    known.experimental.set_memory_growth.assert_called_once_with("GPU:0", True)
+    hidden = known.set_visible_devices.call_args_list
+    assert hidden == ([] if name == "pong" else [mock.call([], "GPU")])

@@ -1,6 +1,7 @@
 """Rollouts: contents, counts of calls and traces, continuity."""
 
 from typing import Any
+from unittest import mock
 
 import gymnasium
 import numpy as np
@@ -66,6 +67,18 @@ def test_rollouts_go_on_where_the_last_one_ended() -> None:
     simulation.run((0, 0))
     rollout = simulation.run((0, 1))
     assert rollout.observation[:, 0, 1].tolist() == [3, 4, 0, 1]
+
+
+def test_where_a_gpu_is_seen_each_operation_goes_where_it_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In one thread the loop would be the GPU's, the call into Python with it."""
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: [kind])
+    asked = mock.Mock(wraps=tf.experimental.function_executor_type)
+    monkeypatch.setattr(tf.experimental, "function_executor_type", asked)
+    rollout = simulate(in_graph(CountingBatchEnv([5])), echo, horizon=3)
+    assert rollout.observation[:, 0, 1].tolist() == [0, 1, 2, 3]
+    asked.assert_called_once_with("DEFAULT")
 
 
 def test_lost_steps_are_marked() -> None:
