@@ -328,7 +328,6 @@ class HostSettings(WorkerSettings):
                 is_private(address)
             except ValueError as error:
                 raise ValueError(f"binds: {error}") from None
-
         home = os.path.expanduser(f"~{self.worker_user}")  # found, if there is one
         if self.worker_user and (home.startswith("~") or os.geteuid() != 0):
             raise ValueError(

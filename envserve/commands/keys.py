@@ -138,7 +138,6 @@ def join(
                 "an invitation is a secret, and a command line is not; "
                 'run "envserve join" and paste it'
             )
-
         if sys.stdin.isatty():
             text = getpass.getpass("Invitation (it is not shown): ")
         else:

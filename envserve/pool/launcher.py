@@ -145,9 +145,8 @@ class Launcher:
     """Starts worker processes and hears of their end.
 
     One launcher may serve several pools of one process. Its `reserve` is for what they
-    open. All methods are called from
-    one thread at a time. A call that is interrupted midway costs the template, and
-    with it its workers.
+    open. All methods are called from one thread at a time. A call that is interrupted
+    midway costs the template, and with it its workers.
     """
 
     def __init__(

@@ -187,12 +187,7 @@ class Pool:
         self._submit(Kind.STEP, blocks, ())
 
     def submit_reset(self, resets: Sequence[Reset]) -> None:
-        """Starts resets, each of another block.
-
-        Raises:
-          LocalProtocolError: A row is not of its block, or seeds are too few, too many
-            or out of [0, 2**63).
-        """
+        """Starts resets, each of another block; raises what `Reset.check` does."""
         indices = [reset.block for reset in resets]
         self._operations.check_idle(indices)
         tasks = [reset_task(self.blocks[reset.block], reset) for reset in resets]
@@ -224,13 +219,9 @@ class Pool:
     # Going on.
 
     def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
-        """Goes on with all that is due, and returns the operations that have ended.
+        """Goes on with all that is due; returns what has ended, as of `Lane.collect`.
 
-        Args:
-          timeout_seconds: Longest to wait; 0 does not wait.
-          min_finished: How many to wait for. Fewer come back after the timeout, when
-            no more are in flight, or when a block in flight has become absent. While
-            the pool starts, the wait ends when it is ready or has failed.
+        While the pool starts, the wait ends when it is ready or has failed.
         """
         if self._is_released:
             raise LocalProtocolError(f"{self!r} can no longer be used")
