@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -14,12 +16,22 @@ from envserve.keys.folder import KeyFolder
 from envserve.keys.grant import Grant
 from envserve.keys.pair import KeyPair
 from envserve.transport import use_keys
-from envserve.wire.bodies import Attach
+from envserve.wire.bodies import Attach, CallBody
 from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.greetings import ErrorBody, Hello
 from envserve.wire.message import Message, decode, encode
-from tests.envserve.conftest import Join, Serve
-from tests.envserve.server_process import ServerProcess
+from tests.envserve.conftest import Join, Serve, WaitUntil
+from tests.envserve.server_process import LEDGER, ServerProcess
+from tests.envserve.session_fakes import make_call
+from tests.envserve.strangers import KeyedStranger, honest_client
+from tests.envserve.test_metrics_port import read_soon, samples
+
+IMAGES = "envserve/Echo-v0"
+#: What keys may be allowed less of.
+OPENINGS = (
+    *("--metrics-port", "0", "--drain-grace", "0", "--expose", "gravity"),
+    *("--allow-kwarg", "length", "--allow-kwarg", "space:any"),
+)
 
 
 class KeyedPeer:
@@ -34,20 +46,27 @@ class KeyedPeer:
         self.send(MessageType.HELLO, Hello().encode())
         self.boot = self.receive().boot
 
-    def send(
-        self, kind: MessageType, body: bytes, session: int = 0, boot: int = 0
-    ) -> None:
-        message = Message(kind, session=session, boot=boot, request=1, body=body)
+    def send(self, kind: MessageType, body: bytes, **fields: Any) -> None:
+        message = Message(kind, request=1, body=body, **fields)
         self._socket.send_multipart(encode(message))
 
-    def attach(self, sessions: Iterable[int], env_name: str = "CartPole-v1") -> None:
+    def attach(
+        self, sessions: Iterable[int], env_name: str = "CartPole-v1", **more: Any
+    ) -> None:
         """Asks for an env as each of these sessions."""
-        body = Attach(env_name=env_name, num_envs=1, seed=1).encode()
+        asked = {"num_envs": 1, "seed": 1, **more}
+        body = Attach(env_name=env_name, **asked).encode()
         for session in sessions:
             self.send(MessageType.ATTACH, body, session=session, boot=self.boot)
 
     def receive(self) -> Message:
         return decode(self._socket.recv_multipart())
+
+    def granted(self) -> Message:
+        """Waits until a lease is."""
+        while (answer := self.receive()).type is not MessageType.GRANTED:
+            pass
+        return answer
 
     def errors(self, count: int, sessions: Iterable[int] = ()) -> list[ErrorBody]:
         """Waits until so many sessions were refused; asks again, as a client would."""
@@ -100,6 +119,12 @@ def connect(server: ServerProcess, folder: KeyFolder) -> KeyedPeer:
     return KeyedPeer(server, keys.public, PAIR)
 
 
+def counter(server: ServerProcess, short: str) -> Callable[[], float]:
+    """Returns what reads a metric."""
+    address = server.log.rpartition("metrics are at ")[2].split()[0]
+    return lambda: samples(read_soon(address)).get(f"envserve_{short}", 0.0)
+
+
 def test_who_attaches_without_end_leaves_envs_and_processes_to_others(
     serve: Serve, join: Join, folder: KeyFolder, mallory: list[KeyedPeer]
 ) -> None:
@@ -125,8 +150,7 @@ def test_an_audit_tells_of_a_key_what_it_got_and_what_not(
     server = start(serve, folder, *options, envs=("CartPole-*",), max_envs=1)
     mallory.append(peer := connect(server, folder))
     peer.attach(range(1, 2))
-    while peer.receive().type is not MessageType.GRANTED:
-        pass
+    peer.granted()
     peer.attach(range(2, 3))
     (error,) = peer.errors(1)
     assert error.text == "mallory has 1 of its 1 envs; others have 0 of 128"
@@ -148,3 +172,100 @@ def test_an_audit_tells_of_a_key_what_it_got_and_what_not(
     }
     assert all(one["fingerprint"] for one in lines)
     assert file.stat().st_mode & 0o777 == 0o600
+
+
+Asked = dict[str, Any] | CallBody
+#: By option of a key: what it may, what more it asks for than an env, and what is said.
+ONE_OVER: dict[str, tuple[object, Asked, ErrorCode, str]] = {
+    "envs": (
+        *(("CartPole-*",), {"env_name": "Acrobot-v1"}),
+        *(ErrorCode.REFUSED, "mallory may use CartPole-*; asked for Acrobot-v1; "),
+    ),
+    "max_envs": (1, {}, ErrorCode.ENVS_BUSY, "mallory has 1 of its 1 envs; "),
+    "max_processes": (1, {}, ErrorCode.ENVS_BUSY, "mallory has 1 of its 1 processes; "),
+    "max_leases": (1, {}, ErrorCode.ENVS_BUSY, "mallory has 1 of its 1 leases; "),
+    "max_row_mib": (
+        *(2, {"env_name": IMAGES, "env_kwargs": {"space": "image"}, "num_envs": 15}),
+        *(ErrorCode.ENV_START_FAILED, "rows of 15 envs need 2 MiB, and 1 are left "),
+    ),
+    "exposed": (
+        *(("get:gravity",), CallBody.of([make_call([0], "call", "gravity")])),
+        *(ErrorCode.REFUSED, "Env 0: call of 'gravity' is not allowed (exposed: "),
+    ),
+    "allowed_kwargs": (
+        *(("length:int[0,10]",), {"env_name": LEDGER, "env_kwargs": {"length": 11}}),
+        *(ErrorCode.REFUSED, "env argument 'length' is not allowed to be 11 (allowed"),
+    ),
+}
+
+
+@pytest.mark.parametrize("option", ONE_OVER)
+def test_one_over_what_a_key_may_is_refused_and_counted(
+    serve: Serve,
+    folder: KeyFolder,
+    mallory: list[KeyedPeer],
+    wait_until: WaitUntil,
+    option: str,
+) -> None:
+    may, asked, code, text = ONE_OVER[option]
+    server = start(serve, folder, *OPENINGS, **{option: may})
+    mallory.append(peer := connect(server, folder))
+    peer.attach([1])
+    epoch = peer.granted().epoch
+    if isinstance(asked, CallBody):
+        numbers = {"session": 1, "boot": peer.boot, "epoch": epoch}
+        body = asked.encode()
+        peer.send(MessageType.CALL, body, entries=((0, 1),), **numbers)
+    else:
+        peer.attach([2], **asked)
+    (error,) = peer.errors(1)
+    assert error.code is code
+    assert error.text.startswith(text), error.text
+    count = counter(server, f"refusals_total code={code.name}")
+    wait_until(lambda: count() == 1)
+
+
+def test_who_takes_more_than_its_share_is_not_heard_and_counted(
+    serve: Serve,
+    folder: KeyFolder,
+    mallory: list[KeyedPeer],
+    tmp_path: Path,
+    wait_until: WaitUntil,
+) -> None:
+    audit = tmp_path / "audit"
+    options = (*OPENINGS, "--audit", str(audit))
+    server = start(serve, folder, *options, share=1000)
+    mallory.append(peer := connect(server, folder))
+
+    def is_over() -> bool:
+        for _ in range(10_000):
+            peer.send(MessageType.PING, b"", boot=peer.boot)
+        return '"event": "over quota"' in audit.read_text()
+
+    with honest_client(server):
+        assert not any(is_over() for _ in range(3))
+        less = Grant(name="mallory", public=PAIR.public, share=0.01)
+        folder.clients.add(less, time.time())
+        while not is_over():
+            pass
+    count = counter(server, "dropped_messages_total")
+    wait_until(lambda: count() > 0)
+
+
+@pytest.mark.parametrize("option", ["expires", "until"])
+def test_who_comes_after_its_time_is_not_let_in_and_counted(
+    serve: Serve, folder: KeyFolder, wait_until: WaitUntil, option: str
+) -> None:
+    server = start(serve, folder, *OPENINGS, **{option: time.time() - 1.0})
+    keys = folder.key("server")
+    assert keys is not None
+    hello = encode(Message(MessageType.HELLO, body=Hello().encode()))
+    with KeyedStranger(server.address, keys.public, PAIR, hello) as late:
+        assert not late.gets_in()
+    count = counter(server, "refused_keys_total")
+    wait_until(lambda: count() == 1)
+
+
+def test_each_option_of_a_key_is_gone_over_here() -> None:
+    options = {field.name for field in fields(Grant)} - {"name", "public"}
+    assert options == {*ONE_OVER, "share", "expires", "until"}
