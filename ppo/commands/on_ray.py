@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import socket
 import sys
 import time
@@ -19,13 +20,14 @@ from ppo.commands.stop_signals import StopSignals
 from ppo.errors import ConfigError, LearnerLostError, PpoError
 from ppo.run_folder.folder import RunFolder
 
-__all__ = ["Learners", "On", "Resources", "train_on_ray"]
+__all__ = ["AGAIN", "Learners", "On", "Resources", "train_on_ray"]
 
 _PANEL: Final = {"rich_help_panel": "On Ray"}
 _ON: Final = "Learn on a Ray cluster: here, and on others of its nodes."
 On = Annotated[Literal["ray"] | None, typer.Option(help=_ON, **_PANEL)]
 Learners = Annotated[int | None, typer.Option(min=1, help="How many there.", **_PANEL)]
 _TOLD: Final = '{"cluster": {"worker": %s}, "task": {"type": "worker", "index": %d}}'
+AGAIN: Final = "PPO_TRAIN_AGAIN"  # tells the first by which command all go on
 _ROOM_SECONDS, _END_SECONDS, _TRIES = 60, 10, 3
 
 
@@ -82,6 +84,8 @@ def _round(ray: Any, needs: list[dict[str, float]], words: list[str]) -> int:
         told = [{"TF_CONFIG": _TOLD % (addresses, index)} for index in range(num)]
         others = [on[n](_train).remote(words, told[n], *place) for n in range(1, num)]
         at_end.callback(ray.wait, others, num_returns=num - 1, timeout=_END_SECONDS)
+        run_dir = [] if "--run-dir" in sys.argv else words[-4:-2]
+        told[0][AGAIN] = shlex.join(["ppo", *sys.argv[1:], *run_dir])
         first = at_end.enter_context(started(words, env=os.environ | told[0]))
         # Without the others it cannot stop as it would, or not soon.
         at_end.push(

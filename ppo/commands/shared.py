@@ -279,16 +279,11 @@ def plain_warnings() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reported_errors(
-    log_format: str = "text", is_restartable: bool = False
-) -> Iterator[None]:
-    """Print known errors instead of a traceback; warnings of envs are plain in text.
-
-    Words that lead to no server may do so when the command is started again.
-    """
+def reported_errors(log_format: str = "text", again: bool = False) -> Iterator[None]:
+    """Print known errors instead of a traceback; warnings of envs are plain in text."""
     try:
         with plain_warnings() if log_format == "text" else contextlib.nullcontext():
             yield
     except (PpoError, EnvserveError) as error:
-        may_pass = is_restartable and isinstance(error, AddressError)
+        may_pass = again and isinstance(error, AddressError)  # servers may come
         fail(error, 2 if isinstance(error, _BAD_INPUT) and not may_pass else 1)

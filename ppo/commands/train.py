@@ -395,4 +395,5 @@ def hints_at_resuming(terminated_code: int = 130) -> Iterator[list[RunFolder]]:
 
 
 def _how_to_go_on(run_folder: RunFolder) -> str:
-    return f"Go on with: ppo train --resume {run_folder.word}"
+    resume = f"ppo train --resume {run_folder.word}"
+    return f"Go on with: {os.environ.get(on_ray.AGAIN, resume)}"
