@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +25,7 @@ from envserve.client import BatchEnv, Status
 from envserve.client.connection import ask_welcome
 from envserve.errors import AddressError, ConnectError
 from envserve.ray import addresses
+from tests.doors.test_documents import BIN, ROOT, commands
 
 WORD = "ray://default/envs"
 ENV = "CartPole-v1"
@@ -318,6 +321,38 @@ def test_a_training_goes_on_and_learns(
     assert started.end(signal.SIGTERM) == 0
 
 
+def test_the_commands_of_the_document_train_with_one_learner_and_with_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_ours = re.compile(r"ray |.* --on ray |ppo .*ray://").match
+    found = filter(is_ours, commands(ROOT / "docs" / "cluster.md"))
+    head, servers, *trainings = map(shlex.split, found)
+    head += ["--block", "--port=0", "--num-cpus=4"]
+    few = ["total_steps=4096", "evaluation_episodes=2", "jit_compile=false"]
+    few = [word for each in few for word in ("--set", each)]
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_DEDUP_LOGS", "0")
+    with contextlib.ExitStack() as stack:
+        folder = tempfile.TemporaryDirectory()  # of a short name, for sockets in it
+        monkeypatch.setenv("RAY_TMPDIR", stack.enter_context(folder))
+        log = stack.enter_context((tmp_path / "ray").open("w+"))
+        node = stack.enter_context(
+            subprocess.Popen([BIN / "ray", *head[1:]], stdout=log)
+        )
+        stack.callback(node.terminate)
+        wait_until(lambda: "Ray runtime started" in Path(log.name).read_text(), "Ray")
+        started = Started(tmp_path / "log", *servers[4:])
+        stack.callback(started.end, signal.SIGINT)
+        for words in trainings:
+            with Training(tmp_path / f"run-{len(words)}", *words[2:], *few) as training:
+                assert training.process.wait(LONG) == 0, training.said()
+        assert started.end(signal.SIGINT) == 0
+        said = started.log.read_text()
+    # Of both servers, by one learner, and by each of two.
+    assert said.count("8 CartPole-v1, ended after 2,048 env steps") == 2
+    assert said.count("4 CartPole-v1, ended after 1,024 env steps") == 4
+
+
 def test_learners_go_on_when_one_is_killed_and_when_its_node_dies(
     cluster: RayCluster, tmp_path: Path
 ) -> None:
@@ -345,7 +380,10 @@ def test_learners_go_on_when_one_is_killed_and_when_its_node_dies(
         wait_until(lambda: not training.others(), "the other learner has ended")
     iterations = [row["iteration"] for row in training.rows()]
     assert iterations == list(range(1, len(iterations) + 1))
-    with Training(tmp_path / "run", *words, "--set", "total_steps=64") as training:
+    again = training.said().rpartition("Go on with: ppo train ")[2].splitlines()[0]
+    words = (*shlex.split(again), "--set", "total_steps=64")
+    assert words[1:5] == ("--on", "ray", "--learners", "2")
+    with Training(tmp_path / "run", *words) as training:
         assert training.process.wait(LONG) == 0
         assert "Evaluation after " in training.said()
 
