@@ -143,7 +143,7 @@ def main(
             print(f"{name}: {tries:,} in {seconds:.0f} s, {num_steps:,} steps beside")
             goals.at_most(f"{name}: let in", num_let_in, 0)
             goals.at_most(f"{name}: messages read", abs(num_read), 0)
-            steps += num_steps
+            steps, read_before = steps + num_steps, read_before + num_read
         refused = count("refused_keys_total") - refused_before
         goals.at_least("keys refused, of four kinds", refused, 4 * tries)
         goals.at_least("right steps of the honest client", steps, 1)
