@@ -5,8 +5,10 @@
 Every pod is a network namespace, every container a process in a root of its own, with
 the commands, probes, volumes and users of the manifests (tests/pods.py says what that
 cannot show). The trainer waits for servers and trains; one is killed and comes back at
-another address, the other one is evicted; the trainer is evicted, killed, and goes on
-until its job is complete. Exits with 1 if anything does not go on. For Linux; needs
+another address, the other one is evicted; the trainer is evicted, goes on with two of
+four servers, takes the others in, and goes on while one of them is cut off; it is
+killed, and goes on until its job is complete. Every valid row has to follow from the
+one before by CartPole's own rules. Exits with 1 if anything is not so. For Linux; needs
 root and iproute2.
 """
 
@@ -33,8 +35,24 @@ TRAINER = pod_spec("Job", "trainer")
 #: Seconds that TensorFlow's start and some iterations may take.
 PATIENCE = 240
 #: A run that goes on until it is stopped.
-FEW = ("--set", "evaluation_episodes=5")
+FEW = ("--set", "evaluation_episodes=5", "--set", "callbacks=runs/rows.py:check")
 ENDLESS = ("--set", "total_steps=100000000", "--set", "checkpoint_seconds=1", *FEW)
+#: Named by the trainer's callbacks: a wrong row ends it.
+CHECK = """
+import numpy as np
+from gymnasium.envs.classic_control import CartPoleEnv
+
+
+def check(run, metrics, rollout):
+    env, seen = CartPoleEnv(), rollout.observation
+    for step, row in zip(*np.nonzero(rollout.valid)):
+        env.reset()
+        env.state = seen[step, row].astype(float)
+        expected, *_ = env.step(rollout.action[step, row])
+        is_end = rollout.done[step, row]
+        got = (rollout.final_observation[step] if is_end else seen[step + 1])[row]
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+"""
 
 
 class Cluster:
@@ -51,6 +69,7 @@ class Cluster:
         self.servers: dict[str, Pod] = {}
         self.run = folder / "claims" / "runs" / "cartpole"
         self.trainer = self.new_trainer()
+        (self.run.parent / "rows.py").write_text(CHECK)
 
     def begin_server(self, name: str, host: str) -> Pod:
         """Makes a pod and starts it; nobody finds it yet."""
@@ -154,8 +173,16 @@ def rehearse_trainer(cluster: Cluster) -> None:
     if action_of(3) != "Ignore":
         raise ChildProcessError("expected the job to ignore a trainer that is stopped")
     cluster.trainer = cluster.new_trainer()
-    cluster.start_trainer(*ENDLESS)
-    cluster.goes_on("the next trainer goes on", True)
+    cluster.start_trainer(*ENDLESS, "--min-servers", "2", "--set", "num_servers=4")
+    cluster.goes_on("the next trainer goes on with two servers of four", False)
+    for name, host in (("envs-2", "a"), ("envs-3", "d")):
+        cluster.begin_server(name, host)
+    cluster.await_servers()
+    cluster.goes_on("the others are taken in", True)
+    cluster.hosts.pull_cable("d")
+    cluster.goes_on("training goes on while envs-3 is cut off", False)
+    cluster.hosts.plug_cable("d")
+    cluster.goes_on("envs-3 is back", True)
     cluster.trainer.kill()
     steps = rows_of(cluster.run)[-1]["steps"]
     cluster.trainer = cluster.new_trainer()
@@ -172,7 +199,7 @@ def main() -> None:
     """Rehearse deploy/kubernetes in network namespaces."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        hosts = Hosts(["names", "a", "b", "c", "gpu"], search=SEARCH)
+        hosts = Hosts(["names", "a", "b", "c", "d", "gpu"], search=SEARCH)
         stack.callback(hosts.remove)
         hosts.create()
         make_keys(folder)

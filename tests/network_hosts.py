@@ -78,12 +78,20 @@ class Hosts:
             run("ip", "-n", namespace, "link", "set", "eth0", "up")
             run("ip", "-n", namespace, "link", "set", "lo", "up")
 
-    def pull_cable(self) -> None:
-        """Has the bridge pass nothing on. No host sees its own link go down."""
-        run("ip", "-n", self.switch, "link", "set", "bridge0", "down")
+    def pull_cable(self, name: str = "") -> None:
+        """Has the bridge pass nothing on: no host sees its own link go down.
 
-    def plug_cable(self) -> None:
-        run("ip", "-n", self.switch, "link", "set", "bridge0", "up")
+        Args:
+          name: Of a host; then only its link is down, and it sees that.
+        """
+        self._set_link(name, "down")
+
+    def plug_cable(self, name: str = "") -> None:
+        self._set_link(name, "up")
+
+    def _set_link(self, name: str, state: str) -> None:
+        link = f"port{self.names.index(name)}" if name else "bridge0"
+        run("ip", "-n", self.switch, "link", "set", link, state)
 
     def remove(self) -> None:
         for name in self.names:
