@@ -137,15 +137,11 @@ def _serve(
     def end(*_: object) -> None:
         server.should_exit = True
 
-    def end_after_it() -> None:
-        wait()
-        end()
-
     # An interrupt while the server starts could be swallowed by what it imports.
     before = signal.signal(signal.SIGINT, end)
     try:
         print(f"Page: {url}", flush=True)
-        threading.Thread(target=end_after_it, daemon=True).start()
+        threading.Thread(target=lambda: end(wait()), daemon=True).start()
         if is_opened and not webbrowser.open(url):
             print("No browser was found here; open it where there is one.", flush=True)
         server.run(sockets=[listening])

@@ -132,14 +132,11 @@ def _follow(
     film: VideoWriter | None,
 ) -> Ending:
     number: int | None = None
-    limit = _BUILD_SECONDS
     for frame in _frames(process, timeout_seconds):
-        if frame is None:
-            end = End(status=Status.TIMEOUT, text=f"hung for {limit:g} s")
+        if not isinstance(frame, Frame):
+            end = End(status=Status.TIMEOUT, text=f"hung for {frame:g} s")
             return _judge(repro, number, end)
-        if frame.kind is Kind.BUILT:
-            limit = timeout_seconds
-        elif frame.kind is Kind.DONE:
+        if frame.kind is Kind.DONE:
             number = frame.sequence
         elif frame.kind is Kind.PICTURE:
             if film:
@@ -169,20 +166,21 @@ def _follow(
     return _judge(repro, number, end)
 
 
-def _frames(process: WorkerProcess, timeout_seconds: float) -> Iterator[Frame | None]:
-    """Yields what the process sends, up to its end; None if it hangs."""
+def _frames(process: WorkerProcess, timeout_seconds: float) -> Iterator[Frame | float]:
+    """Yields what the process sends once the env is built; if it hangs, how long."""
     limit = _BUILD_SECONDS
     give_up_at = time.monotonic() + limit
     while not process.channel.is_at_end:
         left = give_up_at - time.monotonic()
         if left <= 0:
-            yield None
+            yield limit
             return
         process.channel.wait(left)
         for frame in process.channel.read():
             if frame.kind is Kind.BUILT:
                 limit = timeout_seconds
-            yield frame
+            else:
+                yield frame
             give_up_at = time.monotonic() + limit
 
 

@@ -148,7 +148,7 @@ class Claims(dict[SessionId, Claim]):
             _LOGGER.info("refused: %s%s", one_line(str(refusal), _MAX_LINE), more)
         tell(refusal.event, user, *refusal.asked, str(refusal))
 
-    def add(self, message: Message, now: float) -> Claim:
+    def add(self, message: Message, now: float) -> None:
         """Takes an ATTACH of a new session.
 
         Raises:
@@ -182,7 +182,6 @@ class Claims(dict[SessionId, Claim]):
             now,
         )
         _LOGGER.debug("%s, attaching (client: %s)", claim, client)
-        return claim
 
     def start_builds(self) -> list[Decision]:
         """Starts the envs of claims that wait for that, few of each user at a time."""
