@@ -14,7 +14,7 @@ from gymnasium.vector.utils import iterate
 from envserve.client.row_set import BatchBlock, RowSet
 from envserve.encoded import decode_observation
 from envserve.errors import EnvError, EnvserveError
-from envserve.lane import Fault, Outcome
+from envserve.lane import Outcome
 from envserve.slab import Rows, Status
 from envserve.spec import EnvSpec, flatten, unflatten
 
@@ -261,13 +261,9 @@ def add_infos(
         env_index = fault.env_index + block.offset
         infos[env_index] = {"fault": {"status": fault.status.name, "text": fault.text}}
         if error is None and (fault.is_violation or raises_faults):
-            error = _error_of(fault, env_index, block.lane.name)
+            error = EnvError(
+                f"Env {env_index} ({block.lane.name}): {fault.cause}",
+                env_index=env_index,
+                remote_traceback=fault.detail,
+            )
     return error
-
-
-def _error_of(fault: Fault, env_index: int, where: str) -> EnvError:
-    return EnvError(
-        f"Env {env_index} ({where}): {fault.cause}",
-        env_index=env_index,
-        remote_traceback=fault.detail,
-    )

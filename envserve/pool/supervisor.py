@@ -150,13 +150,29 @@ class SupervisedWorker:
             self.process = self._launcher.launch(self._selector, self)
         except WorkerError as error:
             return self._on_end(f"could not be started: {error}", "", now)
-        message = _build_message(
-            self._config, self.index, self._num_workers, self.blocks, incarnations
-        )
+        message = self._build_message(incarnations)
         self.process.channel.send(pack_frame(Kind.BUILD, payload=message))
         if self._slab is not None:
             self.attach(self._slab)
         return []
+
+    def _build_message(self, incarnations: Sequence[int]) -> bytes:
+        """Returns what a process is told to build."""
+        config = self._config
+        message: dict[str, Any] = {
+            **{name: getattr(config, name) for name in _SETTINGS},
+            "env_kwargs": dict(config.env_kwargs),
+            "wrappers": plain_wrappers(config.wrappers),
+            "num_workers": self._num_workers,
+            "worker": self.index,
+            "blocks": [[block.index, block.start, block.stop] for block in self.blocks],
+            "incarnations": [
+                [row, incarnations[row]]
+                for block in self.blocks
+                for row in range(block.start, block.stop)
+            ],
+        }
+        return codec.encode(message)
 
     def attach(self, slab: Slab) -> None:
         """Passes the slab to this process and all that follow it."""
@@ -370,27 +386,3 @@ class SupervisedWorker:
 
     def __repr__(self) -> str:
         return f"<{self.label}, {self.state.name}, {self.process!r}>"
-
-
-def _build_message(
-    config: PoolSettings,
-    worker: int,
-    num_workers: int,
-    blocks: Sequence[Block],
-    incarnations: Sequence[int],
-) -> bytes:
-    """Returns what a process is told to build."""
-    message: dict[str, Any] = {
-        **{name: getattr(config, name) for name in _SETTINGS},
-        "env_kwargs": dict(config.env_kwargs),
-        "wrappers": plain_wrappers(config.wrappers),
-        "num_workers": num_workers,
-        "worker": worker,
-        "blocks": [[block.index, block.start, block.stop] for block in blocks],
-        "incarnations": [
-            [row, incarnations[row]]
-            for block in blocks
-            for row in range(block.start, block.stop)
-        ],
-    }
-    return codec.encode(message)
