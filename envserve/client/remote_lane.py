@@ -88,9 +88,7 @@ class RemoteLane:
           like: Whose envs are such as these will be, once a server comes.
 
         Raises:
-          ConnectError: The address has no known form, or its server's key is not known.
-          KeyFileError: A file of keys cannot be read, or others can.
-          EnvStartError: The env_kwargs or wrappers cannot be sent.
+          EnvserveError: As for `Connection`, and for `attach_of`.
         """
         self.num_envs = request.num_envs
         self._env_name = request.env_name
