@@ -97,6 +97,7 @@ _MEMORY = {
     "learning_rate": 1e-3,
 }
 _PENALTY = {"objective": "penalty"}
+_PONG = {"num_envs": 32, "horizon": 32, "curve_episodes": 4}
 
 TASKS: tuple[Task, ...] = (
     Task("cartpole", 50 * _K, "E", 5, 500, "E rl-zoo DQN 500"),
@@ -129,6 +130,6 @@ TASKS: tuple[Task, ...] = (
     Task("humanoid", 3 * _M, "E", 3, 2500, "E SF 5439 at 10M; M Tianshou 1360 (v3)"),
     Task("cheetah", 10 * _M, "E", 3, 8500, "E SF 6263"),
     Task("humanoid", 10 * _M, "E", 3, 5000, "E SF 5439 (v4)"),
-    Task("pong", 3 * _M, "E", 1, 20, "E rl-zoo 20.99 at 10M", {"curve_episodes": 4}),
+    Task("pong", 3 * _M, "E", 1, 20, "E rl-zoo 20.99 at 10M", _PONG),
 )
 """In the order of the table. TRPO is rl-zoo's; SF is Sample Factory, the best of 10."""
