@@ -154,10 +154,11 @@ def _flood(kind: str, address: str, num_connections: int) -> None:
 
 
 @contextlib.contextmanager
-def _flooder(kind: str, address: str, num_connections: int) -> Iterator[None]:
-    command = [sys.executable, __file__, "--flood", kind, address, str(num_connections)]
+def _flooder(kind: str, address: str, count: int, key: str) -> Iterator[None]:
+    command = [sys.executable, __file__, "--flood", kind, address, str(count)]
+    environment = os.environ | {"FLOOD_KEY": key}
     with subprocess.Popen(
-        command, cwd=_ROOT, stdout=subprocess.PIPE, text=True
+        command, cwd=_ROOT, stdout=subprocess.PIPE, text=True, env=environment
     ) as process:
         try:
             assert process.stdout is not None
@@ -185,6 +186,7 @@ def _compare(
     batch: BatchEnv,
     addresses: tuple[str, str],
     flood: tuple[str, int],
+    keys: Iterator[str],
     given: argparse.Namespace,
     cores: Cores,
     goals: Goals,
@@ -197,7 +199,7 @@ def _compare(
     for _ in range(given.rounds):
         for address in (other, own):
             with cores.of("attacker"):
-                flooder = _flooder(kind, address, num_connections)
+                flooder = _flooder(kind, address, num_connections, next(keys))
                 with flooder, cores.of("client"):
                     runs[address].append(_measure(batch, given.seconds))
     control, flooded = (
@@ -232,11 +234,16 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         os.environ["ENVSERVE_HOME"] = str(root / "home")
-        folder, pair = KeyFolder(), KeyPair.make()
+        folder = KeyFolder()
         folder.made_key("client")
         folder.made_key("server")
-        folder.clients.add(Grant(name="mallory", public=pair.public), time.time())
-        os.environ["FLOOD_KEY"] = formats.encode(formats.SECRET, pair.secret)
+        floods = list(itertools.product(given.kinds, given.connections))
+        # Each flood has one of its own: who was shut out is so for a minute.
+        pairs = [KeyPair.make() for _ in range(2 * given.rounds * len(floods))]
+        for number, pair in enumerate(pairs):
+            grant = Grant(name=f"mallory-{number}", public=pair.public)
+            folder.clients.add(grant, time.time())
+        keys = iter([formats.encode(formats.SECRET, pair.secret) for pair in pairs])
         addresses = []
         for side in ("server", "control"):
             (root / side).mkdir()
@@ -247,8 +254,8 @@ def main() -> int:
         own, other = addresses
         with BatchEnv.connect("CartPole-v1", [own], _NUM_ENVS, seed=0) as batch:
             batch.reset()
-            for flood in itertools.product(given.kinds, given.connections):
-                _compare(batch, (own, other), flood, given, cores, goals)
+            for flood in floods:
+                _compare(batch, (own, other), flood, keys, given, cores, goals)
     return goals.report()
 
 

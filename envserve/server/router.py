@@ -206,15 +206,17 @@ class Router:
         since = self._loop.time() - _BLAMED_SECONDS
         return sum(at > since for at in self._blamed.get(user, ())) >= _MAX_BLAMED
 
-    def recycle(self, why: str, user: str = "") -> None:
+    def recycle(self, why: str, user: str = "", *, is_sure: bool = False) -> None:
         """Closes all connections, with all that they hold, and listens anew.
 
         libzmq 4.3.5 can close no single one. No lease ends: clients connect again, and
-        repeat what was not answered. The user is whose fault it is, if that is known.
+        repeat what was not answered. The user is whose fault it is, if that is known;
+        once is enough to shut it out where that is sure.
         """
         if user:
             recent = self._blamed.setdefault(user, [])
-            recent[:] = [*recent[1 - _MAX_BLAMED :], self._loop.time()]
+            recent += [self._loop.time()] * (_MAX_BLAMED if is_sure else 1)
+            del recent[:-_MAX_BLAMED]
             why += f", by {user}"
             if self.is_shut_out(user):
                 why += f"; {user} is not let in for {_BLAMED_SECONDS:g} s"

@@ -3,7 +3,8 @@
 A share is milliseconds of the loop: one message can take as long as thousands. Who
 waits for answers before it asks for more leaves nothing unread for long. Whose messages
 stand in the queue, and who has had more than others, has them dropped unread. They are
-not lost: clients send again what is not answered.
+not lost: clients send again what is not answered. Who goes on as if nothing had been
+dropped is no such client, and is to be shut out: even to drop takes time.
 
 Steps do not count against their user: of each leased block there is one at a time.
 """
@@ -27,9 +28,15 @@ _NOTHING: Final = 1e-5
 _JUDGE_SECONDS: Final = 0.01
 #: A queue that stands so long is not of clients that wait for answers.
 _STANDING_SECONDS: Final = 0.02
-#: What anybody may use within a second, and how many times as much as others.
+#: What anybody may use within a second, and how many times as much as others: hardly
+#: any client asks for more than steps.
 _FREE_SECONDS: Final = 0.05
-_TOLERANCE: Final = 1.5
+_TOLERANCE: Final = 0.5
+#: More than is dropped of who sends again what is not answered, within _MEMORY_SECONDS.
+_FLOOD_MESSAGES: Final = 5_000
+_FLOOD_BYTES: Final = 64 << 20
+#: Users without a key: there is none to shut out.
+_UNKEYED: Final = ("", "local")
 #: How long not to read while all that waits is to be dropped. A message of another user
 #: ends that at once: it makes the socket readable anew.
 _PAUSE_SECONDS: Final = 0.002
@@ -41,11 +48,13 @@ class Shares:
     Attributes:
       over: The user whose messages are to be dropped unread, if there is one.
       num_dropped: How many were.
+      flooder: Who is to be shut out, if there is one.
     """
 
     def __init__(self, quotas: Quotas) -> None:
         """Starts with nothing used; `quotas` know how users' shares compare."""
         self.over: str | None = None
+        self.flooder: str | None = None
         self.num_dropped = 0
         self._quotas = quotas
         #: Seconds of the loop by user, in all and but for steps; and how often it left
@@ -53,6 +62,8 @@ class Shares:
         self._used: dict[str, float] = {}
         self._unearned: dict[str, float] = {}
         self._left: dict[str, float] = {}
+        #: What was dropped, where 1 is a flood.
+        self._dropped: dict[str, float] = {}
         self._judged_at = 0.0
         #: Since when something is left unread at every turn's end.
         self._standing_at = math.inf
@@ -67,18 +78,25 @@ class Shares:
         self._now, self._ends_at = now, now + _TURN_SECONDS
         self._first_dropped = None
 
-    def admits(self, peer: Peer) -> bool:
+    def admits(self, peer: Peer, num_bytes: int) -> bool:
         """Tells whether a peer's message is to be handled."""
         self._user = peer[-1]
         if self._user != self.over:
             self._first_dropped = None
             return True
         self.num_dropped += 1
+        self.note_dropped(num_bytes)
         if self._first_dropped is None:
             self._first_dropped = peer
         elif self._first_dropped == peer:  # since then, whoever waits was heard
             self._ends_at = 0.0
         return False
+
+    def note_dropped(self, num_bytes: int) -> None:
+        """Notes that the latest message was dropped, or was none at all."""
+        if self._user not in _UNKEYED:
+            part = 1 / _FLOOD_MESSAGES + num_bytes / _FLOOD_BYTES
+            self._dropped[self._user] = self._dropped.get(self._user, 0.0) + part
 
     def charge(
         self, now: float, user: str | None = None, *, is_step: bool = False
@@ -115,7 +133,11 @@ class Shares:
     def _judge(self, now: float) -> None:
         kept = math.exp((self._judged_at - now) / _MEMORY_SECONDS)
         self._judged_at = now
-        for counts in (self._used, self._unearned, self._left):
+        flooder = next((u for u, part in self._dropped.items() if part > 1), None)
+        if flooder is not None:
+            self.flooder = flooder
+            del self._dropped[flooder]  # it is told once
+        for counts in (self._used, self._unearned, self._left, self._dropped):
             for user in list(counts):
                 counts[user] *= kept
                 if counts[user] < _NOTHING:

@@ -182,10 +182,13 @@ class RouterShell:
                     break
                 peer, message = received
                 self.messages_in += 1
-                self.bytes_in += sum(map(len, message))
+                self.bytes_in += (num_bytes := sum(map(len, message)))
                 decisions: Sequence[Decision] = ()
-                if shares.admits(peer):
+                if shares.admits(peer, num_bytes):
+                    num_wrong = self._session.dropped_messages
                     decisions = self._receive(peer, message, now)
+                    if num_wrong != self._session.dropped_messages:
+                        shares.note_dropped(num_bytes)
                     self._carry_out(decisions)
                 now = time.monotonic()
                 is_step = bool(decisions) and isinstance(decisions[0], RunStep)
@@ -193,6 +196,9 @@ class RouterShell:
                     break
         finally:
             pause = shares.end_turn(is_drained=not may_be_more)
+            if (flooder := shares.flooder) is not None:
+                shares.flooder = None
+                self._router.recycle("a flood", flooder, is_sure=True)
             if pause:
                 self._planned_read = self._loop.call_later(pause, self._on_messages)
             elif may_be_more:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -58,6 +59,10 @@ class KeyedPeer:
         body = Attach(env_name=env_name, **asked).encode()
         for session in sessions:
             self.send(MessageType.ATTACH, body, session=session, boot=self.boot)
+
+    def flood(self, data: bytes) -> None:
+        for _ in range(8):
+            self._socket.send(data, zmq.NOBLOCK)
 
     def receive(self) -> Message:
         return decode(self._socket.recv_multipart())
@@ -250,6 +255,28 @@ def test_who_takes_more_than_its_share_is_not_heard_and_counted(
             pass
     count = counter(server, "dropped_messages_total")
     wait_until(lambda: count() > 0)
+
+
+def test_who_floods_with_what_is_no_message_is_shut_out(
+    serve: Serve, folder: KeyFolder, mallory: list[KeyedPeer], wait_until: WaitUntil
+) -> None:
+    server = start(serve, folder, *OPENINGS)
+    mallory.append(peer := connect(server, folder))
+
+    def is_shut_out() -> bool:
+        with contextlib.suppress(zmq.Again):
+            peer.flood(bytes(1 << 20))
+        return "a flood, by mallory; mallory is not let in for 60 s" in server.log
+
+    with honest_client(server) as client:
+        wait_until(is_shut_out)
+        num_steps = len(client.seconds)
+        wait_until(lambda: len(client.seconds) > num_steps + 10)
+    assert counter(server, "reopened_total")() == 1
+    keys = folder.key("server")
+    assert keys is not None
+    with KeyedStranger(server.address, keys.public, PAIR, [b""]) as again:
+        assert not again.gets_in()
 
 
 @pytest.mark.parametrize("option", ["expires", "until"])

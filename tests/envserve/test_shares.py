@@ -44,7 +44,7 @@ class Loop:
         self.shares.begin_turn(self.now)
         while users and not is_over:
             user, *users = users
-            is_admitted = self.shares.admits((1, b"r", user))
+            is_admitted = self.shares.admits((1, b"r", user), 100)
             self.now += cost(user) if is_admitted else COST / 10
             is_over = self.shares.charge(self.now, is_step=user in self.steppers)
             kept = self.handled if is_admitted else self.dropped
@@ -146,11 +146,34 @@ def test_frames_that_are_thrown_away_are_charged_to_their_sender() -> None:
     shares, now = make_shares(1.0), 100.0
     for _ in range(200):
         shares.begin_turn(now)
-        shares.admits((1, b"a", "ann"))
+        shares.admits((1, b"a", "ann"), 100)
         shares.charge(now := now + COST)
         shares.charge(now := now + 2e-3, "mallory")
         shares.end_turn(is_drained=False)
     assert shares.over == "mallory"
+
+
+@pytest.mark.parametrize(
+    ("user", "count", "num_bytes", "is_flood"),
+    [
+        ("mallory", 5_100, 44, True),
+        ("mallory", 70, 1 << 20, True),
+        ("mallory", 4_000, 44, False),  # thousands of lanes, once a second
+        ("local", 9_000, 44, False),  # has no key
+        ("", 9_000, 44, False),
+    ],
+)
+def test_who_goes_on_as_if_nothing_were_dropped_is_to_be_shut_out(
+    user: str, count: int, num_bytes: int, is_flood: bool
+) -> None:
+    shares = make_shares(1.0)
+    shares.over = user
+    shares.begin_turn(100.0)
+    for _ in range(count):
+        assert not shares.admits((1, b"r", user), num_bytes)
+    shares.charge(100.02, user)
+    shares.end_turn(is_drained=False)
+    assert shares.flooder == (user if is_flood else None)
 
 
 def test_many_equal_users_of_a_busy_loop_are_not_dropped() -> None:
