@@ -21,6 +21,7 @@ from benchmarks.learning.train import Gate
 from envserve.bench.turns import Measurements
 from ppo.errors import BadInputError
 from tests.benchmarks.conftest import Bench
+from tests.benchmarks.conftest import bench as bench
 
 TINY = ("--seconds", "0.02", "--repetitions", "1", "--num-envs", "2", "--workers", "2")
 CARTPOLE = ("--env", "CartPole-v1", "--horizon", "4")
