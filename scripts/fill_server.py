@@ -9,7 +9,6 @@ takes too long, or a row is wrong or lost. On Linux only.
 """
 
 import contextlib
-import ctypes
 import itertools
 import multiprocessing
 import os
@@ -32,17 +31,13 @@ from envserve.keys.folder import KeyFolder
 from envserve.keys.grant import Grant
 from envserve.keys.pair import Keys
 from envserve.transport import raise_file_limit, use_keys
-from envserve.wire.constants import MessageType
-from envserve.wire.greetings import Hello
-from envserve.wire.message import Message, encode
 from tests.envserve.server_process import ServerProcess
-from tests.envserve.strangers import KeyedStranger, honest_client
+from tests.envserve.strangers import HELLO, KeyedStranger, foreseen_ids, honest_client
 
 OPENINGS: Final = ("--allow-kwarg", "length", "--drain-grace", "0")
 MAX_GROWTH_MIB: Final = 300.0
 MAX_STEP_MS: Final = 500.0
 SETTLE_SECONDS: Final = 3.0
-_HELLO: Final = encode(Message(MessageType.HELLO, body=Hello().encode()))
 _MIB: Final = bytes(1 << 20)
 #: As many frames as no client that ends them could keep in memory by then.
 _ENDLESS: Final = 20_000
@@ -54,6 +49,16 @@ def keys_of(home: Path, address: str) -> Keys:
     """Returns what the client has whose folder that is."""
     keys = KeyFolder(home).keys_for(address)
     assert keys is not None
+    return keys
+
+
+def let_in(home: Path, address: str) -> Keys:
+    """Makes a client in that folder whom the server knows; returns what it has."""
+    public, _ = keys_of(KeyFolder().path, address)
+    KeyFolder(home).add_pin([address], public, home.name)
+    keys = keys_of(home, address)
+    grant = Grant(name=home.name, public=keys[1].public)
+    KeyFolder().clients.add(grant, time.time())
     return keys
 
 
@@ -85,17 +90,12 @@ def send_endless(address: str, home: Path) -> None:
 
 def announce(address: str, keys: Keys, count: int) -> int:
     """Announces so many routing ids; returns how many were shut out."""
-    libc = ctypes.CDLL(None)
-    libc.srand(1)  # as in a process that has never called it
-    first, num_shut_out = libc.rand(), 0
+    foreseen, num_shut_out = foreseen_ids(count), 0
     for start in range(0, count, _AT_ONCE):
         with contextlib.ExitStack() as stack:
-            ids = [
-                b"\0" + (first + number).to_bytes(4, "big")
-                for number in range(start, min(start + _AT_ONCE, count))
-            ]
+            ids = foreseen[start : start + _AT_ONCE]
             for routing_id in (*ids, *[b""] * _NEWCOMERS):
-                peer = KeyedStranger(address, *keys, _HELLO, routing_id)
+                peer = KeyedStranger(address, *keys, HELLO, routing_id)
                 num_shut_out += not stack.enter_context(peer).gets_in()
         zmq.Context.instance().term()  # until all are closed: there is room for few
     return num_shut_out
@@ -144,22 +144,16 @@ def main(
         stack.enter_context(own_keys())
         with cores.of("server"):
             server = stack.enter_context(ServerProcess(folder, *OPENINGS))
-        home, (public, _) = (
-            folder / "mallory",
-            keys_of(KeyFolder().path, server.address),
-        )
-        KeyFolder(home).add_pin([server.address], public, "mallory")
-        keys = keys_of(home, server.address)
-        grant = Grant(name="mallory", public=keys[1].public)
-        KeyFolder().clients.add(grant, time.time())
         stack.enter_context(cores.of("client"))
         with honest_client(server) as client:
             before = server.resident_bytes / 2**20
+            keys = let_in(folder / "announces", server.address)
             num_shut_out = announce(server.address, keys, announced)
         goals.at_most(f"of {announced:,} who announce, shut out", num_shut_out, 0)
         longest = 1e3 * max(client.seconds)
         goals.at_most("announced: longest step beside them (ms)", longest, MAX_STEP_MS)
-        for name, send in (("one id", send_as_one), ("endless", send_endless)):
+        for name, send in (("one-id", send_as_one), ("endless", send_endless)):
+            let_in(home := folder / name, server.address)  # the one before is shut out
             num_closed = server.log.count("connections are closed")
             with honest_client(server) as client:
                 most, after = fill(server, send, home, seconds, cores)

@@ -32,10 +32,11 @@ from envserve.keys.folder import KeyFolder
 from envserve.keys.grant import Grant
 from envserve.keys.pair import KeyPair
 from envserve.wire.constants import MessageType
-from envserve.wire.greetings import Hello, Join
+from envserve.wire.greetings import Join
 from envserve.wire.message import Message, encode
 from tests.envserve.server_process import ServerProcess
 from tests.envserve.strangers import (
+    HELLO,
     UNKEYED,
     KeyedStranger,
     Stranger,
@@ -44,7 +45,6 @@ from tests.envserve.strangers import (
 from tests.envserve.test_metrics_port import read_soon, samples
 
 OPENINGS: Final = ("--allow-kwarg", "length", "--metrics-port", "0")
-HELLO: Final = encode(Message(MessageType.HELLO, body=Hello().encode()))
 JOIN: Final = Message(MessageType.JOIN, body=Join(public=bytes(32)).encode())
 _AT_ONCE: Final = 50
 _PATIENCE_MS: Final = 20_000

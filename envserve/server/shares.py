@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from envserve.session.quotas import Quotas, tell
+from envserve.session.quotas import KEYLESS, Quotas, tell
 from envserve.wire.message import Peer
 
 __all__ = ["Shares"]
@@ -35,8 +35,6 @@ _TOLERANCE: Final = 0.5
 #: More than is dropped of who sends again what is not answered, within _MEMORY_SECONDS.
 _FLOOD_MESSAGES: Final = 5_000
 _FLOOD_BYTES: Final = 64 << 20
-#: Users without a key: there is none to shut out.
-_UNKEYED: Final = ("", "local")
 #: How long not to read while all that waits is to be dropped. A message of another user
 #: ends that at once: it makes the socket readable anew.
 _PAUSE_SECONDS: Final = 0.002
@@ -85,17 +83,17 @@ class Shares:
             self._first_dropped = None
             return True
         self.num_dropped += 1
-        self.note_dropped(num_bytes)
+        self.note_dropped(1, num_bytes)
         if self._first_dropped is None:
             self._first_dropped = peer
         elif self._first_dropped == peer:  # since then, whoever waits was heard
             self._ends_at = 0.0
         return False
 
-    def note_dropped(self, num_bytes: int) -> None:
-        """Notes that the latest message was dropped, or was none at all."""
-        if self._user not in _UNKEYED:
-            part = 1 / _FLOOD_MESSAGES + num_bytes / _FLOOD_BYTES
+    def note_dropped(self, num_messages: int, num_bytes: int) -> None:
+        """Notes what was dropped of the latest one's user; bytes may be no message."""
+        if self._user not in KEYLESS:  # else there is none to shut out
+            part = num_messages / _FLOOD_MESSAGES + num_bytes / _FLOOD_BYTES
             self._dropped[self._user] = self._dropped.get(self._user, 0.0) + part
 
     def charge(

@@ -188,7 +188,7 @@ class RouterShell:
                     num_wrong = self._session.dropped_messages
                     decisions = self._receive(peer, message, now)
                     if num_wrong != self._session.dropped_messages:
-                        shares.note_dropped(num_bytes)
+                        shares.note_dropped(0, num_bytes)
                     self._carry_out(decisions)
                 now = time.monotonic()
                 is_step = bool(decisions) and isinstance(decisions[0], RunStep)
@@ -196,8 +196,8 @@ class RouterShell:
                     break
         finally:
             pause = shares.end_turn(is_drained=not may_be_more)
-            if (flooder := shares.flooder) is not None:
-                shares.flooder = None
+            flooder, shares.flooder = shares.flooder, None
+            if flooder is not None and not self._is_ending:
                 self._router.recycle("a flood", flooder, is_sure=True)
             if pause:
                 self._planned_read = self._loop.call_later(pause, self._on_messages)

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from envserve.session.quotas import KEYLESS
 from envserve.wire.message import Buffer, Peer, place_of
 
 __all__ = ["LONG_BYTES", "Unread"]
@@ -48,7 +49,7 @@ class Unread:
         always answered, however long that is.
         """
         session, block = place_of(frames[0])
-        reader = peer[-1] if peer[-1] not in ("", "local") else session
+        reader = peer[-1] if peer[-1] not in KEYLESS else session
         place = reader, session, block
         num_bytes = sum(len(frame) for frame in frames if len(frame) >= LONG_BYTES)
         waiting = self._frames = [f for f in self._frames if f.view() is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import select
 import socket
 import threading
@@ -17,7 +18,9 @@ from zmq.utils.monitor import recv_monitor_message
 from envserve.client.remote_lane import RemoteLane
 from envserve.keys.pair import KeyPair
 from envserve.transport import use_keys
-from envserve.wire.message import Buffer
+from envserve.wire.constants import MessageType
+from envserve.wire.greetings import Hello
+from envserve.wire.message import Buffer, Message, encode
 from tests.envserve.pool_driver import attach_lane, step
 from tests.envserve.server_process import ServerProcess
 from tests.oracle.ledger_env import ledger_hash
@@ -34,6 +37,16 @@ UNKEYED = {
     "PLAIN": b"\x05HELLO\x03ann\x03ann",
     "GSSAPI": b"\x08INITIATE\0\0\0\x05token",
 }
+#: What a client says first.
+HELLO = encode(Message(MessageType.HELLO, body=Hello().encode()))
+
+
+def foreseen_ids(count: int) -> list[bytes]:
+    """Returns routing ids that a server would give, did it begin where others do."""
+    libc = ctypes.CDLL(None)
+    libc.srand(1)  # as in a process that has never called it
+    first = libc.rand()
+    return [b"\0" + (first + number).to_bytes(4, "big") for number in range(count)]
 
 
 class Stranger:

@@ -24,7 +24,7 @@ from envserve.wire.message import Message, decode, encode
 from tests.envserve.conftest import Join, Serve, WaitUntil
 from tests.envserve.server_process import LEDGER, ServerProcess
 from tests.envserve.session_fakes import make_call
-from tests.envserve.strangers import KeyedStranger, honest_client
+from tests.envserve.strangers import HELLO, KeyedStranger, honest_client
 from tests.envserve.test_metrics_port import read_soon, samples
 
 IMAGES = "envserve/Echo-v0"
@@ -286,8 +286,7 @@ def test_who_comes_after_its_time_is_not_let_in_and_counted(
     server = start(serve, folder, *OPENINGS, **{option: time.time() - 1.0})
     keys = folder.key("server")
     assert keys is not None
-    hello = encode(Message(MessageType.HELLO, body=Hello().encode()))
-    with KeyedStranger(server.address, keys.public, PAIR, hello) as late:
+    with KeyedStranger(server.address, keys.public, PAIR, HELLO) as late:
         assert not late.gets_in()
     count = counter(server, "refused_keys_total")
     wait_until(lambda: count() == 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import zmq
 from envserve.transport import raise_file_limit
 from tests.envserve.conftest import Attach, Serve, WaitUntil
 from tests.envserve.pool_driver import kill, step
-from tests.envserve.strangers import Stranger, honest_client
+from tests.envserve.strangers import Stranger, foreseen_ids, honest_client
 
 MIB = 1 << 20
 #: Of a server after an attack.
@@ -34,12 +33,8 @@ Attack = Callable[[str], Iterator[None]]
 
 def announce_routing_ids(address: str) -> Iterator[None]:
     """Those that a server would give next, had it not begun where nobody knows."""
-    libc = ctypes.CDLL(None)
-    libc.srand(1)  # as in a process that has never called it
-    first = libc.rand()
     with contextlib.ExitStack() as stack:
-        for number in range(20):
-            routing_id = b"\0" + (first + number).to_bytes(4, "big")
+        for routing_id in foreseen_ids(20):
             stack.enter_context(Stranger(address, routing_id))
         for _ in range(20):
             stack.enter_context(Stranger(address))

@@ -176,6 +176,20 @@ def test_who_goes_on_as_if_nothing_were_dropped_is_to_be_shut_out(
     assert shares.flooder == (user if is_flood else None)
 
 
+@pytest.mark.parametrize(("num_bytes", "is_flood"), [(100, False), (1 << 14, True)])
+def test_what_is_no_message_counts_by_its_bytes_alone(
+    num_bytes: int, is_flood: bool
+) -> None:
+    shares = make_shares(1.0)
+    shares.begin_turn(100.0)
+    for _ in range(10_000):
+        assert shares.admits((1, b"r", "mallory"), num_bytes)
+        shares.note_dropped(0, num_bytes)
+    shares.charge(100.02)
+    shares.end_turn(is_drained=False)
+    assert (shares.flooder == "mallory") is is_flood
+
+
 def test_many_equal_users_of_a_busy_loop_are_not_dropped() -> None:
     loop = Loop()
     names = {f"user-{index}": 1 for index in range(20)}
