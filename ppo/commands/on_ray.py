@@ -45,11 +45,13 @@ def train_on_ray(ctx: typer.Context) -> int:
     ray = connected(log_to_driver=False)
     run = RunFolder(given["run_dir"] or new_folder(given["config"]))
     words = words_of(ctx, ("on", "learners", "resources", "run_dir"))
-    words += ["--run-dir", str(run.path), "--distribute", "--restartable"]
+    run_dir = ["--run-dir", str(run.path)]
+    words += [*run_dir, "--distribute", "--restartable"]
+    again = ["ppo", *sys.argv[1:], *(run_dir if given["run_dir"] is None else ())]
     try:
         while True:
             try:
-                code = _round(ray, needs, words)
+                code = _round(ray, needs, words, again)
                 return 0 if code == 3 and not given["restartable"] else code
             except (LearnerLostError, ValueError, ray.exceptions.RayError) as error:
                 found, why = run.checkpoints.glob("[0-9]" * 8), last_line(error)
@@ -64,7 +66,9 @@ def train_on_ray(ctx: typer.Context) -> int:
             run.remove_if_unused()
 
 
-def _round(ray: Any, needs: list[dict[str, float]], words: list[str]) -> int:
+def _round(
+    ray: Any, needs: list[dict[str, float]], words: list[str], again: list[str]
+) -> int:
     """Have all learn; returns how the first has ended if that is how the run has."""
     num, here = len(needs), {f"node:{ray.util.get_node_ip_address()}": 0.001}
     group = ray.util.placement_group([needs[0] | here, *needs[1:]], "SPREAD")
@@ -84,8 +88,7 @@ def _round(ray: Any, needs: list[dict[str, float]], words: list[str]) -> int:
         told = [{"TF_CONFIG": _TOLD % (addresses, index)} for index in range(num)]
         others = [on[n](_train).remote(words, told[n], *place) for n in range(1, num)]
         at_end.callback(ray.wait, others, num_returns=num - 1, timeout=_END_SECONDS)
-        run_dir = [] if "--run-dir" in sys.argv else words[-4:-2]
-        told[0][AGAIN] = shlex.join(["ppo", *sys.argv[1:], *run_dir])
+        told[0][AGAIN] = shlex.join(again)
         first = at_end.enter_context(started(words, env=os.environ | told[0]))
         # Without the others it cannot stop as it would, or not soon.
         at_end.push(
