@@ -39,7 +39,7 @@ DATES = {
     "envserve/commands/keys.py:clients: time.time",
     "envserve/commands/keys.py:invite: time.time",
     "envserve/commands/keys.py:make: time.time",
-    "scripts/fill_server.py:main: time.time",
+    "scripts/fill_server.py:let_in: time.time",
     "scripts/flood_frames.py:main: time.time",
     "scripts/flood_servers.py:main: time.time",
     "scripts/knock_server.py:use_up_keys: time.time",

@@ -276,9 +276,11 @@ def test_learners_on_ray_have_one_folder_which_is_named_when_they_are_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[list[str]] = []
+    again: list[list[str]] = []
 
-    def fail(ray: object, needs: object, words: list[str]) -> int:
+    def fail(ray: object, needs: object, words: list[str], command: list[str]) -> int:
         told.append(words)
+        again.append(command)
         raise LearnerLostError("exit code 9")
 
     ray = SimpleNamespace(exceptions=SimpleNamespace(RayError=OSError))
@@ -294,6 +296,8 @@ def test_learners_on_ray_have_one_folder_which_is_named_when_they_are_given_up(
     assert not Path("runs/cartpole-now").exists()
     ppo("train", *ON_RAY, "--run-dir", "own")
     assert told[3][:3] == [*words[:2], "own"]
+    assert again[0][-2:] == words[1:]  # what was not given, once
+    assert again[3].count("--run-dir") == sys.argv.count("--run-dir")
 
 
 def test_learners_must_be_told_the_same(tmp_path: Path) -> None:
