@@ -38,6 +38,7 @@ PARTS: Final[dict[str, tuple[str, ...]]] = {
     "step-cartpole-256": ("step", *_CARTPOLE, "256", *_LIGHT),
     "guarantees": ("guarantees",),
     "train": ("train",),
+    "train-64": ("train", "--num-envs", "64"),
     "train-sb3-16": ("train", "--only", "SB3", *_LARGE_MINIBATCHES),
     "train-sb3-64": ("train", "--only", "SB3", "--num-envs", "64", *_LARGE_MINIBATCHES),
     "simulate-cartpole-16": ("simulate", *_CARTPOLE, "16"),
