@@ -128,10 +128,10 @@ CONFIGS: dict[str, Config] = {
     "reacher": _of(_MUJOCO, "Reacher-v5"),
     # A stroke pays off long after it: with a discount of 0.99, or with 0.9999 and the
     # family's lambda and short rollouts, it learns to twitch (70 instead of 361, of one
-    # seed). As in RL Baselines3 Zoo.
-    "swimmer": _of(
-        _MUJOCO,
-        "Swimmer-v5",
+    # seed). As in RL Baselines3 Zoo. With the family's norm its noise is gone before it
+    # has found the best stroke: 304 instead of 359, means of five seeds.
+    "swimmer": Config(
+        env_name="Swimmer-v5",
         discount=0.9999,
         gae_lambda=0.98,
         num_envs=4,
@@ -143,8 +143,9 @@ CONFIGS: dict[str, Config] = {
     # Nothing ends its episodes but their limit: many envs see more of them at a time.
     "cheetah": _of(_MUJOCO, "HalfCheetah-v5", num_envs=64, horizon=32),
     # It learns from its falls. To cut their gradients to the norm of all others left it
-    # at 2,560 instead of 4,063, means of four seeds.
-    "walker": _of(_MUJOCO, "Walker2d-v5", max_gradient_norm=0.5, adam_epsilon=1e-5),
+    # at 2,560 instead of 4,063, means of four seeds. With a bonus it keeps noise enough
+    # to find another gait.
+    "walker": Config(env_name="Walker2d-v5", gae_lambda=0.9, entropy_coefficient=3e-4),
     "ant": _of(_MUJOCO, "Ant-v5", total_steps=3_000_000),
     "humanoid": _of(_MUJOCO, "Humanoid-v5", total_steps=10_000_000),
     # Only the goal earns anything, at the end of hundreds of steps: noise as strong as
@@ -193,13 +194,13 @@ EXPECTED_RETURNS: dict[str, str] = {
     "pendulum": "-154",
     "inverted_pendulum": "1,000",
     "double_pendulum": "9,260",
-    "reacher": "-3.9",
-    "swimmer": "340",
-    "hopper": "3,400",
+    "reacher": "-4.0",
+    "swimmer": "360",
+    "hopper": "3,300",
     "cheetah": "6,600",
-    "walker": "4,200",
+    "walker": "4,500",
     "mountain_car_continuous": "94",
-    "lunar_lander": "276",
+    "lunar_lander": "280",
     "lunar_lander_continuous": "278",
     "bipedal_walker": "280",
 }
