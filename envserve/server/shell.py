@@ -196,8 +196,8 @@ class RouterShell:
                     break
         finally:
             pause = shares.end_turn(is_drained=not may_be_more)
-            flooder, shares.flooder = shares.flooder, None
-            if flooder is not None and not self._is_ending:
+            if (flooder := shares.flooder) is not None:
+                shares.flooder = None
                 self._router.recycle("a flood", flooder, is_sure=True)
             if pause:
                 self._planned_read = self._loop.call_later(pause, self._on_messages)
