@@ -129,7 +129,7 @@ CONFIGS: dict[str, Config] = {
     # A stroke pays off long after it: with a discount of 0.99, or with 0.9999 and the
     # family's lambda and short rollouts, it learns to twitch (70 instead of 361, of one
     # seed). As in RL Baselines3 Zoo. With the family's norm its noise is gone before it
-    # has found the best stroke: 304 instead of 359, means of five seeds.
+    # has found the best stroke: 304 instead of 360, means of five seeds.
     "swimmer": Config(
         env_name="Swimmer-v5",
         discount=0.9999,
