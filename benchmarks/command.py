@@ -14,7 +14,7 @@ from rich.console import Console
 
 from benchmarks.harness import BenchmarkError, Case, chosen, take_turns
 from benchmarks.result import Result, publish
-from envserve.bench.turns import Measurements
+from envserve.bench.interleaved import Measurements
 from envserve.settings import num_cores
 
 CORES: Final = num_cores()

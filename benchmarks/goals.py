@@ -23,7 +23,7 @@ from benchmarks.cases.ours import (
 )
 from benchmarks.cases.peers import ASYNC, ENVPOOL, SERVED_ENVPOOL
 from benchmarks.lab.tables import as_markdown
-from envserve.bench.turns import MICROSECONDS, SPEED, Measurements
+from envserve.bench.interleaved import MICROSECONDS, SPEED, Measurements
 
 Result = Mapping[str, Any]
 """A result.json."""

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Final, Self
 
-from envserve.bench import turns
-from envserve.bench.turns import Measure, Measurements
+from envserve.bench import interleaved
+from envserve.bench.interleaved import Measure, Measurements
 from envserve.errors import EnvserveError
 
 #: Closing 64 processes of a peer may take long.
@@ -88,7 +88,9 @@ def take_turns(
         if not ready:
             reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items())
             raise BenchmarkError(f"nothing can be measured: {reasons}")
-        return Measurements(turns.take_turns(ready, repetitions, say).by_case, skipped)
+        return Measurements(
+            interleaved.take_turns(ready, repetitions, say).by_case, skipped
+        )
 
 
 class _CaseProcess:

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from benchmarks.lab.machine import machine_facts
 from benchmarks.lab.tables import TABLE_WIDTH, as_markdown, as_table
-from envserve.bench.turns import Measurements, Number
+from envserve.bench.interleaved import Measurements, Number
 
 Column = Callable[[Measurements, str], str]
 """Makes the cell of a case."""

@@ -18,7 +18,7 @@ def main() -> None:
     try:
         if sys.argv[1:2] == ["health"]:
             _ask_health(sys.argv[2:])
-        from envserve.cli import main as run
+        from envserve.cli.app import main as run
 
         run()
     except KeyboardInterrupt:  # while it was still loading
@@ -27,7 +27,7 @@ def main() -> None:
 
 def _ask_health(words: list[str]) -> None:
     """Ends the process with an answer, if that is what the words plainly ask for."""
-    from envserve.client.health import probe
+    from envserve.monitoring.health_probe import probe
 
     options = probe.__kwdefaults__ or {}
     flags = [name if value is False else f"{name}=" for name, value in options.items()]
@@ -37,11 +37,11 @@ def _ask_health(words: list[str]) -> None:
             name[2:]: float(value) if value else True for name, value in found
         }
     except (getopt.GetoptError, ValueError):
-        return  # `envserve.cli` says what is wrong, or shows the help
+        return  # `envserve.cli.app` says what is wrong, or shows the help
     if given.get("timeout", 1.0) > 0:
         code, text = probe(address, **given)
         if code:
-            from envserve.terminal import show_error
+            from envserve.cli.terminal import show_error
 
             show_error(text)
         else:

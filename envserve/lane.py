@@ -9,24 +9,63 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, Final, Literal, NamedTuple, Protocol
 
-from envserve import codec
+from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
+
 from envserve.errors import EnvserveError, LocalProtocolError
-from envserve.infos import Packed
 from envserve.slab import Rows, Status
-from envserve.spec import EnvSpec
+from envserve.spaces import codec
+from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.infos import Packed
+from envserve.text import printable
 
 __all__ = [
+    "MAX_JPEG_BYTES",
+    "MAX_TEXT",
     "Block",
     "Call",
     "CallKind",
     "Fault",
     "Lane",
     "Outcome",
+    "Picture",
     "Reset",
     "make_blocks",
 ]
+
+
+MAX_JPEG_BYTES: Final = 48 << 10
+MAX_TEXT: Final = 1 << 10  # characters
+
+_U63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class Picture(Struct, frozen=True, kw_only=True):
+    """What an env looked like after one of its steps.
+
+    Attributes:
+      row: Row of the lease.
+      serial: Another one for each picture; later ones are higher.
+      jpeg: The picture; empty if there is none.
+      text: What is shown in its place: why there is none, or what the env renders.
+      seed: Of the last reset that had one, if all since is known.
+      episode_steps: Steps of the running episode.
+      episode_return: Its rewards, if they were added up.
+    """
+
+    row: Annotated[int, Meta(ge=0, lt=1 << 16)]
+    serial: _U63
+    jpeg: Annotated[bytes, Meta(max_length=MAX_JPEG_BYTES)] = b""
+    text: Annotated[str, Meta(max_length=MAX_TEXT)] = ""
+    seed: _U63 | None = None
+    episode_steps: _U63 = 0
+    episode_return: float | None = None
+
+    def __post_init__(self) -> None:
+        """Makes the text fit to be shown, whoever wrote it."""
+        force_setattr(self, "text", printable(self.text[:MAX_TEXT])[:MAX_TEXT])
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ import msgspec
 from msgspec import Meta
 
 from envserve.address import is_private
-from envserve.own_envs import absolute, is_own, name_of
+from envserve.envs.user_envs import absolute, is_own, name_of
 from envserve.text import Name
 from envserve.wrappers.specs import Wrappers
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from envserve.spec import EnvSpec
+from envserve.spaces.env_spec import EnvSpec
 
 __all__ = [
     "BEAT",

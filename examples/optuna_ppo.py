@@ -9,7 +9,7 @@ from pathlib import Path
 import optuna
 import tensorflow as tf
 
-from ppo.configs import CONFIGS
+from ppo.config.named_configs import CONFIGS
 from ppo.environments import env_maker
 from ppo.run_folder.folder import RunFolder
 from ppo.train import Progress, train

@@ -8,7 +8,7 @@ __all__ = ["main"]
 def main() -> None:
     """Run the command that the arguments name."""
     try:
-        from ppo.cli import main as run
+        from ppo.cli.app import main as run
 
         run()
     except KeyboardInterrupt:  # while it was still loading

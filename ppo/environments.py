@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from envserve.client import BatchEnv
-from envserve.client.fleet import living
-from envserve.client.sources import resolve
+from envserve.client.link.discovery import resolve
+from envserve.client.link.server_pool import living
 from envserve.errors import AddressError
 from envserve.settings import Autoreset
-from ppo.config import Config
+from ppo.config.config import Config
 from ppo.errors import ConfigError
 
 __all__ = ["MakeEnv", "env_maker"]

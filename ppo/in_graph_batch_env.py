@@ -12,9 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from envserve.client import BatchEnv
-from ppo.actions.action_spaces import ActionKind, action_kind
+from ppo.agent.actions.action_spaces import ActionKind, action_kind
+from ppo.agent.observations import space_leaves
 from ppo.errors import EnvDataError, UnsupportedSpaceError
-from ppo.observations import space_leaves
 
 __all__ = ["InGraphBatchEnv"]
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from envserve.client import BatchStats
-from envserve.metrics_port import MetricsPort
+from envserve.monitoring.metrics_port import MetricsPort
 
 if TYPE_CHECKING:
     from prometheus_client import Metric

@@ -14,9 +14,9 @@ import numpy as np
 import tensorflow as tf
 
 from envserve.errors import EnvError, LocalProtocolError
+from ppo.agent.networks.recurrent import States
 from ppo.errors import DivergedError
 from ppo.in_graph_batch_env import InGraphBatchEnv
-from ppo.networks.recurrent import States
 from ppo.rollout import Rollout, SplitRows, allocate_rollout
 
 __all__ = ["DrawNoise", "Policy", "Simulation", "simulate"]

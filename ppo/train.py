@@ -12,20 +12,20 @@ from typing import NamedTuple
 import numpy as np
 
 from envserve.errors import EnvserveError
-from ppo.agent import Agent
-from ppo.config import Config
+from ppo.agent.agent import Agent
+from ppo.config.config import Config
 from ppo.environments import MakeEnv
 from ppo.errors import CallbackError, DivergedError, EnvDataError, EnvsLostError
-from ppo.evaluate import CurveEvaluator, Evaluation, derived_seed
+from ppo.evaluation.evaluate import CurveEvaluator, Evaluation, derived_seed
 from ppo.learners import ALONE, Learners
 from ppo.learning.objective import policy_loss_of
-from ppo.own_code import Callbacks
 from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import Counters
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics import MetricsWriter, ReportWindow, is_due
 from ppo.run_folder.metrics_file import last_iteration, read_metrics
 from ppo.training_run import TrainingRun
+from ppo.user_code import Callbacks
 
 __all__ = ["Progress", "TrainResult", "TrainingRun", "train"]
 

@@ -9,12 +9,12 @@ import numpy as np
 import tensorflow as tf
 
 from envserve.client import BatchEnv
-from ppo.agent import Agent
-from ppo.config import Config
+from ppo.agent.agent import Agent
+from ppo.agent.normalize import ReturnScale
+from ppo.config.config import Config
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.learners import ALONE, Learners
 from ppo.learning.update import Updater
-from ppo.normalize import ReturnScale
 from ppo.rollout import Episode, EpisodeTracker, LostSteps, Rollout, info_means
 from ppo.run_folder.checkpoint import Counters
 from ppo.simulate import Simulation

@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.lab.processes import own_keys
 from benchmarks.lab.siege import Cores, Goals
-from envserve.keys.folder import KeyFolder
-from envserve.keys.pair import KeyPair
-from envserve.transport import raise_file_limit, use_keys
+from envserve.keys.key_folder import KeyFolder
+from envserve.keys.key_pair import KeyPair
+from envserve.wire.sockets import raise_file_limit, use_keys
 from tests.envserve.pool_driver import attach_lane, step
 from tests.envserve.server_process import ServerProcess
 from tests.envserve.strangers import HonestClient, Stranger, honest_client

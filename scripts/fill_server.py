@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.lab.processes import own_keys
 from benchmarks.lab.siege import Cores, Goals
-from envserve.keys.folder import KeyFolder
 from envserve.keys.grant import Grant
-from envserve.keys.pair import Keys
-from envserve.transport import raise_file_limit, use_keys
+from envserve.keys.key_folder import KeyFolder
+from envserve.keys.key_pair import Keys
+from envserve.wire.sockets import raise_file_limit, use_keys
 from tests.envserve.server_process import ServerProcess
 from tests.envserve.strangers import HELLO, KeyedStranger, foreseen_ids, honest_client
 

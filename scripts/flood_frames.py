@@ -34,12 +34,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.lab.processes import vitals_of, with_descendants
 from benchmarks.lab.siege import Cores, Goals
 from envserve.keys import formats
-from envserve.keys.folder import KeyFolder
 from envserve.keys.grant import Grant
+from envserve.keys.key_folder import KeyFolder
 from envserve.lane import Call
 from envserve.wire.bodies import Attach, CallBody, ResetBody
 from envserve.wire.constants import MessageType
-from envserve.wire.greetings import ErrorBody, Hello
+from envserve.wire.handshake import ErrorBody, Hello
 from envserve.wire.message import Buffer, Message, decode, encode
 from tests.envserve.pool_driver import FAULTY, LEDGER, attach_lane, step
 from tests.envserve.server_process import ServerProcess, use_own_keys

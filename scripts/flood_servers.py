@@ -28,18 +28,18 @@ import zmq
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.lab.siege import Cores, Goals
-from envserve import codec
 from envserve.client import BatchEnv
 from envserve.keys import formats
-from envserve.keys.folder import KeyFolder
 from envserve.keys.grant import Grant
-from envserve.keys.pair import KeyPair
+from envserve.keys.key_folder import KeyFolder
+from envserve.keys.key_pair import KeyPair
 from envserve.lane import Call
-from envserve.transport import use_keys
+from envserve.spaces import codec
 from envserve.wire.bodies import Attach, CallBody, ResetBody
 from envserve.wire.constants import MessageType
-from envserve.wire.greetings import Hello
+from envserve.wire.handshake import Hello
 from envserve.wire.message import Buffer, Message, decode, encode
+from envserve.wire.sockets import use_keys
 from tests.envserve.server_process import ServerProcess
 
 _ROOT = Path(__file__).resolve().parents[1]

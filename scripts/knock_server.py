@@ -27,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.lab.processes import own_keys
 from benchmarks.lab.siege import Cores, Goals
-from envserve.client.connection import Connection
-from envserve.keys.folder import KeyFolder
+from envserve.client.link.connection import Connection
 from envserve.keys.grant import Grant
-from envserve.keys.pair import KeyPair
+from envserve.keys.key_folder import KeyFolder
+from envserve.keys.key_pair import KeyPair
 from envserve.wire.constants import MessageType
-from envserve.wire.greetings import Join
+from envserve.wire.handshake import Join
 from envserve.wire.message import Message, encode
 from tests.envserve.server_process import ServerProcess
 from tests.envserve.strangers import (

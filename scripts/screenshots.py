@@ -22,7 +22,7 @@ import psutil
 from playwright.sync_api import Browser, sync_playwright
 
 from envserve.client import BatchEnv
-from envserve.page.serve import page_process
+from envserve.monitoring.page.serve import page_process
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 NUM_ENVS, SECONDS = 16, 25.0

@@ -30,9 +30,9 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from envserve.client import BatchEnv, Status, StepResult
-from ppo.commands.shared import start_tensorflow
+from ppo.cli.options import start_tensorflow
 from ppo.config import Config
-from ppo.configs import CONFIGS
+from ppo.config.named_configs import CONFIGS
 from ppo.run_folder.folder import RunFolder
 from tests.envserve.server_process import ServerProcess
 
@@ -142,7 +142,7 @@ def train_once(
 ) -> float:
     """Returns the mean return of the evaluation that follows; -inf for missing rows."""
     from ppo.environments import env_maker
-    from ppo.evaluate import evaluate_run
+    from ppo.evaluation.evaluate import evaluate_run
     from ppo.train import train
 
     with contextlib.ExitStack() as stack:

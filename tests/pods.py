@@ -314,7 +314,7 @@ def secret_files(name: str, folder: Path) -> list[Path]:
 def _write_programs(folder: Path) -> None:
     programs: Mapping[str, str] = {
         "envserve": "-m envserve",
-        "ppo": "-c 'from ppo.cli import main; main()'",
+        "ppo": "-c 'from ppo.cli.app import main; main()'",
         "python": "",
     }
     folder.mkdir(exist_ok=True)

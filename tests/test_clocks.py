@@ -27,18 +27,18 @@ STAMPS = {
     "benchmarks/suite.py:suite: datetime.now",
     "tests/chaos/cli.py:chaos: datetime.now",
     "tests/chaos/case_tables.py:_save: datetime.now",
-    "ppo/commands/plan.py:new_folder: time.strftime",
+    "ppo/cli/run_setup.py:new_folder: time.strftime",
     "ppo/run_folder/metrics.py:_announce_restart: time.time",
-    "envserve/keys/folder.py:new_key: datetime.now",
+    "envserve/keys/key_folder.py:new_key: datetime.now",
 }
 
 #: Keys and invitations end on dates.
 DATES = {
     "envserve/server/access.py:__init__: time.time",
-    "envserve/commands/doctor.py:_keys: time.time",
-    "envserve/commands/keys.py:clients: time.time",
-    "envserve/commands/keys.py:invite: time.time",
-    "envserve/commands/keys.py:make: time.time",
+    "envserve/cli/doctor.py:_keys: time.time",
+    "envserve/cli/keys.py:clients: time.time",
+    "envserve/cli/keys.py:invite: time.time",
+    "envserve/cli/keys.py:make: time.time",
     "scripts/fill_server.py:let_in: time.time",
     "scripts/flood_frames.py:main: time.time",
     "scripts/flood_servers.py:main: time.time",

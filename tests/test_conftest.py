@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from envserve.crashes.files import default_folder
+from envserve.crashes.crash_folder import default_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 on_linux = pytest.mark.skipif(

@@ -11,7 +11,7 @@ import yaml
 
 import envserve.errors
 import ppo.errors
-from envserve.client.diagnosis import Finding, refusal_of
+from envserve.client.link.zmq_guards.diagnosis import Finding, refusal_of
 from ppo.config import Config
 
 ROOT = Path(__file__).resolve().parent.parent

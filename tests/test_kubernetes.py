@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import typer.main
 
-import envserve.cli
-import ppo.cli
+import envserve.cli.app
+import ppo.cli.app
 from envserve.settings import HostSettings
-from ppo.configs import CONFIGS, apply_settings
+from ppo.config.named_configs import CONFIGS, apply_settings
 from tests.network_hosts import Hosts, needs_namespaces
 from tests.pods import (
     ENTRYPOINTS,
@@ -53,7 +53,7 @@ with BatchEnv.connect("CartPole-v1", ["dns://envs:5555"], num_envs=8, seed=0) as
 
 def parse(program: str, command: str, *words: str) -> dict[str, Any]:
     """The options of a command line, read by the program itself, which does nothing."""
-    app = {"envserve": envserve.cli.app, "ppo": ppo.cli.app}[program]
+    app = {"envserve": envserve.cli.app.app, "ppo": ppo.cli.app.app}[program]
     group: Any = typer.main.get_command(app)
     options: dict[str, Any] = (
         group.commands[command].make_context(command, [*words]).params

@@ -33,17 +33,17 @@ ATTRIBUTES = frozenset(
 IMPORTS = {
     "envserve/__init__.py": "a table of what is exported, in that file",
     "envserve/demo/servers.py": "what its own envs draw with, listed there",
-    "envserve/registry.py": "import_modules of the operator; entry points of Gymnasium",
+    "envserve/envs/registry.py": "import_modules of the operator; Gymnasium's plugins",
     "envserve/wire/__init__.py": "its own modules, which it lists",
     "envserve/wrappers/apply.py": "the table of wrappers; a name is looked up in it",
-    "ppo/configs.py": "a config of the user's own, in Python",
-    "ppo/own_code.py": "what the user's own config names as code of theirs",
+    "ppo/config/named_configs.py": "a config of the user's own, in Python",
+    "ppo/user_code.py": "what the user's own config names as code of theirs",
 }
 #: Where a dtype is not written out, and where it is from.
 DTYPES = {
-    "envserve/codec.py: name": "a table of names, above",
-    "envserve/leaves.py: space.dtype": "a space that was made already",
-    "envserve/spec.py: space.dtype": "a space that was made already",
+    "envserve/spaces/codec.py: name": "a table of names, above",
+    "envserve/spaces/leaves.py: space.dtype": "a space that was made already",
+    "envserve/spaces/env_spec.py: space.dtype": "a space that was made already",
     "envserve/slab.py: kind": "a tuple of types, beside it",
 }
 

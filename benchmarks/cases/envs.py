@@ -12,7 +12,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from envserve.registry import make_env
+from envserve.envs.registry import make_env
 
 Array = np.ndarray[Any, Any]
 Transition = tuple[Array, float, bool, bool, dict[str, Any]]

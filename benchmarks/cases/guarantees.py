@@ -23,9 +23,9 @@ from benchmarks.command import (
 from benchmarks.harness import Case
 from benchmarks.result import median, ratio, spread
 from envserve.bench.cases import stepping_batch_env
-from envserve.bench.load import Load
-from envserve.bench.turns import SPEED, Measure, stepping
-from envserve.registry import make_env
+from envserve.bench.interleaved import SPEED, Measure, stepping
+from envserve.bench.workload import Load
+from envserve.envs.registry import make_env
 
 BARE_SLAB, OURS = "bare slab", "BatchEnv.local"
 _ENVS = ["HalfCheetah-v5", "CartPole-v1"]

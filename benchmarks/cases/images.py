@@ -26,8 +26,8 @@ from benchmarks.command import (
 )
 from benchmarks.harness import Case
 from benchmarks.result import median, ratio, spread
-from envserve.bench.load import Load
-from envserve.bench.turns import SPEED
+from envserve.bench.interleaved import SPEED
+from envserve.bench.workload import Load
 
 REUSING: Final = "envserve in-process, out="
 _CASES: Final = (

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.harness import Case
 from envserve.bench.cases import BINDS, batch_env, stepping_batch_env
-from envserve.bench.load import Load
-from envserve.bench.turns import Measure, stepping
+from envserve.bench.interleaved import Measure, stepping
+from envserve.bench.workload import Load
 from envserve.client.make_vec import make_vec
 
 LIMIT = "limit: bare loops"

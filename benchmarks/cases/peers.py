@@ -16,8 +16,8 @@ import numpy as np
 
 from benchmarks.harness import Case, Skip
 from envserve.bench.cases import BINDS, batch_env, vector_env
-from envserve.bench.load import Load
-from envserve.bench.turns import Measure, stepping
+from envserve.bench.interleaved import Measure, stepping
+from envserve.bench.workload import Load
 
 SYNC = "gymnasium SyncVectorEnv"
 ASYNC = "gymnasium AsyncVectorEnv"

@@ -24,8 +24,8 @@ from benchmarks.command import (
 from benchmarks.harness import Case, take_turns
 from benchmarks.result import median, spread
 from envserve.bench.cases import batch_env, stepping_batch_env
-from envserve.bench.load import Load
-from envserve.bench.turns import SPEED, Measure, Measurements, stepping
+from envserve.bench.interleaved import SPEED, Measure, Measurements, stepping
+from envserve.bench.workload import Load
 
 _MEMORY: Final = "proportional_set_bytes"
 _SIZES: Final = [4, 16, 64, 256, 1024]

@@ -15,8 +15,8 @@ from benchmarks.command import NumEnvs, Repetitions, Run, sub_command
 from benchmarks.harness import Case
 from benchmarks.result import median, ratio, spread
 from envserve.bench.cases import batch_env
-from envserve.bench.load import Load
-from envserve.bench.turns import SPEED, Measure, summary, time_each
+from envserve.bench.interleaved import SPEED, Measure, summary, time_each
+from envserve.bench.workload import Load
 
 _FAST: Final = "quick resets"
 

@@ -12,7 +12,7 @@ from typing import Final
 from benchmarks.command import EnvName, NumEnvs, Repetitions, Run, Workers, sub_command
 from benchmarks.harness import Case
 from benchmarks.result import median, spread
-from envserve.bench.turns import Measure
+from envserve.bench.interleaved import Measure
 
 _SECONDS: Final = "seconds"
 _TIMED: Final = """

@@ -17,8 +17,8 @@ from benchmarks.command import (
 from benchmarks.harness import Case
 from benchmarks.result import median, ratio, spread
 from envserve.bench.cases import bare_loops
-from envserve.bench.load import Load
-from envserve.bench.turns import SPEED
+from envserve.bench.interleaved import SPEED
+from envserve.bench.workload import Load
 
 
 @sub_command

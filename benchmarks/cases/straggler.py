@@ -18,8 +18,8 @@ from benchmarks.command import NumEnvs, Repetitions, Run, Seconds, sub_command
 from benchmarks.harness import BenchmarkError, Case
 from benchmarks.result import median, ratio, spread
 from envserve.bench.cases import BINDS, batch_env
-from envserve.bench.load import Load
-from envserve.bench.turns import SPEED, Measure
+from envserve.bench.interleaved import SPEED, Measure
+from envserve.bench.workload import Load
 
 Array = np.ndarray[Any, Any]
 

@@ -22,9 +22,9 @@ from benchmarks.command import CORES, Repetitions, Run, Workers, sub_command
 from benchmarks.harness import Case
 from benchmarks.learning.rollouts import load_tensorflow
 from benchmarks.result import median, ratio
-from envserve.bench.load import Load
-from envserve.bench.turns import Measure, Measurements
-from ppo.configs import CONFIGS
+from envserve.bench.interleaved import Measure, Measurements
+from envserve.bench.workload import Load
+from ppo.config.named_configs import CONFIGS
 from ppo.run_folder.folder import RunFolder
 
 GOALS = {"cartpole": 475.0, "cheetah": 3000.0}

@@ -23,9 +23,9 @@ from benchmarks.harness import Case, take_turns
 from benchmarks.learning.rollouts import load_tensorflow, repeating
 from benchmarks.result import median, spread
 from envserve.bench.cases import batch_env
-from envserve.bench.load import Load
-from envserve.bench.turns import MICROSECONDS, Measure
-from envserve.registry import make_env
+from envserve.bench.interleaved import MICROSECONDS, Measure
+from envserve.bench.workload import Load
+from envserve.envs.registry import make_env
 from envserve.settings import num_cores
 
 _WIDTH = 128

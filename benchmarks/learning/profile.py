@@ -26,8 +26,14 @@ from benchmarks.learning.rollouts import RolloutLoad, choosing, simulating
 from benchmarks.result import median, spread
 from envserve.bench.cases import BINDS, batch_env
 from envserve.bench.command import REMEDIES, judge
-from envserve.bench.load import Load
-from envserve.bench.turns import MICROSECONDS, THREAD, Measure, Measurements, stepping
+from envserve.bench.interleaved import (
+    MICROSECONDS,
+    THREAD,
+    Measure,
+    Measurements,
+    stepping,
+)
+from envserve.bench.workload import Load
 from envserve.settings import num_cores
 
 Transport = Literal["in-process", "ipc", "tcp"]

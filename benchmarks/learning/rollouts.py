@@ -13,10 +13,10 @@ from typing import Any
 
 from benchmarks.harness import Skip
 from envserve.bench.cases import batch_env
-from envserve.bench.load import Load
-from envserve.bench.turns import MICROSECONDS, Measure
+from envserve.bench.interleaved import MICROSECONDS, Measure
+from envserve.bench.workload import Load
 from envserve.client import BatchEnv
-from ppo.commands.shared import start_tensorflow
+from ppo.cli.options import start_tensorflow
 from ppo.config import Config
 from ppo.errors import BadInputError
 
@@ -37,7 +37,7 @@ class RolloutLoad:
 
     def agent(self, batch: BatchEnv) -> Any:
         """Return an agent with the default networks."""
-        from ppo.agent import Agent
+        from ppo.agent.agent import Agent
 
         size = self.load.num_envs * self.horizon
         config = Config(

@@ -24,8 +24,8 @@ from benchmarks.learning.rollouts import (
     simulating,
 )
 from benchmarks.result import median, spread
-from envserve.bench.load import Load
-from envserve.bench.turns import MICROSECONDS, Measurements
+from envserve.bench.interleaved import MICROSECONDS, Measurements
+from envserve.bench.workload import Load
 
 _LANE = "BatchEnv.step alone"
 _POLICY = "policy alone, in a graph"

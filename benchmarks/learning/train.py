@@ -30,8 +30,8 @@ from benchmarks.command import (
 from benchmarks.harness import Case
 from benchmarks.learning.rollouts import load_tensorflow
 from benchmarks.result import median, ratio, spread
-from envserve.bench.load import Load
-from envserve.bench.turns import Measure, Number
+from envserve.bench.interleaved import Measure, Number
+from envserve.bench.workload import Load
 from ppo.config import Config
 from ppo.run_folder.folder import RunFolder
 

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.cases import envs
 from benchmarks.scaling.stand_ins import NAME, stand_ins
 from envserve.bench.cases import BINDS, batch_env
-from envserve.bench.load import Load
+from envserve.bench.workload import Load
 from envserve.client import BatchEnv
 
 _CHUNKS: Final = 5

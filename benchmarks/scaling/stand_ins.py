@@ -19,13 +19,13 @@ import zmq
 from gymnasium import spaces
 
 from envserve.errors import UnknownEnv
-from envserve.keys.folder import KeyFolder
+from envserve.keys.key_folder import KeyFolder
 from envserve.lane import Outcome, make_blocks
-from envserve.session.decisions import EndPool, Reply, RunStep, StartPool
-from envserve.session.server import ServerSession
+from envserve.session.server.decisions import EndPool, Reply, RunStep, StartPool
+from envserve.session.server.server_session import ServerSession
 from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Rows
-from envserve.spec import EnvSpec
+from envserve.spaces.env_spec import EnvSpec
 
 #: Before the number of bytes that its observation has.
 NAME: Final = "Idle-"

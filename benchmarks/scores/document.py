@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.lab.tables import as_markdown, replace_marked
 from benchmarks.scores.run_one import Score
 from benchmarks.scores.tasks import MEASURES, TASKS, Measure, Task
-from ppo.commands.seeds import interval
+from ppo.cli.seeds import interval
 
 COLUMNS = (
     *("env", "steps", "goal", "anchors", "E", "B", "M", "std", "95 % interval"),

@@ -58,12 +58,12 @@ def run_one(task: Task, seed: int, folder: Path) -> Score:
 
     Loads TensorFlow with one thread, as several runs share the cores.
     """
-    from ppo.commands.shared import start_tensorflow
+    from ppo.cli.options import start_tensorflow
 
     config = task.make_config(seed)
     start_tensorflow(1, 1, config)
     from ppo.environments import env_maker
-    from ppo.evaluate import evaluate_run
+    from ppo.evaluation.evaluate import evaluate_run
     from ppo.run_folder.metrics_file import read_metrics
     from ppo.train import train
 

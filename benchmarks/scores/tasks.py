@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from ppo.config import Config
-from ppo.configs import CONFIGS
+from ppo.config.named_configs import CONFIGS
 
 Measure = Literal["E", "B", "M"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)

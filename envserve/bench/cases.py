@@ -17,12 +17,12 @@ import gymnasium
 import numpy as np
 from gymnasium.vector.utils import iterate
 
-from envserve.bench.load import Load
-from envserve.bench.turns import SPEED, Measure, stepping
+from envserve.bench.interleaved import SPEED, Measure, stepping
+from envserve.bench.workload import Load
 from envserve.client import BatchEnv
+from envserve.envs.registry import import_env_modules, make_env
 from envserve.errors import ServerError
-from envserve.registry import import_env_modules, make_env
-from envserve.transport import socket_folder
+from envserve.wire.sockets import socket_folder
 from envserve.worker.orphans import until_parent_ends
 
 __all__ = ["BINDS", "bare_loops", "batch_env", "stepping_batch_env", "vector_env"]

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from envserve.bench.cases import BINDS, bare_loops, stepping_batch_env, vector_env
-from envserve.bench.load import Load
-from envserve.bench.turns import (
+from envserve.bench.interleaved import (
     MICROSECONDS,
     SPEED,
     THREAD,
@@ -20,6 +19,7 @@ from envserve.bench.turns import (
     Measurements,
     take_turns,
 )
+from envserve.bench.workload import Load
 
 __all__ = ["REMEDIES", "bench", "judge"]
 

@@ -9,14 +9,14 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from envserve import codec
-from envserve.check.peer import Client, NotOffered, Subject, expect, shown
+from envserve.check.probe_client import Client, NotOffered, Subject, expect, shown
+from envserve.envs.seeding import env_seed
 from envserve.errors import EnvserveError, RemoteProtocolError
 from envserve.lane import Call
-from envserve.seeding import env_seed
+from envserve.spaces import codec
 from envserve.wire.bodies import CallBody, Pong
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.greetings import Hello
+from envserve.wire.handshake import Hello
 from envserve.wire.message import Message, encode
 
 __all__ = ["RULES", "Finding", "check"]

@@ -17,7 +17,7 @@ from envserve.client.row_set import BatchBlock, RowSet
 from envserve.client.step_result import StepResult
 from envserve.lane import Outcome
 from envserve.slab import Rows, Status, write_pending
-from envserve.spec import EnvSpec, flatten
+from envserve.spaces.env_spec import EnvSpec, flatten
 
 __all__ = ["Absence", "PutAside"]
 

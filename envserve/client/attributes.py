@@ -8,12 +8,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from envserve import codec
 from envserve.client.lane_group import LaneGroup
 from envserve.client.row_set import check_rows
 from envserve.errors import CallError, RemoteProtocolError
 from envserve.lane import Call, CallKind
-from envserve.worker.calls import MAX_RESULT_VALUES
+from envserve.spaces import codec
+from envserve.worker.attribute_calls import MAX_RESULT_VALUES
 
 __all__ = ["Attributes"]
 

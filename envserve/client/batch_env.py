@@ -17,10 +17,9 @@ import numpy as np
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from gymnasium.spaces import Space
 
-from envserve.actions import check_actions
 from envserve.client.attributes import Attributes
+from envserve.client.factory import Builders, OnFault
 from envserve.client.lane_group import LaneGroup
-from envserve.client.make import Builders, OnFault
 from envserve.client.resets import Resets
 from envserve.client.row_set import RowSet, RowSets
 from envserve.client.stats import BatchStats, StepRecorder
@@ -39,7 +38,8 @@ from envserve.errors import (
 )
 from envserve.lane import Lane
 from envserve.settings import Autoreset
-from envserve.spec import EnvSpec
+from envserve.spaces.action_checks import check_actions
+from envserve.spaces.env_spec import EnvSpec
 
 __all__ = ["BatchEnv", "BatchStats", "EnvsClosed", "ResetFirst", "StepResult"]
 

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from envserve.client.absence import Absence, PutAside
-from envserve.client.inbox import Inbox
+from envserve.client.outcome_queue import Inbox
 from envserve.client.row_set import BatchBlock, BatchBlocks, RowSet
 from envserve.errors import EnvserveError, EnvTimeout, LocalProtocolError
 from envserve.lane import Call, Lane, Outcome, Reset

@@ -12,12 +12,12 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
 
-from envserve.actions import clip_roundings
 from envserve.client.batch_env import BatchEnv
-from envserve.client.make import EnvWord
+from envserve.client.factory import EnvWord
 from envserve.client.single_env import Env
 from envserve.client.vector_env import MODES, VectorEnv
 from envserve.errors import ActionError
+from envserve.spaces.action_checks import clip_roundings
 
 __all__ = ["make", "make_batch", "make_vec", "send_step"]
 

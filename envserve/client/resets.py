@@ -11,12 +11,12 @@ import numpy as np
 
 from envserve.client.lane_group import LaneGroup
 from envserve.client.row_set import check_rows
-from envserve.encoded import decode_observation
+from envserve.envs.seeding import MAX_ROOT_SEED
 from envserve.errors import EnvserveError, EnvTimeout, LocalProtocolError
 from envserve.lane import Lane
-from envserve.seeding import MAX_ROOT_SEED
 from envserve.slab import Status
-from envserve.spec import EnvSpec, unflatten
+from envserve.spaces.env_spec import EnvSpec, unflatten
+from envserve.spaces.variable_length import decode_observation
 from envserve.wire.bodies import pack_options
 
 __all__ = ["Resets"]

@@ -12,11 +12,11 @@ from gymnasium.spaces import Space
 from gymnasium.vector.utils import iterate
 
 from envserve.client.row_set import BatchBlock, RowSet
-from envserve.encoded import decode_observation
 from envserve.errors import EnvError, EnvserveError
 from envserve.lane import Outcome
 from envserve.slab import Rows, Status
-from envserve.spec import EnvSpec, flatten, unflatten
+from envserve.spaces.env_spec import EnvSpec, flatten, unflatten
+from envserve.spaces.variable_length import decode_observation
 
 __all__ = ["StepResult", "add_infos", "decode_result", "gather_result", "last_rows"]
 

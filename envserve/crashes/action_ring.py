@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Meta
 
 from envserve.slab import Layout, arrays_nbytes, map_arrays
-from envserve.spec import EnvSpec
+from envserve.spaces.env_spec import EnvSpec
 
 __all__ = [
     "ActionRing",

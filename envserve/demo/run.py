@@ -17,16 +17,16 @@ import gymnasium
 import numpy as np
 
 from envserve.client import BatchEnv
-from envserve.demo.cable import Cable
 from envserve.demo.learner import Learner
-from envserve.demo.referee import Referee
+from envserve.demo.replay_check import Referee
 from envserve.demo.servers import DemoServer
+from envserve.demo.tcp_proxy import Cable
+from envserve.envs.registry import Registry, make_env
+from envserve.envs.seeding import draw_root_seed
+from envserve.envs.user_envs import name_of
 from envserve.errors import EnvTimeout, ServerError
-from envserve.own_envs import name_of
-from envserve.registry import Registry, make_env
-from envserve.seeding import draw_root_seed
 from envserve.slab import Status
-from envserve.worker.reset_arguments import complete
+from envserve.worker.reset_signature import complete
 
 __all__ = ["Demo"]
 

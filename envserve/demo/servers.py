@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import Final
 
-from envserve.demo.cable import Cable
+from envserve.demo.tcp_proxy import Cable
 from envserve.errors import ServerError
 from envserve.worker.orphans import children
 

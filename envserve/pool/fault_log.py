@@ -15,17 +15,17 @@ from typing import Any, Final
 import numpy as np
 
 from envserve.crashes.action_ring import ActionRing, Played
-from envserve.crashes.files import CrashFiles
-from envserve.crashes.repro import End, Repro, encode_repro
-from envserve.encoded import action_values
+from envserve.crashes.crash_folder import CrashFiles
+from envserve.crashes.repro_file import End, Repro, encode_repro
+from envserve.envs.seeding import env_seed
 from envserve.errors import CodecError, EnvError
 from envserve.lane import Fault
-from envserve.pool.states import Exit, Lost
 from envserve.pool.supervisor import SupervisedWorker
-from envserve.seeding import env_seed
+from envserve.pool.worker_states import Exit, Lost
 from envserve.settings import PoolSettings
 from envserve.slab import Slab, Status, row_of_beat
-from envserve.spec import EnvSpec, flatten
+from envserve.spaces.env_spec import EnvSpec, flatten
+from envserve.spaces.variable_length import action_values
 from envserve.text import Seldom, one_line, printable
 from envserve.worker.channel import Kind
 

@@ -20,11 +20,11 @@ import time
 from collections.abc import Iterable
 from typing import Any, Final
 
-from envserve import codec
 from envserve.errors import WorkerError
-from envserve.pool.account import limits_of, popen_options
-from envserve.pool.states import Exit
+from envserve.pool.privileges import limits_of, popen_options
+from envserve.pool.worker_states import Exit
 from envserve.settings import HostSettings
+from envserve.spaces import codec
 from envserve.worker.channel import Channel, Kind, pack_frame
 from envserve.worker.template import kill_group
 

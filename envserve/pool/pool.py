@@ -17,18 +17,18 @@ from typing import Final, Self
 
 from envserve.errors import EnvserveError, EnvStartError, LocalProtocolError
 from envserve.lane import Call, Outcome, Reset, make_blocks
+from envserve.pool.block_operations import Operations, Task, reset_task
 from envserve.pool.fault_log import FaultLog
+from envserve.pool.inspector import Looks
 from envserve.pool.launcher import Launcher
-from envserve.pool.looks import Looks
-from envserve.pool.operations import Operations, Task, reset_task
-from envserve.pool.states import Lost, WorkerState
+from envserve.pool.pool_metrics import Tally
 from envserve.pool.supervisor import SupervisedWorker
-from envserve.pool.tally import Tally
-from envserve.pool.workers import Workers
+from envserve.pool.worker_set import Workers
+from envserve.pool.worker_states import Lost, WorkerState
 from envserve.settings import PoolSettings, num_cores
 from envserve.slab import Rows, Status
-from envserve.spec import EnvSpec
-from envserve.worker.calls import call_payload
+from envserve.spaces.env_spec import EnvSpec
+from envserve.worker.attribute_calls import call_payload
 from envserve.worker.channel import Kind
 
 __all__ = ["Pool"]

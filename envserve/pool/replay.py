@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from envserve import codec
-from envserve.crashes.repro import (
+from envserve.crashes.repro_file import (
     MAX_REPRO_BYTES,
     End,
     Repro,
@@ -23,11 +22,13 @@ from envserve.crashes.repro import (
 from envserve.errors import ReproError
 from envserve.pool.launcher import Launcher, WorkerProcess
 from envserve.slab import Status
+from envserve.spaces import codec
 from envserve.text import one_line
-from envserve.video import VideoWriter
 from envserve.worker.channel import Frame, Kind, pack_frame
 
 __all__ = ["Ending", "describe_repro", "load_repro", "replay"]
+
+OnFrame = Callable[[float, Any], None]
 
 #: How long building the env may take.
 _BUILD_SECONDS: Final = 300.0
@@ -97,8 +98,8 @@ def replay(
     repro: Repro,
     launcher: Launcher,
     timeout_seconds: float | None = None,
-    film: VideoWriter | None = None,
-    num_filmed: int = 0,
+    on_frame: OnFrame | None = None,
+    num_frames: int = 0,
 ) -> Ending:
     """Builds the env anew in a process of its own, and applies the actions.
 
@@ -107,20 +108,21 @@ def replay(
       launcher: Starts the process; has imported the modules that register own envs.
       timeout_seconds: How long a step, or the reset, may take before it counts as a
         hang; by default what the file says.
-      film: Gets what the env renders before each of the last actions.
-      num_filmed: How many of them.
+      on_frame: Called with the frames per second and the frame that the env renders
+        before each of the last `num_frames` actions.
+      num_frames: Number of frames to render.
     """
     if timeout_seconds is None:
         timeout_seconds = repro.timeout_seconds
     process = launcher.launch()
     with contextlib.closing(process.channel):
-        if film:
+        if on_frame:
             kwargs = {**repro.env_kwargs, "render_mode": "rgb_array"}
             repro = replace(repro, env_kwargs=kwargs)
-        number, payload = num_filmed if film else 0, encode_repro(repro)
+        number, payload = num_frames if on_frame else 0, encode_repro(repro)
         process.channel.send(pack_frame(Kind.REPLAY, 0, number, payload))
         try:
-            return _follow(repro, process, timeout_seconds, film)
+            return _follow(repro, process, timeout_seconds, on_frame)
         finally:
             process.kill("it is done", time.monotonic())
 
@@ -129,7 +131,7 @@ def _follow(
     repro: Repro,
     process: WorkerProcess,
     timeout_seconds: float,
-    film: VideoWriter | None,
+    on_frame: OnFrame | None,
 ) -> Ending:
     number: int | None = None
     for frame in _frames(process, timeout_seconds):
@@ -139,9 +141,8 @@ def _follow(
         if frame.kind is Kind.DONE:
             number = frame.sequence
         elif frame.kind is Kind.PICTURE:
-            if film:
-                film.frames_per_second, picture = codec.decode(frame.payload)
-                film.add(picture)
+            if on_frame:
+                on_frame(*codec.decode(frame.payload))
         elif frame.kind is Kind.READY:
             text = f"did not crash in {_actions(len(repro.played.actions[0]))}"
             if repro.end.status is Status.OK:  # a flight record

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, Final
 
-from envserve import codec
 from envserve.errors import (
     EnvserveError,
     EnvStartError,
@@ -23,11 +22,12 @@ from envserve.errors import (
 )
 from envserve.lane import Block
 from envserve.pool.launcher import KILL_SECONDS, Launcher, WorkerProcess
-from envserve.pool.states import MOVES, Event, Exit, Lost, Ready, WorkerState
+from envserve.pool.worker_states import MOVES, Event, Exit, Lost, Ready, WorkerState
 from envserve.settings import EnvRequest, PoolSettings
 from envserve.slab import Slab, Status
+from envserve.spaces import codec
 from envserve.worker.channel import Frame, Kind, pack_frame
-from envserve.worker.report import read_spaces
+from envserve.worker.worker_report import read_spaces
 from envserve.wrappers.specs import plain_wrappers
 
 __all__ = ["SupervisedWorker"]

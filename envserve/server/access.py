@@ -18,13 +18,13 @@ from zmq.utils.monitor import recv_monitor_message
 from envserve.address import is_private
 from envserve.errors import KeyFileError, RemoteProtocolError, SelfTestError
 from envserve.keys import formats
-from envserve.keys.folder import KeyFolder
 from envserve.keys.grant import Grant
-from envserve.keys.pair import KeyPair
+from envserve.keys.key_folder import KeyFolder
+from envserve.keys.key_pair import KeyPair
 from envserve.server.router import Router
-from envserve.server.zap import Zap
-from envserve.session.quotas import tell
-from envserve.transport import UNKNOWN_KEY, use_keys
+from envserve.server.zmq_guards.zap import Zap
+from envserve.session.server.quotas import tell
+from envserve.wire.sockets import UNKNOWN_KEY, use_keys
 
 __all__ = ["Access", "check_refusal"]
 

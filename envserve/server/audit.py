@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from envserve.errors import ServerError
-from envserve.session.quotas import AUDIT
+from envserve.session.server.quotas import AUDIT
 
 __all__ = ["Audit"]
 

@@ -19,8 +19,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from typing import Any, Final
 
+from envserve.envs.registry import Registry, preload
 from envserve.errors import EnvStartError
-from envserve.registry import Registry, preload
 from envserve.settings import HostSettings
 
 __all__ = ["serve_anew"]

@@ -24,10 +24,12 @@ from typing import Final
 import zmq
 
 from envserve.errors import ServerError
-from envserve.server.unread import LONG_BYTES, Unread
-from envserve.server.zap import DOMAIN
-from envserve.session.quotas import tell
-from envserve.transport import (
+from envserve.server.zmq_guards.send_budget import LONG_BYTES, Unread
+from envserve.server.zmq_guards.zap import DOMAIN
+from envserve.session.server.quotas import tell
+from envserve.wire.constants import MAX_FRAMES
+from envserve.wire.message import Buffer, Peer
+from envserve.wire.sockets import (
     KEYED_BYTES,
     NOBLOCK,
     FrameReceiver,
@@ -35,8 +37,6 @@ from envserve.transport import (
     descriptor_of,
     set_common_options,
 )
-from envserve.wire.constants import MAX_FRAMES
-from envserve.wire.message import Buffer, Peer
 
 __all__ = ["Router"]
 

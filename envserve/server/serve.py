@@ -10,32 +10,32 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
+from envserve.envs.registry import Registry
+from envserve.envs.user_envs import name_of
 from envserve.errors import UnknownEnv
 from envserve.keys import formats
-from envserve.keys.folder import KeyFolder
-from envserve.metrics_port import MetricsPort
-from envserve.own_envs import name_of
+from envserve.keys.key_folder import KeyFolder
+from envserve.monitoring.metrics_port import MetricsPort
 from envserve.pool.launcher import Launcher
-from envserve.registry import Registry
 from envserve.server.access import Access, check_refusal
 from envserve.server.audit import Audit
-from envserve.server.process import (
+from envserve.server.event_loop import RouterShell
+from envserve.server.router import Router
+from envserve.server.status import StatusBoard
+from envserve.server.systemd import Notifier
+from envserve.server.watchdogs import (
     ConnectionWatch,
     LoopLag,
     StopSignals,
     keep_from_envs,
 )
-from envserve.server.router import Router
-from envserve.server.shell import RouterShell
-from envserve.server.status import StatusBoard
-from envserve.server.systemd import Notifier
-from envserve.server.unread import Unread
-from envserve.server.zap import Zap
-from envserve.session.policy import Health
-from envserve.session.server import ServerSession
+from envserve.server.zmq_guards.send_budget import Unread
+from envserve.server.zmq_guards.zap import Zap
+from envserve.session.server.policy import Health
+from envserve.session.server.server_session import ServerSession
 from envserve.settings import HostSettings
 from envserve.text import did_you_mean
-from envserve.transport import raise_file_limit
+from envserve.wire.sockets import raise_file_limit
 
 __all__ = ["serve"]
 

@@ -16,10 +16,10 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from envserve.metrics_port import MetricsPort
-from envserve.pool.tally import add, described_in_full
-from envserve.server.shell import RouterShell
-from envserve.session.server import ServerSession
+from envserve.monitoring.metrics_port import MetricsPort
+from envserve.pool.pool_metrics import add, described_in_full
+from envserve.server.event_loop import RouterShell
+from envserve.session.server.server_session import ServerSession
 from envserve.settings import HostSettings
 from envserve.wire.status import ServerStatus
 

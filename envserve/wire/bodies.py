@@ -13,12 +13,11 @@ from typing import Annotated, Any, Final, Self, TypeVar
 
 from msgspec import Meta, Raw
 
-from envserve import codec
 from envserve.errors import RemoteProtocolError, SpaceError
-from envserve.lane import Block, Call, CallKind
-from envserve.pictures import Picture
+from envserve.lane import Block, Call, CallKind, Picture
 from envserve.settings import EnvRequest, convert
-from envserve.spec import EnvSpec, describe, restore
+from envserve.spaces import codec
+from envserve.spaces.env_spec import EnvSpec, describe, restore
 from envserve.text import Name, one_line
 from envserve.wire.constants import (
     MAX_ATTACH_BYTES,
@@ -32,7 +31,7 @@ from envserve.wire.constants import (
     MAX_OPTIONS_VALUES,
     MAX_TOLD_BLOCKS,
 )
-from envserve.wire.greetings import U32, U63, Body, Milliseconds, Row, Seconds, read
+from envserve.wire.handshake import U32, U63, Body, Milliseconds, Row, Seconds, read
 from envserve.wrappers.specs import plain_wrappers
 
 __all__ = [

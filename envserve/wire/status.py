@@ -13,7 +13,7 @@ from msgspec.structs import force_setattr, replace
 
 from envserve.text import Name, one_line
 from envserve.wire.constants import MAX_STATUS_BYTES
-from envserve.wire.greetings import U63, Body, Milliseconds, Row, Seconds
+from envserve.wire.handshake import U63, Body, Milliseconds, Row, Seconds
 
 __all__ = ["Histogram", "LeaseStatus", "ServerStatus"]
 

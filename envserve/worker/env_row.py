@@ -16,16 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from envserve import codec, durations
 from envserve.crashes.action_ring import RowRecord
-from envserve.infos import snapshot
-from envserve.registry import make_env
-from envserve.seeding import env_seed
+from envserve.envs.registry import make_env
+from envserve.envs.seeding import env_seed
 from envserve.slab import BEAT, Rows, next_beat
-from envserve.spec import EnvSpec
-from envserve.worker.camera import render
-from envserve.worker.reset_arguments import complete
-from envserve.worker.values import (
+from envserve.spaces import codec
+from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.infos import snapshot
+from envserve.worker import step_timings
+from envserve.worker.env_checks import (
     Rules,
     SpaceViolation,
     flag_of,
@@ -36,6 +35,8 @@ from envserve.worker.values import (
     reward_of,
     violation_of,
 )
+from envserve.worker.rendering import render
+from envserve.worker.reset_signature import complete
 from envserve.wrappers.specs import WrapperSpec
 
 __all__ = ["EnvRow", "SpaceViolation"]
@@ -250,9 +251,9 @@ class EnvRow:
         heartbeat[0] = beat
         heartbeat[1] = 1
         own = codec.decode(options) if options else None  # no two envs share them
-        began_at = durations.begin()
+        began_at = step_timings.begin()
         result = self._env.reset(seed=seed, options=own)
-        durations.note_resets(heartbeat, began_at, 1)
+        step_timings.note_resets(heartbeat, began_at, 1)
         observation, info = reset_values(result)
         self._write(self._observation, observation)
         heartbeat[1] = 0

@@ -20,9 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from envserve import codec, durations
 from envserve.crashes.action_ring import ActionRing
-from envserve.encoded import action_values
 from envserve.errors import (
     EnvStartError,
     SpaceError,
@@ -32,17 +30,24 @@ from envserve.errors import (
 )
 from envserve.settings import num_cores
 from envserve.slab import Slab, Status, next_beat
-from envserve.spec import EnvSpec, own_classes
-from envserve.worker import play
-from envserve.worker.calls import CallTask, answer_call
-from envserve.worker.camera import Camera
+from envserve.spaces import codec
+from envserve.spaces.env_spec import EnvSpec, own_classes
+from envserve.spaces.variable_length import action_values
+from envserve.worker import replay_worker, step_timings
+from envserve.worker.attribute_calls import CallTask, answer_call
 from envserve.worker.channel import Frame, Inbox, Kind, pack_frame
+from envserve.worker.env_checks import Rules
 from envserve.worker.env_row import EnvRow, SpaceViolation
 from envserve.worker.orphans import Orphans
-from envserve.worker.report import encode_report, encode_spaces, fault_of, sendable
+from envserve.worker.rendering import Camera
 from envserve.worker.spare_row import SpareRow, reset_threads
-from envserve.worker.values import Rules
 from envserve.worker.vector_block import VectorBlock
+from envserve.worker.worker_report import (
+    encode_report,
+    encode_spaces,
+    fault_of,
+    sendable,
+)
 from envserve.wrappers.specs import wrappers_from_plain
 
 __all__ = ["run"]
@@ -76,7 +81,7 @@ def run(channel: socket.socket, import_error: str = "") -> None:
             if import_error:
                 raise EnvStartError(import_error)
             if build.kind is Kind.REPLAY:
-                play.run(channel, build.payload, build.sequence)
+                replay_worker.run(channel, build.payload, build.sequence)
                 return
             config = codec.decode(build.payload, max_bytes=1 << 26)
             if config["num_workers"] <= num_cores():
@@ -231,7 +236,7 @@ class _Worker:
             env.close()
 
     def _step(self, envs: list[_Row]) -> bytes:
-        began_at = durations.begin(self._heartbeat)
+        began_at = step_timings.begin(self._heartbeat)
         rows, start, stop = self._rows, envs[0].row, envs[-1].row + 1
         rewards: list[float] = []
         ended: list[tuple[int, bool, bool]] = []
@@ -265,7 +270,7 @@ class _Worker:
             faults += self._recover_non_finite(envs)
         for fault in faults:
             infos.pop(fault["row"], None)
-        durations.note_step(self._heartbeat, began_at, stop - start)
+        step_timings.note_step(self._heartbeat, began_at, stop - start)
         return self._report(faults, infos, (), stop - start)
 
     def _report(

@@ -14,12 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, Final
 
-from envserve import durations
 from envserve.crashes.action_ring import RowRecord
-from envserve.infos import snapshot
-from envserve.seeding import spare_seed
+from envserve.envs.seeding import spare_seed
 from envserve.slab import Rows, next_beat, private_heartbeat
-from envserve.spec import EnvSpec
+from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.infos import snapshot
+from envserve.worker import step_timings
 from envserve.worker.env_row import EnvRow
 
 __all__ = ["SpareRow", "reset_threads"]
@@ -216,7 +216,7 @@ class SpareRow:
         try:
             info = warming.result()
         finally:
-            durations.move(self._warm_heartbeat, self._heartbeat)
+            step_timings.move(self._warm_heartbeat, self._heartbeat)
             self._active.row = self.row
             self._active.attach(
                 self._rows, self._heartbeat, self.record, _OWN_AUTORESET

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from envserve import codec
+from envserve.spaces import codec
 from envserve.worker.channel import FrameReader, Kind, pack_frame
 from envserve.worker.orphans import children
 from envserve.worker.stderr_pipes import StderrPipes
@@ -53,7 +53,6 @@ def main(fd: int) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # or who is killed has said nothing
     # Imported here: the owner of a launcher needs neither gymnasium nor a worker.
-    from envserve import registry  # noqa: F401
     from envserve.worker import process  # noqa: F401
 
     _Template(owner).run()
@@ -174,7 +173,7 @@ class _Template:
         return bool(data)
 
     def _import(self, modules: list[str], env_names: list[str]) -> None:
-        from envserve import registry
+        from envserve.envs import registry
 
         try:
             registry.import_env_modules(modules)

@@ -18,25 +18,26 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array
 
-from envserve import codec, durations
 from envserve.crashes.action_ring import ActionRing
+from envserve.envs.registry import spec_of
+from envserve.envs.seeding import env_seed
 from envserve.errors import EnvStartError, UnknownEnv
-from envserve.infos import snapshot
-from envserve.leaves import unflatten
-from envserve.registry import spec_of
-from envserve.seeding import env_seed
 from envserve.slab import Rows, Status, next_beat
-from envserve.spec import EnvSpec
-from envserve.worker.calls import CallTask, answer_call_of_all
-from envserve.worker.camera import render
-from envserve.worker.report import encode_report, fault_of
-from envserve.worker.values import (
+from envserve.spaces import codec
+from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.infos import snapshot
+from envserve.spaces.leaves import unflatten
+from envserve.worker import step_timings
+from envserve.worker.attribute_calls import CallTask, answer_call_of_all
+from envserve.worker.env_checks import (
     Rules,
     SpaceViolation,
     label_of,
     leaf_array,
     leaf_values,
 )
+from envserve.worker.rendering import render
+from envserve.worker.worker_report import encode_report, fault_of
 
 __all__ = ["VectorBlock"]
 
@@ -124,7 +125,7 @@ class VectorBlock:
 
     def step(self) -> bytes:
         """Steps all rows with the actions in the slab; returns the report."""
-        began_at = durations.begin(self._heartbeat)
+        began_at = step_timings.begin(self._heartbeat)
         self._note_step()
         self._rows.status[...] = Status.OK
         try:
@@ -132,7 +133,7 @@ class VectorBlock:
         except Exception as error:
             return self._report({}, self._recover(error))
         finally:
-            durations.note_step(self._heartbeat, began_at, len(self._numbers))
+            step_timings.note_step(self._heartbeat, began_at, len(self._numbers))
 
     def _report(
         self, infos: dict[int, _Infos], faults: Sequence[dict[str, Any]] = ()
@@ -245,9 +246,9 @@ class VectorBlock:
         own_options = codec.decode(options) if options else {}
         if not is_whole:
             own_options["reset_mask"] = mask
-        began_at = durations.begin()
+        began_at = step_timings.begin()
         result = self._env.reset(seed=seed, options=own_options or None)
-        durations.note_resets(self._heartbeat, began_at, int(mask.sum()))
+        step_timings.note_resets(self._heartbeat, began_at, int(mask.sum()))
         self._write(self._rows.observation, result[0], mask)
         self._heartbeat[1] = 0
         infos: _Infos = result[1]

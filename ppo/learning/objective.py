@@ -9,11 +9,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from ppo.actions.distributions import Categorical, DiagonalGaussian
-from ppo.config import Config
+from ppo.agent.actions.distributions import Categorical, DiagonalGaussian
+from ppo.config.config import Config
 from ppo.errors import ConfigError
 from ppo.learning import losses
-from ppo.own_code import blamed, line_of, load_own
+from ppo.user_code import blamed, line_of, load_own
 
 __all__ = ["policy_loss_of"]
 

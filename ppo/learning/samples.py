@@ -10,10 +10,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from ppo.actions.distributions import Distribution
-from ppo.agent import Agent
-from ppo.config import Config
-from ppo.networks.recurrent import is_pending
+from ppo.agent.actions.distributions import Distribution
+from ppo.agent.agent import Agent
+from ppo.agent.networks.recurrent import is_pending
+from ppo.config.config import Config
 from ppo.rollout import Rollout
 
 __all__ = ["Sequences", "Steps"]

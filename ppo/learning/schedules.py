@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ppo.config import Config
+from ppo.config.config import Config
 
 __all__ = ["AdaptiveCoefficient", "Coefficients", "Schedules"]
 

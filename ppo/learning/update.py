@@ -13,8 +13,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ppo.agent import Agent
-from ppo.config import Config
+from ppo.agent.agent import Agent
+from ppo.config.config import Config
 from ppo.errors import DivergedError
 from ppo.learners import ALONE, Learners
 from ppo.learning import losses

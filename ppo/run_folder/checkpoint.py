@@ -15,10 +15,10 @@ from typing import Any, Literal, NamedTuple
 
 import tensorflow as tf
 
-from ppo.agent import Agent
+from ppo.agent.agent import Agent
+from ppo.agent.normalize import ReturnScale
 from ppo.errors import CheckpointError
 from ppo.learning.update import Updater
-from ppo.normalize import ReturnScale
 from ppo.run_folder.disk_errors import disk_errors
 
 __all__ = [

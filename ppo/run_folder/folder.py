@@ -20,8 +20,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ppo.config import Config
-from ppo.configs import read_config
+from ppo.config.config import Config
+from ppo.config.named_configs import read_config
 from ppo.errors import ConfigError, RunFolderError, RunWriteError
 
 __all__ = ["Place", "RunFolder"]

@@ -15,7 +15,7 @@ from typing import Self
 
 import tensorflow as tf
 
-from ppo.config import Config
+from ppo.config.config import Config
 from ppo.run_folder.disk_errors import disk_errors
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics_file import cut_off_after

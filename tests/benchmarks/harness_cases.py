@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from envserve.bench.turns import Measure
+from envserve.bench.interleaved import Measure
 
 
 @contextlib.contextmanager

@@ -18,8 +18,8 @@ from benchmarks.harness import BenchmarkError, Skip
 from benchmarks.lab.processes import proportional_set_bytes, with_descendants
 from benchmarks.learning.goal import learning_sb3
 from benchmarks.learning.train import training_sb3
-from envserve.bench.load import Load
-from envserve.bench.turns import MICROSECONDS, SPEED, THREAD
+from envserve.bench.interleaved import MICROSECONDS, SPEED, THREAD
+from envserve.bench.workload import Load
 from ppo.config import Config
 from tests.benchmarks.conftest import Bench
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.cases import envs
-from envserve.registry import import_env_modules, make_env
+from envserve.envs.registry import import_env_modules, make_env
 
 import_env_modules([envs.MODULE])
 

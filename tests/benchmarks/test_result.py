@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.result import Result, median, publish, ratio, spread
 from benchmarks.suite import PARTS, write_tables
-from envserve.bench.turns import Measurements
+from envserve.bench.interleaved import Measurements
 
 MEASURED = {
     "ours": [{"speed": 8.0}, {"speed": 6.0}, {"speed": 7.0}],

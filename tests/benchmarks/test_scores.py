@@ -13,8 +13,8 @@ from benchmarks.scores.document import measured, table_rows, write_document
 from benchmarks.scores.many import _read, main
 from benchmarks.scores.run_one import Score, read_score
 from benchmarks.scores.tasks import TASKS, Task
-from ppo.commands.seeds import interval
-from ppo.configs import CONFIGS, EXPECTED_RETURNS
+from ppo.cli.seeds import interval
+from ppo.config.named_configs import CONFIGS, EXPECTED_RETURNS
 
 (CHEETAH,) = (task for task in TASKS if task.name == "cheetah-1M")
 

@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.cases.peers import sb3_vec_env
 from benchmarks.harness import Skip
 from benchmarks.lab.processes import kill_all, with_descendants
-from envserve.bench.load import Load
+from envserve.bench.workload import Load
 from envserve.client import BatchEnv
 from envserve.pool.pool import Pool
 from tests.chaos.isolated import DidNotEnd, run_isolated

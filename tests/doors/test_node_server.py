@@ -13,14 +13,14 @@ import msgpack
 import numpy as np
 import pytest
 
-from envserve.check.peer import SocketLink, Subject
+from envserve.check.probe_client import SocketLink, Subject
 from envserve.check.rules import check
 from envserve.client import BatchEnv
-from envserve.client.connection import ask_welcome
+from envserve.client.link.connection import ask_welcome
+from envserve.envs.seeding import env_seed
 from envserve.errors import ConnectError
-from envserve.keys.folder import KeyFolder
-from envserve.keys.pair import KeyPair
-from envserve.seeding import env_seed
+from envserve.keys.key_folder import KeyFolder
+from envserve.keys.key_pair import KeyPair
 from tests.envserve.server_process import ROOT
 from tests.envserve.test_wire_document import documented, example
 

@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from envserve.errors import ConnectError
-from envserve.page.app import build_app
+from envserve.monitoring.page.app import build_app
 from tests.envserve.page_client import served
 from tests.envserve.page_fakes import FakeObserver, FakeServer
 

@@ -22,7 +22,7 @@ from ray.cluster_utils import Cluster
 
 from benchmarks.lab.processes import with_descendants
 from envserve.client import BatchEnv, Status
-from envserve.client.connection import ask_welcome
+from envserve.client.link.connection import ask_welcome
 from envserve.errors import AddressError, ConnectError
 from envserve.ray import addresses
 from tests.doors.test_documents import BIN, ROOT, commands
@@ -124,7 +124,7 @@ class Training(contextlib.AbstractContextManager["Training"]):
 
     def __init__(self, run: Path, *words: str) -> None:
         self._run, self._log = run, run.with_name("train.log")
-        code = "from ppo.cli import main; main()"
+        code = "from ppo.cli.app import main; main()"
         command = [sys.executable, "-c", code, "train", *words, "--run-dir", str(run)]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)

@@ -77,7 +77,7 @@ def test_an_env_gives_the_same_rows_here_and_behind_a_server(
     # Gymnasium's own has no other mode; the rest can reset rows of their own.
     options["autoreset"] = "next_step" if name == "CartPole-v0" else "same_step"
     pool = partial(Pool, launcher=launcher)
-    monkeypatch.setattr("envserve.client.make.Pool", pool)
+    monkeypatch.setattr("envserve.client.factory.Pool", pool)
     with BatchEnv.local(name, NUM_ENVS, 1, import_modules=MODULES, **options) as batch:
         here = play(batch)
     with BatchEnv.connect(name, [server.address], NUM_ENVS, **options) as batch:

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from envserve import codec
-from envserve.seeding import draw_root_seed
+from envserve.envs.seeding import draw_root_seed
+from envserve.spaces import codec
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.greetings import ErrorBody, Welcome
+from envserve.wire.handshake import ErrorBody, Welcome
 from envserve.wire.message import Message
 from tests.envserve.checked_server import Envs, Server
 

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from envserve.check.peer import Subject
+from envserve.check.probe_client import Subject
 from envserve.check.rules import Finding, check
+from envserve.envs.seeding import env_seed
 from envserve.errors import RemoteProtocolError
-from envserve.seeding import env_seed
-from envserve.session.lease import Lease
+from envserve.session.server.lease import Lease
 from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Status
-from envserve.spec import EnvSpec
+from envserve.spaces.env_spec import EnvSpec
 from envserve.wire.message import Buffer, Message, decode, encode
 from tests.envserve.session_fakes import FakePool, FakeServer
 from tests.worlds.pool import Operation
@@ -129,7 +129,7 @@ class Server(FakeServer):
 
 
 class MemoryLink:
-    """What `envserve.check.peer.SocketLink` is, without a socket."""
+    """What `envserve.check.probe_client.SocketLink` is, without a socket."""
 
     def __init__(self, server: Server) -> None:
         self._server = server

@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from envserve.client import BatchEnv
-from envserve.client.remote_lane import RemoteLane
+from envserve.client.link.remote_lane import RemoteLane
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
 from tests.envserve.pool_driver import ODD_ENVS, PoolMaker, attach_lane, launcher_with
@@ -152,7 +152,7 @@ class MakeBatch:
                 options["step_timeout"] = step_timeout
             with pytest.MonkeyPatch.context() as patch:
                 pool = partial(Pool, launcher=self._launcher)
-                patch.setattr("envserve.client.make.Pool", pool)
+                patch.setattr("envserve.client.factory.Pool", pool)
                 batch = BatchEnv.local(env_name, num_envs, num_workers, **options)
         else:
             address = self._address

@@ -10,14 +10,14 @@ from typing import Any, cast
 
 from gymnasium import spaces
 
-from envserve import codec
 from envserve.lane import Outcome
 from envserve.pool.launcher import Launcher, WorkerProcess
 from envserve.pool.pool import Pool
-from envserve.pool.states import Exit, WorkerState
+from envserve.pool.worker_states import Exit, WorkerState
 from envserve.settings import PoolSettings
 from envserve.slab import Status
-from envserve.spec import describe
+from envserve.spaces import codec
+from envserve.spaces.env_spec import describe
 from envserve.worker.channel import Channel, Frame, FrameReader, Kind, pack_frame
 
 from .pool_driver import gather, wait_for

@@ -15,14 +15,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from envserve import codec
-from envserve.encoded import decode_row, encode_row
 from envserve.errors import CodecError, RemoteProtocolError, WorkerError
 from envserve.keys import formats
 from envserve.lane import Block, Fault, make_blocks
 from envserve.settings import HostSettings
 from envserve.slab import Rows, Status
-from envserve.spec import EnvSpec, leaves_of
+from envserve.spaces import codec
+from envserve.spaces.env_spec import EnvSpec, leaves_of
+from envserve.spaces.variable_length import decode_row, encode_row
 from envserve.wire.bodies import (
     Attach,
     Building,
@@ -33,12 +33,12 @@ from envserve.wire.bodies import (
     ResetBody,
 )
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.greetings import ErrorBody, Hello, Welcome
+from envserve.wire.handshake import ErrorBody, Hello, Welcome
 from envserve.wire.message import Message, decode, encode
-from envserve.wire.report import Report
+from envserve.wire.result_report import Report
 from envserve.wire.rows import RowCodec, RowPart
 from envserve.worker.channel import FrameReader, Kind, pack_frame
-from envserve.worker.report import (
+from envserve.worker.worker_report import (
     encode_report,
     encode_spaces,
     read_report,

@@ -16,10 +16,10 @@ import numpy as np
 import zmq
 from gymnasium import spaces
 
-from envserve import codec
-from envserve.keys.folder import KeyFolder
+from envserve.keys.key_folder import KeyFolder
 from envserve.lane import Block
-from envserve.spec import EnvSpec
+from envserve.spaces import codec
+from envserve.spaces.env_spec import EnvSpec
 from envserve.wire.bodies import Attach, Granted, Pong
 from envserve.wire.constants import (
     MAX_BODY_BYTES,
@@ -27,7 +27,7 @@ from envserve.wire.constants import (
     ErrorCode,
     MessageType,
 )
-from envserve.wire.greetings import Welcome
+from envserve.wire.handshake import Welcome
 from envserve.wire.message import Buffer, Message, decode, pack
 from tests.envserve.server_process import ROOT
 

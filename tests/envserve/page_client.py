@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from starlette.applications import Starlette
 
-from envserve.page.serve import page_server
+from envserve.monitoring.page.serve import page_server
 
 TIMEOUT_SECONDS = 30.0
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 from PIL import Image, ImageDraw
 
 from envserve.errors import ConnectError, EnvserveError, LeaseLost
-from envserve.pictures import Picture
+from envserve.lane import Picture
 from envserve.wire.status import Histogram, LeaseStatus, ServerStatus
 
 BOUNDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)

@@ -20,10 +20,11 @@ from envserve.client.absence import Absence
 from envserve.client.lane_group import LaneGroup
 from envserve.client.row_set import RowSets
 from envserve.lane import Outcome
-from envserve.session import attachment, claims, lease, operations
-from envserve.session.client import ClientSession
-from envserve.session.decisions import EndPool, RunStep, SessionId
-from envserve.session.server import ServerSession
+from envserve.session.client import attachment, client_blocks
+from envserve.session.client.client_session import ClientSession
+from envserve.session.server import lease, lease_table
+from envserve.session.server.decisions import EndPool, RunStep, SessionId
+from envserve.session.server.server_session import ServerSession
 from envserve.slab import Status
 from envserve.wire.constants import MessageType
 from envserve.wire.message import decode, encode
@@ -177,7 +178,7 @@ def leases_never_expire(patch: Patch) -> None:
 
 @bug()
 def capacity_is_not_looked_at(patch: Patch) -> None:
-    patch.setattr(claims.Claims, "free_envs", 1 << 20)
+    patch.setattr(lease_table.Claims, "free_envs", 1 << 20)
 
 
 @bug(suffer("cut_one_way", Profile(), max_outage=1000.0))
@@ -197,7 +198,7 @@ def leases_use_the_same_seeds_again(patch: Patch) -> None:
 def refused_operations_use_up_a_seq(patch: Patch) -> None:
     around(
         patch,
-        operations.Operations,
+        client_blocks.Operations,
         "fail",
         lambda real, *args, uses_seq=True: real(*args),
     )
@@ -209,7 +210,7 @@ def a_block_that_was_lost_is_stepped_on(patch: Patch) -> None:
         real(self, *arguments)
         self.lost.clear()
 
-    around(patch, operations.Operations, "lose", forget)
+    around(patch, client_blocks.Operations, "lose", forget)
 
 
 @bug()
@@ -225,7 +226,7 @@ def a_lost_lease_is_not_marked(patch: Patch) -> None:
 
 @bug(BATCHES)
 def the_last_observation_is_not_kept(patch: Patch) -> None:
-    patch.setattr(operations, "keep_last_observation", lambda rows, part: None)
+    patch.setattr(client_blocks, "keep_last_observation", lambda rows, part: None)
 
 
 @bug(BATCHES)
@@ -388,4 +389,4 @@ def blocks_are_answered_in_another_order(patch: Patch) -> None:
 
 @bug(suffer("close_caller"))
 def ended_sessions_are_forgotten(patch: Patch) -> None:
-    patch.setattr(claims._Recent, "note", lambda *_: None)
+    patch.setattr(lease_table._Recent, "note", lambda *_: None)

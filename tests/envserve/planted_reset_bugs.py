@@ -8,10 +8,10 @@ from typing import Any
 from envserve.client import lane_group
 from envserve.client.lane_group import LaneGroup
 from envserve.lane import Reset
-from envserve.session import lease
-from envserve.session.client import ClientSession
-from envserve.session.decisions import RunReset
-from envserve.session.server import ServerSession
+from envserve.session.client.client_session import ClientSession
+from envserve.session.server import lease
+from envserve.session.server.decisions import RunReset
+from envserve.session.server.server_session import ServerSession
 from envserve.wire.constants import MessageType
 from tests.envserve.planted_bugs import (
     BUGS,

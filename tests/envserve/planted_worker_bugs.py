@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from envserve.client.absence import Absence
-from envserve.pool import operations
+from envserve.pool import block_operations
 from envserve.pool.pool import Pool
 from envserve.pool.supervisor import SupervisedWorker
 from envserve.slab import Status, write_lost
@@ -167,12 +167,12 @@ def lost_rows(patch: Patch, alter: Callable[[Any], None]) -> None:
         real(rows, part, status)
         alter(rows.at(part))
 
-    around(patch, operations, "write_lost", write)
+    around(patch, block_operations, "write_lost", write)
 
 
 @plant_in(POOL_BUGS)
 def a_loss_is_not_reported(patch: Patch) -> None:
-    patch.setattr(operations, "write_lost", lambda rows, part, status: None)
+    patch.setattr(block_operations, "write_lost", lambda rows, part, status: None)
 
 
 @plant_in(POOL_BUGS)

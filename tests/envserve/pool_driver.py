@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from envserve import codec
-from envserve.client.remote_lane import RemoteLane
+from envserve.client.link.remote_lane import RemoteLane
 from envserve.lane import Call, Lane, Outcome, Reset
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
-from envserve.session.requests import Patience
+from envserve.session.client.requests import Patience
 from envserve.settings import PoolSettings
 from envserve.slab import Status
+from envserve.spaces import codec
 from tests.envserve.server_process import ServerProcess, make_config
 from tests.oracle.probe_envs import MODULE
 

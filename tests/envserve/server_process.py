@@ -14,11 +14,11 @@ from typing import Self
 import zmq
 
 from benchmarks.lab.processes import kill_all, vitals_of, with_descendants
-from envserve.client.connection import ask_welcome
-from envserve.keys.folder import KeyFolder
+from envserve.client.link.connection import ask_welcome
+from envserve.keys.key_folder import KeyFolder
 from envserve.settings import PoolSettings
-from envserve.transport import use_keys
-from envserve.wire.greetings import Welcome
+from envserve.wire.handshake import Welcome
+from envserve.wire.sockets import use_keys
 from tests.oracle.probe_envs import MODULE
 
 LEDGER = "envserve/Ledger-v0"

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Self
 
-from envserve.client.connection import Connection
-from envserve.client.exchange import Exchange
+from envserve.client.link.connection import Connection
+from envserve.client.link.session_driver import Exchange
 from envserve.lane import Outcome, Reset
-from envserve.session.requests import Patience
+from envserve.session.client.requests import Patience
 from envserve.session.states import ClientState
 from envserve.wire.bodies import Attach
 from tests.envserve.server_process import LEDGER

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from envserve import codec
 from envserve.errors import CallError, EnvserveError, UnknownEnv
 from envserve.lane import Call, Fault, Outcome, Reset
-from envserve.session.client import ClientSession
-from envserve.session.decisions import (
+from envserve.session.client.client_session import ClientSession
+from envserve.session.client.requests import Patience
+from envserve.session.server.decisions import (
     Decision,
     EndPool,
     Reply,
@@ -22,15 +22,15 @@ from envserve.session.decisions import (
     SessionId,
     StartPool,
 )
-from envserve.session.requests import Patience
-from envserve.session.server import ServerSession
+from envserve.session.server.server_session import ServerSession
 from envserve.session.states import ClientState
 from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Status
-from envserve.spec import EnvSpec
+from envserve.spaces import codec
+from envserve.spaces.env_spec import EnvSpec
 from envserve.wire.bodies import Attach, FrameResult
 from envserve.wire.constants import MessageType
-from envserve.wire.greetings import Welcome
+from envserve.wire.handshake import Welcome
 from envserve.wire.message import Buffer, Message, Peer, decode, encode
 from envserve.wire.status import ServerStatus
 from tests.worlds.pool import MemoryPool, Operation

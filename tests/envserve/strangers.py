@@ -15,12 +15,12 @@ import numpy as np
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from envserve.client.remote_lane import RemoteLane
-from envserve.keys.pair import KeyPair
-from envserve.transport import use_keys
+from envserve.client.link.remote_lane import RemoteLane
+from envserve.keys.key_pair import KeyPair
 from envserve.wire.constants import MessageType
-from envserve.wire.greetings import Hello
+from envserve.wire.handshake import Hello
 from envserve.wire.message import Buffer, Message, encode
+from envserve.wire.sockets import use_keys
 from tests.envserve.pool_driver import attach_lane, step
 from tests.envserve.server_process import ServerProcess
 from tests.oracle.ledger_env import ledger_hash

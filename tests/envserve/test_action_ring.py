@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from envserve import codec
 from envserve.crashes.action_ring import ActionRing, Played, ring_nbytes
-from envserve.crashes.repro import End, Repro, decode_repro, encode_repro
+from envserve.crashes.repro_file import End, Repro, decode_repro, encode_repro
 from envserve.slab import Rows, Status, private_heartbeat
+from envserve.spaces import codec
 from envserve.worker.env_row import EnvRow, SpaceViolation
-from envserve.worker.play import play
+from envserve.worker.replay_worker import play
 from envserve.worker.spare_row import SpareRow, reset_threads
 
 Array = np.ndarray[Any, Any]

@@ -9,10 +9,14 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 
-from envserve.actions import check_action_rows, check_actions, clip_roundings
 from envserve.errors import ActionError
 from envserve.slab import Rows
-from envserve.spec import EnvSpec, flatten
+from envserve.spaces.action_checks import (
+    check_action_rows,
+    check_actions,
+    clip_roundings,
+)
+from envserve.spaces.env_spec import EnvSpec, flatten
 from tests.oracle.probe_envs import SPACES
 
 inf, nan = np.inf, np.nan
@@ -209,7 +213,8 @@ def rows_with(action: Any) -> tuple[EnvSpec, Rows]:
 
 
 def test_good_rows_pass() -> None:
-    check_action_rows(*rows_with({"push": 1.0, "press": (3, 1)}), 0, 4)
+    spec, rows = rows_with({"push": 1.0, "press": (3, 1)})
+    check_action_rows(spec, rows.action, 0, 4)
 
 
 @pytest.mark.parametrize(
@@ -226,8 +231,8 @@ def test_bad_row_is_named_by_its_place_in_the_slab(
     spec, rows = rows_with({"push": 0.0, "press": (1, 0)})
     rows.action[leaf][row] = value
     with pytest.raises(ActionError, match=text):
-        check_action_rows(spec, rows, 2, 4)
-    check_action_rows(spec, rows, 0, 2)
+        check_action_rows(spec, rows.action, 2, 4)
+    check_action_rows(spec, rows.action, 0, 2)
 
 
 def test_only_roundings_are_clipped() -> None:

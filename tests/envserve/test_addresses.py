@@ -11,14 +11,14 @@ import pytest
 
 import envserve.ray
 from envserve.address import complete
+from envserve.cli.servers import health
 from envserve.client import BatchEnv
-from envserve.client.diagnosis import Finding, diagnose_connection
-from envserve.client.health import probe
-from envserve.client.sources import resolve
-from envserve.commands.servers import health
+from envserve.client.link.discovery import resolve
+from envserve.client.link.zmq_guards.diagnosis import Finding, diagnose_connection
 from envserve.errors import AddressError, ConnectError
-from envserve.keys.folder import KeyFolder
-from envserve.keys.pair import KeyPair
+from envserve.keys.key_folder import KeyFolder
+from envserve.keys.key_pair import KeyPair
+from envserve.monitoring.health_probe import probe
 
 
 @pytest.fixture

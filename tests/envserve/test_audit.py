@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from envserve.errors import ServerError
 from envserve.server.audit import Audit
-from envserve.session.quotas import AUDIT, tell
+from envserve.session.server.quotas import AUDIT, tell
 
 KNOWN = {"ann": ("7QK2", "10.0.0.7")}
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv
-from envserve.client.connection import ask_welcome
-from envserve.client.remote_lane import RemoteLane
+from envserve.client.link.connection import ask_welcome
+from envserve.client.link.remote_lane import RemoteLane
 from envserve.errors import ConnectError, SpaceError
 from envserve.lane import Lane
 from envserve.pool.pool import Pool

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from envserve.bench.cases import bare_loops
 from envserve.bench.command import REMEDIES, judge
-from envserve.bench.load import Load
-from envserve.bench.turns import SPEED, Measurements, take_turns
-from envserve.cli import app
+from envserve.bench.interleaved import SPEED, Measurements, take_turns
+from envserve.bench.workload import Load
+from envserve.cli.app import app
 from envserve.errors import EnvStartError, UnknownEnv
 from envserve.worker.orphans import children
 

@@ -20,7 +20,7 @@ import numpy as np
 import zmq
 
 from envserve.client import BatchEnv
-from envserve.client.connection import Connection
+from envserve.client.link.connection import Connection
 from tests.envserve.conftest import Serve
 
 NUM_ENVS: Final = 96  # whose results are more than a connection's buffers hold

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from envserve import codec
 from envserve.client.attributes import _values_in
-from envserve.client.connection import Connection
+from envserve.client.link.connection import Connection
 from envserve.errors import CallError, CodecError
 from envserve.lane import Block
+from envserve.spaces import codec
 from envserve.wire.constants import MessageType
 from envserve.wire.message import decode
-from envserve.worker.calls import (
+from envserve.worker.attribute_calls import (
     CallTask,
     answer_call,
     answer_call_of_all,

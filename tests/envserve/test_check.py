@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from envserve.check.rules import RULES
-from envserve.cli import app
+from envserve.cli.app import app
 from tests.envserve.broken_servers import (
     DEFECTS,
     ClipsActions,
@@ -43,8 +43,10 @@ def test_each_rule_stands_for_a_section_of_the_document() -> None:
 def check(server: Server, *options: str) -> Result:
     """Runs the command on a server, and on nothing but the server."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("envserve.client.connection.ask_welcome", lambda *_, **__: None)
-        link = "envserve.check.peer.SocketLink"
+        patch.setattr(
+            "envserve.client.link.connection.ask_welcome", lambda *_, **__: None
+        )
+        link = "envserve.check.probe_client.SocketLink"
         patch.setattr(link, lambda address, insecure: MemoryLink(server))
         return CliRunner().invoke(app, ["check", "127.0.0.1", *options])
 

@@ -16,7 +16,7 @@ import pytest
 
 from envserve.address import is_private
 from envserve.client import BatchEnv
-from envserve.client.health import diagnose
+from envserve.monitoring.health_probe import diagnose
 from envserve.settings import HostSettings
 from tests.envserve.conftest import Join, Serve, WaitUntil
 from tests.envserve.session_fakes import make_welcome
@@ -65,7 +65,7 @@ def test_health_of_a_server_that_serves_costs_little(serve: Serve) -> None:
     loaded = {line.split("|")[-1].strip() for line in result.stderr.splitlines()}
     assert "zmq" in loaded
     dear = {"asyncio", "gymnasium", "numpy", "pydantic", "rich", "typer"}
-    assert loaded & {*dear, "envserve.cli", "envserve.settings"} == set()
+    assert loaded & {*dear, "envserve.cli.app", "envserve.settings"} == set()
 
 
 def test_health_answers_each_probe_with_an_exit_code_of_its_own(
@@ -240,7 +240,7 @@ def test_to_use_no_keys_needs_consent_and_gives_a_warning(serve: Serve) -> None:
 _OPEN_TO_ALL = """
 import sys
 import envserve.server
-from envserve.cli import main
+from envserve.cli.app import main
 from envserve.errors import SelfTestError
 async def check_refusal(*_):
     raise SelfTestError("expected a key that nobody knows to be refused")

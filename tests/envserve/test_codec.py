@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 
-from envserve import codec
-from envserve.codec import DTYPES, CodecError, decode, encode
+from envserve.spaces import codec
+from envserve.spaces.codec import DTYPES, CodecError, decode, encode
 from tests.envserve.mutation import mutate
 
 keys = st.text(max_size=8) | st.integers(-(2**63), 2**64 - 1)

@@ -15,12 +15,12 @@ import pytest
 import zmq
 
 from envserve.client import BatchEnv
-from envserve.client.connection import Connection, SharedContext
-from envserve.client.exchange import Exchange
-from envserve.client.observer import Observer
-from envserve.client.remote_lane import RemoteLane
+from envserve.client.link.connection import Connection, SharedContext
+from envserve.client.link.remote_lane import RemoteLane
+from envserve.client.link.session_driver import Exchange
 from envserve.errors import ConnectError, RemoteProtocolError
-from envserve.session.client import ClientSession
+from envserve.monitoring.observer import Observer
+from envserve.session.client.client_session import ClientSession
 from envserve.settings import num_cores
 from envserve.worker.channel import MAX_CALL_BYTES
 from tests.envserve.conftest import Serve

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from envserve.crashes.files import CrashFiles, default_folder
+from envserve.crashes.crash_folder import CrashFiles, default_folder
 
 
 def test_file_is_private_whole_and_named_after_its_subject(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_file_is_private_whole_and_named_after_its_subject(tmp_path: Path) -> No
 def test_one_file_a_second_and_the_newest_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("envserve.crashes.files._MAX_FILES", 3)
+    monkeypatch.setattr("envserve.crashes.crash_folder._MAX_FILES", 3)
     strangers = [tmp_path / name for name in ("notes.txt", "download.part")]
     for file in strangers:
         file.touch()
@@ -56,8 +56,8 @@ def test_one_file_a_second_and_the_newest_are_kept(
 def test_files_of_whoever_has_the_most_give_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    monkeypatch.setattr("envserve.crashes.files._MAX_FILES", 50)
-    monkeypatch.setattr("envserve.crashes.files._MAX_BYTES", 1000)
+    monkeypatch.setattr("envserve.crashes.crash_folder._MAX_FILES", 50)
+    monkeypatch.setattr("envserve.crashes.crash_folder._MAX_BYTES", 1000)
     crasher, other = (CrashFiles(tmp_path, owner) for owner in ("lease 1", "lease 2"))
     evidence = other.write("env-1", bytes(100), 0.0)
     assert evidence is not None
@@ -121,7 +121,9 @@ def test_default_folder_that_is_not_ours_alone_is_refused(
     else:
         folder.mkdir(mode=0o700)
         monkeypatch.setattr(os, "getuid", lambda: 123_456)
-        monkeypatch.setattr("envserve.crashes.files.default_folder", lambda: folder)
+        monkeypatch.setattr(
+            "envserve.crashes.crash_folder.default_folder", lambda: folder
+        )
     files = CrashFiles(None)
     assert files.write("a", b"content", 0.0) is None
     assert "only this user can use" in caplog.text

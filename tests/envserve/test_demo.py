@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from envserve.demo.cable import Cable
 from envserve.demo.run import Demo
+from envserve.demo.tcp_proxy import Cable
 from envserve.errors import EnvserveError, ServerError, SpaceError, UnknownEnv
 from tests.left_behind import left_processes, running_processes
 

@@ -11,9 +11,9 @@ import pytest
 
 from envserve.client import BatchEnv, StepResult
 from envserve.demo.learner import Learner
-from envserve.demo.referee import Referee
-from envserve.registry import make_env
-from envserve.seeding import INCARNATIONS_PER_LEASE, env_seed
+from envserve.demo.replay_check import Referee
+from envserve.envs.registry import make_env
+from envserve.envs.seeding import INCARNATIONS_PER_LEASE, env_seed
 from envserve.slab import Status
 
 Array = np.ndarray[Any, Any]

@@ -9,7 +9,7 @@ import gymnasium
 import pytest
 from typer.testing import CliRunner
 
-from envserve.cli import app
+from envserve.cli.app import app
 from tests.envserve.conftest import Serve
 
 OWN_ENV = """

@@ -14,14 +14,18 @@ from typing import Any
 import pytest
 import zmq
 
-from envserve.client import connection
-from envserve.client.diagnosis import Finding, diagnose_connection, refusal_of
-from envserve.client.remote_lane import RemoteLane
+from envserve.client.link import connection
+from envserve.client.link.remote_lane import RemoteLane
+from envserve.client.link.zmq_guards.diagnosis import (
+    Finding,
+    diagnose_connection,
+    refusal_of,
+)
 from envserve.errors import ConnectError
-from envserve.keys.folder import KeyFolder
 from envserve.keys.formats import fingerprint
-from envserve.keys.pair import KeyPair, Keys
-from envserve.session.requests import Patience
+from envserve.keys.key_folder import KeyFolder
+from envserve.keys.key_pair import KeyPair, Keys
+from envserve.session.client.requests import Patience
 from tests.envserve.conftest import Serve
 from tests.envserve.server_process import make_config
 
@@ -331,10 +335,12 @@ def test_who_asks_how_a_server_is_is_told_as_well(
 def test_connections_that_work_are_not_looked_at(
     listen: Listen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("envserve.client.diagnosis.diagnose_connection", pytest.fail)
+    monkeypatch.setattr(
+        "envserve.client.link.zmq_guards.diagnosis.diagnose_connection", pytest.fail
+    )
     monkeypatch.setattr(KeyFolder, "keys_for", lambda *_, insecure: KEYS)
     # Longer than a loaded machine needs to connect.
-    monkeypatch.setattr("envserve.client.diagnosis.ALONE_SECONDS", 4.0)
+    monkeypatch.setattr("envserve.client.link.zmq_guards.diagnosis.ALONE_SECONDS", 4.0)
     peer = listen(Router, SERVER)
     lane = RemoteLane(peer.address, make_config(), Patience(connect_seconds=6.0))
     with pytest.raises(ConnectError, match="no server answered within 6 s"):

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from envserve.cli import app
-from envserve.client.observer import Observer
-from envserve.commands import doctor
+from envserve.cli import doctor
+from envserve.cli.app import app
 from envserve.errors import ProtocolMismatch
-from envserve.keys.folder import KeyFolder
+from envserve.keys.key_folder import KeyFolder
+from envserve.monitoring.observer import Observer
 from envserve.wire.status import ServerStatus
 
 
@@ -72,7 +72,7 @@ def test_an_extra_whose_one_package_is_for_some_platforms_can_be_absent(
 
 
 def test_tensorflow_is_named_and_not_imported() -> None:
-    code = "from envserve.commands.doctor import _versions; import sys; "
+    code = "from envserve.cli.doctor import _versions; import sys; "
     code += "print(*_versions()); assert 'tensorflow' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from envserve.cli import app
-from envserve.client.connection import Connection
-from envserve.session.decisions import Reply
-from envserve.session.server import ServerSession
+from envserve.cli.app import app
+from envserve.client.link.connection import Connection
+from envserve.session.server.decisions import Reply
+from envserve.session.server.server_session import ServerSession
 from envserve.settings import HostSettings
 from envserve.wire.bodies import Drain
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.greetings import ErrorBody
+from envserve.wire.handshake import ErrorBody
 from envserve.wire.message import Message, decode, encode
 from tests.envserve.conftest import Join, Serve
 from tests.envserve.session_fakes import FakeOffer
@@ -90,7 +90,7 @@ def test_another_server_at_the_address_is_not_the_one_that_was_asked(
     def answer(_: Connection, asked: Message, kind: MessageType, __: float) -> Message:
         return Message(kind, boot=next(boots))
 
-    monkeypatch.setattr("envserve.client.connection.ask", answer)
+    monkeypatch.setattr("envserve.client.link.connection.ask", answer)
     assert drain(f"ipc://{tmp_path}/server")[0] == 0
     assert not list(boots)
 
@@ -98,7 +98,7 @@ def test_another_server_at_the_address_is_not_the_one_that_was_asked(
 def test_a_server_that_is_not_there_is_soon_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("envserve.commands.servers._ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr("envserve.cli.servers._ANSWER_SECONDS", 0.1)
     code, text = drain(f"ipc://{tmp_path}/nobody")
     assert code == 1
     assert "no server answered within 0.1 s" in text

@@ -25,15 +25,22 @@ from gymnasium.vector.utils import create_empty_array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envserve import codec, encoded, leaves
-from envserve.encoded import (
+from envserve.errors import CodecError, RemoteProtocolError, SpaceError
+from envserve.slab import Rows
+from envserve.spaces import codec, leaves, variable_length
+from envserve.spaces.env_spec import (
+    EnvSpec,
+    Leaf,
+    describe,
+    flatten,
+    leaves_of,
+    restore,
+)
+from envserve.spaces.variable_length import (
     decode_observation,
     decode_row,
     encode_row,
 )
-from envserve.errors import CodecError, RemoteProtocolError, SpaceError
-from envserve.slab import Rows
-from envserve.spec import EnvSpec, Leaf, describe, flatten, leaves_of, restore
 
 from .space_table import ENCODED, Space, roomy
 from .stalls import soonest
@@ -234,7 +241,7 @@ def test_a_bad_row_names_its_env() -> None:
 def test_rows_of_a_step_hold_so_many_values_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(encoded, "_MAX_BATCH_VALUES", 1000)
+    monkeypatch.setattr(variable_length, "_MAX_BATCH_VALUES", 1000)
     spec = EnvSpec("A", Sequence(Discrete(2)), Discrete(2))
     (leaf,) = spec.observation_leaves
     rows = np.tile(packed(leaf, [0] * 100), (64, 1))

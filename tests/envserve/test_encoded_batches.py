@@ -22,18 +22,18 @@ from gymnasium.spaces import (
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from envserve import make_vec
-from envserve.actions import ActionBounds, check_action_rows, check_actions
 from envserve.client import BatchEnv
 from envserve.crashes.action_ring import ActionRing, ring_nbytes
-from envserve.crashes.repro import End, Repro, decode_repro, encode_repro
-from envserve.encoded import action_values, encode_row
+from envserve.crashes.repro_file import End, Repro, decode_repro, encode_repro
 from envserve.errors import ActionError, CodecError, SpaceError
 from envserve.pool.fault_log import _action_text
 from envserve.slab import Rows, Status, private_heartbeat
-from envserve.spec import EnvSpec, describe, restore
+from envserve.spaces.action_checks import ActionBounds, check_action_rows, check_actions
+from envserve.spaces.env_spec import EnvSpec, describe, restore
+from envserve.spaces.variable_length import action_values, encode_row
 from envserve.worker.env_row import EnvRow
-from envserve.worker.play import play
-from envserve.worker.report import encode_spaces, read_spaces
+from envserve.worker.replay_worker import play
+from envserve.worker.worker_report import encode_spaces, read_spaces
 
 from .space_table import TableEnv
 from .space_table import __name__ as MODULE
@@ -62,8 +62,8 @@ def test_a_server_does_not_read_actions_and_a_worker_refuses_them() -> None:
     spec = EnvSpec("A", FLOATS, Text(3))
     rows = Rows.allocate(spec, 2)
     rows.action[0][:] = packed(spec.action_leaves[0], [1])
-    check_action_rows(spec, rows, 0, 2)
-    assert ActionBounds(spec, rows).hold(0, 2)
+    check_action_rows(spec, rows.action, 0, 2)
+    assert ActionBounds(spec, rows.action).hold(0, 2)
     with pytest.raises(CodecError, match="expected a value of Text"):
         action_values(spec, rows.action)
 

@@ -7,8 +7,8 @@ import inspect
 import pytest
 
 from envserve import errors
-from envserve.codec import CodecError
 from envserve.errors import CallError, EnvError, EnvserveError, EnvStartError
+from envserve.spaces.codec import CodecError
 
 
 def test_every_error_is_public_and_has_the_one_root() -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from gymnasium import spaces
 
-from envserve import codec
 from envserve.errors import EnvStartError, WorkerError
 from envserve.lane import Outcome
-from envserve.pool.states import WorkerState
+from envserve.pool.worker_states import WorkerState
 from envserve.slab import Status
-from envserve.spec import describe
+from envserve.spaces import codec
+from envserve.spaces.env_spec import describe
 from envserve.worker import channel
 from envserve.worker.channel import Frame, Kind, pack_frame
 

@@ -13,17 +13,17 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from envserve import codec
 from envserve.client import BatchEnv
 from envserve.crashes.action_ring import ActionRing
+from envserve.envs.seeding import env_seed
 from envserve.errors import EnvError
 from envserve.lane import Reset
 from envserve.pool.fault_log import FaultLog
 from envserve.pool.launcher import Launcher
 from envserve.pool.replay import load_repro
-from envserve.pool.states import Lost
-from envserve.seeding import env_seed
+from envserve.pool.worker_states import Lost
 from envserve.slab import Status
+from envserve.spaces import codec
 from tests.envserve.session_fakes import make_call
 
 from .pool_driver import (

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-from envserve.client import fleet as module
-from envserve.client.connection import Connection
-from envserve.client.diagnosis import Finding
-from envserve.client.exchange import Exchange
-from envserve.client.fleet import Fleet
-from envserve.client.survey import Sight
-from envserve.errors import KeyFileError
-from envserve.keys.folder import KeyFolder
+from envserve.client.link import server_pool as module
+from envserve.client.link.connection import Connection
+from envserve.client.link.server_pool import Fleet
+from envserve.client.link.session_driver import Exchange
+from envserve.client.link.zmq_guards.diagnosis import Finding
+from envserve.errors import ConnectError, KeyFileError
+from envserve.keys.key_folder import KeyFolder
 from envserve.session.states import ClientState
-from envserve.wire.status import ServerStatus
+from envserve.wire.handshake import Welcome
 from tests.envserve.conftest import WaitUntil
 from tests.envserve.session_fakes import attach_and_step, state_of
 
@@ -28,10 +28,25 @@ ADDRESSES = [f"tcp://127.0.0.1:{port}" for port in range(1, 5)]
 FOREVER_SECONDS = 3600.0
 
 
+def silence(*_: object, **__: object) -> NoReturn:
+    raise ConnectError("no server answered")
+
+
+def welcome(free_envs: int) -> Welcome:
+    return Welcome(
+        max_message_bytes=1,
+        env_names=(),
+        num_names=0,
+        lease_seconds=1.0,
+        total_envs=free_envs,
+        free_envs=free_envs,
+    )
+
+
 @pytest.fixture
 def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     """One of servers that do not answer."""
-    monkeypatch.setattr(module, "look_at", lambda sights, seconds: None)
+    monkeypatch.setattr(module, "ask_welcome", silence)
     fleet = Fleet(ADDRESSES, insecure=True)
     yield fleet
     fleet.leave(None, time.monotonic() + 120)
@@ -58,7 +73,7 @@ def test_a_silent_server_is_gone_once_its_source_lists_it_no_more(
     monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil, tmp_path: Path
 ) -> None:
     """As of a host that has vanished: nobody says that nobody listens there."""
-    monkeypatch.setattr(module, "look_at", lambda sights, seconds: None)
+    monkeypatch.setattr(module, "ask_welcome", silence)
     monkeypatch.setattr(module, "diagnose_connection", lambda *_: Finding.NOBODY)
     listed, vanished = ADDRESSES[:2]
     source = tmp_path / "servers"
@@ -85,7 +100,12 @@ def test_only_the_last_lane_waits_for_a_look_and_not_for_longer_than_it_may(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_end = threading.Event()
-    monkeypatch.setattr(module, "look_at", lambda sights, seconds: may_end.wait())
+
+    def wait(*_: object, **__: object) -> NoReturn:
+        may_end.wait()
+        silence()
+
+    monkeypatch.setattr(module, "ask_welcome", wait)
     for who, address in enumerate(ADDRESSES):
         fleet.places[who] = address
     since = time.monotonic()
@@ -111,12 +131,12 @@ def test_a_look_that_fails_is_told_once_and_tried_on_after_a_pause(
     """The system gives no more threads, for a look or for those that it needs."""
     tried: list[float] = []
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         tried.append(time.monotonic())
         raise RuntimeError("can't start new thread")
 
     if has_thread:
-        monkeypatch.setattr(module, "look_at", fail)
+        monkeypatch.setattr(module, "ask_servers", fail)
     else:
         monkeypatch.setattr(threading.Thread, "start", fail)
     since = time.monotonic()
@@ -136,17 +156,16 @@ def test_a_server_whose_keys_cannot_be_read_is_shunned_and_the_lane_goes_on(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
 ) -> None:
     old, unreadable, fit, _ = ADDRESSES
-    have = {unreadable: ServerStatus(free_envs=8), fit: ServerStatus(free_envs=4)}
+    have = {unreadable: welcome(free_envs=8), fit: welcome(free_envs=4)}
 
-    def look_at(sights: Sequence[Sight], seconds: float) -> None:
-        for sight in sights:
-            sight.status = have.get(sight.address)
+    def ask(address: str, seconds: float, *, insecure: bool) -> Welcome:
+        return have[address] if address in have else silence()
 
     def keys_for(folder: KeyFolder, address: str, *, insecure: bool) -> None:
         if address == unreadable:
             raise KeyFileError("cannot read servers: Too many open files")
 
-    monkeypatch.setattr(module, "look_at", look_at)
+    monkeypatch.setattr(module, "ask_welcome", ask)
     monkeypatch.setattr(KeyFolder, "keys_for", keys_for)
     monkeypatch.setattr(module, "_SHUN_SECONDS", FOREVER_SECONDS)
     session, now = attach_and_step(), 3.0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from envserve.keys.folder import KeyFolder
+from envserve.keys.key_folder import KeyFolder
 from scripts import flood_frames
 from tests.envserve.conftest import Serve
 

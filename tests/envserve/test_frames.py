@@ -12,14 +12,14 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from envserve.cli import app
+from envserve.cli.app import app
 from envserve.client import BatchEnv
-from envserve.client.observer import Observer
-from envserve.crashes.repro import decode_repro
+from envserve.crashes.repro_file import decode_repro
 from envserve.errors import LeaseLost, LocalProtocolError
-from envserve.pictures import Picture
+from envserve.lane import Picture
+from envserve.monitoring.observer import Observer
 from envserve.pool.pool import Pool
-from envserve.session.decisions import SessionId
+from envserve.session.server.decisions import SessionId
 from envserve.slab import Status
 from envserve.wire.bodies import FrameRequest, FrameResult
 from envserve.wire.constants import (
@@ -28,7 +28,7 @@ from envserve.wire.constants import (
     ErrorCode,
     MessageType,
 )
-from envserve.wire.greetings import ErrorBody
+from envserve.wire.handshake import ErrorBody
 from envserve.wire.message import Message, Peer, decode, encode
 
 from .conftest import PATIENCE, servers_in

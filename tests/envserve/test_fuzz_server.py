@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import zmq
 
-from envserve import codec
+from envserve.spaces import codec
 from envserve.wire.bodies import Attach, CallBody, ResetBody
 from envserve.wire.constants import MessageType
-from envserve.wire.greetings import Hello
+from envserve.wire.handshake import Hello
 from envserve.wire.message import Buffer, Message, decode, encode
 from envserve.wrappers.specs import WrapperSpec
 from tests.envserve.conftest import Attach as AttachLane

@@ -9,8 +9,8 @@ import pytest
 from gymnasium import spaces
 from gymnasium.wrappers import TransformObservation
 
+from envserve.envs.registry import make_env
 from envserve.errors import EnvStartError
-from envserve.registry import make_env
 from envserve.wrappers.apply import wrap
 from envserve.wrappers.specs import WrapperSpec
 from envserve.wrappers.table import KNOWN

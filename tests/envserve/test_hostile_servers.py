@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv
-from envserve.client.remote_lane import RemoteLane
+from envserve.client.link.remote_lane import RemoteLane
 from envserve.errors import EnvTimeout, RemoteProtocolError, ServerError
 from envserve.wire.constants import MessageType
 from tests.envserve.hostile_server import HostileServer
@@ -187,7 +187,7 @@ def test_what_nobody_expects_in_the_keeper_is_the_lanes_error_at_once(
     def fail(*_: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr("envserve.session.attachment.Operations", fail)
+    monkeypatch.setattr("envserve.session.client.attachment.Operations", fail)
     lane = RemoteLane(host("nothing"), make_config())
     started = time.monotonic()
     with pytest.raises(ServerError, match="MemoryError: no room"):

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from envserve import codec
-from envserve.infos import Packed, Room, encode_infos, join_infos
 from envserve.lane import Block
-from envserve.wire.report import Report
-from envserve.worker.report import encode_report, max_infos, read_report
+from envserve.spaces import codec
+from envserve.spaces.infos import Packed, Room, encode_infos, join_infos
+from envserve.wire.result_report import Report
+from envserve.worker.worker_report import encode_report, max_infos, read_report
 from tests.envserve.stalls import soonest
 
 ROW = Room(64 << 10, 16 << 10)

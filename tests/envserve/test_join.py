@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from envserve.cli import app
-from envserve.client.connection import Connection
+from envserve.cli.app import app
+from envserve.client.link.connection import Connection
 from envserve.keys import formats
-from envserve.keys.folder import KeyFolder, Role
 from envserve.keys.invitation import Invitation
-from envserve.keys.pair import KeyPair
+from envserve.keys.key_folder import KeyFolder, Role
+from envserve.keys.key_pair import KeyPair
 from envserve.wire.constants import MessageType
-from envserve.wire.greetings import ErrorBody, Hello, Join
+from envserve.wire.handshake import ErrorBody, Hello, Join
 from envserve.wire.message import Message, decode, encode
 from tests.envserve.conftest import PATIENCE, Serve, WaitUntil
 from tests.envserve.server_process import ServerProcess

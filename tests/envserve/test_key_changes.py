@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from envserve.errors import ConnectError, KeyFileError
-from envserve.keys.folder import KeyFolder
 from envserve.keys.grant import Grant
+from envserve.keys.key_folder import KeyFolder
 from envserve.server.access import Access
 
 NOW = 1_800_000_000.0

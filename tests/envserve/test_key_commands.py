@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from envserve.cli import app
+from envserve.cli.app import app
 from envserve.keys import formats
-from envserve.keys.clients import ClientsFile
-from envserve.keys.folder import KeyFolder, Role
+from envserve.keys.clients_file import ClientsFile
 from envserve.keys.grant import Grant
 from envserve.keys.invitation import Invitation
+from envserve.keys.key_folder import KeyFolder, Role
 
 Run = Callable[..., Any]
 AT = ("--at", "tcp://sim1:5555")

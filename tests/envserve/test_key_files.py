@@ -16,10 +16,10 @@ import pytest
 
 from envserve.errors import ConnectError, KeyFileError, RemoteProtocolError
 from envserve.keys import formats
-from envserve.keys.clients import ClientsFile
-from envserve.keys.folder import KeyFolder
+from envserve.keys.clients_file import ClientsFile
 from envserve.keys.grant import Grant
-from envserve.keys.pair import KeyPair
+from envserve.keys.key_folder import KeyFolder
+from envserve.keys.key_pair import KeyPair
 
 NOW = 1_800_000_000.0
 FILES = ("server.key", "client.key", "clients", "servers")
@@ -163,8 +163,8 @@ def test_what_belongs_to_another_user_is_refused(folder: KeyFolder, name: str) -
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_reads_no_file_of_ours() -> None:
     code = (
-        "import os, sys; from envserve.keys.folder import KeyFolder\n"
-        "import envserve.keys.pair; os.setuid(65534)\n"  # its Python may be private
+        "import os, sys; from envserve.keys.key_folder import KeyFolder\n"
+        "import envserve.keys.key_pair; os.setuid(65534)\n"  # its Python may be private
         "try: KeyFolder(sys.argv[1]).made_key('server')\n"
         "except Exception as error: print(type(error).__name__, error)"
     )

@@ -15,7 +15,7 @@ from envserve.errors import CodecError, KeyFileError
 from envserve.keys import formats
 from envserve.keys.grant import Grant, format_line, parse_line
 from envserve.keys.invitation import Invitation
-from envserve.keys.pair import KeyPair
+from envserve.keys.key_pair import KeyPair
 
 PUBLIC = formats.encode(formats.PUBLIC, bytes(range(32)))
 KEY_43 = PUBLIC.removeprefix(formats.PUBLIC)

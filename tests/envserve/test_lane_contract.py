@@ -10,9 +10,9 @@ import pytest
 from gymnasium import spaces
 
 from envserve.client import BatchEnv
+from envserve.envs.seeding import env_seed, spare_seed
 from envserve.errors import ActionError, CallError, LocalProtocolError
-from envserve.seeding import env_seed, spare_seed
-from envserve.spec import flatten, spaces_equal
+from envserve.spaces.env_spec import flatten, spaces_equal
 from tests.oracle.ledger_env import ledger_hash
 from tests.oracle.probe_envs import SPACES
 

@@ -26,7 +26,7 @@ _CLIENT = f"""
 import sys
 sys.path[:] = {sys.path!r}
 from envserve.wire.constants import MessageType
-from envserve.wire.greetings import ErrorBody
+from envserve.wire.handshake import ErrorBody
 from envserve.wire.message import Message, decode, encode
 from tests.envserve.session_client import SessionClient
 number = int(sys.argv[2])

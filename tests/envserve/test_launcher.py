@@ -18,7 +18,7 @@ import pytest
 
 from envserve.errors import WorkerError
 from envserve.pool.launcher import Launcher
-from envserve.pool.states import Exit
+from envserve.pool.worker_states import Exit
 from envserve.worker import process
 
 from .limits import limited, room_for_descriptors

@@ -14,7 +14,7 @@ from envserve.slab import Status
 from envserve.wire.bodies import Pong
 from envserve.wire.constants import MessageType
 from envserve.wire.message import Message
-from envserve.wire.report import Report
+from envserve.wire.result_report import Report
 from tests.envserve.raw_client import RawClient, blocks_of, changed
 from tests.envserve.session_fakes import FakeServer
 

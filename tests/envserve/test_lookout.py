@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv
-from envserve.client.lookout import Lookout
-from envserve.client.observer import Observer
-from envserve.crashes.repro import decode_repro
+from envserve.crashes.repro_file import decode_repro
 from envserve.errors import ConnectError, LeaseLost, LocalProtocolError
+from envserve.monitoring.local_status_server import Lookout
+from envserve.monitoring.observer import Observer
 from envserve.wire.constants import MessageType
 from tests.oracle.probe_envs import MODULE
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import cast
 
-from envserve.server.process import LoopLag
+from envserve.server.watchdogs import LoopLag
 
 
 class FakeTimer:

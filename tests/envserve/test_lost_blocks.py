@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from envserve.envs.seeding import env_seed
 from envserve.lane import Outcome, Reset
 from envserve.pool.pool import Pool
-from envserve.pool.states import WorkerState
-from envserve.seeding import env_seed
+from envserve.pool.worker_states import WorkerState
 from envserve.slab import Status
 
 from .pool_driver import (

@@ -27,7 +27,9 @@ SERVER = "tcp://127.0.0.1:1"
 
 @pytest.fixture(autouse=True)
 def few_templates(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("envserve.client.make.Pool", partial(Pool, launcher=launcher))
+    monkeypatch.setattr(
+        "envserve.client.factory.Pool", partial(Pool, launcher=launcher)
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from envserve import codec
 from envserve.errors import CallError
 from envserve.settings import HostSettings
+from envserve.spaces import codec
 from envserve.wire.bodies import ResetBody, pack_options
 from envserve.wire.constants import BODY_LIMITS, MAX_ENTRIES, ErrorCode, MessageType
 from envserve.wire.message import Buffer, Message, encode

@@ -26,13 +26,13 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from envserve.client import BatchEnv
-from envserve.client.connection import Connection
+from envserve.client.link.connection import Connection
 from envserve.errors import ServerError
-from envserve.keys.folder import KeyFolder
-from envserve.keys.pair import KeyPair
-from envserve.metrics_port import MetricsPort
+from envserve.keys.key_folder import KeyFolder
+from envserve.keys.key_pair import KeyPair
+from envserve.monitoring.metrics_port import MetricsPort
 from envserve.server.metrics import ServerCollector
-from envserve.transport import use_keys
+from envserve.wire.sockets import use_keys
 from envserve.wire.status import Histogram, LeaseStatus, ServerStatus
 from tests.envserve.conftest import OPENINGS, PATIENCE, Serve, WaitUntil
 from tests.envserve.server_process import LEDGER
@@ -143,7 +143,7 @@ def test_readers_that_say_or_read_nothing_keep_others_waiting_for_a_second(
 def test_who_asks_byte_by_byte_keeps_others_waiting_for_a_second(
     port: MetricsPort, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("envserve.metrics_port._SECONDS", 0.2)
+    monkeypatch.setattr("envserve.monitoring.metrics_port._SECONDS", 0.2)
     port.show(ServerCollector(lambda: STATUS))
     host, number = port.address.split("/")[2].split(":")
     with socket.create_connection((host, int(number))) as slow:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import zmq
 
-from envserve.client.connection import Connection
-from envserve.client.names import is_number, number_of
+from envserve.client.link.connection import Connection
+from envserve.client.link.zmq_guards.resolver import is_number, number_of
 
 FOUR = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))
 SIX = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0))

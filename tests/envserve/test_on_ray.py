@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import envserve.ray
-from envserve.cli import app
+from envserve.cli.app import app
 from envserve.errors import AddressError
-from envserve.keys.folder import KeyFolder
+from envserve.keys.key_folder import KeyFolder
 
 NEEDED = "Ray is needed here: pip install 'envserve[ray]'"
 
@@ -45,8 +45,10 @@ def test_without_the_extra_it_is_named() -> None:
 
 def test_ray_is_imported_by_nobody_else(tmp_path: Path) -> None:
     (tmp_path / "ray.py").write_text("raise SystemExit('it is imported')")
-    modules = "envserve.cli, envserve.client.make_vec, envserve.server, envserve.ray, "
-    modules += "ppo.cli, ppo.commands.on_ray, ppo.environments"
+    modules = (
+        "envserve.cli.app, envserve.client.make_vec, envserve.server, envserve.ray, "
+    )
+    modules += "ppo.cli.app, ppo.cli.on_ray, ppo.environments"
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import {modules}"
     assert run("-c", code).stderr == ""
     assert run("-c", f"{code}; import ray").stderr == "it is imported\n"

@@ -14,11 +14,11 @@ import pytest
 from gymnasium.envs.classic_control import CartPoleEnv
 from gymnasium.envs.registration import EnvSpec
 
-from envserve import registry
 from envserve.client import BatchEnv
+from envserve.envs import registry
+from envserve.envs.registry import Registry, import_env_modules, make_env
+from envserve.envs.user_envs import absolute, name_of, named, which_others_write
 from envserve.errors import EnvStartError, UnknownEnv
-from envserve.own_envs import absolute, name_of, named, which_others_write
-from envserve.registry import Registry, import_env_modules, make_env
 from envserve.settings import EnvRequest, HostSettings, PoolSettings
 from tests.envserve.conftest import Serve
 
@@ -85,7 +85,7 @@ def walk_file(tmp_path: Path) -> str:
         ("my_env.py:Far.Walk", "my_env:Far.Walk"),
         ("a/my_env.py", "a/my_env.py"),
         (CartPoleEnv, "gymnasium.envs.classic_control.cartpole:CartPoleEnv"),
-        (make_env, "envserve.registry:make_env"),
+        (make_env, "envserve.envs.registry:make_env"),
     ],
 )
 def test_a_word_has_a_plain_name(word: object, name: str) -> None:
@@ -132,7 +132,7 @@ def test_an_env_that_the_caller_has_registered_is_found_by_its_module() -> None:
     gymnasium.register("ByClass-v0", function)
     assert named("ByText-v0") == ("ByText-v0", ("my_package.envs",))
     assert named("ByText-v0", ["my_package"])[1] == ("my_package",)
-    assert named("ByClass-v0", ["other"])[1] == ("other", "envserve.registry")
+    assert named("ByClass-v0", ["other"])[1] == ("other", "envserve.envs.registry")
     assert named("CartPole-v1")[1] == ()
     with pytest.raises(UnknownEnv, match="got 'Mine-v0' of this script"):
         named("Mine-v0")
@@ -197,7 +197,7 @@ def test_a_file_that_cannot_be_imported_is_named(
 def test_a_file_that_is_not_there_is_missed_before_a_worker_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delattr("envserve.client.make.Pool")
+    monkeypatch.delattr("envserve.client.factory.Pool")
     for name, modules in (("nofile.py:Walk", []), ("CartPole-v1", ["nofile.py"])):
         with pytest.raises(EnvStartError, match=r"/nofile\.py: no such file$"):
             BatchEnv.local(name, 2, import_modules=modules)

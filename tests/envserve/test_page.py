@@ -16,12 +16,12 @@ from starlette.types import Message
 from typer.testing import CliRunner
 
 from envserve.address import NamedAddress
-from envserve.cli import app
-from envserve.client.observer import Observer
+from envserve.cli.app import app
 from envserve.errors import ConnectError, ServerError
-from envserve.page.app import build_app
-from envserve.page.gather import Gatherer
-from envserve.page.serve import page_process, page_server
+from envserve.monitoring.observer import Observer
+from envserve.monitoring.page.app import build_app
+from envserve.monitoring.page.data_feed import Gatherer
+from envserve.monitoring.page.serve import page_process, page_server
 from tests.envserve.page_client import TIMEOUT_SECONDS, Browser, served
 from tests.envserve.page_fakes import FakeObserver, FakeServer
 
@@ -259,7 +259,7 @@ def test_pictures_are_asked_for_once_for_all_who_see_them_and_for_nobody_else(
 async def test_a_reader_who_does_not_read_is_dropped_and_others_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("envserve.page.app._MAX_STUCK_SECONDS", 0.1)
+    monkeypatch.setattr("envserve.monitoring.page.app._MAX_STUCK_SECONDS", 0.1)
     app = build_over(FakeServer("CartPole-v1"))("secret")
     gatherer: Gatherer = app.state.gatherer
     async with app.router.lifespan_context(app):

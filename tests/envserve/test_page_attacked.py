@@ -11,8 +11,8 @@ import pytest
 from msgspec.structs import replace
 from starlette.applications import Starlette
 
-from envserve.page.app import build_app
-from envserve.pictures import Picture
+from envserve.lane import Picture
+from envserve.monitoring.page.app import build_app
 from tests.envserve.page_client import TIMEOUT_SECONDS, Browser, served
 from tests.envserve.page_fakes import FakeObserver, FakeServer
 from tests.envserve.test_page import ADDRESS, build_over, look
@@ -49,7 +49,7 @@ def test_pictures_that_nobody_has_asked_for_are_not_kept() -> None:
 def test_who_asks_for_nothing_is_let_go(
     monkeypatch: pytest.MonkeyPatch, said: str
 ) -> None:
-    monkeypatch.setattr("envserve.page.serve._MAX_SILENT_SECONDS", 1.0)
+    monkeypatch.setattr("envserve.monitoring.page.serve._MAX_SILENT_SECONDS", 1.0)
     with served(build_over(FakeServer())) as url, Browser(url).events():
         place = urlsplit(url)
         with socket.create_connection((place.hostname, place.port)) as silent:

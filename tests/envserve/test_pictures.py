@@ -15,12 +15,13 @@ from gymnasium import spaces
 from PIL import Image
 
 from envserve.crashes.action_ring import ActionRing, ring_nbytes
-from envserve.pictures import MAX_JPEG_BYTES, MAX_WATCHED, Picture, PictureBoard
-from envserve.pictures import board_nbytes as board_bytes
+from envserve.lane import MAX_JPEG_BYTES, Picture
 from envserve.slab import Slab
-from envserve.spec import EnvSpec
-from envserve.worker import camera as cameras
-from envserve.worker.camera import Camera, jpeg_of, render
+from envserve.spaces.env_spec import EnvSpec
+from envserve.worker import rendering as cameras
+from envserve.worker.frame_board import MAX_WATCHED, PictureBoard
+from envserve.worker.frame_board import board_nbytes as board_bytes
+from envserve.worker.rendering import Camera, jpeg_of, render
 
 SPEC = EnvSpec("Tiny-v0", spaces.Box(-1.0, 1.0, (2,), np.float32), spaces.Discrete(2))
 GREY = np.full((40, 60, 3), 90, np.uint8)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from envserve.keys.grant import Grant
-from envserve.session.policy import Refusal, check_call, check_kwargs, narrow
+from envserve.session.server.policy import Refusal, check_call, check_kwargs, narrow
 from envserve.settings import HostSettings
 from envserve.wire.constants import ErrorCode
 

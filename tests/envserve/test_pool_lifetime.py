@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
+from envserve.envs.seeding import env_seed
 from envserve.errors import EnvStartError, LocalProtocolError
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
-from envserve.seeding import env_seed
 from tests.oracle.probe_envs import MODULE
 
 from .pool_driver import (

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from envserve.keys.grant import Grant
-from envserve.session.decisions import SessionId
-from envserve.session.quotas import AUDIT
-from envserve.session.server import ServerSession
+from envserve.session.server.decisions import SessionId
+from envserve.session.server.quotas import AUDIT
+from envserve.session.server.server_session import ServerSession
 from envserve.settings import HostSettings
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.greetings import ErrorBody, Hello, Welcome
+from envserve.wire.handshake import ErrorBody, Hello, Welcome
 from envserve.wire.message import Message, decode, encode
 from tests.envserve.session_fakes import FakeOffer, FakeServer, make_attach
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import gymnasium
 import pytest
 
-from envserve import registry
+from envserve.envs import registry
+from envserve.envs.registry import Registry, import_env_modules, make_env
 from envserve.errors import EnvStartError, UnknownEnv
-from envserve.registry import Registry, import_env_modules, make_env
 
 LEDGER = "envserve/Ledger-v0"
 

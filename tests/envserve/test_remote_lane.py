@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envserve import codec
-from envserve.client import connection, remote_lane
-from envserve.client.remote_lane import RemoteLane
+from envserve.client.link import connection, remote_lane
+from envserve.client.link.remote_lane import RemoteLane
 from envserve.errors import ConnectError, EnvStartError, LocalProtocolError, ServerLost
-from envserve.session import requests
-from envserve.session.requests import Patience
+from envserve.session.client import requests
+from envserve.session.client.requests import Patience
 from envserve.slab import Status
+from envserve.spaces import codec
 from tests.chaos.proxy import Proxy
 from tests.chaos.toxics import Toxics
 from tests.envserve.conftest import Attach, Serve, WaitUntil, bind_for

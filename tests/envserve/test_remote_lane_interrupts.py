@@ -15,13 +15,14 @@ from typing import Any, Final, Self
 import numpy as np
 import pytest
 
-from envserve.client import BatchEnv, connection, remote_lane
-from envserve.client.remote_lane import RemoteLane
-from envserve.client.watch import Descriptor
+from envserve.client import BatchEnv
+from envserve.client.link import connection, remote_lane
+from envserve.client.link.remote_lane import RemoteLane
+from envserve.client.link.zmq_guards.wakeup import Descriptor
 from envserve.lane import Outcome, Reset
 from envserve.slab import Status
-from envserve.transport import Frames
 from envserve.wire.message import Buffer
+from envserve.wire.sockets import Frames
 from tests.envserve.interrupts import Place, run_traced
 from tests.envserve.server_process import make_config
 from tests.envserve.session_fakes import FakeServer, make_call
@@ -34,8 +35,8 @@ CLIENT_FILES: Final = (
         f"/envserve/session/{name}.py"
         for name in ("attachment", "client", "operations", "requests", "states")
     ),
-    "/envserve/client/connection.py",
-    "/envserve/client/remote_lane.py",
+    "/envserve/client/link/connection.py",
+    "/envserve/client/link/remote_lane.py",
     "/envserve/wire/rows.py",
 )
 

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from envserve import codec
 from envserve.crashes.action_ring import Played
-from envserve.crashes.files import SUFFIX
-from envserve.crashes.repro import End, Repro, decode_repro, encode_repro
+from envserve.crashes.crash_folder import SUFFIX
+from envserve.crashes.repro_file import End, Repro, decode_repro, encode_repro
 from envserve.errors import ReproError
 from envserve.lane import Reset
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
 from envserve.pool.replay import describe_repro, load_repro, replay
 from envserve.slab import Status
+from envserve.spaces import codec
 from envserve.wrappers.specs import WrapperSpec
 
 from .pool_driver import FAULTY, PoolMaker, gather, launcher_with, reset
@@ -94,7 +94,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
 
 @pytest.fixture
 def crash_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("envserve.crashes.files._INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr("envserve.crashes.crash_folder._INTERVAL_SECONDS", 0.0)
     return tmp_path / "crashes"
 
 

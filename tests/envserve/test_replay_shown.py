@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from envserve.cli import app
-from envserve.crashes.repro import End, Repro, encode_repro
+from envserve.cli.app import app
+from envserve.crashes.repro_file import End, Repro, encode_repro
 from envserve.slab import Status
 from tests.envserve.test_replay import make_repro
 from tests.ppo.film_env import read_video

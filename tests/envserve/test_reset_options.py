@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv
+from envserve.envs.seeding import env_seed
 from envserve.errors import CodecError, EnvError, EnvStartError, LocalProtocolError
-from envserve.seeding import env_seed
 
 from .conftest import MakeBatch
 

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from envserve.seeding import MAX_ROOT_SEED, draw_root_seed, env_seed, spare_seed
+from envserve.envs.seeding import MAX_ROOT_SEED, draw_root_seed, env_seed, spare_seed
 
 #: Written down once: whoever changes one of these changes everybody's experiments.
 RECORDED = {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv, StepResult
-from envserve.client.remote_lane import RemoteLane
+from envserve.client.link.remote_lane import RemoteLane
 from envserve.errors import ActionError, EnvError, EnvTimeout, LocalProtocolError
 from envserve.lane import Lane
 from envserve.pool.pool import Pool

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from envserve.client.connection import ask_welcome
-from envserve.client.remote_lane import RemoteLane
+from envserve.client.link.connection import ask_welcome
+from envserve.client.link.remote_lane import RemoteLane
 from envserve.errors import ConnectError
-from envserve.keys.folder import KeyFolder
 from envserve.keys.grant import Grant
-from envserve.keys.pair import KeyPair
+from envserve.keys.key_folder import KeyFolder
+from envserve.keys.key_pair import KeyPair
 from envserve.lane import Outcome
-from envserve.session.requests import Patience
+from envserve.session.client.requests import Patience
 from tests.envserve.conftest import Serve
 from tests.envserve.pool_driver import attach_lane, reset, step
 from tests.envserve.server_process import ServerProcess, command, make_config

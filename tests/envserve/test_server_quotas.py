@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import zmq
 
-from envserve.keys.folder import KeyFolder
 from envserve.keys.grant import Grant
-from envserve.keys.pair import KeyPair
-from envserve.transport import use_keys
+from envserve.keys.key_folder import KeyFolder
+from envserve.keys.key_pair import KeyPair
 from envserve.wire.bodies import Attach, CallBody
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.greetings import ErrorBody, Hello
+from envserve.wire.handshake import ErrorBody, Hello
 from envserve.wire.message import Message, decode, encode
+from envserve.wire.sockets import use_keys
 from tests.envserve.conftest import Join, Serve, WaitUntil
 from tests.envserve.server_process import LEDGER, ServerProcess
 from tests.envserve.session_fakes import make_call

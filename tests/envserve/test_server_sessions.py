@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from benchmarks.lab.processes import is_running, with_descendants
-from envserve.client.connection import Connection
-from envserve.client.remote_lane import RemoteLane
+from envserve.client.link.connection import Connection
+from envserve.client.link.remote_lane import RemoteLane
 from envserve.errors import ActionError, EnvsBusy, EnvStartError, ServerLost, UnknownEnv
 from envserve.lane import Outcome
-from envserve.session.requests import Patience
+from envserve.session.client.requests import Patience
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.greetings import ErrorBody, Hello
+from envserve.wire.handshake import ErrorBody, Hello
 from envserve.wire.message import Message, decode, encode
 from tests.envserve.conftest import Attach, Join, Serve, WaitUntil
 from tests.envserve.pool_driver import FAULTY, step
@@ -117,7 +117,7 @@ _CLIENT = f"""
 import sys, threading, time
 sys.path[:] = {sys.path!r}
 from tests.envserve.server_process import make_config
-from envserve.client.remote_lane import RemoteLane
+from envserve.client.link.remote_lane import RemoteLane
 lane = RemoteLane(sys.argv[1], make_config())
 lane.finish_start(time.monotonic() + 20)
 print("attached", flush=True)

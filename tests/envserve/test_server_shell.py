@@ -19,23 +19,23 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from envserve.envs.registry import Registry
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
-from envserve.registry import Registry
-from envserve.server import shell as shell_module
+from envserve.server import event_loop as shell_module
+from envserve.server.event_loop import RouterShell
 from envserve.server.router import Router
-from envserve.server.shell import RouterShell
-from envserve.server.unread import Unread
-from envserve.session.decisions import Decision, Repeats, Reply
-from envserve.session.server import ServerSession
+from envserve.server.zmq_guards.send_budget import Unread
+from envserve.session.server.decisions import Decision, Repeats, Reply
+from envserve.session.server.server_session import ServerSession
 from envserve.settings import HostSettings
 from envserve.slab import Status
-from envserve.transport import raise_file_limit
 from envserve.wire.bodies import Attach, ResetBody
 from envserve.wire.constants import ErrorCode, Executed, MessageType
-from envserve.wire.greetings import ErrorBody, Hello, Welcome
+from envserve.wire.handshake import ErrorBody, Hello, Welcome
 from envserve.wire.message import Buffer, Message, decode, encode
-from envserve.wire.report import Report
+from envserve.wire.result_report import Report
+from envserve.wire.sockets import raise_file_limit
 
 BOOT = 77
 FAULTY = "envserve/Faulty-v0"
@@ -287,7 +287,7 @@ async def test_a_reply_at_which_the_server_fails_costs_no_other_decision(
 async def test_what_was_dropped_is_logged_at_the_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "envserve.server.shell"):
+    with caplog.at_level(logging.INFO, "envserve.server.event_loop"):
         async with running(tmp_path) as (_, peer):
             await peer.send(MessageType.RESULT, 1)
             assert await peer.free_envs() == 128

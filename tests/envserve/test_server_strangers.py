@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from envserve.transport import raise_file_limit
+from envserve.wire.sockets import raise_file_limit
 from tests.envserve.conftest import Attach, Serve, WaitUntil
 from tests.envserve.pool_driver import kill, step
 from tests.envserve.strangers import Stranger, foreseen_ids, honest_client

@@ -9,7 +9,7 @@ import pytest
 
 from envserve.errors import ActionError, LocalProtocolError
 from envserve.lane import Fault, Outcome, Reset
-from envserve.session.client import ClientSession
+from envserve.session.client.client_session import ClientSession
 from envserve.session.states import ClientState
 from envserve.slab import Status
 from envserve.wire.constants import MessageType

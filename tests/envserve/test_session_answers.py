@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from envserve.errors import ActionError, LocalProtocolError
-from envserve.session.client import ClientSession
+from envserve.session.client.client_session import ClientSession
 from envserve.wire.constants import MessageType
 from envserve.wire.message import Buffer, decode
 from tests.envserve.raw_client import changed

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from envserve import codec
 from envserve.errors import (
     EnvsBusy,
     EnvserveError,
@@ -21,9 +20,10 @@ from envserve.errors import (
 )
 from envserve.session.states import ClientState
 from envserve.settings import HostSettings
+from envserve.spaces import codec
 from envserve.wire.bodies import Attach
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.greetings import ErrorBody, Hello
+from envserve.wire.handshake import ErrorBody, Hello
 from envserve.wire.message import Message, decode, encode
 from envserve.wrappers.specs import WrapperSpec
 from tests.envserve.session_fakes import (
@@ -276,7 +276,9 @@ def test_results_that_no_client_would_accept_are_refused_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     row_bytes = 8 + 3 + 2 * 16
-    monkeypatch.setattr("envserve.session.claims.MAX_RESULT_BYTES", 4 * row_bytes)
+    monkeypatch.setattr(
+        "envserve.session.server.lease_table.MAX_RESULT_BYTES", 4 * row_bytes
+    )
     attach(FakeServer(), num_envs=4)
     error = failed_client(FakeServer(), num_envs=5)
     assert isinstance(error, EnvStartError)

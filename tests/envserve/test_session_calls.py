@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from envserve import codec
 from envserve.errors import CallError
 from envserve.lane import Call, Outcome
 from envserve.settings import HostSettings
+from envserve.spaces import codec
 from envserve.wire.bodies import CallBody
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.report import Report
+from envserve.wire.result_report import Report
 from tests.envserve.raw_client import RawClient, blocks_of, changed, errors_in
 from tests.envserve.session_fakes import FakeServer, attach, collect, exchange
 

@@ -9,11 +9,11 @@ import pytest
 
 from envserve.errors import EnvsBusy, LeaseLost, ServerDraining
 from envserve.lane import Outcome, Reset
-from envserve.session.client import ClientSession
+from envserve.session.client.client_session import ClientSession
 from envserve.session.states import ClientState
 from envserve.wire.bodies import Drain
 from envserve.wire.constants import MessageType
-from envserve.wire.greetings import Hello, Welcome
+from envserve.wire.handshake import Hello, Welcome
 from envserve.wire.message import decode, encode
 from tests.envserve.session_fakes import (
     FakeServer,

@@ -8,9 +8,9 @@ import pytest
 
 from envserve.errors import LeaseLost, ServerError, ServerLost, UnknownEnv
 from envserve.lane import Reset
-from envserve.session.client import ClientSession
-from envserve.session.requests import Patience
-from envserve.session.server import ServerSession
+from envserve.session.client.client_session import ClientSession
+from envserve.session.client.requests import Patience
+from envserve.session.server.server_session import ServerSession
 from envserve.session.states import ClientState
 from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Status

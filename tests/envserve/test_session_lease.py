@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from envserve import codec
 from envserve.errors import EnvStartError
 from envserve.lane import Fault, Reset
-from envserve.session.decisions import Reply
+from envserve.session.server.decisions import Reply
 from envserve.slab import Rows, Status
+from envserve.spaces import codec
 from envserve.wire.constants import ErrorCode, Executed, MessageType
 from envserve.wire.message import Message
-from envserve.wire.report import Report
+from envserve.wire.result_report import Report
 from envserve.wire.rows import RowCodec, RowPart
 from tests.envserve.raw_client import SESSION, RawClient, blocks_of, changed, errors_in
 from tests.envserve.session_fakes import SPEC, FakeServer, make_attach

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from envserve.actions import ActionBounds, check_action_rows
 from envserve.errors import ActionError
 from envserve.lane import make_blocks
-from envserve.session.operations import Operations
-from envserve.session.requests import Silence
+from envserve.session.client.client_blocks import Operations
+from envserve.session.client.requests import Silence
 from envserve.slab import Rows
-from envserve.spec import EnvSpec
+from envserve.spaces.action_checks import ActionBounds, check_action_rows
+from envserve.spaces.env_spec import EnvSpec
 from envserve.wire.rows import BlockParts, RowCodec
 from tests.oracle.probe_envs import SPACES
 
@@ -27,7 +27,7 @@ SPECIAL: dict[str, list[float]] = {
 
 def are_good(spec: EnvSpec, rows: Rows, start: int, stop: int) -> bool:
     try:
-        check_action_rows(spec, rows, start, stop)
+        check_action_rows(spec, rows.action, start, stop)
     except ActionError:
         return False
     return True
@@ -51,7 +51,7 @@ def test_actions_hold_if_a_closer_look_finds_nothing(
     random = np.random.default_rng(random_seed)
     spec = EnvSpec("A-v0", SPACES[name], SPACES[name])
     rows = Rows.allocate(spec, NUM_ENVS)
-    bounds = ActionBounds(spec, rows)
+    bounds = ActionBounds(spec, rows.action)
     drawn = [[leaf.space.sample() for _ in range(40)] for leaf in spec.action_leaves]
     verdicts = set()
     for _ in range(200):
@@ -69,7 +69,7 @@ def test_actions_hold_if_a_closer_look_finds_nothing(
 def test_an_action_without_elements_is_good() -> None:
     space = spaces.Box(0, 1, (0,), np.float32)
     spec = EnvSpec("A-v0", space, space)
-    assert ActionBounds(spec, Rows.allocate(spec, 2)).hold(0, 2)
+    assert ActionBounds(spec, Rows.allocate(spec, 2).action).hold(0, 2)
 
 
 def test_parts_are_prepared_once_and_not_without_end() -> None:

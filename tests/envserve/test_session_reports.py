@@ -9,12 +9,12 @@ import pytest
 
 from envserve.errors import RemoteProtocolError
 from envserve.lane import Block, Fault, Outcome
-from envserve.session import operations, requests
+from envserve.session.client import client_blocks, requests
 from envserve.slab import Status
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.greetings import ErrorBody
+from envserve.wire.handshake import ErrorBody
 from envserve.wire.message import Message
-from envserve.wire.report import Report
+from envserve.wire.result_report import Report
 from tests.envserve.session_fakes import ADDRESS, SPEC
 
 NUM_BLOCKS = 4096
@@ -32,7 +32,9 @@ class Stepping:
         edges = range(0, num_blocks * rows_per_block, rows_per_block)
         blocks = [Block(i, at, at + rows_per_block, 0, 0) for i, at in enumerate(edges)]
         silence = requests.Silence(0.0)
-        self.operations = operations.Operations(ADDRESS, SPEC, tuple(blocks), silence)
+        self.operations = client_blocks.Operations(
+            ADDRESS, SPEC, tuple(blocks), silence
+        )
         (self.request,) = self.operations.step(range(num_blocks))
 
     def end(self, report: bytes, blocks: Sequence[int] | None = None) -> list[Outcome]:

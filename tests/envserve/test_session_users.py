@@ -9,7 +9,7 @@ import pytest
 
 from envserve.wire.bodies import Attach
 from envserve.wire.constants import MessageType
-from envserve.wire.greetings import ErrorBody, Hello
+from envserve.wire.handshake import ErrorBody, Hello
 from envserve.wire.message import Message, Peer, decode, encode
 from tests.envserve.session_fakes import FakeServer, make_attach
 

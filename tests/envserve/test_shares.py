@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from envserve.keys.grant import Grant
-from envserve.server.shares import Shares
-from envserve.session.quotas import AUDIT, Quotas
+from envserve.server.fair_share import Shares
+from envserve.session.server.quotas import AUDIT, Quotas
 from envserve.settings import HostSettings
 
 COST = 1e-4

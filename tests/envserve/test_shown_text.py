@@ -6,7 +6,6 @@ import logging
 
 import pytest
 
-from envserve import codec
 from envserve.errors import (
     CallError,
     EnvsBusy,
@@ -16,11 +15,12 @@ from envserve.errors import (
 from envserve.lane import Fault
 from envserve.settings import HostSettings
 from envserve.slab import Status
+from envserve.spaces import codec
 from envserve.text import Seldom, did_you_mean, one_line, printable, without_folders
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.greetings import ErrorBody, Welcome, exception_of
+from envserve.wire.handshake import ErrorBody, Welcome, exception_of
 from envserve.wire.message import Message, encode
-from envserve.wire.report import Report
+from envserve.wire.result_report import Report
 from tests.envserve.raw_client import RawClient, errors_in
 from tests.envserve.session_fakes import FakeServer, make_attach, make_welcome
 

@@ -18,7 +18,7 @@ from gymnasium import spaces
 
 import envserve
 from envserve.slab import Rows, Slab, Status, rows_nbytes
-from envserve.spec import EnvSpec
+from envserve.spaces.env_spec import EnvSpec
 from tests.envserve.interrupts import run_traced
 from tests.oracle.probe_envs import SPACES
 
@@ -101,7 +101,7 @@ CHILD = """
 import socket, sys
 from gymnasium import spaces
 from envserve.slab import Slab
-from envserve.spec import EnvSpec
+from envserve.spaces.env_spec import EnvSpec
 channel = socket.socket(fileno=int(sys.argv[1]))
 _, (fd,), _, _ = socket.recv_fds(channel, 1, 1)
 spec = EnvSpec("A-v0", spaces.Box(0, 9, (5,), "uint8"), spaces.Discrete(3))

@@ -13,7 +13,7 @@ import zmq
 
 from envserve.wire.bodies import Attach, Granted, ResetBody
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.greetings import ErrorBody, Hello
+from envserve.wire.handshake import ErrorBody, Hello
 from envserve.wire.message import Message, decode, encode
 from envserve.wrappers.specs import WrapperSpec
 from tests.envserve.conftest import Join, Serve

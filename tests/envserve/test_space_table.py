@@ -15,16 +15,16 @@ from gymnasium.vector.utils import (
     iterate,
 )
 
-from envserve.actions import check_action_rows, check_actions
 from envserve.client import BatchEnv
 from envserve.crashes.action_ring import RowRecord
-from envserve.encoded import action_values, decode_observation
 from envserve.errors import SpaceError
 from envserve.slab import Rows, Status, private_heartbeat, write_lost
-from envserve.spec import EnvSpec, describe, restore, unflatten
+from envserve.spaces.action_checks import check_action_rows, check_actions
+from envserve.spaces.env_spec import EnvSpec, describe, restore, unflatten
+from envserve.spaces.variable_length import action_values, decode_observation
 from envserve.wire.rows import RowCodec, RowPart
 from envserve.worker.env_row import EnvRow
-from envserve.worker.report import encode_spaces, read_spaces
+from envserve.worker.worker_report import encode_spaces, read_spaces
 
 from .conftest import servers_in
 from .space_table import ALL_SPACES, ENCODED, REFUSED, Space
@@ -90,7 +90,7 @@ class Both:
         for target, array in zip(self.seen.action, arrays, strict=True):
             target[...] = array
         self.part.unpack_actions(*self.seen_part.pack_actions())
-        check_action_rows(self.here, self.rows, 0, NUM_ENVS)
+        check_action_rows(self.here, self.rows.action, 0, NUM_ENVS)
         values = action_values(self.there, [array.copy() for array in self.rows.action])
         for env, value in zip(self.envs, values, strict=True):
             _, terminated, _, _ = env.step(value)

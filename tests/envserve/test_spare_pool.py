@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from envserve.envs.seeding import env_seed, spare_seed
 from envserve.pool.pool import Pool
-from envserve.seeding import env_seed, spare_seed
 from envserve.slab import Status
 from envserve.worker.spare_row import reset_threads
 from tests.oracle.ledger_env import ledger_hash

@@ -12,7 +12,7 @@ import gymnasium
 import pytest
 
 from envserve.crashes.action_ring import RowRecord
-from envserve.seeding import env_seed, spare_seed
+from envserve.envs.seeding import env_seed, spare_seed
 from envserve.slab import BEAT, Rows, private_heartbeat
 from envserve.worker.env_row import EnvRow, SpaceViolation
 from envserve.worker.spare_row import SpareRow, reset_threads

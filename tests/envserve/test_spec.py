@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 
-from envserve import codec
 from envserve.errors import SpaceError
-from envserve.spec import (
+from envserve.spaces import codec
+from envserve.spaces.env_spec import (
     EnvSpec,
     describe,
     flatten,

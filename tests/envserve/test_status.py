@@ -10,14 +10,14 @@ from typing import Any, cast
 
 import pytest
 
-from envserve import codec
 from envserve.keys.grant import Grant
-from envserve.pool.tally import Tally, add
-from envserve.server.shell import RouterShell
+from envserve.pool.pool_metrics import Tally, add
+from envserve.server.event_loop import RouterShell
 from envserve.server.status import StatusBoard
 from envserve.settings import HostSettings
+from envserve.spaces import codec
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.greetings import ErrorBody, Hello
+from envserve.wire.handshake import ErrorBody, Hello
 from envserve.wire.message import Message, decode, encode
 from envserve.wire.status import Histogram, LeaseStatus, ServerStatus
 from tests.envserve.session_fakes import FakeServer, make_attach

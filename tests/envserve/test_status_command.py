@@ -20,12 +20,12 @@ from msgspec.structs import replace
 from rich.console import Console
 from typer.testing import CliRunner
 
-from envserve.cli import app
-from envserve.client.health import probe
-from envserve.client.survey import Sight, look_at, sights_of
-from envserve.commands import status as commands
+from envserve.cli import status as commands
+from envserve.cli.app import app
+from envserve.monitoring.health_probe import probe
+from envserve.monitoring.server_monitor import Sight, look_at, sights_of
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.greetings import ErrorBody
+from envserve.wire.handshake import ErrorBody
 from envserve.wire.message import Message, decode, encode
 from envserve.wire.status import Histogram, LeaseStatus, ServerStatus
 from tests.envserve.session_fakes import make_welcome

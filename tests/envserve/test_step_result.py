@@ -15,7 +15,7 @@ from envserve.client.row_set import BatchBlock, RowSet
 from envserve.client.step_result import StepResult, gather_result
 from envserve.lane import Lane
 from envserve.slab import Rows, Status
-from envserve.spec import EnvSpec
+from envserve.spaces.env_spec import EnvSpec
 
 
 def two_rows(spec: EnvSpec, num_lanes: int) -> RowSet:

@@ -27,7 +27,7 @@ HANGING_PROGRAM = (
     "import signal, time\n"
     f"signal.signal(signal.SIGUSR1, lambda *_: time.sleep({SHORT_SECONDS}))\n"
     f"signal.signal(signal.SIGUSR2, lambda *_: time.sleep({LONG_SECONDS}))\n"
-    "from envserve.cli import main\n"
+    "from envserve.cli.app import main\n"
     "main()",
 )
 

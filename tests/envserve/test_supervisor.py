@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv
+from envserve.envs.seeding import env_seed
 from envserve.errors import CallError
 from envserve.lane import Reset
-from envserve.seeding import env_seed
 from envserve.slab import Status
 from tests.oracle.ledger import Ledger
 from tests.oracle.player import Player

@@ -10,12 +10,12 @@ from types import FrameType
 import numpy as np
 import pytest
 
-from envserve.durations import BOUNDS
 from envserve.lane import Reset
 from envserve.pool.pool import Pool
-from envserve.pool.tally import add, described_in_full
+from envserve.pool.pool_metrics import add, described_in_full
 from envserve.slab import Status
 from envserve.wire.status import LeaseStatus, ServerStatus
+from envserve.worker.step_timings import BOUNDS
 
 from .pool_driver import SCRIPT, PoolMaker, kill, reset, step
 

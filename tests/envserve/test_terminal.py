@@ -18,13 +18,13 @@ import pytest
 import typer
 
 import envserve
-from envserve.cli import app as envserve_app
-from envserve.client.health import Ailment
-from envserve.commands import start as start_command
+from envserve.cli import start as start_command
+from envserve.cli.app import app as envserve_app
+from envserve.cli.terminal import fail, set_up_logs
 from envserve.errors import CallError
+from envserve.monitoring.health_probe import Ailment
 from envserve.settings import HostSettings
-from envserve.terminal import fail, set_up_logs
-from ppo.cli import app as ppo_app
+from ppo.cli.app import app as ppo_app
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -300,7 +300,7 @@ def test_no_locale_is_worth_a_traceback() -> None:
     assert b"Traceback" not in result.stderr
     shown = python(
         "-c",
-        "import typer, envserve.terminal as t\n"
+        "import typer, envserve.cli.terminal as t\n"
         "app = t.make_app('x', 'x')\n"
         "app.command('a')(lambda: print('\u2192'))\n"
         "app.command('b')(lambda: None)\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from envserve.server.unread import LONG_BYTES, Unread
+from envserve.server.zmq_guards.send_budget import LONG_BYTES, Unread
 from envserve.wire.constants import MessageType
 from envserve.wire.message import Buffer, Message, encode
 

@@ -19,9 +19,9 @@ from envserve.errors import EnvStartError
 from envserve.lane import Fault
 from envserve.pool.launcher import Launcher
 from envserve.slab import Rows, private_heartbeat
-from envserve.spec import unflatten
+from envserve.spaces.env_spec import unflatten
+from envserve.worker.env_checks import Rules
 from envserve.worker.env_row import EnvRow, SpaceViolation
-from envserve.worker.values import Rules
 from tests.envserve.pool_driver import PoolMaker, attach_lane, reset, step
 from tests.envserve.server_process import ServerProcess
 from tests.oracle.odd_values import CASES, LEAVES, MODULE, NAME, TABLES

@@ -43,7 +43,9 @@ def make(
     shared_address: str, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Make]:
     """Makes vector envs, and closes them; in-process with workers of one launcher."""
-    monkeypatch.setattr("envserve.client.make.Pool", partial(Pool, launcher=launcher))
+    monkeypatch.setattr(
+        "envserve.client.factory.Pool", partial(Pool, launcher=launcher)
+    )
     where: dict[str, Any] = {"num_workers": 2, "import_modules": [MODULE]}
     if shared_address:
         where = {"addresses": [shared_address]}

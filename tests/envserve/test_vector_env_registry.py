@@ -34,7 +34,9 @@ def lane_kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def few_templates(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("envserve.client.make.Pool", partial(Pool, launcher=launcher))
+    monkeypatch.setattr(
+        "envserve.client.factory.Pool", partial(Pool, launcher=launcher)
+    )
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ from gymnasium.error import (
 
 from envserve import make_vec
 from envserve.client.vector_env import VectorEnv
+from envserve.envs.seeding import env_seed
 from envserve.errors import CodecError, EnvError, EnvTimeout, LocalProtocolError
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
-from envserve.seeding import env_seed
 from tests.envserve.pool_driver import SCRIPT
 from tests.oracle.probe_envs import MODULE
 
@@ -40,7 +40,9 @@ def lane_kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def make_here(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Makes vector envs in workers of one launcher, and closes them."""
-    monkeypatch.setattr("envserve.client.make.Pool", partial(Pool, launcher=launcher))
+    monkeypatch.setattr(
+        "envserve.client.factory.Pool", partial(Pool, launcher=launcher)
+    )
     with contextlib.ExitStack() as stack:
 
         def make(env: str, num_envs: int = 4, **options: Any) -> VectorEnv:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from envserve.errors import VideoError
-from envserve.video import VideoWriter, find_ffmpeg, headless_settings
+from envserve.monitoring.video import VideoWriter, find_ffmpeg
+from envserve.worker.rendering import headless_settings
 from tests.ppo.film_env import read_video
 
 
@@ -61,7 +62,7 @@ def test_an_ffmpeg_that_does_not_run_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     none = str(tmp_path / "none")
-    monkeypatch.setattr("envserve.video.find_ffmpeg", lambda: none)
+    monkeypatch.setattr("envserve.monitoring.video.find_ffmpeg", lambda: none)
     with (
         VideoWriter(tmp_path / "film.mp4") as video,
         pytest.raises(VideoError, match="none: expected an ffmpeg that runs; No such"),

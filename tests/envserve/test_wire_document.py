@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from envserve import codec
-from envserve.encoded import encode_row
-from envserve.lane import Call, make_blocks
-from envserve.pictures import Picture
+from envserve.lane import Call, Picture, make_blocks
 from envserve.slab import Rows
-from envserve.spec import EnvSpec, leaves_of
+from envserve.spaces import codec
+from envserve.spaces.env_spec import EnvSpec, leaves_of
+from envserve.spaces.variable_length import encode_row
 from envserve.wire import constants
 from envserve.wire.bodies import (
     Attach,
@@ -31,7 +30,7 @@ from envserve.wire.bodies import (
     pack_options,
 )
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.greetings import ErrorBody, Hello, Join, Welcome
+from envserve.wire.handshake import ErrorBody, Hello, Join, Welcome
 from envserve.wire.message import Buffer, Message, decode, encode
 from envserve.wire.rows import RowCodec, RowPart
 from envserve.wire.status import Histogram, LeaseStatus, ServerStatus

@@ -14,10 +14,10 @@ from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envserve import codec
 from envserve.errors import RemoteProtocolError
 from envserve.lane import make_blocks
-from envserve.spec import EnvSpec
+from envserve.spaces import codec
+from envserve.spaces.env_spec import EnvSpec
 from envserve.wire.bodies import (
     Attach,
     Building,
@@ -37,9 +37,9 @@ from envserve.wire.constants import (
     Executed,
     MessageType,
 )
-from envserve.wire.greetings import ErrorBody, Hello
+from envserve.wire.handshake import ErrorBody, Hello
 from envserve.wire.message import Message, decode, encode, peek, set_attempt
-from envserve.wire.report import Report
+from envserve.wire.result_report import Report
 from envserve.wrappers.specs import WrapperSpec
 from tests.envserve.mutation import mutate, read_or_refuse
 from tests.envserve.session_fakes import make_call, make_welcome

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envserve import codec
 from envserve.errors import RemoteProtocolError
 from envserve.lane import Fault
 from envserve.slab import Status
+from envserve.spaces import codec
 from envserve.wire.constants import MAX_REPORT_BYTES, ErrorCode
-from envserve.wire.greetings import ErrorBody
-from envserve.wire.report import Report
+from envserve.wire.handshake import ErrorBody
+from envserve.wire.result_report import Report
 from tests.envserve.mutation import mutate, read_or_refuse
 
 REPORT = Report(

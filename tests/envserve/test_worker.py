@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from envserve import codec
 from envserve.crashes.action_ring import ring_nbytes
 from envserve.lane import Block, Fault
-from envserve.pictures import board_nbytes
 from envserve.slab import Slab, Status, row_of_beat
-from envserve.spec import EnvSpec, restore
+from envserve.spaces import codec
+from envserve.spaces.env_spec import EnvSpec, restore
 from envserve.worker import process
-from envserve.worker.calls import call_payload, read_answer
+from envserve.worker.attribute_calls import call_payload, read_answer
 from envserve.worker.channel import Frame, FrameReader, Kind, pack_frame
-from envserve.worker.report import max_report
+from envserve.worker.frame_board import board_nbytes
+from envserve.worker.worker_report import max_report
 
 from .session_fakes import make_call
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv
+from envserve.envs.registry import make_env
+from envserve.envs.seeding import env_seed
 from envserve.errors import EnvStartError, UnknownEnv, WrapperError
-from envserve.registry import make_env
-from envserve.seeding import env_seed
 from envserve.wrappers.specs import parse_wrappers
 
 from .conftest import StartServer

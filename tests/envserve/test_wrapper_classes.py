@@ -10,8 +10,8 @@ import pytest
 from gymnasium import spaces
 from gymnasium.utils import seeding
 
+from envserve.envs.registry import make_env
 from envserve.errors import EnvStartError
-from envserve.registry import make_env
 from tests.envserve.shown_env import episode, line, wrapped
 
 # ActionRepeat.

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from envserve import codec
+from envserve.envs.registry import make_env
 from envserve.errors import EnvStartError, WrapperError
-from envserve.registry import make_env
+from envserve.spaces import codec
 from envserve.wrappers import (
     Boolean,
     Choice,

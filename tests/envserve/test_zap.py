@@ -15,14 +15,14 @@ import zmq
 from envserve.errors import SelfTestError
 from envserve.keys import formats
 from envserve.keys.grant import Grant
-from envserve.keys.pair import KeyPair
+from envserve.keys.key_pair import KeyPair
 from envserve.server.access import check_refusal
 from envserve.server.router import Router
 from envserve.server.serve import _recycle
-from envserve.server.unread import Unread
-from envserve.server.zap import Zap, user_of
+from envserve.server.zmq_guards.send_budget import Unread
+from envserve.server.zmq_guards.zap import Zap, user_of
 from envserve.settings import HostSettings
-from envserve.transport import use_keys
+from envserve.wire.sockets import use_keys
 from tests.envserve.strangers import UNKEYED, Stranger
 
 SERVER, FRIEND, STRANGER = KeyPair.make(), KeyPair.make(), KeyPair.make()

@@ -18,7 +18,7 @@ from benchmarks.learning.overlap import Pieces
 from benchmarks.learning.profile import longest_worker
 from benchmarks.learning.rollouts import load_tensorflow
 from benchmarks.learning.train import Gate
-from envserve.bench.turns import Measurements
+from envserve.bench.interleaved import Measurements
 from ppo.errors import BadInputError
 from tests.benchmarks.conftest import Bench
 from tests.benchmarks.conftest import bench as bench

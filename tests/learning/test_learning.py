@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from ppo.cli import main
+from ppo.cli.app import main
 from ppo.config import Config
-from ppo.configs import CONFIGS
+from ppo.config.named_configs import CONFIGS
 from ppo.environments import env_maker
-from ppo.evaluate import evaluate_run
+from ppo.evaluation.evaluate import evaluate_run
 from ppo.run_folder.folder import RunFolder
 from ppo.train import train
 from tests.learning import tasks

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from envserve.seeding import env_seed
+from envserve.envs.seeding import env_seed
 from tests.oracle.journal import Array
 from tests.oracle.lives import Ending, Life
 from tests.oracle.rules import EPISODE, HASH, SEED, Transition, advance

@@ -36,7 +36,7 @@ class LedgerEnv(gymnasium.Env[Array, np.int64]):
     alternately by termination and truncation.
 
     The env is told no more than its seed. Which row and incarnation that is of follows
-    from `envserve.seeding.env_seed`, and is the business of `Ledger`, which checks what
+    from `env_seed`, and is the business of `Ledger`, which checks what
     a batch of these envs gives.
     """
 

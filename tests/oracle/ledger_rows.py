@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from envserve.client import StepResult
-from envserve.seeding import env_seed
+from envserve.envs.seeding import env_seed
 from envserve.slab import Status
 from tests.oracle.journal import Array
 from tests.oracle.ledger import Ledger

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from envserve.client import StepResult
-from envserve.seeding import env_seed
+from envserve.envs.seeding import env_seed
 from envserve.slab import Status
 from tests.oracle.journal import Array
 from tests.oracle.ledger import LOSSES, Ledger

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from envserve.seeding import env_seed
+from envserve.envs.seeding import env_seed
 from envserve.slab import Status
 from tests.oracle.journal import Journal
 from tests.oracle.ledger_rows import ROOT_SEED, Run

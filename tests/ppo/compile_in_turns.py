@@ -13,7 +13,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from ppo.commands.compiled_code import keep_compiled_code
+from ppo.cli.compilation_cache import keep_compiled_code
 
 
 @tf.function(jit_compile=True, autograph=False)

@@ -11,7 +11,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from envserve.video import find_ffmpeg
+from envserve.monitoring.video import find_ffmpeg
 
 NAME = "ppo-tests/Film-v0"
 MASKED = "ppo-tests/FilmMasked-v0"

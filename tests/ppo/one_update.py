@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ppo.agent import Agent
+from ppo.agent.agent import Agent
+from ppo.agent.normalize import ReturnScale
 from ppo.config import Config
 from ppo.errors import LearnerLostError
 from ppo.learners import ALONE, Learners
 from ppo.learning.update import Updater
-from ppo.normalize import ReturnScale
 from ppo.rollout import Rollout
 from ppo.run_folder import checkpoint
 from ppo.simulate import simulate

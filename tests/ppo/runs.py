@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 
 from envserve.client import BatchEnv
 from envserve.slab import Status
-from ppo.agent import Agent
-from ppo.cli import app
-from ppo.commands.screen import Screen
+from ppo.agent.agent import Agent
+from ppo.agent.normalize import ReturnScale
+from ppo.cli.app import app
+from ppo.cli.progress import Screen
 from ppo.config import Config
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.learning.update import Updater
-from ppo.normalize import ReturnScale
 from ppo.rollout import Rollout
 from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import Counters
@@ -53,9 +53,9 @@ def ppo(*arguments: object) -> tuple[int, str, str]:
     """
     with (
         # Once TensorFlow has computed something, it refuses another number of threads.
-        mock.patch("ppo.commands.shared.start_tensorflow"),
-        mock.patch("ppo.commands.train.start_tensorflow"),
-        mock.patch("envserve.video.headless_settings", return_value={}),
+        mock.patch("ppo.cli.options.start_tensorflow"),
+        mock.patch("ppo.cli.train.start_tensorflow"),
+        mock.patch("envserve.monitoring.video.headless_settings", return_value={}),
         mock.patch.dict(Screen.__init__.__kwdefaults__, seconds_between_lines=1e6),
     ):
         result = CliRunner().invoke(app, list(map(str, arguments)))

@@ -8,10 +8,10 @@ import pytest
 import tensorflow as tf
 from gymnasium import spaces
 
-from ppo.agent import Agent
+from ppo.agent.agent import Agent
+from ppo.agent.observations import ObservationPreprocessor
 from ppo.config import Config
 from ppo.errors import UnsupportedSpaceError
-from ppo.observations import ObservationPreprocessor
 
 SEED = tf.constant([1, 2])
 CONFIG = Config(env_name="fake", policy_layers=(8,), value_layers=(8,))

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ppo.agent import Agent
+from ppo.agent.agent import Agent
+from ppo.agent.observations import ObservationPreprocessor
 from ppo.config import Config
 from ppo.errors import UnsupportedSpaceError
-from ppo.observations import ObservationPreprocessor
 from tests.ppo.runs import parameters
 
 SPACES = gymnasium.spaces

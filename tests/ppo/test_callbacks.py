@@ -10,10 +10,10 @@ from envserve.client import BatchEnv
 from ppo.config import Config
 from ppo.environments import env_maker
 from ppo.errors import CallbackError, ConfigError
-from ppo.own_code import Callbacks, load_own
 from ppo.run_folder.checkpoint import Counters
 from ppo.run_folder.folder import RunFolder
 from ppo.train import Progress, TrainingRun, train
+from ppo.user_code import Callbacks, load_own
 from tests.ppo import informing_env, own_callbacks, own_losses
 from tests.ppo.runs import SMALL, Maker, counters, rollout_of, rows_of, run
 

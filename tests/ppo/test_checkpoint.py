@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ppo.agent import Agent
+from ppo.agent.agent import Agent
+from ppo.agent.normalize import ReturnScale
 from ppo.config import Config
 from ppo.errors import CheckpointError
 from ppo.learning.update import Updater
-from ppo.normalize import ReturnScale
 from ppo.rollout import Rollout
 from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import Counters, Which

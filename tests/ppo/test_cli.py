@@ -14,17 +14,17 @@ import pytest
 
 from envserve.errors import ServerLost, WrapperError
 from ppo.__main__ import main as program
-from ppo.commands.plan import Plan, new_folder
-from ppo.commands.shared import (
+from ppo.cli.options import (
     opened_run,
     place_of,
     plain_warnings,
     which_checkpoint,
 )
-from ppo.commands.stop_signals import StopSignals
-from ppo.commands.train import hints_at_resuming
+from ppo.cli.run_setup import Plan, new_folder
+from ppo.cli.stop_signals import StopSignals
+from ppo.cli.train import hints_at_resuming
 from ppo.config import Config
-from ppo.configs import CONFIGS
+from ppo.config.named_configs import CONFIGS
 from ppo.environments import env_maker
 from ppo.errors import RunFolderError
 from ppo.run_folder.folder import Place, RunFolder
@@ -182,7 +182,7 @@ def test_a_checkpoint_is_named_by_its_steps_or_as_the_best(
 def test_a_run_is_looked_at_with_fewer_servers_than_it_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ppo.commands.shared.start_tensorflow", lambda *_: None)
+    monkeypatch.setattr("ppo.cli.options.start_tensorflow", lambda *_: None)
     wanted = Config(env_name="CartPole-v1", min_servers=2, num_servers=4)
     RunFolder.create(tmp_path, wanted, Place(addresses=("127.0.0.1:1", "127.0.0.1:2")))
     with opened_run(tmp_path, None, ["local"], None) as (_, config, _, place, _):
@@ -195,7 +195,7 @@ def test_an_interrupt_while_the_program_loads_ends_it_plainly(
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(sys.modules, "ppo.cli", SimpleNamespace(main=interrupted))
+    monkeypatch.setitem(sys.modules, "ppo.cli.app", SimpleNamespace(main=interrupted))
     with pytest.raises(SystemExit, match="130"):
         program()
 
@@ -239,10 +239,10 @@ def test_warnings_of_envs_look_the_same_whatever_the_root_logger_does(
 
 def test_help_and_bad_input_do_not_load_tensorflow() -> None:
     code = (
-        "import sys, ppo.cli\n"
+        "import sys, ppo.cli.app\n"
         "for arguments in (['--help'], ['train', 'cartpol'], ['configs']):\n"
         "    try:\n"
-        "        ppo.cli.main(arguments)\n"
+        "        ppo.cli.app.main(arguments)\n"
         "    except SystemExit:\n"
         "        pass\n"
         "print('loaded:', sorted({'tensorflow', 'keras', 'zmq'} & set(sys.modules)))\n"

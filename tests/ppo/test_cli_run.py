@@ -30,7 +30,7 @@ SMALL = (
 )
 
 
-COMMAND = (sys.executable, "-c", "from ppo.cli import main; main()")
+COMMAND = (sys.executable, "-c", "from ppo.cli.app import main; main()")
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:

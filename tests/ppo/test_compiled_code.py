@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ppo.commands import compiled_code
-from ppo.commands.compiled_code import keep_compiled_code
+from ppo.cli import compilation_cache
+from ppo.cli.compilation_cache import keep_compiled_code
 
 FLAG = "--tf_xla_persistent_cache_directory"
 #: As TensorFlow writes it: a key, what was compiled, and the code, with their lengths.
@@ -79,7 +79,7 @@ def test_without_a_usable_folder_all_goes_on_without_one(
 def test_a_disk_that_is_nearly_full_is_left_alone(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled_code, "_MAX_BYTES", 2**63)
+    monkeypatch.setattr(compilation_cache, "_MAX_BYTES", 2**63)
     keep_compiled_code("2.21.0")
     assert os.environ["TF_XLA_FLAGS"] == ""
 
@@ -90,7 +90,7 @@ def test_what_is_old_or_left_half_written_goes(
     folder = root / "1.0-other"
     folder.mkdir(parents=True)
     ages = {"new.pb": 0, "mid.pb": 10, "old.pb": 20, "x.pb.tmp": 0, "y.pb.tmp": 9e3}
-    monkeypatch.setattr(compiled_code, "_MAX_BYTES", 2 * len(ENTRY) + 10)
+    monkeypatch.setattr(compilation_cache, "_MAX_BYTES", 2 * len(ENTRY) + 10)
     now = folder.stat().st_mtime
     for name, age in ages.items():
         path = folder / name

@@ -11,7 +11,13 @@ from gymnasium import spaces
 from pydantic import ValidationError
 
 from ppo.config import Config
-from ppo.configs import CONFIGS, apply_settings, load_config, read_config, suited
+from ppo.config.named_configs import (
+    CONFIGS,
+    apply_settings,
+    load_config,
+    read_config,
+    suited,
+)
 from ppo.errors import ConfigError
 
 BASE = Config(env_name="CartPole-v1")
@@ -97,13 +103,13 @@ def test_toml_is_read(tmp_path: Path) -> None:
 def test_a_python_file_is_run(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
-        "from ppo.configs import CONFIGS\n"
+        "from ppo.config.named_configs import CONFIGS\n"
         'config = CONFIGS["cartpole"].replace(discount=0.98)\n'
     )
     assert load_config(str(path)) == CONFIGS["cartpole"].replace(discount=0.98)
 
 
-CONFIG_OF = "from ppo.config import Config\nconfig = Config(env_name='X', {})"
+CONFIG_OF = "from ppo.config.config import Config\nconfig = Config(env_name='X', {})"
 
 
 @pytest.mark.parametrize(

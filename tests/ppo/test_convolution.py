@@ -9,11 +9,11 @@ import pytest
 import tensorflow as tf
 from gymnasium import spaces
 
-from ppo.agent import Agent
+from ppo.agent.agent import Agent
+from ppo.agent.networks.convolution import channels_last, convolution
 from ppo.config import Config
 from ppo.errors import UnsupportedSpaceError
 from ppo.images import can_convolve
-from ppo.networks.convolution import channels_last, convolution
 
 CONFIG = Config(env_name="fake", policy_layers=(8,), value_layers=(8,))
 

@@ -7,16 +7,16 @@ import pytest
 import tensorflow as tf
 from gymnasium import spaces
 
-from ppo.agent import Agent
+from ppo.agent.agent import Agent
 from ppo.config import Config
 from ppo.environments import env_maker
 from ppo.errors import CheckpointError, ConfigError
-from ppo.evaluate import evaluate_run
-from ppo.export import export_policy
-from ppo.own_code import load_own
+from ppo.evaluation.evaluate import evaluate_run
+from ppo.evaluation.export import export_policy
 from ppo.run_folder import checkpoint
 from ppo.run_folder.folder import RunFolder
 from ppo.train import train
+from ppo.user_code import load_own
 from tests.ppo import custom_networks
 from tests.ppo.fakes import CountingBatchEnv, in_graph
 from tests.ppo.runs import SMALL, Maker, ppo, run, save_run

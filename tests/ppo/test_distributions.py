@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ppo.actions.distributions import (
+from ppo.agent.actions.distributions import (
     Bernoulli,
     Categorical,
     DiagonalGaussian,

@@ -11,13 +11,13 @@ import typer
 from envserve.client import BatchEnv
 from envserve.errors import AddressError
 from ppo import environments
-from ppo.commands.shared import reported_errors
+from ppo.cli.options import reported_errors
 from ppo.config import Config
 from ppo.environments import env_maker
 from ppo.errors import ConfigError
-from ppo.evaluate import evaluate_run
-from ppo.export import export_run
-from ppo.films import rendering_env_maker, visualize_run
+from ppo.evaluation.evaluate import evaluate_run
+from ppo.evaluation.export import export_run
+from ppo.evaluation.videos import rendering_env_maker, visualize_run
 from ppo.run_folder.folder import RunFolder
 from ppo.train import train
 from tests.ppo import film_env

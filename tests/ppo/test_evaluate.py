@@ -12,11 +12,16 @@ import pytest
 import tensorflow as tf
 
 from envserve.errors import EnvsBusy
-from ppo.agent import Agent
-from ppo.configs import CONFIGS
+from ppo.agent.agent import Agent
+from ppo.config.named_configs import CONFIGS
 from ppo.environments import env_maker
 from ppo.errors import EnvDataError, EnvsLostError
-from ppo.evaluate import CurveEvaluator, Evaluation, evaluate, evaluation_seed
+from ppo.evaluation.evaluate import (
+    CurveEvaluator,
+    Evaluation,
+    evaluate,
+    evaluation_seed,
+)
 from ppo.run_folder import checkpoint
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics import is_due
@@ -92,7 +97,7 @@ def test_a_recurrent_policy_remembers_until_its_episode_ends() -> None:
 
 
 def test_episodes_without_end_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppo.evaluate._MAX_BATCH_STEPS", 300)
+    monkeypatch.setattr("ppo.evaluation.evaluate._MAX_BATCH_STEPS", 300)
     fake = CountingBatchEnv([3, 10**9])
     message = "1 have not ended, none in the last 300 steps; give .* a time limit .*"
     message += r"--set 'wrappers=\[{name = \"TimeLimit\""

@@ -13,10 +13,10 @@ import pytest
 import tensorflow as tf
 from gymnasium import spaces
 
-from ppo.agent import Agent
+from ppo.agent.agent import Agent
 from ppo.config import Config
 from ppo.errors import OutputError, UnsupportedSpaceError
-from ppo.export import export_policy
+from ppo.evaluation.export import export_policy
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from tests.ppo.fakes import BOX, CountingBatchEnv, in_graph
 from tests.ppo.runs import ppo, save_run

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ppo.actions.distributions import DiagonalGaussian, SquashedGaussian
-from ppo.agent import Agent
+from ppo.agent.actions.distributions import DiagonalGaussian, SquashedGaussian
+from ppo.agent.agent import Agent
 from ppo.errors import UnsupportedSpaceError
-from ppo.evaluate import evaluate_run
-from ppo.export import export_run
+from ppo.evaluation.evaluate import evaluate_run
+from ppo.evaluation.export import export_run
 from ppo.run_folder.folder import RunFolder
 from tests.ppo import custom_networks
 from tests.ppo.fakes import ACTIONS, BOX, CountingBatchEnv

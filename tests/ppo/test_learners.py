@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ppo.cli import main
-from ppo.commands import on_ray
+from ppo.cli import on_ray
+from ppo.cli.app import main
 from ppo.config import Config
 from ppo.environments import env_maker
 from ppo.errors import ConfigError, LearnerLostError

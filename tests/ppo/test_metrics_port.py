@@ -8,7 +8,7 @@ from typing import Any, cast
 from prometheus_client.parser import text_string_to_metric_families
 
 from envserve.client import BatchStats
-from ppo.commands.train import Watchers
+from ppo.cli.train import Watchers
 from ppo.metrics_port import TrainerMetrics
 from ppo.train import Progress
 

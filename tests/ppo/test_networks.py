@@ -5,8 +5,7 @@ import math
 import numpy as np
 import tensorflow as tf
 
-from ppo.config import Config
-from ppo.networks.perceptrons import (
+from ppo.agent.networks.perceptrons import (
     GaussianHead,
     LogitsHead,
     Perceptron,
@@ -14,6 +13,7 @@ from ppo.networks.perceptrons import (
     flatten_observation,
     mlp,
 )
+from ppo.config import Config
 
 
 def test_weights_are_orthogonal_with_their_gain_and_biases_zero() -> None:

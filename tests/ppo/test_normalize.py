@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ppo.normalize import ReturnScale, RunningMoments
+from ppo.agent.normalize import ReturnScale, RunningMoments
 
 
 def test_batches_give_the_statistics_of_their_concatenation(

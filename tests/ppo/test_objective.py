@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from ppo.actions.distributions import Categorical, DiagonalGaussian
+from ppo.agent.actions.distributions import Categorical, DiagonalGaussian
 from ppo.errors import ConfigError
 from ppo.learning.objective import policy_loss_of
 from tests.ppo import own_losses

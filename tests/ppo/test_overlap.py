@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from envserve.errors import EnvError
-from ppo.agent import Agent
+from ppo.agent.agent import Agent
 from ppo.errors import DivergedError
 from ppo.learning.update import Updater
 from ppo.run_folder.folder import RunFolder

@@ -10,7 +10,7 @@ import pytest
 
 from ppo.config import Config
 from ppo.errors import BadInputError, RunFolderError
-from ppo.plot import draw_curves, read_curves
+from ppo.evaluation.plot import draw_curves, read_curves
 from ppo.run_folder.folder import RunFolder
 from tests.ppo.runs import ppo
 

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ppo.actions.distributions import DiagonalGaussian
-from ppo.agent import Agent
+from ppo.agent.actions.distributions import DiagonalGaussian
+from ppo.agent.agent import Agent
+from ppo.agent.normalize import ReturnScale, RunningMoments
 from ppo.learning import losses
 from ppo.learning.returns import next_values
 from ppo.learning.schedules import Schedules
 from ppo.learning.update import Updater
-from ppo.normalize import ReturnScale, RunningMoments
 from ppo.rollout import Rollout
 from tests.ppo.fakes import ACTIONS, BOX
 from tests.ppo.runs import SMALL, parameters, rollout_of

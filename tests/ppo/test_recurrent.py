@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from envserve.slab import Status
-from ppo.networks.recurrent import Memory, is_pending, next_state
+from ppo.agent.networks.recurrent import Memory, is_pending, next_state
 
 
 def make() -> Memory:

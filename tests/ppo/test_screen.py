@@ -12,15 +12,15 @@ from unittest import mock
 import pytest
 from rich.console import Console
 
-from ppo.commands.screen import Screen, sparkline
-from ppo.commands.shared import (
+from ppo.cli.options import (
     Terminated,
     errors_held,
     interrupts_kept,
     start_tensorflow,
     terminable,
 )
-from ppo.configs import CONFIGS
+from ppo.cli.progress import Screen, sparkline
+from ppo.config.named_configs import CONFIGS
 from ppo.train import Progress
 
 METRICS = {"policy_loss": -0.0123, "value_loss": 0.5, "entropy": 0.69}
@@ -212,7 +212,7 @@ def test_a_gpu_is_for_images_and_for_others_beside_it(
 ) -> None:
     for variable in ("TF_CPP_MIN_LOG_LEVEL", "TF_ENABLE_ONEDNN_OPTS", "TF_XLA_FLAGS"):
         monkeypatch.setenv(variable, "0")
-    monkeypatch.setattr("ppo.commands.shared.keep_compiled_code", lambda _: None)
+    monkeypatch.setattr("ppo.cli.options.keep_compiled_code", lambda _: None)
     with mock.patch("tensorflow.config") as known:
         known.list_physical_devices.return_value = ["GPU:0"]
         start_tensorflow(1, 1, CONFIGS[name])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo.commands.stop_signals import StopSignals
+from ppo.cli.stop_signals import StopSignals
 from tests.ppo.runs import ppo
 
 SETTINGS = ("--set", "total_steps=64", "--set", "num_envs=1", "--set", "horizon=64")
@@ -51,7 +51,7 @@ def study(folder: Path, *arguments: str) -> Sequence[object]:
 def test_a_seed_that_fails_is_named_and_resumed_while_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ppo.commands.seeds._RUN", ALL_BUT_ONE)
+    monkeypatch.setattr("ppo.cli.seeds._RUN", ALL_BUT_ONE)
     folder = tmp_path / "my study"
     code, output, _ = ppo(*study(folder))
     assert code == 1
@@ -62,7 +62,7 @@ def test_a_seed_that_fails_is_named_and_resumed_while_the_others_go_on(
     assert "interval 70.0 to 90.0, lowest 70.0\n" in output
     assert f"Go on with: ppo train --resume '{folder}'\n" in output
     assert (folder / "mean_return.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr("ppo.commands.seeds._RUN", RUN + "end(10.0 * seed)")
+    monkeypatch.setattr("ppo.cli.seeds._RUN", RUN + "end(10.0 * seed)")
     code, output, _ = ppo("train", "--resume", folder)
     assert code == 0
     assert "Mean return 80.0 over 3 of 3 seeds, std 10.0" in output
@@ -83,9 +83,9 @@ def test_seeds_that_a_callback_has_ended_are_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "study"
-    monkeypatch.setattr("ppo.commands.seeds._RUN", RUN + "end(5.0, 0)")
+    monkeypatch.setattr("ppo.cli.seeds._RUN", RUN + "end(5.0, 0)")
     assert ppo(*study(folder))[0] == 1  # evaluated, but not by a training's end
-    monkeypatch.setattr("ppo.commands.seeds._RUN", RUN + "end(5.0, 0, total_steps=64)")
+    monkeypatch.setattr("ppo.cli.seeds._RUN", RUN + "end(5.0, 0, total_steps=64)")
     (folder / "seed-7-kept").mkdir()
     for _ in range(2):
         code, output, _ = ppo("train", "--resume", folder)
@@ -105,7 +105,7 @@ def test_one_signal_ends_all_seeds_and_a_second_one_at_once(
     count: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped = RUN + STOPPED.replace("COUNT", str(count))
-    monkeypatch.setattr("ppo.commands.seeds._RUN", stopped)
+    monkeypatch.setattr("ppo.cli.seeds._RUN", stopped)
     code, output, error = ppo(*study(tmp_path / "study"))
     assert code == expected, error
     assert "failed" not in output

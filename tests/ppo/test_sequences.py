@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from envserve.slab import Status
-from ppo.agent import Agent
+from ppo.agent.agent import Agent
 from ppo.config import Config
 from ppo.learning.samples import Sequences
 from ppo.rollout import Rollout

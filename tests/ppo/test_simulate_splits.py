@@ -9,7 +9,7 @@ import tensorflow as tf
 from envserve.client import BatchEnv
 from envserve.pool.pool import Pool
 from envserve.settings import PoolSettings
-from ppo.agent import Agent
+from ppo.agent.agent import Agent
 from ppo.config import Config
 from ppo.errors import DivergedError
 from ppo.in_graph_batch_env import InGraphBatchEnv

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorboard.backend.event_processing import plugin_event_accumulator
 
 from envserve.errors import EnvError
-from ppo.agent import Agent
+from ppo.agent.agent import Agent
 from ppo.environments import env_maker
 from ppo.errors import (
     CheckpointError,
@@ -21,7 +21,7 @@ from ppo.errors import (
     EnvsLostError,
     RunWriteError,
 )
-from ppo.evaluate import evaluate_run
+from ppo.evaluation.evaluate import evaluate_run
 from ppo.run_folder import checkpoint
 from ppo.run_folder.folder import RunFolder
 from ppo.train import Progress, train

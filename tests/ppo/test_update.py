@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ppo.agent import Agent
+from ppo.agent.agent import Agent
+from ppo.agent.normalize import ReturnScale
 from ppo.config import Config
 from ppo.learning.schedules import Coefficients
 from ppo.learning.update import Updater
-from ppo.normalize import ReturnScale
 from ppo.rollout import Rollout
 from ppo.simulate import simulate
 from tests.ppo.fakes import ACTIONS, BOX, CountingBatchEnv, in_graph

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from gymnasium import spaces
 
-from ppo.agent import Agent
+from ppo.agent.agent import Agent
 from tests.ppo.fakes import CountingBatchEnv, in_graph
 from tests.ppo.runs import SMALL, Learner, acting, fill_masked
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from envserve.errors import VideoError
-from ppo.agent import Agent
+from ppo.agent.agent import Agent
 from ppo.config import Config
 from ppo.environments import env_maker
 from ppo.errors import CheckpointError, EnvDataError, EnvsLostError
-from ppo.evaluate import evaluate, evaluation_seed
-from ppo.films import rendering_env_maker, visualize_run
+from ppo.evaluation.evaluate import evaluate, evaluation_seed
+from ppo.evaluation.videos import rendering_env_maker, visualize_run
 from ppo.run_folder import checkpoint
 from ppo.run_folder.folder import Place, RunFolder
 from tests.envserve.server_process import ServerProcess
@@ -129,7 +129,7 @@ def test_an_env_that_loses_every_episode_is_given_up(
     def lose(env: Any, act: Any, show: Callable[[np.ndarray], None]) -> None:
         show(np.zeros((16, 16, 3), np.uint8))
 
-    monkeypatch.setattr("ppo.films.play_episode", lose)
+    monkeypatch.setattr("ppo.evaluation.videos.play_episode", lose)
     with pytest.raises(EnvsLostError, match="the last 20 were lost in a row"):
         visualize(tmp_path / "run")
     assert list((tmp_path / "run" / "films").iterdir()) == []
@@ -138,7 +138,7 @@ def test_an_env_that_loses_every_episode_is_given_up(
 def test_an_episode_without_end_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ppo.films._MAX_STEPS", 4)
+    monkeypatch.setattr("ppo.evaluation.videos._MAX_STEPS", 4)
     with pytest.raises(EnvDataError, match=r"within 4 steps; give .*TimeLimit"):
         visualize(tmp_path / "run")
     assert list((tmp_path / "run" / "films").iterdir()) == []

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 
-from envserve import codec
 from envserve.client import StepResult
 from envserve.client.row_set import BatchBlock
 from envserve.client.step_result import add_infos
@@ -28,9 +27,10 @@ from envserve.errors import (
     ServerError,
 )
 from envserve.lane import Block, Call, Lane, Outcome, Reset
-from envserve.session.client import ClientSession
+from envserve.session.client.client_session import ClientSession
 from envserve.session.states import ClientState
 from envserve.slab import Status
+from envserve.spaces import codec
 from envserve.wire.bodies import Attach, pack_options
 from tests.oracle.journal import Array
 from tests.oracle.ledger import Ledger

@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from envserve.session.client import ClientSession
-from envserve.session.requests import Patience
+from envserve.session.client.client_session import ClientSession
+from envserve.session.client.requests import Patience
 from envserve.session.states import ClientState
 from envserve.wire.bodies import Attach
 from envserve.wire.message import Buffer

@@ -16,10 +16,10 @@ from gymnasium import spaces
 
 from envserve.errors import EnvserveError
 from envserve.lane import Call, Outcome, Reset
-from envserve.session.decisions import RunStep
+from envserve.session.server.decisions import RunStep
 from envserve.settings import PoolSettings
 from envserve.slab import Status, keep_last_observation
-from envserve.spec import EnvSpec
+from envserve.spaces.env_spec import EnvSpec
 from tests.worlds.pool import MemoryPool
 
 SPEC = EnvSpec(

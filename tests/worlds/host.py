@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from envserve.errors import EnvError, EnvStartError, ServerError, UnknownEnv
 from envserve.lane import Outcome
-from envserve.session.decisions import Decision, EndPool, Reply, SessionId, StartPool
-from envserve.session.server import ServerSession
+from envserve.session.server.decisions import (
+    Decision,
+    EndPool,
+    Reply,
+    SessionId,
+    StartPool,
+)
+from envserve.session.server.server_session import ServerSession
 from envserve.settings import HostSettings
 from envserve.slab import Status
 from envserve.wire.message import Buffer, Peer

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from envserve import codec
+from envserve.spaces import codec
 from tests.oracle.journal import RECORD
 from tests.oracle.ledger import Ledger
 from tests.oracle.lives import audit

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final
 
 from envserve.errors import ConnectError, EnvserveError
 from envserve.lane import Block, Call, Outcome, Reset
-from envserve.session.client import ClientSession
+from envserve.session.client.client_session import ClientSession
 from envserve.session.states import ClientState
 from envserve.slab import Rows
-from envserve.spec import EnvSpec
+from envserve.spaces.env_spec import EnvSpec
 from envserve.wire.bodies import Attach
 from tests.worlds.endpoint import Endpoint
 from tests.worlds.host import Host

@@ -10,14 +10,14 @@ import zlib
 from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
-from envserve import codec
+from envserve.envs.seeding import env_seed
 from envserve.errors import CallError, EnvError, EnvserveError
 from envserve.lane import Call, Fault, Outcome, Reset, make_blocks
-from envserve.seeding import env_seed
-from envserve.session.decisions import RunCall, RunReset, RunStep
+from envserve.session.server.decisions import RunCall, RunReset, RunStep
 from envserve.settings import PoolSettings
 from envserve.slab import Rows, Status, keep_last_observation, write_lost
-from envserve.spec import EnvSpec
+from envserve.spaces import codec
+from envserve.spaces.env_spec import EnvSpec
 from tests.oracle.ledger_env import LedgerEnv
 from tests.worlds.journal import Violation, WorldJournal
 

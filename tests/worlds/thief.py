@@ -7,9 +7,9 @@ import random
 from collections.abc import Sequence
 from typing import Any, Final
 
-from envserve.session.claim import Claim
-from envserve.session.decisions import Decision, EndPool, Reply, StartPool
-from envserve.session.server import ServerSession
+from envserve.session.server.decisions import Decision, EndPool, Reply, StartPool
+from envserve.session.server.lease_record import Claim
+from envserve.session.server.server_session import ServerSession
 from envserve.wire.bodies import Attach
 from envserve.wire.constants import MessageType
 from envserve.wire.message import Buffer, Message, decode, encode

@@ -12,7 +12,7 @@ from typing import Final
 from unittest import mock
 
 from envserve.client import batch_env, lane_group
-from envserve.session.decisions import Reply
+from envserve.session.server.decisions import Reply
 from tests.oracle.ledger import Ledger
 from tests.worlds.caller import Caller
 from tests.worlds.clock import Clock

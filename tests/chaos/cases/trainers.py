@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from benchmarks.lab.processes import is_running, with_descendants
-from envserve.client.connection import ask_welcome
+from envserve.client.link.connection import ask_welcome
 from envserve.errors import EnvsBusy, EnvTimeout, LeaseLost, ServerLost
 from envserve.slab import Status
 from tests.chaos.batches import remote_driver, running_servers

@@ -1,0 +1,232 @@
+"""`envserve doctor`: what may be in the way here, each with what to do about it."""
+
+from __future__ import annotations
+
+import importlib.metadata as metadata
+import json
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from envserve.cli.options import Insecure, Timeout
+from envserve.cli.terminal import styled
+from envserve.errors import EnvserveError, KeyFileError
+
+__all__ = ["doctor"]
+
+_COLOURS: Final = {"ok": 32, "warn": 33, "fail": 31}
+_DRAW_SECONDS: Final = 20.0
+#: By what draws: an env that it draws, and what to do if it does not.
+_RENDERERS: Final = {
+    "pygame-ce": ("CartPole-v1", "pip install 'envserve[video]'"),
+    "mujoco": (
+        "InvertedPendulum-v5",
+        "install libegl1 or libosmesa6, and set MUJOCO_GL=egl or MUJOCO_GL=osmesa",
+    ),
+}
+_DRAW: Final = (
+    "import gymnasium, sys; env = gymnasium.make(sys.argv[1], render_mode='rgb_array');"
+    "env.reset(); env.render()"
+)
+_Finding = dict[str, str]
+
+
+def doctor(
+    addresses: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ADDRESS", help="Server to be reached from here."),
+    ] = None,
+    timeout: Timeout = 2.0,
+    insecure: Insecure = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a list of objects.")
+    ] = False,
+) -> None:
+    """Look at what envs, servers and trainers need here; 1 if something fails."""
+    findings = []
+    for finding in _findings(addresses or (), timeout, insecure):
+        findings.append(finding)
+        if not as_json:
+            print(_shown(finding), flush=True)
+    if as_json:
+        print(json.dumps(findings, indent=2))
+    raise typer.Exit(int(any(finding["level"] == "fail" for finding in findings)))
+
+
+def _shown(finding: _Finding) -> str:
+    """Returns lines as wide as the terminal; one line where there is none."""
+    text = "; ".join(filter(None, (finding["text"], finding["remedy"])))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1 << 16
+    level = finding["level"]
+    lines = textwrap.wrap(f"{finding['name']}: {text}", max(width - 6, 20))
+    return styled(f"{level:<6}", _COLOURS[level], sys.stdout) + "\n      ".join(lines)
+
+
+def _finding(
+    name: str, text: str, remedy: str = "", *, fails: bool = False
+) -> _Finding:
+    level = "fail" if fails else "warn" if remedy else "ok"
+    return {"name": name, "level": level, "text": text, "remedy": remedy}
+
+
+def _findings(
+    words: Sequence[str], timeout: float, insecure: bool
+) -> Iterator[_Finding]:
+    from envserve.client.link.discovery import resolve
+
+    yield from (*_versions(), *_resources(), _port(), _keys())
+    yield from map(_renderer, _RENDERERS)
+    for word in words:
+        try:
+            yield from (_server(each, timeout, insecure) for each in resolve(word))
+        except EnvserveError as error:
+            yield _finding(word, str(error), fails=True)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _are_there(lines: Sequence[str]) -> bool:
+    """Tells whether what an extra needs is there; some only, where platforms differ."""
+    known = {line: bool(_version(re.split(r"[^\w.-]", line)[0])) for line in lines}
+    return any(known.values()) and all(
+        is_there or "sys_platform" in line for line, is_there in known.items()
+    )
+
+
+def _versions() -> Iterator[_Finding]:
+    import zmq
+
+    yield _finding("Python", f"{sys.version.split()[0]}, {sys.executable}")
+    names = ("envserve", "gymnasium", "numpy", "pyzmq", "tensorflow", "tensorflow-cpu")
+    known = [f"{name} {_version(name)}" for name in names if _version(name)]
+    yield _finding("packages", ", ".join([*known, f"libzmq {zmq.zmq_version()}"]))
+    extras: dict[str, list[str]] = {}
+    for line in metadata.requires("envserve") or ():
+        for extra in re.findall(r"extra == \"(.+?)\"", line):
+            extras.setdefault(extra, []).append(line)
+    installed = [extra for extra, lines in extras.items() if _are_there(lines)]
+    there = ", ".join(installed) or "none"
+    absent = ", ".join(extra for extra in extras if extra not in installed) or "none"
+    yield _finding("extras", f"{there}; not installed: {absent}")
+
+
+def _resources() -> Iterator[_Finding]:
+    from envserve.settings import cgroup_limits, num_cores
+    from envserve.slab import anonymous_file
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_few = resource.RLIM_INFINITY != most < 4096
+    remedy = "allow 4096: ulimit -n, LimitNOFILE=, or --ulimit nofile="
+    yield _finding("open files", f"at most {most}", remedy if is_few else "")
+    cores, total = num_cores(), os.cpu_count()
+    why = "" if cores == total else ", as far as a quota and pinning allow"
+    yield _finding("cores", f"{cores} of {total} for workers{why}")
+    if sys.platform == "linux":
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        gib = {words[0]: int(words[1]) / 2**20 for words in map(str.split, lines)}
+        limits = cgroup_limits(Path("/"), "memory", ("limit_in_bytes",))
+        limit = min([gib["MemTotal:"], *(bound[0] / 2**30 for bound in limits)])
+        free = gib["MemAvailable:"]
+        remedy = "a worker takes about 0.1, a trainer 1.5; end others, or allow more"
+        text = f"{free:.1f} GiB free of {gib['MemTotal:']:.1f}"
+        text += f", {limit:.1f} for this container" * (limit < gib["MemTotal:"])
+        yield _finding("memory", text, remedy if min(free, limit) < 1 else "")
+    try:
+        with open(anonymous_file(), "wb") as file:
+            file.write(bytes(1 << 20))
+        yield _finding("shared memory", "can be had")
+    except OSError as error:
+        yield _finding("shared memory", str(error), "allow it", fails=True)
+    try:
+        with tempfile.TemporaryFile() as file:
+            file.write(bytes(1 << 16))
+        yield _finding("temporary folder", f"{tempfile.gettempdir()} takes files")
+    except OSError as error:
+        remedy = "bench, demo, videos, crash files: make room, or set TMPDIR"
+        yield _finding("temporary folder", str(error), remedy)
+
+
+def _port() -> _Finding:
+    from envserve.address import DEFAULT_PORT
+
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", DEFAULT_PORT))
+        except OSError as error:
+            remedy = "a server may be there; else envserve start --bind tcp://HOST:PORT"
+            return _finding("port", f"{DEFAULT_PORT}: {error.strerror}", remedy)
+    return _finding("port", f"{DEFAULT_PORT} is free")
+
+
+def _keys() -> _Finding:
+    from envserve.keys.key_folder import KeyFolder
+    from envserve.keys.private_files import shown
+
+    try:
+        folder = KeyFolder()
+        keys = {role: folder.key(role) for role in ("client", "server")}
+        num_clients = len(folder.clients.grants(time.time()))
+    except KeyFileError as error:
+        return _finding("keys", str(error), fails=True)
+    own = " and ".join(f"a key as {role}" for role, key in keys.items() if key)
+    text = f"{shown(folder.path)}: {own or 'no key yet'}; clients known: {num_clients}"
+    return _finding("keys", text)
+
+
+def _renderer(name: str) -> _Finding:
+    """Draws in a process of its own, since drivers crash and hang."""
+    from envserve.worker.rendering import headless_settings
+
+    if not _version(name):
+        return _finding(name, "not installed")
+    env_name, remedy = _RENDERERS[name]
+    own = {**os.environ, **headless_settings(os.environ)}
+    command = [sys.executable, "-W", "ignore", "-c", _DRAW, env_name]
+    try:
+        subprocess.run(
+            command, env=own, capture_output=True, check=True, timeout=_DRAW_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return _finding(name, f"draws nothing for {_DRAW_SECONDS:g} s", remedy)
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace").strip() or str(error)
+        return _finding(name, f"cannot draw: {said.splitlines()[-1]}", remedy)
+    by = f" by {own['MUJOCO_GL']}" if name == "mujoco" and "MUJOCO_GL" in own else ""
+    return _finding(name, f"draws{by}")
+
+
+def _server(address: str, timeout: float, insecure: bool) -> _Finding:
+    from envserve.monitoring.observer import Observer
+
+    begun, ours = time.monotonic(), _version("envserve")
+    try:
+        with Observer(address, insecure=insecure) as observer:
+            status = observer.status(timeout)
+    except EnvserveError as error:
+        text = str(error).removeprefix(f"{address}: ")
+        remedy = "" if ";" in text else "is a server running there, and its port open?"
+        return _finding(address, text, remedy, fails=True)
+    text = (
+        f"envserve {status.version}, {status.free_envs} of {status.total_envs} envs "
+        f"free, answered after {1000 * (time.monotonic() - begun):.0f} ms"
+    )
+    remedy = f"here is {ours}; install the same release"
+    return _finding(address, text, "" if status.version == ours else remedy)

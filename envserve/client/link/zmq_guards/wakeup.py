@@ -1,0 +1,121 @@
+"""What comes over a connection: what shows it, and how much of it is no message yet.
+
+ZeroMQ bounds neither how many frames a message has, nor what it holds of one that does
+not end; and it tells nobody before the end. The kernel counts bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import struct
+import sys
+from typing import Final
+
+import zmq
+
+from envserve.wire.sockets import FrameReceiver
+
+__all__ = ["Descriptor", "Pending"]
+
+#: Of Linux's `tcp_info`, as far as what it counts as received.
+_RECEIVED: Final = struct.Struct("=128xQ")
+
+
+class Pending:
+    """Counts the bytes of a connection since its last message; on Linux, over TCP."""
+
+    def __init__(self, receiver: FrameReceiver, address: str) -> None:
+        """Begins; `receiver` reads from the socket that connects to the address."""
+        self._receiver = receiver
+        port = address.rpartition(":")[2]
+        is_counted = sys.platform == "linux" and address.startswith("tcp:")
+        self._port = int(port) if is_counted and port.isdigit() else 0
+        self._num_messages = self._num_bytes = 0  # as counting began
+        self._is_connected = False
+        self._fd: int | None = -1  # of the last message; None if nobody has asked
+
+    def count(self, is_connected: bool) -> int:
+        """Returns how many, at most; to be asked after each look at the connection."""
+        receiver = self._receiver
+        if is_connected != self._is_connected or not self._port:
+            self._is_connected, self._fd, self._num_bytes = is_connected, -1, 0
+            self._num_messages = receiver.num_messages
+            return 0
+        if not is_connected:
+            return 0
+        if receiver.num_messages != self._num_messages:
+            self._num_messages, self._fd = receiver.num_messages, None
+            return 0
+        if self._fd is None:  # counted from the first look on that finds no other
+            self._fd = int(receiver.first.get(zmq.SRCFD))
+            self._num_bytes = _bytes_received(self._fd, self._port)
+        if self._fd >= 0:
+            return _bytes_received(self._fd, self._port) - self._num_bytes
+        # There was no message that tells: of all connections there, the quietest.
+        descriptors = map(int, os.listdir("/proc/self/fd"))
+        counts = (_bytes_received(fd, self._port) for fd in descriptors)
+        return min(filter(None, counts), default=0)
+
+
+def _bytes_received(fd: int, port: int) -> int:
+    """Returns what has come over a connection to a port; 0 for anything else."""
+    # It is ZeroMQ's, and may be another one's by now.
+    with contextlib.suppress(OSError, IndexError, struct.error):
+        borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fd)
+        try:
+            if borrowed.getpeername()[1] == port:
+                size = _RECEIVED.size
+                info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
+                return int(_RECEIVED.unpack(info)[0])
+        finally:
+            borrowed.detach()
+    return 0
+
+
+class Descriptor:
+    """One descriptor for what comes, and for what somebody else has received.
+
+    ZeroMQ's own shows an edge, which whoever receives consumes.
+    """
+
+    def __init__(self) -> None:
+        """Joins ZeroMQ's, once there is one to `watch`, with a wake-up of our own."""
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._is_awake = False  # whether a byte is in that pair
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._reader, selectors.EVENT_READ)
+        self._watched: int | None = None
+
+    def watch(self, descriptor: int) -> None:
+        """Shows another descriptor of ZeroMQ's from now on."""
+        before, self._watched = self._watched, descriptor
+        if before is not None:
+            self._selector.unregister(before)
+        self._selector.register(descriptor, selectors.EVENT_READ)
+
+    def fileno(self) -> int:
+        """Returns the descriptor."""
+        return self._selector.fileno()
+
+    def wake(self) -> None:
+        """Makes it readable, until `sleep`."""
+        if not self._is_awake:
+            self._is_awake = True
+            self._writer.send(b"!")
+
+    def sleep(self) -> None:
+        """Lets it show again only what comes."""
+        if self._is_awake:
+            with contextlib.suppress(BlockingIOError):
+                self._reader.recv(64)
+            self._is_awake = False
+
+    def close(self) -> None:
+        """Closes all of it."""
+        self._selector.close()
+        self._reader.close()
+        self._writer.close()

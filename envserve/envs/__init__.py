@@ -1,0 +1,1 @@
+"""Where envs come from: the registry, user envs, seeds."""

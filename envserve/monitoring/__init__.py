@@ -1,0 +1,1 @@
+"""Watch servers and envs: status, health, metrics, frames, the web page."""

@@ -1,0 +1,79 @@
+"""What is wrong with a server, for who starts, restarts and routes to servers.
+
+Each probe is a question of its own: a server that has nothing to give away must not be
+restarted for it.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+from envserve.client.link.connection import ask_welcome
+from envserve.client.link.discovery import resolve
+from envserve.errors import AddressError, EnvserveError, ProtocolMismatch
+from envserve.wire.handshake import Welcome
+
+__all__ = ["Ailment", "diagnose", "probe"]
+
+_MAX_LAG_MS: Final = 5000
+
+
+class Ailment(enum.IntEnum):
+    """What may be wrong, as exit codes of `envserve health`."""
+
+    NO_ANSWER = 1
+    NO_ADDRESS = 2
+    STARTING = 3  # workers cannot be started yet: imports go on, or have failed
+    LAGGING = 4  # the serving loop was late by more than 5 s within the last 10
+    DRAINING = 5
+    FULL = 6
+    MISMATCH = 7  # it speaks other versions of the protocol
+
+
+def diagnose(
+    welcome: Welcome, *, startup: bool = False, live: bool = False, ready: bool = False
+) -> tuple[Ailment, str] | None:
+    """Returns the first thing wrong that is asked about, and a text."""
+    if (startup or ready) and welcome.is_starting:
+        return Ailment.STARTING, "workers cannot be started yet"
+    if live and welcome.loop_lag_ms > _MAX_LAG_MS:
+        return Ailment.LAGGING, f"its loop was {welcome.loop_lag_ms / 1000:.1f} s late"
+    if ready and welcome.is_draining:
+        return Ailment.DRAINING, "it is draining"
+    if ready and not welcome.free_envs:
+        return Ailment.FULL, f"all of its {welcome.total_envs} envs are leased"
+    return None
+
+
+def probe(
+    address: str,
+    *,
+    startup: bool = False,
+    live: bool = False,
+    ready: bool = False,
+    timeout: float = 2.0,
+    insecure: bool = False,
+) -> tuple[int, str]:
+    """Asks as `envserve health` does; returns its exit code, and what to say.
+
+    Of several servers the first that is not well counts.
+    """
+    said = []
+    try:
+        for each in resolve(address):
+            welcome = ask_welcome(each, timeout, insecure=insecure)
+            if found := diagnose(welcome, startup=startup, live=live, ready=ready):
+                return found[0], f"{each}: {found[1]}"
+            said.append(
+                f"{each}: serving {welcome.num_names} env "
+                f"name{'s' * (welcome.num_names != 1)}; "
+                f"{welcome.free_envs} of {welcome.total_envs} envs free"
+            )
+    except AddressError as error:
+        return Ailment.NO_ADDRESS, str(error)
+    except ProtocolMismatch as error:
+        return Ailment.MISMATCH, f"ProtocolMismatch: {error}"
+    except EnvserveError as error:
+        return Ailment.NO_ANSWER, str(error)
+    return 0, "\n".join(said)

@@ -1,0 +1,237 @@
+"""The page's web application, and who may see it.
+
+Whoever has the token: once in the address, then in a cookie. No page of another site
+can ask for it under another name of this host, or press a button.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import re
+import socket
+from base64 import b64encode
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from envserve.errors import EnvserveError
+from envserve.monitoring.observer import Observer
+from envserve.monitoring.page.data_feed import Gatherer, Observe, encoded
+
+__all__ = ["build_app"]
+
+#: What is shown on a button, and what it does, in a thread; that returns what came of
+#: it, or raises EnvserveError.
+Button = tuple[str, Callable[[], str]]
+
+_HTML: Final = Path(__file__).with_name("index.html").read_bytes()
+_MAX_BODY_BYTES: Final = 1 << 16
+_MAX_STUCK_SECONDS: Final = 20.0
+_REFUSAL: Final = (
+    "Expected the address with its token, as the command printed it that serves this "
+    "page; each start has a token of its own.\n"
+)
+
+
+def _allowed(tag: str) -> str:
+    """Returns what allows the page's one inline script or style, and no other."""
+    pattern = rf"<{tag}>(.*?)</{tag}>".encode()
+    (text,) = re.findall(pattern, _HTML, re.DOTALL)
+    return f"'sha256-{b64encode(sha256(text).digest()).decode()}'"
+
+
+_HEADERS: Final = {
+    "Content-Security-Policy": f"default-src 'none'; script-src {_allowed('script')}; "
+    f"style-src {_allowed('style')}; img-src data:; connect-src 'self'; "
+    f"base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def build_app(
+    addresses: Sequence[str],
+    *,
+    run: Path | None,
+    token: str,
+    buttons: Mapping[str, Button] | None = None,
+    insecure: bool = False,
+    host: str = "127.0.0.1",
+    observe: Observe | None = None,
+) -> Starlette:
+    """Returns the page as an ASGI application; it asks servers while it is served.
+
+    Args:
+      addresses: Of servers, or of trainers that let themselves be looked at.
+      run: Folder of a `metrics.jsonl`, which need not be there yet.
+      token: What a browser has to know.
+      buttons: What may be pressed, by a part of its URL.
+      insecure: Whether servers are asked without keys.
+      host: Where it is served: a name by which browsers may ask for it.
+      observe: What asks a server instead of an `Observer`.
+    """
+    observe = observe or partial(Observer, insecure=insecure)
+    gatherer = Gatherer(addresses, run, observe)
+
+    @contextlib.asynccontextmanager
+    async def gathering(app: Starlette) -> AsyncIterator[None]:
+        await gatherer.start()
+        try:
+            yield
+        finally:
+            await gatherer.close()
+
+    page = _Page(gatherer, buttons or {})
+    routes = [
+        Route("/", page.index),
+        Route("/events", page.events),
+        Route("/look", page.look, methods=["POST"]),
+        Route("/press/{name}", page.press, methods=["POST"]),
+        Route("/record/{index:int}/{lease:int}/{row:int}", page.record),
+    ]
+    names = {"localhost", socket.gethostname(), host}
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(_Guard, token=token, names=names)],
+        exception_handlers={EnvserveError: _refuse, msgspec.DecodeError: _refuse},
+        lifespan=gathering,
+    )
+    app.state.gatherer = gatherer
+    return app
+
+
+class _Guard:
+    """Turns away whoever lacks the token, or asks from another site's page."""
+
+    def __init__(self, app: ASGIApp, token: str, names: set[str]) -> None:
+        self._app, self._token, self._names = app, token.encode(), names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        request = Request(scope)
+        host = request.headers.get("host", "")
+        # Cookies know no ports: each page of a host has a name of its own.
+        cookie = f"envserve_page{''.join(filter(str.isdigit, host))}"
+        given = request.query_params.get("token") if scope["path"] == "/" else None
+        known = given or request.cookies.get(cookie, "")
+        may = hmac.compare_digest(known.encode(), self._token)
+        may = may and self._is_ours(request, host)
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers.update(_HEADERS)
+                if given and may:
+                    rest = "Path=/; HttpOnly; SameSite=Strict"
+                    headers["Set-Cookie"] = f"{cookie}={given}; {rest}"
+            await send(message)
+
+        app = self._app if may else PlainTextResponse(_REFUSAL, 403)
+        await app(scope, receive, guarded)
+
+    def _is_ours(self, request: Request, host: str) -> bool:
+        """Tells whether the page's own address is asked, and by the page itself.
+
+        A name that another site has pointed here is none of ours; a number is no name.
+        """
+        name = re.sub(r":\d+$", "", host).strip("[]")
+        with contextlib.suppress(ValueError):
+            ipaddress.ip_address(name)
+            name = "localhost"
+        origin = request.headers.get("origin")
+        is_same = origin in (f"http://{host}", f"https://{host}")
+        return name in self._names and (is_same or request.method in ("GET", "HEAD"))
+
+
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+_Width = Annotated[int, msgspec.Meta(ge=8, le=1024)]
+
+
+class _Look(msgspec.Struct):
+    """What a browser sees: server's index, lease, row, and the picture's width."""
+
+    reader: str
+    tiles: Annotated[
+        list[tuple[_Number, _Number, _Number, _Width]], msgspec.Meta(max_length=512)
+    ]
+
+
+class _Page:
+    """What is answered to whoever may see it."""
+
+    def __init__(self, gatherer: Gatherer, buttons: Mapping[str, Button]) -> None:
+        self._gatherer, self._buttons = gatherer, buttons
+
+    async def index(self, request: Request) -> Response:
+        return Response(_HTML, media_type="text/html")
+
+    async def events(self, request: Request) -> Response:
+        buttons = [(name, label) for name, (label, _) in self._buttons.items()]
+        return _Stream(self._gatherer, {"buttons": buttons})
+
+    async def look(self, request: Request) -> Response:
+        length = request.headers.get("content-length", "")
+        if not length.isdecimal() or int(length) > _MAX_BODY_BYTES:
+            raise HTTPException(413, f"expected at most {_MAX_BODY_BYTES} bytes")
+        look = msgspec.json.decode(await request.body(), type=_Look)
+        tiles = {(index, lease, row): width for index, lease, row, width in look.tiles}
+        is_known = self._gatherer.look(look.reader, tiles)
+        return Response(status_code=204 if is_known else 404)
+
+    async def record(self, request: Request) -> Response:
+        tile = tuple(request.path_params.values())
+        record = await asyncio.to_thread(self._gatherer.record, tile)
+        return Response(record, media_type="application/octet-stream")
+
+    async def press(self, request: Request) -> Response:
+        if (name := request.path_params["name"]) not in self._buttons:
+            raise HTTPException(404)
+        return PlainTextResponse(await asyncio.to_thread(self._buttons[name][1]))
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    is_ours = isinstance(error, EnvserveError)
+    return PlainTextResponse(str(error), 502 if is_ours else 400)
+
+
+class _Stream(StreamingResponse):
+    """Events to one reader, until it goes or takes nothing for too long."""
+
+    def __init__(self, gatherer: Gatherer, hello: dict[str, Any]) -> None:
+        super().__init__(self._texts(), media_type="text/event-stream")
+        self._gatherer, self._hello = gatherer, hello
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(_MAX_STUCK_SECONDS):
+                await send(message)
+
+        self._reader = self._gatherer.join()
+        try:
+            with contextlib.suppress(TimeoutError):
+                await super().__call__(scope, receive, send_in_time)
+        finally:
+            self._gatherer.leave(self._reader)
+
+    async def _texts(self) -> AsyncIterator[bytes]:
+        yield encoded("hello", self._hello | {"reader": self._reader.name})
+        async for text in self._reader.texts():
+            yield text

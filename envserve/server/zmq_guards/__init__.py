@@ -1,0 +1,1 @@
+"""What libzmq cannot do for a server: access control and send limits."""

@@ -1,0 +1,394 @@
+"""How a client gets its envs, and gets them anew after each loss: HELLO, then ATTACH.
+
+What it gets later has the shape of what it got first, and seeds of its own. A loss
+lasts until a lease serves: until something was answered under it, or nothing waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import fields, replace
+from typing import Final
+
+from envserve.envs.seeding import INCARNATIONS_PER_LEASE
+from envserve.errors import (
+    ConnectError,
+    EnvserveError,
+    EnvStartError,
+    LeaseLost,
+    LocalProtocolError,
+    ProtocolMismatch,
+    RemoteProtocolError,
+    ServerLost,
+    UnknownEnv,
+)
+from envserve.lane import Block
+from envserve.session.client.client_blocks import Operations
+from envserve.session.client.requests import Loss, Patience, Request, Requests
+from envserve.session.states import ClientState, Machine
+from envserve.settings import EnvRequest
+from envserve.slab import rows_nbytes
+from envserve.spaces import codec
+from envserve.spaces.env_spec import EnvSpec
+from envserve.text import did_you_mean
+from envserve.wire.bodies import Attach, Granted
+from envserve.wire.constants import ErrorCode, MessageType
+from envserve.wire.handshake import (
+    ErrorBody,
+    Hello,
+    Welcome,
+    check_versions,
+    exception_of,
+)
+from envserve.wire.message import Message
+
+__all__ = ["Attachment", "attach_again", "attach_of"]
+
+_LOGGER: Final = logging.getLogger(__name__)
+_RETRY_SECONDS: Final = 0.5
+#: How long others may have the envs of a lease that was lost by our own silence.
+_BUSY_SECONDS: Final = 5.0
+
+
+class Attachment:
+    """A client's claim to its envs.
+
+    Attributes:
+      address: The server's, for messages.
+      attach: Which envs to ask for.
+      machine: Where it is, see `ClientState`.
+      error: Why it is LOST.
+      refusal: Why there is no connection, if who looks after that knows.
+      num_leases: How many leases were granted.
+      request: Number of the last ATTACH.
+      operations: What the envs are up to; None until they are granted.
+      loss: What has to be got over; None if all is well.
+      home: The server that has granted envs last; "" before.
+      is_unfit: Whether the present server has none for us, and is asked no more.
+      awaits_look: Whether it is not known yet if another server could take its place.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        attach: Attach,
+        requests: Requests,
+        patience: Patience,
+        client: str,
+    ) -> None:
+        """Starts CONNECTING; the arguments are those of `ClientSession`."""
+        self.address = address
+        self.machine = Machine(ClientState.CONNECTING)
+        self.error: EnvserveError | None = None
+        self.refusal: ConnectError | None = None
+        self.num_leases = self.request = 0
+        self.operations: Operations | None = None
+        self.loss: Loss | None = None
+        self.home, self.is_unfit, self.awaits_look = "", False, False
+        self.attach, self._requests = attach, requests
+        self._patience, self._client = patience, client
+        self._max_message_bytes, self._env_names = 0, tuple[str, ...]()
+
+    # Asking.
+
+    def say_hello(self, now: float) -> None:
+        """Begins from the beginning."""
+        self._requests.clear()
+        self._requests.boot = 0
+        self.machine.move(ClientState.HELLO_SENT)
+        body = Hello(client=self._client).encode()
+        self._requests.send(Request(MessageType.HELLO, body=body), now)
+
+    def accept_welcome(self, message: Message, now: float) -> None:
+        """Goes on to ATTACH, if the server speaks our version."""
+        welcome = Welcome.decode(message.body)
+        try:
+            check_versions(welcome, self.address)
+        except ProtocolMismatch as error:
+            self.refuse(error)
+            return
+        self._requests.clear()
+        self._requests.boot = message.boot
+        self._max_message_bytes = welcome.max_message_bytes
+        self._env_names = welcome.env_names
+        self._ask_for_envs(now)
+
+    def _ask_for_envs(self, now: float) -> None:
+        """Sends an ATTACH, as the present session."""
+        self.machine.move(ClientState.ATTACHING)
+        body = attach_again(self.attach, self.num_leases).encode()
+        request = Request(MessageType.ATTACH, body=body)
+        self._requests.send(request, now)
+        self.request = request.id
+
+    def accept_grant(self, message: Message, now: float) -> None:
+        """Becomes READY; sends what is in flight.
+
+        Raises:
+          RemoteProtocolError: They are not envs that we can use.
+        """
+        granted = Granted.decode(message.body, self.attach.num_envs)
+        self._check_usable(granted)
+        if self.operations is None:
+            self.operations = self._envs_of(granted.spec, granted.blocks)
+        else:
+            _check_equal(granted, self.operations, self.home)
+            self.operations.is_vacant = False
+        self.home = self.address
+        self._requests.remove(self.request)
+        self._requests.epoch = granted.epoch
+        self.num_leases += 1
+        self.machine.move(ClientState.READY)
+        in_flight = self.operations.in_flight
+        if self.loss is not None:
+            _LOGGER.info("%s: it has given envs anew", self.address)
+            self.loss.given_up = None
+            if not in_flight:
+                self.loss = None
+        # Since the loss there is one per block; but calls that were not sent.
+        for request in {id(each): each for each in in_flight.values()}.values():
+            self._requests.send(request, now)
+
+    def _envs_of(self, spec: EnvSpec, blocks: tuple[Block, ...]) -> Operations:
+        """Returns what the first envs are up to; later ones are asked to be cut so."""
+        each = sum(block.split == 0 for block in blocks)
+        self.attach = replace(self.attach, blocks_per_split=each)
+        return Operations(self.address, spec, blocks, self._requests.silence)
+
+    def _check_usable(self, granted: Granted) -> None:
+        num_envs = self.attach.num_envs
+        needed = num_envs * sum(leaf.nbytes for leaf in granted.spec.action_leaves)
+        if needed > self._max_message_bytes:
+            raise RemoteProtocolError(
+                f"actions of {num_envs} envs need {needed} bytes, and the server "
+                f"accepts {self._max_message_bytes} at once; start it with a larger "
+                f"--max-message-mib"
+            )
+        needed, most = rows_nbytes(granted.spec, num_envs), self._patience.max_row_mib
+        if needed > most << 20:
+            raise RemoteProtocolError(
+                f"rows of {num_envs} envs need {needed >> 20} MiB, and max_row_mib is "
+                f"{most}; raise it if these are the envs that you want"
+            )
+
+    # Losing envs, and asking again.
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether envs are lost, and no new lease is granted yet."""
+        return self.loss is not None and self.machine.state is not ClientState.READY
+
+    def lose_lease(
+        self, error: EnvserveError, now: float, *, knows_us: bool = True
+    ) -> None:
+        """Asks for envs anew, as another session, since those that we had are lost.
+
+        A server that `knows_us` may still keep the old lease.
+        """
+        if self.operations is None:
+            raise LocalProtocolError(f"{self.address}: expected envs to lose")
+        _LOGGER.warning("%s; asking for envs anew", error)
+        requests, before = self._requests, self.loss
+        farewell = requests.pack(MessageType.DETACH) if knows_us else []
+        # Earlier, if a call is interrupted in a silence.
+        since = min(requests.silence.since, now)
+        self.loss = Loss(error, since, farewell=farewell)
+        self.operations.lose(str(error), error)
+        requests.change_session()
+        if before is None:
+            self.say_hello(now)
+        else:  # in vain, so far: then not all too often
+            self.loss.since, self.loss.given_up = before.since, before.given_up
+            self.loss.retry_at = now + _RETRY_SECONDS
+            self.machine.move(ClientState.HELLO_SENT)
+        requests.say_farewell(self.loss.farewell)
+
+    def note_restart(self, now: float) -> None:
+        """Handles a server that is another than the one we spoke to."""
+        if self.machine.state is ClientState.CLOSING:
+            self.close()
+        elif self.operations is None:  # nothing is lost yet
+            self._requests.change_session()
+            self.say_hello(now)
+        else:
+            error = ServerLost(
+                f"{self.address}: the server was restarted, and its envs with it"
+            )
+            self.lose_lease(error, now, knows_us=False)
+
+    def retry(self, now: float) -> None:
+        """Asks again, if it is time to."""
+        loss = self.loss
+        if loss is None or now < loss.retry_at:
+            return
+        loss.retry_at = math.inf
+        if self.machine.state is ClientState.ATTACHING:
+            # As the same session: a late copy of what was refused may get the envs.
+            self._ask_for_envs(now)
+        elif self.machine.state is ClientState.HELLO_SENT:
+            self.say_hello(now)
+        self._requests.say_farewell(loss.farewell)
+
+    def accept_refusal(self, body: ErrorBody, now: float) -> None:
+        """Takes an ERROR that ends the session, or does not let it begin."""
+        error = exception_of(body, self.address)
+        if isinstance(error, UnknownEnv):
+            hint = did_you_mean(self.attach.env_name, self._env_names)
+            error = UnknownEnv(f"{error}{hint}")
+        is_lost = body.code in (ErrorCode.LEASE_LOST, ErrorCode.FENCED)
+        may_pass = body.code in (ErrorCode.ENVS_BUSY, ErrorCode.INTERNAL)
+        if self.operations is not None and is_lost:
+            self.lose_lease(error, now)
+        elif self.loss is None or not (self.is_recovering and may_pass):
+            self.refuse(error)
+        else:
+            self._wait_for_envs(self.loss, body, error, now)
+
+    def _wait_for_envs(
+        self, loss: Loss, body: ErrorBody, error: EnvserveError, now: float
+    ) -> None:
+        """Plans when to ask again, unless the envs are somebody else's for good.
+
+        After a restart others may have been served first, and a server that drains is
+        followed by another; but what our own silence has lost is not given back.
+        """
+        is_full = body.code is ErrorCode.ENVS_BUSY and not body.is_draining
+        if is_full and isinstance(loss.error, LeaseLost) and self.address == self.home:
+            loss.busy_until = min(loss.busy_until, now + _BUSY_SECONDS)
+            if now >= loss.busy_until:
+                self.fail(LeaseLost(f"{loss.error}; and others have them: {error}"))
+                return
+        self._requests.clear()
+        if body.code is not ErrorCode.ENVS_BUSY:  # it remembers how this session ended
+            self._requests.change_session()
+            self.machine.move(ClientState.HELLO_SENT)
+        loss.retry_at = now + _RETRY_SECONDS
+
+    @property
+    def lost_at(self) -> float:
+        """When to `give_up`."""
+        if self.awaits_look:
+            return math.inf
+        since, loss = self._requests.silence.since, self.loss
+        state, patience = self.machine.state, self._patience
+        if state.has_envs:
+            return since + patience.lost_seconds
+        if loss is None:
+            return since + patience.connect_seconds
+        if loss.given_up is not None:
+            return math.inf
+        lost_at = loss.since + patience.lost_seconds
+        if state is ClientState.ATTACHING and loss.retry_at == math.inf:
+            # The server is building: that may take as long as it says so.
+            least = min(patience.connect_seconds, patience.lost_seconds)
+            return max(lost_at, since + least)
+        return lost_at
+
+    def give_up(self, now: float) -> None:
+        """Handles a server that is silent, or envs that are lost, for too long."""
+        if self.operations is None:
+            self.fail(
+                self.refusal
+                or ConnectError(
+                    f"{self.address}: no server answered within "
+                    f"{self._patience.connect_seconds:g} s; is `envserve start --bind "
+                    f"{self.address}` running there, and can it be reached?"
+                )
+            )
+            return
+        loss, state = self.loss, self.machine.state
+        if loss is None or state.has_envs:
+            silence = max(0.0, now - self._requests.silence.since)
+            what = f"no answer for {silence:.0f} s"
+        else:
+            what = f"its envs are lost for {now - loss.since:.0f} s ({loss.error})"
+        error = ServerLost(
+            f"{self.address}: {what}, so it is given up; look at the server's log, or "
+            f"raise server_lost_after"
+        )
+        if not self._patience.pads or state is ClientState.CLOSING:
+            self.fail(error)
+            return
+        _LOGGER.warning("%s; its rows are padding until it is back", error)
+        if loss is None or state.has_envs:
+            self.lose_lease(error, now)
+        if self.loss is not None:
+            self.loss.given_up = error
+
+    # How it ends.
+
+    def give_back(self, now: float) -> None:
+        """Forgets all, and tells the server that the envs are not needed."""
+        self.loss = None
+        self._requests.clear()
+        if self.operations is not None:
+            self.operations.forget()
+        if self.machine.state in (ClientState.ATTACHING, ClientState.READY):
+            self.machine.move(ClientState.CLOSING)
+            self._requests.send(Request(MessageType.DETACH), now)
+        else:
+            self.machine.move(ClientState.CLOSED)
+
+    def close(self) -> None:
+        """Ends it, since the server has the envs."""
+        self._requests.clear()
+        self.machine.move(ClientState.CLOSED)
+
+    def fail(self, error: EnvserveError) -> None:
+        """Ends it with an error, which all that is in flight gets."""
+        self.machine.move(ClientState.LOST)
+        self.error = error
+        self.loss = None
+        self._requests.clear()
+        if self.operations is not None:
+            self.operations.fail_all(error)
+
+    def refuse(self, error: EnvserveError) -> None:
+        """Ends it likewise, and tells the server, which may think that it goes on.
+
+        A server that was asked in another's place is only asked no more.
+        """
+        farewell = self._requests.pack(MessageType.DETACH)
+        if self.loss is not None and self.address != self.home:
+            _LOGGER.warning("%s; another server is looked for", error)
+            self.loss.error, self.loss.retry_at = error, math.inf
+            self.is_unfit = True
+            self._requests.change_session()
+            self.machine.move(ClientState.HELLO_SENT)
+        else:
+            self.fail(error)
+        self._requests.say_farewell(farewell)
+
+
+def _check_equal(granted: Granted, before: Operations, home: str) -> None:
+    """Refuses other envs than before: rows have their shapes and places.
+
+    docs/decisions.md: "A lane keeps its blocks, whoever steps them".
+    """
+    different = list(before.spec.differences(granted.spec))
+    cuts, now = ([(b.start, b.split) for b in of.blocks] for of in (before, granted))
+    if cuts != now:
+        text = f"{len(cuts)} before, {len(now)} other ones now"
+        different.append(f"blocks: {text}; start the server with as many --workers")
+    if different:
+        raise RemoteProtocolError(
+            f"expected envs as before{home and f', of {home}'}; got other ones: "
+            f"{'; '.join(different)}"
+        )
+
+
+def attach_again(attach: Attach, num_leases: int) -> Attach:
+    """Returns what to ask for after so many leases: the same, with other seeds."""
+    first = attach.first_incarnation + num_leases * INCARNATIONS_PER_LEASE
+    return replace(attach, first_incarnation=first & 0xFFFFFFFF)
+
+
+def attach_of(request: EnvRequest, address: str) -> Attach:
+    """Returns what asks for envs; raises EnvStartError if that cannot be sent."""
+    attach = Attach(**{f.name: getattr(request, f.name) for f in fields(EnvRequest)})
+    try:
+        attach.encode()
+    except codec.CodecError as error:
+        raise EnvStartError(f"{address}: env_kwargs or wrappers: {error}") from None
+    return attach

@@ -1,0 +1,368 @@
+"""A client's requests: what waits for an answer, what waits to be sent, how long.
+
+A request is sent again, byte for byte but for its attempt, after 1 s, then 2 s, then
+every 4 s, and at once when a connection is made anew. At most one copy of it waits to
+be sent, so the outbox is bounded. What needs no answer of its own is sent once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from envserve.errors import CallError, EnvserveError, RemoteProtocolError, ServerLost
+from envserve.lane import Call, Reset
+from envserve.spaces import codec
+from envserve.wire.bodies import CallBody
+from envserve.wire.constants import MAX_TOLD_BLOCKS, MAX_TOLD_BYTES, MessageType
+from envserve.wire.message import Buffer, Message, pack, set_attempt
+from envserve.wire.rows import RowPart
+
+__all__ = [
+    *("Loss", "Patience", "Request", "Requests", "Silence", "Unasked"),
+    "pack_calls",
+]
+
+_FIRST_RESEND_SECONDS: Final = 1.0
+_MAX_RESEND_SECONDS: Final = 4.0
+_PING_SECONDS: Final = 1.0
+#: Silence, though something was asked, after which a server counts as unreachable.
+_UNREACHABLE_SECONDS: Final = 3.5
+#: The same for a connection that is broken.
+_BROKEN_SECONDS: Final = 1.0
+#: Longer than any wait of ours: after such a gap, it is we who have slept.
+_NAP_SECONDS: Final = 5.0
+#: How much of what answers nothing may come within a second: so much, and as many
+#: copies of each piece of an answer as a server may owe that was stopped for a minute.
+_MAX_UNASKED: Final = 1000
+_MAX_COPIES: Final = 32
+_ANSWERS: Final[Mapping[MessageType, MessageType]] = {
+    MessageType.STEP: MessageType.RESULT,
+    MessageType.RESET: MessageType.RESULT,
+    MessageType.CALL: MessageType.CALL_RESULT,
+}
+#: Places in the outbox of what has no request number.
+_PING_PLACE: Final = 0
+_FAREWELL_PLACE: Final = -1
+#: An odd number: all session numbers differ before they repeat.
+_STRIDE: Final = 0x9E3779B97F4A7C15
+
+
+@dataclass(slots=True)
+class Request:
+    """Something asked of the server, from its drafting to its answer.
+
+    Attributes:
+      type: STEP, RESET or CALL; or HELLO, ATTACH or DETACH, which have no entries.
+      entries: The blocks that it is about, each with its seq.
+      body: What it says.
+      payload: More rows.
+      part: Where rows of the answer go.
+      resets: Of a RESET, per block.
+      is_step: Whether its caller waits for a step; of a block that is lost, the server
+        is sent a RESET.
+      id: Its number; 0 until it is sent.
+      answered: Blocks that were answered on their own.
+      frames: What was sent.
+      attempt: How often it was sent before.
+      resend_at: When to send it again.
+      delay: How long to wait for an answer then.
+    """
+
+    type: MessageType
+    entries: tuple[tuple[int, int], ...] = ()
+    body: bytes = b""
+    payload: Buffer = b""
+    part: RowPart | None = None
+    resets: tuple[Reset, ...] = ()
+    is_step: bool = False
+    id: int = 0
+    answered: set[int] = field(default_factory=set)
+    frames: list[Buffer] = field(default_factory=list)
+    attempt: int = 0
+    resend_at: float = math.inf
+    delay: float = _FIRST_RESEND_SECONDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long a client waits for its server, and how much it takes from it."""
+
+    connect_seconds: float = 10.0
+    """Longest silence before the envs are granted."""
+    lost_seconds: float = 60.0
+    """How long to wait for a server that is silent, or for lost envs, after that."""
+    pads: bool = False
+    """Whether to try on for ever then, and to say so by `given_up`, and not to end."""
+    max_row_mib: int = 1024
+    """Most memory for the rows of its envs: the server says how long they are."""
+
+
+@dataclass(slots=True)
+class Loss:
+    """A lease that was lost.
+
+    Attributes:
+      error: What has happened.
+      since: When.
+      given_up: Why nobody should wait for the envs any more.
+      retry_at: When to ask again.
+      busy_until: How long to ask though others have the envs.
+      farewell: Tells the server that the old lease is not needed; may be empty.
+    """
+
+    error: EnvserveError
+    since: float
+    given_up: ServerLost | None = None
+    retry_at: float = math.inf
+    busy_until: float = math.inf
+    farewell: list[Buffer] = field(default_factory=list)
+
+
+class Silence:
+    """How long the server has not answered, as far as it is to blame for that.
+
+    Counted from the first message that is not answered.
+
+    Attributes:
+      since: When it began; infinity while nothing is unanswered.
+      ping_at: When to ask for a sign of life.
+      broken_since: Since when it is broken; infinity while there is a connection.
+      is_unreachable: Whether that is so long ago that nobody need wait; until the
+        server is heard.
+      total_seconds: All silences that were longer than a ping takes.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.since, self.broken_since = now, math.inf
+        self.ping_at = math.inf
+        self.is_unreachable = False
+        self.total_seconds = 0.0
+        self._looked_at = now
+
+    def hear(self, now: float) -> None:
+        """Notes a message of the server."""
+        if now - self.since > _PING_SECONDS:
+            self.total_seconds += now - self.since
+        self.since = math.inf
+        self.ping_at = now + _PING_SECONDS
+        self.is_unreachable = False
+
+    def expect_answer(self, now: float) -> None:
+        """Notes that the server was asked something."""
+        self.since = min(self.since, now)
+
+    def break_off(self, now: float) -> None:
+        """Notes that the connection has broken."""
+        self.broken_since = min(self.broken_since, now)
+
+    def mend(self) -> None:
+        """Notes that there is a connection again."""
+        self.broken_since = math.inf
+
+    def look(self, now: float) -> None:
+        """Notes that we are awake; does not count time in which we were not."""
+        if now - self._looked_at > _NAP_SECONDS:
+            if self.since < math.inf:
+                self.since = now
+            if self.broken_since < math.inf:
+                self.broken_since = now
+        self._looked_at = now
+
+    @property
+    def unreachable_at(self) -> float:
+        """From when on the server counts as unreachable; inf if it does already."""
+        if self.is_unreachable:
+            return math.inf
+        broken_at = self.broken_since + _BROKEN_SECONDS
+        return min(self.since + _UNREACHABLE_SECONDS, broken_at)
+
+
+class Unasked:
+    """Counts what comes and answers nothing, by the second.
+
+    Signs of life, news of the lease, answers that come late: of a server of ours they
+    are few.
+    """
+
+    def __init__(self) -> None:
+        self._since = -math.inf
+        self._count = 0
+
+    def count(
+        self, what: int | str, num_bytes: int, num_pieces: int, now: float
+    ) -> None:
+        """Counts a message, a long one as many; for `num_pieces` see `Operations`.
+
+        Raises:
+          RemoteProtocolError: It is one too many.
+        """
+        if now - self._since >= 1.0:
+            self._since, self._count = now, 0
+        self._count += 1 + (num_bytes >> 16)
+        allowed = _MAX_UNASKED + _MAX_COPIES * num_pieces
+        if self._count > allowed:
+            raise RemoteProtocolError(
+                f"expected at most {allowed} messages (or as many times 64 KiB) a "
+                f"second that answer nothing; got more, the last one "
+                f"{getattr(what, 'name', what)}; is that an envserve server?"
+            )
+
+
+class Requests:
+    """Numbers what is sent, and keeps it until it is answered.
+
+    Attributes:
+      session: Number of the session.
+      boot: Number of the server's start; 0 until it has said WELCOME.
+      epoch: Number of the lease; 0 until it is granted.
+      outbox: Frames to send, by request, in their order; who has sent some deletes
+        them.
+      waiting: What has no answer yet, by number.
+      silence: Since when an answer is missing.
+      num_resends: How many copies were sent.
+    """
+
+    def __init__(self, session: int, now: float) -> None:
+        """Starts with nothing to send; `session` as for `ClientSession`."""
+        self.session = session
+        self.boot = 0
+        self.epoch = 0
+        self.outbox: dict[int, list[Buffer]] = {}
+        self.waiting: dict[int, Request] = {}
+        self.silence = Silence(now)
+        self.num_resends = 0
+        self._last_id = 0
+
+    def send(self, request: Request, now: float) -> None:
+        """Sends a request for the first time, or anew under another number."""
+        self._last_id += 1
+        number = request.id = self._last_id
+        numbers = (self.session, self.boot, self.epoch)
+        kind, entries, payload = request.type, request.entries, request.payload
+        request.frames = pack(kind, numbers, number, entries, request.body, payload)
+        request.attempt = 0
+        request.resend_at = now + _FIRST_RESEND_SECONDS
+        request.delay = _FIRST_RESEND_SECONDS
+        self.waiting[number] = request
+        self.outbox[number] = request.frames
+        if self.silence.since == math.inf:  # in line: it is done at every step
+            self.silence.since = now
+
+    def answered_by(self, message: Message) -> Request | None:
+        """Returns the request that a RESULT or CALL_RESULT answers, if one waits.
+
+        As a whole, or, of several blocks, one that was not answered yet.
+        """
+        request = self.waiting.get(message.request)
+        if (
+            request is None
+            or message.type is not _ANSWERS.get(request.type)
+            or message.epoch != self.epoch
+        ):
+            return None
+        entries = message.entries
+        if entries == request.entries and not request.answered:
+            return request
+        is_part = len(entries) == 1 and entries[0] in request.entries
+        if is_part and entries[0][0] not in request.answered:
+            return request
+        return None
+
+    def note_answer(self, request: Request, message: Message) -> None:
+        """Forgets a request, or notes which of its blocks was answered."""
+        if message.entries != request.entries:
+            request.answered.add(message.entries[0][0])
+            if len(request.answered) < len(request.entries):
+                return
+        self.remove(request.id)
+
+    def remove(self, request: int) -> None:
+        """Forgets a request, now answered."""
+        self.waiting.pop(request, None)
+        self.outbox.pop(request, None)
+
+    def clear(self) -> None:
+        """Forgets all requests, and what waits to be sent."""
+        self.waiting.clear()
+        self.outbox.clear()
+
+    def resend_due(self, now: float) -> None:
+        """Sends again what has waited for long enough."""
+        for request in self.waiting.values():
+            if now >= request.resend_at:
+                request.delay = min(2 * request.delay, _MAX_RESEND_SECONDS)
+                self._send_again(request, now)
+                self.silence.expect_answer(now)
+
+    def resend_all(self, now: float) -> None:
+        """Sends again what the last connection may have swallowed: everything sent."""
+        for request in self.waiting.values():
+            if request.id not in self.outbox:
+                request.delay = _FIRST_RESEND_SECONDS
+                self._send_again(request, now)
+        self.silence.expect_answer(now)
+
+    def _send_again(self, request: Request, now: float) -> None:
+        request.attempt += 1
+        head, *rest = request.frames
+        request.frames = [set_attempt(head, request.attempt), *rest]
+        request.resend_at = now + request.delay
+        self.num_resends += 1
+        self.outbox[request.id] = request.frames
+
+    def postpone_running(self, running: Container[int], now: float) -> None:
+        """Puts off resends, since the server is at work at these blocks."""
+        for request in self.waiting.values():
+            for block, _ in request.entries:
+                if block in running and block not in request.answered:
+                    request.resend_at = now + request.delay
+
+    def next_resend(self) -> float:
+        """When `resend_due` has to be called next."""
+        return min((r.resend_at for r in self.waiting.values()), default=math.inf)
+
+    def ping(self, now: float) -> None:
+        """Asks for a sign of life."""
+        self.outbox[_PING_PLACE] = self.pack(MessageType.PING)
+        self.silence.ping_at = now + _PING_SECONDS
+        self.silence.expect_answer(now)
+
+    def pack(self, type_: MessageType) -> list[Buffer]:
+        """Packs a message without number and content, of the present lease."""
+        return pack(type_, (self.session, self.boot, self.epoch), 0)
+
+    def say_farewell(self, farewell: list[Buffer]) -> None:
+        """Sends once that a lease is not needed any more."""
+        if farewell:
+            self.outbox[_FAREWELL_PLACE] = farewell
+
+    def change_session(self) -> None:
+        """Begins another session: answers to this one are strange from now on."""
+        self.clear()
+        self.session = (self.session + _STRIDE) & 0xFFFFFFFFFFFFFFFF or _STRIDE
+        self.boot = self.epoch = 0
+
+
+def pack_calls(
+    calls: Sequence[Call], address: str
+) -> list[tuple[Sequence[Call], bytes]]:
+    """Returns the bodies of CALLs, as few as can be, each with what it asks for.
+
+    Raises:
+      CallError: Arguments are too long for a message.
+    """
+    longest = max(len(call.arguments) for call in calls)
+    size = min(MAX_TOLD_BLOCKS, MAX_TOLD_BYTES // max(longest, 1)) or 1
+    chunks = [calls[at : at + size] for at in range(0, len(calls), size)]
+    try:
+        return [(chunk, CallBody.of(chunk).encode()) for chunk in chunks]
+    except codec.CodecError as error:
+        if len(calls) > 1:
+            return [pair for call in calls for pair in pack_calls([call], address)]
+        row = calls[0].env_indices[0]
+        raise CallError(
+            f"{address}: Env {row}: {calls[0].name}: {error}", env_index=row
+        ) from None

@@ -1,0 +1,1 @@
+"""The server half of a session."""

@@ -1,0 +1,213 @@
+"""How much each user may have of a server, within what all may have together.
+
+A user is the name of a key; or it is "local", or "" without one, and then the host's
+limits are all there is. What a key may, its grant, only ever narrows them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from envserve.keys.grant import Grant
+from envserve.session.server.policy import (
+    OverQuota,
+    Refusal,
+    TooEarly,
+    check_kwargs,
+    narrow,
+)
+from envserve.settings import HostSettings
+from envserve.wire.bodies import Attach
+from envserve.wire.constants import ErrorCode
+
+__all__ = ["AUDIT", "KEYLESS", "Amounts", "Quota", "Quotas", "tell"]
+
+#: Whoever writes an audit takes its records, whose arguments are those of `tell`.
+AUDIT: Final = logging.getLogger("envserve.audit")
+#: Who is known by no key.
+KEYLESS: Final = frozenset({"", "local"})
+#: How fast a key may begin leases, each of which forks processes.
+_ATTACHES_PER_SECOND: Final = 2
+_ATTACHES_AT_ONCE: Final = 8
+
+
+def tell(
+    event: str, user: str, env: str = "", count: int = 0, reason: str = ""
+) -> None:
+    """Says to whoever writes an audit what has happened to a user, and to envs."""
+    AUDIT.debug("%s: %s: %s x%d: %s", event, user, env, count, reason)
+
+
+class Amounts(NamedTuple):
+    """What a claim takes; or all claims of a user, or of all users."""
+
+    envs: int = 0
+    processes: int = 0
+    leases: int = 0
+
+    @classmethod
+    def of(cls, attach: Attach, host: HostSettings) -> Amounts:
+        """Returns what a client asks for."""
+        most = attach.num_envs // min(attach.num_splits, attach.num_envs)
+        each = min(host.num_workers, attach.blocks_per_split or most, most)
+        return cls(attach.num_hosted, each, 1)
+
+    @classmethod
+    def most(cls, host: HostSettings) -> Amounts:
+        """Returns the most that all users of a host may have together."""
+        processes = max(host.max_processes, host.num_workers)
+        return cls(host.total_envs, processes, host.total_envs)
+
+
+@dataclass(frozen=True)
+class Quota:
+    """What one user may.
+
+    Attributes:
+      user: Who.
+      host: What all may.
+      grant: What the user's key may; None without a key.
+    """
+
+    user: str
+    host: HostSettings
+    grant: Grant | None
+
+    @property
+    def settings(self) -> HostSettings:
+        """The host's, as narrow as they are for the user."""
+        return self.host if self.grant is None else narrow(self.host, self.grant)
+
+    @property
+    def limits(self) -> Amounts:
+        """The most that the user may have: keys leave a quarter of processes."""
+        most = Amounts.most(self.host)
+        if self.grant is None:
+            return most
+        processes = most.processes - most.processes // 4
+        most = most._replace(processes=max(processes, self.host.num_workers))
+        grant = (self.grant.max_envs, self.grant.max_processes, self.grant.max_leases)
+        return Amounts(*(min(a, b or a) for a, b in zip(most, grant, strict=True)))
+
+    def choose(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns those of the env names on offer that the user may have."""
+        return names if self.grant is None else _choose(self.grant, names)
+
+    def check(self, attach: Attach) -> None:
+        """Raises Refusal for an env, or an argument of it, that is not allowed."""
+        grant = self.grant
+        if grant is not None and not grant.may_use(attach.env_name):
+            raise Refusal(
+                ErrorCode.REFUSED,
+                f"{self.user} may use {' and '.join(grant.envs)}; asked for "
+                f"{attach.env_name}; the operator can add it in the file clients",
+            )
+        check_kwargs(self.host.allowed_kwargs, attach.env_kwargs)
+        if grant is not None and grant.allowed_kwargs is not None:
+            check_kwargs(grant.allowed_kwargs, attach.env_kwargs)
+
+    def check_amounts(
+        self, asked: Amounts, held: Iterable[tuple[str, Amounts]]
+    ) -> None:
+        """Raises OverQuota for more than the user may have, now or ever.
+
+        Args:
+          asked: What it asks for.
+          held: What each claim there is takes, and whose it is.
+        """
+        own, others = [Amounts()], [Amounts()]
+        for holder, amounts in held:
+            (own if holder == self.user else others).append(amounts)
+        columns = zip(
+            Amounts._fields,
+            asked,
+            self.limits,
+            map(sum, zip(*own, strict=True)),
+            map(sum, zip(*others, strict=True)),
+            Amounts.most(self.host),
+            strict=True,
+        )
+        name = self.user or "whoever has no key"
+        for what, wanted, limit, has, others_have, total in columns:
+            if wanted > limit:
+                raise OverQuota(
+                    ErrorCode.REFUSED,
+                    f"{name} may have {limit:,} {what}; asked for {wanted:,}; the "
+                    f"operator can allow more in the file clients",
+                )
+            if has + wanted > limit:
+                raise OverQuota(
+                    ErrorCode.ENVS_BUSY,
+                    f"{name} has {has:,} of its {limit:,} {what}; others have "
+                    f"{others_have:,} of {total:,}",
+                )
+            if has + others_have + wanted > total:
+                raise OverQuota(
+                    ErrorCode.ENVS_BUSY,
+                    f"{wanted:,} {what} asked for, {total - has - others_have:,} of "
+                    f"{total:,} free; end what holds them, or start the server with "
+                    f"more --max-processes",
+                )
+
+
+@lru_cache(maxsize=64)
+def _choose(grant: Grant, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(filter(grant.may_use, names))
+
+
+class Quotas:
+    """Knows what users may, and how fast they have begun leases of late."""
+
+    def __init__(
+        self, host: HostSettings, grant_of: Callable[[str], Grant | None] | None
+    ) -> None:
+        """Starts with nothing begun.
+
+        Args:
+          host: What all may.
+          grant_of: What the key of a name may; None if it is not good any more.
+            Where there is no such function, users have no keys.
+        """
+        self._host = host
+        self._grant_of = grant_of
+        #: When each user's next lease would begin if they had come evenly.
+        self._due: dict[str, float] = {}
+
+    def of(self, user: str) -> Quota:
+        """Returns what a user may; raises Refusal if that is nothing."""
+        if self._grant_of is None or user in KEYLESS:
+            return Quota(user, self._host, None)
+        grant = self._grant_of(user)
+        if grant is None:
+            raise Refusal(
+                ErrorCode.REFUSED,
+                f"the key of {user} is not good here any more: it has expired, or was "
+                f"removed; ask for another invitation: envserve invite {user}",
+            )
+        return Quota(user, self._host, grant)
+
+    def weight_of(self, user: str) -> float:
+        """Returns how a user's share of the loop compares with those of others."""
+        try:
+            grant = self.of(user).grant
+        except Refusal:
+            return 1.0
+        return 1.0 if grant is None else grant.share
+
+    def begin_lease(self, quota: Quota, now: float) -> None:
+        """Notes that a lease begins; raises TooEarly if it may not yet."""
+        if quota.grant is None:
+            return
+        interval = 1 / _ATTACHES_PER_SECOND
+        due = max(self._due.get(quota.user, now), now)
+        if due > now + (_ATTACHES_AT_ONCE - 1) * interval:
+            raise TooEarly(
+                ErrorCode.ENVS_BUSY,
+                f"{quota.user} may attach {_ATTACHES_PER_SECOND} times a second, and "
+                f"{_ATTACHES_AT_ONCE} times at once; more of them wait",
+            )
+        self._due[quota.user] = due + interval

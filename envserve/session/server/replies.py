@@ -1,0 +1,166 @@
+"""Answers: messages that repeat the numbers of what they answer; and their texts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from envserve.errors import RemoteProtocolError
+from envserve.session.server.decisions import Decision, Reply
+from envserve.session.server.policy import Refusal
+from envserve.text import without_folders
+from envserve.wire.bodies import Building, Drain
+from envserve.wire.constants import (
+    DRAIN_WORD,
+    MIN_VERSION,
+    VERSION,
+    ErrorCode,
+    Executed,
+    MessageType,
+)
+from envserve.wire.handshake import ErrorBody, Join
+from envserve.wire.message import Buffer, Message, pack
+
+__all__ = ["Answers", "lease_lost", "no_new_leases", "versions_differ"]
+
+
+class Answers:
+    """Makes the answers of one start of a server.
+
+    Attributes:
+      refusals: ERRORs, by the name of their code.
+    """
+
+    def __init__(self, boot: int, *, shows_folders: bool = False) -> None:
+        """Takes the boot id, and whether clients may know where files here are."""
+        self._boot = boot
+        self.refusals: Counter[str] = Counter()
+        self._shows_folders = shows_folders
+
+    def reply(
+        self,
+        asked: Message,
+        type_: MessageType,
+        body: bytes = b"",
+        *,
+        entries: tuple[tuple[int, int], ...] | None = None,
+        payload: Buffer = b"",
+        report: bytes = b"",
+        version: int = VERSION,
+    ) -> Reply:
+        """Answers a message with another that repeats its numbers, and its entries.
+
+        Those are replaced by `entries`, if given; all else is as for `wire.pack`.
+        """
+        frames = pack(
+            type_,
+            (asked.session, self._boot, asked.epoch),
+            asked.request,
+            asked.entries if entries is None else entries,
+            body,
+            payload,
+            report,
+            version=version,
+            attempt=asked.attempt,
+        )
+        return Reply(asked.peer, frames)
+
+    def join(
+        self, asked: Message, enrol: Callable[[str, bytes], None] | None
+    ) -> list[Decision]:
+        """Answers a JOIN, and nothing else that comes by the key of an invitation.
+
+        `enrol` puts a public key in that one's place; None where no keys are used.
+        """
+        if asked.type is not MessageType.JOIN:
+            return []
+        if asked.version != VERSION:
+            raise versions_differ(asked.version)
+        if enrol is None:
+            raise RemoteProtocolError("this server uses no keys")
+        enrol(asked.peer[-1], Join.decode(asked.body).public)
+        return [self.reply(asked, MessageType.JOINED)]
+
+    def drain(
+        self, asked: Message, drain: Callable[[], float] | None
+    ) -> list[Decision]:
+        """Answers an ASK_DRAIN; see `ServerSession`."""
+        if asked.peer[-1] != "local" or drain is None:
+            raise Refusal(
+                ErrorCode.REFUSED,
+                "expected the user who runs this server, by its own keys or over ipc; "
+                "others end what they have by leaving",
+            )
+        if asked.body != DRAIN_WORD:
+            raise RemoteProtocolError("expected the body of an ASK_DRAIN")
+        body = Drain(grace_ms=int(1000 * drain())).encode()
+        return [self.reply(asked, MessageType.DRAIN, body)]
+
+    def building(self, asked: Message, seconds: float = 0.0) -> Reply:
+        """Says that the envs are still being built, for so long."""
+        body = Building(elapsed_ms=int(1000 * seconds)).encode()
+        return self.reply(asked, MessageType.BUILDING, body)
+
+    def error(self, asked: Message, body: ErrorBody) -> Reply:
+        """Answers with an ERROR, as the client's version has it."""
+        self.refusals[body.code.name] += 1
+        error = self.shown_error(body).encode()
+        return self.reply(asked, MessageType.ERROR, error, version=asked.version)
+
+    def shown(self, text: str) -> str:
+        """Returns what clients may know of a text of an env's."""
+        return text if self._shows_folders else without_folders(text)
+
+    def shown_error(self, body: ErrorBody) -> ErrorBody:
+        """Returns what they may know of an error."""
+        text, traceback = self.shown(body.text), self.shown(body.traceback)
+        return replace(body, text=text, traceback=traceback)
+
+    def refuse(self, asked: Message, code: ErrorCode, text: str) -> Reply:
+        """Says that a request, or this copy of it, was refused."""
+        # An earlier one may have been whole, and executed, by a lease that is no more.
+        executed = Executed.UNKNOWN if asked.attempt else Executed.NO
+        return self.error(asked, ErrorBody(code=code, executed=executed, text=text))
+
+    def fence(self, asked: Message, what: str) -> Reply:
+        """Says that a message belongs to a lease or server of the past."""
+        text = f"this request is from before the {what}; attach anew"
+        return self.refuse(asked, ErrorCode.FENCED, text)
+
+    def session_ended(self, asked: Message, reason: ErrorBody | None) -> Reply:
+        """Says that a session has no envs any more, and why; None for a DETACH."""
+        is_about_session = asked.type in (MessageType.DETACH, MessageType.ATTACH)
+        if reason is not None:
+            if not is_about_session:  # or only this request would seem to have failed
+                reason = replace(reason, code=ErrorCode.LEASE_LOST)
+            return self.error(asked, reason)
+        if is_about_session:
+            return self.reply(asked, MessageType.DETACHED)
+        body = ErrorBody(code=ErrorCode.LEASE_LOST, text="this session has detached")
+        return self.error(asked, body)
+
+
+def versions_differ(theirs: object) -> Refusal:
+    """Says that client and server share no version."""
+    return Refusal(
+        ErrorCode.VERSION_MISMATCH,
+        f"the server speaks {MIN_VERSION} to {VERSION}, this client {theirs}; "
+        f"install the same release",
+    )
+
+
+def lease_lost(text: str) -> ErrorBody:
+    """Says why a client's envs are gone by the server's will."""
+    return ErrorBody(code=ErrorCode.LEASE_LOST, executed=Executed.UNKNOWN, text=text)
+
+
+def no_new_leases() -> Refusal:
+    """Says that the server is about to stop."""
+    return Refusal(
+        ErrorCode.ENVS_BUSY,
+        "the server is draining: it gives out no envs any more, and is about to stop; "
+        "attach to another, or again once it was restarted",
+        is_draining=True,
+    )

@@ -1,0 +1,1 @@
+"""Spaces and the values in them: leaves, encodings, infos, checks."""

@@ -1,0 +1,253 @@
+"""The report of a result: its infos, faults and errors of single blocks.
+
+A report that would exceed its limit loses the largest of its infos, key by key, and
+names them; then the ends of its texts; at last, all but one text per kind of fault,
+and all but one error. Which rows and blocks have failed is never lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Final
+
+import numpy as np
+from msgspec import Meta, Raw, Struct
+from msgspec.structs import replace
+
+from envserve.errors import EnvserveError, RemoteProtocolError
+from envserve.lane import Fault, Outcome
+from envserve.slab import Status
+from envserve.spaces.infos import Packed, Room, encode_infos, join_infos
+from envserve.text import one_line, printable
+from envserve.wire.bodies import read_values
+from envserve.wire.constants import (
+    MAX_ENTRIES,
+    MAX_REPORT_BYTES,
+    MAX_REPORT_VALUES,
+    MAX_TEXT_BYTES,
+    Executed,
+)
+from envserve.wire.handshake import Body, ErrorBody, Row, clip, exception_of, read
+from envserve.wire.message import Buffer
+
+__all__ = ["Report"]
+
+#: To how many bytes texts are cut, one after the other, until the report fits.
+_TEXT_BYTES: Final = (MAX_TEXT_BYTES, 1024, 256, 64)
+#: The same when there is one text per kind only: 6 kinds of at most 65,536 rows, and
+#: one error, are then surely below the limit.
+_MERGED_TEXT_BYTES: Final = 256
+#: Longest set of rows or blocks that goes as numbers. Longer ones go as a bitmap: bit
+#: i % 8 of byte i // 8 is index i, so that a set has a bound however it is scattered.
+_MAX_LISTED: Final = 64
+
+#: Rows by status, is_violation and text; blocks by error.
+_Faults = dict[tuple[Status, bool, str], list[int]]
+_Errors = dict["ErrorBody", list[int]]
+
+#: How many notes there are at most, and how much of each.
+_MAX_NOTES: Final = 4
+_MAX_NOTE: Final = 1024
+_Note = Annotated[str, Meta(max_length=_MAX_NOTE)]
+_Indices = tuple[Row, ...] | Annotated[bytes, Meta(max_length=(1 << 16) // 8)]
+
+
+class _FaultGroup(Struct, array_like=True):
+    status: Status
+    is_violation: bool
+    text: str
+    rows: _Indices
+
+    def __post_init__(self) -> None:
+        self.text = printable(self.text)
+
+
+class _Report(Body, frozen=True, kw_only=True):
+    """A report on the wire: one text often concerns all rows of a worker."""
+
+    infos: Raw
+    faults: Sequence[_FaultGroup]
+    errors: Sequence[tuple[_Indices, ErrorBody]]
+    notes: Annotated[tuple[_Note, ...], Meta(max_length=_MAX_NOTES)] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a RESULT says beyond its rows.
+
+    Attributes:
+      infos: Info dict by row.
+      faults: Faults, by row.
+      errors: By block: the operation failed as a whole there.
+      notes: What is to be said once about the envs; a few, and short.
+      packed_infos: Of who sends: the infos as they were encoded, if they all were.
+    """
+
+    infos: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    faults: Sequence[Fault] = ()
+    errors: Mapping[int, ErrorBody] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    packed_infos: Mapping[int, Packed] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """Returns the frame, empty if there is nothing to say."""
+        if not (self.infos or self.faults or self.errors or self.notes):
+            return b""
+        notes = tuple(dict.fromkeys(self.notes))[:_MAX_NOTES]
+        faults: _Faults = {}
+        for fault in self.faults:
+            key = (fault.status, fault.is_violation, fault.text)
+            faults.setdefault(key, []).append(fault.env_index)
+        errors: _Errors = {}
+        for block, error in self.errors.items():
+            errors.setdefault(error, []).append(block)
+        if max(len(faults), len(errors)) <= MAX_ENTRIES:
+            for text_bytes in _TEXT_BYTES:
+                frame = _pack(b"\x80", faults, errors, notes, text_bytes)
+                room = Room(MAX_REPORT_BYTES - len(frame), MAX_REPORT_VALUES)
+                if room.num_bytes > 0:
+                    infos = self._encode_infos(room)
+                    return _pack(infos, faults, errors, notes, text_bytes)
+        merged = _merge_faults(faults), _merge_errors(errors)
+        return _pack(b"\x80", *merged, notes, _MERGED_TEXT_BYTES)
+
+    def _encode_infos(self, room: Room) -> bytes:
+        if len(self.packed_infos) == len(self.infos):
+            return join_infos(self.packed_infos, self.infos, room)
+        return encode_infos(self.infos, room, room)
+
+    @classmethod
+    def decode(cls, frame: Buffer) -> Report:
+        """Reads a frame, of no row or block twice; raises RemoteProtocolError."""
+        if not frame:
+            return cls()
+        report = read(frame, _Report, "report")
+        rows = _unpack_disjoint([group.rows for group in report.faults], "faults")
+        blocks = _unpack_disjoint([blocks for blocks, _ in report.errors], "errors")
+        return cls(
+            infos=read_values(
+                memoryview(report.infos),
+                dict[Row, Mapping[Any, Any]],
+                "report.infos",
+                MAX_REPORT_VALUES,
+            ),
+            faults=tuple(
+                Fault(row, group.status, group.text, group.is_violation)
+                for group, listed in zip(report.faults, rows, strict=True)
+                for row in listed
+            ),
+            errors={
+                block: error
+                for (_, error), listed in zip(report.errors, blocks, strict=True)
+                for block in listed
+            },
+            notes=tuple(map(one_line, report.notes)),
+        )
+
+    def outcomes(
+        self, entries: Sequence[tuple[int, int]], row_blocks: Sequence[int], where: str
+    ) -> dict[int, Outcome]:
+        """Returns what it says of each block that a RESULT with these entries answers.
+
+        `row_blocks` has the block of each row; errors say `where` they are from.
+
+        Raises:
+          RemoteProtocolError: It says something of others.
+        """
+        infos: dict[int, dict[int, Any]] = {block: {} for block, _ in entries}
+        faults: dict[int, list[Fault]] = {block: [] for block in infos}
+        errors: dict[int, EnvserveError | None] = dict.fromkeys(infos)
+        # One error may be that of thousands of blocks.
+        known = {body: exception_of(body, where) for body in {*self.errors.values()}}
+        errors.update({block: known[body] for block, body in self.errors.items()})
+        try:
+            for row, info in self.infos.items():
+                infos[row_blocks[row]][row] = info
+            for fault in self.faults:
+                faults[row_blocks[fault.env_index]].append(fault)
+        except LookupError:
+            errors.clear()  # there is a row of another block, or of none
+        if infos.keys() != errors.keys():
+            raise RemoteProtocolError(
+                "report: expected rows and blocks that are answered; got others"
+            )
+        outcomes = {b: Outcome(b, infos[b], faults[b], error=errors[b]) for b in infos}
+        if self.notes:
+            first = entries[0][0]
+            outcomes[first] = outcomes[first]._replace(notes=self.notes)
+        return outcomes
+
+
+def _pack(
+    infos: bytes,
+    faults: _Faults,
+    errors: _Errors,
+    notes: tuple[str, ...],
+    text_bytes: int,
+) -> bytes:
+    return _Report(
+        notes=tuple(clip(note, _MAX_NOTE) for note in notes),
+        infos=Raw(infos),
+        faults=[
+            _FaultGroup(
+                *(status, is_violation),
+                clip(text, text_bytes, keep_end=status is Status.ENV_ERROR),
+                _pack_indices(rows),
+            )
+            for (status, is_violation, text), rows in faults.items()
+        ],
+        errors=[
+            (_pack_indices(blocks), error.clipped(text_bytes, text_bytes))
+            for error, blocks in errors.items()
+        ],
+    ).encode()
+
+
+def _merge_faults(faults: _Faults) -> _Faults:
+    """Leaves one text, the first, for each kind of fault."""
+    merged: dict[tuple[Status, bool], tuple[str, list[int]]] = {}
+    for (status, is_violation, text), rows in faults.items():
+        kind = (status, is_violation and status is Status.ENV_ERROR)
+        merged.setdefault(kind, (text, []))[1].extend(rows)
+    return {(*kind, text): rows for kind, (text, rows) in merged.items()}
+
+
+def _merge_errors(errors: _Errors) -> _Errors:
+    """Leaves one error for all blocks."""
+    if len(errors) < 2:
+        return errors
+    first = next(iter(errors))
+    blocks = [block for group in errors.values() for block in group]
+    text = f"{len(blocks)} blocks failed, the first one so: {first.text}"
+    error = replace(first, executed=Executed.UNKNOWN, text=text, env_index=None)
+    return {error: blocks}
+
+
+def _pack_indices(indices: Sequence[int]) -> tuple[int, ...] | bytes:
+    if len(indices) <= _MAX_LISTED:
+        return tuple(indices)
+    bits = np.zeros(max(indices) + 1, np.uint8)
+    bits[list(indices)] = 1
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+def _unpack_indices(indices: tuple[int, ...] | bytes) -> Sequence[int]:
+    if isinstance(indices, tuple):
+        return indices
+    bits = np.unpackbits(np.frombuffer(indices, np.uint8), bitorder="little")
+    found: list[int] = np.flatnonzero(bits).tolist()
+    return found
+
+
+def _unpack_disjoint(sets: Sequence[_Indices], where: str) -> list[Sequence[int]]:
+    """Unpacks sets, as long as no index comes twice: each takes far more than a bit."""
+    seen: set[int] = set()
+    found, count = [], 0
+    for indices in sets:
+        found.append(_unpack_indices(indices))
+        seen.update(found[-1])
+        count += len(found[-1])
+        if count > len(seen):
+            raise RemoteProtocolError(f"report.{where}: expected each index once")
+    return found

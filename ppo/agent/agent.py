@@ -1,0 +1,203 @@
+"""The agent: preprocessor, policy and value network of one pair of spaces.
+
+It acts (`act`, `mode`), judges (`distribution`, `value`) and names everything that a
+checkpoint must hold. It does not learn; that is for `ppo.learning.update`.
+"""
+
+from typing import Any
+
+import gymnasium
+import keras
+import tensorflow as tf
+
+from ppo.agent.actions.action_spaces import action_kind
+from ppo.agent.actions.distributions import Distribution
+from ppo.agent.networks.build import build_networks
+from ppo.agent.observations import ObservationPreprocessor
+from ppo.config.config import Config
+
+__all__ = ["Agent"]
+
+
+class Agent:
+    """Policy and value function for an observation space and an action space.
+
+    With `recurrent_size` each of the two has a memory, and its heads take what that
+    gives in place of features. Whoever acts then holds the states: `[N, units]` of the
+    policy's memory and, where values are wanted as well, of the value's.
+
+    Attributes:
+        actions: what policy and envs call an action.
+        preprocess: turns raw observations into features.
+        memories: that of the policy and that of the value; none without recurrence.
+    """
+
+    def __init__(
+        self,
+        observation_space: gymnasium.Space[Any],
+        action_space: gymnasium.Space[Any],
+        config: Config,
+    ) -> None:
+        self.actions = action_kind(action_space, config)
+        self.actions.check_mask(observation_space)
+        self.preprocess = ObservationPreprocessor(
+            observation_space,
+            normalize=config.normalize_observations,
+            clip=config.observation_clip,
+        )
+        self._networks = build_networks(self.preprocess, self.actions, config)
+        self.memories = self._networks.memories
+
+    def act(
+        self, observation: Any, seed: tf.Tensor, *state: tf.Tensor
+    ) -> tuple[tf.Tensor, ...]:
+        """Sample an action per row of a raw observation.
+
+        Args:
+            observation: raw observation, rows `[N, ...]`.
+            seed: int32 pair; the same seed gives the same actions.
+            state: with recurrence, float32 `[N, units]` of the policy's memory, or of
+                both; zero where an episode begins.
+
+        Returns:
+            Actions, float32 or int64 `[N, A]` or, if Discrete, int64 `[N]`, and
+            log-probabilities `[N]`, then the states after this observation.
+        """
+        rows = tf.nest.flatten(observation)[0]
+        num_rows = rows.shape[0] or tf.shape(rows)[0]  # the latter in exported graphs
+        noise = self.actions.draw_noise(num_rows, seed)
+        distribution, state = self._perceive(observation, state)
+        action = distribution.sample(noise)
+        return action, distribution.log_prob(action), *state
+
+    def snapshot(self) -> Any:
+        """Return all that actions depend on, as tensors that learning leaves alone."""
+        values = [tf.identity(variable.value) for variable in self.trainable_variables]
+        return values, self.preprocess.scales()
+
+    def act_from(
+        self, snapshot: Any, observation: Any, noise: tf.Tensor, *state: tf.Tensor
+    ) -> tuple[Any, ...]:
+        """Sample as `act` does, as the agent was when `snapshot` was taken.
+
+        It takes N rows of what `actions.draw_noise` gave in place of a seed, and
+        returns the distribution's parameters in place of log-probabilities; what takes
+        `log_prob` of many steps at once is sooner done.
+        """
+        values, scales = snapshot
+        variables = self.trainable_variables
+        with keras.StatelessScope(list(zip(variables, values, strict=True))):
+            distribution, state = self._perceive(observation, state, scales)
+        return distribution.sample(noise), distribution.parameters, *state
+
+    def log_prob(self, action: tf.Tensor, parameters: Any) -> tf.Tensor:
+        """Return log-probabilities `[N]` of actions, given their distributions'."""
+        return self.distribution_of(parameters).log_prob(action)
+
+    def mode(
+        self, observation: Any, seed: tf.Tensor, *state: tf.Tensor
+    ) -> tuple[tf.Tensor, ...]:
+        """Return the most likely action per row; takes and returns what `act` does."""
+        del seed  # nothing is drawn
+        distribution, state = self._perceive(observation, state)
+        action = distribution.mode()
+        return action, distribution.log_prob(action), *state
+
+    @property
+    def state_sizes(self) -> tuple[int, ...]:
+        """Units of each of the memories."""
+        return tuple(memory.units for memory in self.memories)
+
+    def distribution(
+        self, features: Any, remembered: tf.Tensor | None = None
+    ) -> Distribution:
+        """Return the action distribution for preprocessed rows `[N, ...]`.
+
+        With recurrence, `remembered` is what the policy's memory gave, `[N, units]`.
+        """
+        inputs, mask = self.preprocess.inputs(features)
+        if remembered is None:
+            remembered = self._networks.policy_torso(inputs)
+        return self._distribution(remembered, mask)
+
+    def distribution_of(self, parameters: Any) -> Distribution:
+        """Return the distribution that had these `parameters`."""
+        return self.actions.distribution_type(*parameters)
+
+    def value(self, features: Any, remembered: tf.Tensor | None = None) -> tf.Tensor:
+        """Return the value per preprocessed row, float32 `[N]`.
+
+        With recurrence, `remembered` is what the value's memory gave, `[N, units]`.
+        """
+        if remembered is None:
+            inputs, _ = self.preprocess.inputs(features)
+            remembered = self._networks.value_torso(inputs)
+        return self._networks.value(remembered)
+
+    def distribution_and_value(self, features: Any) -> tuple[Distribution, tf.Tensor]:
+        """Return both; a torso that they share is passed once, also by gradients."""
+        networks = self._networks
+        inputs, mask = self.preprocess.inputs(features)
+        seen = networks.policy_torso(inputs)
+        distribution = self._distribution(seen, mask)
+        if not networks.is_torso_shared:
+            seen = networks.value_torso(inputs)
+        return distribution, networks.value(seen)
+
+    def embed(self, features: Any, count: int = 2) -> list[tf.Tensor]:
+        """Return what memories take of preprocessed rows `[N, ...]`: `[N, D]` each.
+
+        A count of 1 is for the policy's memory, 2 for the value's as well; a torso that
+        they share is passed once.
+        """
+        networks = self._networks
+        inputs, _ = self.preprocess.inputs(features)
+        seen = networks.policy_torso(inputs)
+        embeddings = [self.memories[0].embed(seen)]
+        if count > 1:
+            if not networks.is_torso_shared:
+                seen = networks.value_torso(inputs)
+            embeddings.append(self.memories[1].embed(seen))
+        return embeddings
+
+    def _perceive(
+        self, observation: Any, state: tuple[tf.Tensor, ...], scales: Any = None
+    ) -> tuple[Distribution, tuple[tf.Tensor, ...]]:
+        """Return what to draw actions from, and the states after the observation."""
+        features = self.preprocess(observation, scales)
+        if not self.memories:
+            return self.distribution(features), ()
+        embeddings = self.embed(features, len(state))
+        state = tuple(
+            memory.advance(embedding, part)
+            for memory, embedding, part in zip(
+                self.memories, embeddings, state, strict=False
+            )
+        )
+        return self.distribution(features, state[0]), state
+
+    def _distribution(self, seen: Any, mask: tf.Tensor | None) -> Distribution:
+        return self.actions.distribution(self._networks.policy(seen), mask)
+
+    @property
+    def trainable_variables(self) -> list[Any]:
+        """The Keras variables that the optimizer changes, memories' last."""
+        parts = self._networks.parts.values()
+        return [variable for part in parts for variable in part.trainable_variables]
+
+    @property
+    def policy_variables(self) -> list[Any]:
+        """Those of them that actions depend on: all, if policy and value share some."""
+        parts = self._networks.parts
+        if "torso" in parts:
+            return self.trainable_variables
+        names = [name for name in parts if name.startswith("policy")]
+        return [each for name in names for each in parts[name].trainable_variables]
+
+    @property
+    def trackables(self) -> dict[str, Any]:
+        """What a checkpoint must hold, by name."""
+        parts = {**self._networks.parts, "preprocess": self.preprocess}
+        return {
+            name: tf.train.Checkpoint(**part.trackables) for name, part in parts.items()
+        }

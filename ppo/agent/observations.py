@@ -1,0 +1,216 @@
+"""What networks see of an observation: float32 leaves of moderate size.
+
+Box leaves are normalised by running statistics, images scaled to [0, 1], discrete
+leaves one-hot encoded. The structure (dict, tuple) of the observation space is kept.
+Images stay bytes until a network needs them, and an action mask is set apart.
+"""
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import tensorflow as tf
+
+from ppo.agent.actions.action_spaces import MASK_KEY
+from ppo.agent.normalize import RunningMoments
+from ppo.errors import UnsupportedSpaceError
+from ppo.images import is_image
+from ppo.learners import ALONE, Learners
+
+__all__ = ["ObservationPreprocessor", "space_leaves"]
+
+
+def space_leaves(space: gymnasium.Space[Any], path: str = "observation") -> Any:
+    """Turn Dict and Tuple spaces into dicts and tuples of their leaf spaces.
+
+    Returns:
+        A nest for `tf.nest` with a non-composite space at every leaf.
+    """
+    if isinstance(space, gymnasium.spaces.Dict):
+        return {
+            name: space_leaves(part, f"{path}[{name!r}]")
+            for name, part in space.spaces.items()
+        }
+    if isinstance(space, gymnasium.spaces.Tuple):
+        return tuple(
+            space_leaves(part, f"{path}[{index}]")
+            for index, part in enumerate(space.spaces)
+        )
+    if _leaf_kind(space) is None:
+        raise UnsupportedSpaceError(
+            f"{path}: expected Box, Discrete, MultiBinary, MultiDiscrete, or a Dict or "
+            f"Tuple of those, got {space}; leave it out with the wrapper "
+            "FilterObservation (its filter_keys name what stays), or wrap the env to "
+            "encode it as a Box."
+        )
+    return space
+
+
+class ObservationPreprocessor:
+    """Maps raw observations to network inputs, and keeps the statistics for it."""
+
+    def __init__(
+        self, space: gymnasium.Space[Any], *, normalize: bool, clip: float
+    ) -> None:
+        self._spaces = space_leaves(space)
+        self._has_mask = isinstance(self._spaces, dict) and MASK_KEY in self._spaces
+        if self._has_mask:
+            del self._spaces[MASK_KEY]
+        self._leaves = [
+            _Leaf(leaf, normalize=normalize, clip=clip)
+            for leaf in tf.nest.flatten(self._spaces)
+        ]
+
+    @property
+    def size(self) -> int:
+        """Number of network inputs over all leaves."""
+        return sum(leaf.size for leaf in self._leaves)
+
+    @property
+    def leaf_spaces(self) -> list[gymnasium.Space[Any]]:
+        """What is observed, leaf by leaf, without the mask."""
+        return list(tf.nest.flatten(self._spaces))
+
+    @property
+    def input_space(self) -> gymnasium.Space[Any]:
+        """What a network gets: Boxes of float32 in the structure of observations."""
+        boxes = [leaf.input_space for leaf in self._leaves]
+        return _as_space(tf.nest.pack_sequence_as(self._spaces, boxes))
+
+    @property
+    def trackables(self) -> dict[str, Any]:
+        """What a checkpoint must hold, by name."""
+        return {
+            f"leaf_{index}": tf.train.Checkpoint(**leaf.moments.trackables)
+            for index, leaf in enumerate(self._leaves)
+            if leaf.moments is not None
+        }
+
+    def scales(self) -> list[tuple[tf.Tensor, ...]]:
+        """Return what leaves are normalised by now; empty where one is not."""
+        moments = [leaf.moments for leaf in self._leaves]
+        return [() if part is None else part.scale for part in moments]
+
+    def __call__(self, observation: Any, scales: Any = None) -> Any:
+        """Preprocess an observation with rows `[N, ...]`.
+
+        Args:
+            observation: as the env gives it.
+            scales: what `scales` gave, so as not to compute it again; by default now's.
+
+        Returns:
+            Features: the same structure with leaves `[N, ...]`, float32 or, for images,
+            uint8; a mask has become bool `[N, flags]`. Selecting rows of them, and
+            setting rows to zero, is all that is to be done before `inputs`.
+        """
+        arrays = self._arrays(observation)
+        scales = [()] * len(arrays) if scales is None else scales
+        features = list(map(_Leaf.preprocess, self._leaves, arrays, scales))
+        packed = tf.nest.pack_sequence_as(self._spaces, features)
+        if self._has_mask:
+            flags = tf.nest.flatten(observation[MASK_KEY])  # of all choices, or of each
+            flags = [tf.cast(part, tf.bool) for part in flags]
+            packed[MASK_KEY] = tf.concat(flags, axis=1)
+        return packed
+
+    def inputs(self, features: Any) -> tuple[Any, tf.Tensor | None]:
+        """Return what networks get of features, and the action mask if there is one.
+
+        Returns:
+            The structure of observations with float32 leaves `[N, ...]`, and bool
+            `[N, flags]` or None.
+        """
+        arrays = [
+            tf.cast(array, tf.float32) / 255.0 if array.dtype == tf.uint8 else array
+            for array in self._arrays(features)
+        ]
+        mask = features[MASK_KEY] if self._has_mask else None
+        return tf.nest.pack_sequence_as(self._spaces, arrays), mask
+
+    def statistics(self) -> dict[str, float]:
+        """Return the range of means and standard deviations, if there are any."""
+        moments = [leaf.moments for leaf in self._leaves if leaf.moments is not None]
+        if not moments:
+            return {}
+        means = np.concatenate([np.ravel(part.mean) for part in moments])
+        deviations = np.sqrt(np.concatenate([np.ravel(p.variance) for p in moments]))
+        return {
+            "observation_mean_min": float(means.min()),
+            "observation_mean_max": float(means.max()),
+            "observation_std_min": float(deviations.min()),
+            "observation_std_max": float(deviations.max()),
+        }
+
+    def update(self, observation: Any, mask: Any, learners: Learners = ALONE) -> None:
+        """Take rows `[N, ...]` into the statistics where `mask` `[N]` is true."""
+        for leaf, array in zip(self._leaves, self._arrays(observation), strict=True):
+            if leaf.moments is not None:
+                leaf.moments.update(tf.convert_to_tensor(array), mask, learners)
+
+    def _arrays(self, observation: Any) -> list[Any]:
+        """List the leaves that are looked at."""
+        if self._has_mask:
+            observation = {k: v for k, v in observation.items() if k != MASK_KEY}
+        return list(tf.nest.flatten(observation))
+
+
+class _Leaf:
+    """One leaf of the observation space and its statistics, if it has any."""
+
+    def __init__(
+        self, space: gymnasium.Space[Any], *, normalize: bool, clip: float
+    ) -> None:
+        self._space: Any = space
+        self._kind = _leaf_kind(space)
+        self._clip = clip
+        self.size = gymnasium.spaces.flatdim(space)
+        self.moments: RunningMoments | None = None
+        if normalize and self._kind == "box":
+            self.moments = RunningMoments(tuple(space.shape or ()))
+
+    @property
+    def input_space(self) -> gymnasium.spaces.Box:
+        keeps_shape = self._kind in ("box", "image", "multi_binary")
+        shape = tuple(self._space.shape) if keeps_shape else (self.size,)
+        low, high = 0.0, 1.0
+        if self._kind == "box":
+            high = self._clip if self.moments is not None else np.inf
+            low = -high
+        return gymnasium.spaces.Box(low, high, shape, np.float32)
+
+    def preprocess(self, array: tf.Tensor, scale: tuple[tf.Tensor, ...]) -> tf.Tensor:
+        if self.moments is not None:
+            return self.moments.normalize(array, self._clip, scale)
+        if self._kind == "image":
+            return tf.cast(array, tf.uint8)  # a fourth of the memory until `inputs`
+        if self._kind == "discrete":
+            zero_based = tf.cast(array, tf.int64) - int(self._space.start)
+            return tf.one_hot(zero_based, int(self._space.n))
+        if self._kind == "multi_discrete":
+            sizes = np.ravel(self._space.nvec)
+            start = np.asarray(self._space.start, np.int64)
+            columns = tf.reshape(tf.cast(array, tf.int64) - start, [-1, len(sizes)])
+            codes = [tf.one_hot(columns[:, i], int(n)) for i, n in enumerate(sizes)]
+            return tf.concat(codes, axis=1)
+        return tf.cast(array, tf.float32)
+
+
+def _as_space(nest: Any) -> gymnasium.Space[Any]:
+    """Turn dicts and tuples of spaces into Dict and Tuple spaces."""
+    if isinstance(nest, dict):
+        return gymnasium.spaces.Dict({k: _as_space(part) for k, part in nest.items()})
+    if isinstance(nest, tuple):
+        return gymnasium.spaces.Tuple([_as_space(part) for part in nest])
+    return nest
+
+
+def _leaf_kind(space: gymnasium.Space[Any]) -> str | None:
+    if isinstance(space, gymnasium.spaces.Box):
+        return "image" if is_image(space) else "box"
+    if isinstance(space, gymnasium.spaces.Discrete):
+        return "discrete"
+    if isinstance(space, gymnasium.spaces.MultiDiscrete):
+        return "multi_discrete"
+    if isinstance(space, gymnasium.spaces.MultiBinary):
+        return "multi_binary"
+    return None

@@ -1,0 +1,85 @@
+"""`ppo configs`: the named configs, or every setting of one."""
+
+import json
+import textwrap
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from envserve.cli.terminal import console
+from ppo.cli.options import reported_errors
+from ppo.config.config import Config
+from ppo.config.named_configs import CONFIGS, EXPECTED_RETURNS, load_config
+
+__all__ = ["configs"]
+
+#: By the first key of each group.
+_GROUPS = {
+    "env_name": "Env",
+    "total_steps": "Run and rollouts",
+    "epochs": "Update",
+    "discount": "Returns and objective",
+    "normalize_advantages": "Normalisation",
+    "network": "Networks",
+    "evaluation_episodes": "Evaluations, reports and checkpoints",
+    "step_timeout_seconds": "Faults",
+}
+
+
+def configs(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Show all keys of this one; a file will do, too."),
+    ] = None,
+) -> None:
+    """List the named configs, or all keys of one."""
+    if name is not None:
+        with reported_errors():
+            config = load_config(name)
+            _print_keys(config)
+        if config == Config(env_name=name):
+            print(
+                "Choices as actions and images have other defaults: docs/training.md."
+            )
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for title in ("name", "env", "steps", "expected return"):
+        table.add_column(title, overflow="fold")  # whole, to be typed
+    for name, config in CONFIGS.items():
+        steps, expected = f"{config.total_steps:,}", EXPECTED_RETURNS.get(name, "-")
+        table.add_row(name, config.env_name, steps, expected)
+    console().print(table)
+    print("Any other env trains, too: `ppo train my_env.py:Walk`, `ppo train Taxi-v4`.")
+
+
+def _print_keys(config: Config) -> None:
+    """Print value and meaning of each key, those that differ from the defaults first.
+
+    The meaning is the first sentence of its description.
+    """
+    changed = config.model_dump(exclude_defaults=True)
+    _print_group("Differs from the defaults", config, changed, "bold cyan")
+    keys = list(Config.model_fields)
+    starts = [*map(keys.index, _GROUPS), len(keys)]
+    for title, (start, end) in zip(_GROUPS.values(), pairwise(starts), strict=True):
+        same = [key for key in keys[start:end] if key not in changed]
+        _print_group(title, config, same, "bold")
+
+
+def _print_group(title: str, config: Config, keys: Iterable[str], style: str) -> None:
+    # Plain lines: a table would cut values and meanings to the terminal's width.
+    out = console()
+    out.print(f"{title}\n", style=style, soft_wrap=True)
+    for key in keys:
+        value = getattr(config, key)
+        meaning = " ".join((Config.model_fields[key].description or "").split())
+        text = value if isinstance(value, str) else json.dumps(value)
+        out.print(f"{key} = {text}", style=style, markup=False, soft_wrap=True)
+        text = f"    {meaning.split('. ')[0].rstrip('.')}."
+        if out.is_terminal:
+            text = textwrap.fill(text, out.width, subsequent_indent="    ")
+        out.print(text, markup=False, soft_wrap=True)
+    out.print()

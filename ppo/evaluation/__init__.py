@@ -1,0 +1,1 @@
+"""Use trained policies: evaluation, export, videos, learning curves."""
