@@ -364,7 +364,7 @@ class Attachment:
 def _check_equal(granted: Granted, before: Operations, home: str) -> None:
     """Refuses other envs than before: rows have their shapes and places.
 
-    docs/decisions.md: "A lane keeps its blocks, whoever steps them".
+    docs/decisions.md: "A lane keeps its blocks when it moves to another server".
     """
     different = list(before.spec.differences(granted.spec))
     cuts, now = ([(b.start, b.split) for b in of.blocks] for of in (before, granted))

@@ -1,7 +1,7 @@
 """Who gets envs: what clients claim, whether there is room, and how claims end.
 
-docs/decisions.md: "Envs are free once their workers are gone", "The end of a session is
-remembered".
+docs/decisions.md: "Envs are free once their workers are gone", "Sessions are keyed by
+user and number, and their end is remembered".
 """
 
 from __future__ import annotations
