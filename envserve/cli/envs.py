@@ -110,14 +110,14 @@ def bench(
 ) -> None:
     """Measure an env here, behind a server, and in Gymnasium's vector envs."""
     from envserve.bench.command import bench as measure
-    from envserve.bench.workload import Load
+    from envserve.bench.workload import Workload
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends what it started
     workers = min(num_workers, num_envs)
     look_for_modules_here([env] if is_own(env) else [])
     try:
         name, modules = named(env, import_module or ())
-        load = Load(name, num_envs, workers, seconds, import_modules=modules)
+        load = Workload(name, num_envs, workers, seconds, import_modules=modules)
         measure(load, rounds)
     except EnvserveError as error:
         fail(error, 1)
