@@ -13,7 +13,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from envserve.check.probe_client import SocketLink, Subject
+from envserve.check.probe_client import ServerUnderTest, SocketLink
 from envserve.check.rules import check
 from envserve.client import BatchEnv
 from envserve.client.link.connection import ask_welcome
@@ -55,7 +55,7 @@ def address(folder: Path) -> Iterator[str]:
 
 
 def test_check_finds_nothing_wrong(address: str) -> None:
-    found = list(check(Subject(lambda: SocketLink(address))))
+    found = list(check(ServerUnderTest(lambda: SocketLink(address))))
     assert [f for f in found if f.outcome != "ok"] == []
 
 
