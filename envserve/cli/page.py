@@ -106,8 +106,8 @@ def demo(
 
                 show(it)
             else:
-                found = [server.cable.address for server in it.servers]
-                shown: dict[str, Any] = {"run": run, "buttons": it.strikes}
+                found = [server.proxy.address for server in it.servers]
+                shown: dict[str, Any] = {"run": run, "buttons": it.faults}
                 wait = it.has_ended.wait
                 _serve(found, port, missing, wait, is_opened=not no_open, **shown)
             it.check()
