@@ -22,7 +22,7 @@ from envserve.wire.bodies import Attach, Granted, ResetBody
 from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.handshake import ErrorBody, Hello, Welcome
 from envserve.wire.message import Buffer, Message, decode, encode
-from envserve.wire.result_report import Report
+from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import BlockParts, RowCodec
 
 __all__ = [
@@ -258,7 +258,7 @@ class ProbeClient:
         expect(answer.epoch == self.epoch, f"epoch {self.epoch}", answer.epoch)
         blocks = tuple(block for block, _ in answer.entries)
         self._parts[blocks].unpack_results(answer.body, answer.payload)
-        report, rows = Report.decode(answer.report), self._rows
+        report, rows = ResultReport.decode(answer.report), self._rows
         expect(not report.errors, "no errors", report.errors)
         faults = sorted(fault.env_index for fault in report.faults)
         expect(faults == np.flatnonzero(rows.status).tolist(), "a fault a row", faults)

@@ -262,13 +262,13 @@ def _serve_on_ray(words: list[str], on: str, number: int, resources: Any) -> Non
 
 def _host_settings(given: Mapping[str, Any]) -> HostSettings:
     """Checks options; ends with an error that names the option."""
-    from envserve.crashes.crash_folder import CrashFiles
+    from envserve.crashes.crash_folder import CrashFolder
 
     folder = given["crash_dir"]
     given = {name: value for name, value in given.items() if value not in (None, [])}
     try:
         if folder not in ("", "none"):
-            CrashFiles(Path(folder)).check()
+            CrashFolder(Path(folder)).check()
         return HostSettings(
             **given | {"crash_dir": None if folder == "none" else folder}
         )

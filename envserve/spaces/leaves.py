@@ -29,11 +29,11 @@ __all__ = [
     "NOTHING",
     "Leaf",
     "children_of",
+    "custom_space_classes",
     "flatten",
     "is_uniform",
     "kind_of",
     "leaves_of",
-    "own_classes",
     "unflatten",
 ]
 
@@ -138,13 +138,13 @@ def leaves_of(space: Space[Any]) -> tuple[Leaf, ...]:
     return tuple(_walk(space, "", MAX_DEPTH))
 
 
-def own_classes(space: Space[Any]) -> dict[str, str]:
+def custom_space_classes(space: Space[Any]) -> dict[str, str]:
     """Returns what kinds the classes of users in a space are taken as, by name."""
     kind, found = kind_of(space), {}
     if not type(space).__module__.startswith("gymnasium.spaces"):
         found[type(space).__qualname__] = kind
     for child in children_of(space, kind):
-        found |= own_classes(child)
+        found |= custom_space_classes(child)
     return found
 
 
