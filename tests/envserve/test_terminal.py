@@ -330,8 +330,8 @@ def test_a_shell_completes_commands_options_and_names() -> None:
 def exit_codes(program: str) -> dict[str, set[int]]:
     """Codes that the source of each command ends with, its own helpers included."""
     found: dict[str, set[int]] = {}
-    for path in Path(f"{program}/commands").glob("*.py"):
-        module = importlib.import_module(f"{program}.commands.{path.stem}")
+    for path in Path(f"{program}/cli").glob("*.py"):
+        module = importlib.import_module(f"{program}.cli.{path.stem}")
         for part in ast.parse(path.read_text()).body:
             if not isinstance(part, ast.FunctionDef):
                 continue
