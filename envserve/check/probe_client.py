@@ -162,10 +162,8 @@ class ProbeClient:
         """Waits for the answer to a message, or to its copies."""
         while (answer := self.receive()) is not None:
             if answer.request == copies[0].request:
-                attempts = [copy.attempt for copy in copies]
-                expect(
-                    answer.attempt in attempts, f"attempt {attempts}", answer.attempt
-                )
+                sent = [copy.attempt for copy in copies]
+                expect(answer.attempt in sent, f"attempt {sent}", answer.attempt)
                 return answer
         name = getattr(copies[0].type, "name", copies[0].type)
         raise RemoteProtocolError(f"expected an answer to {name}; got none")
