@@ -18,7 +18,7 @@ import typer
 
 from envserve.cli.options import Insecure, look_for_modules_here
 from envserve.cli.terminal import fail
-from envserve.envs.user_envs import is_own
+from envserve.envs.user_envs import is_user_env
 from envserve.errors import EnvserveError
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def demo(
     from envserve.demo.run import Demo
     from envserve.monitoring.page.data_feed import DataFeed
 
-    look_for_modules_here([env] if is_own(env) else [])
+    look_for_modules_here([env] if is_user_env(env) else [])
     logging.getLogger("envserve").addHandler(logging.NullHandler())  # it is seen
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     print(f"Starting two servers, and {num_envs} envs ...", file=sys.stderr)
