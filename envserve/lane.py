@@ -18,7 +18,7 @@ from envserve.errors import EnvserveError, LocalProtocolError
 from envserve.slab import Rows, Status
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
-from envserve.spaces.infos import Packed
+from envserve.spaces.infos import PackedInfo
 from envserve.text import printable
 
 __all__ = [
@@ -218,7 +218,7 @@ class Outcome(NamedTuple):
     result: bytes = b""
     error: EnvserveError | None = None
     notes: Sequence[str] = ()
-    packed_infos: Mapping[int, Packed] = MappingProxyType({})
+    packed_infos: Mapping[int, PackedInfo] = MappingProxyType({})
 
 
 class Lane(Protocol):

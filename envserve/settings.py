@@ -32,7 +32,7 @@ import msgspec
 from msgspec import Meta
 
 from envserve.address import is_private
-from envserve.envs.user_envs import absolute, is_own, name_of
+from envserve.envs.user_envs import absolute, is_user_env, name_of
 from envserve.text import Name
 from envserve.wrappers.specs import Wrappers
 
@@ -315,7 +315,7 @@ class HostSettings(WorkerSettings):
         """Checks everything; raises ValueError."""
         super().__post_init__()
         names = tuple(map(absolute, self.env_names or ()))
-        own = filter(is_own, (*names, *map(absolute, self.vector_envs)))
+        own = filter(is_user_env, (*names, *map(absolute, self.vector_envs)))
         words = (*map(absolute, self.import_modules), *own)
         vars(self)["env_names"] = names or self.env_names
         vars(self)["import_modules"] = tuple(dict.fromkeys(words))

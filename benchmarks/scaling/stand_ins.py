@@ -71,7 +71,7 @@ class StandIn:
         self.due: list[tuple[float, Any, list[Outcome]]] = []
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        key = None if insecure else KeyFolder().made_key("server")
+        key = None if insecure else KeyFolder().ensure_key("server")
         if key is not None:
             self.socket.setsockopt(zmq.CURVE_SERVER, 1)
             self.socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)

@@ -94,7 +94,7 @@ class Builders(Protocol):
           WrapperError: A wrapper is not known, or an argument of it is wrong.
         """
         modules = options.get("import_modules") or ()
-        name, options["import_modules"] = user_envs.named(env_name, modules)
+        name, options["import_modules"] = user_envs.name_and_imports(env_name, modules)
         user_envs.check_files(options["import_modules"])
         given = _settings_of(options, LocalOptions, on_fault)
         if not options.get("import_modules"):  # nobody else knows more of wrappers

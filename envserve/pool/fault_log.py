@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from envserve.crashes.action_ring import ActionRing, Played
-from envserve.crashes.crash_folder import CrashFiles
+from envserve.crashes.action_ring import ActionHistory, ActionRing
+from envserve.crashes.crash_folder import CrashFolder
 from envserve.crashes.repro_file import End, Repro, encode_repro
 from envserve.envs.seeding import env_seed
 from envserve.errors import CodecError, EnvError
@@ -24,9 +24,10 @@ from envserve.pool.supervisor import SupervisedWorker
 from envserve.pool.worker_states import Exit, Lost
 from envserve.settings import PoolSettings
 from envserve.slab import Slab, Status, row_of_beat
-from envserve.spaces.env_spec import EnvSpec, flatten
+from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.leaves import flatten
 from envserve.spaces.variable_length import action_values
-from envserve.text import Seldom, one_line, printable
+from envserve.text import LogThrottle, one_line, printable
 from envserve.worker.channel import Kind
 
 __all__ = ["FaultLog"]
@@ -59,9 +60,9 @@ class FaultLog:
         self._files = None
         if config.crash_dir not in (None, "none"):
             folder = Path(config.crash_dir) if config.crash_dir else None
-            self._files = CrashFiles(folder, owner)
+            self._files = CrashFolder(folder, owner)
         self._last_detail = ""
-        self._seldom = Seldom()
+        self._throttle = LogThrottle()
         self._noted: set[str] = set()
         self.options: dict[int, bytes] = {}
 
@@ -99,7 +100,7 @@ class FaultLog:
         That is the caller's mistake as a rule, who hears of it: a line a second will
         do, without a traceback and a repro file for each env.
         """
-        more = self._seldom.passes("reset", now)
+        more = self._throttle.passes("reset", now)
         if more is not None:
             others = f"; {num_faults - 1} more of its block" if num_faults > 1 else ""
             head = _shortened(str(error).partition("\n")[0], _MAX_CAUSE)
@@ -192,14 +193,16 @@ class FaultLog:
             remote_traceback=fault.detail,
         )
 
-    def _read(self, row: int, start: int, *, has_failed: bool = False) -> Played | None:
+    def _read(
+        self, row: int, start: int, *, has_failed: bool = False
+    ) -> ActionHistory | None:
         options = self.options.get(row, b"")
         return self._ring.read(row, start, options, has_failed=has_failed)
 
     def _index_of(self, row: int) -> int:
         return self._config.first_env_index + row
 
-    def _story(self, row: int, played: Played | None) -> list[str]:
+    def _story(self, row: int, played: ActionHistory | None) -> list[str]:
         if played is None:
             return ["it was never reset"]
         incarnation, seed = played.incarnation, played.seed
@@ -217,7 +220,7 @@ class FaultLog:
     def _write(
         self,
         row: int,
-        played: Played | None,
+        played: ActionHistory | None,
         end: End,
         timeout_seconds: float,
         now: float,
@@ -246,7 +249,7 @@ class FaultLog:
         return self._repro(row, played, end, self._config.step_timeout_seconds)
 
     def _repro(
-        self, row: int, played: Played, end: End, timeout_seconds: float
+        self, row: int, played: ActionHistory, end: End, timeout_seconds: float
     ) -> bytes:
         config = self._config
         repro = Repro(
@@ -284,7 +287,7 @@ def _shortened(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
-def _action_text(spec: EnvSpec, played: Played) -> str:
+def _action_text(spec: EnvSpec, played: ActionHistory) -> str:
     last: list[Any] = [array[-1:] for array in played.actions]
     with contextlib.suppress(CodecError):  # else bytes are shown
         last = flatten(spec.action_space, action_values(spec, last)[0])

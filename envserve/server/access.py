@@ -46,8 +46,8 @@ class Access:
           KeyFileError: A file cannot be read, or others can.
         """
         self._now = time.time  # keys end on dates
-        folder.made_key("client")
-        self.keys = folder.made_key("server")
+        folder.ensure_key("client")
+        self.keys = folder.ensure_key("server")
         self.clients = folder.clients
         self.clients.read()
         self._admitted: set[tuple[str, bytes]] = set()  # users and keys

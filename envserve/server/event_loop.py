@@ -36,7 +36,7 @@ from envserve.session.server.decisions import (
 )
 from envserve.session.server.quotas import tell
 from envserve.session.server.server_session import ServerSession
-from envserve.text import Seldom
+from envserve.text import LogThrottle
 from envserve.wire.message import Buffer, Peer
 
 __all__ = ["RouterShell"]
@@ -74,7 +74,7 @@ class RouterShell:
         self.dropped_replies = self.failures = self.resends = 0
         self.messages_in = self.messages_out = self.bytes_in = self.bytes_out = 0
         self.past_counts = add(())
-        self._defects = Seldom()
+        self._defects = LogThrottle()
         self._router = router
         self._session = session
         self._launcher = launcher

@@ -15,7 +15,7 @@ from gymnasium.spaces import Space
 
 from envserve.errors import SpaceError
 from envserve.settings import NonFinite
-from envserve.spaces.env_spec import Leaf, flatten
+from envserve.spaces.leaves import Leaf, flatten
 from envserve.spaces.variable_length import encode_row
 
 __all__ = [

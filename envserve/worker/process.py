@@ -31,7 +31,8 @@ from envserve.errors import (
 from envserve.settings import num_cores
 from envserve.slab import Slab, Status, next_beat
 from envserve.spaces import codec
-from envserve.spaces.env_spec import EnvSpec, own_classes
+from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.leaves import custom_space_classes
 from envserve.spaces.variable_length import action_values
 from envserve.worker import replay_worker, step_timings
 from envserve.worker.attribute_calls import CallTask, answer_call
@@ -152,7 +153,9 @@ class _Worker:
 
     def _warn_of_own_spaces(self) -> None:
         spec = self._spec
-        own = own_classes(spec.observation_space) | own_classes(spec.action_space)
+        own = custom_space_classes(spec.observation_space) | custom_space_classes(
+            spec.action_space
+        )
         for name, kind in own.items():
             _LOGGER.warning(
                 "%s: a space of class %s is taken as a %s; what that class does in "

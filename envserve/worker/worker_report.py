@@ -18,7 +18,7 @@ from envserve.lane import Block, Fault
 from envserve.slab import Status
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec, describe, restore
-from envserve.spaces.infos import Packed, Room, encode_infos
+from envserve.spaces.infos import InfoBudget, PackedInfo, encode_infos
 from envserve.text import one_line
 from envserve.worker.env_checks import SpaceViolation
 
@@ -98,7 +98,7 @@ class Report:
     infos: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     rebuilt: Sequence[int] = ()
     notes: Sequence[str] = ()
-    packed_infos: Mapping[int, Packed] = field(default_factory=dict)
+    packed_infos: Mapping[int, PackedInfo] = field(default_factory=dict)
 
 
 class _Fault(msgspec.Struct):
@@ -117,12 +117,12 @@ class _Told(msgspec.Struct):
     notes: list[str]
 
 
-def max_infos(num_rows: int, max_infos_kib: int) -> tuple[Room, Room]:
+def max_infos(num_rows: int, max_infos_kib: int) -> tuple[InfoBudget, InfoBudget]:
     """Returns what the infos of a row, and of so many rows, may take."""
     num_bytes, num_values = max_infos_kib << 10, max_infos_kib * _VALUES_PER_KIB
     total = min(min(num_rows, _FULL_ROWS) * num_bytes, _MAX_INFOS)
     total_values = num_values + num_rows * _INFO_VALUES
-    return Room(num_bytes, num_values), Room(total, total_values)
+    return InfoBudget(num_bytes, num_values), InfoBudget(total, total_values)
 
 
 def max_report(num_rows: int, max_infos_kib: int) -> int:
@@ -151,7 +151,7 @@ def read_report(payload: bytes, block: Block, max_infos_kib: int) -> Report:
             encoded = bytes(raw)
             num_values = codec.check(encoded, left)
             left -= num_values
-            packed[row] = Packed(encoded, num_values)
+            packed[row] = PackedInfo(encoded, num_values)
             infos[row] = codec.unpack(encoded)
     except (msgspec.MsgspecError, codec.CodecError, RecursionError) as error:
         raise ValueError(repr(error)) from None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import BenchmarkError, Case, Skip, chosen, take_turns
+from benchmarks.harness import BenchmarkError, Case, Skip, chosen, measure_cases
 from envserve.errors import UnknownEnv
 from tests.benchmarks import harness_cases
 
@@ -27,7 +27,7 @@ def test_cases_take_turns_to_and_fro_and_are_closed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     said: list[str] = []
     cases = [counting(name, log) for name in ("a", "b", "c")]
-    measured = take_turns(cases, 3, said.append)
+    measured = measure_cases(cases, 3, said.append)
     lines = log.read_text().split("\n")[:-1]
     assert lines[:9] == ["a", "b", "c", "c", "b", "a", "a", "b", "c"]
     assert sorted(lines[9:]) == ["end of a", "end of b", "end of c"]
@@ -37,7 +37,7 @@ def test_cases_take_turns_to_and_fro_and_are_closed(tmp_path: Path) -> None:
 
 def test_each_case_has_a_process_of_its_own() -> None:
     cases = [Case(name, harness_cases.telling_its_pid) for name in ("a", "b")]
-    measured = take_turns(cases, 2)
+    measured = measure_cases(cases, 2)
     first, second = measured.values("a", "pid"), measured.values("b", "pid")
     assert len({*first, *second, float(os.getpid())}) == 3
     assert first[0] == first[1]
@@ -45,14 +45,14 @@ def test_each_case_has_a_process_of_its_own() -> None:
 
 def test_a_case_that_cannot_run_is_skipped_with_a_word(tmp_path: Path) -> None:
     cases = [ABSENT, counting("a", tmp_path / "log")]
-    measured = take_turns(cases, 1)
+    measured = measure_cases(cases, 1)
     assert measured.skipped == {"absent": "there is no simulator here"}
     assert list(measured.by_case) == ["a"]
 
 
 def test_nothing_left_to_measure_is_an_error() -> None:
     with pytest.raises(BenchmarkError, match="absent: there is no simulator here"):
-        take_turns([ABSENT], 1)
+        measure_cases([ABSENT], 1)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_case_that_fails_ends_the_benchmark(
 ) -> None:
     log = tmp_path / "log"
     with pytest.raises(BenchmarkError, match=text) as caught:
-        take_turns([counting("a", log), bad], 1)
+        measure_cases([counting("a", log), bad], 1)
     message = str(caught.value)
     assert message.startswith("bad")
     assert "leave it out by naming the others with --only" in message
@@ -77,7 +77,7 @@ def test_a_case_that_fails_ends_the_benchmark(
 
 def test_of_an_error_that_explains_itself_only_the_text_is_told() -> None:
     with pytest.raises(BenchmarkError) as caught:
-        take_turns([raising("bad", UnknownEnv("no env named 'Hoper'"))], 1)
+        measure_cases([raising("bad", UnknownEnv("no env named 'Hoper'"))], 1)
     assert str(caught.value) == "bad failed: no env named 'Hoper'"
 
 

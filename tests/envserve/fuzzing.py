@@ -21,7 +21,8 @@ from envserve.lane import Block, Fault, make_blocks
 from envserve.settings import HostSettings
 from envserve.slab import Rows, Status
 from envserve.spaces import codec
-from envserve.spaces.env_spec import EnvSpec, leaves_of
+from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.leaves import leaves_of
 from envserve.spaces.variable_length import decode_row, encode_row
 from envserve.wire.bodies import (
     Attach,
@@ -35,7 +36,7 @@ from envserve.wire.bodies import (
 from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.handshake import ErrorBody, Hello, Welcome
 from envserve.wire.message import Message, decode, encode
-from envserve.wire.result_report import Report
+from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import RowCodec, RowPart
 from envserve.worker.channel import FrameReader, Kind, pack_frame
 from envserve.worker.worker_report import (
@@ -230,7 +231,7 @@ def _bodies() -> list[tuple[type, list[Any]]]:
     error = ErrorBody(
         code=ErrorCode.CALL_FAILED, text="no", traceback="a\nb", env_index=3
     )
-    report = Report(
+    report = ResultReport(
         infos={0: {"a": 1.5}},
         faults=[Fault(1, Status.ENV_ERROR, "no", is_violation=True)],
         errors={0: error},
@@ -242,7 +243,7 @@ def _bodies() -> list[tuple[type, list[Any]]]:
         (Pong, [Pong(running={0: 12, 3: 4000})]),
         (Drain, [Drain(grace_ms=7)]),
         (ErrorBody, [error]),
-        (Report, [_Encoded(report)]),
+        (ResultReport, [_Encoded(report)]),
         (
             Attach,
             [

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from envserve.crashes.crash_folder import CrashFiles, default_folder
+from envserve.crashes.crash_folder import CrashFolder, default_folder
 
 
 def test_file_is_private_whole_and_named_after_its_subject(tmp_path: Path) -> None:
-    files = CrashFiles(tmp_path / "new" / "folder")
+    files = CrashFolder(tmp_path / "new" / "folder")
     path = files.write("envs/Odd name\n-v0 env 7", b"content", 0.0)
     assert path is not None
     assert path.parent == tmp_path / "new" / "folder"
@@ -30,7 +30,7 @@ def test_one_file_a_second_and_the_newest_are_kept(
     for file in strangers:
         file.touch()
         os.utime(file, (0, 0))
-    files = CrashFiles(tmp_path)
+    files = CrashFolder(tmp_path)
     first = files.write("a", b"", -2.0)
     assert first is not None
     leftover = first.with_name(f"{first.name}.part")  # of a process that was killed
@@ -58,7 +58,7 @@ def test_files_of_whoever_has_the_most_give_way(
 ) -> None:
     monkeypatch.setattr("envserve.crashes.crash_folder._MAX_FILES", 50)
     monkeypatch.setattr("envserve.crashes.crash_folder._MAX_BYTES", 1000)
-    crasher, other = (CrashFiles(tmp_path, owner) for owner in ("lease 1", "lease 2"))
+    crasher, other = (CrashFolder(tmp_path, owner) for owner in ("lease 1", "lease 2"))
     evidence = other.write("env-1", bytes(100), 0.0)
     assert evidence is not None
     os.utime(evidence, (0, 0))
@@ -90,7 +90,7 @@ def test_file_system_that_refuses_costs_one_line_until_it_takes_files_again(
         monkeypatch.setattr(os, "replace", refuse)
     else:
         folder = Path("/proc/no/such/folder")
-    files = CrashFiles(folder)
+    files = CrashFolder(folder)
     for now in (0.0, 1.0, 2.0):
         assert files.write("a", b"content", now) is None
     assert len(caplog.messages) == 1
@@ -124,7 +124,7 @@ def test_default_folder_that_is_not_ours_alone_is_refused(
         monkeypatch.setattr(
             "envserve.crashes.crash_folder.default_folder", lambda: folder
         )
-    files = CrashFiles(None)
+    files = CrashFolder(None)
     assert files.write("a", b"content", 0.0) is None
     assert "only this user can use" in caplog.text
     assert list(real.iterdir()) == []
@@ -138,7 +138,7 @@ def test_no_temporary_folder_costs_one_line(
         raise FileNotFoundError(2, "No usable temporary directory found")
 
     monkeypatch.setattr("tempfile.gettempdir", refuse)
-    files = CrashFiles(None)
+    files = CrashFolder(None)
     assert "default" in repr(files)
     assert files.write("a", b"content", 0.0) is None
     assert files.write("a", b"content", 1.0) is None
@@ -150,7 +150,7 @@ def test_default_folder_is_made_for_this_user_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    path = CrashFiles(None).write("a", b"content", 0.0)
+    path = CrashFolder(None).write("a", b"content", 0.0)
     assert path is not None
     assert path.parent == default_folder()
     assert path.parent.stat().st_mode & 0o777 == 0o700

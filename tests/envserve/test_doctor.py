@@ -29,7 +29,7 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home = tmp_path / "home"
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("ENVSERVE_HOME", str(home))
-    KeyFolder().made_key("client")
+    KeyFolder().ensure_key("client")
     monkeypatch.setattr(doctor, "_RENDERERS", {"none-such": ("Env-v0", "remedy")})
     return home
 

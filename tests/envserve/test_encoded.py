@@ -28,14 +28,8 @@ from hypothesis import strategies as st
 from envserve.errors import CodecError, RemoteProtocolError, SpaceError
 from envserve.slab import Rows
 from envserve.spaces import codec, leaves, variable_length
-from envserve.spaces.env_spec import (
-    EnvSpec,
-    Leaf,
-    describe,
-    flatten,
-    leaves_of,
-    restore,
-)
+from envserve.spaces.env_spec import EnvSpec, describe, restore
+from envserve.spaces.leaves import Leaf, flatten, leaves_of
 from envserve.spaces.variable_length import (
     decode_observation,
     decode_row,

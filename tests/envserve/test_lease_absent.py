@@ -14,7 +14,7 @@ from envserve.slab import Status
 from envserve.wire.bodies import Pong
 from envserve.wire.constants import MessageType
 from envserve.wire.message import Message
-from envserve.wire.result_report import Report
+from envserve.wire.result_report import ResultReport
 from tests.envserve.raw_client import RawClient, blocks_of, changed
 from tests.envserve.session_fakes import FakeServer
 
@@ -56,7 +56,7 @@ def test_blocks_are_answered_one_by_one_from_the_first_absent_one_on() -> None:
     pool = client.pool
     lost, late = client.end([pool.finish(3, faults=faults), pool.finish(2)])
     assert kinds_and_blocks([lost, late]) == [(RESULT, [3]), (RESULT, [2])]
-    assert list(Report.decode(lost.report).faults) == faults
+    assert list(ResultReport.decode(lost.report).faults) == faults
     assert not late.report
 
 

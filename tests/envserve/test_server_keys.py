@@ -41,8 +41,8 @@ class Homes:
         self._root = root
         self._patch = patch
         self.server = self.of("server")
-        self.server.made_key("client")
-        self.server.made_key("server")
+        self.server.ensure_key("client")
+        self.server.ensure_key("server")
 
     def of(self, name: str) -> KeyFolder:
         return KeyFolder(self._root / name)
@@ -59,7 +59,7 @@ class Homes:
         self.become(name)
 
     def let_in(self, name: str, **may: Any) -> None:
-        keys = self.of(name).made_key("client")
+        keys = self.of(name).ensure_key("client")
         grant = Grant(name=name, public=keys.public, **may)
         self.server.clients.add(grant, time.time())
 

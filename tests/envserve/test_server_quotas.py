@@ -93,7 +93,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KeyFolder:
     """Keys of this test's own servers."""
     monkeypatch.setenv("ENVSERVE_HOME", str(tmp_path / "home"))
     folder = KeyFolder()
-    folder.made_key("server")
+    folder.ensure_key("server")
     return folder
 
 
@@ -105,7 +105,7 @@ def start(
 ) -> ServerProcess:
     """Starts a server that knows mallory."""
     own = Grant(name="mallory", public=PAIR.public, **grant)  # type: ignore[arg-type]
-    folder.made_key("client")
+    folder.ensure_key("client")
     folder.clients.add(own, time.time())
     return serve(*options)
 

@@ -34,7 +34,7 @@ from envserve.wire.bodies import Attach, ResetBody
 from envserve.wire.constants import ErrorCode, Executed, MessageType
 from envserve.wire.handshake import ErrorBody, Hello, Welcome
 from envserve.wire.message import Buffer, Message, decode, encode
-from envserve.wire.result_report import Report
+from envserve.wire.result_report import ResultReport
 from envserve.wire.sockets import raise_file_limit
 
 BOOT = 77
@@ -242,7 +242,7 @@ async def test_a_dead_workers_block_is_absent_and_then_lost(tmp_path: Path) -> N
             (kinds.ABSENT, ((1, 2),)),
         ]
         assert told[2] == (kinds.RESULT, ((1, 2),))
-        (fault, _) = Report.decode(answers[2].report).faults
+        (fault, _) = ResultReport.decode(answers[2].report).faults
         assert (fault.env_index, fault.status) == (2, Status.WORKER_DIED)
         # It goes on, and is answered as a whole again.
         await peer.send(kinds.STEP, 3, actions, entries=((0, 3), (1, 3)))

@@ -20,7 +20,8 @@ from envserve.crashes.action_ring import RowRecord
 from envserve.errors import SpaceError
 from envserve.slab import Rows, Status, private_heartbeat, write_lost
 from envserve.spaces.action_checks import check_action_rows, check_actions
-from envserve.spaces.env_spec import EnvSpec, describe, restore, unflatten
+from envserve.spaces.env_spec import EnvSpec, describe, restore
+from envserve.spaces.leaves import unflatten
 from envserve.spaces.variable_length import action_values, decode_observation
 from envserve.wire.rows import RowCodec, RowPart
 from envserve.worker.env_row import EnvRow

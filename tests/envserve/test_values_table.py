@@ -19,7 +19,7 @@ from envserve.errors import EnvStartError
 from envserve.lane import Fault
 from envserve.pool.launcher import Launcher
 from envserve.slab import Rows, private_heartbeat
-from envserve.spaces.env_spec import unflatten
+from envserve.spaces.leaves import unflatten
 from envserve.worker.env_checks import Rules
 from envserve.worker.env_row import EnvRow, SpaceViolation
 from tests.envserve.pool_driver import PoolMaker, attach_lane, reset, step

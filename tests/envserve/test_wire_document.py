@@ -14,7 +14,8 @@ from gymnasium import spaces
 from envserve.lane import Call, Picture, make_blocks
 from envserve.slab import Rows
 from envserve.spaces import codec
-from envserve.spaces.env_spec import EnvSpec, leaves_of
+from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.leaves import leaves_of
 from envserve.spaces.variable_length import encode_row
 from envserve.wire import constants
 from envserve.wire.bodies import (

@@ -39,7 +39,7 @@ from envserve.wire.constants import (
 )
 from envserve.wire.handshake import ErrorBody, Hello
 from envserve.wire.message import Message, decode, encode, peek, set_attempt
-from envserve.wire.result_report import Report
+from envserve.wire.result_report import ResultReport
 from envserve.wrappers.specs import WrapperSpec
 from tests.envserve.mutation import mutate, read_or_refuse
 from tests.envserve.session_fakes import make_call, make_welcome
@@ -259,7 +259,7 @@ def test_random_frames_raise_nothing_but_protocol_errors(frames: list[bytes]) ->
 @given(st.binary(max_size=200))
 def test_random_bodies_raise_nothing_but_protocol_errors(data: bytes) -> None:
     readers: list[Any] = [type(body).decode for body in BODIES]
-    for reader in [*readers, Report.decode, lambda body: Granted.decode(body, 4)]:
+    for reader in [*readers, ResultReport.decode, lambda body: Granted.decode(body, 4)]:
         read_or_refuse(reader, data)
 
 

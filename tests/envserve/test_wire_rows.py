@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from envserve.errors import RemoteProtocolError
 from envserve.slab import Rows
-from envserve.spaces.env_spec import EnvSpec, flatten
+from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.leaves import flatten
 from envserve.wire.constants import MAX_INLINE_BYTES
 from envserve.wire.rows import RowCodec, RowPart, merge_ranges, split_rows
 from tests.oracle.probe_envs import SPACES

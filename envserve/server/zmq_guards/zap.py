@@ -20,7 +20,7 @@ from envserve.errors import KeyFileError
 from envserve.keys import formats
 from envserve.keys.grant import Grant
 from envserve.session.server.quotas import tell
-from envserve.text import Seldom
+from envserve.text import LogThrottle
 from envserve.wire.sockets import NOBLOCK, descriptor_of
 
 __all__ = ["DOMAIN", "Zap", "user_of"]
@@ -71,7 +71,7 @@ class Zap:
         self.is_quiet = False
         self._find = find
         self._loop = loop
-        self._seldom = Seldom()
+        self._throttle = LogThrottle()
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(_ADDRESS)
@@ -115,11 +115,11 @@ class Zap:
         try:
             status, user = self._judge(frames)
         except KeyFileError as error:
-            more = self._seldom.passes(KeyFileError, time.monotonic())
+            more = self._throttle.passes(KeyFileError, time.monotonic())
             if more is not None:
                 _LOGGER.warning("who knocks may try again: %s%s", error, more)
         except Exception as error:
-            more = self._seldom.passes(type(error), time.monotonic())
+            more = self._throttle.passes(type(error), time.monotonic())
             if more is not None:
                 _LOGGER.exception("it could not be found out who knocks%s", more)
         self.counts[status] += 1
@@ -153,6 +153,6 @@ class Zap:
         tell("refused", "", reason=f"key {key}, from {place}, is not known here")
         if self.is_quiet:
             return
-        more = self._seldom.passes("refused", time.monotonic())
+        more = self._throttle.passes("refused", time.monotonic())
         if more is not None:
             _LOGGER.info("key %s, from %s, is not known here%s", key, place, more)

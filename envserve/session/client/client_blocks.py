@@ -19,7 +19,7 @@ from envserve.spaces.env_spec import EnvSpec
 from envserve.wire.bodies import ResetBody
 from envserve.wire.constants import MAX_TOLD_BLOCKS, MessageType
 from envserve.wire.message import Message
-from envserve.wire.result_report import Report
+from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import BlockParts, RowCodec, RowPart
 
 __all__ = ["Operations"]
@@ -236,7 +236,7 @@ class Operations:
         """
         reported: Mapping[int, Outcome] = {}
         if message.report:
-            report = Report.decode(message.report)
+            report = ResultReport.decode(message.report)
             reported = report.outcomes(
                 message.entries, self._block_of_row, self.address
             )

@@ -49,7 +49,7 @@ from envserve.wire.bodies import Pong
 from envserve.wire.constants import ErrorCode, Executed, MessageType
 from envserve.wire.handshake import body_of
 from envserve.wire.message import Message
-from envserve.wire.result_report import Report
+from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import BlockParts, RowCodec
 
 __all__ = ["Lease"]
@@ -368,7 +368,7 @@ class Lease:
         """Returns frame 2 of a RESULT."""
         shown = self._answers.shown
         packed = (out.packed_infos.items() for out in outcomes)
-        return Report(
+        return ResultReport(
             packed_infos=dict(chain.from_iterable(packed)),
             infos={row: info for out in outcomes for row, info in out.infos.items()},
             faults=[

@@ -26,7 +26,7 @@ from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Rows, rows_mib
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
-from envserve.text import Seldom, one_line
+from envserve.text import LogThrottle, one_line
 from envserve.wire.bodies import Attach, Granted
 from envserve.wire.constants import MAX_NAMES, MAX_RESULT_BYTES, ErrorCode
 from envserve.wire.handshake import ErrorBody, Welcome
@@ -92,7 +92,7 @@ class Claims(dict[SessionId, Claim]):
         self._answers = answers
         self._quotas = quotas
         self._client_names: _Recent[str] = _Recent()
-        self._refusals = Seldom()
+        self._refusals = LogThrottle()
         self._num_claims = 0
 
     @property
