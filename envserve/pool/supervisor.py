@@ -13,20 +13,14 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, Final
 
-from envserve.errors import (
-    EnvserveError,
-    EnvStartError,
-    UnknownEnv,
-    WorkerError,
-    WrapperError,
-)
+from envserve.errors import EnvserveError, EnvStartError, WorkerError
 from envserve.lane import Block
 from envserve.pool.launcher import KILL_SECONDS, Launcher, WorkerProcess
 from envserve.pool.worker_states import MOVES, Event, Exit, Lost, Ready, WorkerState
 from envserve.settings import EnvRequest, PoolSettings
 from envserve.slab import Slab, Status
 from envserve.spaces import codec
-from envserve.worker.channel import Frame, Kind, pack_frame
+from envserve.worker.channel import REFUSALS, Frame, Kind, pack_frame
 from envserve.worker.worker_report import read_spaces
 from envserve.wrappers.specs import plain_wrappers
 
@@ -42,7 +36,6 @@ _FIRST_BACKOFF_SECONDS: Final = 0.1
 #: Least from one start to the next of a worker that has not stepped in between.
 _START_SECONDS: Final = 0.1
 _MAX_BACKOFF_SECONDS: Final = 30.0
-_REFUSALS: Final = {Kind.UNKNOWN_ENV: UnknownEnv, Kind.BAD_WRAPPER: WrapperError}
 #: What a worker needs to know, as far as it is plain.
 _SETTINGS: Final = (*(field.name for field in fields(EnvRequest)), "max_infos_kib")
 
@@ -292,8 +285,8 @@ class SupervisedWorker:
             self._move(WorkerState.SERVING)
             self._is_built = True
             return [Ready(spec)]
-        if frame.kind in _REFUSALS:
-            self.error = _REFUSALS[frame.kind](frame.payload.decode(errors="replace"))
+        if frame.kind in REFUSALS:
+            self.error = REFUSALS[frame.kind](frame.payload.decode(errors="replace"))
         elif frame.kind is not Kind.BUILT:
             self._on_odd_message(frame, now)
         return []

@@ -18,14 +18,18 @@ import struct
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from envserve.errors import WorkerError
+from envserve.errors import UnknownEnv, WorkerError, WrapperError
+from envserve.settings import EnvRequest
 
 __all__ = [
     "HEADER",
     "MAX_ANSWER_BYTES",
     "MAX_CALL_BYTES",
+    "REFUSALS",
+    "BuildMessage",
     "Channel",
     "Frame",
     "FrameReader",
@@ -70,6 +74,8 @@ class Kind(enum.IntEnum):
     FORK = 16  # what to import, fork or kill, and what has become of that
 
 
+#: Errors of the request, which every worker would raise; by the kind that reports them.
+REFUSALS: Final = {Kind.UNKNOWN_ENV: UnknownEnv, Kind.BAD_WRAPPER: WrapperError}
 _KINDS: Final = {int(kind): kind for kind in Kind}
 #: Longest payload of a frame, unless it is one of those below.
 _MAX_BYTES: Final = 64 << 20
@@ -77,8 +83,7 @@ _MAX_BYTES: Final = 64 << 20
 _MAX_BYTES_OF: Final = {
     Kind.READY: 16 << 20,
     Kind.DONE: MAX_ANSWER_BYTES,
-    **dict.fromkeys([Kind.BUILT, Kind.FAILED], 128 << 10),
-    **dict.fromkeys([Kind.UNKNOWN_ENV, Kind.BAD_WRAPPER], 128 << 10),
+    **dict.fromkeys([Kind.BUILT, Kind.FAILED, *REFUSALS], 128 << 10),
 }
 _NEW: Final = tuple.__new__
 
@@ -97,6 +102,22 @@ def pack_frame(
 ) -> bytes:
     """Returns the bytes of a frame."""
     return HEADER.pack(kind, block, sequence, len(payload)) + payload
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildMessage(EnvRequest):
+    """Content of BUILD: the envs of a worker."""
+
+    max_infos_kib: int
+    """Limit of a row's infos in KiB."""
+    num_workers: int
+    """Number of workers of the pool."""
+    worker: int
+    """Index of this worker among them."""
+    blocks: tuple[tuple[int, int, int], ...]
+    """Index, first row, and row after the last of each block."""
+    incarnations: tuple[tuple[int, int], ...]
+    """Each row, with the number of times its env has been rebuilt."""
 
 
 class FrameReader:

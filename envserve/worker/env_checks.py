@@ -64,10 +64,11 @@ class Rules:
     notes: dict[str, str] = field(default_factory=dict)
 
     def take_notes(self) -> list[str]:
-        """Returns what is new of them; each is said once."""
+        """Return the notes that are new, each of them once."""
+        if not self.notes:
+            return []
         notes = [note for note in self.notes.values() if note]
-        if notes:
-            self.notes.update(dict.fromkeys(self.notes, ""))
+        self.notes.update(dict.fromkeys(self.notes, ""))
         return notes
 
     def check_finite(self, wanted: str, value: Any) -> None:

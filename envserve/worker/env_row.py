@@ -10,7 +10,7 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 from envserve.crashes.action_ring import RowRecord
 from envserve.envs.registry import make_env
 from envserve.envs.seeding import env_seed
+from envserve.settings import EnvRequest
 from envserve.slab import BEAT, Rows, next_beat
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
@@ -37,7 +38,6 @@ from envserve.worker.env_checks import (
 )
 from envserve.worker.rendering import render
 from envserve.worker.reset_signature import complete
-from envserve.wrappers.specs import WrapperSpec
 
 __all__ = ["EnvRow", "SpaceViolation"]
 
@@ -55,31 +55,20 @@ class EnvRow:
       inner_env: The env without its wrappers, once built.
       is_fresh: Whether this incarnation has not been reset yet.
       attributes: Those that have been set, which the next incarnation gets too.
-      is_seeded: Whether its first reset gets a seed.
     """
 
     def __init__(
         self,
-        *,
+        request: EnvRequest,
         row: int,
-        env_index: int,
-        incarnation: int,
-        name: str,
-        kwargs: Mapping[str, Any],
-        root_seed: int,
-        is_seeded: bool = True,
-        wrappers: Sequence[WrapperSpec] = (),
+        incarnation: int = 0,
         rules: Rules | None = None,
     ) -> None:
-        """Only stores; `build` makes the env."""
+        """Store the arguments; `build` makes the env."""
         self.row = row
-        self.env_index = env_index
+        self.env_index = request.first_env_index + row
         self.incarnation = incarnation
-        self._name = name
-        self._kwargs = dict(kwargs)
-        self._wrappers = tuple(wrappers)
-        self._root_seed = root_seed
-        self.is_seeded = is_seeded
+        self._request = request
         self.is_fresh = True
         self._rules = rules or Rules()
         self._fresh_seed: int | None = None
@@ -92,7 +81,7 @@ class EnvRow:
     @property
     def seed(self) -> int:
         """Seed of this incarnation."""
-        return env_seed(self._root_seed, self.env_index, self.incarnation)
+        return env_seed(self._request.seed, self.env_index, self.incarnation)
 
     def forget_seed(self) -> None:
         """Has the first reset get no seed, unless one is given."""
@@ -100,14 +89,16 @@ class EnvRow:
 
     def build(self) -> EnvSpec:
         """Makes the env; its first reset will use the incarnation's seed, if any."""
-        env = make_env(self._name, self._kwargs, self._wrappers)
-        self._env = complete(env, needs_seed=self.is_seeded)
+        request = self._request
+        env = make_env(request.env_name, request.env_kwargs, request.wrappers)
+        self._env = complete(env, needs_seed=request.seeded)
         self._step_env = self._env.step
         self.inner_env = self._env.unwrapped
         self._is_built = True
         self.is_fresh = True
-        self._fresh_seed = self.seed if self.is_seeded else None
-        spec = EnvSpec(self._name, self._env.observation_space, self._env.action_space)
+        self._fresh_seed = self.seed if request.seeded else None
+        own_spaces = self._env.observation_space, self._env.action_space
+        spec = EnvSpec(request.env_name, *own_spaces)
         self._space = spec.observation_space
         self._leaves = spec.observation_leaves
         self._only_leaf = self._only_dtype = self._only_shape = None
@@ -277,8 +268,8 @@ class EnvRow:
             return value(*arguments, **named)
         return value
 
-    def render(self, row: int) -> Any:
-        """Returns what the env shows; see `worker.camera`."""
+    def render(self) -> Any:
+        """Return what the env renders; see `rendering.render`."""
         return render(self._env)
 
     def step_by(self, call: Callable[..., Any]) -> None:

@@ -14,16 +14,15 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
-from envserve.crashes.action_ring import ActionRing, ring_nbytes
+from envserve.crashes.action_ring import ActionRing
 from envserve.lane import MAX_JPEG_BYTES, MAX_TEXT, Picture
-from envserve.slab import Slab, next_beat
-from envserve.spaces.env_spec import EnvSpec
+from envserve.slab import next_beat
 from envserve.text import without_folders
 from envserve.worker.frame_board import PictureBoard
 
@@ -40,36 +39,34 @@ _QUALITIES: Final = (75, 50, 25)
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 
+class _Block(Protocol):
+    rows: range
+
+    def render(self, row: int) -> Any: ...
+
+
 class Camera:
-    """Shows what is watched of a worker's rows, one row at a time.
+    """Render the watched rows of a worker to the board, one row at a time.
 
     Attributes:
-      until: Its first number is 0 while nobody looks.
+      until: `until` of the board; its only number is 0 while no row is watched.
     """
 
     def __init__(
         self,
-        build: Mapping[str, Any],
-        spec: EnvSpec,
-        blocks: Mapping[int, Sequence[Any]],
-        slab: Slab,
+        board: PictureBoard,
+        worker: int,
+        heartbeat: memoryview,
         ring: ActionRing,
+        blocks: Iterable[_Block],
     ) -> None:
-        """Takes what the worker was told to build, and the envs of each block."""
-        num_envs = build["num_envs"]
-        memory = slab.extra[ring_nbytes(spec, num_envs) :]
-        self._board = PictureBoard(num_envs, build["num_workers"], memory)
-        self.until = self._board.until
-        self._worker = build["worker"]
-        self._heartbeat = slab.heartbeats[self._worker].data
+        self._board = board
+        self.until = board.until
+        self._worker = worker
+        self._heartbeat = heartbeat
         self._ring = ring
-        #: First row of the block, and the env, of each row.
-        self._rows = {
-            row: (start, blocks[index][min(row - start, len(blocks[index]) - 1)])
-            for index, start, stop in build["blocks"]
-            for row in range(start, stop)
-        }
-        self._shown_at = dict.fromkeys(self._rows, 0)
+        self._blocks = {row: block for block in blocks for row in block.rows}
+        self._shown_at = dict.fromkeys(self._blocks, 0)
         self._rests_until = 0
 
     def look(self) -> None:
@@ -89,7 +86,8 @@ class Camera:
             shown_at, row, slot, width = min(due)
             is_first, self._shown_at[row] = not shown_at, begin
             jpeg, text = self._picture(row, width)
-            seed, steps = self._ring.glance(row, self._rows[row][0])
+            start = self._blocks[row].rows.start
+            seed, steps = self._ring.glance(row, start)
             known: Any = {"row": row, "seed": seed, "episode_steps": steps}
             picture = Picture(serial=begin, jpeg=jpeg, text=text[:MAX_TEXT], **known)
             self._board.show(slot, picture)
@@ -105,7 +103,7 @@ class Camera:
         self._heartbeat[0] = next_beat(self._heartbeat[0], row)
         ended[worker] += 1
         try:
-            frame = self._rows[row][1].render(row)
+            frame = self._blocks[row].render(row)
             jpeg = jpeg_of(frame, width)
         except Exception as error:
             name = type(error).__name__

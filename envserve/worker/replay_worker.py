@@ -14,6 +14,7 @@ import numpy as np
 from envserve.crashes.action_ring import RowRecord, restore_rng_state
 from envserve.crashes.repro_file import Repro, decode_repro
 from envserve.errors import EnvStartError, ReproError, VideoError
+from envserve.settings import EnvRequest
 from envserve.slab import Rows, private_heartbeat
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
@@ -69,17 +70,17 @@ def build(repro: Repro) -> tuple[EnvRow, EnvSpec]:
         raise EnvStartError(
             "its vector env stepped other rows with it, which the file does not hold"
         )
-    env = EnvRow(
-        row=0,
-        env_index=repro.env_index,
-        incarnation=repro.played.incarnation,
-        name=repro.env_name,
-        kwargs=repro.env_kwargs,
-        root_seed=repro.root_seed,
-        is_seeded=repro.seeded,
+    request = EnvRequest(
+        env_name=repro.env_name,
+        env_kwargs=repro.env_kwargs,
+        num_envs=1,
+        seed=repro.root_seed,
+        seeded=repro.seeded,
+        first_env_index=repro.env_index,
         wrappers=repro.wrappers,
-        rules=Rules(repro.nonfinite, repro.strict_spaces),
     )
+    rules = Rules(repro.nonfinite, repro.strict_spaces)
+    env = EnvRow(request, 0, repro.played.incarnation, rules)
     spec = env.build()
     _check_actions(repro, spec)
     return env, spec

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import MappingProxyType
 from typing import Any, Final
 
 from envserve.crashes.action_ring import RowRecord
 from envserve.envs.seeding import spare_seed
+from envserve.settings import EnvRequest
 from envserve.slab import Rows, next_beat, private_heartbeat
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.infos import snapshot
 from envserve.worker import step_timings
+from envserve.worker.env_checks import Rules
 from envserve.worker.env_row import EnvRow
 
-__all__ = ["SpareRow", "reset_threads"]
+__all__ = ["ResetThreads", "SpareRow"]
 
 #: The two envs never reset themselves: their row does it.
 _OWN_AUTORESET: Final = "disabled"
@@ -32,10 +34,25 @@ _MAX_THREADS: Final = 16
 _SWITCH_SECONDS: Final = 0.5e-3
 
 
-def reset_threads(num_envs: int) -> ThreadPoolExecutor:
-    """Returns threads that reset some envs of this process while it steps others."""
-    sys.setswitchinterval(_SWITCH_SECONDS)
-    return ThreadPoolExecutor(min(num_envs, _MAX_THREADS), "reset")
+class ResetThreads(ThreadPoolExecutor):
+    """Threads that reset the spare envs of a process while it steps the others."""
+
+    def __init__(self, num_envs: int) -> None:
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        super().__init__(min(num_envs, _MAX_THREADS), "reset")
+        self._resets: set[Future[Mapping[str, Any]]] = set()
+
+    def start_reset(self, env: EnvRow, seed: int | None) -> Future[Mapping[str, Any]]:
+        """Reset an env in one of the threads; the result is the info of the reset."""
+        reset = self.submit(env.reset, seed)
+        self._resets.add(reset)
+        reset.add_done_callback(self._resets.discard)
+        return reset
+
+    def close(self, timeout_seconds: float) -> None:
+        """Cancel the resets that have not begun, and wait for the others."""
+        self.shutdown(wait=False, cancel_futures=True)
+        wait([*self._resets], timeout_seconds)
 
 
 class SpareRow:
@@ -50,26 +67,29 @@ class SpareRow:
       env_index: Row of the whole batch, from which the seeds follow.
       incarnation: How often one of the envs, or both with their process, was rebuilt.
       record: What the row has been through, once attached.
-      warming: The reset of the spare, from its first to the next turn of the row.
     """
 
-    def __init__(self, make: Callable[[], EnvRow], threads: ThreadPoolExecutor) -> None:
-        """Only stores; `build` and `build_spare` make the two equal envs."""
-        self._active, self._spare = make(), make()
+    def __init__(
+        self,
+        threads: ResetThreads,
+        request: EnvRequest,
+        row: int,
+        incarnation: int = 0,
+        rules: Rules | None = None,
+    ) -> None:
+        """Store the arguments; `build` and `build_spare` make the two envs."""
+        self._active = EnvRow(request, row, incarnation, rules)
+        self._spare = EnvRow(request, row, incarnation, rules)
         self._spare.attributes = self._active.attributes
         self._threads = threads
-        self.row = self._active.row
+        self.row = row
         self.env_index = self._active.env_index
-        self.incarnation = self._active.incarnation
-        self.warming: Future[Mapping[str, Any]] | None = None
-        self._spare_seed = spare_seed(self.seed) if self._active.is_seeded else None
+        self.incarnation = incarnation
+        #: The reset of the spare, from its start until the spare becomes active.
+        self._warming: Future[Mapping[str, Any]] | None = None
+        self._spare_seed = spare_seed(self._active.seed) if request.seeded else None
         self._is_over = False
         self._missed_attributes: dict[str, Any] = {}  # while the spare was away
-
-    @property
-    def seed(self) -> int:
-        """Seed of this incarnation."""
-        return self._active.seed
 
     @property
     def is_fresh(self) -> bool:
@@ -143,12 +163,12 @@ class SpareRow:
             info = self._take_turns()
         else:
             is_turn = seed is not None or not self.is_fresh
-            if is_turn and self.warming is not None:
-                self._take_spare(self.warming)
+            if is_turn and self._warming is not None:
+                self._take_spare(self._warming)
             if seed is not None:
                 self._spare_seed = spare_seed(seed)
             info = self._active.reset(seed, options)
-        if self.warming is None:
+        if self._warming is None:
             self._warm_spare()
         return info
 
@@ -168,19 +188,19 @@ class SpareRow:
             return self._active.call(kind, name, arguments, named)
         value = copy.deepcopy(arguments[0])
         self._active.call("set", name, arguments)
-        if self.warming is None:
+        if self._warming is None:
             self._set_attributes(self._spare, {name: value})
         else:
             self._missed_attributes[name] = value
 
-    def render(self, row: int) -> Any:
-        """Returns what the active env shows."""
-        return self._active.render(row)
+    def render(self) -> Any:
+        """Return what the active env renders."""
+        return self._active.render()
 
     def close(self) -> None:
         """Closes both envs, except one that a thread has not given back."""
         self._active.close()
-        if self.warming is None or self.warming.done():
+        if self._warming is None or self._warming.done():
             self._spare.close()
 
     def check_finite(self, reward: float = 0.0) -> None:
@@ -189,9 +209,9 @@ class SpareRow:
 
     def _take_turns(self) -> Mapping[str, Any]:
         """Begins the episode that the spare has been made ready for."""
-        assert self.warming is not None, "it begins with the first reset of the row"
+        assert self._warming is not None, "it begins with the first reset of the row"
         is_stale = bool(self._missed_attributes)
-        info = self._take_spare(self.warming)
+        info = self._take_spare(self._warming)
         if is_stale:
             return self._active.reset(None)
         for target, warm in zip(
@@ -207,7 +227,7 @@ class SpareRow:
           Exception: Whatever that reset has raised. The env is active nevertheless, and
             is to be rebuilt.
         """
-        self.warming = None
+        self._warming = None
         self._active, self._spare = self._spare, self._active
         missed, self._missed_attributes = self._missed_attributes, {}
         self._heartbeat[0] = next_beat(self._heartbeat[0], self.row)
@@ -233,7 +253,7 @@ class SpareRow:
             self._warm_rows, self._warm_heartbeat, self._warm_record, _OWN_AUTORESET
         )
         seed, self._spare_seed = self._spare_seed, None
-        self.warming = self._threads.submit(self._spare.reset, seed)
+        self._warming = self._threads.start_reset(self._spare, seed)
 
     def _set_attributes(self, env: EnvRow, attributes: Mapping[str, Any]) -> None:
         for name, value in attributes.items():

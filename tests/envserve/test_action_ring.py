@@ -12,11 +12,12 @@ from gymnasium import spaces
 
 from envserve.crashes.action_ring import ActionRing, Played, ring_nbytes
 from envserve.crashes.repro_file import End, Repro, decode_repro, encode_repro
+from envserve.settings import EnvRequest
 from envserve.slab import Rows, Status, private_heartbeat
 from envserve.spaces import codec
 from envserve.worker.env_row import EnvRow, SpaceViolation
 from envserve.worker.replay_worker import play
-from envserve.worker.spare_row import SpareRow, reset_threads
+from envserve.worker.spare_row import ResetThreads, SpareRow
 
 Array = np.ndarray[Any, Any]
 ROOT_SEED = 3
@@ -69,12 +70,11 @@ class Walk:
     ) -> None:
         self.autoreset = autoreset
         self.kwargs = kwargs
-        self.threads = reset_threads(1) if has_spare else None
-
-        def make() -> EnvRow:
-            return self.env_row(2, 4)
-
-        self.env = make() if self.threads is None else SpareRow(make, self.threads)
+        self.threads = ResetThreads(1) if has_spare else None
+        arguments = self.request(first_env_index=5), 2, 4
+        self.env: EnvRow | SpareRow = (
+            SpareRow(self.threads, *arguments) if self.threads else EnvRow(*arguments)
+        )
         self.spec = self.env.build()
         if isinstance(self.env, SpareRow):
             self.env.build_spare()
@@ -87,14 +87,13 @@ class Walk:
         self.space = self.spec.action_space
         self.space.seed(1)
 
-    def env_row(self, row: int, incarnation: int) -> EnvRow:
-        return EnvRow(
-            row=row,
-            env_index=7,
-            incarnation=incarnation,
-            name="Walk-v0",
-            kwargs=self.kwargs,
-            root_seed=ROOT_SEED,
+    def request(self, first_env_index: int) -> EnvRequest:
+        return EnvRequest(
+            env_name="Walk-v0",
+            env_kwargs=self.kwargs,
+            num_envs=3,
+            seed=ROOT_SEED,
+            first_env_index=first_env_index,
         )
 
     def step(self, num_steps: int = 1) -> None:
@@ -133,7 +132,8 @@ class Walk:
             end=End(status=Status.ENV_ERROR, text=""),
         )
         repro = decode_repro(encode_repro(repro))
-        env = self.env_row(0, repro.played.incarnation)
+        request = self.request(first_env_index=7)
+        env = EnvRow(request, 0, repro.played.incarnation)
         rows = play(repro, env, env.build(), lambda _: None)
         seen: list[float] = rows.observation[0][0].tolist()
         return seen

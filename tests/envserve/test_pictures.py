@@ -56,19 +56,14 @@ class Shown:
 
 
 class Studio:
-    """A worker's camera, who looks at its rows, and a clock."""
+    """A worker's camera and its only block, who looks at the rows, and a clock."""
 
     def __init__(self, num_envs: int = 3) -> None:
         extra = ring_nbytes(SPEC, num_envs) + board_bytes(num_envs, 1)
         self.slab = Slab.create(SPEC, num_envs, 1, extra)
         self.clock = Clock()
         self.envs = [Shown(self.clock) for _ in range(num_envs)]
-        self.build = {
-            "num_envs": num_envs,
-            "num_workers": 1,
-            "worker": 0,
-            "blocks": [[0, 0, num_envs]],
-        }
+        self.rows = range(num_envs)
         memory = self.slab.extra[ring_nbytes(SPEC, num_envs) :]
         self.board = PictureBoard(num_envs, 1, memory)
         self.camera = self.start()
@@ -76,7 +71,10 @@ class Studio:
     def start(self) -> Camera:
         """Begins a process of the worker."""
         ring = ActionRing(SPEC, len(self.envs), self.slab.extra)
-        return Camera(self.build, SPEC, {0: self.envs}, self.slab, ring)
+        return Camera(self.board, 0, self.slab.heartbeats[0].data, ring, [self])
+
+    def render(self, row: int) -> Any:
+        return self.envs[row].render(row)
 
     def watch(self, *rows: int, width: int = 160, seconds: float = 3.0) -> None:
         now = self.clock.now

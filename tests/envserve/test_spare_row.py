@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import gymnasium
@@ -13,9 +12,10 @@ import pytest
 
 from envserve.crashes.action_ring import RowRecord
 from envserve.envs.seeding import env_seed, spare_seed
+from envserve.settings import EnvRequest
 from envserve.slab import BEAT, Rows, private_heartbeat
-from envserve.worker.env_row import EnvRow, SpaceViolation
-from envserve.worker.spare_row import SpareRow, reset_threads
+from envserve.worker.env_row import SpaceViolation
+from envserve.worker.spare_row import ResetThreads, SpareRow
 from tests.oracle.ledger_env import LedgerEnv
 
 from .conftest import WaitUntil
@@ -86,10 +86,10 @@ class Bench:
     """A row of three before it, its threads, and where it writes."""
 
     def __init__(self, autoreset: str = "same_step", length: int = 2) -> None:
-        self.threads = reset_threads(4)
-        numbers: Any = {"row": 3, "env_index": 3, "incarnation": 0, "root_seed": 0}
-        make = partial(EnvRow, name="Probe-v0", kwargs={"length": length}, **numbers)
-        self.row = SpareRow(make, self.threads)
+        self.threads = ResetThreads(4)
+        kwargs = {"length": length}
+        request = EnvRequest(env_name="Probe-v0", env_kwargs=kwargs, num_envs=4, seed=0)
+        self.row = SpareRow(self.threads, request, 3)
         spec = self.row.build()
         self.row.build_spare()
         self.envs = ProbeEnv.made

@@ -18,6 +18,7 @@ from envserve.crashes.action_ring import RowRecord
 from envserve.errors import EnvStartError
 from envserve.lane import Fault
 from envserve.pool.launcher import Launcher
+from envserve.settings import EnvRequest
 from envserve.slab import Rows, private_heartbeat
 from envserve.spaces.env_spec import unflatten
 from envserve.worker.env_checks import Rules
@@ -151,15 +152,9 @@ def test_what_is_cast_is_said_once(seen: Seen) -> None:
 def test_a_leaf_alone_is_taken_like_one_of_a_dict(row: int, is_strict: bool) -> None:
     case = CASES[row]
     rules = Rules(strict_spaces=is_strict)
-    env = EnvRow(
-        row=0,
-        env_index=0,
-        incarnation=0,
-        name=NAME,
-        kwargs={"part": case.part},
-        root_seed=0,
-        rules=rules,
-    )
+    kwargs = {"part": case.part}
+    request = EnvRequest(env_name=NAME, env_kwargs=kwargs, num_envs=1, seed=0)
+    env = EnvRow(request, 0, rules=rules)
     spec = env.build()
     (leaf,) = spec.observation_leaves
     rows = Rows.allocate(spec, 1)
