@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final, Self
 
 from envserve.errors import EnvserveError, EnvStartError, LocalProtocolError
+from envserve.host_resources import num_cores
 from envserve.lane import Call, Outcome, Reset, make_blocks
 from envserve.pool.block_operations import Operations, Task, reset_task
 from envserve.pool.fault_log import FaultLog
@@ -25,7 +26,7 @@ from envserve.pool.pool_metrics import Tally
 from envserve.pool.supervisor import SupervisedWorker
 from envserve.pool.worker_set import Workers
 from envserve.pool.worker_states import Lost, WorkerState
-from envserve.settings import PoolSettings, num_cores
+from envserve.settings import PoolSettings
 from envserve.slab import Rows, Status
 from envserve.spaces.env_spec import EnvSpec
 from envserve.worker.attribute_calls import call_payload

@@ -20,7 +20,7 @@ import numpy as np
 from envserve.crashes.action_ring import ActionRing, ring_nbytes
 from envserve.envs.seeding import env_seed
 from envserve.errors import EnvStartError, SpaceError, WorkerError
-from envserve.settings import num_cores
+from envserve.host_resources import num_cores
 from envserve.slab import Slab
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec, own_classes
