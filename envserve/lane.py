@@ -86,6 +86,16 @@ class Block:
     worker: int
     split: int
 
+    @property
+    def rows(self) -> range:
+        """The rows, as indices."""
+        return range(self.start, self.stop)
+
+    @property
+    def part(self) -> slice:
+        """The rows, as a slice of the lane's arrays."""
+        return slice(self.start, self.stop)
+
 
 def make_blocks(
     num_envs: int, num_workers: int, num_splits: int, blocks_per_split: int = 0
@@ -130,7 +140,7 @@ class Reset:
 
     def check(self, block: Block) -> Sequence[int]:
         """Returns the rows; raises LocalProtocolError for those, or seeds, unfit."""
-        rows, seeds = range(block.start, block.stop), self.seeds
+        rows, seeds = block.rows, self.seeds
         chosen = rows if self.env_indices is None else self.env_indices
         are_rows = len({*chosen}) == len(chosen) and {*chosen} <= {*rows}
         given = [0] * len(chosen) if seeds is None else [seed or 0 for seed in seeds]

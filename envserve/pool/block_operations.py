@@ -53,7 +53,6 @@ class _Place:
     Attributes:
       block: Which rows.
       worker: Who hosts it.
-      part: The same rows, as a slice.
       kind: STEP, RESET or CALL from its submission until it has ended; else IDLE.
       task: What goes with it, unless it is a step.
       sequence: Number by which its answer is known.
@@ -63,7 +62,6 @@ class _Place:
 
     block: Block
     worker: SupervisedWorker
-    part: slice
     kind: int = _IDLE
     task: Task = b"", False
     sequence: int = 0
@@ -84,9 +82,9 @@ class _Place:
         has kept that row's itself, and begun to write the next episode's.
         """
         if self.kind == _STEP and not self.has_kept:
-            pending = np.flatnonzero(rows.status[self.part] == _PENDING)
-            restore_last_observation(rows, self.part.start + pending)
-            keep_last_observation(rows, self.part)
+            pending = np.flatnonzero(rows.status[self.block.part] == _PENDING)
+            restore_last_observation(rows, self.block.start + pending)
+            keep_last_observation(rows, self.block.part)
             self.has_kept = True
 
 
@@ -118,9 +116,7 @@ class Operations:
         self.state = "starting"
         self._workers = workers
         self._fault_log = fault_log
-        self._places = [
-            _Place(b, workers.all[b.worker], slice(b.start, b.stop)) for b in blocks
-        ]
+        self._places = [_Place(block, workers.all[block.worker]) for block in blocks]
         self._losses: dict[int, Lost] = {}  # of blocks that are lost
         self._sequence = 0
 
@@ -139,7 +135,7 @@ class Operations:
     def rows_where(self, test: Callable[[SupervisedWorker, int], object]) -> list[int]:
         """Returns rows by their worker, and by what kind of operation runs on them."""
         places = (p for p in self._places if test(p.worker, p.kind))
-        return [row for p in places for row in range(p.part.start, p.part.stop)]
+        return [row for place in places for row in place.block.rows]
 
     # Submitting.
 
@@ -194,7 +190,7 @@ class Operations:
         """Keeps what envs are about to be reset with, should they fail after that."""
         for reset in resets:
             block = self._places[reset.block].block
-            rows = reset.env_indices or range(block.start, block.stop)
+            rows = reset.env_indices or block.rows
             self.tally.begin(rows, block.index)
             if reset.options:
                 self._fault_log.options.update(dict.fromkeys(rows, reset.options))
@@ -274,10 +270,9 @@ class Operations:
             self._workers.incarnations[row] += 1
         if place.kind == _STEP and block.index in self._losses:
             status, text = self._losses.pop(block.index)
-            write_lost(self._rows, place.part, status)
+            write_lost(self._rows, block.part, status)
             self.tally.note_lost(block.index, status, place.begun_at, now)
-            rows = range(block.start, block.stop)
-            self._end(place, faults=[Fault(row, status, text) for row in rows])
+            self._end(place, faults=[Fault(row, status, text) for row in block.rows])
             return
         if place.kind == _STEP:
             worker.has_stepped = True
@@ -327,7 +322,7 @@ class Operations:
         loss = Lost(lost.status, f"{text}{worker.excerpt_note}")
         for place in self._hosted_by(worker):
             block = place.block
-            for row in range(block.start, block.stop):
+            for row in block.rows:
                 self._workers.incarnations[row] += 1
             if block.index not in self._losses:  # else its episodes have ended before
                 self._losses[block.index] = loss
@@ -348,7 +343,7 @@ class Operations:
             self._lose(worker, lost, now)
         for place in self._places:
             if place.kind == _STEP and place.has_kept:
-                restore_last_observation(self._rows, place.part)
+                restore_last_observation(self._rows, place.block.part)
             place.kind = _IDLE
             place.worker = self._workers.all[place.worker.index]
         for outcome in self.outcomes:  # nobody has seen the next episodes
@@ -379,4 +374,4 @@ def reset_task(block: Block, reset: Reset) -> Task:
     if reset.env_indices is not None or seeds is not None or options:
         fields = {"rows": reset.env_indices, "seeds": seeds, "options": options}
         payload = codec.encode(fields)
-    return payload, len(chosen) == block.stop - block.start
+    return payload, len(chosen) == len(block.rows)

@@ -81,12 +81,12 @@ class Tally:
     def note_lost(self, index: int, status: int, since: float, now: float) -> None:
         """Counts a step that was answered by a lost row for each env of a block."""
         block = self._blocks[index]
-        rows, milliseconds = range(block.start, block.stop), int(1000 * (now - since))
-        self.invalid[status] += len(rows)
-        for row in rows:
+        milliseconds = int(1000 * (now - since))
+        self.invalid[status] += len(block.rows)
+        for row in block.rows:
             self.num_recoveries += 1
             self.recoveries.append((self.num_recoveries, row, milliseconds))
-        self.begin(rows, index)
+        self.begin(block.rows, index)
 
     def begin(self, rows: Iterable[int], block: int) -> None:
         """Notes that episodes begin, with the block's next step."""
@@ -102,9 +102,9 @@ class Tally:
         if not self.is_watched and (slab := self.slab) is not None:
             self._begun, rows = [None] * len(self._begun), slab.rows
             arrays = rows.reward, rows.terminated, rows.truncated, rows.status
-            parts = [slice(block.start, block.stop) for block in self._blocks]
             self._views = [
-                [a[part] for a in (*arrays, self._returns)] for part in parts
+                [array[block.part] for array in (*arrays, self._returns)]
+                for block in self._blocks
             ]
             self.is_watched = True
 
@@ -150,7 +150,7 @@ class Tally:
     @property
     def num_env_steps(self) -> int:
         """Rows that came from the envs, and are valid."""
-        sizes = (block.stop - block.start for block in self._blocks)
+        sizes = (len(block.rows) for block in self._blocks)
         return sum(map(int.__mul__, self.steps, sizes)) - self.invalid[Status.ENV_ERROR]
 
     @property

@@ -159,11 +159,7 @@ class SupervisedWorker:
             "num_workers": self._num_workers,
             "worker": self.index,
             "blocks": [[block.index, block.start, block.stop] for block in self.blocks],
-            "incarnations": [
-                [row, incarnations[row]]
-                for block in self.blocks
-                for row in range(block.start, block.stop)
-            ],
+            "incarnations": [*incarnations],
         }
         return codec.encode(message)
 

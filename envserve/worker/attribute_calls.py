@@ -91,7 +91,7 @@ def answer_call(
       is_once: Whether rows that there is no room for cannot be asked anew.
     """
     values: list[bytes] = []
-    faults: list[dict[str, Any]] = []
+    faults: list[Fault] = []
     size = num_values = 0
     enough = _ENOUGH_BYTES if is_once else task.enough
     for position, row in enumerate(task.rows):
@@ -111,7 +111,7 @@ def answer_call(
         except Exception as error:
             value, fault = _NOTHING, fault_of(row, error)
             if isinstance(error, codec.CodecError):  # it says all
-                fault["text"] = str(error)
+                fault = fault._replace(text=str(error))
             faults.append(fault)
             num_values += 1
         values.append(value)

@@ -116,8 +116,8 @@ class BuildMessage(EnvRequest):
     """Index of this worker among them."""
     blocks: tuple[tuple[int, int, int], ...]
     """Index, first row, and row after the last of each block."""
-    incarnations: tuple[tuple[int, int], ...]
-    """Each row, with the number of times its env has been rebuilt."""
+    incarnations: tuple[int, ...]
+    """For each row of the pool, how often its env has been rebuilt before."""
 
 
 class FrameReader:

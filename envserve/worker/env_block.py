@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from envserve.crashes.action_ring import ActionRing
+from envserve.lane import Fault
 from envserve.slab import Rows, Status, next_beat
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
@@ -44,7 +45,6 @@ class EnvBlock:
         self,
         config: BuildMessage,
         rows: range,
-        incarnations: Mapping[int, int],
         rules: Rules,
         threads: ResetThreads | None,
     ) -> None:
@@ -56,7 +56,7 @@ class EnvBlock:
         self._infos_of_ends = config.infos == "episode_end"
         self._envs: list[EnvRow | SpareRow] = []
         for row in rows:
-            arguments = config, row, incarnations[row], rules
+            arguments = config, row, config.incarnations[row], rules
             self._envs.append(
                 SpareRow(threads, *arguments) if threads else EnvRow(*arguments)
             )
@@ -89,7 +89,7 @@ class EnvBlock:
         infos_of_all, infos_of_ends = self._infos_of_all, self._infos_of_ends
         rewards: list[float] = []
         ended: list[tuple[int, bool, bool]] = []
-        faults: list[dict[str, Any]] = []
+        faults: list[Fault] = []
         infos: dict[int, Mapping[str, Any]] = {}
         self._ring.note_step(self._all_rows.action, start, self.rows.stop)
         block.status[...] = _OK
@@ -117,13 +117,13 @@ class EnvBlock:
         if self._config.nonfinite != "pass" and not self._is_finite(rewards):
             faults += self._recover_non_finite(rewards)
         for fault in faults:
-            infos.pop(fault["row"], None)
+            infos.pop(fault.env_index, None)
         step_timings.note_step(self._heartbeat, began_at, len(rewards))
         return self._report(faults, infos)
 
     def _report(
         self,
-        faults: list[dict[str, Any]],
+        faults: Sequence[Fault],
         infos: dict[int, Mapping[str, Any]],
         rebuilt: Sequence[int] = (),
     ) -> bytes:
@@ -141,7 +141,7 @@ class EnvBlock:
         with np.errstate(all="ignore"):
             return all([math.isfinite(array.sum()) for array in self._floats])
 
-    def _recover_non_finite(self, rewards: list[float]) -> list[dict[str, Any]]:
+    def _recover_non_finite(self, rewards: list[float]) -> list[Fault]:
         faults = []
         for env, reward in zip(self._envs, rewards, strict=True):
             try:
@@ -150,7 +150,7 @@ class EnvBlock:
                 faults.append(self._recover(env, error))
         return faults
 
-    def _recover(self, env: EnvRow | SpareRow, error: Exception) -> dict[str, Any]:
+    def _recover(self, env: EnvRow | SpareRow, error: Exception) -> Fault:
         """Replace an env that failed by its next incarnation; return the fault.
 
         The row is PENDING until the pool makes a lost row of it. If this worker dies

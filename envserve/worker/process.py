@@ -108,22 +108,21 @@ class _Worker:
     def __init__(self, channel: socket.socket, config: BuildMessage) -> None:
         self._send: Callable[[bytes], None] = channel.sendall
         self._config = config
-        incarnations = dict(config.incarnations)
         rules = Rules(config.nonfinite, config.strict_spaces)
-        self._threads = ResetThreads(len(incarnations)) if config.spare_envs else None
-
-        def make_block(rows: range) -> EnvBlock | VectorBlock:
-            if config.vectorized:
-                return VectorBlock(config, rows, incarnations[rows.start], rules)
-            return EnvBlock(config, rows, incarnations, rules, self._threads)
-
-        self._blocks = {
-            index: make_block(range(start, stop))
-            for index, start, stop in config.blocks
-        }
-        row, incarnation = config.incarnations[0]
+        num_rows = sum(stop - start for _, start, stop in config.blocks)
+        self._threads = ResetThreads(num_rows) if config.spare_envs else None
+        self._blocks: dict[int, EnvBlock | VectorBlock] = {}
+        for index, start, stop in config.blocks:
+            rows = range(start, stop)
+            self._blocks[index] = (
+                VectorBlock(config, rows, rules)
+                if config.vectorized
+                else EnvBlock(config, rows, rules, self._threads)
+            )
+        row = config.blocks[0][1]
+        env_index, incarnation = config.first_env_index + row, config.incarnations[row]
         # Env code that uses the global generators must not do the same everywhere.
-        seed = env_seed(config.seed, config.first_env_index + row, incarnation)
+        seed = env_seed(config.seed, env_index, incarnation)
         random.seed(seed)
         np.random.seed(seed)
         self._spec = self._build()

@@ -53,7 +53,7 @@ def run(channel: socket.socket, payload: bytes, num_filmed: int = 0) -> None:
         raise EnvStartError(str(error)) from None
     except Exception as error:
         fault = fault_of(0, error)
-        told = {"text": fault["text"], "is_violation": fault["violation"]}
+        told = {"text": fault.text, "is_violation": fault.is_violation}
         failure = codec.encode(told)
         channel.sendall(pack_frame(Kind.FAILED, block=1, payload=failure))
     else:

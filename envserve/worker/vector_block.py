@@ -22,6 +22,7 @@ from envserve.crashes.action_ring import ActionRing
 from envserve.envs.registry import spec_of
 from envserve.envs.seeding import env_seed
 from envserve.errors import EnvStartError, UnknownEnv
+from envserve.lane import Fault
 from envserve.slab import Rows, Status, next_beat
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
@@ -61,15 +62,13 @@ class VectorBlock:
       rows: Rows of the pool.
     """
 
-    def __init__(
-        self, config: BuildMessage, rows: range, incarnation: int, rules: Rules
-    ) -> None:
+    def __init__(self, config: BuildMessage, rows: range, rules: Rules) -> None:
         """Store the arguments; `build` makes the vector env."""
         self.rows = rows
         self._config = config
         self._rules = rules
         self._all = np.ones(len(rows), np.bool_)
-        self._incarnation = incarnation
+        self._incarnation = config.incarnations[rows.start]
         self._beat = 0
 
     @property
@@ -132,11 +131,9 @@ class VectorBlock:
         finally:
             step_timings.note_step(self._heartbeat, began_at, len(self.rows))
 
-    def _report(
-        self, infos: dict[int, _Infos], faults: Sequence[dict[str, Any]] = ()
-    ) -> bytes:
+    def _report(self, infos: dict[int, _Infos], faults: Sequence[Fault] = ()) -> bytes:
         limit, notes = self._config.max_infos_kib, self._rules.take_notes()
-        return encode_report([*faults], infos, (), len(self.rows), limit, notes)
+        return encode_report(faults, infos, (), len(self.rows), limit, notes)
 
     def _step(self) -> dict[int, _Infos]:
         rows, spec = self._block, self._spec
@@ -266,7 +263,7 @@ class VectorBlock:
         self._beat = self._heartbeat[0] = next_beat(self._beat, self.rows.start)
         self._heartbeat[1] = int(is_slow)
 
-    def _recover(self, error: Exception) -> list[dict[str, Any]]:
+    def _recover(self, error: Exception) -> list[Fault]:
         """Replaces the env, as `worker.process` does a single one that failed."""
         faults = _faults(error, self.rows)
         for final, last in self._observed:
@@ -334,11 +331,11 @@ def _make(config: BuildMessage, num_envs: int) -> Any:
     return gymnasium.make_vec(known, num_envs, vectorization_mode=mode, **kwargs)
 
 
-def _faults(error: Exception, numbers: Sequence[int]) -> list[dict[str, Any]]:
+def _faults(error: Exception, numbers: Sequence[int]) -> list[Fault]:
     """Says of rows what has failed: of the first at length, of the others in brief."""
     first = fault_of(numbers[0], error)
-    brief = first["text"].strip().rpartition("\n")[2][:_MAX_BRIEF]
-    return [first, *({**first, "row": row, "text": brief} for row in numbers[1:])]
+    brief = first.text.strip().rpartition("\n")[2][:_MAX_BRIEF]
+    return [first, *(first._replace(env_index=n, text=brief) for n in numbers[1:])]
 
 
 def _info_of(infos: _Infos, row: int, size: int) -> dict[str, Any]:

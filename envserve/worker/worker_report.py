@@ -101,17 +101,10 @@ class Report:
     packed_infos: Mapping[int, Packed] = field(default_factory=dict)
 
 
-class _Fault(msgspec.Struct):
-    row: int
-    status: Status
-    text: str
-    violation: bool
-
-
 class _Told(msgspec.Struct):
     """What `encode_report` has made."""
 
-    faults: list[_Fault]
+    faults: list[Fault]
     rebuilt: list[int]
     infos: dict[int, msgspec.Raw]
     notes: list[str]
@@ -140,7 +133,7 @@ def read_report(payload: bytes, block: Block, max_infos_kib: int) -> Report:
     """
     if not payload:
         return Report()
-    rows = range(block.start, block.stop)
+    rows = block.rows
     _, room = max_infos(len(rows), max_infos_kib)
     if len(payload) > max_report(len(rows), max_infos_kib):
         raise ValueError(f"{len(payload)} bytes are too many for {len(rows)} rows")
@@ -157,9 +150,8 @@ def read_report(payload: bytes, block: Block, max_infos_kib: int) -> Report:
         raise ValueError(repr(error)) from None
     if any(type(info) is not dict for info in infos.values()):
         raise ValueError("expected a dict for each row's info")
-    faults = [Fault(f.row, f.status, f.text, f.violation) for f in told.faults]
-    failed = {fault.row for fault in told.faults}
-    if len(failed) < len(faults):
+    failed = {fault.env_index for fault in told.faults}
+    if len(failed) < len(told.faults):
         raise ValueError("expected at most one fault of a row")
     rebuilt = [*told.rebuilt, *failed]
     if len(rebuilt) > _MOST_REBUILT * len(rows):
@@ -167,23 +159,18 @@ def read_report(payload: bytes, block: Block, max_infos_kib: int) -> Report:
     if strangers := {*rebuilt, *infos} - {*rows}:
         raise ValueError(f"rows {strangers} are not of block {block.index}")
     notes = [one_line(note, _MAX_NOTE) for note in told.notes[:_MAX_NOTES]]
-    return Report(faults, infos, rebuilt, notes, packed)
+    return Report(told.faults, infos, rebuilt, notes, packed)
 
 
-def fault_of(row: int, error: Exception) -> dict[str, Any]:
-    """Returns what a report says of a row whose env has raised this."""
+def fault_of(row: int, error: Exception) -> Fault:
+    """Return the fault of a row whose env has raised an error."""
     if isinstance(error, SpaceViolation):
         text, is_violation = str(error), not error.is_masked
     else:  # the traceback from the frame below the one that caught it
         inner = error.__traceback__.tb_next if error.__traceback__ else None
         text = "".join(traceback.format_exception(type(error), error, inner))
         is_violation = False
-    return {
-        "row": row,
-        "status": int(Status.ENV_ERROR),
-        "text": sendable(text),
-        "violation": is_violation,
-    }
+    return Fault(row, Status.ENV_ERROR, sendable(text), is_violation)
 
 
 def sendable(text: str) -> str:
@@ -192,7 +179,7 @@ def sendable(text: str) -> str:
 
 
 def encode_report(
-    faults: list[dict[str, Any]],
+    faults: Sequence[Fault],
     infos: dict[int, Mapping[str, Any]],
     rebuilt: Sequence[int],
     num_rows: int,
@@ -202,12 +189,13 @@ def encode_report(
     """Encodes what goes beside the rows; nothing at all in the usual case."""
     if not faults and not infos and not rebuilt and not notes:
         return b""
-    left = _MAX_TEXTS
-    shortest = sorted(faults, key=lambda fault: len(fault["text"]))
-    for number, fault in enumerate(shortest):
-        kept = max(_MIN_TEXT, left // (len(faults) - number))
-        fault["text"] = fault["text"].encode()[-kept:].decode(errors="ignore")
-        left -= len(fault["text"].encode())
+    left, cut = _MAX_TEXTS, [*faults]
+    shortest = sorted(range(len(cut)), key=lambda index: len(cut[index].text))
+    for number, index in enumerate(shortest):
+        kept = max(_MIN_TEXT, left // (len(cut) - number))
+        text = cut[index].text.encode()[-kept:].decode(errors="ignore")
+        cut[index] = cut[index]._replace(text=text)
+        left -= len(text.encode())
     encoded = encode_infos(infos, *max_infos(num_rows, max_infos_kib))
-    report = {"faults": faults, "rebuilt": rebuilt, "infos": msgspec.Raw(encoded)}
+    report = {"faults": cut, "rebuilt": rebuilt, "infos": msgspec.Raw(encoded)}
     return msgspec.msgpack.encode({**report, "notes": notes[:_MAX_NOTES]})

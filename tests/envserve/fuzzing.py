@@ -177,7 +177,7 @@ def make_targets() -> dict[str, Target]:
     targets["frames of a worker"] = Target(
         lambda data: FrameReader().feed(data), [frame], (WorkerError,)
     )
-    faults = [{"row": 1, "status": 1, "text": "no", "violation": False}]
+    faults = [Fault(1, Status.ENV_ERROR, "no")]
     report = encode_report(faults, {0: {"a": 1.5}, 1: {}}, [0], 2, 64)
     targets["report of a worker"] = Target(
         lambda data: read_report(data, Block(0, 0, 2, 0, 0), 64),

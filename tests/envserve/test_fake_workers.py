@@ -45,8 +45,8 @@ def report(**changes: Any) -> bytes:
     return codec.encode(plain | changes)
 
 
-def fault(**changes: Any) -> dict[str, Any]:
-    return {"row": 0, "status": 1, "text": "", "violation": False} | changes
+def fault(row: int = 0, status: int = 1) -> list[Any]:
+    return [row, status, "", False]
 
 
 def test_answer_with_the_right_number_finishes_the_step(scene: Scene) -> None:
@@ -89,7 +89,7 @@ WRONG: dict[str, Callable[[Frame], bytes]] = {
             "of a named row": report(infos={"x": {}}),
             "of a list as row": report(rebuilt=[[0]]),
             "of no status": report(faults=[fault(status=77)]),
-            "of half a fault": report(faults=[{"row": 0}]),
+            "of half a fault": report(faults=[[0]]),
             "of no list": report(faults=3),
             "of too many bytes": report(infos={0: {"": bytes(180 << 10)}}),
             "of too many values": report(infos={0: {"": [[]] * 20_000}}),

@@ -140,7 +140,7 @@ def test_an_answer_with_many_infos_is_made_soon() -> None:
     assert Report.decode(many.encode()).infos.keys() == {*rows}
 
 
-FAULT = {"row": 0, "status": 2, "text": "it fell", "violation": False}
+FAULT = [0, 2, "it fell", False]
 EMPTY: dict[str, Any] = {"faults": [], "rebuilt": [], "infos": {}, "notes": []}
 
 
@@ -149,10 +149,10 @@ EMPTY: dict[str, Any] = {"faults": [], "rebuilt": [], "infos": {}, "notes": []}
     [
         ({"faults": [FAULT, FAULT]}, "at most one fault of a row"),
         ({"faults": [FAULT] * 700}, "at most one fault of a row"),
-        ({"faults": [{**FAULT, "text": 5}]}, "Expected `str`"),
-        ({"faults": [{**FAULT, "violation": "no"}]}, "Expected `bool`"),
-        ({"faults": [{**FAULT, "status": 99}]}, "Invalid enum value 99"),
-        ({"faults": [{**FAULT, "row": 2}]}, "not of block 0"),
+        ({"faults": [[0, 2, 5, False]]}, "Expected `str`"),
+        ({"faults": [[0, 2, "it fell", "no"]]}, "Expected `bool`"),
+        ({"faults": [[0, 99, "it fell", False]]}, "Invalid enum value 99"),
+        ({"faults": [[2, 2, "it fell", False]]}, "not of block 0"),
         ({"rebuilt": [0] * 5}, "5 envs of 2 rows were rebuilt"),
         ({"infos": {0: [1]}}, "expected a dict"),
         ({"infos": {0: {"k": [0] * 60_000}}}, "expected at most .* values"),

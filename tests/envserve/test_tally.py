@@ -176,7 +176,7 @@ def test_a_watched_step_is_one_call_for_each_block(make_pool: PoolMaker) -> None
     called: list[str] = []
 
     def note(frame: FrameType, event: str, argument: object) -> None:
-        if event == "call" and frame.f_code.co_filename.endswith("tally.py"):
+        if event == "call" and frame.f_code.co_filename.endswith("pool_metrics.py"):
             called.append(frame.f_code.co_name)
 
     sys.setprofile(note)

@@ -65,7 +65,7 @@ class Hosted:
             "strict_spaces": False,
             "seeded": True,
             "blocks": [[0, 0, rows]],
-            "incarnations": [[row, 0] for row in range(rows)],
+            "incarnations": [0] * rows,
         }
         self.send(Kind.BUILD, codec.encode(message | build))
 
@@ -197,9 +197,9 @@ def test_reports_have_a_bound(host: Host) -> None:
         assert [len(info["omitted"]) for info in cut.values()] == [10, 10]
         assert all(len(name) == 32 for name in cut[0]["omitted"])
         assert set(hosted.step([0, 2], [0, 2])["infos"][0]) == {"n"}
-        faults = hosted.step([1, 0], [1, 0])["faults"]
+        faults = [Fault(*each) for each in hosted.step([1, 0], [1, 0])["faults"]]
         assert len(faults) == 2
-        assert all(len(fault["text"].encode()) <= limit / 4 for fault in faults)
+        assert all(len(fault.text.encode()) <= limit / 4 for fault in faults)
         assert hosted.num_bytes <= limit
     finally:
         del gymnasium.registry["Long-v0"]
@@ -210,8 +210,8 @@ def test_violation_of_the_spaces_is_left_to_the_pool(host: Host, fault: str) -> 
     hosted = host(FAULTY, env_kwargs={"fault": fault}).ready()
     hosted.step(0, 0)
     (reported,) = hosted.step(0, 1)["faults"]
-    assert reported["row"] == 1
-    assert reported["violation"] is True
+    assert Fault(*reported).env_index == 1
+    assert Fault(*reported).is_violation is True
     rows = hosted.rows
     assert list(rows.status) == [Status.OK, Status.PENDING]
     assert rows.reward[0] == 1.0
