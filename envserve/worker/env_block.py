@@ -79,8 +79,7 @@ class EnvBlock:
         self._heartbeat = heartbeat
         self._ring = ring
         for env in self._envs:
-            record = ring.row(env.row, start)
-            env.attach(rows, heartbeat, record, self._config.autoreset)
+            env.attach(rows, heartbeat, ring.row(env.row, start))
 
     def step(self) -> bytes:
         """Step all envs with the actions in the slab; return the report."""

@@ -55,6 +55,7 @@ class EnvRow:
       inner_env: The env without its wrappers, once built.
       is_fresh: Whether this incarnation has not been reset yet.
       attributes: Those that have been set, which the next incarnation gets too.
+      autoreset: See `settings.Autoreset`.
     """
 
     def __init__(
@@ -69,13 +70,13 @@ class EnvRow:
         self.env_index = request.first_env_index + row
         self.incarnation = incarnation
         self._request = request
+        self.autoreset = request.autoreset
         self.is_fresh = True
         self._rules = rules or Rules()
         self._fresh_seed: int | None = None
         self._last_seed: int | None = None
         self._beat = 0
         self._needs_reset = False
-        self._is_built = False
         self.attributes: dict[str, Any] = {}
 
     @property
@@ -94,7 +95,6 @@ class EnvRow:
         self._env = complete(env, needs_seed=request.seeded)
         self._step_env = self._env.step
         self.inner_env = self._env.unwrapped
-        self._is_built = True
         self.is_fresh = True
         self._fresh_seed = self.seed if request.seeded else None
         own_spaces = self._env.observation_space, self._env.action_space
@@ -116,20 +116,13 @@ class EnvRow:
         for name, value in self.attributes.items():
             self._env.set_wrapper_attr(name, copy.deepcopy(value))
 
-    def attach(
-        self,
-        rows: Rows,
-        heartbeat: memoryview,
-        record: RowRecord,
-        autoreset: str = "same_step",
-    ) -> None:
+    def attach(self, rows: Rows, heartbeat: memoryview, record: RowRecord) -> None:
         """Sets where to write.
 
         Args:
           rows: Rows of the pool.
           heartbeat: What shows that it goes on, and whose env is at work; see `Slab`.
           record: Where to note what it goes through.
-          autoreset: See `settings.Autoreset`.
         """
         self._observation = rows.observation
         self._final_observation = rows.final_observation
@@ -138,8 +131,6 @@ class EnvRow:
         self._heartbeat = heartbeat
         self._beat = next_beat(self._beat, self.row)
         self.record = record
-        self._is_same_step = autoreset == "same_step"
-        self._is_next_step = autoreset == "next_step"
 
     def step(self, action: Any) -> tuple[float, bool, bool, Mapping[str, Any]]:
         """Steps the env and writes its observation.
@@ -152,7 +143,7 @@ class EnvRow:
         """
         self._beat = beat = self._beat + BEAT
         self._heartbeat[0] = beat
-        if self._needs_reset and self._is_next_step:
+        if self._needs_reset and self.autoreset == "next_step":
             return 0.0, False, False, self._begin_episode(is_autoreset=True)
         try:
             observation, reward, terminated, truncated, info = self._step_env(action)
@@ -193,8 +184,8 @@ class EnvRow:
         """Writes the last observation and the next first one; returns the info."""
         self._write(self._final_observation, observation)
         # Looked at before the next episode begins: the record is still of this one.
-        self._check_finite(reward, self._final_observation)
-        if not self._is_same_step:
+        self.check_finite(reward, self._final_observation)
+        if self.autoreset != "same_step":
             self._needs_reset = True
             self._write(self._observation, observation)
             return info
@@ -280,21 +271,20 @@ class EnvRow:
         self._step_env = self._env.step
 
     def close(self) -> None:
-        """Closes the env, if there is one; what it raises then is of no use."""
-        if self._is_built:
-            self._is_built = False
-            with contextlib.suppress(Exception):
-                self._env.close()
+        """Close the env, if it was built, even if it raises."""
+        with contextlib.suppress(Exception):
+            self._env.close()
 
-    def check_finite(self, reward: float = 0.0) -> None:
-        """Raises SpaceViolation for NaN or infinity in a reward, or the observation."""
-        self._check_finite(reward, self._observation)
-
-    def _check_finite(self, reward: float, target: tuple[Array, ...]) -> None:
+    def check_finite(
+        self, reward: float = 0.0, observation: tuple[Array, ...] = ()
+    ) -> None:
+        """Raise SpaceViolation for NaN or infinity in a reward, or the observation."""
         check = self._rules.check_finite
         if not math.isfinite(reward):
             check("a finite reward", reward)
-        for leaf, array in zip(self._leaves, target, strict=True):
+        for leaf, array in zip(
+            self._leaves, observation or self._observation, strict=True
+        ):
             check(f"{label_of(leaf)} to be finite", array[self.row])
 
     def _write(self, target: tuple[Array, ...], observation: Any) -> None:

@@ -78,6 +78,7 @@ def build(repro: Repro) -> tuple[EnvRow, EnvSpec]:
         seeded=repro.seeded,
         first_env_index=repro.env_index,
         wrappers=repro.wrappers,
+        autoreset=repro.autoreset,
     )
     rules = Rules(repro.nonfinite, repro.strict_spaces)
     env = EnvRow(request, 0, repro.played.incarnation, rules)
@@ -115,8 +116,7 @@ def play(
       Exception: What the env raises, or `SpaceViolation`.
     """
     rows = Rows.allocate(spec, 1)
-    heartbeat = private_heartbeat()
-    env.attach(rows, heartbeat, RowRecord.private(), repro.autoreset)
+    env.attach(rows, private_heartbeat(), RowRecord.private())
     played = repro.played
     if played.generator is not None:
         if repro.seeded:  # else this would be by chance, and fail by chance

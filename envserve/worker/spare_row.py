@@ -26,8 +26,6 @@ from envserve.worker.env_row import EnvRow
 
 __all__ = ["ResetThreads", "SpareRow"]
 
-#: The two envs never reset themselves: their row does it.
-_OWN_AUTORESET: Final = "disabled"
 #: More would only get in the way of the stepping thread when resets need the processor.
 _MAX_THREADS: Final = 16
 #: How soon a reset that computes gives way to the stepping thread.
@@ -81,6 +79,9 @@ class SpareRow:
         self._active = EnvRow(request, row, incarnation, rules)
         self._spare = EnvRow(request, row, incarnation, rules)
         self._spare.attributes = self._active.attributes
+        # The envs do not reset themselves; their row does it.
+        self._active.autoreset = self._spare.autoreset = "disabled"
+        self._autoreset = request.autoreset
         self._threads = threads
         self.row = row
         self.env_index = self._active.env_index
@@ -117,33 +118,25 @@ class SpareRow:
         self._active.rebuild()
         self.incarnation = self._active.incarnation
 
-    def attach(
-        self,
-        rows: Rows,
-        heartbeat: memoryview,
-        record: RowRecord,
-        autoreset: str = "same_step",
-    ) -> None:
+    def attach(self, rows: Rows, heartbeat: memoryview, record: RowRecord) -> None:
         """Sets where to write; see `EnvRow.attach`."""
         self._rows = rows
         self._heartbeat = heartbeat
         self.record = record
         self._warm_record = RowRecord.private()
-        self._is_same_step = autoreset == "same_step"
-        self._is_next_step = autoreset == "next_step"
         self._warm_rows = Rows.allocate(self._spec, 1)
         self._warm_heartbeat = private_heartbeat()
-        self._active.attach(rows, heartbeat, record, _OWN_AUTORESET)
+        self._active.attach(rows, heartbeat, record)
 
     def step(self, action: Any) -> tuple[float, bool, bool, Mapping[str, Any]]:
         """Steps the active env; see `EnvRow.step`."""
-        if self._is_over and self._is_next_step:
+        if self._is_over and self._autoreset == "next_step":
             return 0.0, False, False, self.reset(None)
         reward, terminated, truncated, info = self._active.step(action)
         if not (terminated or truncated):
             return reward, terminated, truncated, info
         self._is_over = True
-        if self._is_same_step:
+        if self._autoreset == "same_step":
             info = snapshot(info)
             reset_info = self.reset(None)
             if reset_info or "reset_info" in info:
@@ -238,9 +231,7 @@ class SpareRow:
         finally:
             step_timings.move(self._warm_heartbeat, self._heartbeat)
             self._active.row = self.row
-            self._active.attach(
-                self._rows, self._heartbeat, self.record, _OWN_AUTORESET
-            )
+            self._active.attach(self._rows, self._heartbeat, self.record)
             self.record.adopt(self._warm_record, self.incarnation)
         self._heartbeat[1] = 0
         self._set_attributes(self._active, missed)
@@ -249,9 +240,7 @@ class SpareRow:
     def _warm_spare(self) -> None:
         """Hands the spare to a thread, which resets it."""
         self._spare.row = 0
-        self._spare.attach(
-            self._warm_rows, self._warm_heartbeat, self._warm_record, _OWN_AUTORESET
-        )
+        self._spare.attach(self._warm_rows, self._warm_heartbeat, self._warm_record)
         seed, self._spare_seed = self._spare_seed, None
         self._warming = self._threads.start_reset(self._spare, seed)
 

@@ -12,7 +12,7 @@ from gymnasium import spaces
 
 from envserve.crashes.action_ring import ActionRing, Played, ring_nbytes
 from envserve.crashes.repro_file import End, Repro, decode_repro, encode_repro
-from envserve.settings import EnvRequest
+from envserve.settings import Autoreset, EnvRequest
 from envserve.slab import Rows, Status, private_heartbeat
 from envserve.spaces import codec
 from envserve.worker.env_row import EnvRow, SpaceViolation
@@ -66,7 +66,7 @@ class Walk:
     """A block of two rows from row 1 on, of which row 2 is looked at."""
 
     def __init__(
-        self, autoreset: str = "same_step", has_spare: bool = False, **kwargs: Any
+        self, autoreset: Autoreset = "same_step", has_spare: bool = False, **kwargs: Any
     ) -> None:
         self.autoreset = autoreset
         self.kwargs = kwargs
@@ -83,7 +83,7 @@ class Walk:
         self.ring = ActionRing(self.spec, 3, self.memory)
         heartbeat = private_heartbeat()
         record = self.ring.row(2, 1)
-        self.env.attach(self.rows, heartbeat, record, autoreset)
+        self.env.attach(self.rows, heartbeat, record)
         self.space = self.spec.action_space
         self.space.seed(1)
 
@@ -94,6 +94,7 @@ class Walk:
             num_envs=3,
             seed=ROOT_SEED,
             first_env_index=first_env_index,
+            autoreset=self.autoreset,
         )
 
     def step(self, num_steps: int = 1) -> None:
@@ -123,7 +124,7 @@ class Walk:
             env_name="Walk-v0",
             env_kwargs=self.kwargs,
             import_modules=(),
-            autoreset=self.autoreset,  # type: ignore[arg-type]
+            autoreset=self.autoreset,
             root_seed=ROOT_SEED,
             seeded=True,
             env_index=7,

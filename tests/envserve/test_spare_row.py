@@ -12,7 +12,7 @@ import pytest
 
 from envserve.crashes.action_ring import RowRecord
 from envserve.envs.seeding import env_seed, spare_seed
-from envserve.settings import EnvRequest
+from envserve.settings import Autoreset, EnvRequest
 from envserve.slab import BEAT, Rows, private_heartbeat
 from envserve.worker.env_row import SpaceViolation
 from envserve.worker.spare_row import ResetThreads, SpareRow
@@ -85,17 +85,22 @@ class ProbeEnv(LedgerEnv):
 class Bench:
     """A row of three before it, its threads, and where it writes."""
 
-    def __init__(self, autoreset: str = "same_step", length: int = 2) -> None:
+    def __init__(self, autoreset: Autoreset = "same_step", length: int = 2) -> None:
         self.threads = ResetThreads(4)
-        kwargs = {"length": length}
-        request = EnvRequest(env_name="Probe-v0", env_kwargs=kwargs, num_envs=4, seed=0)
+        request = EnvRequest(
+            env_name="Probe-v0",
+            env_kwargs={"length": length},
+            num_envs=4,
+            seed=0,
+            autoreset=autoreset,
+        )
         self.row = SpareRow(self.threads, request, 3)
         spec = self.row.build()
         self.row.build_spare()
         self.envs = ProbeEnv.made
         self.rows = Rows.allocate(spec, 4)
         self.beats = private_heartbeat()
-        self.row.attach(self.rows, self.beats, RowRecord.private(), autoreset)
+        self.row.attach(self.rows, self.beats, RowRecord.private())
 
     def reset(self, seed: int | None = None) -> list[int]:
         self.row.reset(seed)
