@@ -358,10 +358,8 @@ class Operations:
         self.tally.slab = None
 
     def record(self, row: int) -> bytes:
-        """Returns what a row has been through, as a repro file; or nothing."""
-        blocks = (place.block for place in self._places)
-        start = next((b.start for b in blocks if b.start <= row < b.stop), None)
-        return b"" if start is None else self._fault_log.record(row, start)
+        """Return the repro file of a row; empty if the row does not exist."""
+        return self._fault_log.record(row)
 
     def _hosted_by(self, worker: SupervisedWorker) -> list[_Place]:
         return [place for place in self._places if place.worker is worker]

@@ -74,8 +74,7 @@ class FaultLog:
     def env_failed(self, fault: Fault, worker: SupervisedWorker, now: float) -> None:
         """Reports an env that has raised, or broken its spaces, and was rebuilt."""
         row = fault.env_index
-        block = next(b for b in worker.blocks if row < b.stop)
-        played = self._read(row, block.start, has_failed=True)
+        played = self._read(row, has_failed=True)
         end = End(status=fault.status, text=fault.text, is_violation=fault.is_violation)
         path = self._write(row, played, end, self._config.step_timeout_seconds, now)
         pid = None
@@ -84,6 +83,7 @@ class FaultLog:
             pid = worker.process.pid
         name = f"Env {self._index_of(row)}"
         if self._config.vectorized:
+            block = next(b for b in worker.blocks if row in b.rows)
             name = f"The vector env of envs {self._index_of(row)} to "
             name += f"{self._index_of(block.stop - 1)}"
         self._log(
@@ -150,8 +150,8 @@ class FaultLog:
         """Forgets what a worker's envs went through, for its successor's sake."""
         self._heartbeats[worker.index, :2] = 0
         for block in worker.blocks:
-            for row in range(block.start, block.stop):
-                self._ring.row(row, block.start)
+            for row in block.rows:
+                self._ring.row(row)
 
     def _blame(
         self, worker: SupervisedWorker, end: End, running: Mapping[int, int], now: float
@@ -159,11 +159,11 @@ class FaultLog:
         """Says which env a worker was in as it ended, and writes a file of it."""
         beat, is_slow = self._heartbeats[worker.index, :2].tolist()
         row = row_of_beat(beat)
-        hosts = [b for b in worker.blocks if row in range(b.start, b.stop)]
+        hosts = [block for block in worker.blocks if row in block.rows]
         if row is None or not any(is_slow or b.index in running for b in hosts):
             return ["no env was at work"], None
         (block,) = hosts
-        played = self._read(row, block.start)
+        played = self._read(row)
         is_call = running.get(block.index) == Kind.CALL
         doing = "a call of" if is_call else "a reset of" if is_slow else "a step of"
         parts = [f"in {doing} env {self._index_of(row)}", *self._story(row, played)]
@@ -192,9 +192,9 @@ class FaultLog:
             remote_traceback=fault.detail,
         )
 
-    def _read(self, row: int, start: int, *, has_failed: bool = False) -> Played | None:
+    def _read(self, row: int, *, has_failed: bool = False) -> Played | None:
         options = self.options.get(row, b"")
-        return self._ring.read(row, start, options, has_failed=has_failed)
+        return self._ring.read(row, options, has_failed=has_failed)
 
     def _index_of(self, row: int) -> int:
         return self._config.first_env_index + row
@@ -230,15 +230,12 @@ class FaultLog:
             name, self._repro(row, played, end, timeout_seconds), now
         )
 
-    def record(self, row: int, start: int) -> bytes:
-        """Returns a repro file of an env that goes on; nothing if it was never reset.
-
-        `start` is the first row of its block.
-        """
-        counts = self._ring.counts
-        for _ in range(_MAX_READS):
-            count, played = counts[start], self._read(row, start)
-            if count == counts[start]:
+    def record(self, row: int) -> bytes:
+        """Return the repro file of a running env; empty if it was never reset."""
+        played, counts = None, self._ring.counts
+        for _ in range(_MAX_READS if row < len(counts) else 0):
+            count, played = counts[row], self._read(row)
+            if count == counts[row]:
                 break
         if played is None:
             return b""

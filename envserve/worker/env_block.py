@@ -79,7 +79,7 @@ class EnvBlock:
         self._heartbeat = heartbeat
         self._ring = ring
         for env in self._envs:
-            env.attach(rows, heartbeat, ring.row(env.row, start))
+            env.attach(rows, heartbeat, ring.row(env.row))
 
     def step(self) -> bytes:
         """Step all envs with the actions in the slab; return the report."""

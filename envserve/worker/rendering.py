@@ -86,8 +86,7 @@ class Camera:
             shown_at, row, slot, width = min(due)
             is_first, self._shown_at[row] = not shown_at, begin
             jpeg, text = self._picture(row, width)
-            start = self._blocks[row].rows.start
-            seed, steps = self._ring.glance(row, start)
+            seed, steps = self._ring.glance(row)
             known: Any = {"row": row, "seed": seed, "episode_steps": steps}
             picture = Picture(serial=begin, jpeg=jpeg, text=text[:MAX_TEXT], **known)
             self._board.show(slot, picture)

@@ -112,7 +112,7 @@ class VectorBlock:
         self._observed = [*zip(block.final_observation, block.observation, strict=True)]
         self._heartbeat = heartbeat
         self._note_step = partial(ring.note_step, rows.action, start, stop)
-        self._records = [ring.row(number, start) for number in self.rows]
+        self._records = [ring.row(number) for number in self.rows]
 
     def close(self) -> None:
         """Closes the env; what it raises then is of no use."""

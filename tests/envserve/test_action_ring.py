@@ -82,7 +82,7 @@ class Walk:
         self.memory = bytearray(ring_nbytes(self.spec, 3))
         self.ring = ActionRing(self.spec, 3, self.memory)
         heartbeat = private_heartbeat()
-        record = self.ring.row(2, 1)
+        record = self.ring.row(2)
         self.env.attach(self.rows, heartbeat, record)
         self.space = self.spec.action_space
         self.space.seed(1)
@@ -114,7 +114,7 @@ class Walk:
 
     def played(self, **options: Any) -> Played:
         # As another process would see it.
-        played = ActionRing(self.spec, 3, bytearray(self.memory)).read(2, 1, **options)
+        played = ActionRing(self.spec, 3, bytearray(self.memory)).read(2, **options)
         assert played is not None
         return played
 
@@ -298,13 +298,13 @@ def test_a_last_observation_that_is_not_finite_fails_before_the_next_episode(
     walk.step(20)
     while walk.played().episode_step:  # up to an end, where a new episode has begun
         walk.step()
-    num_played = walk.ring.counts[1]
+    num_played = walk.ring.counts[2]
     walk.env.call("set", "bias", [np.nan])
     with pytest.raises(SpaceViolation, match="expected observation to be finite"):
         walk.step(4)
     walk.env.record.keep_failed()
     failed = walk.played(has_failed=True)
-    assert failed.episode_step == walk.ring.counts[1] - num_played > 0
+    assert failed.episode_step == walk.ring.counts[2] - num_played > 0
     assert len(failed.actions[0]) >= failed.episode_step
 
 
@@ -320,12 +320,12 @@ def test_touched_env_is_marked(make: Make) -> None:
 
 def test_nothing_is_read_of_a_row_without_a_reset_or_with_rubbish(make: Make) -> None:
     walk = make()
-    assert walk.ring.read(2, 1) is None
+    assert walk.ring.read(2) is None
     walk.env.reset(None)
-    assert walk.ring.read(1, 1) is None
-    assert walk.ring.read(2, 1, has_failed=True) is None
-    walk.ring.counts[1] = -5
-    assert walk.ring.read(2, 1) is None
+    assert walk.ring.read(1) is None
+    assert walk.ring.read(2, has_failed=True) is None
+    walk.ring.counts[2] = -5
+    assert walk.ring.read(2) is None
     for byte in (0x01, 0xFF):
         walk.memory[:] = bytes([byte]) * len(walk.memory)
-        assert walk.ring.read(2, 1) is None
+        assert walk.ring.read(2) is None

@@ -78,7 +78,7 @@ def test_a_crash_file_plays_the_same_actions(name: str) -> None:
     rows = Rows.allocate(spec, 1)
     ring = ActionRing(spec, 1, bytearray(ring_nbytes(spec, 1)))
     heartbeat = private_heartbeat()
-    env.attach(rows, heartbeat, ring.row(0, 0))
+    env.attach(rows, heartbeat, ring.row(0))
     env.reset(None)
     for _ in range(2):
         action = spec.action_space.sample()
@@ -89,7 +89,7 @@ def test_a_crash_file_plays_the_same_actions(name: str) -> None:
             target[...] = array
         ring.note_step(rows.action, 0, 1)
         env.step(action)
-    played = ring.read(0, 0)
+    played = ring.read(0)
     assert played is not None
     repro = Repro(
         env_name="Table-v0",

@@ -183,14 +183,14 @@ def test_worker_that_stops_by_itself_says_why_on_the_line(
     ring = ActionRing(pool.spec, 1, slab.extra)
     log.attach(slab, pool.spec)
     text = "stopped:\nTraceback:\nValueError: no level"
-    assert ring.read(0, 0) is not None
+    assert ring.read(0) is not None
     log.worker_lost(worker, Lost(Status.WORKER_DIED, text), {}, 0.0)
     log.forget(worker)
     (line,) = lines(caplog)
     assert line.startswith("session 7: worker 0 (of envs 0 to 0), pid ")
     assert "stopped: ValueError: no level; no env was at work" in line
     # What is known of the old envs must not be taken for the new ones'.
-    assert ring.read(0, 0) is None
+    assert ring.read(0) is None
     assert not slab.heartbeats[:, :2].any()
 
 
