@@ -265,7 +265,9 @@ class VectorBlock:
 
     def _recover(self, error: Exception) -> list[Fault]:
         """Replaces the env, as `worker.process` does a single one that failed."""
-        faults = _faults(error, self.rows)
+        first = fault_of(self.rows.start, error)
+        brief = first.text.strip().rpartition("\n")[2][:_MAX_BRIEF]
+        others = (first._replace(env_index=n, text=brief) for n in self.rows[1:])
         for final, last in self._observed:
             final[...] = 0 if isinstance(error, SpaceViolation) else last
         self._block.status[...] = Status.PENDING
@@ -276,7 +278,7 @@ class VectorBlock:
         self._incarnation += 1
         self._make_env()
         self._reset(None, self._all)
-        return faults
+        return [first, *others]
 
     def render(self, row: int) -> Any:
         """Returns what one of the envs shows; all of them draw."""
@@ -329,13 +331,6 @@ def _make(config: BuildMessage, num_envs: int) -> Any:
         raise UnknownEnv(f"no env named {name!r} has a vector_entry_point")
     mode, kwargs = "vector_entry_point", config.env_kwargs
     return gymnasium.make_vec(known, num_envs, vectorization_mode=mode, **kwargs)
-
-
-def _faults(error: Exception, numbers: Sequence[int]) -> list[Fault]:
-    """Says of rows what has failed: of the first at length, of the others in brief."""
-    first = fault_of(numbers[0], error)
-    brief = first.text.strip().rpartition("\n")[2][:_MAX_BRIEF]
-    return [first, *(first._replace(env_index=n, text=brief) for n in numbers[1:])]
 
 
 def _info_of(infos: _Infos, row: int, size: int) -> dict[str, Any]:
