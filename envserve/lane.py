@@ -30,7 +30,7 @@ __all__ = [
     "Fault",
     "Lane",
     "Outcome",
-    "Picture",
+    "RenderedFrame",
     "Reset",
     "make_blocks",
 ]
@@ -42,7 +42,7 @@ MAX_TEXT: Final = 1 << 10  # characters
 _U63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
-class Picture(Struct, frozen=True, kw_only=True):
+class RenderedFrame(Struct, frozen=True, kw_only=True):
     """What an env looked like after one of its steps.
 
     Attributes:

@@ -19,9 +19,9 @@ from envserve.slab import Layout, arrays_nbytes, map_arrays
 from envserve.spaces.env_spec import EnvSpec
 
 __all__ = [
+    "ActionHistory",
     "ActionRing",
     "Count",
-    "Played",
     "RngState",
     "RowRecord",
     "restore_rng_state",
@@ -66,7 +66,7 @@ _SET_BY_ENV: Final = -1
 
 
 @dataclass(frozen=True)
-class Played:
+class ActionHistory:
     """How to get an env to where it is, or was when it failed.
 
     Attributes:
@@ -132,7 +132,7 @@ class ActionRing:
 
     def read(
         self, row: int, options: bytes = b"", *, has_failed: bool = False
-    ) -> Played | None:
+    ) -> ActionHistory | None:
         """Returns what a row has been through; None if it was never reset.
 
         Args:
@@ -158,7 +158,7 @@ class ActionRing:
         has_options = options_at == since and digest == zlib.crc32(options)
         num_kept = min(count - since, self.num_steps)
         slots = np.arange(count - num_kept, count) % max(1, self.num_steps)
-        return Played(
+        return ActionHistory(
             incarnation=incarnation,
             seed=seed,
             generator=generator,

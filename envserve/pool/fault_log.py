@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from envserve.crashes.action_ring import ActionRing, Played
+from envserve.crashes.action_ring import ActionHistory, ActionRing
 from envserve.crashes.crash_folder import CrashFiles
 from envserve.crashes.repro_file import End, Repro, encode_repro
 from envserve.envs.seeding import env_seed
@@ -192,14 +192,14 @@ class FaultLog:
             remote_traceback=fault.detail,
         )
 
-    def _read(self, row: int, *, has_failed: bool = False) -> Played | None:
+    def _read(self, row: int, *, has_failed: bool = False) -> ActionHistory | None:
         options = self.options.get(row, b"")
         return self._ring.read(row, options, has_failed=has_failed)
 
     def _index_of(self, row: int) -> int:
         return self._config.first_env_index + row
 
-    def _story(self, row: int, played: Played | None) -> list[str]:
+    def _story(self, row: int, played: ActionHistory | None) -> list[str]:
         if played is None:
             return ["it was never reset"]
         incarnation, seed = played.incarnation, played.seed
@@ -217,7 +217,7 @@ class FaultLog:
     def _write(
         self,
         row: int,
-        played: Played | None,
+        played: ActionHistory | None,
         end: End,
         timeout_seconds: float,
         now: float,
@@ -243,7 +243,7 @@ class FaultLog:
         return self._repro(row, played, end, self._config.step_timeout_seconds)
 
     def _repro(
-        self, row: int, played: Played, end: End, timeout_seconds: float
+        self, row: int, played: ActionHistory, end: End, timeout_seconds: float
     ) -> bytes:
         config = self._config
         repro = Repro(
@@ -281,7 +281,7 @@ def _shortened(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
-def _action_text(spec: EnvSpec, played: Played) -> str:
+def _action_text(spec: EnvSpec, played: ActionHistory) -> str:
     last: list[Any] = [array[-1:] for array in played.actions]
     with contextlib.suppress(CodecError):  # else bytes are shown
         last = flatten(spec.action_space, action_values(spec, last)[0])

@@ -20,7 +20,7 @@ from envserve.pool.worker_states import MOVES, Event, Exit, Lost, Ready, WorkerS
 from envserve.settings import EnvRequest, PoolSettings
 from envserve.slab import Slab, Status
 from envserve.spaces import codec
-from envserve.worker.channel import REFUSALS, Frame, Kind, pack_frame
+from envserve.worker.channel import REFUSALS, ChannelMessage, Kind, pack_message
 from envserve.worker.worker_report import read_spaces
 from envserve.wrappers.specs import plain_wrappers
 
@@ -110,7 +110,7 @@ class SupervisedWorker:
         self._slab: Slab | None = None
         self._restarts = _Restarts()
         self._is_built = False  # since the start
-        self._traceback, self._is_hopeless = "", False  # by a FAILED frame
+        self._traceback, self._is_hopeless = "", False  # by a FAILED message
         self._kill_status = Status.WORKER_DIED
         self._close_by = math.inf
         self._beat, self._beat_at = [0, 0], 0.0
@@ -144,7 +144,7 @@ class SupervisedWorker:
         except WorkerError as error:
             return self._on_end(f"could not be started: {error}", "", now)
         message = self._build_message(incarnations)
-        self.process.channel.send(pack_frame(Kind.BUILD, payload=message))
+        self.process.channel.send(pack_message(Kind.BUILD, payload=message))
         if self._slab is not None:
             self.attach(self._slab)
         return []
@@ -167,7 +167,7 @@ class SupervisedWorker:
         """Passes the slab to this process and all that follow it."""
         self._slab = slab
         if self.process is not None:
-            self.process.channel.send(pack_frame(Kind.SLAB), slab.fd)
+            self.process.channel.send(pack_message(Kind.SLAB), slab.fd)
 
     def send(self, data: bytes, count: int, now: float) -> None:
         """Sends so many operations to a worker that is SERVING."""
@@ -193,7 +193,7 @@ class SupervisedWorker:
             self.drop()
         elif not was_asked and self.state is not WorkerState.KILLED:
             self._move(WorkerState.CLOSING)
-            self.process.channel.send(pack_frame(Kind.CLOSE))
+            self.process.channel.send(pack_message(Kind.CLOSE))
 
     def end(self, reason: str, now: float) -> None:
         """Kills the process and waits until it has ended; there will be no other.
@@ -219,22 +219,22 @@ class SupervisedWorker:
         if (process := self.process) is None:
             return ()
         try:
-            frames = process.channel.read()
+            messages = process.channel.read()
         except WorkerError as error:
             self.fail(f"sent what is no message: {error}", now)
-            frames = []
+            messages = []
         events: list[Event] = []
-        for frame in frames:
+        for message in messages:
             self._beat_at = now
-            if frame.kind is Kind.DONE and self.state is WorkerState.SERVING:
+            if message.kind is Kind.DONE and self.state is WorkerState.SERVING:
                 self.num_unanswered -= 1
-                events.append(frame)
+                events.append(message)
             elif self.state is WorkerState.STARTING:
-                events += self._on_start_message(frame, now)
+                events += self._on_start_message(message, now)
             # What was killed was hung, and the signal that has it write its stack may
             # have woken it from a system call with a wrong result.
             elif self.state is WorkerState.SERVING:
-                self._on_odd_message(frame, now)
+                self._on_odd_message(message, now)
         is_at_end = process.channel.is_at_end
         if is_at_end or self.state is WorkerState.KILLED:
             self.is_ending = is_at_end
@@ -269,10 +269,10 @@ class SupervisedWorker:
             return math.inf
         return now + _WATCH_SECONDS
 
-    def _on_start_message(self, frame: Frame, now: float) -> list[Event]:
-        if frame.kind is Kind.READY:
+    def _on_start_message(self, message: ChannelMessage, now: float) -> list[Event]:
+        if message.kind is Kind.READY:
             try:
-                spec = read_spaces(frame.payload, self._config.env_name)
+                spec = read_spaces(message.payload, self._config.env_name)
             except ValueError as error:
                 # Said at once: the next process would send the same.
                 self._traceback = f"It sent spaces that cannot be read: {error}"
@@ -281,18 +281,20 @@ class SupervisedWorker:
             self._move(WorkerState.SERVING)
             self._is_built = True
             return [Ready(spec)]
-        if frame.kind in REFUSALS:
-            self.error = REFUSALS[frame.kind](frame.payload.decode(errors="replace"))
-        elif frame.kind is not Kind.BUILT:
-            self._on_odd_message(frame, now)
+        if message.kind in REFUSALS:
+            self.error = REFUSALS[message.kind](
+                message.payload.decode(errors="replace")
+            )
+        elif message.kind is not Kind.BUILT:
+            self._on_odd_message(message, now)
         return []
 
-    def _on_odd_message(self, frame: Frame, now: float) -> None:
-        if frame.kind is Kind.FAILED:
-            self._traceback = frame.payload.decode(errors="replace")
-            self._is_hopeless = frame.block == 1
+    def _on_odd_message(self, message: ChannelMessage, now: float) -> None:
+        if message.kind is Kind.FAILED:
+            self._traceback = message.payload.decode(errors="replace")
+            self._is_hopeless = message.block == 1
         else:
-            self.fail(f"sent {frame.kind.name} when it should not", now)
+            self.fail(f"sent {message.kind.name} when it should not", now)
 
     def _check_heartbeat(self, slab: Slab, now: float) -> None:
         beat = slab.heartbeats[self.index, :2].tolist()

@@ -23,7 +23,7 @@ from envserve.spaces.variable_length import action_values
 from envserve.worker import step_timings
 from envserve.worker.attribute_calls import CallTask, answer_call
 from envserve.worker.channel import BuildMessage
-from envserve.worker.env_checks import Rules, SpaceViolation
+from envserve.worker.env_checks import EnvChecks, SpaceViolation
 from envserve.worker.env_row import EnvRow
 from envserve.worker.spare_row import ResetThreads, SpareRow
 from envserve.worker.worker_report import encode_report, fault_of
@@ -45,18 +45,18 @@ class EnvBlock:
         self,
         config: BuildMessage,
         rows: range,
-        rules: Rules,
+        checks: EnvChecks,
         threads: ResetThreads | None,
     ) -> None:
         """Store the arguments; `build` makes the envs, two per row with threads."""
         self.rows = rows
         self._config = config
-        self._rules = rules
+        self._checks = checks
         self._infos_of_all = config.infos == "all"
         self._infos_of_ends = config.infos == "episode_end"
         self._envs: list[EnvRow | SpareRow] = []
         for row in rows:
-            arguments = config, row, config.incarnations[row], rules
+            arguments = config, row, config.incarnations[row], checks
             self._envs.append(
                 SpareRow(threads, *arguments) if threads else EnvRow(*arguments)
             )
@@ -126,7 +126,7 @@ class EnvBlock:
         infos: dict[int, Mapping[str, Any]],
         rebuilt: Sequence[int] = (),
     ) -> bytes:
-        limit, notes = self._config.max_infos_kib, self._rules.take_notes()
+        limit, notes = self._config.max_infos_kib, self._checks.take_notes()
         return encode_report(faults, infos, rebuilt, len(self.rows), limit, notes)
 
     def _is_finite(self, rewards: list[float]) -> bool:

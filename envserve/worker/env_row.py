@@ -26,7 +26,7 @@ from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.infos import snapshot
 from envserve.worker import step_timings
 from envserve.worker.env_checks import (
-    Rules,
+    EnvChecks,
     SpaceViolation,
     flag_of,
     label_of,
@@ -63,7 +63,7 @@ class EnvRow:
         request: EnvRequest,
         row: int,
         incarnation: int = 0,
-        rules: Rules | None = None,
+        checks: EnvChecks | None = None,
     ) -> None:
         """Store the arguments; `build` makes the env."""
         self.row = row
@@ -72,7 +72,7 @@ class EnvRow:
         self._request = request
         self.autoreset = request.autoreset
         self.is_fresh = True
-        self._rules = rules or Rules()
+        self._checks = checks or EnvChecks()
         self._fresh_seed: int | None = None
         self._last_seed: int | None = None
         self._beat = 0
@@ -279,7 +279,7 @@ class EnvRow:
         self, reward: float = 0.0, observation: tuple[Array, ...] = ()
     ) -> None:
         """Raise SpaceViolation for NaN or infinity in a reward, or the observation."""
-        check = self._rules.check_finite
+        check = self._checks.check_finite
         if not math.isfinite(reward):
             check("a finite reward", reward)
         for leaf, array in zip(
@@ -300,4 +300,4 @@ class EnvRow:
         values = leaf_values(self._space, observation)
         for leaf, array, value in zip(self._leaves, target, values, strict=True):
             env_class = type(self.inner_env)
-            array[self.row] = leaf_array(leaf, value, self._rules, env_class)
+            array[self.row] = leaf_array(leaf, value, self._checks, env_class)

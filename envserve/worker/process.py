@@ -28,16 +28,16 @@ from envserve.worker import replay_worker
 from envserve.worker.channel import (
     REFUSALS,
     BuildMessage,
-    Frame,
-    Inbox,
+    ChannelMessage,
     Kind,
-    pack_frame,
+    MessageReader,
+    pack_message,
 )
 from envserve.worker.env_block import EnvBlock
-from envserve.worker.env_checks import Rules, SpaceViolation
-from envserve.worker.frame_board import PictureBoard
-from envserve.worker.orphans import Orphans
-from envserve.worker.rendering import Camera
+from envserve.worker.env_checks import EnvChecks, SpaceViolation
+from envserve.worker.frame_board import FrameBoard
+from envserve.worker.orphans import OrphanReaper
+from envserve.worker.rendering import FrameRenderer
 from envserve.worker.spare_row import ResetThreads
 from envserve.worker.vector_block import VectorBlock
 from envserve.worker.worker_report import encode_spaces, sendable
@@ -62,9 +62,9 @@ def run(channel: socket.socket, import_error: str = "") -> None:
     """
     with channel:
         try:
-            inbox = Inbox(channel)
-            frames = inbox.frames()
-            build = next(frames, None)
+            inbox = MessageReader(channel)
+            messages = inbox.messages()
+            build = next(messages, None)
             if build is None or build.kind not in (Kind.BUILD, Kind.REPLAY):
                 return
             if import_error:
@@ -76,15 +76,15 @@ def run(channel: socket.socket, import_error: str = "") -> None:
             if config.num_workers <= num_cores():
                 inbox.spin_seconds = _SPIN_SECONDS
             worker = _Worker(channel, config)
-            orphans = Orphans()
-            for frame in frames:
+            orphans = OrphanReaper()
+            for message in messages:
                 orphans.reap()
-                if frame.kind is Kind.SLAB:
+                if message.kind is Kind.SLAB:
                     worker.attach(inbox.fds.pop())
-                elif frame.kind is Kind.CLOSE:
+                elif message.kind is Kind.CLOSE:
                     break
                 else:
-                    worker.handle(frame)
+                    worker.handle(message)
             worker.close()
         except Exception as error:
             refusals = (
@@ -97,7 +97,7 @@ def run(channel: socket.socket, import_error: str = "") -> None:
             is_ours = isinstance(error, _OURS) and error.__cause__ is None
             is_whole = is_ours or is_lasting or kind is not Kind.FAILED
             text = sendable(str(error) if is_whole else traceback.format_exc())
-            failed = pack_frame(kind, int(is_lasting), payload=text.encode())
+            failed = pack_message(kind, int(is_lasting), payload=text.encode())
             with contextlib.suppress(OSError):  # the pool may have gone
                 channel.sendall(failed)
 
@@ -108,16 +108,16 @@ class _Worker:
     def __init__(self, channel: socket.socket, config: BuildMessage) -> None:
         self._send: Callable[[bytes], None] = channel.sendall
         self._config = config
-        rules = Rules(config.nonfinite, config.strict_spaces)
+        checks = EnvChecks(config.nonfinite, config.strict_spaces)
         num_rows = sum(stop - start for _, start, stop in config.blocks)
         self._threads = ResetThreads(num_rows) if config.spare_envs else None
         self._blocks: dict[int, EnvBlock | VectorBlock] = {}
         for index, start, stop in config.blocks:
             rows = range(start, stop)
             self._blocks[index] = (
-                VectorBlock(config, rows, rules)
+                VectorBlock(config, rows, checks)
                 if config.vectorized
-                else EnvBlock(config, rows, rules, self._threads)
+                else EnvBlock(config, rows, checks, self._threads)
             )
         row = config.blocks[0][1]
         env_index, incarnation = config.first_env_index + row, config.incarnations[row]
@@ -130,12 +130,12 @@ class _Worker:
             self._warn_of_own_spaces()
         gc.collect()
         gc.freeze()
-        self._send(pack_frame(Kind.READY, payload=encode_spaces(self._spec)))
+        self._send(pack_message(Kind.READY, payload=encode_spaces(self._spec)))
 
     def _build(self) -> EnvSpec:
         built = (each for block in self._blocks.values() for each in block.build())
         first_index, first = next(built)
-        self._send(pack_frame(Kind.BUILT))
+        self._send(pack_message(Kind.BUILT))
         for env_index, spec in built:
             different = first.differences(spec)
             if different:
@@ -143,7 +143,7 @@ class _Worker:
                     f"Env {env_index}: its spaces differ from those of env "
                     f"{first_index}; {'; '.join(different)}"
                 )
-            self._send(pack_frame(Kind.BUILT))
+            self._send(pack_message(Kind.BUILT))
         return first
 
     def _warn_of_own_spaces(self) -> None:
@@ -167,24 +167,24 @@ class _Worker:
         for block in self._blocks.values():
             block.attach(slab.rows, heartbeat, ring)
         memory = slab.extra[ring_nbytes(spec, num_envs) :]
-        board = PictureBoard(num_envs, num_workers, memory)
+        board = FrameBoard(num_envs, num_workers, memory)
         blocks = self._blocks.values()
-        self._camera = Camera(board, config.worker, heartbeat, ring, blocks)
+        self._renderer = FrameRenderer(board, config.worker, heartbeat, ring, blocks)
 
-    def handle(self, frame: Frame) -> None:
+    def handle(self, message: ChannelMessage) -> None:
         """Carry out one operation on a block, and answer it."""
-        block = self._blocks[frame.block]
-        if frame.kind is Kind.STEP:
+        block = self._blocks[message.block]
+        if message.kind is Kind.STEP:
             payload = block.step()
-        elif frame.kind is Kind.RESET:
-            payload = block.reset(frame.payload)
-        elif frame.kind is Kind.CALL:
-            payload = block.call(frame.payload)
+        elif message.kind is Kind.RESET:
+            payload = block.reset(message.payload)
+        elif message.kind is Kind.CALL:
+            payload = block.call(message.payload)
         else:
-            raise WorkerError(f"expected an operation on a block; got {frame.kind!r}")
-        self._send(pack_frame(Kind.DONE, frame.block, frame.sequence, payload))
-        if self._camera.until[0]:
-            self._camera.look()
+            raise WorkerError(f"expected an operation on a block; got {message.kind!r}")
+        self._send(pack_message(Kind.DONE, message.block, message.sequence, payload))
+        if self._renderer.until[0]:
+            self._renderer.render_due_row()
 
     def close(self) -> None:
         """Close the envs, after the resets that run in threads."""

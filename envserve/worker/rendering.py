@@ -21,12 +21,12 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from envserve.crashes.action_ring import ActionRing
-from envserve.lane import MAX_JPEG_BYTES, MAX_TEXT, Picture
+from envserve.lane import MAX_JPEG_BYTES, MAX_TEXT, RenderedFrame
 from envserve.slab import next_beat
 from envserve.text import without_folders
-from envserve.worker.frame_board import PictureBoard
+from envserve.worker.frame_board import FrameBoard
 
-__all__ = ["Camera", "headless_settings", "jpeg_of", "render"]
+__all__ = ["FrameRenderer", "encode_jpeg", "headless_settings", "render"]
 
 #: For so many times as long as it took there is no other picture. What is loaded for a
 #: row's first one is spread, but counts no more than that.
@@ -45,7 +45,7 @@ class _Block(Protocol):
     def render(self, row: int) -> Any: ...
 
 
-class Camera:
+class FrameRenderer:
     """Render the watched rows of a worker to the board, one row at a time.
 
     Attributes:
@@ -54,7 +54,7 @@ class Camera:
 
     def __init__(
         self,
-        board: PictureBoard,
+        board: FrameBoard,
         worker: int,
         heartbeat: memoryview,
         ring: ActionRing,
@@ -69,7 +69,7 @@ class Camera:
         self._shown_at = dict.fromkeys(self._blocks, 0)
         self._rests_until = 0
 
-    def look(self) -> None:
+    def render_due_row(self) -> None:
         """Shows the row that was not shown for longest, if it is time to."""
         begin, is_first = time.monotonic_ns(), False
         if begin < self._rests_until:
@@ -88,8 +88,10 @@ class Camera:
             jpeg, text = self._picture(row, width)
             seed, steps = self._ring.glance(row)
             known: Any = {"row": row, "seed": seed, "episode_steps": steps}
-            picture = Picture(serial=begin, jpeg=jpeg, text=text[:MAX_TEXT], **known)
-            self._board.show(slot, picture)
+            picture = RenderedFrame(
+                serial=begin, jpeg=jpeg, text=text[:MAX_TEXT], **known
+            )
+            self._board.write(slot, picture)
         end = time.monotonic_ns()
         rest = _REST * (end - begin)
         self._rests_until = end + (min(rest, _MOST_FIRST_NS) if is_first else rest)
@@ -103,7 +105,7 @@ class Camera:
         ended[worker] += 1
         try:
             frame = self._blocks[row].render(row)
-            jpeg = jpeg_of(frame, width)
+            jpeg = encode_jpeg(frame, width)
         except Exception as error:
             name = type(error).__name__
             frame, jpeg = without_folders(f"render raised {name}: {error}"), b""
@@ -138,7 +140,7 @@ def _do_without_a_screen() -> None:
     os.environ.update(headless_settings(os.environ))
 
 
-def jpeg_of(frame: Any, width: int) -> bytes:
+def encode_jpeg(frame: Any, width: int) -> bytes:
     """Returns a JPEG at most so many pixels across; empty for what is no picture.
 
     Args:

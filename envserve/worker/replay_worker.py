@@ -20,8 +20,8 @@ from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.variable_length import action_values
 from envserve.text import one_line
-from envserve.worker.channel import Kind, pack_frame
-from envserve.worker.env_checks import Rules
+from envserve.worker.channel import Kind, pack_message
+from envserve.worker.env_checks import EnvChecks
 from envserve.worker.env_row import EnvRow
 from envserve.worker.worker_report import fault_of
 
@@ -41,10 +41,10 @@ def run(channel: socket.socket, payload: bytes, num_filmed: int = 0) -> None:
     def on_action(number: int) -> None:
         if number and number >= first_filmed:
             channel.sendall(_picture(env))
-        channel.sendall(pack_frame(Kind.DONE, sequence=number))
+        channel.sendall(pack_message(Kind.DONE, sequence=number))
 
     env, spec = build(repro)
-    channel.sendall(pack_frame(Kind.BUILT))
+    channel.sendall(pack_message(Kind.BUILT))
     try:
         play(repro, env, spec, on_action)
         if num_filmed:
@@ -55,9 +55,9 @@ def run(channel: socket.socket, payload: bytes, num_filmed: int = 0) -> None:
         fault = fault_of(0, error)
         told = {"text": fault.text, "is_violation": fault.is_violation}
         failure = codec.encode(told)
-        channel.sendall(pack_frame(Kind.FAILED, block=1, payload=failure))
+        channel.sendall(pack_message(Kind.FAILED, block=1, payload=failure))
     else:
-        channel.sendall(pack_frame(Kind.READY))
+        channel.sendall(pack_message(Kind.READY))
 
 
 def build(repro: Repro) -> tuple[EnvRow, EnvSpec]:
@@ -80,8 +80,8 @@ def build(repro: Repro) -> tuple[EnvRow, EnvSpec]:
         wrappers=repro.wrappers,
         autoreset=repro.autoreset,
     )
-    rules = Rules(repro.nonfinite, repro.strict_spaces)
-    env = EnvRow(request, 0, repro.played.incarnation, rules)
+    checks = EnvChecks(repro.nonfinite, repro.strict_spaces)
+    env = EnvRow(request, 0, repro.played.incarnation, checks)
     spec = env.build()
     _check_actions(repro, spec)
     return env, spec
@@ -96,7 +96,7 @@ def _picture(env: EnvRow) -> bytes:
     except Exception as error:
         picture = error
     if getattr(picture, "dtype", None) == np.uint8 and picture.shape[2:] == (3,):
-        return pack_frame(Kind.PICTURE, payload=codec.encode([rate, picture]))
+        return pack_message(Kind.VIDEO_FRAME, payload=codec.encode([rate, picture]))
     raise VideoError(
         f"expected render() to give a frame, uint8 [height, width, 3]; got "
         f"{one_line(repr(picture), 200)}; the env has to support "

@@ -21,7 +21,7 @@ from envserve.slab import Rows, next_beat, private_heartbeat
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.infos import snapshot
 from envserve.worker import step_timings
-from envserve.worker.env_checks import Rules
+from envserve.worker.env_checks import EnvChecks
 from envserve.worker.env_row import EnvRow
 
 __all__ = ["ResetThreads", "SpareRow"]
@@ -73,11 +73,11 @@ class SpareRow:
         request: EnvRequest,
         row: int,
         incarnation: int = 0,
-        rules: Rules | None = None,
+        checks: EnvChecks | None = None,
     ) -> None:
         """Store the arguments; `build` and `build_spare` make the two envs."""
-        self._active = EnvRow(request, row, incarnation, rules)
-        self._spare = EnvRow(request, row, incarnation, rules)
+        self._active = EnvRow(request, row, incarnation, checks)
+        self._spare = EnvRow(request, row, incarnation, checks)
         self._spare.attributes = self._active.attributes
         # The envs do not reset themselves; their row does it.
         self._active.autoreset = self._spare.autoreset = "disabled"

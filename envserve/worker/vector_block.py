@@ -32,7 +32,7 @@ from envserve.worker import step_timings
 from envserve.worker.attribute_calls import CallTask, answer_call_of_all
 from envserve.worker.channel import BuildMessage
 from envserve.worker.env_checks import (
-    Rules,
+    EnvChecks,
     SpaceViolation,
     label_of,
     leaf_array,
@@ -62,11 +62,11 @@ class VectorBlock:
       rows: Rows of the pool.
     """
 
-    def __init__(self, config: BuildMessage, rows: range, rules: Rules) -> None:
+    def __init__(self, config: BuildMessage, rows: range, checks: EnvChecks) -> None:
         """Store the arguments; `build` makes the vector env."""
         self.rows = rows
         self._config = config
-        self._rules = rules
+        self._checks = checks
         self._all = np.ones(len(rows), np.bool_)
         self._incarnation = config.incarnations[rows.start]
         self._beat = 0
@@ -132,7 +132,7 @@ class VectorBlock:
             step_timings.note_step(self._heartbeat, began_at, len(self.rows))
 
     def _report(self, infos: dict[int, _Infos], faults: Sequence[Fault] = ()) -> bytes:
-        limit, notes = self._config.max_infos_kib, self._rules.take_notes()
+        limit, notes = self._config.max_infos_kib, self._checks.take_notes()
         return encode_report(faults, infos, (), len(self.rows), limit, notes)
 
     def _step(self) -> dict[int, _Infos]:
@@ -307,7 +307,7 @@ class VectorBlock:
                 value = np.asarray(value)[mask]
             count = len(self.rows) if mask is None else int(mask.sum())
             leaf_of_all = replace(leaf, shape=(count, *leaf.shape))
-            checked = leaf_array(leaf_of_all, value, self._rules, env_class)
+            checked = leaf_array(leaf_of_all, value, self._checks, env_class)
             self._put(label_of(leaf), array, checked, mask)
 
     def _put(
@@ -317,7 +317,7 @@ class VectorBlock:
             with np.errstate(all="ignore"):  # a sum that is finite has finite terms
                 total = array.sum()
             if not np.isfinite(total):
-                self._rules.check_finite(f"{label} to be finite", array)
+                self._checks.check_finite(f"{label} to be finite", array)
         target[... if mask is None else mask] = array
 
 

@@ -23,7 +23,7 @@ from envserve.text import one_line
 from envserve.worker.env_checks import SpaceViolation
 
 __all__ = [
-    "Report",
+    "WorkerReport",
     "encode_report",
     "encode_spaces",
     "fault_of",
@@ -83,7 +83,7 @@ def read_spaces(payload: bytes, env_name: str) -> EnvSpec:
 
 
 @dataclass(frozen=True)
-class Report:
+class WorkerReport:
     """What a worker says of an operation besides the rows.
 
     Attributes:
@@ -101,7 +101,7 @@ class Report:
     packed_infos: Mapping[int, Packed] = field(default_factory=dict)
 
 
-class _Told(msgspec.Struct):
+class _EncodedReport(msgspec.Struct):
     """What `encode_report` has made."""
 
     faults: list[Fault]
@@ -125,20 +125,20 @@ def max_report(num_rows: int, max_infos_kib: int) -> int:
     return num_bytes + 4 * _MAX_NOTES * _MAX_NOTE
 
 
-def read_report(payload: bytes, block: Block, max_infos_kib: int) -> Report:
+def read_report(payload: bytes, block: Block, max_infos_kib: int) -> WorkerReport:
     """Reads the payload of a DONE, unless it is so long that reading takes long.
 
     Raises:
       ValueError: It is no report on rows of this block.
     """
     if not payload:
-        return Report()
+        return WorkerReport()
     rows = block.rows
     _, room = max_infos(len(rows), max_infos_kib)
     if len(payload) > max_report(len(rows), max_infos_kib):
         raise ValueError(f"{len(payload)} bytes are too many for {len(rows)} rows")
     try:
-        told = msgspec.msgpack.decode(payload, type=_Told)
+        told = msgspec.msgpack.decode(payload, type=_EncodedReport)
         packed, left, infos = {}, room.num_values, {}
         for row, raw in told.infos.items():
             encoded = bytes(raw)
@@ -159,7 +159,7 @@ def read_report(payload: bytes, block: Block, max_infos_kib: int) -> Report:
     if strangers := {*rebuilt, *infos} - {*rows}:
         raise ValueError(f"rows {strangers} are not of block {block.index}")
     notes = [one_line(note, _MAX_NOTE) for note in told.notes[:_MAX_NOTES]]
-    return Report(told.faults, infos, rebuilt, notes, packed)
+    return WorkerReport(told.faults, infos, rebuilt, notes, packed)
 
 
 def fault_of(row: int, error: Exception) -> Fault:

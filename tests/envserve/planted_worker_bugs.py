@@ -16,7 +16,7 @@ from envserve.pool.pool import Pool
 from envserve.pool.supervisor import SupervisedWorker
 from envserve.slab import Status, write_lost
 from envserve.worker import env_block, process
-from envserve.worker.channel import Kind, pack_frame
+from envserve.worker.channel import Kind, pack_message
 from envserve.worker.env_row import EnvRow
 from tests.envserve.planted_bugs import around
 from tests.oracle.ledger_env import LedgerEnv
@@ -87,7 +87,7 @@ def a_step_is_answered_before_it_is_done(patch: Patch) -> None:
     def handle(real: Any, self: Any, frame: Any) -> None:
         send = self._send
         if frame.kind is Kind.STEP:
-            send(pack_frame(Kind.DONE, frame.block, frame.sequence))
+            send(pack_message(Kind.DONE, frame.block, frame.sequence))
             time.sleep(0.01)
             self._send = lambda _: None
         real(self, frame)

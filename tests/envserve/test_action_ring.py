@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from envserve.crashes.action_ring import ActionRing, Played, ring_nbytes
+from envserve.crashes.action_ring import ActionHistory, ActionRing, ring_nbytes
 from envserve.crashes.repro_file import End, Repro, decode_repro, encode_repro
 from envserve.settings import Autoreset, EnvRequest
 from envserve.slab import Rows, Status, private_heartbeat
@@ -112,13 +112,13 @@ class Walk:
         seen: list[float] = self.rows.observation[0][2].tolist()
         return seen
 
-    def played(self, **options: Any) -> Played:
+    def played(self, **options: Any) -> ActionHistory:
         # As another process would see it.
         played = ActionRing(self.spec, 3, bytearray(self.memory)).read(2, **options)
         assert played is not None
         return played
 
-    def replay(self, played: Played | None = None) -> list[float]:
+    def replay(self, played: ActionHistory | None = None) -> list[float]:
         """Plays what a file says in a new env; returns where that is then."""
         repro = Repro(
             env_name="Walk-v0",
