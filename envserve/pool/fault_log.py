@@ -31,6 +31,7 @@ from envserve.worker.channel import Kind
 
 __all__ = ["FaultLog"]
 
+_LOGGER: Final = logging.getLogger("envserve.pool")
 _MAX_CAUSE: Final = 300  # characters of what is said on the line
 _MAX_ACTION: Final = 80
 _MAX_NOTED: Final = 16  # classes of envs
@@ -45,16 +46,9 @@ class FaultLog:
       options: What each row was last reset with, of those that had any; encoded.
     """
 
-    def __init__(
-        self,
-        config: PoolSettings,
-        logger: logging.Logger,
-        label: str = "",
-        owner: str = "",
-    ) -> None:
-        """Takes settings, where lines go, how they begin, and whose envs they are."""
+    def __init__(self, config: PoolSettings, label: str = "", owner: str = "") -> None:
+        """Take the settings, the prefix of log lines, and the owner of the envs."""
         self._config = config
-        self._logger = logger
         self._label = f"{label}: " if label else ""
         self._files = None
         if config.crash_dir not in (None, "none"):
@@ -76,7 +70,7 @@ class FaultLog:
         row = fault.env_index
         played = self._read(row, has_failed=True)
         end = End(status=fault.status, text=fault.text, is_violation=fault.is_violation)
-        path = self._write(row, played, end, self._config.step_timeout_seconds, now)
+        path = self._write(row, played, end, now)
         pid = None
         if worker.process is not None:
             worker.process.poll_exit()  # which hears of its start, too
@@ -143,7 +137,7 @@ class FaultLog:
             return ()
         self._noted |= new.keys()
         for note in new.values():
-            self._logger.warning("%s%s", self._label, note)
+            _LOGGER.warning("%s%s", self._label, note)
         return [*new.values()]
 
     def forget(self, worker: SupervisedWorker) -> None:
@@ -169,18 +163,14 @@ class FaultLog:
         parts = [f"in {doing} env {self._index_of(row)}", *self._story(row, played)]
         if is_call:
             return parts, None
-        config = self._config
-        seconds = (
-            config.reset_timeout_seconds if is_slow else config.step_timeout_seconds
-        )
-        return parts, self._write(row, played, end, seconds, now)
+        return parts, self._write(row, played, end, now, is_reset=bool(is_slow))
 
     def _log(self, head: str, parts: list[str], detail: str) -> None:
         """Logs a line; below it what it is about, when that is not as the last time."""
         below = "" if detail == self._last_detail else f"\n{printable(detail)}".rstrip()
         self._last_detail = detail
         line = "; ".join([head, *parts])
-        self._logger.warning("%s%s%s", self._label, line, below)
+        _LOGGER.warning("%s%s%s", self._label, line, below)
 
     def error_of(self, fault: Fault) -> EnvError:
         """Returns what to raise for an env that could not be reset as was asked."""
@@ -219,16 +209,15 @@ class FaultLog:
         row: int,
         played: ActionHistory | None,
         end: End,
-        timeout_seconds: float,
         now: float,
+        *,
+        is_reset: bool = False,
     ) -> Path | None:
         if self._files is None or played is None or not self._files.has_room(now):
             return None
         name = self._config.env_name
         name = f"{name}-env-{self._index_of(row)}-{end.status.name.lower()}"
-        return self._files.write(
-            name, self._repro(row, played, end, timeout_seconds), now
-        )
+        return self._files.write(name, self._repro(row, played, end, is_reset), now)
 
     def record(self, row: int) -> bytes:
         """Return the repro file of a running env; empty if it was never reset."""
@@ -240,12 +229,13 @@ class FaultLog:
         if played is None:
             return b""
         end = End(status=Status.OK, text="went on when this was recorded")
-        return self._repro(row, played, end, self._config.step_timeout_seconds)
+        return self._repro(row, played, end)
 
     def _repro(
-        self, row: int, played: ActionHistory, end: End, timeout_seconds: float
+        self, row: int, played: ActionHistory, end: End, is_reset: bool = False
     ) -> bytes:
         config = self._config
+        timeouts = config.step_timeout_seconds, config.reset_timeout_seconds
         repro = Repro(
             env_name=config.env_name,
             env_kwargs=dict(config.env_kwargs),
@@ -258,7 +248,7 @@ class FaultLog:
             root_seed=int(config.seed),
             seeded=config.seeded,
             env_index=int(self._index_of(row)),
-            timeout_seconds=timeout_seconds,
+            timeout_seconds=timeouts[is_reset],
             played=played,
             end=end,
         )

@@ -9,7 +9,6 @@ says `lose`, which replaces all workers: no line is written so that it could be 
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -33,8 +32,6 @@ from envserve.worker.attribute_calls import call_payload
 from envserve.worker.channel import Kind
 
 __all__ = ["Pool"]
-
-_LOGGER: Final = logging.getLogger("envserve.pool")
 
 #: When a busy worker is looked at, at the latest.
 _WATCH_SECONDS: Final = 0.1
@@ -89,7 +86,7 @@ class Pool:
         self._clock = clock
         self._workers = WorkerSet(config, self.blocks, launcher, clock)
         self._has_cores_for_all = len(self._workers.all) <= num_cores()
-        log = FaultLog(config, _LOGGER, label, owner)
+        log = FaultLog(config, label, owner)
         counts_resets = config.autoreset == "next_step"
         self.metrics = PoolMetrics(self.blocks, counts_resets=counts_resets)
         self._operations = BlockOperations(

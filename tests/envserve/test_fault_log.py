@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import shlex
 import signal
@@ -176,7 +175,7 @@ def test_worker_that_stops_by_itself_says_why_on_the_line(
     assert "exited with code 1; in a reset of env 0" in line
     assert line.endswith('its stderr ends with "SystemExit: 3"')
     caplog.clear()
-    log = FaultLog(pool.config, logging.getLogger(LOGGER), "session 7")
+    log = FaultLog(pool.config, "session 7")
     worker = pool._workers.all[0]
     slab = pool._workers.slab
     assert slab is not None
