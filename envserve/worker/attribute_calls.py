@@ -116,7 +116,7 @@ def answer_call(
             num_values += 1
         values.append(value)
         size += len(value)
-    report = encode_report(faults, {}, (), len(task.rows), 1)
+    report = encode_report(len(task.rows), 1, faults)
     head = _LENGTH.pack(len(report)) + report + _LIST + len(values).to_bytes(4, "big")
     return b"".join([head, *values])
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -52,13 +53,15 @@ class EnvBlock:
         self.rows = rows
         self._config = config
         self._checks = checks
+        self._report = partial(encode_report, len(rows), config.max_infos_kib)
         self._infos_of_all = config.infos == "all"
         self._infos_of_ends = config.infos == "episode_end"
         self._envs: list[EnvRow | SpareRow] = []
         for row in rows:
             arguments = config, row, config.incarnations[row], checks
+            env = EnvRow(*arguments)
             self._envs.append(
-                SpareRow(threads, *arguments) if threads else EnvRow(*arguments)
+                SpareRow(env, EnvRow(*arguments), threads) if threads else env
             )
 
     def build(self) -> Iterator[tuple[int, EnvSpec]]:
@@ -118,16 +121,7 @@ class EnvBlock:
         for fault in faults:
             infos.pop(fault.env_index, None)
         step_timings.note_step(self._heartbeat, began_at, len(rewards))
-        return self._report(faults, infos)
-
-    def _report(
-        self,
-        faults: Sequence[Fault],
-        infos: dict[int, Mapping[str, Any]],
-        rebuilt: Sequence[int] = (),
-    ) -> bytes:
-        limit, notes = self._config.max_infos_kib, self._checks.take_notes()
-        return encode_report(faults, infos, rebuilt, len(self.rows), limit, notes)
+        return self._report(faults, infos, self._checks.take_notes())
 
     def _is_finite(self, rewards: list[float]) -> bool:
         """Return whether sums over the block are finite, because that is cheap.
@@ -195,7 +189,7 @@ class EnvBlock:
             rows.reward[row] = 0.0
             rows.terminated[row] = rows.truncated[row] = False
             rows.status[row] = _OK
-        return self._report(faults, infos, rebuilt)
+        return self._report(faults, infos, self._checks.take_notes(), rebuilt)
 
     def _reset_or_rebuild(
         self, env: EnvRow | SpareRow, seed: int | None, options: bytes

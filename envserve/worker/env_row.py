@@ -48,6 +48,7 @@ class EnvRow:
     """An env and the row of the slab that it writes.
 
     Attributes:
+      request: How the env is built.
       row: Row of the pool.
       env_index: Row of the whole batch, from which the seeds follow.
       incarnation: How often the env has been rebuilt, over all its processes.
@@ -69,7 +70,7 @@ class EnvRow:
         self.row = row
         self.env_index = request.first_env_index + row
         self.incarnation = incarnation
-        self._request = request
+        self.request = request
         self.autoreset = request.autoreset
         self.is_fresh = True
         self._checks = checks or EnvChecks()
@@ -82,7 +83,7 @@ class EnvRow:
     @property
     def seed(self) -> int:
         """Seed of this incarnation."""
-        return env_seed(self._request.seed, self.env_index, self.incarnation)
+        return env_seed(self.request.seed, self.env_index, self.incarnation)
 
     def forget_seed(self) -> None:
         """Has the first reset get no seed, unless one is given."""
@@ -90,7 +91,7 @@ class EnvRow:
 
     def build(self) -> EnvSpec:
         """Makes the env; its first reset will use the incarnation's seed, if any."""
-        request = self._request
+        request = self.request
         env = make_env(request.env_name, request.env_kwargs, request.wrappers)
         self._env = complete(env, needs_seed=request.seeded)
         self._step_env = self._env.step

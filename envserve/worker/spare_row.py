@@ -16,12 +16,10 @@ from typing import Any, Final
 
 from envserve.crashes.action_ring import RowRecord
 from envserve.envs.seeding import spare_seed
-from envserve.settings import EnvRequest
 from envserve.slab import Rows, next_beat, private_heartbeat
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.infos import snapshot
 from envserve.worker import step_timings
-from envserve.worker.env_checks import EnvChecks
 from envserve.worker.env_row import EnvRow
 
 __all__ = ["ResetThreads", "SpareRow"]
@@ -67,28 +65,20 @@ class SpareRow:
       record: What the row has been through, once attached.
     """
 
-    def __init__(
-        self,
-        threads: ResetThreads,
-        request: EnvRequest,
-        row: int,
-        incarnation: int = 0,
-        checks: EnvChecks | None = None,
-    ) -> None:
-        """Store the arguments; `build` and `build_spare` make the two envs."""
-        self._active = EnvRow(request, row, incarnation, checks)
-        self._spare = EnvRow(request, row, incarnation, checks)
+    def __init__(self, active: EnvRow, spare: EnvRow, threads: ResetThreads) -> None:
+        """Take two equal rows; `build` and `build_spare` make their envs."""
+        self._active, self._spare = active, spare
         self._spare.attributes = self._active.attributes
         # The envs do not reset themselves; their row does it.
-        self._active.autoreset = self._spare.autoreset = "disabled"
-        self._autoreset = request.autoreset
+        self._autoreset = active.autoreset
+        active.autoreset = spare.autoreset = "disabled"
         self._threads = threads
-        self.row = row
-        self.env_index = self._active.env_index
-        self.incarnation = incarnation
+        self.row = active.row
+        self.env_index = active.env_index
+        self.incarnation = active.incarnation
         #: The reset of the spare, from its start until the spare becomes active.
         self._warming: Future[Mapping[str, Any]] | None = None
-        self._spare_seed = spare_seed(self._active.seed) if request.seeded else None
+        self._spare_seed = spare_seed(active.seed) if active.request.seeded else None
         self._is_over = False
         self._missed_attributes: dict[str, Any] = {}  # while the spare was away
 

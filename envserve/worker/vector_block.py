@@ -67,6 +67,7 @@ class VectorBlock:
         self.rows = rows
         self._config = config
         self._checks = checks
+        self._report = partial(encode_report, len(rows), config.max_infos_kib)
         self._all = np.ones(len(rows), np.bool_)
         self._incarnation = config.incarnations[rows.start]
         self._beat = 0
@@ -124,16 +125,13 @@ class VectorBlock:
         began_at = step_timings.begin(self._heartbeat)
         self._note_step()
         self._block.status[...] = Status.OK
+        faults, infos = [], {}
         try:
-            return self._report(self._step())
+            infos = self._step()
         except Exception as error:
-            return self._report({}, self._recover(error))
-        finally:
-            step_timings.note_step(self._heartbeat, began_at, len(self.rows))
-
-    def _report(self, infos: dict[int, _Infos], faults: Sequence[Fault] = ()) -> bytes:
-        limit, notes = self._config.max_infos_kib, self._checks.take_notes()
-        return encode_report(faults, infos, (), len(self.rows), limit, notes)
+            faults = self._recover(error)
+        step_timings.note_step(self._heartbeat, began_at, len(self.rows))
+        return self._report(faults, infos, self._checks.take_notes())
 
     def _step(self) -> dict[int, _Infos]:
         rows, spec = self._block, self._spec
@@ -206,11 +204,11 @@ class VectorBlock:
         rows.reward[mask] = 0.0
         rows.terminated[mask] = rows.truncated[mask] = False
         rows.status[mask] = Status.OK
-        if faults or not infos or self._config.infos != "all":
-            return self._report({}, faults)
         start, size = self.rows.start, len(self.rows)
-        each = ((n, _info_of(infos, n - start, size)) for n in numbers)
-        return self._report({number: info for number, info in each if info})
+        reported = numbers if infos and self._config.infos == "all" else ()
+        each = ((row, _info_of(infos, row - start, size)) for row in reported)
+        by_row = {row: info for row, info in each if info}
+        return self._report(faults, by_row, self._checks.take_notes())
 
     def _reset(self, seeds: _Seeds | None, mask: Array, options: bytes = b"") -> _Infos:
         """Resets some rows and writes their first observations; returns the infos.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -179,12 +180,12 @@ def sendable(text: str) -> str:
 
 
 def encode_report(
-    faults: Sequence[Fault],
-    infos: dict[int, Mapping[str, Any]],
-    rebuilt: Sequence[int],
     num_rows: int,
     max_infos_kib: int,
+    faults: Sequence[Fault] = (),
+    infos: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
     notes: Sequence[str] = (),
+    rebuilt: Sequence[int] = (),
 ) -> bytes:
     """Encodes what goes beside the rows; nothing at all in the usual case."""
     if not faults and not infos and not rebuilt and not notes:

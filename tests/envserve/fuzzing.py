@@ -178,7 +178,7 @@ def make_targets() -> dict[str, Target]:
         lambda data: MessageDecoder().feed(data), [frame], (WorkerError,)
     )
     faults = [Fault(1, Status.ENV_ERROR, "no")]
-    report = encode_report(faults, {0: {"a": 1.5}, 1: {}}, [0], 2, 64)
+    report = encode_report(2, 64, faults, {0: {"a": 1.5}, 1: {}}, rebuilt=[0])
     targets["report of a worker"] = Target(
         lambda data: read_report(data, Block(0, 0, 2, 0, 0), 64),
         [report],

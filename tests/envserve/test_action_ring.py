@@ -72,9 +72,9 @@ class Walk:
         self.kwargs = kwargs
         self.threads = ResetThreads(1) if has_spare else None
         arguments = self.request(first_env_index=5), 2, 4
-        self.env: EnvRow | SpareRow = (
-            SpareRow(self.threads, *arguments) if self.threads else EnvRow(*arguments)
-        )
+        self.env: EnvRow | SpareRow = EnvRow(*arguments)
+        if self.threads is not None:
+            self.env = SpareRow(self.env, EnvRow(*arguments), self.threads)
         self.spec = self.env.build()
         if isinstance(self.env, SpareRow):
             self.env.build_spare()

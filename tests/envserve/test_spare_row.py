@@ -14,7 +14,7 @@ from envserve.crashes.action_ring import RowRecord
 from envserve.envs.seeding import env_seed, spare_seed
 from envserve.settings import Autoreset, EnvRequest
 from envserve.slab import BEAT, Rows, private_heartbeat
-from envserve.worker.env_row import SpaceViolation
+from envserve.worker.env_row import EnvRow, SpaceViolation
 from envserve.worker.spare_row import ResetThreads, SpareRow
 from tests.oracle.ledger_env import LedgerEnv
 
@@ -94,7 +94,7 @@ class Bench:
             seed=0,
             autoreset=autoreset,
         )
-        self.row = SpareRow(self.threads, request, 3)
+        self.row = SpareRow(EnvRow(request, 3), EnvRow(request, 3), self.threads)
         spec = self.row.build()
         self.row.build_spare()
         self.envs = ProbeEnv.made
