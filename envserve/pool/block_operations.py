@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -199,7 +199,7 @@ class BlockOperations:
         slot.keep_last_observation(self._rows)
         self.has_new_absent = True
         if slot.worker.error is not None:
-            self._end(slot, error=slot.worker.error)
+            self._end(slot, Outcome(slot.block.index, error=slot.worker.error))
 
     # What happens to workers.
 
@@ -256,60 +256,56 @@ class BlockOperations:
 
     def _on_answer(self, slot: _BlockSlot, payload: bytes, now: float) -> None:
         """Ends an operation of which there is more to say than that it is done."""
-        worker, block = slot.worker, slot.block
+        worker, block, config = slot.worker, slot.block, self._workers.config
+        is_step = slot.kind == _STEP
         try:
             if slot.kind == Kind.CALL:
-                faults, result = read_answer(payload, block)
-                self._end(slot, faults=faults, result=result)
+                self._end(slot, read_answer(payload, block))
                 return
-            report = read_report(payload, block, self._workers.config.max_infos_kib)
+            outcome, rebuilt = read_report(payload, block, config.max_infos_kib)
         except ValueError as error:
             worker.fail(f"sent a report that cannot be read: {error}", now)
             return
-        for row in report.rebuilt:
+        for row in rebuilt:
             self._workers.incarnations[row] += 1
-        if slot.kind == _STEP and block.index in self._losses:
+        if is_step and block.index in self._losses:
             status, text = self._losses.pop(block.index)
             write_lost(self._rows, block.part, status)
             self.metrics.note_lost(block.index, status, slot.begun_at, now)
-            self._end(slot, faults=[Fault(row, status, text) for row in block.rows])
+            lost = [Fault(row, status, text) for row in block.rows]
+            self._end(slot, Outcome(block.index, faults=lost))
             return
-        if slot.kind == _STEP:
+        if is_step:
             worker.has_stepped = True
         elif slot.task[1]:
             self._losses.pop(block.index, None)
-        is_refusal = slot.kind != _STEP and slot.task[0]
-        for fault in report.faults:
-            if slot.kind == _STEP:
+        is_refusal = not is_step and slot.task[0]
+        faults = outcome.faults
+        for fault in faults:
+            if is_step:
                 part = slice(fault.env_index, fault.env_index + 1)
                 write_lost(self._rows, part, fault.status)
                 self.metrics.invalid[fault.status] += 1
-            is_one = self._workers.config.vectorized and fault is not report.faults[0]
+            is_one = config.vectorized and fault is not faults[0]
             if not (is_refusal or is_one):
                 self.metrics.faults[fault.status] += 1
                 self._fault_log.env_failed(fault, worker, now)
-        if slot.kind == _STEP:
+        if is_step:
             self.metrics.note_step(block.index, now - slot.begun_at, now)
-        notes = self._fault_log.note(report.notes) if report.notes else ()
-        if report.faults and slot.kind != _STEP:
+        if outcome.notes:
+            outcome = outcome._replace(notes=self._fault_log.note(outcome.notes))
+        if faults and not is_step:
             # Its envs have begun anew all the same, each without what it has refused.
-            failure = self._fault_log.error_of(report.faults[0])
+            failure = self._fault_log.error_of(faults[0])
             if is_refusal:
-                self._fault_log.reset_refused(failure, len(report.faults), now)
-            self._end(slot, error=failure)
-            return
-        self._end(
-            slot,
-            faults=report.faults,
-            infos=report.infos,
-            notes=notes,
-            packed_infos=report.packed_infos,
-        )
+                self._fault_log.reset_refused(failure, len(faults), now)
+            outcome = Outcome(block.index, error=failure)
+        self._end(slot, outcome)
 
-    def _end(self, slot: _BlockSlot, **outcome: Any) -> None:
+    def _end(self, slot: _BlockSlot, outcome: Outcome) -> None:
         slot.kind = _IDLE
         self.num_running -= 1
-        self.outcomes.append(Outcome(slot.block.index, **outcome))
+        self.outcomes.append(outcome)
 
     def _lose(self, worker: SupervisedWorker, lost: Lost, now: float) -> None:
         """Marks a worker's blocks lost; what runs on them waits for its successor."""
@@ -331,9 +327,10 @@ class BlockOperations:
             # Rows that were answered stay as they are: they may still have to be read.
             slot.keep_last_observation(self._rows)
             if slot.kind and worker.error is not None:
-                self._end(slot, error=worker.error)
+                self._end(slot, Outcome(block.index, error=worker.error))
             elif slot.kind == Kind.CALL:
-                self._end(slot, error=CallError(f"{text}, during a call"))
+                error = CallError(f"{text}, during a call")
+                self._end(slot, Outcome(block.index, error=error))
 
     def drop_all(
         self, replaced: Sequence[SupervisedWorker], lost: Lost, now: float

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, Self
 
 from envserve.errors import CallError
-from envserve.lane import Block, Call, Fault
+from envserve.lane import Block, Call, Fault, Outcome
 from envserve.spaces import codec
 from envserve.worker.channel import MAX_CALL_BYTES
 from envserve.worker.worker_report import encode_report, fault_of, read_report
@@ -161,11 +161,8 @@ def _use(task: CallTask, env: Any) -> Any:
     return value
 
 
-def read_answer(payload: bytes, block: Block) -> tuple[Sequence[Fault], bytes]:
-    """Reads a worker's answer.
-
-    Returns:
-      Faults, and the values, encoded.
+def read_answer(payload: bytes, block: Block) -> Outcome:
+    """Read a worker's answer, of which `result` has the values.
 
     Raises:
       ValueError: It is none of this block.
@@ -174,4 +171,5 @@ def read_answer(payload: bytes, block: Block) -> tuple[Sequence[Fault], bytes]:
     end = start + int.from_bytes(payload[:start], "little")
     if end > len(payload):
         raise ValueError(f"expected an answer to a call; got {len(payload)} bytes")
-    return read_report(payload[start:end], block, 1).faults, payload[end:]
+    outcome, _ = read_report(payload[start:end], block, 1)
+    return Outcome(block.index, faults=outcome.faults, result=payload[end:])

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
 
 from envserve.errors import SpaceError
-from envserve.lane import Block, Fault
+from envserve.lane import Block, Fault, Outcome
 from envserve.slab import Status
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec, describe, restore
@@ -83,27 +82,15 @@ def read_spaces(payload: bytes, env_name: str) -> EnvSpec:
     return EnvSpec(env_name, *both)
 
 
-@dataclass(frozen=True)
-class WorkerReport:
-    """What a worker says of an operation besides the rows.
+class WorkerReport(msgspec.Struct):
+    """What a worker reports of an operation, beside the rows.
 
     Attributes:
-      faults: Rows that failed.
-      infos: Info dicts by row.
-      rebuilt: Rows whose env is another one now.
-      notes: What is to be said once about the envs.
-      packed_infos: The infos as they came.
+      faults: Faults of rows, whose envs were rebuilt after them.
+      rebuilt: Rows whose envs were rebuilt for another reason.
+      infos: Encoded info dicts by row.
+      notes: Warnings about the envs.
     """
-
-    faults: Sequence[Fault] = ()
-    infos: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    rebuilt: Sequence[int] = ()
-    notes: Sequence[str] = ()
-    packed_infos: Mapping[int, Packed] = field(default_factory=dict)
-
-
-class _EncodedReport(msgspec.Struct):
-    """What `encode_report` has made."""
 
     faults: list[Fault]
     rebuilt: list[int]
@@ -126,20 +113,25 @@ def max_report(num_rows: int, max_infos_kib: int) -> int:
     return num_bytes + 4 * _MAX_NOTES * _MAX_NOTE
 
 
-def read_report(payload: bytes, block: Block, max_infos_kib: int) -> WorkerReport:
-    """Reads the payload of a DONE, unless it is so long that reading takes long.
+def read_report(
+    payload: bytes, block: Block, max_infos_kib: int
+) -> tuple[Outcome, Sequence[int]]:
+    """Read the payload of a DONE, unless it is so long that reading takes long.
+
+    Returns:
+      The outcome of the operation, and the rows whose envs were rebuilt.
 
     Raises:
       ValueError: It is no report on rows of this block.
     """
     if not payload:
-        return WorkerReport()
+        return Outcome(block.index), ()
     rows = block.rows
     _, room = max_infos(len(rows), max_infos_kib)
     if len(payload) > max_report(len(rows), max_infos_kib):
         raise ValueError(f"{len(payload)} bytes are too many for {len(rows)} rows")
     try:
-        told = msgspec.msgpack.decode(payload, type=_EncodedReport)
+        told = msgspec.msgpack.decode(payload, type=WorkerReport)
         packed, left, infos = {}, room.num_values, {}
         for row, raw in told.infos.items():
             encoded = bytes(raw)
@@ -160,7 +152,8 @@ def read_report(payload: bytes, block: Block, max_infos_kib: int) -> WorkerRepor
     if strangers := {*rebuilt, *infos} - {*rows}:
         raise ValueError(f"rows {strangers} are not of block {block.index}")
     notes = [one_line(note, _MAX_NOTE) for note in told.notes[:_MAX_NOTES]]
-    return WorkerReport(told.faults, infos, rebuilt, notes, packed)
+    outcome = Outcome(block.index, infos, told.faults, notes=notes, packed_infos=packed)
+    return outcome, rebuilt
 
 
 def fault_of(row: int, error: Exception) -> Fault:

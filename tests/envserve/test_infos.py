@@ -81,7 +81,7 @@ def test_what_fits_can_be_read_by_the_pool(info: dict[Any, Any]) -> None:
     """However little each value is."""
     infos: dict[int, Mapping[str, Any]] = dict.fromkeys(range(200), info)
     payload = encode_report(200, 64, infos=infos)
-    found = read_report(payload, Block(0, 0, 200, 0, 0), 64).infos
+    found = read_report(payload, Block(0, 0, 200, 0, 0), 64)[0].infos
     assert found.keys() == infos.keys()
     assert all(each.keys() == info.keys() for each in found.values())
 
@@ -124,7 +124,7 @@ def test_an_answer_with_many_infos_is_made_soon() -> None:
     info = {f"k{number}": number for number in range(150)}
     infos: dict[int, Mapping[str, Any]] = dict.fromkeys(range(64), info)
     block = Block(0, 0, 64, 0, 0)
-    report = read_report(encode_report(64, 64, infos=infos), block, 64)
+    report, _ = read_report(encode_report(64, 64, infos=infos), block, 64)
     rows = range(64 * 16)
     many = Report(
         infos={row: report.infos[row % 64] for row in rows},

@@ -114,7 +114,7 @@ class Hosted:
     def call(self, kind: str, name: str, *arguments: Any) -> Sequence[Fault]:
         self.send(Kind.CALL, call_payload(make_call([1], kind, name, *arguments)))
         block = Block(0, 0, self.num_rows, 0, 0)
-        return read_answer(self.receive().payload, block)[0]
+        return read_answer(self.receive().payload, block).faults
 
     def end(self) -> None:
         """Hangs up, and waits until the worker has gone."""
