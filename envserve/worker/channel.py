@@ -17,7 +17,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -106,7 +106,7 @@ def pack_message(
 
 @dataclass(frozen=True, kw_only=True)
 class BuildMessage(EnvRequest):
-    """Content of BUILD: the envs of a worker."""
+    """Content of BUILD: the envs of a worker. The pool has checked all of it."""
 
     max_infos_kib: int
     """Limit of a row's infos in KiB."""
@@ -114,10 +114,13 @@ class BuildMessage(EnvRequest):
     """Number of workers of the pool."""
     worker: int
     """Index of this worker among them."""
-    blocks: tuple[tuple[int, int, int], ...]
+    blocks: Sequence[tuple[int, int, int]]
     """Index, first row, and row after the last of each block."""
-    incarnations: tuple[int, ...]
+    incarnations: Sequence[int]
     """For each row of the pool, how often its env has been rebuilt before."""
+
+    def __post_init__(self) -> None:
+        """Check nothing: to resolve the types would delay every start of a worker."""
 
 
 class MessageDecoder:

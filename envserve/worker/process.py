@@ -41,6 +41,7 @@ from envserve.worker.rendering import FrameRenderer
 from envserve.worker.spare_row import ResetThreads
 from envserve.worker.vector_block import VectorBlock
 from envserve.worker.worker_report import encode_spaces, sendable
+from envserve.wrappers.specs import wrappers_from_plain
 
 __all__ = ["run"]
 
@@ -72,7 +73,9 @@ def run(channel: socket.socket, import_error: str = "") -> None:
             if build.kind is Kind.REPLAY:
                 replay_worker.run(channel, build.payload, build.sequence)
                 return
-            config = BuildMessage(**codec.decode(build.payload, max_bytes=1 << 26))
+            fields = codec.decode(build.payload, max_bytes=1 << 26)
+            wrappers = wrappers_from_plain(fields.pop("wrappers"))
+            config = BuildMessage(wrappers=wrappers, **fields)
             if config.num_workers <= num_cores():
                 inbox.spin_seconds = _SPIN_SECONDS
             worker = _Worker(channel, config)
