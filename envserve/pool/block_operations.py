@@ -186,12 +186,12 @@ class BlockOperations:
         self._sequence = sequence
         return outbox
 
-    def note_resets(self, resets: Sequence[Reset]) -> None:
+    def record_resets(self, resets: Sequence[Reset]) -> None:
         """Keeps what envs are about to be reset with, should they fail after that."""
         for reset in resets:
             block = self._slots[reset.block].block
             rows = reset.env_indices or block.rows
-            self.metrics.begin(rows, block.index)
+            self.metrics.begin_episodes(rows, block.index)
             if reset.options:
                 self._fault_log.options.update(dict.fromkeys(rows, reset.options))
 
@@ -222,10 +222,10 @@ class BlockOperations:
             self.num_running -= 1
             self.outcomes.append(self._plain_outcomes[index])
             metrics = self.metrics
-            metrics.steps[index] += 1  # as `note_step` does
+            metrics.steps[index] += 1  # as `record_step` does
             metrics.waits.append(now - slot.begun_at)
             if metrics.is_watched or len(metrics.waits) > MAX_WAITS:
-                metrics.follow(index, now)
+                metrics.follow_episodes(index, now)
         elif isinstance(event, Ready):
             self._on_ready(worker, event.spec, now)
         elif isinstance(event, Lost):
@@ -271,7 +271,7 @@ class BlockOperations:
         if is_step and block.index in self._losses:
             status, text = self._losses.pop(block.index)
             write_lost(self._rows, block.part, status)
-            self.metrics.note_lost(block.index, status, slot.begun_at, now)
+            self.metrics.record_lost(block.index, status, slot.begun_at, now)
             lost = [Fault(row, status, text) for row in block.rows]
             self._end(slot, Outcome(block.index, faults=lost))
             return
@@ -291,9 +291,9 @@ class BlockOperations:
                 self.metrics.faults[fault.status] += 1
                 self._fault_log.env_failed(fault, worker, now)
         if is_step:
-            self.metrics.note_step(block.index, now - slot.begun_at, now)
+            self.metrics.record_step(block.index, now - slot.begun_at, now)
         if outcome.notes:
-            outcome = outcome._replace(notes=self._fault_log.note(outcome.notes))
+            outcome = outcome._replace(notes=self._fault_log.warn_once(outcome.notes))
         if faults and not is_step:
             # Its envs have begun anew all the same, each without what it has refused.
             failure = self._fault_log.error_of(faults[0])
@@ -332,7 +332,7 @@ class BlockOperations:
                 error = CallError(f"{text}, during a call")
                 self._end(slot, Outcome(block.index, error=error))
 
-    def drop_all(
+    def invalidate_all(
         self, replaced: Sequence[SupervisedWorker], lost: Lost, now: float
     ) -> None:
         """Forgets all that runs, with workers; the rows show what was seen last."""

@@ -34,7 +34,7 @@ __all__ = ["FaultLog"]
 _LOGGER: Final = logging.getLogger("envserve.pool")
 _MAX_CAUSE: Final = 300  # characters of what is said on the line
 _MAX_ACTION: Final = 80
-_MAX_NOTED: Final = 16  # classes of envs
+_MAX_WARNED: Final = 16  # classes of envs
 #: How often a record is read until no step has come between.
 _MAX_READS: Final = 8
 
@@ -56,7 +56,7 @@ class FaultLog:
             self._files = CrashFiles(folder, owner)
         self._last_detail = ""
         self._seldom = Seldom()
-        self._noted: set[str] = set()
+        self._warned: set[str] = set()
         self.options: dict[int, bytes] = {}
 
     def attach(self, slab: Slab, spec: EnvSpec) -> None:
@@ -130,12 +130,12 @@ class FaultLog:
             detail or exit_.excerpt,
         )
 
-    def note(self, notes: Sequence[str]) -> Sequence[str]:
+    def warn_once(self, notes: Sequence[str]) -> Sequence[str]:
         """Says what workers note, once for each class of envs; returns what is new."""
         new = {note.partition(" ")[0]: note for note in notes}
-        if new.keys() <= self._noted or len(self._noted) > _MAX_NOTED:
+        if new.keys() <= self._warned or len(self._warned) > _MAX_WARNED:
             return ()
-        self._noted |= new.keys()
+        self._warned |= new.keys()
         for note in new.values():
             _LOGGER.warning("%s%s", self._label, note)
         return [*new.values()]

@@ -191,7 +191,7 @@ class Pool:
         indices = [reset.block for reset in resets]
         self._operations.check_idle(indices)
         tasks = [reset_task(self.blocks[reset.block], reset) for reset in resets]
-        self._operations.note_resets(resets)
+        self._operations.record_resets(resets)
         self._submit(Kind.RESET, indices, tasks)
 
     def submit_call(self, calls: Sequence[Call]) -> None:
@@ -302,7 +302,7 @@ class Pool:
         if self._operations.state != "closing":
             lost = Lost(Status.WORKER_DIED, f"was replaced: {text}")
             replaced = self._workers.replace(lost.text, self._clock())
-            self._operations.drop_all(replaced, lost, self._clock())
+            self._operations.invalidate_all(replaced, lost, self._clock())
 
     # Closing.
 

@@ -72,13 +72,13 @@ class PoolMetrics:
         self._begun: list[int | None] = [None] * blocks[-1].stop
         self.slab: Slab | None = None  # while the pool has one
 
-    def note_step(self, block: int, seconds: float, now: float) -> None:
+    def record_step(self, block: int, seconds: float, now: float) -> None:
         """Counts a step of a block; its usual case stands where outcomes are made."""
         self.steps[block] += 1
         self.waits.append(seconds)
-        self.follow(block, now)
+        self.follow_episodes(block, now)
 
-    def note_lost(self, index: int, status: int, since: float, now: float) -> None:
+    def record_lost(self, index: int, status: int, since: float, now: float) -> None:
         """Counts a step that was answered by a lost row for each env of a block."""
         block = self._blocks[index]
         milliseconds = int(1000 * (now - since))
@@ -86,9 +86,9 @@ class PoolMetrics:
         for row in block.rows:
             self.num_recoveries += 1
             self.recoveries.append((self.num_recoveries, row, milliseconds))
-        self.begin(block.rows, index)
+        self.begin_episodes(block.rows, index)
 
-    def begin(self, rows: Iterable[int], block: int) -> None:
+    def begin_episodes(self, rows: Iterable[int], block: int) -> None:
         """Notes that episodes begin, with the block's next step."""
         for row in rows:
             self._begun[row], self._returns[row] = self.steps[block], 0.0
@@ -108,7 +108,7 @@ class PoolMetrics:
             ]
             self.is_watched = True
 
-    def follow(self, index: int, now: float) -> None:
+    def follow_episodes(self, index: int, now: float) -> None:
         """Goes on with what does not stand where outcomes are made."""
         if len(self.waits) > MAX_WAITS:
             self._sort()

@@ -74,7 +74,7 @@ class CallTask(NamedTuple):
         """Whether an env may be another than before."""
         return self.kind in ("call", "set")
 
-    def given(self, position: int) -> tuple[list[Any], dict[str, Any]]:
+    def arguments_for(self, position: int) -> tuple[list[Any], dict[str, Any]]:
         """Returns the arguments for a row, which are its own, by its position."""
         arguments, named = codec.decode(self.arguments, max_bytes=MAX_CALL_BYTES)
         return ([arguments[position]] if self.kind == "set" else arguments), named
@@ -149,9 +149,11 @@ def _refuse(position: int) -> Any:
 
 
 def _use(task: CallTask, env: Any) -> Any:
-    arguments, named = task.given(-1)
+    arguments, named = task.arguments_for(-1)
     if task.kind == "set":
-        given = [codec.encode(task.given(at)[0]) for at in range(len(task.rows))]
+        given = [
+            codec.encode(task.arguments_for(at)[0]) for at in range(len(task.rows))
+        ]
         if len({*given}) > 1:
             raise ValueError("expected one value for a vector env; got several")
         return setattr(env, task.name, arguments[0])

@@ -218,7 +218,7 @@ class EnvBlock:
             self._heartbeat[1] = 1
             if task.changes_env:
                 env.record.touch()
-            return env.call(task.kind, task.name, *task.given(position))
+            return env.call(task.kind, task.name, *task.arguments_for(position))
 
         answer = answer_call(task, value_of)
         self._heartbeat[1] = 0

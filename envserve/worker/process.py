@@ -130,7 +130,7 @@ class _Worker:
         np.random.seed(seed)
         self._spec = self._build()
         if config.worker == 0:
-            self._warn_of_own_spaces()
+            self._warn_of_custom_spaces()
         gc.collect()
         gc.freeze()
         self._send(pack_message(Kind.READY, payload=encode_spaces(self._spec)))
@@ -149,7 +149,7 @@ class _Worker:
             self._send(pack_message(Kind.BUILT))
         return first
 
-    def _warn_of_own_spaces(self) -> None:
+    def _warn_of_custom_spaces(self) -> None:
         spec = self._spec
         own = own_classes(spec.observation_space) | own_classes(spec.action_space)
         for name, kind in own.items():

@@ -281,7 +281,7 @@ class _Template:
             (request,) = [k for k, v in self._workers.items() if v == pid]
             del self._workers[request]
             code = os.waitstatus_to_exitcode(status)
-            tail = self._pipes.end(request, is_told=code != 0)
+            tail = self._pipes.end(request, is_reported=code != 0)
             self._report({"pid": pid, "exit": code, "stderr": tail})
 
     def _report(self, message: dict[str, Any]) -> None:

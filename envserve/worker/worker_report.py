@@ -131,9 +131,9 @@ def read_report(
     if len(payload) > max_report(len(rows), max_infos_kib):
         raise ValueError(f"{len(payload)} bytes are too many for {len(rows)} rows")
     try:
-        told = msgspec.msgpack.decode(payload, type=WorkerReport)
+        report = msgspec.msgpack.decode(payload, type=WorkerReport)
         packed, left, infos = {}, room.num_values, {}
-        for row, raw in told.infos.items():
+        for row, raw in report.infos.items():
             encoded = bytes(raw)
             num_values = codec.check(encoded, left)
             left -= num_values
@@ -143,16 +143,18 @@ def read_report(
         raise ValueError(repr(error)) from None
     if any(type(info) is not dict for info in infos.values()):
         raise ValueError("expected a dict for each row's info")
-    failed = {fault.env_index for fault in told.faults}
-    if len(failed) < len(told.faults):
+    failed = {fault.env_index for fault in report.faults}
+    if len(failed) < len(report.faults):
         raise ValueError("expected at most one fault of a row")
-    rebuilt = [*told.rebuilt, *failed]
+    rebuilt = [*report.rebuilt, *failed]
     if len(rebuilt) > _MOST_REBUILT * len(rows):
         raise ValueError(f"{len(rebuilt)} envs of {len(rows)} rows were rebuilt")
     if strangers := {*rebuilt, *infos} - {*rows}:
         raise ValueError(f"rows {strangers} are not of block {block.index}")
-    notes = [one_line(note, _MAX_NOTE) for note in told.notes[:_MAX_NOTES]]
-    outcome = Outcome(block.index, infos, told.faults, notes=notes, packed_infos=packed)
+    notes = [one_line(note, _MAX_NOTE) for note in report.notes[:_MAX_NOTES]]
+    outcome = Outcome(
+        block.index, infos, report.faults, notes=notes, packed_infos=packed
+    )
     return outcome, rebuilt
 
 

@@ -118,7 +118,7 @@ def test_a_block_calls_as_many_as_it_has_room_for() -> None:
 
     def value_of(position: int) -> Any:
         called.append(position)
-        assert task.given(position) == (["y"], {})
+        assert task.arguments_for(position) == (["y"], {})
         if position == 0:
             raise ValueError("not that one")
         return bytes(5 << 20)

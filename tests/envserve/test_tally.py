@@ -188,7 +188,7 @@ def test_a_watched_step_is_one_call_for_each_block(make_pool: PoolMaker) -> None
     finally:
         sys.setprofile(None)
     assert told(pool).num_episodes > 0
-    assert called == ["follow"] * 40
+    assert called == ["follow_episodes"] * 40
 
 
 def test_resets_of_spare_envs_are_counted_too(make_pool: PoolMaker) -> None:
