@@ -39,7 +39,7 @@ from envserve.worker.env_checks import (
 from envserve.worker.rendering import render
 from envserve.worker.reset_signature import complete
 
-__all__ = ["EnvRow", "SpaceViolation"]
+__all__ = ["EnvRow"]
 
 Array = np.ndarray[Any, Any]
 

@@ -15,7 +15,8 @@ from envserve.crashes.repro_file import End, Repro, decode_repro, encode_repro
 from envserve.settings import Autoreset, EnvRequest
 from envserve.slab import Rows, Status, private_heartbeat
 from envserve.spaces import codec
-from envserve.worker.env_row import EnvRow, SpaceViolation
+from envserve.worker.env_checks import SpaceViolation
+from envserve.worker.env_row import EnvRow
 from envserve.worker.replay_worker import play
 from envserve.worker.spare_row import ResetThreads, SpareRow
 

@@ -14,7 +14,8 @@ from envserve.crashes.action_ring import RowRecord
 from envserve.envs.seeding import env_seed, spare_seed
 from envserve.settings import Autoreset, EnvRequest
 from envserve.slab import BEAT, Rows, private_heartbeat
-from envserve.worker.env_row import EnvRow, SpaceViolation
+from envserve.worker.env_checks import SpaceViolation
+from envserve.worker.env_row import EnvRow
 from envserve.worker.spare_row import ResetThreads, SpareRow
 from tests.oracle.ledger_env import LedgerEnv
 

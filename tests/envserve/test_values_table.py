@@ -21,8 +21,8 @@ from envserve.pool.launcher import Launcher
 from envserve.settings import EnvRequest
 from envserve.slab import Rows, private_heartbeat
 from envserve.spaces.env_spec import unflatten
-from envserve.worker.env_checks import EnvChecks
-from envserve.worker.env_row import EnvRow, SpaceViolation
+from envserve.worker.env_checks import EnvChecks, SpaceViolation
+from envserve.worker.env_row import EnvRow
 from tests.envserve.pool_driver import PoolMaker, attach_lane, reset, step
 from tests.envserve.server_process import ServerProcess
 from tests.oracle.odd_values import CASES, LEAVES, MODULE, NAME, TABLES
