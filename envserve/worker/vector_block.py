@@ -262,7 +262,7 @@ class VectorBlock:
         self._heartbeat[1] = int(is_slow)
 
     def _recover(self, error: Exception) -> list[Fault]:
-        """Replaces the env, as `worker.process` does a single one that failed."""
+        """Replace the vector env that failed; see `EnvBlock`."""
         first = fault_of(self.rows.start, error)
         brief = first.text.strip().rpartition("\n")[2][:_MAX_BRIEF]
         others = (first._replace(env_index=n, text=brief) for n in self.rows[1:])
