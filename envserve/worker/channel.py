@@ -61,7 +61,7 @@ class Kind(enum.IntEnum):
     RESET = 4  # of rows of a block; answered by DONE
     CALL = 5  # attribute access on an env; answered by DONE
     CLOSE = 6  # close the envs and exit
-    REPLAY = 14  # in place of BUILD: apply what a file holds; see `worker.replay_worker`
+    REPLAY = 14  # in place of BUILD: apply what a file holds; see `replay_worker`
     # Worker to pool.
     BUILT = 7  # one more env is built
     READY = 8  # all are; carries their spaces
