@@ -15,7 +15,7 @@ from rich.console import Console
 from benchmarks.harness import BenchmarkError, Case, chosen, measure_cases
 from benchmarks.result import Result, publish
 from envserve.bench.interleaved import Measurements
-from envserve.settings import num_cores
+from envserve.host_resources import num_cores
 
 CORES: Final = num_cores()
 EnvName = Annotated[str, typer.Option(help="Registered name.")]

@@ -7,14 +7,11 @@ these gets a ValueError that names the setting, what was expected, and what came
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
-from pathlib import Path
 from typing import (
     Annotated,
     Any,
@@ -33,6 +30,7 @@ from msgspec import Meta
 
 from envserve.address import is_private
 from envserve.envs.user_envs import absolute, is_user_env, name_of
+from envserve.host_resources import num_cores
 from envserve.text import Name
 from envserve.wrappers.specs import Wrappers
 
@@ -48,10 +46,8 @@ __all__ = [
     "NonFinite",
     "PoolSettings",
     "WorkerSettings",
-    "cgroup_limits",
     "check_ranges",
     "convert",
-    "num_cores",
 ]
 
 Type = TypeVar("Type")
@@ -140,44 +136,6 @@ class _Checked:
 
 
 _hints_of: Final = cache(partial(get_type_hints, include_extras=True))
-
-
-def num_cores(root: Path = Path("/")) -> int:
-    """Returns how many cores this process may use: not all, if pinned or by a quota."""
-    pinned = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    return max(1, min(pinned or 1, _quota(root)))
-
-
-@cache
-def _quota(root: Path) -> int:
-    """Returns the cores that Linux's cgroups, v1 or v2, leave to a container."""
-    least = 1 << 16
-    for numbers in cgroup_limits(root, "cpu", ("cfs_quota_us", "cfs_period_us")):
-        quota, period = numbers
-        if quota > 0:
-            least = min(least, -(-quota // period))
-    return least
-
-
-def cgroup_limits(root: Path, what: str, names: tuple[str, ...]) -> Iterator[list[int]]:
-    """Yields the limits that Linux's cgroups set for this process, its own first.
-
-    Args:
-      root: Of the file system.
-      what: "cpu" or "memory".
-      names: Of the files in which v1 says what v2 says in `max`.
-    """
-    with contextlib.suppress(OSError, ValueError):  # there are none
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, kinds, path = line.split(":", 2)
-            if kinds and what not in kinds.split(","):
-                continue
-            files = names if kinds else ("max",)
-            group = root / "sys/fs/cgroup" / (what if kinds else "") / path.lstrip("/")
-            for folder in (group, *group.parents):
-                with contextlib.suppress(OSError, ValueError):  # it sets none
-                    texts = [(folder / f"{what}.{name}").read_text() for name in files]
-                    yield [int(word) for word in " ".join(texts).split()]
 
 
 @dataclass(frozen=True, kw_only=True)

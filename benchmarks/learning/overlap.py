@@ -26,7 +26,7 @@ from envserve.bench.cases import batch_env
 from envserve.bench.interleaved import MICROSECONDS, Measure
 from envserve.bench.workload import Workload
 from envserve.envs.registry import make_env
-from envserve.settings import num_cores
+from envserve.host_resources import num_cores
 
 _WIDTH = 128
 _ENV = "env step alone"

@@ -34,7 +34,7 @@ from envserve.bench.interleaved import (
     stepping,
 )
 from envserve.bench.workload import Workload
-from envserve.settings import num_cores
+from envserve.host_resources import num_cores
 
 Transport = Literal["in-process", "ipc", "tcp"]
 

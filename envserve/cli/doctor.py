@@ -128,7 +128,7 @@ def _versions() -> Iterator[_Finding]:
 
 
 def _resources() -> Iterator[_Finding]:
-    from envserve.settings import cgroup_limits, num_cores
+    from envserve.host_resources import cgroup_limits, num_cores
     from envserve.slab import anonymous_file
 
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -18,7 +18,7 @@ from envserve.cli.options import Import, Insecure, look_for_modules_here, names_
 from envserve.cli.terminal import console, fail
 from envserve.envs.user_envs import is_user_env, name_and_imports
 from envserve.errors import EnvserveError
-from envserve.settings import num_cores
+from envserve.host_resources import num_cores
 
 if TYPE_CHECKING:
     import numpy as np

@@ -21,7 +21,7 @@ import zmq
 from envserve.client.batch_env import BatchEnv
 from envserve.errors import RemoteProtocolError
 from envserve.pool.pool import Pool
-from envserve.pool.pool_metrics import add, described_in_full
+from envserve.pool.pool_metrics import add, status_fields
 from envserve.session.server.decisions import Reply
 from envserve.session.server.replies import Answers
 from envserve.wire.bodies import FrameRequest
@@ -105,7 +105,9 @@ class LocalStatusServer:
             if not 1 <= request.lease <= len(self._pools):
                 text = f"there is no lease {request.lease}"
                 return self._answers.refuse(asked, ErrorCode.LEASE_LOST, text)
-            result, record = self._pools[request.lease - 1].looks.answer(request)
+            result, record = self._pools[request.lease - 1].inspector.read_frames(
+                request
+            )
         except RemoteProtocolError as error:
             return self._answers.refuse(asked, ErrorCode.BAD_MESSAGE, str(error))
         body = result.encode()
@@ -115,11 +117,11 @@ class LocalStatusServer:
         now, pools = time.monotonic(), self._pools
         leases = []
         for number, pool in enumerate(pools, 1):
-            pool.tally.watch(now)
+            pool.metrics.watch(now)
             known = {"number": number, "seconds": now - self._started_at}
-            leases.append(pool.looks.status(_MAX_EPISODES, **known))
+            leases.append(pool.inspector.status(_MAX_EPISODES, **known))
         return ServerStatus(
-            **described_in_full(add(pool.tally.counts for pool in pools)),
+            **status_fields(add(pool.metrics.counts for pool in pools)),
             version=version("envserve"),
             host=platform.node(),
             pid=os.getpid(),

@@ -329,7 +329,7 @@ class RouterShell:
         leased = self.pools.pop(session)
         if (claim := self._session.claims.get(session)) is not None:
             claim.account = leased.account()
-        self.past_counts = add((self.past_counts, leased.pool.tally.counts))
+        self.past_counts = add((self.past_counts, leased.pool.metrics.counts))
         leased.release()
 
     def _on_pool(self, session: SessionId) -> None:

@@ -51,12 +51,12 @@ class LeasedPool:
 
     def account(self) -> dict[str, float]:
         """Returns what its envs have done, for the line of a log that tells its end."""
-        tally, seconds = self.pool.tally, time.monotonic() - self._begun_at
+        metrics, seconds = self.pool.metrics, time.monotonic() - self._begun_at
         return {
-            "env_steps": tally.num_env_steps,
+            "env_steps": metrics.num_env_steps,
             "seconds": seconds,
-            "steps_per_second": tally.num_env_steps / seconds,
-            "num_faults": sum(tally.faults),
+            "steps_per_second": metrics.num_env_steps / seconds,
+            "num_faults": sum(metrics.faults),
         }
 
     def begin_close(self, seconds: float) -> None:

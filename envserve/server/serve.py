@@ -118,9 +118,9 @@ async def serve(
         board = StatusBoard(config, session, shell, loop)
         if metrics is not None:
             board.show_at(metrics, partial(_attacks, router, zap))
-        session.questions.look = lambda s, asked: shell.pools[s].pool.looks.answer(
-            asked
-        )
+        session.questions.look = lambda s, asked: shell.pools[
+            s
+        ].pool.inspector.read_frames(asked)
         watch = _warn_of_no_keys(config) if access is None else _watch(access, shell)
         stack.callback(asyncio.create_task(watch).cancel)
         cut_short = ""

@@ -17,7 +17,7 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from envserve.monitoring.metrics_port import MetricsPort
-from envserve.pool.pool_metrics import add, described_in_full
+from envserve.pool.pool_metrics import add, status_fields
 from envserve.server.event_loop import RouterShell
 from envserve.session.server.server_session import ServerSession
 from envserve.settings import HostSettings
@@ -66,7 +66,7 @@ class StatusBoard:
         if body is None:
             for claim in self._session.claims.seen_by(user):
                 if (leased := self._shell.pools.get(claim.session)) is not None:
-                    leased.pool.tally.watch(now)
+                    leased.pool.metrics.watch(now)
             body = self._bodies[user] = self._told_to(user, now).encode()
         return body
 
@@ -94,12 +94,12 @@ class StatusBoard:
         self._bodies.clear()
         session, shell = self._session, self._shell
         pools = [leased.pool for leased in shell.pools.values()]
-        counts = add([shell.past_counts, *(pool.tally.counts for pool in pools)])
+        counts = add([shell.past_counts, *(pool.metrics.counts for pool in pools)])
         self._totals = ServerStatus(
             **self._known,
-            **described_in_full(counts),
+            **status_fields(counts),
             seconds=now - self._started_at,
-            in_flight=sum(pool.looks.num_in_flight for pool in pools),
+            in_flight=sum(pool.inspector.num_in_flight for pool in pools),
             failures=shell.failures,
             refusals=dict(session.refusals),
             messages_in=shell.messages_in,
@@ -115,7 +115,7 @@ class StatusBoard:
         session, pools = self._session, self._shell.pools
         seen = session.claims.seen_by(user)
         leases = [
-            pools[claim.session].pool.looks.status(
+            pools[claim.session].pool.inspector.status(
                 max(1, _MAX_EPISODES // len(seen)),
                 number=claim.number,
                 user=claim.user,

@@ -38,7 +38,7 @@ from envserve.wire.handshake import ErrorBody, Hello, Welcome
 from envserve.wire.message import Message, decode, encode
 from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import RowCodec, RowPart
-from envserve.worker.channel import FrameReader, Kind, pack_frame
+from envserve.worker.channel import Kind, MessageDecoder, pack_message
 from envserve.worker.worker_report import (
     encode_report,
     encode_spaces,
@@ -174,12 +174,12 @@ def make_targets() -> dict[str, Target]:
         [[[]]],
     ]
     targets["codec"] = Target(codec.decode, [*map(codec.encode, values)], (CodecError,))
-    frame = pack_frame(Kind.DONE, 1, 2, b"payload") + pack_frame(Kind.READY)
+    frame = pack_message(Kind.DONE, 1, 2, b"payload") + pack_message(Kind.READY)
     targets["frames of a worker"] = Target(
-        lambda data: FrameReader().feed(data), [frame], (WorkerError,)
+        lambda data: MessageDecoder().feed(data), [frame], (WorkerError,)
     )
-    faults = [{"row": 1, "status": 1, "text": "no", "violation": False}]
-    report = encode_report(faults, {0: {"a": 1.5}, 1: {}}, [0], 2, 64)
+    faults = [Fault(1, Status.ENV_ERROR, "no")]
+    report = encode_report(2, 64, faults, {0: {"a": 1.5}, 1: {}}, rebuilt=[0])
     targets["report of a worker"] = Target(
         lambda data: read_report(data, Block(0, 0, 2, 0, 0), 64),
         [report],

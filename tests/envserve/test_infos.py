@@ -82,8 +82,8 @@ def test_names_have_a_bound_and_so_have_rows_of_nothing_but_names() -> None:
 def test_what_fits_can_be_read_by_the_pool(info: dict[Any, Any]) -> None:
     """However little each value is."""
     infos: dict[int, Mapping[str, Any]] = dict.fromkeys(range(200), info)
-    payload = encode_report([], infos, [], 200, 64)
-    found = read_report(payload, Block(0, 0, 200, 0, 0), 64).infos
+    payload = encode_report(200, 64, infos=infos)
+    found = read_report(payload, Block(0, 0, 200, 0, 0), 64)[0].infos
     assert found.keys() == infos.keys()
     assert all(each.keys() == info.keys() for each in found.values())
 
@@ -126,7 +126,7 @@ def test_an_answer_with_many_infos_is_made_soon() -> None:
     info = {f"k{number}": number for number in range(150)}
     infos: dict[int, Mapping[str, Any]] = dict.fromkeys(range(64), info)
     block = Block(0, 0, 64, 0, 0)
-    report = read_report(encode_report([], infos, (), 64, 64), block, 64)
+    report, _ = read_report(encode_report(64, 64, infos=infos), block, 64)
     rows = range(64 * 16)
     many = ResultReport(
         infos={row: report.infos[row % 64] for row in rows},
@@ -142,7 +142,7 @@ def test_an_answer_with_many_infos_is_made_soon() -> None:
     assert ResultReport.decode(many.encode()).infos.keys() == {*rows}
 
 
-FAULT = {"row": 0, "status": 2, "text": "it fell", "violation": False}
+FAULT = [0, 2, "it fell", False]
 EMPTY: dict[str, Any] = {"faults": [], "rebuilt": [], "infos": {}, "notes": []}
 
 
@@ -151,10 +151,10 @@ EMPTY: dict[str, Any] = {"faults": [], "rebuilt": [], "infos": {}, "notes": []}
     [
         ({"faults": [FAULT, FAULT]}, "at most one fault of a row"),
         ({"faults": [FAULT] * 700}, "at most one fault of a row"),
-        ({"faults": [{**FAULT, "text": 5}]}, "Expected `str`"),
-        ({"faults": [{**FAULT, "violation": "no"}]}, "Expected `bool`"),
-        ({"faults": [{**FAULT, "status": 99}]}, "Invalid enum value 99"),
-        ({"faults": [{**FAULT, "row": 2}]}, "not of block 0"),
+        ({"faults": [[0, 2, 5, False]]}, "Expected `str`"),
+        ({"faults": [[0, 2, "it fell", "no"]]}, "Expected `bool`"),
+        ({"faults": [[0, 99, "it fell", False]]}, "Invalid enum value 99"),
+        ({"faults": [[2, 2, "it fell", False]]}, "not of block 0"),
         ({"rebuilt": [0] * 5}, "5 envs of 2 rows were rebuilt"),
         ({"infos": {0: [1]}}, "expected a dict"),
         ({"infos": {0: {"k": [0] * 60_000}}}, "expected at most .* values"),

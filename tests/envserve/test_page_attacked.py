@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 from msgspec.structs import replace
 
-from envserve.lane import Picture
+from envserve.lane import RenderedFrame
 from envserve.monitoring.page.app import build_app
 from envserve.monitoring.page.data_feed import DataFeed
 from tests.envserve.page_client import TIMEOUT_SECONDS, Browser, served
@@ -21,7 +21,7 @@ from tests.envserve.test_page import ADDRESS, build_over, look
 class Talkative(FakeObserver):
     """Tells of rows that nobody has asked for, others each time."""
 
-    def frames(self, *asked: Any) -> list[Picture]:
+    def frames(self, *asked: Any) -> list[RenderedFrame]:
         (wanted,) = super().frames(*asked)
         first = self._server.ticks = self._server.ticks + 100
         return [replace(wanted, row=first + row, serial=first) for row in range(100)]

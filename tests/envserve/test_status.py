@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from envserve.keys.grant import Grant
-from envserve.pool.pool_metrics import Tally, add
+from envserve.pool.pool_metrics import PoolMetrics, add
 from envserve.server.event_loop import RouterShell
 from envserve.server.status import StatusBoard
 from envserve.settings import HostSettings
@@ -30,11 +30,11 @@ class SeenPool:
 
     def __init__(self, server: FakeServer, session: Any) -> None:
         pool = server.pools[session]
-        self.tally = Tally(pool.blocks)
-        self.looks, self.num_in_flight = self, 2
+        self.metrics = PoolMetrics(pool.blocks)
+        self.inspector, self.num_in_flight = self, 2
 
     def status(self, most_episodes: int, **known: Any) -> LeaseStatus:
-        return self.tally.status(most_episodes, **known)
+        return self.metrics.status(most_episodes, **known)
 
 
 class Board:
@@ -59,7 +59,7 @@ class Board:
             self.loop,
         )
 
-    def attach(self, user: str, number: int) -> Tally:
+    def attach(self, user: str, number: int) -> PoolMetrics:
         peer = (b"route", user)
         for kind, body in (
             (MessageType.HELLO, Hello(client=f"of {user}").encode()),
@@ -70,7 +70,7 @@ class Board:
         self.server.take_replies()
         pool = SeenPool(self.server, (user, number))
         self.pools[user, number] = SimpleNamespace(pool=pool)
-        return pool.tally
+        return pool.metrics
 
     def ask(self, user: str, now: float) -> bytes:
         """What STATUS is answered with; outside of any session."""
@@ -116,10 +116,10 @@ def test_users_see_their_own_leases_and_no_trace_of_others(board: Board) -> None
 
 
 def test_a_thousand_questions_in_a_second_are_ten_fresh_answers(board: Board) -> None:
-    tally = board.attach("ann", 11)
+    metrics = board.attach("ann", 11)
     found = []
     for question in range(1000):
-        tally.steps[0] += 1
+        metrics.steps[0] += 1
         found.append(board.status("ann", 5.0 + question / 1000).steps)
     assert found == sorted(found)
     assert 9 <= len(set(found)) <= 10
@@ -130,9 +130,9 @@ def test_a_thousand_questions_in_a_second_are_ten_fresh_answers(board: Board) ->
 def test_asking_watches_episodes_and_metrics_do_not(
     board: Board, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tally = board.attach("ann", 11)
+    metrics = board.attach("ann", 11)
     watched: list[float] = []
-    monkeypatch.setattr(tally, "watch", watched.append)
+    monkeypatch.setattr(metrics, "watch", watched.append)
     port = SimpleNamespace(show=lambda collector: list(ask_in_thread(board, collector)))
     board.board.show_at(cast(Any, port))
     assert watched == []
@@ -150,10 +150,10 @@ def ask_in_thread(board: Board, collector: Any) -> list[Any]:
 def test_many_leases_are_cut_to_what_fits(board: Board) -> None:
     num_leases = 400
     for number in range(1, num_leases + 1):
-        tally = board.attach("ann", number)
-        tally.episodes.extend((serial, 1, 1e9 / 7, 1 << 20) for serial in range(256))
-        tally.recoveries.extend((1 << 20, 1, 1 << 20) for _ in range(64))
-        tally._sorted[:] = 1 << 40
+        metrics = board.attach("ann", number)
+        metrics.episodes.extend((serial, 1, 1e9 / 7, 1 << 20) for serial in range(256))
+        metrics.recoveries.extend((1 << 20, 1, 1 << 20) for _ in range(64))
+        metrics._sorted[:] = 1 << 40
     status = board.status("local", 1.0)
     assert status.num_leases == num_leases
     assert 20 <= len(status.leases) < num_leases
@@ -186,8 +186,8 @@ def test_who_asks_has_only_own_episodes_followed(
 ) -> None:
     watched: list[str] = []
     for number, user in enumerate(("ann", "bob"), 11):
-        tally = board.attach(user, number)
-        monkeypatch.setattr(tally, "watch", lambda now, who=user: watched.append(who))
+        metrics = board.attach(user, number)
+        monkeypatch.setattr(metrics, "watch", lambda now, who=user: watched.append(who))
     board.ask("ann", 1.0)
     assert watched == ["ann"]
 
@@ -213,7 +213,7 @@ def test_who_has_no_good_key_is_told_nothing(board: Board) -> None:
 def test_what_leases_have_counted_stays_when_they_are_gone(board: Board) -> None:
     board.attach("ann", 11).steps[0] = 5
     leased = board.pools.pop(("ann", 11))
-    board.shell.past_counts = add((board.shell.past_counts, leased.pool.tally.counts))
+    board.shell.past_counts = add((board.shell.past_counts, leased.pool.metrics.counts))
     assert board.status("local", 1.0).steps == 5
 
 
