@@ -6,6 +6,7 @@ and all else is averaged over iterations.
 """
 
 import contextlib
+import dataclasses
 import json
 import math
 import time
@@ -114,7 +115,7 @@ def _write_config(config: Config) -> None:
     """Write a config as a text and as hyperparameters, by which runs are compared."""
     from tensorboard.plugins.hparams import api as hparams
 
-    values = config.model_dump()
+    values = dataclasses.asdict(config)
     rows = [f"| {key} | `{value}` |" for key, value in values.items()]
     tf.summary.text("config", "\n".join(["| setting | value |", "|---|---|", *rows]))
     plain = {
