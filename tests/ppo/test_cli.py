@@ -39,13 +39,13 @@ from tests.ppo.runs import ppo
         (["cartpole", "--set", "learnin_rate=1"], "Did you mean learning_rate?"),
         (
             ["cartpole", "--set", "num_envs=zero"],
-            "expected a valid integer, got 'zero'",
+            "expected an int; got 'zero'",
         ),
         (
             ["cartpole", "--set", 'wrappers=[{name = "ActionRepeat", amount = 0}]'],
             "amount: expected an int from 1 to 1000; got 0",
         ),
-        (["cartpole", "--seed", "-1"], "seed: expected at least 0, got -1"),
+        (["cartpole", "--seed", "-1"], "seed: expected an int >= 0; got -1"),
         (
             ["--run-dir", "a", "--resume", "b"],
             "leave out --run-dir, --seed and --seeds",
@@ -224,7 +224,7 @@ def test_all_keys_of_a_config_are_shown_and_first_those_that_differ() -> None:
     assert keys[: len(changed)] == list(changed)
     assert "env_name = Pendulum-v1\n" in output
     assert "env_kwargs = {}\n" in output
-    assert "policy_layers = [64, 64]\n    Hidden layers of the policy" in output
+    assert "policy_layers = [64, 64]\n    Sizes of the policy network's hidden layers" in output
     assert output.index("\nNetworks\n") < output.index("\npolicy_layers")
     assert ppo("configs", "pendulu")[0] == 2
 
