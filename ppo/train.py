@@ -110,11 +110,9 @@ def train(
         run = TrainingRun(config, env, first, policy_loss, on_step, learners)
         if resume:
             if run_folder.has_checkpoint():
-                checkpoint.restore(
-                    run_folder.checkpoints, run.agent, run.updater, run.return_scale
-                )
+                checkpoint.restore(run_folder.checkpoints, run.state)
             run_folder.save_config(config)
-        learners.align(checkpoint.variables(run.agent, run.updater, run.return_scale))
+        learners.align(checkpoint.variables(run.state))
         evaluator = CurveEvaluator(run.agent, config, make_env, on_step)
         resumed_from = first if resume else None
         with MetricsWriter(
@@ -257,9 +255,7 @@ class _Loop:
             checkpoint.save(
                 self._run_folder.checkpoints,
                 self._run.counters,
-                self._run.agent,
-                self._run.updater,
-                self._run.return_scale,
+                self._run.state,
                 keep=self._config.checkpoints_to_keep,
                 evaluation_return=evaluation and evaluation.mean_return,
             )

@@ -16,7 +16,7 @@ from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.learners import ALONE, Learners
 from ppo.learning.update import Updater
 from ppo.rollout import Episode, EpisodeTracker, LostSteps, Rollout, info_means
-from ppo.run_folder.checkpoint import Counters
+from ppo.run_folder.checkpoint import Counters, training_state
 from ppo.simulate import Simulation
 
 __all__ = ["TrainingRun"]
@@ -62,6 +62,7 @@ class TrainingRun:
             sequence_length=config.sequence_length,
             num_rollouts=1 + config.overlap,
         )
+        self.state = training_state(self.agent, self.updater, self.return_scale)
         self._waiting: Future[Rollout] | None = None
         self.tracker = EpisodeTracker(share.num_envs)
         self.recent = collections.deque[Episode](maxlen=_RECENT_EPISODES)

@@ -15,6 +15,7 @@ import json
 import os
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -167,14 +168,22 @@ class RunFolder:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Turn an `OSError` within into a `RunWriteError` that names the folder."""
+        """Turn a write error of Python or TensorFlow into a `RunWriteError`."""
         try:
             yield
-        except OSError as error:
-            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        except Exception as error:
+            tf = sys.modules.get("tensorflow")  # not worth loading for its exceptions
+            if isinstance(error, OSError):
+                is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                reason = _reason(error)
+            elif tf is not None and isinstance(error, tf.errors.OpError):
+                is_full = isinstance(error, tf.errors.ResourceExhaustedError)
+                reason = os.strerror(errno.ENOSPC) if is_full else error.message
+            else:
+                raise
             remedy = "free some space" if is_full else "make it writable"
             raise RunWriteError(
-                f"{self.path}: cannot be written, {_reason(error)}; {remedy}."
+                f"{self.path}: cannot be written, {reason}; {remedy}."
             ) from error
 
 

@@ -224,7 +224,10 @@ def test_all_keys_of_a_config_are_shown_and_first_those_that_differ() -> None:
     assert keys[: len(changed)] == list(changed)
     assert "env_name = Pendulum-v1\n" in output
     assert "env_kwargs = {}\n" in output
-    assert "policy_layers = [64, 64]\n    Sizes of the policy network's hidden layers" in output
+    assert (
+        "policy_layers = [64, 64]\n    Sizes of the policy network's hidden layers"
+        in output
+    )
     assert output.index("\nNetworks\n") < output.index("\npolicy_layers")
     assert ppo("configs", "pendulu")[0] == 2
 
