@@ -65,7 +65,7 @@ class Agent:
         """
         rows = tf.nest.flatten(observation)[0]
         num_rows = rows.shape[0] or tf.shape(rows)[0]  # the latter in exported graphs
-        noise = self.actions.draw_noise(num_rows, seed)
+        noise = self.actions.noise(num_rows, seed)
         distribution, state = self._perceive(observation, state)
         action = distribution.sample(noise)
         return action, distribution.log_prob(action), *state
@@ -80,7 +80,7 @@ class Agent:
     ) -> tuple[Any, ...]:
         """Sample as `act` does, as the agent was when `snapshot` was taken.
 
-        It takes N rows of what `actions.draw_noise` gave in place of a seed, and
+        It takes N rows of what `actions.noise` gave in place of a seed, and
         returns the distribution's parameters in place of log-probabilities; what takes
         `log_prob` of many steps at once is sooner done.
         """

@@ -210,7 +210,7 @@ def acting(
         horizon,
         snapshot=agent.snapshot,
         log_prob=agent.log_prob,
-        draw_noise=agent.actions.draw_noise,
+        noise=agent.actions.noise,
         state_sizes=agent.state_sizes,
         **named,
     )
