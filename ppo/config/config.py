@@ -6,7 +6,7 @@ better for particular tasks, and reads configs from files.
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from msgspec import Meta
@@ -373,8 +373,10 @@ class Config:
             parse_wrappers(self.wrappers)
         except WrapperError as error:
             raise ConfigError(f"{error}.") from None
-        if conflict := _conflict(self):
-            raise ConfigError(conflict)
+        for key, expected in _conflicts(self):
+            raise ConfigError(
+                f"{key}: expected {expected}, got {getattr(self, key)!r}."
+            )
 
     @property
     def clips_ratios(self) -> bool:
@@ -443,46 +445,29 @@ def _plain(value: Any, where: str) -> Any:
     )
 
 
-def _conflict(config: Config) -> str | None:
-    """Describe the first setting that does not fit the others, if there is one."""
+def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the settings that do not fit the others, each with what was expected."""
     for key, known in (("network", _NETWORKS), ("objective", _OBJECTIVES)):
-        value = getattr(config, key)
-        if value not in known and not _FUNCTION.fullmatch(value):
-            return (
-                f"{key}: expected {', '.join(known)}, package.module:function or "
-                f"path/to/file.py:function, got {value!r}."
-            )
-    steps = config.steps_per_iteration
-    if steps % config.minibatch_size:
-        return (
-            f"minibatch_size: expected a divisor of num_envs * horizon = {steps}, "
-            f"got {config.minibatch_size}."
-        )
+        name = getattr(config, key)
+        if name not in known and not _FUNCTION.fullmatch(name):
+            forms = "package.module:function or path/to/file.py:function"
+            yield key, f"{', '.join(known)}, {forms}"
+    steps, size = config.steps_per_iteration, config.minibatch_size
+    if steps % size:
+        yield "minibatch_size", f"a divisor of num_envs * horizon = {steps}"
     if config.total_steps < steps:
-        return (
-            "total_steps: expected at least one iteration, num_envs * horizon = "
-            f"{steps}, got {config.total_steps}."
-        )
-    return _recurrent_conflict(config) if config.recurrent_size else None
-
-
-def _recurrent_conflict(config: Config) -> str | None:
-    length = config.sequence_length or config.horizon
+        yield "total_steps", f"at least one iteration, num_envs * horizon = {steps}"
+    if not config.recurrent_size:
+        return
+    origin = "sequence_length" if config.sequence_length else "horizon"
+    length = getattr(config, origin)
     if ":" in config.network:
-        return (
-            "recurrent_size: expected 0 with a custom network, "
-            f"{config.network}, got {config.recurrent_size}."
-        )
+        yield "recurrent_size", f"0 with a custom network, {config.network}"
     if config.horizon % length:
-        return (
-            "sequence_length: expected 0 or a divisor of horizon = "
-            f"{config.horizon}, got {length}."
+        yield "sequence_length", f"0 or a divisor of horizon = {config.horizon}"
+    if size % length:
+        yield (
+            "minibatch_size",
+            "a multiple of the length of a recurrent policy's sequences, "
+            f"{origin} = {length}, or a sequence_length that divides both",
         )
-    if config.minibatch_size % length:
-        origin = "sequence_length" if config.sequence_length else "horizon"
-        return (
-            "minibatch_size: expected a multiple of the length of a recurrent "
-            f"policy's sequences, {origin} = {length}, got {config.minibatch_size}; "
-            "change it, or set sequence_length to a divisor of both."
-        )
-    return None

@@ -52,7 +52,8 @@ class Updater:
 
     Attributes:
         acting: with `overlap`, variables for the snapshot of the agent that rollouts
-            are collected with; a checkpoint needs them.
+            are collected with.
+        trackables: Objects that a checkpoint must store, by name.
     """
 
     def __init__(
@@ -83,22 +84,18 @@ class Updater:
             if of_policy in is_policy
         ]
         self._schedules = Schedules(config)
+        self.trackables: dict[str, Any] = {
+            "optimizer": self.optimizer,
+            "schedules": tf.train.Checkpoint(**self._schedules.trackables),
+        }
         self.acting: Any = None
         if config.overlap:
             self.acting = tf.nest.map_structure(
                 lambda value: tf.Variable(value, trainable=False), agent.snapshot()
             )
+            self.trackables["acting"] = tf.nest.flatten(self.acting)
         is_whole = config.jit_compile and learners.num == 1
         self._compiled = tf.function(self._update, jit_compile=is_whole)
-
-    @property
-    def trackables(self) -> dict[str, Any]:
-        """What a checkpoint must hold, by name."""
-        return {
-            "optimizer": self.optimizer,
-            "schedules": tf.train.Checkpoint(**self._schedules.trackables),
-            **({"acting": tf.nest.flatten(self.acting)} if self.acting else {}),
-        }
 
     def update(
         self,
