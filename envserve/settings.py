@@ -7,11 +7,13 @@ these gets a ValueError that names the setting, what was expected, and what came
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
+from itertools import pairwise
 from typing import (
     Annotated,
     Any,
@@ -20,6 +22,7 @@ from typing import (
     Self,
     TypedDict,
     TypeVar,
+    cast,
     get_args,
     get_origin,
     get_type_hints,
@@ -48,6 +51,8 @@ __all__ = [
     "WorkerSettings",
     "check_ranges",
     "convert",
+    "convert_fields",
+    "field_docs",
 ]
 
 Type = TypeVar("Type")
@@ -118,21 +123,54 @@ def check_ranges(rules: Iterable[KwargRule]) -> None:
             raise ValueError(f"expected a range from low to high; got {rule!r:.200}")
 
 
+def convert_fields(settings: Any) -> list[str]:
+    """Convert each field of a dataclass in place to its annotated type.
+
+    Returns:
+      One message for each field that does not fit: the name, what was expected, and
+      what was found.
+    """
+    errors, kind = [], cast(Any, type(settings))
+    for name, hint in _hints_of(kind).items():
+        value = getattr(settings, name)
+        if getattr(value, "shape", None) == ():  # a NumPy scalar
+            value = value.item()
+        try:
+            vars(settings)[name] = convert(value, hint)
+        except ValueError as error:
+            expected, _, where = str(error).partition(" - at ")
+            expected = expected.partition(", got ")[0]
+            if get_origin(hint) is Literal:
+                expected = f"expected one of {', '.join(get_args(hint))}"
+            if where.startswith("`key` in "):
+                expected += " as a key"
+            for meta in getattr(hint, "__metadata__", ()):
+                expected += f", such as {meta.examples[0]}" if meta.examples else ""
+            index = where.rpartition("$")[2].rstrip("`")
+            errors.append(f"{name}{index}: {expected}; got {value!r:.200}")
+    return errors
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """Return the docstring below each field that a class declares, by field name."""
+    (body,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for pair in pairwise(body.body):
+        match pair:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                docs[name] = " ".join(text.split())
+    return docs
+
+
 class _Checked:
     def __post_init__(self) -> None:
         """Checks every field, and brings it to its type; raises ValueError."""
-        kind: Any = type(self)
-        for name, hint in _hints_of(kind).items():
-            value = getattr(self, name)
-            if getattr(value, "shape", None) == ():  # a number of NumPy's
-                value = value.item()
-            try:
-                vars(self)[name] = convert(value, hint)
-            except ValueError as error:
-                text = re.sub(r", got .*?(?= - at |$)", "", str(error))
-                if get_origin(hint) is Literal:
-                    text = f"expected one of {', '.join(get_args(hint))}"
-                raise ValueError(f"{name}: {text}; got {value!r:.200}") from None
+        for error in convert_fields(self)[:1]:
+            raise ValueError(error)
 
 
 _hints_of: Final = cache(partial(get_type_hints, include_extras=True))

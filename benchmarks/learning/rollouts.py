@@ -93,7 +93,7 @@ def simulating(work: RolloutLoad) -> Iterator[Measure]:
             work.horizon,
             snapshot=agent.snapshot,
             log_prob=agent.log_prob,
-            draw_noise=agent.actions.draw_noise,
+            noise=agent.actions.noise,
         )
         seeds = itertools.count()
         yield work.repeating(lambda: simulation.run((0, next(seeds))))

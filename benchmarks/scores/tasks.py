@@ -4,6 +4,7 @@ An anchor holds under its own conditions only, which `docs/scores.md` says: the 
 the version of the env, the number of seeds.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -63,7 +64,7 @@ class Task:
     @property
     def settings(self) -> dict[str, Any]:
         """What decides today what is learned, but for what is off: 0, false, empty."""
-        every = self.make_config(0).model_dump(mode="json").items()
+        every = json.loads(json.dumps(vars(self.make_config(0)))).items()
         return {key: value for key, value in every if value and not _ASIDE.match(key)}
 
     def is_made_by(self, settings: Mapping[str, Any] | None) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import inspect
@@ -12,7 +11,6 @@ import signal
 import sys
 from collections.abc import Callable, Container, Mapping
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Final, cast, get_type_hints
 
@@ -30,7 +28,7 @@ from envserve.errors import (
     ServerError,
     UnknownEnv,
 )
-from envserve.settings import HostSettings, WorkerSettings, convert
+from envserve.settings import HostSettings, WorkerSettings, convert, field_docs
 
 __all__ = ["Resources", "start", "words_of"]
 
@@ -92,7 +90,7 @@ def _panel_number(field: dataclasses.Field[Any]) -> int:
 def _with_host_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command an option for each of a host's settings, in place of `given`."""
     hints = get_type_hints(HostSettings)
-    helps = _lines_below_fields(WorkerSettings) | _lines_below_fields(HostSettings)
+    helps = field_docs(WorkerSettings) | field_docs(HostSettings)
     parameters = []
     for field in sorted(dataclasses.fields(HostSettings), key=_panel_number):
         name, hint, default = field.name, hints[field.name], field.default
@@ -124,20 +122,6 @@ def _with_host_settings(command: Callable[..., None]) -> Callable[..., None]:
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, kind, default=default, annotation=annotation)
-
-
-def _lines_below_fields(kind: type) -> dict[str, str]:
-    (body,) = ast.parse(inspect.getsource(kind)).body
-    assert isinstance(body, ast.ClassDef)
-    found = {}
-    for pair in pairwise(body.body):
-        match pair:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name)),
-                ast.Expr(value=ast.Constant(value=str(text))),
-            ):
-                found[name] = " ".join(text.split())
-    return found
 
 
 @_with_host_settings
