@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from envserve.session.server.quotas import KEYLESS
 from envserve.wire.message import Buffer, Peer, place_of
 
-__all__ = ["LONG_BYTES", "Unread"]
+__all__ = ["LONG_BYTES", "SendBudget"]
 
 #: Rows so long are sent from where they are. They may change before a copy of an answer
 #: has left, but only once the client has had another one: it drops this copy.
@@ -28,7 +28,7 @@ class _Frame(NamedTuple):
     num_bytes: int
 
 
-class Unread:
+class SendBudget:
     """What waits to be read, by user, or by session where users are not known."""
 
     def __init__(self, max_bytes: int, max_total_bytes: int) -> None:
