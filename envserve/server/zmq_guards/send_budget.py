@@ -19,7 +19,7 @@ __all__ = ["LONG_BYTES", "SendBudget"]
 LONG_BYTES: Final = 256 << 10
 
 
-class _Frame(NamedTuple):
+class _SentFrame(NamedTuple):
     """A frame that was handed over; `view` is dead once it has left."""
 
     view: weakref.ref[memoryview]
@@ -40,7 +40,7 @@ class SendBudget:
         """
         self._max_bytes = max_bytes
         self._max_total_bytes = max_total_bytes
-        self._frames: list[_Frame] = []
+        self._frames: list[_SentFrame] = []
 
     def admit(self, peer: Peer, frames: Sequence[Buffer]) -> list[Buffer] | None:
         """Returns frames to send at once; None if too many of that peer wait already.
@@ -65,7 +65,7 @@ class SendBudget:
             if len(frame) >= LONG_BYTES:
                 # ZeroMQ's thread lets go of what it was given: that tells it has left.
                 frame = memoryview(frame)
-                watched = _Frame(weakref.ref(frame), reader, place, len(frame))
+                watched = _SentFrame(weakref.ref(frame), reader, place, len(frame))
                 waiting.append(watched)
             admitted.append(frame)
         return admitted

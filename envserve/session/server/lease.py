@@ -71,7 +71,7 @@ _ROUND: Final = 32
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
+class _BlockRequest:
     """A request that runs or has run, and where its answer goes.
 
     Attributes:
@@ -167,7 +167,7 @@ class Lease:
         self._replies = replies
         self._last_seq = [0] * len(self._blocks)
         self._states = [BlockState.IDLE] * len(self._blocks)
-        self._requests: list[_Request | None] = [None] * len(self._blocks)
+        self._requests: list[_BlockRequest | None] = [None] * len(self._blocks)
         self.results = ResultCache(policy.max_buffered_mib << 20)
 
     @property
@@ -218,7 +218,7 @@ class Lease:
             check_call(self._policy, first.kind, first.name, first.env_indices[0])
             decision = RunCall(self._session, calls)
         message.body = message.payload = message.report = b""  # they are used up
-        request = _Request(message, blocks, now, resets)
+        request = _BlockRequest(message, blocks, now, resets)
         request.is_split = message.type is MessageType.CALL
         for block, seq in message.entries:
             last_seq[block] = seq
@@ -258,7 +258,7 @@ class Lease:
         last = (reply._replace(limiter=request.limiter) for reply in replies[-1:])
         return [*replies[:-1], *last]
 
-    def _find(self, message: Message) -> _Request | None:
+    def _find(self, message: Message) -> _BlockRequest | None:
         """Returns the request that this is a copy of, if any block still has it."""
         listed = dict.fromkeys(self._requests[block] for block, _ in message.entries)
         for request in listed:  # each once: to compare entries takes long
@@ -363,7 +363,7 @@ class Lease:
 
     # Answers.
 
-    def _split_replies(self, request: _Request) -> list[Reply]:
+    def _split_replies(self, request: _BlockRequest) -> list[Reply]:
         """Says where each block of a request is, unless it has a later request."""
         held = [block for block in request.blocks if self._requests[block] is request]
         absent = [block for block in held if self._states[block] is BlockState.ABSENT]
@@ -375,7 +375,7 @@ class Lease:
         replies = [self._result_reply(request, (block,)) for block in done]
         return [self._absent_reply(request, absent), *replies] if absent else replies
 
-    def _result_reply(self, request: _Request, blocks: tuple[int, ...]) -> Reply:
+    def _result_reply(self, request: _BlockRequest, blocks: tuple[int, ...]) -> Reply:
         """Answers a request as to some of its blocks, which are done."""
         report = b""
         for block in blocks:
@@ -420,12 +420,14 @@ class Lease:
             notes=[note for outcome in outcomes for note in outcome.notes],
         ).encode()
 
-    def _absent_reply(self, request: _Request, blocks: Collection[int]) -> Reply:
+    def _absent_reply(self, request: _BlockRequest, blocks: Collection[int]) -> Reply:
         entries = _entries(request, blocks)
         return self._replies.reply(request.message, MessageType.ABSENT, entries=entries)
 
 
-def _entries(request: _Request, blocks: Collection[int]) -> tuple[tuple[int, int], ...]:
+def _entries(
+    request: _BlockRequest, blocks: Collection[int]
+) -> tuple[tuple[int, int], ...]:
     return tuple(entry for entry in request.message.entries if entry[0] in blocks)
 
 
