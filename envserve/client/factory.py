@@ -19,7 +19,7 @@ from envserve.envs.seeding import draw_root_seed
 from envserve.errors import AddressError, ConnectError, EnvsBusy
 from envserve.lane import Lane
 from envserve.pool.pool import Pool
-from envserve.session.client.requests import Patience
+from envserve.session.client.liveness import Timeouts
 from envserve.settings import (
     Autoreset,
     EnvOptions,
@@ -126,7 +126,7 @@ class Builders(Protocol):
         num_servers: int | None = None,
         min_servers: int | None = None,
         insecure: bool = False,
-        max_row_mib: int = Patience.max_row_mib,
+        max_row_mib: int = Timeouts.max_row_mib,
         **options: Unpack[EnvOptions],
     ) -> Self:
         """Takes envs of servers, spread evenly over them.
@@ -176,7 +176,7 @@ class Builders(Protocol):
         asked = _settings_of(options, EnvOptions, on_fault)
         name = user_envs.name_of(env_name)
         whole = EnvRequest(env_name=name, num_envs=num_envs, **asked)
-        patience = Patience(
+        patience = Timeouts(
             connect_seconds=connect_timeout,
             lost_seconds=server_lost_after,
             pads=on_server_lost == "pad",

@@ -88,15 +88,6 @@ class Registry:
             spec_of(name)
         self.names = tuple(sorted(offered))
 
-    def check(self, name: str) -> None:
-        """Raises UnknownEnv if the name is not on offer.
-
-        Near matches are for who asked to find, among the names that it was told: with
-        many names that takes long, and servers have other things to do.
-        """
-        if name not in self.names:
-            raise UnknownEnv(f"no env named {name!r} is offered")
-
 
 def import_env_modules(words: Iterable[str]) -> tuple[str, ...]:
     """Imports what its own user names; returns the names of the envs that came.

@@ -23,7 +23,7 @@ from envserve.errors import RemoteProtocolError
 from envserve.pool.pool import Pool
 from envserve.pool.pool_metrics import add, status_fields
 from envserve.session.server.decisions import Reply
-from envserve.session.server.replies import Answers
+from envserve.session.server.replies import Replies
 from envserve.wire.bodies import FrameRequest
 from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.message import decode
@@ -48,7 +48,7 @@ class LocalStatusServer:
     def __init__(self, batch: BatchEnv) -> None:
         """Start to answer, for local lanes only: servers answer for theirs."""
         self._pools = [lane for lane in batch.lanes if isinstance(lane, Pool)]
-        self._answers = Answers(secrets.randbits(63) | 1, shows_folders=True)
+        self._answers = Replies(secrets.randbits(63) | 1, shows_folders=True)
         self._started_at = time.monotonic()
         self._folder = socket_folder()
         self.address = f"ipc://{self._folder.name}/status"

@@ -97,8 +97,8 @@ class Server(FakeServer):
 
     def lease_of(self, message: Message) -> Lease | None:
         """The lease that it is about, if it is about one."""
-        claim = self.session.claims.get(("", message.session))
-        return claim.lease if claim else None
+        record = self.session.leases.get(("", message.session))
+        return record.lease if record else None
 
     def listen(self, route: bytes, frames: Sequence[Buffer]) -> None:
         if max(map(len, frames)) > POLICY.max_message_bytes:

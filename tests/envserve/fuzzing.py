@@ -304,7 +304,7 @@ def _server_target() -> Target:
 
     def read(data: bytes) -> None:
         now = next(counter) / 1000
-        lease = server.session.claims["", SESSION].lease
+        lease = server.session.leases["", SESSION].lease
         assert lease is not None
         # As if in step: seqs that are next would hardly be hit by chance.
         for index, seq in enumerate(lease._last_seq):
@@ -321,7 +321,7 @@ def _server_target() -> Target:
                 server.session.pool_failed(session, WorkerError("enough")), now
             )
         if ("", SESSION) not in server.pools:
-            server.session.claims.ended.clear()
+            server.session.leases.ended.clear()
             RawClient(server)
 
     return Target(read, _messages(server.boot), ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,25 +41,31 @@ BOB: Peer = (0, b"b", "bob")
 LOCAL: Peer = (0, b"c", "local")
 
 
+@dataclass
+class SeenServer(FakeServer):
+    """Shows a record, or no pictures at all; and what it was asked for."""
+
+    looks: list[tuple[SessionId, FrameRequest]] = field(default_factory=list)
+
+    def look(
+        self, session: SessionId, request: FrameRequest
+    ) -> tuple[FrameResult, bytes]:
+        self.looks.append((session, request))
+        return FrameResult(), b"record" if request.record else b""
+
+
 class Host:
     """A server half with leases of Ann and Bob, 1 and 2, and who asks for pictures."""
 
     def __init__(self) -> None:
-        self.server = FakeServer()
-        self.looks: list[tuple[SessionId, FrameRequest]] = []
-        self.server.session.questions.look = self._look
+        self.server = SeenServer()
+        self.looks = self.server.looks
         self.now = 5.0
         for number, peer in enumerate((ANN, BOB), 11):
             attach = make_attach(num_envs=2).encode()
             kind = MessageType.ATTACH
             answers = self.say(peer, kind, attach, session=number, boot=77)
             assert MessageType.GRANTED in [answer.type for answer in answers]
-
-    def _look(
-        self, session: SessionId, request: FrameRequest
-    ) -> tuple[FrameResult, bytes]:
-        self.looks.append((session, request))
-        return FrameResult(), b"record" if request.record else b""
 
     def say(
         self, peer: Peer, kind: MessageType, body: bytes, **numbers: Any

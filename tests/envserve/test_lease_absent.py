@@ -8,7 +8,7 @@ import pytest
 
 from envserve.errors import LocalProtocolError
 from envserve.lane import Fault
-from envserve.session.states import ClaimState, Machine
+from envserve.session.states import LeaseState, Machine
 from envserve.settings import HostSettings
 from envserve.slab import Status
 from envserve.wire.bodies import Pong
@@ -121,11 +121,11 @@ def test_what_was_not_asked_cannot_end(client: RawClient) -> None:
 
 
 def test_a_claim_moves_only_forward() -> None:
-    machine = Machine(ClaimState.BUILDING)
-    for state in (ClaimState.GRANTED, ClaimState.CLOSING, ClaimState.ENDED):
+    machine = Machine(LeaseState.BUILDING)
+    for state in (LeaseState.GRANTED, LeaseState.CLOSING, LeaseState.ENDED):
         machine.move(state)
         with pytest.raises(LocalProtocolError, match=f"from {state.name}"):
-            machine.move(ClaimState.BUILDING)
+            machine.move(LeaseState.BUILDING)
 
 
 def test_of_many_answers_others_are_first_another_time() -> None:

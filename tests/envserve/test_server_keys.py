@@ -19,7 +19,7 @@ from envserve.keys.grant import Grant
 from envserve.keys.key_folder import KeyFolder
 from envserve.keys.key_pair import KeyPair
 from envserve.lane import Outcome
-from envserve.session.client.requests import Patience
+from envserve.session.client.liveness import Timeouts
 from tests.envserve.conftest import Serve
 from tests.envserve.pool_driver import attach_lane, reset, step
 from tests.envserve.server_process import ServerProcess, command, make_config
@@ -84,7 +84,7 @@ def lane_of(server: ServerProcess, homes: Homes) -> Iterator[Callable[..., Remot
 
         def begin(name: str, connect_seconds: float = 20.0) -> RemoteLane:
             homes.pin(name, server.address)
-            patience = Patience(connect_seconds=connect_seconds)
+            patience = Timeouts(connect_seconds=connect_seconds)
             lane = RemoteLane(server.address, make_config(), patience)
             return stack.enter_context(contextlib.closing(lane))
 

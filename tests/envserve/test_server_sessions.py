@@ -16,7 +16,7 @@ from envserve.client.link.connection import Connection
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.errors import ActionError, EnvsBusy, EnvStartError, ServerLost, UnknownEnv
 from envserve.lane import Outcome
-from envserve.session.client.requests import Patience
+from envserve.session.client.liveness import Timeouts
 from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.handshake import ErrorBody, Hello
 from envserve.wire.message import Message, decode, encode
@@ -157,7 +157,7 @@ def test_a_server_that_ends_is_lost_and_leaves_nothing(
 ) -> None:
     """One that is stopped says so; one that is killed is given up."""
     server = serve("--drain-grace", "0", bind=(f"ipc://{tmp_path}/envs",))
-    lane = attach(server, patience=Patience(lost_seconds=1.0))
+    lane = attach(server, patience=Timeouts(lost_seconds=1.0))
     processes = with_descendants(server.process.pid)[1:]
     assert len(processes) >= 2
     server.signal(number)

@@ -9,7 +9,7 @@ import pytest
 from envserve.errors import LeaseLost, ServerError, ServerLost, UnknownEnv
 from envserve.lane import Reset
 from envserve.session.client.client_session import ClientSession
-from envserve.session.client.requests import Patience
+from envserve.session.client.liveness import Timeouts
 from envserve.session.server.server_session import ServerSession
 from envserve.session.states import ClientState
 from envserve.settings import HostSettings, PoolSettings
@@ -17,7 +17,6 @@ from envserve.slab import Status
 from envserve.wire.constants import MessageType
 from envserve.wire.message import Buffer, Message, decode, encode
 from tests.envserve.session_fakes import (
-    FakeOffer,
     FakePool,
     FakeServer,
     advance_to,
@@ -179,11 +178,8 @@ def test_other_envs_than_before_are_an_error() -> None:
 
 
 def test_an_env_that_is_no_longer_on_offer_is_an_error() -> None:
-    class OtherOffer(FakeOffer):
-        names: tuple[str, ...] = ("Other-v0",)
-
     client, restarted = restart()
-    restarted.session = ServerSession(restarted.policy, OtherOffer(), boot=2)
+    restarted.session = ServerSession(restarted.policy, ("Other-v0",), boot=2)
     client.submit_step([0, 1], 1.0)
     exchange(client, restarted, 1.0)
     assert state_of(client) is ClientState.LOST
@@ -217,7 +213,7 @@ def test_a_server_that_never_comes_back_is_lost() -> None:
 
 def test_or_is_tried_for_ever_though_it_is_given_up() -> None:
     """What is in flight stays so; whether to wait for it is for others to say."""
-    client = attach_and_step(patience=Patience(pads=True))
+    client = attach_and_step(patience=Timeouts(pads=True))
     client.submit_step([0], 1.0)
     client.submit_reset([Reset(1)], 1.0)
     client.disconnected(1.0)
@@ -239,7 +235,7 @@ def test_or_is_tried_for_ever_though_it_is_given_up() -> None:
 
 
 def test_what_is_given_up_is_so_after_another_loss_until_there_are_envs() -> None:
-    client = attach_and_step(patience=Patience(pads=True))
+    client = attach_and_step(patience=Timeouts(pads=True))
     client.disconnected(1.0)
     client.submit_step([0, 1], 1.0)
     advance_to(client, 62.0)
@@ -292,7 +288,7 @@ def test_a_slow_construction_is_waited_for_beyond_that() -> None:
 
 
 def test_a_server_that_falls_silent_while_it_builds_is_not_waited_for_longer() -> None:
-    client = attach_and_step(patience=Patience(lost_seconds=1.0))
+    client = attach_and_step(patience=Timeouts(lost_seconds=1.0))
     restarted = FakeServer(boot=2, builds_at_once=False)
     client.submit_step([0, 1], 1.0)
     for now in (1.0, 1.5, 2.0, 2.5):
@@ -342,7 +338,7 @@ def test_closing_while_recovering_gives_the_new_envs_back() -> None:
 
 
 def test_a_closing_client_that_would_try_for_ever_does_not() -> None:
-    client = attach_and_step(patience=Patience(pads=True))
+    client = attach_and_step(patience=Timeouts(pads=True))
     client.begin_close(1.0)
     advance_to(client, 62.0)
     assert isinstance(client.error, ServerLost)

@@ -9,7 +9,8 @@ import pytest
 
 from envserve.errors import RemoteProtocolError
 from envserve.lane import Block, Fault, Outcome
-from envserve.session.client import client_blocks, requests
+from envserve.session.client import client_blocks
+from envserve.session.client.liveness import Liveness
 from envserve.slab import Status
 from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.handshake import ErrorBody
@@ -31,9 +32,9 @@ class Stepping:
     def __init__(self, num_blocks: int = 4, rows_per_block: int = 2) -> None:
         edges = range(0, num_blocks * rows_per_block, rows_per_block)
         blocks = [Block(i, at, at + rows_per_block, 0, 0) for i, at in enumerate(edges)]
-        silence = requests.Silence(0.0)
-        self.operations = client_blocks.Operations(
-            ADDRESS, SPEC, tuple(blocks), silence
+        liveness = Liveness(0.0)
+        self.operations = client_blocks.ClientBlocks(
+            ADDRESS, SPEC, tuple(blocks), liveness
         )
         (self.request,) = self.operations.step(range(num_blocks))
 

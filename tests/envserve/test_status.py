@@ -11,9 +11,8 @@ from typing import Any, cast
 import pytest
 
 from envserve.keys.grant import Grant
-from envserve.pool.pool_metrics import PoolMetrics, add
-from envserve.server.event_loop import RouterShell
-from envserve.server.status import StatusBoard
+from envserve.pool.pool_metrics import PoolMetrics
+from envserve.server.status import Counters, StatusBoard
 from envserve.settings import HostSettings
 from envserve.spaces import codec
 from envserve.wire.constants import ErrorCode, MessageType
@@ -40,24 +39,22 @@ class SeenPool:
 class Board:
     """A server half with leases, and a board that sums up what they have counted."""
 
-    def __init__(self) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
         policy = HostSettings(num_workers=16, max_processes=1000)
         self.server = FakeServer(policy)
         self.loop = asyncio.new_event_loop()
         self.loop.time = lambda: 0.0  # type: ignore[method-assign]
-        numbers = dict.fromkeys(
-            ("failures", "messages_in", "messages_out", "bytes_in", "bytes_out"), 3
-        )
         self.pools: dict[Any, Any] = {}
-        self.shell = SimpleNamespace(
-            pools=self.pools, past_counts=add(()), resends=1, num_dropped=2, **numbers
-        )
+        self.counters = Counters(resends=1, dropped=2)
         self.board = StatusBoard(
             self.server.policy,
             self.server.session,
-            cast(RouterShell, self.shell),
+            self.pools,
+            self.counters,
+            self.server.session.leases.welcome,
             self.loop,
         )
+        patch.setattr(self.server, "report", self.board.report)
 
     def attach(self, user: str, number: int) -> PoolMetrics:
         peer = (b"route", user)
@@ -87,8 +84,8 @@ class Board:
 
 
 @pytest.fixture
-def board() -> Iterator[Board]:
-    board = Board()
+def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
+    board = Board(monkeypatch)
     yield board
     board.loop.close()
 
@@ -116,10 +113,10 @@ def test_users_see_their_own_leases_and_no_trace_of_others(board: Board) -> None
 
 
 def test_a_thousand_questions_in_a_second_are_ten_fresh_answers(board: Board) -> None:
-    metrics = board.attach("ann", 11)
+    tally = board.attach("ann", 11)
     found = []
     for question in range(1000):
-        metrics.steps[0] += 1
+        tally.steps[0] += 1
         found.append(board.status("ann", 5.0 + question / 1000).steps)
     assert found == sorted(found)
     assert 9 <= len(set(found)) <= 10
@@ -130,9 +127,9 @@ def test_a_thousand_questions_in_a_second_are_ten_fresh_answers(board: Board) ->
 def test_asking_watches_episodes_and_metrics_do_not(
     board: Board, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    metrics = board.attach("ann", 11)
+    tally = board.attach("ann", 11)
     watched: list[float] = []
-    monkeypatch.setattr(metrics, "watch", watched.append)
+    monkeypatch.setattr(tally, "watch", watched.append)
     port = SimpleNamespace(show=lambda collector: list(ask_in_thread(board, collector)))
     board.board.show_at(cast(Any, port))
     assert watched == []
@@ -150,10 +147,10 @@ def ask_in_thread(board: Board, collector: Any) -> list[Any]:
 def test_many_leases_are_cut_to_what_fits(board: Board) -> None:
     num_leases = 400
     for number in range(1, num_leases + 1):
-        metrics = board.attach("ann", number)
-        metrics.episodes.extend((serial, 1, 1e9 / 7, 1 << 20) for serial in range(256))
-        metrics.recoveries.extend((1 << 20, 1, 1 << 20) for _ in range(64))
-        metrics._sorted[:] = 1 << 40
+        tally = board.attach("ann", number)
+        tally.episodes.extend((serial, 1, 1e9 / 7, 1 << 20) for serial in range(256))
+        tally.recoveries.extend((1 << 20, 1, 1 << 20) for _ in range(64))
+        tally._sorted[:] = 1 << 40
     status = board.status("local", 1.0)
     assert status.num_leases == num_leases
     assert 20 <= len(status.leases) < num_leases
@@ -186,8 +183,8 @@ def test_who_asks_has_only_own_episodes_followed(
 ) -> None:
     watched: list[str] = []
     for number, user in enumerate(("ann", "bob"), 11):
-        metrics = board.attach(user, number)
-        monkeypatch.setattr(metrics, "watch", lambda now, who=user: watched.append(who))
+        tally = board.attach(user, number)
+        monkeypatch.setattr(tally, "watch", lambda now, who=user: watched.append(who))
     board.ask("ann", 1.0)
     assert watched == ["ann"]
 
@@ -213,7 +210,7 @@ def test_who_has_no_good_key_is_told_nothing(board: Board) -> None:
 def test_what_leases_have_counted_stays_when_they_are_gone(board: Board) -> None:
     board.attach("ann", 11).steps[0] = 5
     leased = board.pools.pop(("ann", 11))
-    board.shell.past_counts = add((board.shell.past_counts, leased.pool.metrics.counts))
+    board.board.add_past(leased.pool.metrics.counts)
     assert board.status("local", 1.0).steps == 5
 
 
