@@ -66,7 +66,7 @@ def test_frame_delta_of_bytes_does_not_wrap_around() -> None:
 
 def test_frame_delta_leaves_a_wrong_dtype_to_be_seen() -> None:
     env = line([[1], [2]])
-    env._array = env._array.astype(np.float64)
+    env.array = env.array.astype(np.float64)
     assert wrapped(env, "FrameDelta").reset()[0].dtype == np.float64
 
 
