@@ -47,6 +47,24 @@ class Line(gymnasium.Env[Any, Any]):
         return self.array.copy()
 
 
+class Bounded(gymnasium.Env[Any, Any]):
+    """Shows its action."""
+
+    def __init__(
+        self,
+        observation: spaces.Space[Any],
+        action: spaces.Space[Any] = Line.action_space,
+    ) -> None:
+        self.observation_space = observation
+        self.action_space = action
+
+    def reset(self, **_: Any) -> Any:
+        return np.array(self.observation_space.low), {}  # type: ignore[attr-defined]
+
+    def step(self, action: Any) -> Any:
+        return np.array(action), 0.0, False, False, {}
+
+
 def line(
     shown: Sequence[Any], dtype: str = "float32", low: float = 0, high: float = 9
 ) -> Line:

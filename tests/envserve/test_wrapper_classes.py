@@ -12,7 +12,7 @@ from gymnasium.utils import seeding
 
 from envserve.envs.registry import make_env
 from envserve.errors import EnvStartError
-from tests.envserve.shown_env import episode, line, wrapped
+from tests.envserve.shown_env import Bounded, episode, line, wrapped
 
 # ActionRepeat.
 
@@ -244,22 +244,6 @@ def test_staggering_leaves_alone_what_ends_before_or_has_no_limit() -> None:
 
 
 # RangeNormalize.
-
-
-class Bounded(gymnasium.Env[Any, Any]):
-    """Shows its action."""
-
-    def __init__(
-        self, observation: spaces.Space[Any], action: spaces.Space[Any]
-    ) -> None:
-        self.observation_space = observation
-        self.action_space = action
-
-    def reset(self, **_: Any) -> Any:
-        return np.array(self.observation_space.low), {}  # type: ignore[attr-defined]
-
-    def step(self, action: Any) -> Any:
-        return np.array(action), 0.0, False, False, {}
 
 
 BOX = spaces.Box(np.array([0, -4], np.float32), np.array([10, 4], np.float32))
