@@ -49,15 +49,3 @@ def test_frame_that_claims_too_much_is_refused_by_its_header() -> None:
     header[-4:] = (2**32 - 1).to_bytes(4, "little")
     with pytest.raises(WorkerError, match="4294967295 bytes"):
         list(MessageDecoder().feed(bytes(header)))
-
-
-@given(st.binary(max_size=200))
-def test_any_bytes_give_frames_or_a_worker_error(data: bytes) -> None:
-    reader = MessageDecoder()
-    try:
-        read = list(reader.feed(data))
-    except WorkerError:
-        return
-    again = b"".join(pack_message(*frame) for frame in read)
-    assert len(again) <= len(data)
-    assert all(isinstance(frame.kind, Kind) for frame in read)

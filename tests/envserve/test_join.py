@@ -87,22 +87,6 @@ def test_an_invitation_lets_one_client_in_until_it_is_removed(
     )
 
 
-def test_who_is_invited_again_has_one_key(
-    run_at: RunAt, server: ServerProcess, tmp_path: Path
-) -> None:
-    for home in ("first", "second"):
-        line = invite(run_at, server)
-        assert run_at(home, "join", input=line).exit_code == 0
-    pair = KeyFolder(tmp_path / "second").key("client")
-    assert pair is not None
-    (grant,) = KeyFolder(tmp_path / "server").clients.grants()
-    assert grant.public == pair.public
-    # The second's key stands under its name; another's name does not get it too.
-    result = run_at("second", "join", input=invite(run_at, server, "trainer-2"))
-    assert result.exit_code == 1
-    assert "this client's key is known here as trainer-1" in result.stderr
-
-
 def exchange(
     connection: Connection, message: Message, seconds: float = PATIENCE
 ) -> Message | None:

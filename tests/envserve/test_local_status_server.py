@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv
+from envserve.client.link.connection import Connection
 from envserve.crashes.repro_file import decode_repro
 from envserve.errors import ConnectError, LeaseLost, LocalProtocolError
 from envserve.monitoring.local_status_server import LocalStatusServer
@@ -85,10 +87,10 @@ def test_what_it_cannot_do_is_said(observer: Observer) -> None:
 def test_bytes_that_are_no_message_are_passed_over(
     status_server: LocalStatusServer, observer: Observer
 ) -> None:
-    with Observer(status_server.address) as other:
-        other._connection.send([b"?"])
-        assert other.status().num_leases == 1
-    assert observer.status().num_leases == 1
+    with contextlib.closing(Connection(status_server.address)) as connection:
+        while not connection.send([b"?"]):
+            connection.wait(1.0, for_writing=True)
+        assert observer.status().num_leases == 1
 
 
 def test_only_this_user_reaches_it_and_nothing_is_left(batch: BatchEnv) -> None:

@@ -231,19 +231,6 @@ def test_a_file_that_cannot_be_read_locks_nobody_out_and_lets_nobody_in(
     assert "the clients known before stay known" in server.log
 
 
-def test_two_users_may_draw_the_same_number(
-    server: ServerProcess, homes: Homes
-) -> None:
-    with (
-        client_of(server, homes, "ann") as ann,
-        client_of(server, homes, "bob") as bob,
-    ):
-        assert ann.session.requests.session == bob.session.requests.session
-        ann.reset()
-        bob.close()
-        assert_sound(ann.step(1))
-
-
 def test_other_hosts_are_let_in_once_one_has_a_key(serve: Serve, homes: Homes) -> None:
     refused = start_in_vain("--bind", "tcp://0.0.0.0:0")
     assert refused.returncode == 2

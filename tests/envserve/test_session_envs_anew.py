@@ -15,7 +15,7 @@ from envserve.session.states import ClientState
 from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Status
 from envserve.wire.constants import MessageType
-from envserve.wire.message import Buffer, Message, decode, encode
+from envserve.wire.message import Buffer, decode
 from tests.envserve.session_fakes import (
     FakePool,
     FakeServer,
@@ -83,16 +83,6 @@ def test_who_comes_too_late_is_told_who_has_the_envs() -> None:
     assert other.state is ClientState.READY
 
 
-def test_a_late_client_gets_envs_that_are_free_again_soon() -> None:
-    server, client, other = lose_to_another()
-    client.submit_step([0, 1], 62.0)
-    exchange(client, server, 62.0)
-    other.begin_close(63.0)
-    exchange(other, server, 63.0)
-    outcomes = finish(client, server, 63.0)
-    assert [item.faults[0].status for item in outcomes] == [Status.SERVER_LOST] * 2
-
-
 def test_after_a_restart_busy_envs_are_waited_for() -> None:
     client, restarted = restart(policy=NARROW)
     attach(restarted, 1.0, session=12, num_envs=3)
@@ -146,20 +136,6 @@ def test_envs_that_break_while_they_are_built_anew_are_asked_for_once_more() -> 
     assert session not in restarted.pools
 
 
-@pytest.mark.parametrize("num_workers", [1, 4])
-def test_envs_anew_have_the_same_blocks_whoever_steps_them(num_workers: int) -> None:
-    client, restarted = restart(policy=HostSettings(num_workers=num_workers))
-    blocks = client.blocks
-    client.submit_step([0, 1], 1.0)
-    exchange(client, restarted, 1.0)
-    check_lost(client, finish(client, restarted, 1.0), last=3)
-    assert client.blocks == blocks
-    (pool,) = restarted.pools.values()
-    cuts = [(block.start, block.stop) for block in blocks]
-    assert [(block.start, block.stop) for block in pool.blocks] == cuts
-    assert {block.worker for block in pool.blocks} == set(range(min(num_workers, 2)))
-
-
 class OwnCut(FakePool):
     """Cuts rows as it likes, as a server may that does not know better."""
 
@@ -185,16 +161,6 @@ def test_an_env_that_is_no_longer_on_offer_is_an_error() -> None:
     assert state_of(client) is ClientState.LOST
     assert isinstance(client.error, UnknownEnv)
     assert [type(item.error) for item in collect(client)] == [UnknownEnv] * 2
-
-
-def test_a_detached_session_is_replaced() -> None:
-    server, client = pair(boot=1)
-    detach = Message(type=MessageType.DETACH, session=11, boot=1, request=9)
-    server.receive((b"r", ""), encode(detach), 0.0)
-    exchange(client, server, 0.0)
-    assert state_of(client) is ClientState.READY
-    assert client.attachment.num_leases == 2
-    assert len(server.pools) == 1
 
 
 # How long it is tried.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from envserve.errors import RemoteProtocolError
 from envserve.lane import Fault
@@ -13,7 +11,6 @@ from envserve.spaces import codec
 from envserve.wire.constants import MAX_REPORT_BYTES, ErrorCode
 from envserve.wire.handshake import ErrorBody
 from envserve.wire.result_report import ResultReport
-from tests.envserve.mutation import mutate, read_or_refuse
 
 REPORT = ResultReport(
     infos={0: {"x": 1.5}, 7: {}},
@@ -133,8 +130,3 @@ def test_a_row_or_block_that_is_named_twice_is_a_protocol_error(rows: object) ->
     frame = codec.encode({"infos": {}, "faults": [], "errors": errors})
     with pytest.raises(RemoteProtocolError, match="errors: expected each index once"):
         ResultReport.decode(frame)
-
-
-@given(st.data())
-def test_mutated_reports_raise_nothing_but_protocol_errors(data: st.DataObject) -> None:
-    read_or_refuse(ResultReport.decode, mutate(REPORT.encode(), data))
