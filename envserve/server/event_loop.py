@@ -211,7 +211,7 @@ class RouterShell:
             return self._session.receive(peer, message, now)
         except Exception:
             self.failures += 1
-            more = self._defects.passes("message", now)
+            more = self._defects.admit("message", now)
             if more is not None:
                 _LOGGER.exception("a message could not be handled%s", more)
             return self._session.receive_failed(peer, message)
@@ -244,7 +244,7 @@ class RouterShell:
                 return
         except Exception:  # of ZeroMQ: other replies need not fail
             self.failures += 1
-            more = self._defects.passes("reply", time.monotonic())
+            more = self._defects.admit("reply", time.monotonic())
             if more is not None:
                 _LOGGER.exception("a reply could not be sent%s", more)
         self.dropped_replies += 1

@@ -30,11 +30,11 @@ from envserve.session.server.quotas import tell
 from envserve.wire.constants import MAX_FRAMES
 from envserve.wire.message import Buffer, Peer
 from envserve.wire.sockets import (
-    KEYED_BYTES,
+    CURVE_OVERHEAD_BYTES,
     NOBLOCK,
     FrameReceiver,
     Frames,
-    descriptor_of,
+    event_fd,
     set_common_options,
 )
 
@@ -92,7 +92,7 @@ class _Socket:
         if not self.has_keys:
             return self.user
         try:
-            return str(self.receiver.first.get("User-Id"))
+            return str(self.receiver.first_frame.get("User-Id"))
         except zmq.ZMQError:
             return ""
 
@@ -142,7 +142,9 @@ class Router:
             set_common_options(socket)
             # Without it, replies that cannot be sent vanish unnoticed.
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            socket.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes + KEYED_BYTES)
+            socket.setsockopt(
+                zmq.MAXMSGSIZE, self._max_message_bytes + CURVE_OVERHEAD_BYTES
+            )
             socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
             socket.setsockopt(zmq.SNDHWM, _SEND_LIMIT)
             socket.setsockopt(zmq.RCVHWM, _RECEIVE_LIMIT)
@@ -188,7 +190,7 @@ class Router:
         """
         self._on_readable = callback
         for each in self._sockets.values():
-            self._loop.add_reader(descriptor_of(each.zmq), callback)
+            self._loop.add_reader(event_fd(each.zmq), callback)
 
     def stop_reading(self) -> None:
         """Has the event loop call back no more."""
@@ -199,7 +201,7 @@ class Router:
 
     def _remove_readers(self) -> None:
         for each in self._sockets.values():
-            self._loop.remove_reader(descriptor_of(each.zmq))
+            self._loop.remove_reader(event_fd(each.zmq))
 
     def is_shut_out(self, user: str) -> bool:
         """Whether all connections were closed for a user again and again, of late."""

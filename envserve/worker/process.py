@@ -33,7 +33,7 @@ from envserve.slab import Slab, Status, next_beat
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.leaves import custom_space_classes
-from envserve.spaces.variable_length import action_values
+from envserve.spaces.variable_length import decode_actions
 from envserve.worker import replay_worker, step_timings
 from envserve.worker.attribute_calls import CallTask, answer_call
 from envserve.worker.channel import Frame, Inbox, Kind, pack_frame
@@ -210,7 +210,7 @@ class _Worker:
 
     def _attach(self, envs: list[_Row], heartbeat: memoryview) -> None:
         for env in envs:
-            record = self._ring.row(env.row, envs[0].row)
+            record = self._ring.row_record(env.row, envs[0].row)
             env.attach(self._rows, heartbeat, record, self._build["autoreset"])
 
     def handle(self, frame: Frame) -> None:
@@ -246,10 +246,10 @@ class _Worker:
         faults: list[dict[str, Any]] = []
         infos: dict[int, Mapping[str, Any]] = {}
         infos_of_all, infos_of_ends = self._infos_of_all, self._infos_of_ends
-        self._ring.note_step(rows.action, start, stop)
+        self._ring.record_step(rows.action, start, stop)
         rows.status[start:stop] = _OK
         copies = [array[start:stop].copy() for array in rows.action]  # for envs to keep
-        actions = action_values(self._spec, copies)
+        actions = decode_actions(self._spec, copies)
         for env, action in zip(envs, actions, strict=True):
             try:
                 reward, terminated, truncated, info = env.step(action)
@@ -320,7 +320,7 @@ class _Worker:
         ):
             final[env.row] = 0 if isinstance(error, SpaceViolation) else last[env.row]
         self._rows.status[env.row] = Status.PENDING
-        env.record.keep_failed()
+        env.record.save_failed()
         self._heartbeat[1] = 1
         env.rebuild()
         env.reset(None)
@@ -380,7 +380,7 @@ class _Worker:
             self._heartbeat[0] = next_beat(self._heartbeat[0], env.row)
             self._heartbeat[1] = 1
             if task.changes_env:
-                env.record.touch()
+                env.record.mark_touched()
             return env.call(task.kind, task.name, *task.given(position))
 
         answer = answer_call(task, value_of)

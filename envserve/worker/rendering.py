@@ -89,7 +89,7 @@ class Camera:
             shown_at, row, slot, width = min(due)
             is_first, self._shown_at[row] = not shown_at, begin
             jpeg, text = self._picture(row, width)
-            seed, steps = self._ring.glance(row, self._rows[row][0])
+            seed, steps = self._ring.seed_and_steps(row, self._rows[row][0])
             known: Any = {"row": row, "seed": seed, "episode_steps": steps}
             picture = Picture(serial=begin, jpeg=jpeg, text=text[:MAX_TEXT], **known)
             self._board.show(slot, picture)

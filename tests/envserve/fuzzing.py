@@ -255,8 +255,8 @@ def _bodies() -> list[tuple[type, list[Any]]]:
         (
             CallBody,
             [
-                CallBody.of([make_call([0], "set", "x", 1.5)]),
-                CallBody.of([make_call([1], "call", "x", [1], {"a": {}})] * 2),
+                CallBody.from_calls([make_call([0], "set", "x", 1.5)]),
+                CallBody.from_calls([make_call([1], "call", "x", [1], {"a": {}})] * 2),
             ],
         ),
     ]

@@ -63,7 +63,9 @@ def an_env_is_stepped_twice(patch: Patch) -> None:
 
 @plant_in(WORKER_BUGS)
 def an_action_goes_to_the_neighbour(patch: Patch) -> None:
-    around(patch, process, "action_values", lambda real, *args: list(real(*args))[::-1])
+    around(
+        patch, process, "decode_actions", lambda real, *args: list(real(*args))[::-1]
+    )
 
 
 @plant_in(WORKER_BUGS)

@@ -173,8 +173,8 @@ REFUSED: Final[dict[str, tuple[Space, str]]] = {
     "own_space": (Points(), r"got Points\(\), a Points; derive that class from one of"),
     "nine_deep": (nested(8), "at most 8 deep.*flatten some of it"),
     "longdouble": (Box(0, 1, (2,), np.longdouble), "expected a dtype out of"),
-    "tuple_keys": (Dict({(1, 2): Discrete(2)}), "expected str or int as keys"),  # type: ignore[dict-item]
-    "text_of_nothing": (Text(0, min_length=0, charset=""), "a Text with characters"),
+    "tuple_keys": (Dict({(1, 2): Discrete(2)}), "expected str or int keys"),  # type: ignore[dict-item]
+    "text_of_nothing": (Text(0, min_length=0, charset=""), "a Text that has characters"),
     "odd_max_bytes": (roomy(Text(4), 1 << 30), "max_bytes of Text"),
     "own_in_a_sequence": (roomy(Sequence(Points()), 4096), "a Points; derive"),
     "own_inside": (Dict({"a": Tuple([Points()])}), "at 'a/0'"),

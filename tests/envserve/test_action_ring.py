@@ -82,7 +82,7 @@ class Walk:
         self.memory = bytearray(ring_nbytes(self.spec, 3))
         self.ring = ActionRing(self.spec, 3, self.memory)
         heartbeat = private_heartbeat()
-        record = self.ring.row(2, 1)
+        record = self.ring.row_record(2, 1)
         self.env.attach(self.rows, heartbeat, record, autoreset)
         self.space = self.spec.action_space
         self.space.seed(1)
@@ -102,7 +102,7 @@ class Walk:
             action = self.space.sample()
             for array, value in zip(self.rows.action, action, strict=True):
                 array[2] = value
-            self.ring.note_step(self.rows.action, 1, 3)
+            self.ring.record_step(self.rows.action, 1, 3)
             _, terminated, truncated, _ = self.env.step(action)
             if (terminated or truncated) and self.autoreset == "disabled":
                 self.env.reset(None)
@@ -278,7 +278,7 @@ def test_env_that_has_failed_is_told_from_the_one_that_replaces_it(make: Make) -
     walk.env.reset(None)
     walk.step(30)
     before = walk.place
-    walk.env.record.keep_failed()
+    walk.env.record.save_failed()
     walk.env.rebuild()
     walk.env.reset(None)
     assert walk.played().incarnation == 5
@@ -301,7 +301,7 @@ def test_a_last_observation_that_is_not_finite_fails_before_the_next_episode(
     walk.env.call("set", "bias", [np.nan])
     with pytest.raises(SpaceViolation, match="expected observation to be finite"):
         walk.step(4)
-    walk.env.record.keep_failed()
+    walk.env.record.save_failed()
     failed = walk.played(has_failed=True)
     assert failed.episode_step == walk.ring.counts[1] - num_played > 0
     assert len(failed.actions[0]) >= failed.episode_step
@@ -311,7 +311,7 @@ def test_touched_env_is_marked(make: Make) -> None:
     walk = make()
     walk.env.reset(None)
     assert not walk.played().is_touched
-    walk.env.record.touch()
+    walk.env.record.mark_touched()
     assert walk.played().is_touched
     walk.env.reset(5)
     assert walk.played().is_touched

@@ -14,7 +14,7 @@ from envserve.slab import Rows
 from envserve.spaces.action_checks import (
     check_action_rows,
     check_actions,
-    clip_roundings,
+    clip_rounding_errors,
 )
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.leaves import flatten
@@ -243,7 +243,7 @@ def test_only_roundings_are_clipped() -> None:
     given[0, 1] = np.nextafter(high[1], np.float32(1))
     clipped = np.array([[1e9, 0.1, 0.9], [nan, -1000.001, -inf]], np.float32)
     for dtype in (np.float32, np.float64):
-        found = clip_roundings(box, given.astype(dtype))
+        found = clip_rounding_errors(box, given.astype(dtype))
         np.testing.assert_array_equal(found, clipped)
         assert found.dtype == dtype
 
@@ -252,4 +252,4 @@ def test_only_roundings_are_clipped() -> None:
     "actions", [np.zeros((2, 4)), np.ones((2, 3), int), [[1.0], [1.0, 2.0]], None]
 )
 def test_what_is_no_rounding_stays_as_it_is(actions: Any) -> None:
-    assert clip_roundings(spaces.Box(-1.0, 1.0, (3,)), actions) is actions
+    assert clip_rounding_errors(spaces.Box(-1.0, 1.0, (3,)), actions) is actions

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import envserve.ray
-from envserve.address import complete
+from envserve.address import complete_address
 from envserve.cli.servers import health
 from envserve.client import BatchEnv
 from envserve.client.link.discovery import resolve
@@ -61,14 +61,14 @@ def test_a_name_stands_for_all_its_addresses_and_its_key_for_all_of_them(
     found = resolve("dns://sims:7")
     assert found == ("tcp://10.0.0.10:7", "tcp://10.0.0.9:7", "tcp://[::7]:7")
     folder = KeyFolder(tmp_path / "keys")
-    server = KeyPair.make().public
+    server = KeyPair.generate().public
     folder.ensure_key("client")
     folder.add_pin(["tcp://sims:7"], server, "me")
     for address in found:
         keys = folder.keys_for(address)
         assert keys is not None
         assert keys[0] == server
-    with pytest.raises(ConnectError, match="no key of that server is known"):
+    with pytest.raises(ConnectError, match="no key of this server is known"):
         folder.keys_for("tcp://10.0.0.9:7")
 
 
@@ -118,7 +118,7 @@ def test_ray_is_asked_for_its_servers(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_other_words_are_errors(word: str) -> None:
     with pytest.raises(AddressError, match="expected an address like sim1, sim1:5555"):
-        complete(word)
+        complete_address(word)
 
 
 @pytest.mark.usefixtures("known")

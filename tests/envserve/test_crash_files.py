@@ -39,12 +39,12 @@ def test_one_file_a_second_and_the_newest_are_kept(
     paths = []
     for number in range(5):
         now = 2.0 * number
-        assert files.has_room(now)
+        assert files.may_write(now)
         path = files.write("a", b"", now)
         assert path is not None
         os.utime(path, (number, number))
         paths.append(path)
-        assert not files.has_room(now + 0.9)
+        assert not files.may_write(now + 0.9)
     files.write("b", b"", 100.0)
     left = {path for path in tmp_path.iterdir() if path.name.startswith("a")}
     assert left == set(paths[3:])
@@ -94,7 +94,7 @@ def test_file_system_that_refuses_costs_one_line_until_it_takes_files_again(
     for now in (0.0, 1.0, 2.0):
         assert files.write("a", b"content", now) is None
     assert len(caplog.messages) == 1
-    assert "no repro files of crashes" in caplog.text
+    assert "cannot write repro files of crashes" in caplog.text
     if kind == "full":
         assert list(folder.iterdir()) == []
         monkeypatch.setattr(os, "replace", replace)

@@ -12,8 +12,8 @@ from gymnasium.wrappers import TransformObservation
 from envserve.envs.registry import make_env
 from envserve.errors import EnvStartError
 from envserve.wrappers.apply import wrap
+from envserve.wrappers.registry import WRAPPERS
 from envserve.wrappers.specs import WrapperSpec
-from envserve.wrappers.table import KNOWN
 from tests.envserve.shown_env import episode, line, wrapped
 
 
@@ -120,4 +120,4 @@ def test_parts_of_an_observation_are_chosen_by_name_or_place() -> None:
 
 def test_all_but_one_that_needs_a_game_are_used() -> None:
     tested = {*USES, "FilterObservation", "AtariPreprocessing"}
-    assert tested == set(KNOWN)
+    assert tested == set(WRAPPERS)

@@ -26,7 +26,7 @@ def fitted(
 ) -> Any:
     """What arrives; it takes no more than there is."""
     encoded = encode_infos(infos, row, budget)
-    assert budget.holds(encoded)
+    assert budget.fits(encoded)
     return codec.decode(encoded, max_bytes=1 << 26)
 
 
@@ -100,7 +100,7 @@ def joined(infos: Mapping[int, Any], budget: InfoBudget = ALL) -> Any:
         encoded = codec.encode(info)
         packed[row] = PackedInfo(encoded, codec.check(encoded, 1 << 20))
     encoded = join_infos(packed, infos, budget)
-    assert budget.holds(encoded)
+    assert budget.fits(encoded)
     return codec.decode(encoded, max_bytes=1 << 26)
 
 

@@ -95,7 +95,7 @@ def test_an_invitation_goes_to_a_terminal_and_else_nowhere(
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("local", *AT), "expected another name: no key"),
+        (("local", *AT), "expected another name: not local"),
         (("a b", *AT), "name"),
         (("ci\n", *AT), "name"),
         (("ci", *AT, "--envs", "A\n"), "envs"),
@@ -258,7 +258,7 @@ def test_another_address_brings_nobody_back_and_widens_nothing(
     run("keys", "make", str(made), "server", "ci", "gone", "--at", "tcp://new:1", *AT)
     grants = ClientsFile(made / "server" / "clients").grants()
     assert [(grant.name, grant.max_envs) for grant in grants] == [("ci", 3)]
-    assert "tcp://new:1" in KeyFolder(made / "ci").addresses
+    assert "tcp://new:1" in KeyFolder(made / "ci").pinned_addresses
 
 
 def test_a_role_is_a_name_and_not_a_path(run: Run, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def read_all(folder: KeyFolder) -> None:
 
 
 def invite(folder: KeyFolder, name: str, **more: float) -> bytes:
-    public = KeyPair.make().public
+    public = KeyPair.generate().public
     until = more.pop("until", NOW + 900)
     folder.clients.add(Grant(name=name, public=public, until=until, **more), NOW)  # type: ignore[arg-type]
     return public
@@ -78,7 +78,7 @@ def test_a_key_is_made_once_and_read_again(folder: KeyFolder) -> None:
     assert folder.ensure_key("client") != pair
     first, second = (folder.path / "server.key").read_text().splitlines()
     assert first.startswith("# envserve key, 20")
-    assert first.endswith("; whoever has it is you")
+    assert first.endswith("; keep it secret: it identifies you")
     assert second == formats.encode(formats.SECRET, pair.secret)
     assert folder.new_key("server") == folder.key("server") != pair
 
@@ -120,7 +120,7 @@ def test_a_key_that_others_can_read_is_refused_in_these_words(
         folder.ensure_key("server")
     assert str(caught.value) == (
         "~/.config/envserve/server.key can be read by others (mode 0644); chmod 600, "
-        "and make a new one if somebody may have read it: envserve keys new"
+        "and create a new one if others may have read it: envserve keys new"
     )
 
 
@@ -147,7 +147,9 @@ def test_only_a_file_is_read(folder: KeyFolder, name: str, kind: str) -> None:
     else:
         path.unlink()
         os.mkfifo(path, 0o600) if kind == "pipe" else path.mkdir(0o700)
-    with pytest.raises(KeyFileError, match=f"{name} (cannot be read|is no file)"):
+    with pytest.raises(
+        KeyFileError, match=f"{name} (cannot be read|is not a regular file)"
+    ):
         read_all(folder)
 
 
@@ -196,7 +198,12 @@ def test_a_key_file_with_other_content_is_refused_and_not_repeated(
 
 
 @pytest.mark.parametrize(
-    ("number", "remedy"), [(28, "room"), (30, "room"), (40, "a file or folder of this")]
+    ("number", "remedy"),
+    [
+        (28, "free disk space"),
+        (30, "free disk space"),
+        (40, "expected a file or folder"),
+    ],
 )
 def test_a_file_that_cannot_be_replaced_is_what_it_was(
     folder: KeyFolder, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
@@ -208,7 +215,7 @@ def test_a_file_that_cannot_be_replaced_is_what_it_was(
         raise OSError(number, "It refuses")
 
     monkeypatch.setattr(os, "replace", fails)
-    text = f"clients cannot be written: It refuses; expected {remedy}"
+    text = f"clients cannot be written: It refuses; {remedy}"
     with pytest.raises(KeyFileError, match=text):
         folder.clients.remove("ci")
     assert (folder.path / "clients").read_text() == before
@@ -259,8 +266,8 @@ def test_a_client_has_keys_for_servers_that_it_joined(folder: KeyFolder) -> None
     with pytest.raises(ConnectError) as caught:
         folder.keys_for("tcp://sim1:5555")
     assert str(caught.value) == (
-        "tcp://sim1:5555: no key of that server is known here, so it could be "
-        'anybody\'s; run "envserve invite NAME" on sim1 and "envserve join" here'
+        "tcp://sim1:5555: no key of this server is known here, so its identity "
+        'cannot be checked; run "envserve invite NAME" on sim1 and "envserve join" here'
     )
     assert not folder.path.exists()
     folder.add_pin(["tcp://sim1:5555"], b"s" * 32, "ci")
@@ -278,7 +285,7 @@ def test_the_user_of_the_folder_is_known_without_a_line(folder: KeyFolder) -> No
 
 def test_an_invitation_is_good_once(folder: KeyFolder) -> None:
     invitation = invite(folder, "ci", max_envs=8)
-    public = KeyPair.make().public
+    public = KeyPair.generate().public
     found = folder.clients.find(invitation, NOW)
     assert found is not None
     assert found.is_invitation
@@ -303,7 +310,7 @@ def test_an_invitation_is_good_for_its_time(folder: KeyFolder) -> None:
 def test_a_new_invitation_takes_the_place_of_the_old_key_once_it_is_used(
     folder: KeyFolder,
 ) -> None:
-    first, second = KeyPair.make().public, KeyPair.make().public
+    first, second = KeyPair.generate().public, KeyPair.generate().public
     folder.clients.enrol(invite(folder, "ci"), first, NOW)
     unused = invite(folder, "ci")
     invitation = invite(folder, "ci")
@@ -315,7 +322,7 @@ def test_a_new_invitation_takes_the_place_of_the_old_key_once_it_is_used(
 
 
 def test_who_joins_with_anothers_key_does_not_move_it(folder: KeyFolder) -> None:
-    public = KeyPair.make().public
+    public = KeyPair.generate().public
     folder.clients.enrol(invite(folder, "trainer-1"), public, NOW)
     with pytest.raises(RemoteProtocolError, match="known here as trainer-1"):
         folder.clients.enrol(invite(folder, "trainer-2"), public, NOW)
@@ -370,7 +377,9 @@ def test_a_file_that_cannot_be_read_keeps_who_was_known_and_says_so(
         assert all(clients.find(bytes(32), NOW) for _ in range(3))
     (record,) = caplog.records
     assert text in record.message
-    assert record.message.endswith("; the clients known before stay known")
+    assert record.message.endswith(
+        "; the clients from the last successful read stay authorised"
+    )
     # A server that starts now has nobody to keep, and does not start.
     if "gone" not in text:
         with pytest.raises(KeyFileError):
@@ -390,7 +399,7 @@ def test_a_change_waits_for_another_process_and_not_for_ever(
     fd = os.open(folder.path, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
-        with pytest.raises(KeyFileError, match="is being changed by another process"):
+        with pytest.raises(KeyFileError, match="has been locked by another process"):
             folder.clients.remove("ci")
     finally:
         os.close(fd)

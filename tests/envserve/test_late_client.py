@@ -91,7 +91,7 @@ def test_who_has_the_envs_is_named(server: ServerProcess, join: Join) -> None:
         error = join(server, session=9).session.error
         assert isinstance(error, EnvsBusy)
         assert error.holder == "local (late:1)"  # of the same user
-        assert error.since > 0
+        assert error.held_seconds > 0
         assert "4 of envserve/Ledger-v0 by local (late:1) for" in str(error)
 
 

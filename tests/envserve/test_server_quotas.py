@@ -97,7 +97,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KeyFolder:
     return folder
 
 
-PAIR = KeyPair.make()
+PAIR = KeyPair.generate()
 
 
 def start(
@@ -194,7 +194,7 @@ ONE_OVER: dict[str, tuple[object, Asked, ErrorCode, str]] = {
         *(ErrorCode.ENV_START_FAILED, "rows of 15 envs need 2 MiB, and 1 are left "),
     ),
     "exposed": (
-        *(("get:gravity",), CallBody.of([make_call([0], "call", "gravity")])),
+        *(("get:gravity",), CallBody.from_calls([make_call([0], "call", "gravity")])),
         *(ErrorCode.REFUSED, "Env 0: call of 'gravity' is not allowed (exposed: "),
     ),
     "allowed_kwargs": (

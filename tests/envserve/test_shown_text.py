@@ -63,11 +63,11 @@ def test_folders_are_left_out_and_all_else_stays() -> None:
 def test_a_line_of_a_kind_comes_once_a_second_with_a_count() -> None:
     throttle = LogThrottle()
     times = [0.0, 0.1, 0.9, 1.0, 1.5, 5.0]
-    passed = [throttle.passes("busy", now) for now in times]
+    passed = [throttle.admit("busy", now) for now in times]
     assert passed[:3] == ["", None, None]
     assert passed[3] == " (and 2 more that were not logged)"
     assert passed[4:] == [None, " (and 1 more that were not logged)"]
-    assert throttle.passes("other", 0.2) == ""
+    assert throttle.admit("other", 0.2) == ""
 
 
 def test_refusals_are_logged_once_a_second_and_kind(

@@ -22,7 +22,7 @@ from envserve.slab import Rows, Status, private_heartbeat, write_lost
 from envserve.spaces.action_checks import check_action_rows, check_actions
 from envserve.spaces.env_spec import EnvSpec, describe, restore
 from envserve.spaces.leaves import unflatten
-from envserve.spaces.variable_length import action_values, decode_observation
+from envserve.spaces.variable_length import decode_actions, decode_observation
 from envserve.wire.rows import RowCodec, RowPart
 from envserve.worker.env_row import EnvRow
 from envserve.worker.worker_report import encode_spaces, read_spaces
@@ -82,7 +82,7 @@ class Both:
         observation = unflatten(self.here.observation_space, leaves)
         is_whole = np.ones(NUM_ENVS, np.bool_)
         return decode_observation(
-            self.here, range(NUM_ENVS), observation, is_whole=is_whole
+            self.here, range(NUM_ENVS), observation, is_complete=is_whole
         )
 
     def step(self, actions: Any) -> list[Any]:
@@ -92,7 +92,9 @@ class Both:
             target[...] = array
         self.part.unpack_actions(*self.seen_part.pack_actions())
         check_action_rows(self.here, self.rows.action, 0, NUM_ENVS)
-        values = action_values(self.there, [array.copy() for array in self.rows.action])
+        values = decode_actions(
+            self.there, [array.copy() for array in self.rows.action]
+        )
         for env, value in zip(self.envs, values, strict=True):
             _, terminated, _, _ = env.step(value)
             self.rows.terminated[env.row] = terminated

@@ -102,7 +102,7 @@ def example() -> dict[str, list[Buffer]]:
         "ABSENT": say(kinds.ABSENT, 4, entries=((1, 2),)),
         "RESULT of block 0": say(kinds.RESULT, 4, later_body, entries=((0, 2),)),
         "CALL": say(
-            kinds.CALL, 6, CallBody.of(calls).encode(), entries=((0, 3), (1, 4))
+            kinds.CALL, 6, CallBody.from_calls(calls).encode(), entries=((0, 3), (1, 4))
         ),
         "CALL_RESULT of block 1": say(
             kinds.CALL_RESULT, 6, entries=((1, 4),), payload=codec.encode([{}])
@@ -220,7 +220,12 @@ def test_every_type_code_and_limit_is_documented() -> None:
         ),
         *("MAX_ATTACH_VALUES", "MAX_CALL_BYTES", "MAX_CALL_VALUES"),
         *("RESET_BYTES", "RESET_ROW_BYTES"),
-        *("MAX_OPTIONS_BYTES", "MAX_OPTIONS_VALUES", "MAX_TOLD_BLOCKS"),
-        *("MAX_TOLD_BYTES", "MAX_FRAMES_BYTES", "MAX_FRAME_ROWS", "MAX_RECORD_BYTES"),
+        *("MAX_OPTIONS_BYTES", "MAX_OPTIONS_VALUES", "MAX_ARGUMENT_BLOCKS"),
+        *(
+            "MAX_ARGUMENT_BYTES",
+            "MAX_FRAMES_BYTES",
+            "MAX_FRAME_ROWS",
+            "MAX_RECORD_BYTES",
+        ),
     ):
         assert f"{getattr(constants, name):,}" in text, name

@@ -72,7 +72,7 @@ BODIES: list[Any] = [
     Pong(running={0: 12, 3: 4000}),
     ResetBody(resets=((None, None), ((1, 2), None), ((3, 4), (2**63 - 1, None)))),
     ResetBody(resets=((None, None),), options=pack_options({"level": 3})),
-    CallBody.of([make_call([3], "set", "gravity", 1.5)] * 2),
+    CallBody.from_calls([make_call([3], "set", "gravity", 1.5)] * 2),
     ErrorBody(
         code=ErrorCode.CALL_FAILED,
         executed=Executed.YES,
@@ -187,7 +187,7 @@ def test_spaces_too_large_to_describe_are_an_error_for_the_sender() -> None:
     space = spaces.MultiDiscrete([value + 1 for value in values])
     spec = EnvSpec("A-v0", space, space)
     granted = Granted(epoch=1, lease_seconds=1.0, spec=spec, blocks=())
-    with pytest.raises(codec.CodecError, match="one low and one high"):
+    with pytest.raises(codec.CodecError, match="use the same low and high"):
         granted.encode()
 
 

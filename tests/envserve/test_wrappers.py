@@ -26,15 +26,15 @@ from envserve.wrappers import (
     register_wrapper,
 )
 from envserve.wrappers.apply import wrap
+from envserve.wrappers.registry import WRAPPERS, RegisteredWrapper
 from envserve.wrappers.specs import (
     MAX_WRAPPERS,
     WrapperSpec,
     check_wrappers,
     parse_wrappers,
-    plain_wrappers,
     wrappers_from_plain,
+    wrappers_to_plain,
 )
-from envserve.wrappers.table import KNOWN, Known
 
 
 class Blank(gymnasium.Env[Any, Any]):
@@ -53,9 +53,9 @@ def of(name: str, **arguments: Any) -> tuple[WrapperSpec, ...]:
     return (WrapperSpec(name, arguments),)
 
 
-@pytest.mark.parametrize("name", sorted(KNOWN))
+@pytest.mark.parametrize("name", sorted(WRAPPERS))
 def test_arguments_are_those_of_what_is_called(name: str) -> None:
-    known = KNOWN[name]
+    known = WRAPPERS[name]
     assert isinstance(known.make, str)
     module, _, attribute = known.make.partition(":")
     _, *parameters = inspect.signature(
@@ -77,7 +77,7 @@ def test_wrappers_are_read_from_tables_in_their_order() -> None:
         WrapperSpec("ClipAction"),
     )
     assert str(specs[0]) == "ActionRepeat(amount=4)"
-    assert wrappers_from_plain(plain_wrappers(specs)) == specs
+    assert wrappers_from_plain(wrappers_to_plain(specs)) == specs
 
 
 def test_equal_wrappers_are_written_alike_whatever_the_order_of_arguments() -> None:
@@ -85,7 +85,7 @@ def test_equal_wrappers_are_written_alike_whatever_the_order_of_arguments() -> N
     second = parse_wrappers([{"b": 2, "a": 1, "name": "X"}])
     assert [list(spec.arguments) for spec in first + second] == [["a", "b"]] * 2
     third = (WrapperSpec("X", {"b": 2, "a": 1}),)
-    encoded = {codec.encode(plain_wrappers(s)) for s in (first, second, third)}
+    encoded = {codec.encode(wrappers_to_plain(s)) for s in (first, second, third)}
     assert len(encoded) == 1
 
 
@@ -229,7 +229,7 @@ def test_env_that_does_not_fit_is_named_with_its_wrapper(
         wrap(Blank(spaces.Discrete(3)), specs)
 
 
-@patch.dict(KNOWN)
+@patch.dict(WRAPPERS)
 def test_own_wrappers_have_arguments_too() -> None:
     def limited(env: Any, steps: int) -> Any:
         return gymnasium.wrappers.TimeLimit(env, steps)
@@ -255,8 +255,8 @@ def test_table_holds_what_is_documented() -> None:
         for line in text.splitlines()
         if line.startswith("| `")
     }
-    assert set(rows) == set(KNOWN)
-    for name, known in KNOWN.items():
-        assert isinstance(known, Known)
+    assert set(rows) == set(WRAPPERS)
+    for name, known in WRAPPERS.items():
+        assert isinstance(known, RegisteredWrapper)
         for argument in known.arguments:
             assert f"`{argument}`" in rows[name], (name, argument)

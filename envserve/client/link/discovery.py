@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from envserve import ray
-from envserve.address import NamedAddress, complete
+from envserve.address import NamedAddress, complete_address
 from envserve.errors import AddressError
 
 __all__ = ["SOURCES", "resolve"]
@@ -37,7 +37,7 @@ def resolve(word: str) -> tuple[str, ...]:
 
 
 def _by_name(word: str) -> tuple[str, ...]:
-    by_name = complete(word)
+    by_name = complete_address(word)
     if by_name.startswith("ipc://"):
         return (by_name,)
     name, _, port = by_name.removeprefix("tcp://").rpartition(":")
@@ -72,7 +72,7 @@ def _in_file(word: str, path: str) -> tuple[str, ...]:
         try:
             if text.startswith("dns://"):
                 raise AddressError(f"expected one address; got {text!r:.200}")
-            found += [complete(text)] if text else []
+            found += [complete_address(text)] if text else []
         except AddressError as error:
             raise AddressError(f"{path}:{number}: {error}") from None
     if not found:

@@ -12,9 +12,9 @@ from envserve.lane import Block, Call, Reset
 from envserve.settings import PoolSettings
 from envserve.wire.bodies import CallBody, ResetBody
 from envserve.wire.constants import (
+    MAX_ARGUMENT_BLOCKS,
+    MAX_ARGUMENT_BYTES,
     MAX_OPTIONS_BYTES,
-    MAX_TOLD_BLOCKS,
-    MAX_TOLD_BYTES,
     RESET_BYTES,
     RESET_ROW_BYTES,
 )
@@ -126,10 +126,10 @@ def read_resets(message: Message, blocks: Sequence[Block]) -> list[Reset]:
     if len(message.body) <= limit + MAX_OPTIONS_BYTES:
         body = ResetBody.decode(message.body)
     num_bytes = len(message.body) - len(body.options)
-    if num_bytes > limit or (body.options and len(listed) > MAX_TOLD_BLOCKS):
+    if num_bytes > limit or (body.options and len(listed) > MAX_ARGUMENT_BLOCKS):
         raise RemoteProtocolError(
             f"expected at most {limit} bytes for {num_rows} rows beside options, and "
-            f"{MAX_TOLD_BLOCKS} blocks with them; got {num_bytes} bytes, and "
+            f"{MAX_ARGUMENT_BLOCKS} blocks with them; got {num_bytes} bytes, and "
             f"{len(listed)} blocks"
         )
     if len(body.resets) != len(message.entries):
@@ -165,10 +165,10 @@ def read_calls(message: Message, blocks: Sequence[Block]) -> list[Call]:
         if arguments == b"\xc0" and calls:
             arguments = calls[-1].arguments
         num_bytes += len(arguments)
-        if num_bytes > MAX_TOLD_BYTES:
+        if num_bytes > MAX_ARGUMENT_BYTES:
             raise RemoteProtocolError(
-                f"expected arguments that are at most {MAX_TOLD_BYTES} bytes, counted "
-                "for each block"
+                f"expected arguments that are at most {MAX_ARGUMENT_BYTES} bytes, "
+                "counted for each block"
             )
         calls.append(Call(index, rows, body.kind, body.name, arguments))
     return calls

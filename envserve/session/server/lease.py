@@ -47,7 +47,7 @@ from envserve.spaces.action_checks import ActionBounds, check_action_rows
 from envserve.spaces.env_spec import EnvSpec
 from envserve.wire.bodies import Pong
 from envserve.wire.constants import ErrorCode, Executed, MessageType
-from envserve.wire.handshake import body_of
+from envserve.wire.handshake import error_body_of
 from envserve.wire.message import Message
 from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import BlockParts, RowCodec
@@ -161,7 +161,7 @@ class Lease:
             part = self._parts[blocks]
             part.unpack_actions(message.body, message.payload)
             for start, stop in part.ranges:
-                if not self._bounds.hold(start, stop):
+                if not self._bounds.all_within(start, stop):
                     self._refuse_actions(start, stop)
             decision = RunStep(self._session, blocks)
         elif message.type is MessageType.RESET:
@@ -378,7 +378,7 @@ class Lease:
             ],
             errors={
                 outcome.block: self._answers.shown_error(
-                    body_of(outcome.error, Executed.UNKNOWN)
+                    error_body_of(outcome.error, Executed.UNKNOWN)
                 )
                 for outcome in outcomes
                 if outcome.error is not None

@@ -143,7 +143,7 @@ class Claims(dict[SessionId, Claim]):
 
     def tell_refusal(self, refusal: Refusal, user: str, now: float) -> None:
         """Tells of a refusal; logs those of a kind once a second."""
-        more = self._refusals.passes(refusal.body.code, now)
+        more = self._refusals.admit(refusal.body.code, now)
         if more is not None:
             _LOGGER.info("refused: %s%s", one_line(str(refusal), _MAX_LINE), more)
         tell(refusal.event, user, *refusal.asked, str(refusal))

@@ -41,7 +41,7 @@ from envserve.wire.constants import (
     Executed,
     MessageType,
 )
-from envserve.wire.handshake import ErrorBody, Hello, body_of
+from envserve.wire.handshake import ErrorBody, Hello, error_body_of
 from envserve.wire.message import Buffer, Message, Peer, decode, peek
 
 __all__ = ["ServerSession"]
@@ -284,7 +284,7 @@ class ServerSession:
     ) -> list[Decision]:
         """Ends a session whose envs could not be built, or are lost for good."""
         claim = self.claims[session_id]
-        body = body_of(error, Executed.UNKNOWN)
+        body = error_body_of(error, Executed.UNKNOWN)
         if claim.lease is None and body.code is ErrorCode.INTERNAL:
             # No memory, no descriptors: whatever it was, there are no envs.
             body = replace(body, code=ErrorCode.ENV_START_FAILED)
@@ -313,7 +313,7 @@ class ServerSession:
         claim = self.claims.get(session_id)
         if claim is None:
             return []
-        self.claims.close(claim, body_of(error, Executed.UNKNOWN))
+        self.claims.close(claim, error_body_of(error, Executed.UNKNOWN))
         return self.pool_closed(session_id)
 
     def pool_closed(self, session_id: SessionId) -> list[Decision]:

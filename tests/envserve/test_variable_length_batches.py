@@ -30,7 +30,7 @@ from envserve.pool.fault_log import _action_text
 from envserve.slab import Rows, Status, private_heartbeat
 from envserve.spaces.action_checks import ActionBounds, check_action_rows, check_actions
 from envserve.spaces.env_spec import EnvSpec, describe, restore
-from envserve.spaces.variable_length import action_values, encode_row
+from envserve.spaces.variable_length import decode_actions, encode_row
 from envserve.worker.env_row import EnvRow
 from envserve.worker.replay_worker import play
 from envserve.worker.worker_report import encode_spaces, read_spaces
@@ -38,8 +38,8 @@ from envserve.worker.worker_report import encode_spaces, read_spaces
 from .space_table import TableEnv
 from .space_table import __name__ as MODULE
 from .stalls import soonest
-from .test_encoded import FLOATS, leaf_of, packed
 from .test_space_table import assert_same, batched, make_batch
+from .test_variable_length import FLOATS, leaf_of, packed
 
 
 def test_actions_are_refused_by_env_and_place() -> None:
@@ -63,9 +63,9 @@ def test_a_server_does_not_read_actions_and_a_worker_refuses_them() -> None:
     rows = Rows.allocate(spec, 2)
     rows.action[0][:] = packed(spec.action_leaves[0], [1])
     check_action_rows(spec, rows.action, 0, 2)
-    assert ActionBounds(spec, rows.action).hold(0, 2)
+    assert ActionBounds(spec, rows.action).all_within(0, 2)
     with pytest.raises(CodecError, match="expected a value of Text"):
-        action_values(spec, rows.action)
+        decode_actions(spec, rows.action)
 
 
 @pytest.mark.parametrize("name", ["dict_of_all", "sequence_stacked", "dict_empty"])
@@ -79,7 +79,7 @@ def test_a_crash_file_plays_the_same_actions(name: str) -> None:
     rows = Rows.allocate(spec, 1)
     ring = ActionRing(spec, 1, bytearray(ring_nbytes(spec, 1)))
     heartbeat = private_heartbeat()
-    env.attach(rows, heartbeat, ring.row(0, 0))
+    env.attach(rows, heartbeat, ring.row_record(0, 0))
     env.reset(None)
     for _ in range(2):
         action = spec.action_space.sample()
@@ -88,7 +88,7 @@ def test_a_crash_file_plays_the_same_actions(name: str) -> None:
             rows.action, check_actions(spec, batch, None, 1), strict=True
         ):
             target[...] = array
-        ring.note_step(rows.action, 0, 1)
+        ring.record_step(rows.action, 0, 1)
         env.step(action)
     played = ring.read(0, 0)
     assert played is not None

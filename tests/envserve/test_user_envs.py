@@ -18,9 +18,9 @@ from envserve.client import BatchEnv
 from envserve.envs import registry
 from envserve.envs.registry import Registry, import_env_modules, make_env
 from envserve.envs.user_envs import (
-    absolute,
+    env_name_of,
     name_and_imports,
-    name_of,
+    with_absolute_path,
     writable_by_others,
 )
 from envserve.errors import EnvStartError, UnknownEnv
@@ -60,13 +60,14 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test imports and registers is gone after it."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     modules, names, came = (
-        set(known) for known in (sys.modules, gymnasium.registry, registry._came_with)
+        set(known)
+        for known in (sys.modules, gymnasium.registry, registry._names_by_module)
     )
     yield
     for old, known in (
         (modules, sys.modules),
         (names, gymnasium.registry),
-        (came, registry._came_with),
+        (came, registry._names_by_module),
     ):
         for name in set(known) - old:
             del known[name]
@@ -94,7 +95,7 @@ def walk_file(tmp_path: Path) -> str:
     ],
 )
 def test_a_word_has_a_plain_name(word: object, name: str) -> None:
-    assert name_of(word) == name
+    assert env_name_of(word) == name
 
 
 def test_what_workers_import_follows_from_the_word() -> None:
@@ -108,7 +109,7 @@ def test_what_workers_import_follows_from_the_word() -> None:
     assert name_and_imports("CartPole-v1", ["other"]) == ("CartPole-v1", ("other",))
     path = "gymnasium.envs.classic_control.cartpole:CartPoleEnv"
     assert name_and_imports(CartPoleEnv) == (path, (path,))
-    assert absolute("no_file:Walk") == "no_file:Walk"
+    assert with_absolute_path("no_file:Walk") == "no_file:Walk"
 
 
 def test_what_workers_cannot_import_is_said_with_a_way_out() -> None:

@@ -114,7 +114,9 @@ def test_rows_are_as_long_as_the_longest_value_needs() -> None:
 
 
 def test_a_value_that_does_not_fit_is_told_the_bound_and_what_to_do() -> None:
-    words = r"at most 4096 bytes; got 5\d{3}; .*shorter.*or set max_bytes of its space"
+    words = (
+        r"at most 4096 bytes; got 5\d{3}; .*shorter.*or increase max_bytes of its space"
+    )
     with pytest.raises(SpaceError, match=words):
         encode_row(leaf_of(Sequence(Discrete(2))), (np.int64(1),) * 5000)
     own = leaf_of(roomy(Sequence(Discrete(2)), 1 << 14))
@@ -170,7 +172,7 @@ WRONG: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("name", "value"), WRONG)
 def test_a_value_of_another_form_is_a_violation(name: str, value: Any) -> None:
     leaf = leaf_of(ENCODED[name])
-    with pytest.raises(SpaceError, match=r"expected a |cannot encode|no plain"):
+    with pytest.raises(SpaceError, match=r"expected a |cannot encode"):
         encode_row(leaf, value)
 
 
@@ -226,9 +228,9 @@ def test_a_bad_row_names_its_env() -> None:
     observation = dict(zip(("image", "mission"), rows.observation, strict=True))
     observation["mission"][1, :5] = 1, 0, 0, 0, 7
     with pytest.raises(CodecError, match=r"Env 7: observation 'mission': .* got 7"):
-        decode_observation(spec, [3, 7], observation, is_whole=np.ones(2, np.bool_))
+        decode_observation(spec, [3, 7], observation, is_complete=np.ones(2, np.bool_))
     is_whole = np.array([True, False])  # the worker of row 1 was killed as it wrote
-    seen = decode_observation(spec, [3, 7], observation, is_whole=is_whole)
+    seen = decode_observation(spec, [3, 7], observation, is_complete=is_whole)
     assert seen["mission"][1] == decode_row(spec.observation_leaves[1], np.zeros(4))
 
 
@@ -240,13 +242,13 @@ def test_rows_of_a_step_hold_so_many_values_together(
     (leaf,) = spec.observation_leaves
     rows = np.tile(packed(leaf, [0] * 100), (64, 1))
     with pytest.raises(RemoteProtocolError, match=r"Env 10: .* at most 1000 values"):
-        decode_observation(spec, range(64), rows, is_whole=np.ones(64, np.bool_))
+        decode_observation(spec, range(64), rows, is_complete=np.ones(64, np.bool_))
     ended = np.arange(64) == 3
-    seen = decode_observation(spec, range(64), rows, is_whole=~ended, ended=ended)
+    seen = decode_observation(spec, range(64), rows, is_complete=~ended, ended=ended)
     assert [len(each) for each in seen] == [100 * (row == 3) for row in range(64)]
     rows[0, 4] = 255  # a row that was cut short counts, too
     with pytest.raises(RemoteProtocolError, match=r"Env 0: .* at most 1000 values"):
-        decode_observation(spec, range(1), rows[:1], is_whole=ended[:1])
+        decode_observation(spec, range(1), rows[:1], is_complete=ended[:1])
 
 
 def test_an_empty_value_is_made_once() -> None:
@@ -255,11 +257,13 @@ def test_an_empty_value_is_made_once() -> None:
     zeros = np.zeros((2, spec.observation_leaves[0].nbytes), np.uint8)
     with mock.patch.object(leaves, "create_empty_array", wraps=create_empty_array) as m:
         whole = np.ones(2, np.bool_)
-        one, other = decode_observation(spec, range(2), zeros, is_whole=whole)
+        one, other = decode_observation(spec, range(2), zeros, is_complete=whole)
         one[0][:] = 1  # each its own
         assert m.call_count == 1
-    assert_same(other, decode_observation(spec, range(1), zeros[:1], is_whole=whole)[0])
-    assert 500 < spec.observation_leaves[0].empty[1] < 600  # they are copied soon
+    assert_same(
+        other, decode_observation(spec, range(1), zeros[:1], is_complete=whole)[0]
+    )
+    assert 500 < spec.observation_leaves[0].empty_cost < 600
 
 
 HOSTILE_SPACES: dict[str, Any] = {
