@@ -1,4 +1,4 @@
-"""Bytes that nobody should send, and what may come of them."""
+"""Mutations of encoded bytes, for decoders of untrusted input."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 from envserve.errors import RemoteProtocolError
 
 
-def read_or_refuse(reader: Callable[[bytes], object], data: bytes, *named: str) -> None:
-    """Whatever the bytes are: they can be read, or the one error comes out."""
+def decode_or_reject(
+    decoder: Callable[[bytes], object], data: bytes, *expected_words: str
+) -> None:
+    """Decode bytes; accept success, or a RemoteProtocolError with one of the words."""
     try:
-        reader(data)
+        decoder(data)
     except RemoteProtocolError as error:
-        assert any(name in str(error) for name in named or ("",))  # noqa: PT017
+        assert any(name in str(error) for name in expected_words or ("",))  # noqa: PT017
         assert str(error)  # noqa: PT017
 
 

@@ -1,4 +1,4 @@
-"""Files of crashes are few, private and whole; a file system may refuse them."""
+"""Repro files are few, private and complete; errors of the file system are logged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from envserve.crashes.crash_folder import CrashFolder, default_folder
 
 
-def test_file_is_private_whole_and_named_after_its_subject(tmp_path: Path) -> None:
+def test_a_file_is_private_complete_and_named_after_the_env(tmp_path: Path) -> None:
     files = CrashFolder(tmp_path / "new" / "folder")
     path = files.write("envs/Odd name\n-v0 env 7", b"content", 0.0)
     assert path is not None
@@ -22,7 +22,7 @@ def test_file_is_private_whole_and_named_after_its_subject(tmp_path: Path) -> No
     assert os.listdir(path.parent) == [path.name]
 
 
-def test_one_file_a_second_and_the_newest_are_kept(
+def test_one_file_per_second_is_written_and_the_newest_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("envserve.crashes.crash_folder._MAX_FILES", 3)
@@ -33,7 +33,7 @@ def test_one_file_a_second_and_the_newest_are_kept(
     files = CrashFolder(tmp_path)
     first = files.write("a", b"", -2.0)
     assert first is not None
-    leftover = first.with_name(f"{first.name}.part")  # of a process that was killed
+    leftover = first.with_name(f"{first.name}.part")  # left by a killed process
     first.rename(leftover)
     os.utime(leftover, (0, 0))
     paths = []
@@ -53,7 +53,7 @@ def test_one_file_a_second_and_the_newest_are_kept(
 
 
 @pytest.mark.parametrize("limit", ["files", "bytes"])
-def test_files_of_whoever_has_the_most_give_way(
+def test_files_of_the_owner_with_the_most_files_are_deleted_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     monkeypatch.setattr("envserve.crashes.crash_folder._MAX_FILES", 50)
@@ -72,7 +72,7 @@ def test_files_of_whoever_has_the_most_give_way(
 
 
 @pytest.mark.parametrize("kind", ["file", "full", "gone"])
-def test_file_system_that_refuses_costs_one_line_until_it_takes_files_again(
+def test_a_failing_file_system_is_logged_once_until_it_works_again(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -102,7 +102,7 @@ def test_file_system_that_refuses_costs_one_line_until_it_takes_files_again(
 
 
 @pytest.mark.parametrize("kind", ["link", "open", "of_another"])
-def test_default_folder_that_is_not_ours_alone_is_refused(
+def test_a_default_folder_that_others_can_use_is_rejected(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -131,7 +131,7 @@ def test_default_folder_that_is_not_ours_alone_is_refused(
     assert folder.is_symlink() or list(folder.iterdir()) == []
 
 
-def test_no_temporary_folder_costs_one_line(
+def test_a_missing_temporary_folder_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse() -> str:
@@ -146,7 +146,7 @@ def test_no_temporary_folder_costs_one_line(
     assert "No usable temporary directory" in caplog.text
 
 
-def test_default_folder_is_made_for_this_user_alone(
+def test_the_default_folder_is_private(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
