@@ -1,8 +1,15 @@
 """The last actions of each env, in shared memory, so that they outlive the worker.
 
-Each row also has a record with a start point for a replay: a reset with a known seed,
-or the state of the env's random generator before a reset. The same actions from there
-lead to the env's present state.
+A replay begins at a start point: a reset with a known seed, or the state of the env's
+random generator before a reset. The same actions from there lead to the env's present
+state. Each row has a record of its start point, and the pool has a ring with the
+actions of the last steps.
+
+The steps of each block are counted, and a record stores the counts at its events, so
+that a reader finds the actions since the start point in the ring. A step therefore
+costs only a copy of its actions. Reading the state of a generator takes longer, so an
+autoreset keeps the start point (`reuse_start`) until an eighth of the ring has been
+written since then.
 """
 
 from __future__ import annotations
@@ -31,7 +38,7 @@ __all__ = [
 Array = np.ndarray[Any, Any]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 #: At least 0, and below 2**64 because a record cannot store larger numbers.
-_Uint64 = Annotated[int, Meta(ge=0)]  # and below 2**64, as a record holds it
+_Uint64 = Annotated[int, Meta(ge=0)]
 #: State of a PCG64: high and low half of the state, high and low half of the increment,
 #: has_uint32, uinteger.
 RngState = tuple[_Uint64, _Uint64, _Uint64, _Uint64, _Uint64, _Uint64]
@@ -74,20 +81,20 @@ _ASSIGNED_BY_ENV: Final = -1
 
 @dataclass(frozen=True)
 class ActionHistory:
-    """The actions that lead an env from a known reset to its present or failed state.
+    """The actions that lead an env from a start point to its present or failed state.
 
     Attributes:
       incarnation: Number of times the env of the row had been rebuilt.
-      seed: Seed of the first reset, or None.
-      generator: State of the generator before the first reset, or None.
-      actions: One array `[num_actions, ...]` per action leaf: the actions since then.
-      num_missing: Number of actions between the first reset and `actions` that are no
-        longer kept.
+      seed: Seed of the reset at the start point, or None.
+      generator: State of the generator before the reset at the start point, or None.
+      actions: One array `[num_actions, ...]` per action leaf: the last actions since
+        the start point.
+      num_missing: Number of earlier actions since the start point, which are not kept.
       episode_step: Number of steps of the running episode.
       is_touched: Whether a caller has called methods or set attributes of the env.
-      options: Encoded options of the first reset; see `lane.Reset`.
-      misses_options: Whether the options of the first reset are not known, or an
-        earlier reset had options.
+      options: Encoded options of the reset at the start point; see `lane.Reset`.
+      misses_options: Whether these options are not known, or an earlier reset had
+        options.
     """
 
     incarnation: Count

@@ -21,7 +21,7 @@ def resolve(word: str) -> tuple[str, ...]:
     """Returns the addresses that a word stands for now, with scheme and port.
 
     Args:
-      word: An address, as for `complete`; or a source of them: `dns://host:port` for a
+      word: An address, as for `complete_address`; or a source of them: `dns://host:port` for a
         server at every address of a name, `file:///path` for a file of an address a
         line, `ray://namespace/name` for servers that run in Ray.
 
