@@ -1,4 +1,4 @@
-"""Addresses of servers: `sim1` is `tcp://sim1:5555`; and who reaches them."""
+"""Server addresses: complete short forms, and recognise addresses of this host."""
 
 from __future__ import annotations
 
@@ -8,50 +8,57 @@ from typing import Final, Self
 
 from envserve.errors import AddressError
 
-__all__ = ["DEFAULT_PORT", "NamedAddress", "complete", "is_private"]
+__all__ = ["DEFAULT_PORT", "NamedAddress", "complete_address", "is_local_address"]
 
 DEFAULT_PORT: Final = 5555
-_WORD: Final = re.compile(
+_ADDRESS: Final = re.compile(
     r"((tcp|dns)://)?(?P<host>\[[^]]+\]|[^:/\[\]\s]+)(:(?P<port>\d+))?"
 )
 
 
 class NamedAddress(str):
-    """One of the addresses of a name; the key of its server is noted by that."""
+    """An address that a name, such as `dns://sims:5555`, was resolved to.
+
+    The server's key is pinned under the name instead of the address, because the
+    addresses of a name change.
+    """
 
     name: str
+    """The name, such as `tcp://sims:5555` or `ray://namespace/name`."""
 
     def __new__(cls, address: str, name: str) -> Self:
-        """Names an address."""
+        """Create the address and attach its name."""
         named = super().__new__(cls, address)
         named.name = name
         return named
 
 
-def complete(word: str) -> str:
-    """Returns a word with scheme and port, `sim1` as `tcp://sim1:5555`.
+def complete_address(address: str) -> str:
+    """Return an address with scheme and port: `tcp://sim1:5555` for `sim1`.
 
     Raises:
-      AddressError: It is no such word.
+      AddressError: The address is malformed.
     """
-    if word.startswith("ipc://") and word != "ipc://":
-        return word
-    match = _WORD.fullmatch(word)
+    if address.startswith("ipc://") and address != "ipc://":
+        return address
+    match = _ADDRESS.fullmatch(address)
     port = int(match["port"] or DEFAULT_PORT) if match else -1
     if match is None or port > 65535:
         raise AddressError(
             f"expected an address like sim1, sim1:5555, tcp://127.0.0.1:5555 or "
-            f"ipc:///path, or many of them like dns://sims:5555, file:///path or "
-            f"ray://namespace/name; got {word!r:.200}"
+            f"ipc:///path, or a source of addresses like dns://sims:5555, file:///path "
+            f"or ray://namespace/name; got {address!r:.200}"
         )
     return f"tcp://{match['host']}:{port}"
 
 
-def is_private(address: str) -> bool:
-    """Tells whether only this host reaches an address, by tcp:// or ipc://.
+def is_local_address(address: str) -> bool:
+    """Return whether an address can be reached only from this host.
+
+    This is true for `ipc://`, and for `tcp://` with localhost or a loopback IP.
 
     Raises:
-      ValueError: It is no such address.
+      ValueError: The address is neither `ipc://PATH` nor `tcp://HOST:PORT`.
     """
     scheme, _, rest = address.partition("://")
     if scheme == "ipc" and rest:
@@ -64,5 +71,5 @@ def is_private(address: str) -> bool:
         )
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # a name, an interface or *: whatever that may reach
-        return False
+    except ValueError:
+        return False  # a host name, an interface or *, which others may reach

@@ -1,7 +1,6 @@
-"""Every exception that envserve raises on purpose, in one tree.
+"""The exceptions of envserve. All of them derive from `EnvserveError`.
 
-Catch `EnvserveError` for all of them. Messages say what was expected, what came,
-where, and what to do.
+Messages state the expected and the found value, the place, and the remedy.
 """
 
 from __future__ import annotations
@@ -41,18 +40,18 @@ class EnvserveError(Exception):
 
 
 class CodecError(EnvserveError, ValueError):
-    """A value that cannot be encoded, or bytes that are not a valid encoding."""
+    """A value cannot be encoded, or bytes are not a valid encoding."""
 
 
 class SpaceError(EnvserveError, TypeError, RuntimeError):
-    """A space that we cannot carry, a value that is not of it, or spaces that differ.
+    """A space is not supported, a value is not in its space, or spaces differ.
 
-    A RuntimeError too, which Gymnasium raises for envs whose spaces differ.
+    It is a RuntimeError too, because Gymnasium raises one for envs whose spaces differ.
     """
 
 
 class ActionError(EnvserveError, ValueError, TypeError):
-    """Actions with a wrong structure, shape, dtype or value."""
+    """Actions have a wrong structure, shape or dtype, or are out of bounds."""
 
 
 class UnknownEnv(EnvserveError, LookupError):
@@ -60,22 +59,22 @@ class UnknownEnv(EnvserveError, LookupError):
 
 
 class WrapperError(EnvserveError, ValueError):
-    """No wrapper of that name is known, or an argument of it is wrong."""
+    """No wrapper of that name is registered, or one of its arguments is wrong."""
 
 
 class EnvError(EnvserveError, RuntimeError):
-    """Code of an env raised, or returned something its spaces do not allow.
+    """An env raised an exception, or returned a value outside its spaces.
 
     Attributes:
-      message: What went wrong, without the traceback.
-      env_index: Row of the env in its batch, or None when all are concerned.
-      remote_traceback: Traceback text from the worker; empty when there is none.
+      message: The error without the traceback.
+      env_index: Row of the env in its batch; None if the error concerns all rows.
+      remote_traceback: Traceback text from the worker; empty if there is none.
     """
 
     def __init__(
         self, message: str, *, env_index: int | None = None, remote_traceback: str = ""
     ) -> None:
-        """Joins the worker's traceback to the message, where a user looks first."""
+        """Append the worker's traceback to the message."""
         text = message
         if remote_traceback:
             text = f"{message}\n\nIn the worker:\n{remote_traceback.rstrip()}"
@@ -86,23 +85,23 @@ class EnvError(EnvserveError, RuntimeError):
 
 
 class EnvStartError(EnvError):
-    """An env could not be built or first reset."""
+    """An env could not be built or reset for the first time."""
 
 
 class CallError(EnvError):
-    """`call`, `get_attr` or `set_attr` failed, or names an attribute not exposed."""
+    """`call`, `get_attr` or `set_attr` failed, or the attribute is not exposed."""
 
 
 class WorkerError(EnvserveError, RuntimeError):
-    """A worker process broke its side of the conversation, or cannot be started."""
+    """A worker process violated its protocol, or cannot be started."""
 
 
 class ReproError(EnvserveError, ValueError):
-    """A file that is no repro file, or does not fit to the env that it names."""
+    """A file is not a repro file, or does not match the env that it names."""
 
 
 class VideoError(EnvserveError, RuntimeError):
-    """An env gives no frames, or they cannot be made a video of."""
+    """An env renders no frames, or they cannot be encoded as a video."""
 
 
 class EnvTimeout(EnvserveError, TimeoutError):
@@ -110,60 +109,61 @@ class EnvTimeout(EnvserveError, TimeoutError):
 
 
 class KeyFileError(EnvserveError, RuntimeError):
-    """A file of keys that others can read or own, or that cannot be read."""
+    """A key file cannot be read or written, or other users can read or own it."""
 
 
 class ServerError(EnvserveError, RuntimeError):
-    """Base class of what can go wrong between a client and a server."""
+    """Base class of errors between a client and a server."""
 
 
 class ConnectError(ServerError, ConnectionError):
-    """No server answered at the address before the deadline."""
+    """No connection: no server answered in time, or its key is not known."""
 
 
 class AddressError(ConnectError, ValueError):
-    """A word that is no address of a server, or names a host that nobody knows."""
+    """A server address is malformed, or its host cannot be resolved."""
 
 
 class ServerLost(ServerError, ConnectionError):
-    """A server that had answered is silent for longer than allowed."""
+    """A server that had answered was silent for longer than allowed."""
 
 
 class SelfTestError(ServerError):
-    """A server that is about to start would not refuse whom it should."""
+    """The self-test of a starting server failed: it would accept unknown keys."""
 
 
 class EnvsBusy(ServerError):
-    """The server has fewer free envs than asked for.
+    """The server has fewer free envs than requested.
 
     Attributes:
-      holder: Who has most of the others: a client of ours, like "host:pid", or
-        "others"; empty if nobody has.
-      since: For how many seconds it has had them, when the server answered; 0 for
-        others.
+      holder: The client that has leased the most envs: its name, such as "host:pid", if
+        it belongs to the same user, and "others" if not; empty if no env is leased.
+      held_seconds: For how long the holder had leased them when the server answered;
+        0 for "others".
     """
 
-    def __init__(self, message: str, *, holder: str = "", since: float = 0.0) -> None:
-        """Keeps who has the envs; the message names all."""
+    def __init__(
+        self, message: str, *, holder: str = "", held_seconds: float = 0.0
+    ) -> None:
         super().__init__(message)
         self.holder = holder
-        self.since = since
+        self.held_seconds = held_seconds
 
 
 class ServerDraining(EnvsBusy):
-    """The server gives out no envs any more, since it is about to stop."""
+    """The server grants no leases any more, because it is about to stop."""
 
 
 class LeaseLost(ServerError):
-    """The server gave this client's envs up; they must be attached anew."""
+    """The server ended this client's lease; the envs must be leased again."""
 
 
 class ProtocolError(ServerError):
-    """A message breaks the protocol."""
+    """A message violates the protocol."""
 
 
 class LocalProtocolError(ProtocolError):
-    """This side tried something that the protocol does not allow now."""
+    """This side attempted something that the protocol does not allow now."""
 
 
 class RemoteProtocolError(ProtocolError):
@@ -171,4 +171,4 @@ class RemoteProtocolError(ProtocolError):
 
 
 class ProtocolMismatch(ProtocolError):
-    """Client and server share no protocol version."""
+    """Client and server have no protocol version in common."""

@@ -31,8 +31,8 @@ from typing import (
 import msgspec
 from msgspec import Meta
 
-from envserve.address import is_private
-from envserve.envs.user_envs import absolute, is_user_env, name_of
+from envserve.address import is_local_address
+from envserve.envs.user_envs import env_name_of, is_user_env, with_absolute_path
 from envserve.host_resources import num_cores
 from envserve.text import Name
 from envserve.wrappers.specs import Wrappers
@@ -310,9 +310,9 @@ class HostSettings(WorkerSettings):
     def __post_init__(self) -> None:
         """Checks everything; raises ValueError."""
         super().__post_init__()
-        names = tuple(map(absolute, self.env_names or ()))
-        own = filter(is_user_env, (*names, *map(absolute, self.vector_envs)))
-        words = (*map(absolute, self.import_modules), *own)
+        names = tuple(map(with_absolute_path, self.env_names or ()))
+        own = filter(is_user_env, (*names, *map(with_absolute_path, self.vector_envs)))
+        words = (*map(with_absolute_path, self.import_modules), *own)
         vars(self)["env_names"] = names or self.env_names
         vars(self)["import_modules"] = tuple(dict.fromkeys(words))
         try:
@@ -321,7 +321,7 @@ class HostSettings(WorkerSettings):
             raise ValueError(f"allowed_kwargs: {error}") from None
         for address in self.binds:
             try:
-                is_private(address)
+                is_local_address(address)
             except ValueError as error:
                 raise ValueError(f"binds: {error}") from None
         home = os.path.expanduser(f"~{self.worker_user}")  # found, if there is one
@@ -353,7 +353,7 @@ class PoolSettings(WorkerSettings, EnvRequest):
         names = [f.name for f in fields(cls)]
         given = {n: getattr(request if n in asked else host, n) for n in names}
         if isinstance(host, HostSettings) and request.env_name in map(
-            name_of, host.vector_envs
+            env_name_of, host.vector_envs
         ):
             given["vectorized"] = True
         return cls(**given)

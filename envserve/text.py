@@ -1,7 +1,7 @@
-"""Text of others, made fit for terminals, logs and strangers.
+"""Sanitise text from envs and peers, suggest names, and throttle log lines.
 
-What an env, a client or a server says may hold escape sequences, marks that turn the
-direction of writing, newlines without end, and paths of the host that it comes from.
+Text from an env, a client or a server may contain terminal escape sequences, marks that
+reverse the writing direction, any number of newlines, and paths of its host.
 """
 
 from __future__ import annotations
@@ -22,20 +22,28 @@ __all__ = [
     "without_folders",
 ]
 
-#: What a peer may call an env.
+#: A name in a message, such as that of an env or client; at most 200 characters.
 Name = Annotated[str, Meta(max_length=200)]
 
-#: Of a traceback's line, and of any other absolute path.
+#: The folders in a line of a traceback, and in any other absolute path.
 _FOLDERS: Final = re.compile(r'(?<=File ")/[^"\n]*/|(?<![\w:/.])/(?:[^\s/\'"]+/)+')
-_SECONDS: Final = 1.0
-#: Of an env's name: what is left out to compare it, and what ends a module before it.
+#: Shortest time in seconds between two log lines of the same kind.
+_LOG_INTERVAL: Final = 1.0
+#: The version of an env name, which is ignored when names are compared.
 _VERSION: Final = re.compile(r"-v\d+$")
-_LAST: Final = re.compile(r"[:/]")
-_FEW: Final = 5
+#: Separators between a module or namespace and the name of an env.
+_SEPARATOR: Final = re.compile(r"[:/]")
+#: Longest list of known names that is shown in full.
+_MAX_SHOWN_NAMES: Final = 5
 
 
 def one_line(text: str, max_length: int | None = None) -> str:
-    """Returns a text, or so much of it, with all that is not printable escaped."""
+    """Return a text as one line, with unprintable characters escaped.
+
+    Args:
+      text: The text.
+      max_length: Longest result in characters; longer text is cut. None: no limit.
+    """
     line = "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode()
         for char in text[:max_length].rstrip()
@@ -44,45 +52,55 @@ def one_line(text: str, max_length: int | None = None) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns the same with its newlines, for tracebacks."""
+    """Return a text with unprintable characters escaped, except newlines."""
     return text if text.isprintable() else "\n".join(map(one_line, text.split("\n")))
 
 
 def without_folders(text: str) -> str:
-    """Returns a text in which absolute paths are names of files only."""
+    """Return a text in which absolute paths are reduced to their file names."""
     return _FOLDERS.sub("", text)
 
 
 def did_you_mean(env_name: str, known: Iterable[str]) -> str:
-    """Returns "; did you mean A or B?" of names that are near, or all if they are few.
+    """Return "; did you mean A or B?" with the known names that are similar.
 
-    Versions, and whether letters are small, make no difference; a module or namespace
-    may be missing.
+    If no name is similar, list the known names if they are few. The comparison ignores
+    case and version; the module or namespace may be missing.
     """
     names = list(known)
     bases = {_VERSION.sub("", name).lower(): name for name in names}
-    found = {_LAST.split(base)[-1]: name for base, name in bases.items()} | bases
+    found = {_SEPARATOR.split(base)[-1]: name for base, name in bases.items()} | bases
     base = _VERSION.sub("", env_name).lower()
     near = difflib.get_close_matches(base, found, n=3, cutoff=0.75)
     if near:
         return f"; did you mean {' or '.join({found[key]: 0 for key in near})}?"
-    return f"; there is only {', '.join(names)}" if 0 < len(names) <= _FEW else ""
+    if 0 < len(names) <= _MAX_SHOWN_NAMES:
+        return f"; there is only {', '.join(names)}"
+    return ""
 
 
 class LogThrottle:
-    """Let one line of each kind through per second; count the suppressed ones."""
+    """Admit one log line of each kind per second, and count the suppressed ones."""
 
     def __init__(self) -> None:
         self._kinds: dict[object, tuple[float, int]] = {}
 
-    def passes(self, kind: object, now: float) -> str | None:
+    def admit(self, kind: object, now: float) -> str | None:
         """Return a suffix for the line, or None if the line must not be logged.
 
-        The suffix tells how many lines of this kind were suppressed since the last one.
+        Args:
+          kind: Kind of the line; each kind has its own limit.
+          now: Time in monotonic seconds.
+
+        Returns:
+          The number of lines of this kind that were suppressed since the last one, as
+          text to append to the line; "" if there were none.
         """
-        due_at, left_out = self._kinds.get(kind, (now, 0))
+        due_at, num_suppressed = self._kinds.get(kind, (now, 0))
         if now < due_at:
-            self._kinds[kind] = due_at, left_out + 1
+            self._kinds[kind] = due_at, num_suppressed + 1
             return None
-        self._kinds[kind] = now + _SECONDS, 0
-        return f" (and {left_out} more that were not logged)" if left_out else ""
+        self._kinds[kind] = now + _LOG_INTERVAL, 0
+        if not num_suppressed:
+            return ""
+        return f" (and {num_suppressed} more that were not logged)"

@@ -57,7 +57,7 @@ class Knocker:
     def __init__(self, address: str, server_public: bytes) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        use_keys(self.socket, server_public, KeyPair.make())
+        use_keys(self.socket, server_public, KeyPair.generate())
         self.socket.connect(address)
         self._until = time.monotonic() + 1.0
 

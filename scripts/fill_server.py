@@ -29,7 +29,7 @@ from benchmarks.lab.processes import own_keys
 from benchmarks.lab.siege import Cores, Goals
 from envserve.keys.grant import Grant
 from envserve.keys.key_folder import KeyFolder
-from envserve.keys.key_pair import Keys
+from envserve.keys.key_pair import CurveKeys
 from envserve.wire.sockets import raise_file_limit, use_keys
 from tests.envserve.server_process import ServerProcess
 from tests.envserve.strangers import HELLO, KeyedStranger, foreseen_ids, honest_client
@@ -45,14 +45,14 @@ _AT_ONCE: Final = 250
 _NEWCOMERS: Final = 20
 
 
-def keys_of(home: Path, address: str) -> Keys:
+def keys_of(home: Path, address: str) -> CurveKeys:
     """Returns what the client has whose folder that is."""
     keys = KeyFolder(home).keys_for(address)
     assert keys is not None
     return keys
 
 
-def let_in(home: Path, address: str) -> Keys:
+def let_in(home: Path, address: str) -> CurveKeys:
     """Makes a client in that folder whom the server knows; returns what it has."""
     public, _ = keys_of(KeyFolder().path, address)
     KeyFolder(home).add_pin([address], public, home.name)
@@ -88,7 +88,7 @@ def send_endless(address: str, home: Path) -> None:
             peer.poll(1000)
 
 
-def announce(address: str, keys: Keys, count: int) -> int:
+def announce(address: str, keys: CurveKeys, count: int) -> int:
     """Announces so many routing ids; returns how many were shut out."""
     foreseen, num_shut_out = foreseen_ids(count), 0
     for start in range(0, count, _AT_ONCE):

@@ -178,7 +178,7 @@ def send_as_another(
         return ErrorBody.decode(body).text if body else ""
 
     session, epoch = numbers
-    call = CallBody.of([Call(0, (0,), "call", "render")]).encode()
+    call = CallBody.from_calls([Call(0, (0,), "call", "render")]).encode()
     reset = ResetBody(resets=((None, None),)).encode()
     bodies = [
         (MessageType.PING, b"", ()),

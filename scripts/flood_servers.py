@@ -69,7 +69,7 @@ _BODIES: dict[str, tuple[MessageType, bytes]] = {
     ),
     "call": (
         MessageType.CALL,
-        CallBody.of(
+        CallBody.from_calls(
             [Call(0, (0,), "call", "step", codec.encode([[[0] * 4000], {}]))]
         ).encode(),
     ),
@@ -82,7 +82,7 @@ class _Peer:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         secret = formats.decode(formats.SECRET, os.environ["FLOOD_KEY"])
-        pair = KeyPair.of(secret)
+        pair = KeyPair.from_secret(secret)
         keys = KeyFolder().key("server")
         assert keys is not None
         self._socket = context.socket(zmq.DEALER)
@@ -239,7 +239,7 @@ def main() -> int:
         folder.ensure_key("server")
         floods = list(itertools.product(given.kinds, given.connections))
         # Each flood has one of its own: who was shut out is so for a minute.
-        pairs = [KeyPair.make() for _ in range(2 * given.rounds * len(floods))]
+        pairs = [KeyPair.generate() for _ in range(2 * given.rounds * len(floods))]
         for number, pair in enumerate(pairs):
             grant = Grant(name=f"mallory-{number}", public=pair.public)
             folder.clients.add(grant, time.time())

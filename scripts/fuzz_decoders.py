@@ -31,7 +31,7 @@ def fuzz_guided(atheris: Any, name: str, target: Any, seconds: int) -> None:
             for number, data in enumerate(target.valid):
                 Path(corpus, str(number)).write_bytes(data)
             options = (f"-max_total_time={seconds}", "-max_len=65536", "-verbosity=0")
-            atheris.Setup([name, *options, corpus], target.try_out)
+            atheris.Setup([name, *options, corpus], target.run)
             atheris.Fuzz()
     _, status = os.waitpid(pid, 0)
     if status:
@@ -65,7 +65,7 @@ def main(
     for name, target in targets.items():
         seconds, data = target.slowest
         print(
-            f"{name:20} {target.num_refused:9,} refused; slowest "
+            f"{name:20} {target.num_rejected:9,} rejected; slowest "
             f"{1e3 * seconds:6.3f} ms, {len(data)} bytes"
         )
     print(f"{bodies:,} bodies; memory at most {grown / 1024:.1f} MiB more")

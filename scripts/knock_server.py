@@ -65,7 +65,7 @@ def use_up_keys(server: ServerProcess, public: bytes) -> dict[str, tuple[Any, ..
     does: dict[str, tuple[Any, ...]] = {}
     for name in ("revoked", "expired", "used"):
         until, said = (now + 99, encode(JOIN)) if name == "used" else (None, HELLO)
-        pair = KeyPair.make()
+        pair = KeyPair.generate()
         does[name] = server.address, public, pair, said
         grant = Grant(name=name, public=pair.public, until=until)
         clients.add(grant, now)
@@ -118,7 +118,7 @@ def main(
         def count(short: str) -> int:
             return int(samples(read_soon(place))[f"envserve_{short}"])
 
-        address, other = server.address, KeyPair.make()
+        address, other = server.address, KeyPair.generate()
         keys = KeyFolder().keys_for(address)
         assert keys is not None
         public, own = keys

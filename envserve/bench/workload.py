@@ -11,7 +11,7 @@ import gymnasium
 from gymnasium.error import DependencyNotInstalled
 from gymnasium.vector.utils import batch_space
 
-from envserve.envs.registry import import_env_modules, make_env, spec_of
+from envserve.envs.registry import find_spec, import_env_modules, make_env
 from envserve.errors import EnvStartError
 
 __all__ = ["Workload"]
@@ -73,4 +73,4 @@ class Workload:
 def _make_env(load: Workload) -> gymnasium.Env[Any, Any]:
     """Builds one env as its users do, in Gymnasium's wrappers."""
     import_env_modules(load.import_modules)
-    return gymnasium.make(spec_of(load.env_name), **load.env_kwargs)
+    return gymnasium.make(find_spec(load.env_name), **load.env_kwargs)

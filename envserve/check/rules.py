@@ -363,7 +363,7 @@ def disabled(c: ProbeClient) -> None:
 @rule("CALL", disturbs=True)
 def calls(c: ProbeClient) -> None:
     """A CALL of what is not exposed is refused."""
-    hidden = CallBody.of([Call(0, (0,), "get", "_hidden", b"\x92\x90\x80")])
+    hidden = CallBody.from_calls([Call(0, (0,), "get", "_hidden", b"\x92\x90\x80")])
     call = c.operation(MessageType.CALL, [0], hidden.encode())
     c.expect_error(call, ErrorCode.REFUSED, _BAD)
 

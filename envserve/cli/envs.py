@@ -82,10 +82,10 @@ def describe(
 
 
 def _registered(name: str) -> dict[str, object]:
-    from envserve.envs.registry import maker_of, spec_of
+    from envserve.envs.registry import env_creator_of, find_spec
 
-    spec = spec_of(name)
-    takes = inspect.signature(maker_of(spec)).parameters.values()
+    spec = find_spec(name)
+    takes = inspect.signature(env_creator_of(spec)).parameters.values()
     given = [(part, spec.kwargs.get(part.name, part.default)) for part in takes]
     shown = (str(p.replace(annotation=p.empty, default=value)) for p, value in given)
     return {"time limit": spec.max_episode_steps, "arguments": ", ".join(shown)}

@@ -106,12 +106,12 @@ def invite(
                 "an invitation is a secret, and stdout is no terminal; say --stdout if "
                 "nobody else reads what it goes to"
             )
-        folder, pair, now = KeyFolder(home), KeyPair.make(), time.time()
+        folder, pair, now = KeyFolder(home), KeyPair.generate(), time.time()
         options = [f"{n.replace('_', '-')}={v}" for n, v in given.items() if v]
         key = formats.encode(formats.INVITATION, pair.public)
         until = f"until={format_time(now + _INVITATION_SECONDS)}"
         grant = parse_words([name, key, until, *options])
-        if not grant.holds(now):
+        if not grant.is_valid(now):
             raise CodecError(
                 f"expires: expected a date that is to come; got {given['expires']!r}"
             )
@@ -185,7 +185,7 @@ def clients(
     for grant in file.grants():
         name, _, *limits = format_line(grant).split()
         state = "invited" if grant.is_invitation else formats.fingerprint(grant.public)
-        state = state if grant.holds(now) else "expired"
+        state = state if grant.is_valid(now) else "expired"
         print(f"{name:12} {state:19} {' '.join(limits)}".rstrip())
 
 
@@ -216,7 +216,7 @@ def make(
             client = KeyFolder(folder / name)
             # The pin is written last: with it, a client is whole. The operator may have
             # changed its line, or removed it, since.
-            if client.addresses:
+            if client.pinned_addresses:
                 client.add_pin(at, key.public, name)
                 continue
             public = formats.encode(formats.PUBLIC, client.ensure_key("client").public)
@@ -249,10 +249,12 @@ def new(
 
 def _completed(words: list[str], *, may_be_any: bool = False) -> list[str]:
     """Returns words as addresses that clients could connect to; raises CodecError."""
-    from envserve.address import complete
+    from envserve.address import complete_address
 
     try:
-        addresses = [w if w.startswith("ray://") else complete(w) for w in words]
+        addresses = [
+            w if w.startswith("ray://") else complete_address(w) for w in words
+        ]
     except AddressError as error:
         raise CodecError(f"--at: {error}") from None
     none = ("0.0.0.0", "[::]", *(() if may_be_any else ("*", "ray")))

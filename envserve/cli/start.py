@@ -18,7 +18,7 @@ import typer
 
 from envserve.cli.options import look_for_modules_here, names_here
 from envserve.cli.terminal import ConfigFile, LogFormat, LogLevel, fail, set_up_logs
-from envserve.envs.user_envs import absolute, is_user_env
+from envserve.envs.user_envs import is_user_env, with_absolute_path
 from envserve.errors import (
     AddressError,
     EnvserveError,
@@ -166,7 +166,7 @@ def start(
     set_up_logs(log_level, log_format)
     if on is not None:
         words = words_of(ctx, ("config", "on", "resources", "servers"))
-        return _serve_on_ray([*map(absolute, words)], on, servers, resources)
+        return _serve_on_ray([*map(with_absolute_path, words)], on, servers, resources)
     if servers > 1 or resources is not None:
         flag = "--servers" if servers > 1 else "--resources"
         fail(f"{flag}: expected --on ray beside it, got none; say that, or leave it", 2)

@@ -95,7 +95,7 @@ class Builders(Protocol):
         """
         modules = options.get("import_modules") or ()
         name, options["import_modules"] = user_envs.name_and_imports(env_name, modules)
-        user_envs.check_files(options["import_modules"])
+        user_envs.check_files_exist(options["import_modules"])
         given = _settings_of(options, LocalOptions, on_fault)
         if not options.get("import_modules"):  # nobody else knows more of wrappers
             check_wrappers(given["wrappers"])
@@ -174,7 +174,7 @@ class Builders(Protocol):
         least = len(servers) if min_servers is None else min_servers
         _check_counts(num_envs, count, least, len(servers))
         asked = _settings_of(options, EnvOptions, on_fault)
-        name = user_envs.name_of(env_name)
+        name = user_envs.env_name_of(env_name)
         whole = EnvRequest(env_name=name, num_envs=num_envs, **asked)
         patience = Timeouts(
             connect_seconds=connect_timeout,

@@ -17,7 +17,7 @@ from envserve.client.factory import EnvWord
 from envserve.client.single_env import Env
 from envserve.client.vector_env import MODES, VectorEnv
 from envserve.errors import ActionError
-from envserve.spaces.action_checks import clip_roundings
+from envserve.spaces.action_checks import clip_rounding_errors
 
 __all__ = ["make", "make_batch", "make_vec", "send_step"]
 
@@ -154,7 +154,7 @@ def send_step(batch: BatchEnv, actions: Any, rows: Sequence[int] | None = None) 
         batch.send(actions, rows, together=True)
         return
     except ActionError:  # here it costs nothing where all is well
-        near = clip_roundings(batch.action_space, actions)
+        near = clip_rounding_errors(batch.action_space, actions)
     batch.send(near, rows, together=True)
 
 

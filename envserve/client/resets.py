@@ -155,7 +155,7 @@ class Resets:
         )
         is_whole = is_shown & (np.concatenate([rows.status for rows in every]) == _OK)
         return decode_observation(
-            self.spec, indices, observation, is_whole=is_whole[indices]
+            self.spec, indices, observation, is_complete=is_whole[indices]
         )
 
 

@@ -146,7 +146,7 @@ def decode_result(
 ) -> StepResult:
     """Makes values of what is encoded, once nothing more is written to the rows."""
     decode = partial(
-        decode_observation, spec, env_indices, is_whole=result.status == _OK
+        decode_observation, spec, env_indices, is_complete=result.status == _OK
     )
     ended = result.terminated | result.truncated
     last = decode(result.final_observation, ended=ended)

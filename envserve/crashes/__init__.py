@@ -1,3 +1,3 @@
-"""What an env went through: kept in shared memory, and as a file when it fails."""
+"""Records of what each env went through: in shared memory, and in repro files."""
 
 __all__: list[str] = []

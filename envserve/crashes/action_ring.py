@@ -1,8 +1,15 @@
-"""The last actions of each env, in shared memory: they outlive the worker.
+"""The last actions of each env, in shared memory, so that they outlive the worker.
 
-For each row there is a point to begin from: a reset with a known seed, or the state of
-the env's random generator before a reset. From there on the same actions lead to where
-the env is.
+A replay begins at a start point: a reset with a known seed, or the state of the env's
+random generator before a reset. The same actions from there lead to the env's present
+state. Each row has a record of its start point, and the pool has a ring with the
+actions of the last steps.
+
+The steps of each block are counted, and a record stores the counts at its events, so
+that a reader finds the actions since the start point in the ring. A step therefore
+costs only a copy of its actions. Reading the state of a generator takes longer, so an
+autoreset keeps the start point (`reuse_start`) until an eighth of the ring has been
+written since then.
 """
 
 from __future__ import annotations
@@ -30,55 +37,64 @@ __all__ = [
 
 Array = np.ndarray[Any, Any]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-_Word = Annotated[int, Meta(ge=0)]  # and below 2**64, as a record holds it
-#: State and increment of a PCG64, high and low half each; has_uint32; uinteger.
-RngState = tuple[_Word, _Word, _Word, _Word, _Word, _Word]
+#: At least 0, and below 2**64 because a record cannot store larger numbers.
+_Uint64 = Annotated[int, Meta(ge=0)]
+#: State of a PCG64: high and low half of the state, high and low half of the increment,
+#: has_uint32, uinteger.
+RngState = tuple[_Uint64, _Uint64, _Uint64, _Uint64, _Uint64, _Uint64]
 
+#: Most steps of a block that the ring keeps.
 _MAX_STEPS: Final = 2048
+#: Largest size of a ring.
 _MAX_RING_BYTES: Final = 8 << 20
-#: Longer actions are not kept: copying them would cost more than the step's message.
+#: Longest action that is recorded; copying a longer one would cost more than the
+#: message of the step.
 _MAX_ACTION_BYTES: Final = 16 << 10
 
-#: What is known of an env; a count is one of the steps of its row.
+#: Record of an env. A "count" is the number of steps of its row at some event.
 _RECORD: Final = np.dtype(
     [
         ("is_known", np.int64),
         ("incarnation", np.int64),
-        ("begun_at", np.int64),  # count at the begin of the episode
+        ("episode_at", np.int64),  # count at the start of the episode
         ("seed", np.int64),
-        ("seeded_at", np.int64),  # count at the reset with that; or _NEVER
-        ("kept_at", np.int64),  # count at the generator's state; or _NEVER
+        ("seeded_at", np.int64),  # count at the reset with that seed; or _NEVER
+        ("generator_at", np.int64),  # count at which the state was read; or _NEVER
         ("generator", np.uint64, 6),
-        ("is_touched", np.int64),  # by calls
-        ("options", np.int64),  # digest of the last options at a reset
-        ("options_at", np.int64),  # count at that reset; or _NEVER
+        ("is_touched", np.int64),  # whether calls may have changed the env
+        ("options", np.int64),  # digest of the options of the last reset with options
+        ("options_at", np.int64),  # count at that reset; or one of the values below
     ]
 )
+#: Count of an event that has not happened.
 _NEVER: Final = -1
-_EARLIER: Final = -2  # than the last reset, without a step in between
-#: Records of a row: of its env, and of one that has failed.
+#: Count of a reset with options that another reset followed without a step in between.
+_BEFORE_LAST_RESET: Final = -2
+#: Records of a row: that of its present env, and that of the last env that failed.
 _PRESENT, _FAILED = range(2)
 
 _RNG_KIND: Final = "PCG64"
 _LOW: Final = (1 << 64) - 1
-#: What Gymnasium says of a generator that the env has set itself.
-_SET_BY_ENV: Final = -1
+#: Gymnasium's `np_random_seed` of a generator that the env has assigned itself.
+_ASSIGNED_BY_ENV: Final = -1
 
 
 @dataclass(frozen=True)
 class ActionHistory:
-    """How to get an env to where it is, or was when it failed.
+    """The actions that lead an env from a start point to its present or failed state.
 
     Attributes:
-      incarnation: How often the env had been rebuilt.
-      seed: Seed of the reset to begin with, or None.
-      generator: State of the generator before the reset to begin with, or None.
-      actions: One array `[num_actions, ...]` per action leaf, applied since.
-      num_missing: Actions before these, and after that reset, which are not kept.
-      episode_step: How many actions the running episode has seen.
-      is_touched: Whether a caller has called its methods, or set its attributes.
-      options: What the reset to begin with has got, as of `lane.Reset`.
-      misses_options: Whether that is not known, or an earlier one has got some.
+      incarnation: Number of times the env of the row had been rebuilt.
+      seed: Seed of the reset at the start point, or None.
+      generator: State of the generator before the reset at the start point, or None.
+      actions: One array `[num_actions, ...]` per action leaf: the last actions since
+        the start point.
+      num_missing: Number of earlier actions since the start point, which are not kept.
+      episode_step: Number of steps of the running episode.
+      is_touched: Whether a caller has called methods or set attributes of the env.
+      options: Encoded options of the reset at the start point; see `lane.Reset`.
+      misses_options: Whether these options are not known, or an earlier reset had
+        options.
     """
 
     incarnation: Count
@@ -93,24 +109,31 @@ class ActionHistory:
 
 
 class ActionRing:
-    """The rings and records of a pool's rows.
+    """The rings and records of all rows of a pool.
 
-    The worker of a row writes, and only one that is not at work is read.
+    The worker of a row writes them. Another process reads them only while that worker
+    is idle or dead.
 
     Attributes:
-      num_steps: How many steps of a row are kept; 0 if actions are too long.
-      counts: How many steps each row has begun.
+      num_steps: Number of steps of a row that are kept; 0 if actions are too long.
+      counts: int64 `[num_envs]`; number of steps that each row has begun.
     """
 
     def __init__(self, spec: EnvSpec, num_envs: int, memory: Any) -> None:
-        """Lays itself over memory of at least `ring_nbytes` bytes."""
+        """Map the ring to a buffer of at least `ring_nbytes` bytes."""
         self.num_steps = _num_steps(spec, num_envs)
         arrays = map_arrays(_layout(spec, num_envs), memory)
         self._records, self._counts, *self._rings = arrays
         self.counts = self._counts.data
 
-    def note_step(self, actions: Sequence[Array], start: int, stop: int) -> None:
-        """Notes that the rows of a block are about to be stepped with their actions."""
+    def record_step(self, actions: Sequence[Array], start: int, stop: int) -> None:
+        """Record the actions of a block, immediately before its rows are stepped.
+
+        Args:
+          actions: Arrays `[num_envs, ...]`, one per action leaf.
+          start: First row of the block.
+          stop: Row after the last.
+        """
         count = self.counts[start]  # of all rows of the block
         if self.num_steps:
             slot = count % self.num_steps
@@ -118,53 +141,57 @@ class ActionRing:
                 ring[slot, start:stop] = array[start:stop]
         self._counts[start:stop] = count + 1
 
-    def row(self, row: int) -> RowRecord:
-        """Returns the record of a row, empty; for its worker."""
+    def row_record(self, row: int) -> RowRecord:
+        """Return the cleared record of a row, for its worker."""
         self._records[row] = 0
         self.counts[row] = 0
         return RowRecord(self._records[row], self.counts, row, self.num_steps)
 
-    def glance(self, row: int) -> tuple[int | None, int]:
-        """Returns a row's last seed, if all since is known, and its episode's steps."""
-        known, _, begun_at, seed, seeded_at, *_ = self._records[row, _PRESENT].item()
+    def seed_and_steps(self, row: int) -> tuple[int | None, int]:
+        """Return the last seed of a row and the steps of its running episode.
+
+        The seed is None if the state of the env does not follow from it.
+        """
+        known, _, episode_at, seed, seeded_at, *_ = self._records[row, _PRESENT].item()
+        steps = max(0, self.counts[row] - episode_at)
         is_seeded = known == 1 and min(seed, seeded_at) >= 0
-        return seed if is_seeded else None, max(0, self.counts[row] - begun_at)
+        return seed if is_seeded else None, steps
 
     def read(
         self, row: int, options: bytes = b"", *, has_failed: bool = False
     ) -> ActionHistory | None:
-        """Returns what a row has been through; None if it was never reset.
+        """Return the history of a row, or None if its env was never reset.
 
         Args:
           row: The row.
-          options: What it was last reset with, of resets with options.
-          has_failed: Read of the env that has failed in the last step, and has been
-            replaced since; not of the present one.
+          options: Encoded options of the last reset of the row that had options.
+          has_failed: Whether to read the history of the env that failed in the last
+            step and was replaced, instead of the present env's.
         """
         record = self._records[row, _FAILED if has_failed else _PRESENT].item()
-        known, incarnation, begun_at, seed, seeded_at, kept_at, state, *others = record
-        touched, digest, options_at = others
+        known, incarnation, episode_at, seed, seeded_at, *others = record
+        generator_at, state, touched, digest, options_at = others
         count = self.counts[row]
-        # Code of an env can write here too.
-        if known != 1 or not max(seeded_at, kept_at, 0) <= begun_at <= count:
+        # Env code runs in the worker and can overwrite the record.
+        if known != 1 or not max(seeded_at, generator_at, 0) <= episode_at <= count:
             return None
         generator = None
-        since = seeded_at
+        start = seeded_at
         if seeded_at < 0 or count - seeded_at > self.num_steps:
             seed = None
-            since = begun_at
-            if kept_at >= 0:
-                generator, since = tuple(state.tolist()), kept_at
-        has_options = options_at == since and digest == zlib.crc32(options)
-        num_kept = min(count - since, self.num_steps)
+            start = episode_at
+            if generator_at >= 0:
+                generator, start = tuple(state.tolist()), generator_at
+        has_options = options_at == start and digest == zlib.crc32(options)
+        num_kept = min(count - start, self.num_steps)
         slots = np.arange(count - num_kept, count) % max(1, self.num_steps)
         return ActionHistory(
             incarnation=incarnation,
             seed=seed,
             generator=generator,
             actions=tuple(ring[slots, row] for ring in self._rings),
-            num_missing=count - since - num_kept,
-            episode_step=count - begun_at,
+            num_missing=count - start - num_kept,
+            episode_step=count - episode_at,
             is_touched=bool(touched),
             options=options if has_options else b"",
             misses_options=options_at != _NEVER and not has_options,
@@ -172,34 +199,38 @@ class ActionRing:
 
 
 class RowRecord:
-    """What one row has been through, as its worker writes it."""
+    """The record of one row, as its worker writes it."""
 
     def __init__(self, records: Array, counts: Any, row: int, num_steps: int) -> None:
-        """Takes the row's records, and where the steps of rows are counted."""
+        """Attach to a row's records and to the step counts of all rows."""
         self._records = records
         self._present = records[_PRESENT]
         self._counts = counts
         self._row = row
-        self._interval = num_steps // 8
-        self._due_at = -1
+        self._renewal_steps = num_steps // 8
+        self._renewal_due_at = -1
         self._seeded = self._options = (0, _NEVER)
         self._is_touched = 0
 
     @classmethod
     def private(cls) -> RowRecord:
-        """Returns one in memory of its own, for an env that is not in a row yet."""
+        """Return a record in private memory, for an env that is not yet in a row."""
         counts = memoryview(bytearray(8)).cast("q")
         return cls(np.zeros(2, _RECORD), counts, 0, 0)
 
-    def begin_as_before(self) -> bool:
-        """Notes that an env is about to reset itself; False if `begin` must do it."""
+    def reuse_start(self) -> bool:
+        """Record that an env is about to autoreset, and keep the start point.
+
+        Returns:
+          False if the start point is too old; then call `begin_episode` instead.
+        """
         count = self._counts[self._row]
-        if count >= self._due_at:
+        if count >= self._renewal_due_at:
             return False
-        self._present["begun_at"] = count
+        self._present["episode_at"] = count
         return True
 
-    def begin(
+    def begin_episode(
         self,
         env: Any,
         incarnation: int,
@@ -209,15 +240,15 @@ class RowRecord:
         *,
         is_autoreset: bool,
     ) -> None:
-        """Notes that an env is about to be reset, and a point to begin from.
+        """Record that an env is about to be reset, with a new start point if possible.
 
         Args:
           env: The env without its wrappers.
-          incarnation: How often it has been rebuilt.
-          seed: What it is reset with.
-          last_seed: The last seed that it has had before.
-          options: What it is reset with besides.
-          is_autoreset: Whether whoever replays the actions will know of this reset.
+          incarnation: Number of times the env of the row has been rebuilt.
+          seed: Seed of the reset, or None.
+          last_seed: Last seed of the env before this reset.
+          options: Encoded options of the reset.
+          is_autoreset: Whether a replay of the actions performs this reset by itself.
         """
         count = self._counts[self._row]
         generator: RngState | None = None
@@ -230,42 +261,47 @@ class RowRecord:
         if options:
             self._options = (zlib.crc32(options), count)
         elif self._options[1] == count:
-            self._options = (0, _EARLIER)
+            self._options = (0, _BEFORE_LAST_RESET)
         self._write(incarnation, count, generator)
 
     def adopt(self, other: RowRecord, incarnation: int) -> None:
-        """Notes that an env takes over, right after a reset that `other` has noted."""
-        _, _, _, seed, seeded_at, kept_at, state, *_ = other._present.item()
+        """Record that another env takes over the row, right after a reset.
+
+        Args:
+          other: Record of that env, which contains the reset.
+          incarnation: Number of times that env has been rebuilt.
+        """
+        _, _, _, seed, seeded_at, generator_at, state, *_ = other._present.item()
         count = self._counts[self._row]
         self._seeded = (seed, _NEVER if seeded_at < 0 else count)
-        if self._options[1] == count:  # they were the other env's
-            self._options = (0, _EARLIER)
-        self._write(incarnation, count, None if kept_at < 0 else state)
+        if self._options[1] == count:  # options of the other env's reset
+            self._options = (0, _BEFORE_LAST_RESET)
+        self._write(incarnation, count, None if generator_at < 0 else state)
 
-    def touch(self) -> None:
-        """Notes that the env has been changed by other means than actions."""
+    def mark_touched(self) -> None:
+        """Record that the env was changed by other means than actions."""
         self._is_touched = 1
         self._present["is_touched"] = 1
 
-    def keep_failed(self) -> None:
-        """Keeps the record of an env that is about to be replaced."""
+    def save_failed(self) -> None:
+        """Save the record of an env that failed and is about to be replaced."""
         self._options = (0, _NEVER)
         self._records[_FAILED] = self._present
 
     def _write(
         self, incarnation: int, count: int, generator: RngState | Array | None
     ) -> None:
-        self._due_at = count + self._interval
-        kept_at = _NEVER if generator is None else count
+        self._renewal_due_at = count + self._renewal_steps
+        generator_at = _NEVER if generator is None else count
         state = (0,) * 6 if generator is None else generator
         self._records[_PRESENT] = (
             *(1, incarnation, count, *self._seeded),
-            *(kept_at, state, self._is_touched, *self._options),
+            *(generator_at, state, self._is_touched, *self._options),
         )
 
 
 def ring_nbytes(spec: EnvSpec, num_envs: int) -> int:
-    """Returns how many bytes a ring needs."""
+    """Return the size of a ring in bytes."""
     return arrays_nbytes(_layout(spec, num_envs))
 
 
@@ -289,13 +325,18 @@ def _num_steps(spec: EnvSpec, num_envs: int) -> int:
 
 
 def _read_rng_state(env: Any, seed: int | None) -> RngState | None:
-    """Returns the state of the `np_random` of an env, without its wrappers.
+    """Return the state of an env's `np_random`.
 
-    None for one without a PCG64, or whose generator does not come from the seed that it
-    was given last, if any: such an env must have its luck from elsewhere.
+    Args:
+      env: The env without its wrappers.
+      seed: The last seed of the env, or None.
+
+    Returns:
+      None if the generator is not a PCG64, or was not seeded with `seed`. Such an env
+      has another source of randomness.
     """
     try:
-        if seed is not None and env.np_random_seed not in (seed, _SET_BY_ENV):
+        if seed is not None and env.np_random_seed not in (seed, _ASSIGNED_BY_ENV):
             return None
         state = env.np_random.bit_generator.state
         if state["bit_generator"] != _RNG_KIND:
@@ -306,12 +347,12 @@ def _read_rng_state(env: Any, seed: int | None) -> RngState | None:
             *(value >> 64, value & _LOW, increment >> 64, increment & _LOW),
             *(state["has_uint32"], state["uinteger"]),
         )
-    except Exception:  # an env's attribute may be anything, and do anything
+    except Exception:  # np_random is an attribute of user code
         return None
 
 
 def restore_rng_state(env: Any, state: RngState) -> None:
-    """Sets the state of an env's `np_random`, which `reset` must have made."""
+    """Set the state of an env's `np_random`; the env must have been reset before."""
     high, low, increment_high, increment_low, has_uint32, uinteger = state
     env.np_random.bit_generator.state = {
         "bit_generator": _RNG_KIND,

@@ -1,8 +1,8 @@
-"""A folder of repro files that cannot fill a disk, or stop anybody.
+"""A folder of repro files with bounded size.
 
-Files are private to the user and appear whole. They give way to new ones: the oldest of
-whoever has the most, so that one client's crashes do not push out another's. Whatever
-the file system refuses costs a line in the log.
+Files are private to the user and written atomically. Old files are deleted for new
+ones: the oldest file of the owner with the most files, so that one client's crashes do
+not displace another's. Errors of the file system are logged and otherwise ignored.
 """
 
 from __future__ import annotations
@@ -22,61 +22,73 @@ __all__ = ["SUFFIX", "CrashFolder", "default_folder"]
 _LOGGER: Final = logging.getLogger(__name__)
 
 SUFFIX: Final = ".repro"
-#: Of a file that is being written; others' files may end with the last of it.
+#: Suffix of a file that is being written; ".part" alone could be another program's
+#: file.
 _PART: Final = f"{SUFFIX}.part"
 _MAX_FILES: Final = 50
 _MAX_BYTES: Final = 64 << 20
-#: At most one file in this time: crashes may come by the thousand.
+#: Shortest time between two files, because thousands of envs may crash at once.
 _INTERVAL_SECONDS: Final = 1.0
 
 
 def default_folder() -> Path:
-    """Returns where this user's files go if nothing else is said."""
+    """Return the default folder of this user's repro files."""
     return Path(tempfile.gettempdir(), f"envserve-crashes-{os.getuid()}")
 
 
 class CrashFolder:
-    """Writes files to a folder, as long as that is cheap and allowed."""
+    """Writes repro files to a folder, within limits of number, size and rate."""
 
     def __init__(self, folder: Path | None, owner: str = "") -> None:
-        """Does nothing yet.
+        """Choose the folder; nothing is created yet.
 
         Args:
-          folder: Where to write to, made if need be; None for `default_folder`, which
-            must be the user's own.
-          owner: Whose envs crash; names of files hold a digest of it.
+          folder: The folder, created if necessary. None: `default_folder`, which must
+            belong to this user and be closed to others.
+          owner: Owner of the envs; a digest of it is part of the file names.
         """
         self._owner = hashlib.sha256(owner.encode()).hexdigest()[:8]
         self._folder = folder
-        self._free_at = -float("inf")
+        self._next_write_at = -float("inf")
         self._has_warned = False
 
     def check(self) -> None:
-        """Makes the folder if need be; raises OSError if no file could be written."""
-        folder = self._made_folder()
+        """Create the folder if necessary; raise OSError if it is not writable."""
+        folder = self._ensure_folder()
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(f"{folder} cannot be written to")
+            raise PermissionError(f"{folder} is not writable")
 
-    def has_room(self, now: float) -> bool:
-        """Tells whether the next file may be written, in monotonic seconds."""
-        return now >= self._free_at
+    def may_write(self, now: float) -> bool:
+        """Return whether the rate limit allows another file now.
+
+        Args:
+          now: Time in monotonic seconds.
+        """
+        return now >= self._next_write_at
 
     def write(self, name: str, data: bytes, now: float) -> Path | None:
-        """Writes a file; returns its path, or None if the file system refused.
+        """Write a file.
 
-        Its name begins with what it is about; the rest is made up.
+        Args:
+          name: Description of the env, with which the file name begins.
+          data: Content.
+          now: Time in monotonic seconds.
+
+        Returns:
+          The path, or None if the file system failed; the first failure in a row is
+          logged.
         """
-        self._free_at = now + _INTERVAL_SECONDS
+        self._next_write_at = now + _INTERVAL_SECONDS
         stem = re.sub(r"[^A-Za-z0-9.]+", "-", name)[:80].strip("-.")
         try:
-            folder = self._made_folder()
+            folder = self._ensure_folder()
             path = _write_whole(folder, f"{stem}-{self._owner}", data)
             _prune(folder)
         except OSError as error:
             if not self._has_warned:
                 _LOGGER.warning(
-                    "no repro files of crashes, since %s; "
-                    "set crash_dir to a folder that can be written to",
+                    "cannot write repro files of crashes: %s; set crash_dir to a "
+                    "writable folder",
                     error,
                 )
             self._has_warned = True
@@ -84,13 +96,13 @@ class CrashFolder:
         self._has_warned = False
         return path
 
-    def _made_folder(self) -> Path:
-        # Sought only now: where nothing can be written, there is no default.
+    def _ensure_folder(self) -> Path:
+        # Not in the constructor: gettempdir raises if no folder is writable.
         folder = self._folder or default_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._folder:
             return folder
-        # Anybody may have made it before us, in a folder that all can write to.
+        # Another user may have created it, because all users can write to its parent.
         found = os.lstat(folder)
         if (
             not stat.S_ISDIR(found.st_mode)
@@ -107,7 +119,7 @@ class CrashFolder:
 
 
 def _prune(folder: Path) -> None:
-    """Removes what is too much; another process may be doing the same."""
+    """Delete files above the limits; another process may be doing the same."""
     files: dict[str, list[tuple[int, int, Path]]] = {}  # by digest of the owner
     num_files = num_bytes = 0
     for path in folder.iterdir():
@@ -118,19 +130,20 @@ def _prune(folder: Path) -> None:
                 of_owner.append((found.st_mtime_ns, found.st_size, path))
                 num_files, num_bytes = num_files + 1, num_bytes + found.st_size
     while num_files > _MAX_FILES or num_bytes > _MAX_BYTES:
-        most = max(files.values(), key=_part_of_limits)
+        most = max(files.values(), key=_used_fraction)
         _, size, path = oldest = min(most)
         most.remove(oldest)
         path.unlink(missing_ok=True)
         num_files, num_bytes = num_files - 1, num_bytes - size
 
 
-def _part_of_limits(files: list[tuple[int, int, Path]]) -> float:
+def _used_fraction(files: list[tuple[int, int, Path]]) -> float:
     return sum(1 / _MAX_FILES + size / _MAX_BYTES for _, size, _ in files)
 
 
 def _write_whole(folder: Path, stem: str, data: bytes) -> Path:
-    fd, part = tempfile.mkstemp(_PART, f"{stem}-", folder)  # private, and no link
+    # mkstemp creates a private file and follows no link.
+    fd, part = tempfile.mkstemp(_PART, f"{stem}-", folder)
     path = Path(part).with_suffix("")
     try:
         with open(fd, "wb") as file:

@@ -1,7 +1,7 @@
-"""What a repro file holds: an env, what it has been through, and how it ended.
+"""The content of repro files: an env, its history, and how it failed.
 
-The file is one value in `codec`'s encoding, so reading it runs no code; whatever is in
-it is checked before it is used, since files may come from elsewhere.
+A file is one value in `codec`'s encoding, so reading it never executes code. Its
+content is checked before it is used, because a file may come from another person.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from envserve.errors import ReproError
 from envserve.settings import Autoreset, NonFinite
 from envserve.slab import Status
 from envserve.spaces import codec
-from envserve.wrappers.specs import WrapperSpec, plain_wrappers, wrappers_from_plain
+from envserve.wrappers.specs import WrapperSpec, wrappers_from_plain, wrappers_to_plain
 
 __all__ = ["MAX_REPRO_BYTES", "End", "Repro", "decode_repro", "encode_repro"]
 
@@ -28,14 +28,15 @@ _FORMAT: Final = 3
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """How an env ended.
+    """How an env failed.
 
     Attributes:
       status: Kind of fault.
-      text: The traceback, or how the worker died.
-      exit_code: Of the worker, as of `os.waitstatus_to_exitcode`; None if it lives.
-      is_violation: Whether the env broke its own spaces.
-      stderr_tail: The end of what the worker has written to stderr.
+      text: Traceback, or how the worker died.
+      exit_code: Exit code of the worker as `os.waitstatus_to_exitcode` returns it; None
+        if the worker is alive.
+      is_violation: Whether the env returned a value outside its spaces.
+      stderr_tail: The last lines that the worker wrote to stderr.
     """
 
     status: Status
@@ -47,25 +48,25 @@ class End:
 
 @dataclass(frozen=True, kw_only=True)
 class Repro:
-    """All that is needed to see a fault again.
+    """Everything that is needed to reproduce a fault.
 
     Attributes:
       env_name: Registered name.
-      env_kwargs: Plain arguments of its constructor.
-      wrappers: What it was wrapped in.
-      vectorized: Whether it was a row of a vector env, which cannot be played alone.
+      env_kwargs: Plain arguments of the env's constructor.
+      wrappers: Wrappers of the env, the innermost first.
+      vectorized: Whether it was a row of a vector env, which cannot be replayed alone.
       nonfinite: See `settings.NonFinite`.
       strict_spaces: See `settings.EnvRequest`.
-      import_modules: Modules that had been imported where it was built; for the
-        reader to know of, never to import.
+      import_modules: Modules that were imported where the env was built. They are shown
+        to the reader, but never imported.
       autoreset: See `settings.Autoreset`.
       root_seed: Seed of the whole batch.
-      seeded: Whether envs' first resets have got seeds.
-      env_index: Row of the whole batch.
-      timeout_seconds: How long the call that it ended in might take.
-      played: How to get there; the fault is in the last action, or in the reset if
-        there is none.
-      end: How it ended.
+      seeded: Whether the first reset of an env got its env seed.
+      env_index: Row in the whole batch.
+      timeout_seconds: Time limit of the call in which the env failed.
+      played: History of the env. The fault occurs in the last action, or in the reset
+        if there are no actions.
+      end: How the env failed.
     """
 
     env_name: str
@@ -85,11 +86,11 @@ class Repro:
 
 
 def encode_repro(repro: Repro) -> bytes:
-    """Returns the content of a file."""
+    """Return the content of a file."""
     value = {
         "format": _FORMAT,
         **vars(repro),
-        "wrappers": plain_wrappers(repro.wrappers),
+        "wrappers": wrappers_to_plain(repro.wrappers),
         "played": vars(repro.played),
         "end": {**vars(repro.end), "status": int(repro.end.status)},
     }
@@ -97,10 +98,10 @@ def encode_repro(repro: Repro) -> bytes:
 
 
 def decode_repro(data: bytes) -> Repro:
-    """Reads the content of a file.
+    """Decode the content of a file.
 
     Raises:
-      ReproError: It is not one of ours, or not of this version.
+      ReproError: The content is not valid, or of another version.
     """
     try:
         value = codec.decode(data, max_bytes=MAX_REPRO_BYTES)
@@ -112,7 +113,7 @@ def decode_repro(data: bytes) -> Repro:
         wrappers = wrappers_from_plain(value.pop("wrappers"))
         repro = msgspec.convert(value, Repro, dec_hook=_array)
         if len({len(array) for array in repro.played.actions}) != 1:
-            raise ValueError("expected as many actions in each array")
+            raise ValueError("expected the same number of actions in each array")
     except ReproError:
         raise
     except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:

@@ -1,1 +1,1 @@
-"""Where envs come from: the registry, user envs, seeds."""
+"""Registered envs, user envs from files and modules, and env seeds."""

@@ -1,7 +1,7 @@
-"""The env names that can be built, and how.
+"""The env names that a server or pool offers, and how their envs are built.
 
-Only names that are registered when a server or pool starts can be asked for. What is
-imported for that is named by who starts it: a name that a peer says imports nothing.
+Only names that are registered at the start can be requested. The user who starts the
+server or pool names the modules to import; a name from a peer never imports anything.
 """
 
 from __future__ import annotations
@@ -31,160 +31,192 @@ from envserve.text import did_you_mean
 from envserve.wrappers.apply import wrap
 from envserve.wrappers.specs import WrapperSpec
 
-__all__ = ["Registry", "import_env_modules", "make_env", "maker_of", "preload"]
-__all__ += ["spec_of"]
+__all__ = [
+    "Registry",
+    "env_creator_of",
+    "find_spec",
+    "import_env_modules",
+    "make_env",
+    "preload",
+]
 
 Env = gymnasium.Env[Any, Any]
 
-#: Longer names cannot be asked for.
-_MAX_NAME: Final = 200
-#: By what is missing where an env is built.
+#: Longest env name in characters that a client can request.
+_MAX_NAME_LENGTH: Final = 200
+#: Optional extra of envserve that installs a missing package.
 _EXTRAS: Final = {"ale_py": "atari"} | {x: x for x in ("mujoco", "box2d", "envpool")}
-_ELSE: Final = "it has to be installed or on PYTHONPATH where the envs run"
-_NOT_TAKEN: Final = re.compile(
+_INSTALL_HINT: Final = "install it, or add it to PYTHONPATH, where the envs run"
+#: TypeErrors of constructors that miss an argument or do not take one.
+_BAD_ARGUMENT: Final = re.compile(
     r"(__init__\(\) missing)|got an unexpected keyword argument '(\w+)'"
 )
-_BY_NAME: Final = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+_KEYWORD_KINDS: Final = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
-#: Which names came with each module or file that was imported.
-_came_with: Final[dict[str, tuple[str, ...]]] = {}
+#: The env names that each imported module or file has registered.
+_names_by_module: Final[dict[str, tuple[str, ...]]] = {}
 
 
 class Registry:
-    """The env names on offer.
+    """The env names on offer, fixed at the start.
 
     Attributes:
-      names: Sorted names.
+      names: The names, sorted.
     """
 
     def __init__(
         self, names: Sequence[str] | None = None, import_modules: Iterable[str] = ()
     ) -> None:
-        """Imports the modules, then fixes the offer.
+        """Import the modules, then fix the offered names.
 
         Args:
-          names: Names to offer, or words of `user_envs` for all that comes with them;
-            None for every env that is registered.
+          names: Names to offer; a reference to a user env (see `user_envs`) offers that
+            env, or all envs that its file registers. None offers every registered env.
           import_modules: Modules or files that register envs when they are imported.
 
         Raises:
-          UnknownEnv: One of the names is not registered.
+          UnknownEnv: A name is not registered, or a file registers no env.
           EnvStartError: A module cannot be imported.
         """
         import_env_modules(import_modules)
         if names is None:
             _register_installed()
-            names = [name for name in gymnasium.registry if len(name) <= _MAX_NAME]
+            names = [
+                name for name in gymnasium.registry if len(name) <= _MAX_NAME_LENGTH
+            ]
         offered: set[str] = set()
         for name in names:
-            came = import_env_modules([name]) if is_user_env(name) else (name,)
-            if not came:
+            found = import_env_modules([name]) if is_user_env(name) else (name,)
+            if not found:
                 raise UnknownEnv(
-                    f"{name} registers no env; have it call gymnasium.register(), or "
+                    f"{name} registers no env; call gymnasium.register() in it, or "
                     f"name a class in it, like {name}:MyEnv"
                 )
-            offered.update(came)
+            offered.update(found)
         for name in offered:
-            spec_of(name)
+            find_spec(name)
         self.names = tuple(sorted(offered))
 
 
-def import_env_modules(words: Iterable[str]) -> tuple[str, ...]:
-    """Imports what its own user names; returns the names of the envs that came.
+def import_env_modules(references: Iterable[str]) -> tuple[str, ...]:
+    """Import the modules and files of references; return the names of their envs.
 
     Args:
-      words: Modules, files, or one of these with a colon and the name of a registered
-        env, a class or a function in it; see `user_envs`.
+      references: Modules or files, each optionally with a colon and the name of an env
+        that it registers, or of a class or function in it; see `user_envs`. They must
+        come from the user of this process, never from a peer.
+
+    Returns:
+      For each reference the env that it names, or all envs that its module registers.
 
     Raises:
       EnvStartError: A module or file cannot be imported.
-      UnknownEnv: There is no env of that name in it.
+      UnknownEnv: A module or file has no env of that name.
     """
-    came: list[str] = []
-    for word in words:
-        place, _, name = word.partition(":")
-        if place == "envpool":  # whose own module registers nothing
-            place, name = "envserve.envpool", f"envpool/{name}"
+    names: list[str] = []
+    for reference in references:
+        module_name, _, name = reference.partition(":")
+        if module_name == "envpool":  # EnvPool's module does not register its envs
+            module_name, name = "envserve.envpool", f"envpool/{name}"
         before = set(gymnasium.registry)
-        module = _import(place)
+        module = _import_module(module_name)
         new = tuple(each for each in gymnasium.registry if each not in before)
-        _came_with.setdefault(place, new)
-        came += [_register(word, module, name)] if name else _came_with[place]
-    return tuple(came)
+        _names_by_module.setdefault(module_name, new)
+        if name:
+            names.append(_register(reference, module, name))
+        else:
+            names += _names_by_module[module_name]
+    return tuple(names)
 
 
-def _import(place: str) -> ModuleType:
-    user_envs.check_files([place])
-    user_envs.importing.append(place)
+def _import_module(module: str) -> ModuleType:
+    """Import a module, or a file `PATH.py`; raise EnvStartError with the location."""
+    user_envs.check_files_exist([module])
+    user_envs.modules_being_imported.append(module)
     try:
-        return _import_file(place) if place.endswith(".py") else import_module(place)
+        return _import_file(module) if module.endswith(".py") else import_module(module)
     except Exception as error:
-        places = [
+        frames = [
             f"{frame.filename}:{frame.lineno}"
             for frame in traceback.extract_tb(error.__traceback__)
             if frame.filename != __file__ and "importlib" not in frame.filename
         ]
-        ends = dict.fromkeys([*places[:1], *places[-1:]])
+        ends = dict.fromkeys([*frames[:1], *frames[-1:]])
         where = f" ({', '.join(ends)})" if ends else ""
         is_missing = isinstance(error, ModuleNotFoundError)
-        hint = f"; {_install(error) or _ELSE}" if is_missing else ""
+        hint = f"; {_install_command(error) or _INSTALL_HINT}" if is_missing else ""
         raise EnvStartError(
-            f"expected a module or file that registers envs; importing {place!r} "
+            f"expected a module or file that registers envs; importing {module!r} "
             f"failed with {type(error).__name__}: {error}{where}{hint}"
         ) from error
     finally:
-        user_envs.importing.pop()
+        user_envs.modules_being_imported.pop()
 
 
-def _import_file(place: str) -> ModuleType:
-    """Imports a file by its name, as the script that it may be would find it."""
-    path = Path(os.path.abspath(place))
+def _import_file(file: str) -> ModuleType:
+    """Import a file as the module of its name, with its folder on `sys.path`."""
+    path = Path(os.path.abspath(file))
     folder = str(path.parent)
     if not re.fullmatch(r"[\w-]+", path.stem):
-        raise ValueError(f"expected a file of Python, named by one word; got {path}")
-    if place := writable_by_others(folder) or writable_by_others(str(path)):
-        raise ValueError(f"others can write to {place}; have a place of your own")
+        raise ValueError(
+            f"expected a Python file whose name has only letters, digits, _ and -; "
+            f"got {path}"
+        )
+    if writable := writable_by_others(folder) or writable_by_others(str(path)):
+        raise ValueError(
+            f"other users can write to {writable}; move the file to a folder that only "
+            f"you can write to"
+        )
     if folder not in sys.path:
-        sys.path.append(folder)  # last, so that a file there hides nothing
+        sys.path.append(folder)  # last, so that its files shadow no other module
     module = import_module(path.stem)
     if not os.path.samefile(module.__file__ or "/", path):
-        raise ValueError(f"by that name {module.__file__} is found; rename the file")
+        raise ValueError(
+            f"its name imports another module, {module.__file__}; rename the file"
+        )
     return module
 
 
-def _register(word: str, module: ModuleType, name: str) -> str:
-    """Registers an env by what it is called here; returns that."""
-    plain = user_envs.name_of(word)
+def _register(reference: str, module: ModuleType, name: str) -> str:
+    """Register the env of a reference under its plain name; return that name."""
+    env_name = user_envs.env_name_of(reference)
     spec = gymnasium.registry.get(name)
     if spec is None:
-        make: Any = module
+        creator: Any = module
         for part in name.split("."):
-            make = getattr(make, part, None)
-        if not callable(make):
-            makers = [word for word, it in vars(module).items() if callable(it)]
+            creator = getattr(creator, part, None)
+        if not callable(creator):
+            callables = [key for key, value in vars(module).items() if callable(value)]
             raise UnknownEnv(
                 f"expected {name!r} to be registered by {module.__name__}, or a class "
-                f"or function in it that makes an env; got neither"
-                f"{did_you_mean(name, [*gymnasium.registry, *makers])}"
+                f"or function in it that creates an env; got neither"
+                f"{did_you_mean(name, [*gymnasium.registry, *callables])}"
             )
-        spec = EnvSpec(plain, entry_point=make)
-    gymnasium.registry[plain] = spec
-    return plain
+        spec = EnvSpec(env_name, entry_point=creator)
+    gymnasium.registry[env_name] = spec
+    return env_name
 
 
 @functools.cache
 def _register_installed() -> None:
-    """Registers envs of installed packages: `NAME = "module:Class"`, or a module."""
+    """Register the envs that installed packages offer as entry points.
+
+    An entry point is a name with its class, `NAME = "module:Class"`, or a module that
+    registers envs.
+    """
     for entry in entry_points(group="envserve.envs"):
         if not entry.attr:
             import_env_modules([entry.module])
         elif entry.name not in gymnasium.registry:
-            place = f"{entry.module}:{entry.attr}"  # imported when it is built
-            gymnasium.registry[entry.name] = EnvSpec(entry.name, entry_point=place)
+            # A string, so that the module is imported only when the env is built.
+            entry_point = f"{entry.module}:{entry.attr}"
+            gymnasium.registry[entry.name] = EnvSpec(
+                entry.name, entry_point=entry_point
+            )
 
 
-def _install(error: Exception) -> str:
-    """Returns how to get what an error says is missing; "" if it is none of ours."""
+def _install_command(error: Exception) -> str:
+    """Return the pip command for a missing package; "" if no extra installs it."""
     words = re.findall(r"\w+", str(error).lower())
     extra = next((_EXTRAS[word] for word in words if word in _EXTRAS), "")
     return extra and f"pip install 'envserve[{extra}]' where the envs run"
@@ -193,76 +225,90 @@ def _install(error: Exception) -> str:
 def make_env(
     name: str, kwargs: Mapping[str, Any], wrappers: Sequence[WrapperSpec] = ()
 ) -> Env:
-    """Builds a registered env, in wrappers.
+    """Build a registered env and apply wrappers.
 
-    Without Gymnasium's wrappers that check its use: here an env is always reset before
-    it is stepped, and what it returns is checked as it is written.
+    Gymnasium's OrderEnforcing and PassiveEnvChecker are left out: workers always reset
+    an env before they step it, and check its values when they write them to the slab.
+
+    Args:
+      name: Registered name.
+      kwargs: Arguments for the env's constructor.
+      wrappers: Wrappers to apply, the innermost first.
 
     Raises:
       UnknownEnv: No env of that name is registered.
-      WrapperError: A wrapper is not known, or an argument of it is wrong.
-      EnvStartError: A wrapper does not take this env, its constructor does not take
-        these arguments, or what it needs is not installed.
+      WrapperError: A wrapper is not registered, or one of its arguments is wrong.
+      EnvStartError: A wrapper does not accept this env, the constructor does not take
+        these arguments, a package is missing, or there is only a vector env.
     """
-    spec = copy.copy(spec_of(name))
+    spec = copy.copy(find_spec(name))
     spec.order_enforce = False
     if spec.entry_point is None:
         raise EnvStartError(
-            f"{name} exists only as a vector env; ask for vectorized=True, or start "
-            f"the server with --vector {name}"
+            f"{name} exists only as a vector env; pass vectorized=True, or start the "
+            f"server with --vector {name}"
         )
     try:
         env = gymnasium.make(spec, disable_env_checker=True, **kwargs)
     except DependencyNotInstalled as error:
-        if not (install := _install(error)):
+        if not (install := _install_command(error)):
             raise
-        raise EnvStartError(f"{name} needs what is not there: {install}") from None
+        raise EnvStartError(f"{name} needs a missing package: {install}") from None
     except TypeError as error:
-        _explain(error, spec, kwargs)
+        _raise_for_arguments(error, spec, kwargs)
         raise
     return wrap(env, wrappers)
 
 
-def _explain(error: TypeError, spec: EnvSpec, kwargs: Mapping[str, Any]) -> None:
-    """Raises EnvStartError if it is about what a constructor takes."""
-    make = maker_of(spec)
-    inits = [kind.__init__ for kind in getattr(make, "__mro__", ())] or [make]
-    each = [part for init in inits for part in signature(init).parameters.items()]
-    takes = {name for name, part in each if part.kind in _BY_NAME} - {"self"}
-    odd = _NOT_TAKEN.search(str(error))
-    if odd and (odd[1] or (odd[2] in kwargs and odd[2] not in takes)):
+def _raise_for_arguments(
+    error: TypeError, spec: EnvSpec, kwargs: Mapping[str, Any]
+) -> None:
+    """Raise EnvStartError if the constructor lacks or does not take an argument."""
+    creator = env_creator_of(spec)
+    inits = [cls.__init__ for cls in getattr(creator, "__mro__", ())] or [creator]
+    parameters = [item for init in inits for item in signature(init).parameters.items()]
+    accepted = {name for name, p in parameters if p.kind in _KEYWORD_KINDS} - {"self"}
+    match = _BAD_ARGUMENT.search(str(error))
+    if match and (match[1] or (match[2] in kwargs and match[2] not in accepted)):
         raise EnvStartError(
             f"env_kwargs: {error.__cause__}; {spec.id} takes "
-            f"{', '.join(sorted(takes)) or 'none'}"
+            f"{', '.join(sorted(accepted)) or 'none'}"
         ) from None
 
 
-def maker_of(spec: EnvSpec) -> Any:
-    """Returns the class or function that makes a registered env; None if none does."""
+def env_creator_of(spec: EnvSpec) -> Any:
+    """Return the class or function that creates a registered env.
+
+    None if there is none, as for an env that exists only as a vector env.
+    """
     entry = spec.entry_point
     return load_env_creator(entry) if isinstance(entry, str) else entry
 
 
 def preload(name: str) -> None:
-    """Imports the module of an env's class, so that forks of this process have it."""
+    """Import the module of an env's class, so that forks of this process share it."""
     registered = gymnasium.registry.get(name)
     if registered is not None and isinstance(registered.entry_point, str):
         import_module(registered.entry_point.partition(":")[0])
 
 
-def spec_of(name: str) -> EnvSpec:
-    """Returns what is registered under a name; raises UnknownEnv, with a hint."""
+def find_spec(name: str) -> EnvSpec:
+    """Return Gymnasium's spec of a registered env.
+
+    Raises:
+      UnknownEnv: No env of that name is registered; the message suggests names.
+    """
     if name not in gymnasium.registry:
         _register_installed()
     if name in gymnasium.registry:
         return gymnasium.registry[name]
     hint = did_you_mean(name, gymnasium.registry)
     if not hint and (name.startswith("ALE/") or "NoFrameskip" in name):
-        hint = "; Atari's games come with --import ale_py (import_modules=['ale_py'])"
-    if not hint and _came_with:
+        hint = "; Atari games need --import ale_py (import_modules=['ale_py'])"
+    if not hint and _names_by_module:
         hint = "".join(
-            f"; {word} registers {', '.join(names[:5]) or 'no env'}"
-            for word, names in _came_with.items()
+            f"; {module} registers {', '.join(names[:5]) or 'no env'}"
+            for module, names in _names_by_module.items()
         )
-    hint = hint or " (own envs: see --import, import_modules)"
+    hint = hint or " (for user envs see --import, import_modules)"
     raise UnknownEnv(f"no env named {name!r} is registered{hint}")

@@ -1,8 +1,8 @@
-"""User envs: "my_env.py:Walk", "my_package:Walk-v0", or the class Walk itself.
+"""References to user envs: "my_env.py:Walk", "my_package:Walk-v0", or a class.
 
-Only the user who starts envs on this host can give such a word, never a peer. A word
-stands for two things: the plain name by which batches, servers and clients know the
-env, and the module or file that workers import for it.
+A reference determines the plain name of the env, which batches, servers and clients
+use, and the module or file that workers import for it. It comes from the user who
+starts the envs on this host, never from a peer.
 """
 
 from __future__ import annotations
@@ -17,55 +17,58 @@ from typing import Any, Final
 from envserve.errors import EnvStartError, UnknownEnv
 
 __all__ = [
-    "absolute",
-    "check_files",
-    "importing",
+    "check_files_exist",
+    "env_name_of",
     "is_user_env",
+    "modules_being_imported",
     "name_and_imports",
-    "name_of",
+    "with_absolute_path",
     "writable_by_others",
 ]
 
-#: What this process imports just now, because it is named.
-importing: Final[list[str]] = []
+#: Env modules whose import is in progress in this process, the innermost last.
+modules_being_imported: Final[list[str]] = []
 
 
-def is_user_env(word: str) -> bool:
-    """Return whether a word names a module or file to import, not only an env."""
-    return ":" in word or word.endswith(".py")
+def is_user_env(reference: str) -> bool:
+    """Return whether a string names a module or file to import, not only an env."""
+    return ":" in reference or reference.endswith(".py")
 
 
-def absolute(word: str) -> str:
-    """Returns a word whose file, if it is of one, is found from any folder."""
-    place, colon, name = word.partition(":")
-    return f"{os.path.abspath(place)}{colon}{name}" if place.endswith(".py") else word
+def with_absolute_path(reference: str) -> str:
+    """Return a reference whose file, if it names one, has an absolute path."""
+    module, colon, name = reference.partition(":")
+    if not module.endswith(".py"):
+        return reference
+    return f"{os.path.abspath(module)}{colon}{name}"
 
 
-def check_files(words: Iterable[str]) -> None:
-    """Raises EnvStartError if a word names a file that is not there."""
-    for place in (word.partition(":")[0] for word in words):
-        if place.endswith(".py") and not os.path.isfile(place):
-            raise EnvStartError(f"{place}: no such file")
+def check_files_exist(references: Iterable[str]) -> None:
+    """Raise EnvStartError if a reference names a file that does not exist."""
+    for module in (reference.partition(":")[0] for reference in references):
+        if module.endswith(".py") and not os.path.isfile(module):
+            raise EnvStartError(f"{module}: no such file")
 
 
-def name_of(env: object) -> str:
-    """Returns the plain name of an env: of "a/my_env.py:Walk" it is "my_env:Walk".
+def env_name_of(env: object) -> str:
+    """Return the plain name of an env: "my_env:Walk" for "a/my_env.py:Walk".
 
     Args:
-      env: A registered name, a word, or a class or function that can be imported.
+      env: A registered name, a reference, or an importable class or function.
 
     Raises:
-      TypeError: It is none of these.
+      TypeError: The argument is none of these.
       UnknownEnv: Workers cannot import the class or function.
     """
     if isinstance(env, str):
         place, colon, rest = env.partition(":")
-        return f"{Path(place).stem}:{rest}" if colon and place.endswith(".py") else env
+        is_in_file = colon and place.endswith(".py")
+        return f"{Path(place).stem}:{rest}" if is_in_file else env
     module, name = getattr(env, "__module__", None), getattr(env, "__qualname__", None)
     if not callable(env) or not isinstance(module, str) or not isinstance(name, str):
         raise TypeError(
-            f"expected the name of an env, or a class or function that makes one; got "
-            f"{env!r:.200}"
+            f"expected the name of an env, or a class or function that creates one; "
+            f"got {env!r:.200}"
         )
     if module == "__main__" or "<" in name:  # <lambda>, <locals>
         raise _not_importable(name)
@@ -78,40 +81,45 @@ def name_and_imports(
     """Return the plain name of an env, and the modules that workers must import.
 
     Args:
-      env: As of `name_of`. A name that this process has registered is registered by
-        some module, and so the one of its class is imported, too.
-      import_modules: What was asked for already.
+      env: A registered name, a reference, or an importable class or function. If this
+        process has registered the name itself, the module of the env's class is
+        imported too, because that module probably registers the name.
+      import_modules: Modules and files that the user asked to import.
 
     Raises:
-      EnvStartError: A module that is about to be imported asks for it.
-      TypeError: The env is no such thing, or the modules are no list.
-      UnknownEnv: Workers cannot import it.
+      EnvStartError: A module starts envs while it is being imported.
+      TypeError: The env has a wrong type, or the modules are a single string.
+      UnknownEnv: Workers cannot import the env.
     """
-    if importing:  # which would begin again in the workers of workers
+    # Workers would import the module, start workers, and so on without end.
+    if modules_being_imported:
         raise EnvStartError(
-            f"expected {importing[-1]} to start no envs when workers import it; put "
-            f"that below `if __name__ == '__main__':`"
+            f"{modules_being_imported[-1]} starts envs when workers import it; move "
+            f"that code below `if __name__ == '__main__':`"
         )
     if isinstance(import_modules, str):
         raise TypeError(
             f"import_modules: expected a list of modules; got {import_modules!r}"
         )
-    name, word = name_of(env), env if isinstance(env, str) else name_of(env)
+    name = env_name_of(env)
+    module = env if isinstance(env, str) else name
     if ":" not in name:
         if name.endswith(".py"):
-            raise UnknownEnv(f"expected an env; got a file; name one: {name}:MyEnv")
-        word = _module_of(name)
-        tops = {Path(each).name.partition(".")[0] for each in import_modules}
-        if word == "__main__" and not tops:
+            raise UnknownEnv(
+                f"expected an env; got a file; name an env in it: {name}:MyEnv"
+            )
+        module = _module_of(name)
+        packages = {Path(each).name.partition(".")[0] for each in import_modules}
+        if module == "__main__" and not packages:
             raise _not_importable(name)
-        if word.partition(".")[0] in {"gymnasium", "__main__", *tops}:
-            word = ""
-    words = filter(None, map(absolute, (*import_modules, word)))
-    return name, tuple(dict.fromkeys(words))
+        if module.partition(".")[0] in {"gymnasium", "__main__", *packages}:
+            module = ""  # imported anyway, or not importable
+    modules = filter(None, map(with_absolute_path, (*import_modules, module)))
+    return name, tuple(dict.fromkeys(modules))
 
 
 def _module_of(name: str) -> str:
-    """Returns where the class of an env is that this process has registered, or ""."""
+    """Return the module of the class of a registered env; "" if there is none."""
     gymnasium: Any = sys.modules.get("gymnasium")
     entry = getattr(gymnasium and gymnasium.registry.get(name), "entry_point", "")
     if isinstance(entry, str):
@@ -122,28 +130,29 @@ def _module_of(name: str) -> str:
 def _not_importable(name: str) -> UnknownEnv:
     return UnknownEnv(
         f"expected an env that workers can import; got {name!r} of this script, which "
-        f"they do not run; put it in a file of its own, and name that: "
+        f"they do not run; move it to a separate file and name that file: "
         f'"my_env.py:MyEnv"'
     )
 
 
-def writable_by_others(place: str) -> str:
-    """Return the path by which other users can change a place; "" if there is none.
+def writable_by_others(path: str) -> str:
+    """Return the path through which other users can change a file or folder, or "".
 
-    That is the place itself, a link, or a folder above it that is not sticky, up to the
-    home. The user's own group counts as the user.
+    That is the path itself, the target of a link, or a folder above, up to the home
+    folder. Sticky folders above do not count, because nobody can replace the files of
+    others there. Members of the user's group count as the user.
     """
     home = os.path.expanduser("~")
-    for top in dict.fromkeys((os.path.abspath(place), os.path.realpath(place))):
-        for path in (top, *map(str, list(Path(top).parents)[:-1])):
-            found = os.lstat(path)
+    for start in dict.fromkeys((os.path.abspath(path), os.path.realpath(path))):
+        for each in (start, *map(str, list(Path(start).parents)[:-1])):
+            found = os.lstat(each)
             mode = 0 if stat.S_ISLNK(found.st_mode) else found.st_mode
-            if path != top and mode & stat.S_ISVTX:  # there all keep to their own
+            if each != start and mode & stat.S_ISVTX:
                 mode = 0
             is_by_group = mode & stat.S_IWGRP and found.st_gid != os.getegid()
-            is_own = found.st_uid in (0, os.geteuid())
-            if not is_own or is_by_group or mode & stat.S_IWOTH:
-                return path
-            if path == home:
+            is_trusted = found.st_uid in (0, os.geteuid())
+            if not is_trusted or is_by_group or mode & stat.S_IWOTH:
+                return each
+            if each == home:
                 break
     return ""

@@ -1,1 +1,1 @@
-"""Keys of clients and servers, as files of a folder. No sockets."""
+"""Keys of clients and servers, and the files that contain them. No networking."""

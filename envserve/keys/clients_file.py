@@ -1,7 +1,8 @@
-"""The file `clients`: who may use a server, read again whenever it has changed.
+"""The file `clients`: the authorised clients of a server, read again when it changes.
 
-A file that cannot be read changes nothing: who was known before stays known, and the
-log says so. Commands and the server change it a line at a time; comments stay.
+If the file cannot be read, the clients from the last successful read stay authorised,
+and the error is logged. Commands and the server change single lines; comments are
+preserved.
 """
 
 from __future__ import annotations
@@ -22,58 +23,72 @@ __all__ = ["ClientsFile"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 
-_HEADER: Final = "# name       public key        what it may: docs/security.md"
+_HEADER: Final = "# name       public key        limits: see docs/security.md"
 
 
 class ClientsFile:
-    """The clients of a server, and the invitations to it.
+    """The authorised clients of a server, and the invitations to it.
 
     Attributes:
-      is_current: Whether what is known is what the file says.
+      is_current: Whether the last attempt to read the file succeeded.
     """
 
     def __init__(self, path: Path, local_public: bytes | None = None) -> None:
-        """Reads nothing yet.
+        """Open the file lazily; nothing is read yet.
 
         Args:
           path: The file, which need not exist.
-          local_public: Public key of the user who runs the server, called "local", who
-            may do everything.
+          local_public: Public key of the user who runs the server; it is authorised
+            without limits, under the name "local".
         """
         self._path = path
         self._local_public = local_public
         self._lines: list[tuple[str, Grant | None]] = []
-        self._seen = (0, 0, 0, 0)
-        self._trouble = ""
+        self._file_state = (0, 0, 0, 0)
+        self._last_error = ""
         self.is_current = True
 
     def find(self, public: bytes, now: float) -> Grant | None:
-        """Returns what a key may at seconds since 1970; None if it is not known."""
+        """Return the grant of a public key, or None if the key is not authorised.
+
+        Args:
+          public: Raw public key.
+          now: Time in seconds since 1970.
+        """
         if public == self._local_public:
             return Grant(name="local", public=public)
         return next((g for g in self.grants(now) if g.public == public), None)
 
     def grants(self, now: float = -float("inf")) -> list[Grant]:
-        """Returns all that hold at seconds since 1970; without those, all."""
-        self._refresh()
-        return [grant for _, grant in self._lines if grant and grant.holds(now)]
+        """Return the valid grants.
+
+        Args:
+          now: Time in seconds since 1970; by default expired grants are included.
+        """
+        self._read_if_changed()
+        return [grant for _, grant in self._lines if grant and grant.is_valid(now)]
 
     def read(self) -> None:
-        """Reads the file; raises KeyFileError, and then everything is as before."""
+        """Read the file.
+
+        Raises:
+          KeyFileError: The file cannot be read or is not valid; the grants do not
+            change.
+        """
         text = private_files.read_private(self._path)
         if text is None and self._lines:
             raise KeyFileError(f"{display_path(self._path)} is gone")
         if self._lines and not (text or "").endswith("\n"):
             raise KeyFileError(
-                f"{display_path(self._path)}: expected lines that end; got "
-                "none, or half of one; is it being written?"
+                f"{display_path(self._path)} is empty, or its last line is incomplete; "
+                "if another process is writing it, wait until it is done"
             )
         lines: list[tuple[str, Grant | None]] = []
         found: set[object] = set()
         for number, line in enumerate((text or "").splitlines(), 1):
             try:
                 grant = parse_line(line)
-                if grant and found & (ids := {grant.public, _slot(grant)}):
+                if grant and found & (ids := {grant.public, _unique_id(grant)}):
                     raise CodecError("expected each name and each key once")
             except CodecError as error:
                 where = f"{display_path(self._path)}, line {number}"
@@ -83,38 +98,50 @@ class ClientsFile:
         self._lines = lines
 
     def add(self, grant: Grant, now: float) -> None:
-        """Writes a client or an invitation, in place of one of the same name.
+        """Write a client or an invitation, replacing one of the same name.
 
-        Expired invitations go. Raises KeyFileError, as do `remove` and `enrol`.
+        Expired invitations are removed.
+
+        Raises:
+          KeyFileError: The file cannot be read or changed.
         """
         with private_files.locked(self._path.parent):
             self.read()
-            self._change(
+            self._rewrite(
                 lambda old: (
-                    _slot(old) == _slot(grant)
-                    or (old.is_invitation and not old.holds(now))
+                    _unique_id(old) == _unique_id(grant)
+                    or (old.is_invitation and not old.is_valid(now))
                 ),
                 grant,
             )
 
     def remove(self, name: str) -> bool:
-        """Takes a name's key and invitation away; tells whether there was one."""
+        """Remove the key and the invitation of a name; return whether there was one.
+
+        Raises:
+          KeyFileError: The file cannot be read or changed.
+        """
         with private_files.locked(self._path.parent):
             self.read()
             if not any(grant and grant.name == name for _, grant in self._lines):
                 return False
-            self._change(lambda old: old.name == name)
+            self._rewrite(lambda old: old.name == name)
             return True
 
     def enrol(self, invitation: bytes, public: bytes, now: float) -> Grant | None:
-        """Puts a client's public key in the place of its invitation's.
+        """Replace the key of an invitation by the client's own public key.
+
+        Args:
+          invitation: Raw public key of the invitation.
+          public: Raw public key of the client.
+          now: Time in seconds since 1970.
 
         Returns:
-          What the key may from now on, or None if there is no such invitation.
+          The client's grant, or None if there is no valid invitation with this key.
 
         Raises:
-          RemoteProtocolError: The key is another client's, whose name was not invited.
-          KeyFileError: The file cannot be changed.
+          RemoteProtocolError: The key already belongs to a client of another name.
+          KeyFileError: The file cannot be read or changed.
         """
         with private_files.locked(self._path.parent):
             self.read()
@@ -124,38 +151,51 @@ class ClientsFile:
             same = self.find(public, -float("inf"))
             if same is not None and same.name != invited.name:
                 raise RemoteProtocolError(
-                    f"this client's key is known here as {same.name}; use it as it is, "
-                    f"or first: envserve clients remove {same.name}"
+                    f"this client's key is known here as {same.name}; use it under "
+                    f"that name, or remove it first: envserve clients remove "
+                    f"{same.name}"
                 )
             grant = replace(invited, public=public, until=None)
-            self._change(lambda old: old.name == grant.name, grant)
+            self._rewrite(lambda old: old.name == grant.name, grant)
             return grant
 
-    def _change(self, drops: Callable[[Grant], bool], new: Grant | None = None) -> None:
-        lines = [line for line, old in self._lines if old is None or not drops(old)]
+    def _rewrite(
+        self, is_replaced: Callable[[Grant], bool], new: Grant | None = None
+    ) -> None:
+        lines = [
+            line for line, old in self._lines if old is None or not is_replaced(old)
+        ]
         lines = lines or [_HEADER]
         if new is not None:
             lines.append(format_line(new))
         private_files.write_private(self._path, "".join(f"{line}\n" for line in lines))
         self.read()
 
-    def _refresh(self) -> None:
+    def _read_if_changed(self) -> None:
         try:
             found = os.stat(self._path, follow_symlinks=False)
             seen = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
         except OSError as error:
             seen = (error.errno or 0, 0, 0, 0)
-        if seen == self._seen:
+        if seen == self._file_state:
             return
         try:
             self.read()
-            self._seen, self._trouble, self.is_current = seen, "", True
-        except KeyFileError as error:  # what is wrong need not be the file
-            if str(error) != self._trouble:
-                _LOGGER.error("%s; the clients known before stay known", error)
-            self._trouble, self.is_current = str(error), False
+            self._file_state, self._last_error, self.is_current = seen, "", True
+        # The cause may be outside the file, such as the mode of its folder. So the file
+        # state is not stored, and the next call tries again.
+        except KeyFileError as error:
+            if str(error) != self._last_error:
+                _LOGGER.error(
+                    "%s; the clients from the last successful read stay authorised",
+                    error,
+                )
+            self._last_error, self.is_current = str(error), False
 
 
-def _slot(grant: Grant) -> tuple[str, bool]:
-    """A name has at most one key and one invitation, which may replace that key."""
+def _unique_id(grant: Grant) -> tuple[str, bool]:
+    """Return the part of a grant that may occur once in the file.
+
+    A name has at most one key and one invitation, whose use replaces the key.
+    """
     return grant.name, grant.is_invitation

@@ -1,6 +1,7 @@
-"""Keys as text: a prefix that says what it is, and base64url, which no shell eats.
+"""Keys as text: a prefix that identifies the kind, and base64url.
 
-A secret that stands in the wrong place is told by its prefix, and never repeated.
+The characters need no quoting in a shell. A secret in a wrong place is recognised by
+its prefix, and never repeated in an error.
 """
 
 from __future__ import annotations
@@ -20,14 +21,24 @@ INVITATION: Final = "envserve-invite-1."
 
 
 def encode(prefix: str, raw: bytes) -> str:
-    """Returns bytes as text behind a prefix."""
+    """Return bytes as text with a prefix."""
     return prefix + base64.urlsafe_b64encode(raw).decode().rstrip("=")
 
 
 def decode(prefix: str, text: str, num_bytes: int = 32) -> bytes:
-    """Reads what `encode` wrote; raises CodecError, which repeats nothing of it."""
+    """Decode the output of `encode`.
+
+    Args:
+      prefix: Expected prefix.
+      text: Text to decode.
+      num_bytes: Expected number of bytes.
+
+    Raises:
+      CodecError: The text is not valid. The message does not repeat it, because it may
+        be a secret.
+    """
     raw = b""
-    with contextlib.suppress(ValueError):  # its letters are compared below
+    with contextlib.suppress(ValueError):  # invalid text is rejected below
         raw = base64.urlsafe_b64decode(text.removeprefix(prefix) + "==")
     if len(raw) == num_bytes and encode(prefix, raw) == text:
         return raw
@@ -40,6 +51,9 @@ def decode(prefix: str, text: str, num_bytes: int = 32) -> bytes:
 
 
 def fingerprint(public: bytes) -> str:
-    """Returns what people compare of a public key: "7QK2-M4XZ-...", 80 bits."""
+    """Return the fingerprint of a public key for people to compare: "7QK2-M4XZ-...".
+
+    It has 80 bits.
+    """
     text = base64.b32encode(hashlib.sha256(public).digest()[:10]).decode()
     return "-".join(text[i : i + 4] for i in range(0, len(text), 4))

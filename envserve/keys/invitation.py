@@ -1,4 +1,4 @@
-"""An invitation: a key for one JOIN, and the pin of the server, in one line.
+"""Invitations: a key for one JOIN and the server's public key, in one line.
 
 envserve-invite-1.<server's public key, secret>.trainer-1@sim1:5555,10.0.0.7:5555
 """
@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Final, Self
 
-from envserve.address import is_private
+from envserve.address import is_local_address
 from envserve.errors import CodecError
 from envserve.keys import formats
 
@@ -23,25 +23,27 @@ _LINE: Final = re.compile(
 
 @dataclass(frozen=True)
 class Invitation:
-    """What `envserve invite` hands to `envserve join`."""
+    """An invitation, as `envserve invite` prints it and `envserve join` reads it."""
 
     server_public: bytes
+    """Raw public key of the server."""
     secret: bytes = field(repr=False)
+    """Raw secret key of the invitation."""
     name: str
-    """What the client will be called."""
+    """Name that the client gets."""
     addresses: tuple[str, ...]
     """tcp:// addresses of the server."""
 
     @property
     def line(self) -> str:
-        """The line, which is a secret."""
+        """The invitation as a line of text, which is secret."""
         keys = formats.encode(formats.INVITATION, self.server_public + self.secret)
         hosts = ",".join(address.removeprefix("tcp://") for address in self.addresses)
         return f"{keys}.{self.name}@{hosts}"
 
     @classmethod
     def parse(cls, line: str) -> Self:
-        """Reads a line; raises CodecError, which repeats nothing of it."""
+        """Parse a line; raise CodecError, whose message does not repeat the line."""
         found = _LINE.fullmatch(line.strip())
         if found is None:
             raise CodecError(
@@ -52,14 +54,14 @@ class Invitation:
         addresses = tuple(f"tcp://{host}" for host in found["hosts"].split(","))
         for address in addresses:
             try:
-                is_private(address)
+                is_local_address(address)
             except ValueError as error:
                 raise CodecError(str(error)) from None
         return cls(raw[:32], raw[32:], found["name"], addresses)
 
     @property
-    def ended_text(self) -> str:
-        """What to say once the server does not know its key."""
+    def rejected_text(self) -> str:
+        """Message for users if the server does not accept the invitation."""
         return (
             "this invitation was used, or is older than 15 minutes; ask for another: "
             f"envserve invite {self.name}"

@@ -1,10 +1,10 @@
-"""The folder of a user's keys: `server.key`, `client.key`, `clients` and `servers`.
+"""A user's key folder: the files `server.key`, `client.key`, `clients` and `servers`.
 
-`servers` holds the pins, a line each:
+`servers` contains the pinned keys of servers, one line each:
 
     tcp://sim1:5555,tcp://10.0.0.7:5555   envserve-public-1.8fK...   as=trainer-1
 
-A pin of `tcp://*:5555` is that of all servers of a cluster, whatever their addresses.
+A pin for `tcp://*:5555` applies to all servers of a cluster, whatever their addresses.
 """
 
 from __future__ import annotations
@@ -17,138 +17,163 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from envserve.address import NamedAddress, is_private
+from envserve.address import NamedAddress, is_local_address
 from envserve.errors import CodecError, ConnectError, KeyFileError
 from envserve.keys import formats, private_files
-from envserve.keys.key_pair import KeyPair, Keys
+from envserve.keys.key_pair import CurveKeys, KeyPair
 from envserve.keys.private_files import display_path
 
 if TYPE_CHECKING:
     from envserve.keys.clients_file import ClientsFile
 
-__all__ = ["KeyFolder", "Role", "unknown_server"]
+__all__ = ["KeyFolder", "Role", "unknown_server_text"]
 
-#: What a key is used as.
+#: Role for which a key is used.
 Role = Literal["server", "client"]
 
 
-def unknown_server(address: str) -> str:
-    """Says that a server's key is needed, and how to get it."""
+def unknown_server_text(address: str) -> str:
+    """Return the error for a server whose key is not pinned, and how to get the key."""
     host = address.removeprefix("tcp://").rpartition(":")[0]
     return (
-        f"{address}: no key of that server is known here, so it could be anybody's; "
-        f'run "envserve invite NAME" on {host} and "envserve join" here'
+        f"{address}: no key of this server is known here, so its identity cannot be "
+        f'checked; run "envserve invite NAME" on {host} and "envserve join" here'
     )
 
 
 class KeyFolder:
-    """Reads and writes the files; nothing is made that was not asked for."""
+    """Reads and writes the files of a key folder. Files are created only on request."""
 
     def __init__(self, path: Path | str | None = None) -> None:
-        """Touches nothing yet.
+        """Choose the folder; nothing is read or created yet.
 
         Args:
-          path: By default ENVSERVE_HOME of the environment, else ~/.config/envserve.
+          path: The folder; by default the environment variable ENVSERVE_HOME, or
+            ~/.config/envserve.
+
+        Raises:
+          KeyFileError: There is no home folder.
         """
         path = path or os.environ.get("ENVSERVE_HOME") or "~/.config/envserve"
         try:
             self.path = Path(path).expanduser()
         except RuntimeError:
-            raise KeyFileError("no home folder is known; set ENVSERVE_HOME") from None
+            raise KeyFileError(
+                "cannot determine the home folder; set ENVSERVE_HOME"
+            ) from None
 
     def key(self, role: Role) -> KeyPair | None:
-        """Returns this user's key as a server, or as a client; None if none is made."""
+        """Return this user's key pair for a role, or None if there is none yet.
+
+        Raises:
+          KeyFileError: The file cannot be read, or other users can read it.
+        """
         path = self.path / f"{role}.key"
         word = "" if role == "server" else " client"
         text = private_files.read_private(
             path,
-            ", and make a new one if somebody may have read it: "
+            ", and create a new one if others may have read it: "
             f"envserve keys new{word}",
         )
         if text is None:
             return None
         lines = [line for line in text.split("\n") if line and line[0] != "#"]
         try:
-            return KeyPair.of(formats.decode(formats.SECRET, "".join(lines).strip()))
+            return KeyPair.from_secret(
+                formats.decode(formats.SECRET, "".join(lines).strip())
+            )
         except CodecError as error:
             raise KeyFileError(f"{display_path(path)}: {error}") from None
 
     def ensure_key(self, role: Role) -> KeyPair:
-        """Return the same key, and make it first if there is none."""
+        """Return this user's key pair for a role; create it if there is none."""
         if (pair := self.key(role)) is None:
             with private_files.locked(self.path):
                 pair = self.key(role) or self.new_key(role)
         return pair
 
     def new_key(self, role: Role) -> KeyPair:
-        """Writes a new key, in place of what is there; raises KeyFileError."""
+        """Write a new key pair, replacing the old one; raise KeyFileError."""
         private_files.make_folder(self.path)
-        pair = KeyPair.make()
+        pair = KeyPair.generate()
         today = datetime.datetime.now(datetime.UTC).date()
         private_files.write_private(
             self.path / f"{role}.key",
-            f"# envserve key, {today}; whoever has it is you\n"
+            f"# envserve key, {today}; keep it secret: it identifies you\n"
             f"{formats.encode(formats.SECRET, pair.secret)}\n",
         )
         return pair
 
     @cached_property
     def clients(self) -> ClientsFile:
-        """Who may use this user's servers; the user may, by `client.key`."""
-        from envserve.keys.clients_file import (
-            ClientsFile,  # which a probe does not need
-        )
+        """The authorised clients of this user's servers.
 
-        own = self.key("client")
-        return ClientsFile(self.path / "clients", own.public if own else None)
+        The user of the folder is one of them, with `client.key`.
+        """
+        # Imported here, because a health probe does not need it.
+        from envserve.keys.clients_file import ClientsFile
 
-    def keys_for(self, address: str, *, insecure: bool = False) -> Keys | None:
-        """Returns what a client needs for a server: its public key, and an own pair.
+        pair = self.key("client")
+        return ClientsFile(self.path / "clients", pair.public if pair else None)
 
-        None for ipc, where the system knows who is who. On loopback, where nothing was
-        noted, the server is this user's; keys of this user that are missing are made.
+    def keys_for(self, address: str, *, insecure: bool = False) -> CurveKeys | None:
+        """Return the server's public key and the client's key pair, for a connection.
+
+        None for ipc, where the system identifies users. If no key is pinned for a
+        loopback address, the server is expected to be this user's own; missing keys of
+        this user are created.
 
         Args:
-          address: The server's; of a `NamedAddress` the key may be noted by name.
-          insecure: Whether to use no keys, unless one was noted for just this address:
-            a server that had a key is never spoken to without.
+          address: Address of the server; the key of a `NamedAddress` may be pinned
+            under its name.
+          insecure: Whether to use no keys, unless a key is pinned for this address. A
+            server that has used keys is never contacted without them.
+
+        Returns:
+          The keys, or None for a connection without keys.
 
         Raises:
-          ConnectError: It was never joined, or the address has no known form.
+          ConnectError: No key is pinned for the server, or the address is not valid.
           KeyFileError: A file cannot be read.
         """
         if address.startswith("ipc://"):
-            _check_owner(address.removeprefix("ipc://"))
+            _check_socket_owner(address.removeprefix("ipc://"))
             return None
         name = address.name if isinstance(address, NamedAddress) else address
         pin = self.pinned_key(address) or self.pinned_key(name)
         if pin is None and insecure:
             return None
         try:
-            if pin is None and is_private(address):
+            if pin is None and is_local_address(address):
                 pin = self.ensure_key("server").public
         except ValueError as error:
             raise ConnectError(str(error)) from None
         if pin is None:
-            raise ConnectError(unknown_server(name))
+            raise ConnectError(unknown_server_text(name))
         return pin, self.ensure_key("client")
 
     @property
-    def addresses(self) -> list[str]:
-        """Servers whose key was noted; raises KeyFileError."""
+    def pinned_addresses(self) -> list[str]:
+        """Addresses of the servers whose keys are pinned; raises KeyFileError."""
         return list(self._pins())
 
     def pinned_key(self, address: str) -> bytes | None:
-        """Returns the key that was noted of a server; raises KeyFileError."""
+        """Return the pinned public key of a server, or None; raise KeyFileError."""
         pins = self._pins()
-        fitting = (p for p in pins if "*" in p and fnmatchcase(address, p))
-        noted = pins.get(address) or pins.get(next(fitting, ""))
-        return noted[0] if noted else None
+        patterns = (p for p in pins if "*" in p and fnmatchcase(address, p))
+        pin = pins.get(address) or pins.get(next(patterns, ""))
+        return pin[0] if pin else None
 
     def add_pin(self, addresses: Sequence[str], public: bytes, name: str) -> None:
-        """Notes a server's key, and what this client is called there.
+        """Pin a server's key, replacing the pins of these addresses.
 
-        It takes the place of what was noted of those addresses. Raises KeyFileError.
+        Args:
+          addresses: Addresses of the server.
+          public: Raw public key of the server.
+          name: Name of this client on the server.
+
+        Raises:
+          KeyFileError: The file cannot be read or changed.
         """
         with private_files.locked(self.path):
             pins = self._pins() | dict.fromkeys(addresses, (public, f"as={name}"))
@@ -159,7 +184,7 @@ class KeyFolder:
             private_files.write_private(self.path / "servers", "".join(lines))
 
     def _pins(self) -> dict[str, tuple[bytes, str]]:
-        """Returns address -> public key, and the rest of the line."""
+        """Return the public key and the rest of the line, by address."""
         path = self.path / "servers"
         pins: dict[str, tuple[bytes, str]] = {}
         lines = (private_files.read_private(path) or "").splitlines()
@@ -184,14 +209,14 @@ class KeyFolder:
         return f"<KeyFolder {self.path}>"
 
 
-def _check_owner(path: str) -> None:
-    """Raises ConnectError for a socket of another user, who may be anybody."""
+def _check_socket_owner(path: str) -> None:
+    """Raise ConnectError if a socket belongs to another user."""
     try:
         owner = os.stat(path).st_uid
-    except OSError:  # an abstract one, or there is none yet
+    except OSError:  # an abstract socket, or one that does not exist yet
         return
     if owner != os.geteuid():
         raise ConnectError(
-            f"ipc://{path}: expected a socket of this user's own (uid {os.geteuid()}); "
-            f"got one of uid {owner}; use tcp:// for servers of others"
+            f"ipc://{path}: expected a socket of this user (uid {os.geteuid()}); got "
+            f"one of uid {owner}; use tcp:// for servers of other users"
         )

@@ -1,4 +1,4 @@
-"""A pair of CURVE keys. Its secret is in no repr and no pickle."""
+"""Pairs of CURVE keys. The secret key does not appear in reprs, pickles or copies."""
 
 from __future__ import annotations
 
@@ -8,25 +8,29 @@ from typing import NoReturn, Self
 
 from envserve.errors import KeyFileError
 
-__all__ = ["KeyPair", "Keys"]
+__all__ = ["CurveKeys", "KeyPair"]
 
 
 @dataclass(frozen=True)
 class KeyPair:
-    """Raw keys, 32 bytes each."""
+    """Raw keys of 32 bytes each."""
 
     public: bytes
     secret: bytes = field(repr=False)
 
     @classmethod
-    def make(cls) -> Self:
-        """Makes a new pair; any 32 bytes are a secret of Curve25519."""
-        return cls.of(os.urandom(32))
+    def generate(cls) -> Self:
+        """Return a new key pair. Any 32 bytes are a valid secret key of Curve25519."""
+        return cls.from_secret(os.urandom(32))
 
     @classmethod
-    def of(cls, secret: bytes) -> Self:
-        """Returns the pair of a secret; raises KeyFileError if ZeroMQ has no CURVE."""
-        # Here, since commands that need no keys are quicker without.
+    def from_secret(cls, secret: bytes) -> Self:
+        """Return the key pair of a secret key.
+
+        Raises:
+          KeyFileError: The installed ZeroMQ does not support CURVE.
+        """
+        # Imported here, because commands without keys start faster.
         import zmq
         from zmq.utils import z85
 
@@ -34,14 +38,14 @@ class KeyPair:
             return cls(z85.decode(zmq.curve_public(z85.encode(secret))), secret)
         except zmq.ZMQError as error:
             raise KeyFileError(
-                f"ZeroMQ has no CURVE here, so there are no keys: {error.strerror}; "
+                f"ZeroMQ has no CURVE here, so keys cannot be used: {error.strerror}; "
                 f"install pyzmq as a wheel"
             ) from None
 
     def __reduce__(self) -> NoReturn:
-        """Refuses to be pickled or copied: a secret stays where it was read."""
+        """Refuse pickling and copying, so that the secret stays where it was read."""
         raise TypeError("a pair of keys cannot be pickled; read it where it is needed")
 
 
-#: What a client needs: the server's public key, and an own pair.
-Keys = tuple[bytes, KeyPair]
+#: Keys of a client's connection: the server's public key, and the client's key pair.
+CurveKeys = tuple[bytes, KeyPair]

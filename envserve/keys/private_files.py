@@ -1,4 +1,4 @@
-"""Files that only their user can read, and that are replaced whole or not at all."""
+"""Files that only their user can read, and that are replaced atomically."""
 
 from __future__ import annotations
 
@@ -17,34 +17,38 @@ __all__ = ["display_path", "locked", "make_folder", "read_private", "write_priva
 
 
 def display_path(path: Path) -> str:
-    """Returns a path as people write it, with ~ for their home."""
+    """Return a path for messages, with ~ for the home folder."""
     with contextlib.suppress(ValueError, RuntimeError):
         return f"~/{path.relative_to(Path.home())}"
     return str(path)
 
 
 def read_private(path: Path, remedy: str = "") -> str | None:
-    """Returns the text of a file, or None if there is none.
+    """Return the text of a private file, or None if it does not exist.
 
     Args:
-      path: A file in a folder, both of this user's own and closed to others.
-      remedy: What to do besides of chmod if others can read it.
+      path: The file. It and its folder must belong to this user and be closed to
+        others.
+      remedy: What to do in addition to chmod if other users can read the file.
 
     Raises:
-      KeyFileError: Others can read it or own it, or it cannot be read.
+      KeyFileError: Other users can read or own the file or folder, or it cannot be
+        read.
     """
     with _as_key_file_error(path, "read"):
         try:
-            _check(path.parent, os.stat(path.parent), "chmod 700")
-            # Not blocked by a pipe, and not led elsewhere by a link.
+            _check_owner_and_mode(path.parent, os.stat(path.parent), "chmod 700")
+            # Do not block on a pipe, and do not follow a link.
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return None
         with open(fd, encoding="utf-8", errors="replace") as file:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
-                raise KeyFileError(f"{display_path(path)} is no file; take it away")
-            _check(path, found, f"chmod 600{remedy}")
+                raise KeyFileError(
+                    f"{display_path(path)} is not a regular file; remove it"
+                )
+            _check_owner_and_mode(path, found, f"chmod 600{remedy}")
             return file.read()
 
 
@@ -53,20 +57,20 @@ def _as_key_file_error(path: Path, participle: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = "expected a file or folder of this user's own, and no link"
+        remedy = "expected a file or folder that belongs to this user, and not a link"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            remedy = "expected room to write; make some, or name another ENVSERVE_HOME"
+            remedy = "free disk space, or set ENVSERVE_HOME to another folder"
         raise KeyFileError(
             f"{display_path(path)} cannot be {participle}: {error.strerror}; {remedy}"
         ) from None
 
 
-def _check(path: Path, found: os.stat_result, remedy: str) -> None:
+def _check_owner_and_mode(path: Path, found: os.stat_result, remedy: str) -> None:
     if found.st_uid != os.geteuid():
         raise KeyFileError(
             f"{display_path(path)} belongs to another user (uid {found.st_uid}); "
-            f"expected uid {os.geteuid()}; take it away, or name another folder by "
-            f"ENVSERVE_HOME"
+            f"expected uid {os.geteuid()}; remove it, or set ENVSERVE_HOME to another "
+            f"folder"
         )
     if found.st_mode & 0o077:
         mode = stat.S_IMODE(found.st_mode)
@@ -77,18 +81,22 @@ def _check(path: Path, found: os.stat_result, remedy: str) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder for keys if there is none; raises KeyFileError."""
+    """Create a private folder if it does not exist; raise KeyFileError."""
     with _as_key_file_error(folder, "made"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check(folder, os.stat(folder), "chmod 700")
+        _check_owner_and_mode(folder, os.stat(folder), "chmod 700")
 
 
 @contextlib.contextmanager
 def locked(folder: Path, seconds: float = 1.0) -> Iterator[None]:
-    """Makes a folder, and keeps others from changing its files meanwhile.
+    """Create a folder if necessary, and lock it against changes by other processes.
+
+    Args:
+      folder: The folder.
+      seconds: Longest time to wait for another process.
 
     Raises:
-      KeyFileError: Another process did so for so many seconds, or it cannot be made.
+      KeyFileError: The folder stayed locked, or cannot be created.
     """
     make_folder(folder)
     give_up_at = time.monotonic() + seconds
@@ -101,8 +109,8 @@ def locked(folder: Path, seconds: float = 1.0) -> Iterator[None]:
                 break
             if time.monotonic() > give_up_at:
                 raise KeyFileError(
-                    f"{display_path(folder)} is being changed by another process for "
-                    f"more than {seconds:g} s; end that one"
+                    f"{display_path(folder)} has been locked by another process for "
+                    f"more than {seconds:g} s; end that process"
                 )
             time.sleep(0.01)
         yield
@@ -111,8 +119,8 @@ def locked(folder: Path, seconds: float = 1.0) -> Iterator[None]:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replaces a file; raises KeyFileError, and then it is what it was."""
-    import tempfile  # which a probe does not need
+    """Replace a file atomically; raise KeyFileError, after which it is unchanged."""
+    import tempfile  # here, because a health probe does not need it
 
     with _as_key_file_error(path, "written"), contextlib.ExitStack() as cleaning:
         fd, part = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # 0600

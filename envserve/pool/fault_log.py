@@ -26,7 +26,7 @@ from envserve.settings import PoolSettings
 from envserve.slab import Slab, Status, row_of_beat
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.leaves import flatten
-from envserve.spaces.variable_length import action_values
+from envserve.spaces.variable_length import decode_actions
 from envserve.text import LogThrottle, one_line, printable
 from envserve.worker.channel import Kind
 
@@ -94,7 +94,7 @@ class FaultLog:
         That is the caller's mistake as a rule, who hears of it: a line a second will
         do, without a traceback and a repro file for each env.
         """
-        more = self._throttle.passes("reset", now)
+        more = self._throttle.admit("reset", now)
         if more is not None:
             others = f"; {num_faults - 1} more of its block" if num_faults > 1 else ""
             head = _shortened(str(error).partition("\n")[0], _MAX_CAUSE)
@@ -146,7 +146,7 @@ class FaultLog:
         self._heartbeats[worker.index, :2] = 0
         for block in worker.blocks:
             for row in block.rows:
-                self._ring.row(row)
+                self._ring.row_record(row)
 
     def _blame(
         self, worker: SupervisedWorker, end: End, running: Mapping[int, int], now: float
@@ -214,7 +214,7 @@ class FaultLog:
         *,
         is_reset: bool = False,
     ) -> Path | None:
-        if self._files is None or played is None or not self._files.has_room(now):
+        if self._files is None or played is None or not self._files.may_write(now):
             return None
         name = self._config.env_name
         name = f"{name}-env-{self._index_of(row)}-{end.status.name.lower()}"
@@ -275,7 +275,7 @@ def _shortened(text: str, length: int) -> str:
 def _action_text(spec: EnvSpec, played: ActionHistory) -> str:
     last: list[Any] = [array[-1:] for array in played.actions]
     with contextlib.suppress(CodecError):  # else bytes are shown
-        last = flatten(spec.action_space, action_values(spec, last)[0])
+        last = flatten(spec.action_space, decode_actions(spec, last)[0])
     with np.printoptions(precision=4, threshold=8, edgeitems=3):
         values = list(map(str, last))
     text = values[0] if len(values) == 1 else f"({', '.join(values)})"

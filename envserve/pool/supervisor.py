@@ -22,7 +22,7 @@ from envserve.slab import Slab, Status
 from envserve.spaces import codec
 from envserve.worker.channel import REFUSALS, ChannelMessage, Kind, pack_message
 from envserve.worker.worker_report import read_spaces
-from envserve.wrappers.specs import plain_wrappers
+from envserve.wrappers.specs import wrappers_to_plain
 
 __all__ = ["SupervisedWorker"]
 
@@ -155,7 +155,7 @@ class SupervisedWorker:
         message: dict[str, Any] = {
             **{name: getattr(config, name) for name in _SETTINGS},
             "env_kwargs": dict(config.env_kwargs),
-            "wrappers": plain_wrappers(config.wrappers),
+            "wrappers": wrappers_to_plain(config.wrappers),
             "num_workers": self._num_workers,
             "worker": self.index,
             "blocks": [[block.index, block.start, block.stop] for block in self.blocks],

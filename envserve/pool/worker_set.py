@@ -23,7 +23,7 @@ from envserve.slab import Slab, rows_mib
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from envserve.worker.frame_board import FrameBoard, board_nbytes
-from envserve.wrappers.specs import plain_wrappers
+from envserve.wrappers.specs import wrappers_to_plain
 
 __all__ = ["WorkerSet"]
 
@@ -59,7 +59,7 @@ class WorkerSet:
         """
         try:
             codec.encode(dict(config.env_kwargs))
-            codec.encode(plain_wrappers(config.wrappers))
+            codec.encode(wrappers_to_plain(config.wrappers))
         except codec.CodecError as error:
             raise EnvStartError(f"env_kwargs or wrappers: {error}") from None
         self.incarnations = [config.first_incarnation] * config.num_envs

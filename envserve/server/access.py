@@ -15,7 +15,7 @@ from typing import Final
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from envserve.address import is_private
+from envserve.address import is_local_address
 from envserve.errors import KeyFileError, RemoteProtocolError, SelfTestError
 from envserve.keys import formats
 from envserve.keys.grant import Grant
@@ -55,7 +55,7 @@ class Access:
     def check_binds(self, binds: Sequence[str]) -> None:
         """Raises KeyFileError if others could reach it, and none of them has a key."""
         for address in binds:
-            if not (is_private(address) or self.clients.grants(self._now())):
+            if not (is_local_address(address) or self.clients.grants(self._now())):
                 raise KeyFileError(
                     f"{address} can be reached from other hosts, and no client has a "
                     f'key yet; run "envserve invite NAME" first, or bind to '
@@ -139,7 +139,7 @@ def _knock(address: str, server_public: bytes) -> str:
     """Connects with a new key; returns "" if that was refused, else what happened."""
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
-    use_keys(socket, server_public, KeyPair.make())
+    use_keys(socket, server_public, KeyPair.generate())
     monitor = socket.get_monitor_socket(
         zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED
     )

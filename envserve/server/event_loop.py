@@ -253,7 +253,7 @@ class ServerLoop:
     def _log_failure(self, text: str) -> None:
         """Count and log an unexpected exception, at most one of a kind per second."""
         self.counters.failures += 1
-        more = self._defects.passes(text, time.monotonic())
+        more = self._defects.admit(text, time.monotonic())
         if more is not None:
             _LOGGER.exception("%s%s", text, more)
 

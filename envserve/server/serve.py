@@ -13,7 +13,7 @@ from functools import partial
 from typing import Final
 
 from envserve.envs.registry import Registry
-from envserve.envs.user_envs import name_of
+from envserve.envs.user_envs import env_name_of
 from envserve.errors import UnknownEnv
 from envserve.keys import formats
 from envserve.keys.key_folder import KeyFolder
@@ -142,7 +142,7 @@ def _keep_from_envs(worker_user: str) -> None:
 def _registry_of(config: HostSettings) -> Registry:
     """Imports what is offered; raises UnknownEnv for a vector env that is not."""
     registry = Registry(config.env_names, config.import_modules)
-    for name in map(name_of, config.vector_envs):
+    for name in map(env_name_of, config.vector_envs):
         if name not in registry.names:
             hint = did_you_mean(name, registry.names)
             raise UnknownEnv(f"--vector: expected an env on offer; got {name!r}{hint}")

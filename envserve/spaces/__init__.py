@@ -1,1 +1,1 @@
-"""Spaces and the values in them: leaves, encodings, infos, checks."""
+"""Spaces and their values: leaves, encodings, infos and action checks."""

@@ -1,6 +1,7 @@
-"""Checks actions where they enter: structure, shape, dtype, bounds, finiteness.
+"""Check actions: structure, shape, dtype, bounds and finiteness.
 
-Every error names the first env that it concerns.
+Actions are checked once, where they enter a batch or a server. Every error names the
+first env that it concerns.
 """
 
 from __future__ import annotations
@@ -16,35 +17,43 @@ from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.leaves import Leaf, flatten
 from envserve.spaces.variable_length import encode_row
 
-__all__ = ["ActionBounds", "check_action_rows", "check_actions", "clip_roundings"]
+__all__ = ["ActionBounds", "check_action_rows", "check_actions", "clip_rounding_errors"]
 
 Array = np.ndarray[Any, Any]
 
-_smallest: Final = np.minimum.reduce
-_greatest: Final = np.maximum.reduce
+_minimum: Final = np.minimum.reduce
+_maximum: Final = np.maximum.reduce
 
 
 class ActionBounds:
-    """Bounds of the actions in some rows: two looks per leaf tell whether they hold.
+    """Fast check that the actions of some rows are within their bounds.
 
-    Which action breaks them, and how, is for `check_action_rows` to find out.
+    It costs one minimum and one maximum per leaf. If it fails, `check_action_rows`
+    raises the error that names the action.
     """
 
     def __init__(self, spec: EnvSpec, actions: Sequence[Array]) -> None:
-        """Takes the arrays that hold the actions, and finite bounds for each."""
+        """Prepare the check.
+
+        Args:
+          spec: Spec of the envs.
+          actions: Arrays `[num_envs, ...]` that will contain the actions, one per
+            action leaf.
+        """
         self._leaves = [
             (array, *leaf.limits)
             for leaf, array in zip(spec.action_leaves, actions, strict=True)
             if array.size
         ]
 
-    def hold(self, start: int, stop: int) -> bool:
-        """Tells whether all actions of rows `start` to `stop` are within bounds."""
+    def all_within(self, start: int, stop: int) -> bool:
+        """Return whether the actions of rows `start` to `stop` (exclusive) are good."""
         for array, low, high in self._leaves:
             part = array[start:stop]
-            # Over the rows, if bounds differ by element; NaN comes through both.
+            # Reduce over rows only if the bounds differ by element. minimum and maximum
+            # propagate NaN, so that NaN fails both comparisons.
             axis = 0 if isinstance(low, np.ndarray) else None
-            is_good = (_smallest(part, axis) >= low) & (_greatest(part, axis) <= high)
+            is_good = (_minimum(part, axis) >= low) & (_maximum(part, axis) <= high)
             if not (is_good if axis is None else is_good.all()):
                 return False
         return True
@@ -56,19 +65,25 @@ def check_actions(
     env_indices: Sequence[int] | Array | None,
     num_envs: int,
 ) -> list[Array]:
-    """Returns the actions of some envs as one array per leaf.
+    """Validate a batch of actions and return one array per action leaf.
 
     Args:
       spec: Spec of the envs.
       actions: Arrays `[num_envs, ...]`, nested as the action space.
-      env_indices: Batch rows that the actions are for; None for rows 0 to num_envs.
+      env_indices: Rows of the batch that the actions are for, used in errors; None for
+        rows 0 to `num_envs`.
       num_envs: Expected length of each array.
 
+    Returns:
+      Arrays `[num_envs, ...]` in the order of `spec.action_leaves`; without a copy
+      where possible.
+
     Raises:
-      ActionError: With the env, the leaf, and what was expected.
+      ActionError: An action is invalid. The message names the env, the leaf, and the
+        expected value.
     """
     leaf = spec.action_leaves[0]
-    # The usual case, at a third of the time that the rest takes: caches are cold here.
+    # The usual case, in a third of the time: CPU caches are cold at this point.
     if (
         leaf.space is spec.action_space
         and type(actions) is np.ndarray
@@ -79,16 +94,15 @@ def check_actions(
         low, high = leaf.limits
         if (
             type(low) is not np.ndarray
-            # NaN comes through both.
-            and _smallest(actions, None) >= low
-            and _greatest(actions, None) <= high
+            and _minimum(actions, None) >= low  # False for NaN
+            and _maximum(actions, None) <= high
         ):
             return [actions]
     try:
         values = flatten(spec.action_space, actions)
     except SpaceError as error:
         raise ActionError(f"actions: {error}") from None
-    if not values:  # there is nothing in an action
+    if not values:  # the action space has no leaves
         return [np.zeros((num_envs, *leaf.shape), leaf.dtype)]
     arrays = []
     for leaf, value in zip(spec.action_leaves, values, strict=True):
@@ -104,20 +118,31 @@ def check_actions(
 def check_action_rows(
     spec: EnvSpec, actions: Sequence[Array], start: int, stop: int
 ) -> None:
-    """Checks the actions that stand in rows `start` to `stop`, of a server or pool.
+    """Check the actions in rows `start` to `stop` (exclusive) of a server or pool.
 
-    Their shapes and dtypes are right by construction. Those that are encoded are for
-    the worker to read, which is all that they can end.
+    Shapes and dtypes are correct by construction. Encoded actions are not decoded here:
+    the worker does so, and an invalid one ends only the block of its client.
+
+    Args:
+      spec: Spec of the envs.
+      actions: Arrays `[num_envs, ...]`, one per action leaf.
+      start: First row.
+      stop: Row after the last.
 
     Raises:
-      ActionError: With the env, the leaf, and what was expected.
+      ActionError: An action is out of bounds or not finite. The message names the env,
+        the leaf, and the bounds.
     """
     for leaf, array in zip(spec.action_leaves, actions, strict=True):
         _check_values(leaf, array[start:stop], np.arange(start, stop))
 
 
-def clip_roundings(space: Space[Any], actions: Any) -> Any:
-    """Puts on a Box's bounds what only a rounding has put beyond, as of low + range."""
+def clip_rounding_errors(space: Space[Any], actions: Any) -> Any:
+    """Clip actions that exceed a Box's bounds only by a rounding error.
+
+    `low + range * x`, for example, may exceed `high` by some units in the last place.
+    All other actions are returned unchanged.
+    """
     if not isinstance(space, Box) or not isinstance(actions, np.ndarray):
         return actions
     if actions.dtype.kind != "f" or actions.shape[1:] != space.shape:
@@ -148,10 +173,11 @@ def _as_array(leaf: Leaf, value: Any, num_envs: int) -> Array:
     ):
         raise ActionError(
             f"{_label(leaf)}: expected {leaf.dtype}; got {array.dtype}; "
-            f"cast it with .astype({str(leaf.dtype)!r}) if that is meant"
+            f"cast it with .astype({str(leaf.dtype)!r}) if that is intended"
         )
     if leaf.dtype.kind == "f":
-        # What is finite as float64 need not be as float32: check what will be stored.
+        # A finite float64 may overflow in float32, so the check that follows sees the
+        # values as they will be stored.
         with np.errstate(over="ignore"):
             return array.astype(leaf.dtype, copy=False)
     return array
@@ -179,7 +205,7 @@ def _check_values(
     leaf: Leaf, array: Array, env_indices: Sequence[int] | Array | None
 ) -> None:
     low, high = leaf.limits
-    is_good = (array >= low) & (array <= high)  # NaN is neither
+    is_good = (array >= low) & (array <= high)  # False for NaN
     if is_good.all():
         return
     low, high = leaf.bounds

@@ -1,6 +1,7 @@
-"""What envs look like: their spaces, as a plain description and as leaves.
+"""The spaces of an env, and their description for other processes and hosts.
 
-A description goes to other processes and hosts, and may come from a peer.
+A description is a plain value that may come from an untrusted peer, so `restore` checks
+it and limits the memory that it can claim.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from gymnasium.spaces import Space
 from envserve.errors import SpaceError
 from envserve.spaces import codec
 from envserve.spaces.leaves import (
+    EMPTY_LEAF,
     MAX_DEPTH,
     MAX_ROW_BYTES,
-    NOTHING,
     Leaf,
     children_of,
     is_uniform,
@@ -33,24 +34,25 @@ __all__ = ["EnvSpec", "describe", "restore", "spaces_equal"]
 
 Array = np.ndarray[Any, Any]
 
-#: Bytes of one value of a space; and what each space in it counts besides.
+#: Largest memory in bytes of one value of a described space.
 _MAX_VALUE_BYTES: Final = 1 << 30
+#: Charged for each space in a description, in addition to its arrays.
 _SPACE_BYTES: Final = 1 << 18
-#: Bounds that differ take memory, several times over while a space is made of them.
-_COPIES: Final = 16
-_MAX_TEXT: Final = 500
-#: What Gymnasium's spaces raise for wrong arguments, besides the usual.
-_FROM_GYMNASIUM: Final = (AssertionError, MemoryError, OverflowError)
+#: Copies of non-uniform bounds that exist while Gymnasium builds a space.
+_BOUNDS_COPIES: Final = 16
+_MAX_TEXT_LENGTH: Final = 500
+#: What Gymnasium's spaces raise for wrong arguments, in addition to ValueError etc.
+_GYMNASIUM_ERRORS: Final = (AssertionError, MemoryError, OverflowError)
 
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """What a batch of equal envs looks like.
+    """The name and spaces of an env; all envs of a batch share them.
 
     Attributes:
-      env_name: Registered name, like "HalfCheetah-v5".
-      observation_space: Space of one env's observation.
-      action_space: Space of one env's action.
+      env_name: Registered name, such as "HalfCheetah-v5".
+      observation_space: Observation space of one env.
+      action_space: Action space of one env.
     """
 
     env_name: str
@@ -64,16 +66,16 @@ class EnvSpec:
 
     @cached_property
     def action_leaves(self) -> tuple[Leaf, ...]:
-        """Leaves of the action space, in order; of an empty one, one of no bytes."""
-        return leaves_of(self.action_space) or (NOTHING,)
+        """Leaves of the action space, in order; `EMPTY_LEAF` if it has none."""
+        return leaves_of(self.action_space) or (EMPTY_LEAF,)
 
     @cached_property
     def has_encoded_observations(self) -> bool:
-        """Whether observations have to be decoded."""
+        """Whether some observation leaves are encoded and have to be decoded."""
         return any(leaf.is_encoded for leaf in self.observation_leaves)
 
     def differences(self, other: EnvSpec) -> list[str]:
-        """Returns a line for each space in which the other spec differs."""
+        """Return one line for each space that differs in another spec."""
         pairs = (
             ("observation space", self.observation_space, other.observation_space),
             ("action space", self.action_space, other.action_space),
@@ -86,13 +88,17 @@ class EnvSpec:
 
 
 def spaces_equal(left: Space[Any], right: Space[Any]) -> bool:
-    """Tells whether two spaces have the same kind, bounds, shapes and dtypes."""
+    """Return whether two spaces have the same kinds, bounds, shapes and dtypes."""
     return codec.encode(describe(left)) == codec.encode(describe(right))
 
 
 def describe(space: Space[Any]) -> dict[str, Any]:
-    """Returns a plain description of a space, for `codec.encode` and `restore`."""
-    leaves_of(space)  # raises for every space that has no description
+    """Return a plain description of a space, for `codec.encode` and `restore`.
+
+    Raises:
+      SpaceError: The space is not supported.
+    """
+    leaves_of(space)  # raises SpaceError for unsupported spaces
     return _describe(space)
 
 
@@ -101,9 +107,9 @@ def _describe(space: Any) -> dict[str, Any]:
     if kind == "dict":
         pairs = [[key, _describe(child)] for key, child in space.spaces.items()]
         return {"kind": kind, "spaces": pairs}
-    if kind in _FIXED:
+    if kind in _FIXED_SHAPE_SPACES:
         dtype = codec.dtype_code(np.dtype(space.dtype))
-        names = _FIXED[kind][0]
+        names = _FIXED_SHAPE_SPACES[kind][0]
         return {
             **{"kind": kind, "dtype": dtype},
             **{name: _compact(getattr(space, name)) for name in names},
@@ -114,46 +120,53 @@ def _describe(space: Any) -> dict[str, Any]:
     (leaf,) = leaves_of(space)
     return {
         **{"kind": kind, "max_bytes": leaf.nbytes, "spaces": children},
-        **{name: _compact(getattr(leaf.space, name)) for name in _ENCODED[kind][0]},
+        **{
+            name: _compact(getattr(leaf.space, name))
+            for name in _ENCODED_SPACES[kind][0]
+        },
     }
 
 
 def restore(description: Any) -> Space[Any]:
-    """Builds the space that `describe` was given.
+    """Build the space of a description.
 
     Raises:
       SpaceError: The description, which may come from a peer, is not valid.
     """
     try:
-        with np.errstate(over="raise", invalid="raise"):  # not a warning: an error
+        # Casts of hostile bounds raise FloatingPointError instead of warning.
+        with np.errstate(over="raise", invalid="raise"):
             space = _restore(description, MAX_DEPTH, _SpaceBudget())
         leaves_of(space)
     except SpaceError:
         raise
     except (
         *(LookupError, TypeError, ValueError, ArithmeticError),
-        *_FROM_GYMNASIUM,
+        *_GYMNASIUM_ERRORS,
     ) as error:
-        text = f"{type(error).__name__}: {error}"[:_MAX_TEXT]
+        text = f"{type(error).__name__}: {error}"[:_MAX_TEXT_LENGTH]
         raise SpaceError(f"not a valid description of a space: {text}") from None
     return space
 
 
 class _SpaceBudget:
-    """The memory a description may claim: a few bytes of it can ask for gigabytes."""
+    """The memory that a description may claim.
+
+    A few bytes of a description can request gigabytes.
+    """
 
     def __init__(self) -> None:
-        self._left = [_MAX_VALUE_BYTES]  # shared with the budgets inside
+        self._left = [_MAX_VALUE_BYTES]  # in a list, to share it with nested budgets
         self._copies, self._longest, self.times = 1, _MAX_VALUE_BYTES, 1
 
     def nested(self, copies: int) -> _SpaceBudget:
         """Return the budget inside an encoded leaf that is stored `copies` times.
 
-        No array in it is larger than the longest row; but there it is written out.
+        An array in it may not exceed the longest row, and its bounds are not broadcast.
         """
         inner = copy.copy(self)
         inner._copies *= copies
-        inner._longest, inner.times = MAX_ROW_BYTES, _COPIES
+        inner._longest, inner.times = MAX_ROW_BYTES, _BOUNDS_COPIES
         return inner
 
     def charge(self, sizes: Iterable[Any], num_bytes: int, times: int = 1) -> None:
@@ -165,7 +178,7 @@ class _SpaceBudget:
             raise SpaceError(
                 f"expected a space below {_MAX_VALUE_BYTES >> 20} MiB, and below "
                 f"{MAX_ROW_BYTES >> 20} MiB in a Sequence, Graph or OneOf; "
-                f"got a leaf of shape {str(shape)[:_MAX_TEXT]}"
+                f"got a leaf of shape {str(shape)[:_MAX_TEXT_LENGTH]}"
             )
 
 
@@ -181,30 +194,41 @@ def _restore(
             (key, _restore(child, depth - 1, budget))
             for key, child in description["spaces"]
         ]
-        # A list of pairs keeps the order; from a plain dict Gymnasium sorts the keys.
+        # A list of pairs keeps the order; Gymnasium sorts the keys of a plain dict.
         return spaces.Dict(pairs)
-    if kind in _FIXED:
-        names, build = _FIXED[kind]
+    if kind in _FIXED_SHAPE_SPACES:
+        names, build = _FIXED_SHAPE_SPACES[kind]
         dtype = codec.dtype_from_code(description["dtype"])
         return build(budget, dtype, *(description[name] for name in names))
-    if kind != "tuple" and kind not in _ENCODED:
-        shown = repr(kind[:_MAX_TEXT]) if isinstance(kind, str) else type(kind).__name__
-        raise SpaceError(f"expected a kind of space that is known; got {shown}")
+    if kind != "tuple" and kind not in _ENCODED_SPACES:
+        shown = (
+            repr(kind[:_MAX_TEXT_LENGTH])
+            if isinstance(kind, str)
+            else type(kind).__name__
+        )
+        raise SpaceError(f"expected a known kind of space; got {shown}")
     if kind == "text":
-        budget.charge([sum(map(len, description["character_list"]))], 1, 8 * _COPIES)
-    if kind in _ENCODED:  # Gymnasium keeps a batched copy of what is in some
+        budget.charge(
+            [sum(map(len, description["character_list"]))], 1, 8 * _BOUNDS_COPIES
+        )
+    if kind in _ENCODED_SPACES:
+        # Graphs and stacked Sequences keep a batched copy of their inner space.
         budget = budget.nested(1 + (kind == "graph" or bool(description.get("stack"))))
     children = [_restore(child, depth - 1, budget) for child in description["spaces"]]
     if kind == "tuple":
         return spaces.Tuple(children)
-    names, build = _ENCODED[kind]
+    names, build = _ENCODED_SPACES[kind]
     space = build(children, *(description[name] for name in names))
     vars(space)["max_bytes"] = description["max_bytes"]
     return space
 
 
 def _compact(value: Any) -> Any:
-    """Sends a scalar for an array of equal values: image bounds would be megabytes."""
+    """Return the plain form of an attribute of a space.
+
+    An array of equal values is sent as its shape and one value; the bounds of an image
+    would otherwise take megabytes.
+    """
     if isinstance(value, tuple):
         return list(value)
     if isinstance(value, np.ndarray) and value.size and is_uniform(value):
@@ -214,7 +238,7 @@ def _compact(value: Any) -> Any:
 
 def _expand(budget: _SpaceBudget, value: Any, dtype: np.dtype[Any]) -> Array:
     if isinstance(value, dict):
-        budget.charge(value["shape"], dtype.itemsize, _COPIES)
+        budget.charge(value["shape"], dtype.itemsize, _BOUNDS_COPIES)
         return np.full(tuple(value["shape"]), np.array(value["fill"], dtype), dtype)
     if not isinstance(value, np.ndarray) or value.dtype != dtype:
         got = getattr(value, "dtype", type(value).__name__)
@@ -228,8 +252,8 @@ def _box(budget: _SpaceBudget, dtype: np.dtype[Any], low: Any, high: Any) -> Spa
         low, high = _expand(budget, low, dtype), _expand(budget, high, dtype)
         return spaces.Box(low, high, dtype=dtype.type)
     if low["shape"] != high["shape"]:
-        raise SpaceError("expected a low and a high of the same shape")
-    # One low and one high, seen from everywhere: bounds of a film take no memory.
+        raise SpaceError("expected low and high of the same shape")
+    # Uniform bounds are broadcast, so that those of a large image take no memory.
     shape = tuple(low["shape"])
     budget.charge(shape, dtype.itemsize, budget.times)
     low, high = (np.array(bound["fill"], dtype).reshape(()) for bound in (low, high))
@@ -249,7 +273,7 @@ def _multi_binary(
 ) -> Space[Any]:
     budget.charge(shape, 1, budget.times)
     sizes = tuple(int(size) for size in shape)
-    # Gymnasium holds MultiBinary(7) and MultiBinary((7,)) for different.
+    # For Gymnasium, MultiBinary(7) and MultiBinary((7,)) are different spaces.
     return spaces.MultiBinary(sizes[0] if len(sizes) == 1 else sizes)
 
 
@@ -261,15 +285,17 @@ def _multi_discrete(
 
 
 _Build = Callable[..., Space[Any]]
-#: Spaces of arrays: attributes that define them, and how to build them from these.
-_FIXED: Final[dict[str, tuple[tuple[str, ...], _Build]]] = {
+#: Spaces of arrays, by kind: the attributes that define them, and a builder that takes
+#: the budget, the dtype and these attributes.
+_FIXED_SHAPE_SPACES: Final[dict[str, tuple[tuple[str, ...], _Build]]] = {
     "box": (("low", "high"), _box),
     "discrete": (("n", "start"), _discrete),
     "multi_binary": (("shape",), _multi_binary),
     "multi_discrete": (("nvec", "start"), _multi_discrete),
 }
-#: The same of encoded ones, which are built from the spaces inside and these.
-_ENCODED: Final[dict[str, tuple[tuple[str, ...], _Build]]] = {
+#: Spaces of encoded values, by kind: the attributes that define them, and a builder
+#: that takes the inner spaces and these attributes.
+_ENCODED_SPACES: Final[dict[str, tuple[tuple[str, ...], _Build]]] = {
     "text": (
         ("max_length", "min_length", "character_list"),
         lambda _, longest, least, characters: spaces.Text(

@@ -1,7 +1,7 @@
-"""Encode infos within a budget, whatever env code has put into them.
+"""Encode info dicts within a budget of bytes and values.
 
-Values without a plain form are left out, as are the largest values if an info exceeds
-the budget. Their keys are listed under "omitted".
+Values that cannot be encoded are left out, and so are the largest values of an info
+that exceeds the budget. Their keys are listed under the key "omitted".
 """
 
 from __future__ import annotations
@@ -15,44 +15,50 @@ import numpy as np
 
 from envserve.spaces import codec
 
-__all__ = ["InfoBudget", "PackedInfo", "encode_infos", "join_infos", "snapshot"]
+__all__ = ["InfoBudget", "PackedInfo", "copy_info", "encode_infos", "join_infos"]
 
-#: How many keys of a row are named, and how many characters of each.
-_MAX_NAMES: Final = 16
-_MAX_NAME: Final = 32
-#: More than what a row takes besides its pairs and names.
-_ROW_BYTES: Final = 32
-_ROW_VALUES: Final = 4
-_ANY_NUMBER: Final = 1 << 60
-#: More than what a row's number takes.
-_KEY_BYTES: Final = 9
-#: So many values can be looked at one by one in a few milliseconds.
-_FEW_VALUES: Final = 1 << 13
-#: In place of an info that is left out as a whole, and its number of values.
+#: Most omitted keys that a row lists, and most characters of each.
+_MAX_OMITTED_NAMES: Final = 16
+_MAX_OMITTED_NAME_LENGTH: Final = 32
+#: Upper bounds of the size of a row without its pairs and omitted keys.
+_ROW_OVERHEAD_BYTES: Final = 32
+_ROW_OVERHEAD_VALUES: Final = 4
+_UNLIMITED: Final = 1 << 60
+#: Upper bound of the bytes of an encoded row number.
+_ROW_KEY_BYTES: Final = 9
+#: Most values that `join_infos` fits pair by pair, which takes a few milliseconds.
+_MAX_VALUES_BY_PAIR: Final = 1 << 13
+#: Replaces an info that is left out as a whole; and its number of values.
 _ALL_OMITTED: Final = codec.encode({"omitted": ["..."]})
 _OMITTED_VALUES: Final = 3
 _PACKER: Final = msgpack.Packer()
 
 
 class InfoBudget(NamedTuple):
-    """The most bytes, and values as `codec.check` counts them, that infos may take."""
+    """The most bytes and values that encoded infos may take.
+
+    Values are counted as `codec.check` counts them.
+    """
 
     num_bytes: int
     num_values: int
 
     def allows(self, num_bytes: int, num_values: int) -> bool:
-        """Return whether so many bytes and values are within the budget."""
+        """Return whether this number of bytes and of values is within the budget."""
         return num_bytes <= self.num_bytes and num_values <= self.num_values
 
-    def share(self, num_bytes: int, num_values: int) -> float:
-        """Return the share of the budget that so many bytes and values take."""
+    def used_fraction(self, num_bytes: int, num_values: int) -> float:
+        """Return the fraction of the budget that these bytes or values take.
+
+        It is the larger of the two fractions, and exceeds 1 above the budget.
+        """
         return max(num_bytes / self.num_bytes, num_values / self.num_values)
 
-    def holds(self, encoded: bytes) -> bool:
+    def fits(self, encoded: bytes) -> bool:
         """Return whether an encoded value is within the budget."""
         if len(encoded) > self.num_bytes:
             return False
-        if 4 * len(encoded) <= self.num_values:  # so few bytes hold no more
+        if 4 * len(encoded) <= self.num_values:  # too short for more values
             return True
         try:
             codec.check(encoded, self.num_values)
@@ -68,20 +74,21 @@ class PackedInfo(NamedTuple):
     num_values: int
 
 
-class _Info:
-    """A row's: encoded pairs of key and value, and the names of what is left out."""
+class _EncodedInfo:
+    """The encoded key-value pairs of one row's info, and the keys left out of it."""
 
     def __init__(self, info: Mapping[Any, Any]) -> None:
         self.omitted: list[str] = []
-        self.num_bytes, self.num_values = _ROW_BYTES, _ROW_VALUES
+        self.num_bytes, self.num_values = _ROW_OVERHEAD_BYTES, _ROW_OVERHEAD_VALUES
         self.pairs: dict[Any, tuple[bytes, int]] = {}
         for key, value in info.items():
             try:
-                encoded = codec.encode([[{key: value}]])  # as deep as in a report
+                # Nested as deep as in a report, so that the same depth is allowed.
+                encoded = codec.encode([[{key: value}]])
             except codec.CodecError:
-                self._name(key)
+                self._add_omitted(key)
                 continue
-            count = codec.check(encoded, _ANY_NUMBER)
+            count = codec.check(encoded, _UNLIMITED)
             self.pairs[key] = encoded[3:], count
             self.num_bytes += len(encoded)
             self.num_values += count
@@ -90,15 +97,15 @@ class _Info:
         pair, count = self.pairs.pop(key)
         self.num_bytes -= len(pair) + 3
         self.num_values -= count
-        self._name(key)
+        self._add_omitted(key)
 
-    def _name(self, key: Any) -> None:
-        if len(self.omitted) > _MAX_NAMES:
+    def _add_omitted(self, key: Any) -> None:
+        if len(self.omitted) > _MAX_OMITTED_NAMES:
             return
         text = str(key) if type(key) in (str, int) else type(key).__name__
-        if len(self.omitted) == _MAX_NAMES:
+        if len(self.omitted) == _MAX_OMITTED_NAMES:
             text = "..."
-        name = text[:_MAX_NAME].encode(errors="backslashreplace")
+        name = text[:_MAX_OMITTED_NAME_LENGTH].encode(errors="backslashreplace")
         self.omitted.append(name.decode())
         self.num_bytes += 2 + len(name)
         self.num_values += 1
@@ -116,23 +123,31 @@ def _pack_map(pairs: Sequence[bytes]) -> bytes:
 def encode_infos(
     infos: Mapping[int, Mapping[Any, Any]], row_budget: InfoBudget, budget: InfoBudget
 ) -> bytes:
-    """Encodes infos by row, as a map.
+    """Encode infos by row as a map, and leave out what exceeds the budgets.
 
-    Each row's has `row_budget`, and all of them together `budget`, which is not less.
+    Args:
+      infos: Info dict by row.
+      row_budget: Budget of each row.
+      budget: Budget of all rows together; not less than `row_budget`.
+
+    Returns:
+      An encoded map from row to info; an empty map if even the lists of omitted keys
+      exceed the budget.
     """
     try:
         encoded = codec.encode(infos)
     except codec.CodecError:
         pass
     else:
-        if row_budget.holds(encoded):
+        if row_budget.fits(encoded):
             return encoded
-    fitted = {row: _Info(info) for row, info in infos.items()}
+    fitted = {row: _EncodedInfo(info) for row, info in infos.items()}
     for info in fitted.values():
         _omit_largest([info], row_budget)
     _omit_largest(fitted.values(), budget)
     encoded = _pack_map([_PACKER.pack(r) + info.encode() for r, info in fitted.items()])
-    return encoded if budget.holds(encoded) else codec.encode({})  # names alone
+    # If the lists of omitted keys alone exceed the budget, nothing is sent.
+    return encoded if budget.fits(encoded) else codec.encode({})
 
 
 def join_infos(
@@ -140,19 +155,28 @@ def join_infos(
     infos: Mapping[int, Mapping[Any, Any]],
     budget: InfoBudget,
 ) -> bytes:
-    """Does the same with infos that have been encoded already.
+    """Join infos that are already encoded, as `encode_infos` encodes them.
 
-    Where their pairs are many, those that exceed the budget go row by row, the largest
-    first: to look at each pair would take seconds.
+    If the budget is exceeded and there are few values, leave out the largest values of
+    the rows. If there are many, leave out whole infos, the largest first, because a
+    search over all pairs would take seconds.
+
+    Args:
+      packed: Encoded info by row.
+      infos: The same infos, not encoded.
+      budget: Budget of all rows together.
     """
-    num_bytes = _ROW_BYTES + sum(len(p.encoded) + _KEY_BYTES for p in packed.values())
-    num_values = _ROW_VALUES + sum(p.num_values + 2 for p in packed.values())
+    num_bytes = _ROW_OVERHEAD_BYTES + sum(
+        len(p.encoded) + _ROW_KEY_BYTES for p in packed.values()
+    )
+    num_values = _ROW_OVERHEAD_VALUES + sum(p.num_values + 2 for p in packed.values())
     kept = {row: each.encoded for row, each in packed.items()}
     if not budget.allows(num_bytes, num_values):
-        if num_values <= _FEW_VALUES:
+        if num_values <= _MAX_VALUES_BY_PAIR:
             return encode_infos(infos, budget, budget)
         shares = {
-            r: budget.share(len(p.encoded), p.num_values) for r, p in packed.items()
+            r: budget.used_fraction(len(p.encoded), p.num_values)
+            for r, p in packed.items()
         }
         for row in sorted(shares, key=lambda row: shares[row], reverse=True):
             if budget.allows(num_bytes, num_values):
@@ -161,17 +185,17 @@ def join_infos(
             num_values -= packed[row].num_values - _OMITTED_VALUES
             kept[row] = _ALL_OMITTED
         if not budget.allows(num_bytes, num_values):
-            return codec.encode({})  # names alone
+            return codec.encode({})
     return _pack_map([_PACKER.pack(row) + each for row, each in kept.items()])
 
 
-def _omit_largest(infos: Collection[_Info], budget: InfoBudget) -> None:
+def _omit_largest(infos: Collection[_EncodedInfo], budget: InfoBudget) -> None:
     num_bytes = sum(info.num_bytes for info in infos)
     num_values = sum(info.num_values for info in infos)
     if budget.allows(num_bytes, num_values):
         return
     sizes = [
-        (budget.share(len(pair), count), info, key)
+        (budget.used_fraction(len(pair), count), info, key)
         for info in infos
         for key, (pair, count) in info.pairs.items()
     ]
@@ -185,15 +209,15 @@ def _omit_largest(infos: Collection[_Info], budget: InfoBudget) -> None:
         num_values += info.num_values
 
 
-def snapshot(info: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns an info as it is now, with copies of the containers and arrays in it.
+def copy_info(info: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a copy of an info, including the containers and arrays in it.
 
-    An env may go on to use its own: to clear them when it is reset, say.
+    The env may change its own info later, for example clear it in the next reset.
     """
     try:
         copied: Mapping[str, Any] = _copy(info, {})
-    except Exception:  # a container of the user's that raises, or too deep
-        return info  # what has no plain form is left out when it is sent
+    except Exception:  # a container of a user's class raised, or it is too deep
+        return info  # values that cannot be encoded are left out when it is sent
     return copied
 
 
@@ -204,7 +228,8 @@ def _copy(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
         return seen[id(value)][1]
     copied: Any = value
     if isinstance(value, Mapping):
-        seen[id(value)] = value, (copied := {})  # with it, as its id is not another's
+        # The value is kept alive too, so that no other object gets its id.
+        seen[id(value)] = value, (copied := {})
         copied.update((key, _copy(each, seen)) for key, each in value.items())
     elif isinstance(value, list | tuple):
         seen[id(value)] = value, (copied := [])

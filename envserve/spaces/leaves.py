@@ -2,7 +2,7 @@
 
 Box, Discrete, MultiBinary and MultiDiscrete are leaves. So are Text, Sequence, Graph
 and OneOf, whose values `variable_length` encodes as rows of bytes. Dict and Tuple are
-flattened in their own order. A subclass counts as its base; any other Space is an
+flattened in their own order. A subclass counts as its base class; any other Space is an
 error.
 """
 
@@ -24,10 +24,10 @@ from envserve.errors import SpaceError
 from envserve.spaces import codec
 
 __all__ = [
-    "FIXED",
+    "EMPTY_LEAF",
+    "FIXED_SHAPE_KINDS",
     "MAX_DEPTH",
     "MAX_ROW_BYTES",
-    "NOTHING",
     "Leaf",
     "children_of",
     "custom_space_classes",
@@ -40,20 +40,25 @@ __all__ = [
 
 Array = np.ndarray[Any, Any]
 
+#: Deepest nesting of a space.
 MAX_DEPTH: Final = 8
-#: Bytes of an encoded row: of one without a longest value, and of any at most.
-_ROW_BYTES: Final = 4096
+#: Shortest row in bytes of an encoded leaf whose values have no maximum length.
+_DEFAULT_ROW_BYTES: Final = 4096
+#: Longest row in bytes of an encoded leaf.
 MAX_ROW_BYTES: Final = 1 << 20
-#: Items of a sequence or nodes of a graph, and edges, for which there is room.
+#: Number of items of a Sequence, or of nodes and edges of a Graph, that always fit.
 _NUM_ITEMS: Final = (32, 128)
-#: What the encoding takes besides the numbers, at most: of a row, of an array in it.
-_HEAD_BYTES: Final = 32
-#: An own space of texts, like MiniGrid's missions, is taken as this.
+#: Upper bound of the bytes that the encoding adds to a row, and to each array in it.
+_HEADER_BYTES: Final = 32
+#: Replaces spaces of text that do not derive from Text, such as MiniGrid's missions.
 _ANY_TEXT: Final = spaces.Text(
     1024, min_length=0, charset="".join(filter(str.isprintable, string.printable))
 )
-FIXED: Final = frozenset(["box", "discrete", "multi_binary", "multi_discrete"])
-_CLASSES: Final[dict[type[Space[Any]], str]] = {
+#: Kinds of spaces whose values are arrays of fixed shape and dtype.
+FIXED_SHAPE_KINDS: Final = frozenset(
+    ["box", "discrete", "multi_binary", "multi_discrete"]
+)
+_KINDS: Final[dict[type[Space[Any]], str]] = {
     spaces.Box: "box",
     spaces.Discrete: "discrete",
     spaces.MultiBinary: "multi_binary",
@@ -72,11 +77,11 @@ class Leaf:
     """One array of a flattened space.
 
     Attributes:
-      path: Where it sits in the space, like "camera/left"; "" for the space itself.
+      path: Keys on the way to the leaf, such as "camera/left"; "" for the space itself.
       shape: Shape of one env's value, without the batch dimension.
-      dtype: The space's own dtype, kept as it is.
-      space: The leaf's Gymnasium space.
-      is_encoded: Whether its values are rows of bytes, uint8 `[bytes]`; see
+      dtype: Dtype of the space, never converted; uint8 if the leaf is encoded.
+      space: Gymnasium space of the leaf.
+      is_encoded: Whether values are stored as rows of bytes, uint8 `[bytes]`; see
         `variable_length`.
     """
 
@@ -92,16 +97,22 @@ class Leaf:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @cached_property
-    def empty(self) -> tuple[Any, int]:
-        """Value of an encoded row that nobody has written; and how many arrays."""
+    def empty_value(self) -> Any:
+        """Value of an encoded row that was never written."""
         (value,) = create_empty_array(self.space, 1)  # type: ignore[misc]
-        return value, 1 + codec.check(codec.encode(value), 1 << 30) // 16
+        return value
+
+    @cached_property
+    def empty_cost(self) -> int:
+        """Number of values that a copy of `empty_value` counts as, for limits."""
+        # Copying is faster than decoding.
+        return 1 + codec.check(codec.encode(self.empty_value), 1 << 30) // 16
 
     @cached_property
     def bounds(self) -> tuple[Array, Array]:
-        """Least and greatest values, inclusive, as the space says them."""
+        """Least and greatest values, inclusive, as the space defines them."""
         space = self.space
-        if self.is_encoded:  # any byte
+        if self.is_encoded:
             return np.asarray(0), np.asarray(255)
         if isinstance(space, spaces.Box):
             return space.low, space.high
@@ -113,7 +124,10 @@ class Leaf:
 
     @cached_property
     def limits(self) -> tuple[Any, Any]:
-        """The same, and finite: one number each if all elements share them."""
+        """Finite bounds: one number each if all elements have the same bounds.
+
+        If not, arrays of the shape of the leaf.
+        """
         low, high = self.bounds
         is_one = low.size and is_uniform(low) and is_uniform(high)
         if is_one:
@@ -126,22 +140,22 @@ class Leaf:
         return np.broadcast_to(low, self.shape), np.broadcast_to(high, self.shape)
 
     def __str__(self) -> str:
-        """Returns a form for messages, like `float32[3]`."""
+        """Return a form for messages, such as `float32[3]`."""
         sizes = ", ".join(str(size) for size in self.shape)
         return f"{self.dtype}[{sizes}]"
 
 
-#: Actions without any content: they are counted, and take no bytes.
-NOTHING: Final = Leaf("", (0,), np.dtype(np.uint8), spaces.Box(0, 1, (0,), np.uint8))
+#: Stands for the action of a space without leaves; its rows have no bytes.
+EMPTY_LEAF: Final = Leaf("", (0,), np.dtype(np.uint8), spaces.Box(0, 1, (0,), np.uint8))
 
 
 def leaves_of(space: Space[Any]) -> tuple[Leaf, ...]:
-    """Returns the leaves of a space; raises SpaceError for a kind we cannot carry."""
-    return tuple(_walk(space, "", MAX_DEPTH))
+    """Return the leaves of a space; raise SpaceError if it is not supported."""
+    return tuple(_iter_leaves(space, "", MAX_DEPTH))
 
 
 def custom_space_classes(space: Space[Any]) -> dict[str, str]:
-    """Returns what kinds the classes of users in a space are taken as, by name."""
+    """Return the kinds as which a user's space classes are treated, by class name."""
     kind, found = kind_of(space), {}
     if not type(space).__module__.startswith("gymnasium.spaces"):
         found[type(space).__qualname__] = kind
@@ -151,8 +165,8 @@ def custom_space_classes(space: Space[Any]) -> dict[str, str]:
 
 
 def kind_of(space: Space[Any]) -> str:
-    """Returns the kind that a space is of; "" if it is none that we know."""
-    for known, kind in _CLASSES.items():
+    """Return the kind of a space, such as "box"; "" if it is not supported."""
+    for known, kind in _KINDS.items():
         if isinstance(space, known):
             return kind
     is_text = space.dtype is not None and np.dtype(space.dtype).kind == "U"
@@ -160,7 +174,7 @@ def kind_of(space: Space[Any]) -> str:
 
 
 def children_of(space: Any, kind: str) -> list[Space[Any]]:
-    """Returns the spaces that one is made of."""
+    """Return the spaces that a space of this kind is composed of."""
     if kind == "graph":
         both = (space.node_space, space.edge_space)
         return [child for child in both if child is not None]
@@ -170,7 +184,7 @@ def children_of(space: Any, kind: str) -> list[Space[Any]]:
     return list(inner.values() if kind == "dict" else inner)
 
 
-def _walk(space: Any, path: str, depth: int) -> Iterator[Leaf]:
+def _iter_leaves(space: Any, path: str, depth: int) -> Iterator[Leaf]:
     if depth == 0:
         raise SpaceError(
             f"expected a space nested at most {MAX_DEPTH} deep; got more at {path!r}; "
@@ -182,45 +196,51 @@ def _walk(space: Any, path: str, depth: int) -> Iterator[Leaf]:
         keys = space.spaces if kind == "dict" else range(len(children))
         for key, child in zip(keys, children, strict=True):
             if type(key) not in (str, int):
-                raise SpaceError(f"expected str or int as keys in {space}; got {key!r}")
-            yield from _walk(child, f"{path}/{key}" if path else str(key), depth - 1)
-    elif kind in FIXED and space.shape is not None and space.dtype is not None:
+                raise SpaceError(f"expected str or int keys in {space}; got {key!r}")
+            yield from _iter_leaves(
+                child, f"{path}/{key}" if path else str(key), depth - 1
+            )
+    elif (
+        kind in FIXED_SHAPE_KINDS
+        and space.shape is not None
+        and space.dtype is not None
+    ):
         _check_dtype(space, path)
         yield Leaf(path, tuple(space.shape), np.dtype(space.dtype), space)
-    elif kind and kind not in FIXED:
-        own_bytes = getattr(space, "max_bytes", None)
+    elif kind and kind not in FIXED_SHAPE_KINDS:
+        max_bytes = getattr(space, "max_bytes", None)
         if kind == "text" and not isinstance(space, spaces.Text):
             space = _ANY_TEXT
-        parts = [list(_walk(child, "", depth - 1)) for child in children]
-        size = _row_bytes(space, kind, parts) if own_bytes is None else own_bytes
-        if type(size) is not int or not _HEAD_BYTES <= size <= MAX_ROW_BYTES:
+        parts = [list(_iter_leaves(child, "", depth - 1)) for child in children]
+        size = _max_row_bytes(space, kind, parts) if max_bytes is None else max_bytes
+        if type(size) is not int or not _HEADER_BYTES <= size <= MAX_ROW_BYTES:
             raise SpaceError(
-                f"max_bytes of {space}{_at(path)}: expected {_HEAD_BYTES} to "
+                f"max_bytes of {space}{_at_path(path)}: expected {_HEADER_BYTES} to "
                 f"{MAX_ROW_BYTES}; got {size!r:.99}"
             )
         if kind == "text" and (not space.characters or space.min_length > size):
             raise SpaceError(
-                f"expected a Text with characters, so short that one fits into {size} "
-                f"bytes{_at(path)}; got {space!s:.200}"
+                f"expected a Text that has characters, and whose shortest value fits "
+                f"into {size} bytes{_at_path(path)}; got {space!s:.200}"
             )
         yield Leaf(path, (size,), np.dtype(np.uint8), space, is_encoded=True)
     else:
         raise SpaceError(
             f"expected a Box, Discrete, MultiBinary, MultiDiscrete, Text, Sequence, "
             f"Graph, OneOf, or a Dict or Tuple of them; got {space}, a "
-            f"{type(space).__qualname__}{_at(path)}; derive that class from one of "
-            f"these, or wrap the env to give one"
+            f"{type(space).__qualname__}{_at_path(path)}; derive that class from one "
+            f"of these, or convert its values in a wrapper"
         )
 
 
-def _row_bytes(space: Any, kind: str, parts: Iterable[Iterable[Leaf]]) -> int:
-    """Returns how long the rows of an encoded leaf are.
+def _max_row_bytes(space: Any, kind: str, parts: Iterable[Iterable[Leaf]]) -> int:
+    """Return the row length in bytes of an encoded leaf.
 
-    That is what its longest value takes, if there is one; else what some items take,
-    and at least 4 KiB.
+    It is the length of the longest value, if there is a longest value. If not, the row
+    has room for `_NUM_ITEMS` items, and at least 4 KiB.
     """
     sizes = [
-        sum(_HEAD_BYTES + len(x.path) + 8 * len(x.shape) + x.nbytes for x in part)
+        sum(_HEADER_BYTES + len(x.path) + 8 * len(x.shape) + x.nbytes for x in part)
         for part in parts
     ]
     size: int
@@ -230,11 +250,11 @@ def _row_bytes(space: Any, kind: str, parts: Iterable[Iterable[Leaf]]) -> int:
         size = max(sizes)
     else:
         needed = (n * size for n, size in zip(_NUM_ITEMS, sizes, strict=False))
-        size = max(sum(needed), _ROW_BYTES - _HEAD_BYTES)
-    return min(_HEAD_BYTES + size, MAX_ROW_BYTES)
+        size = max(sum(needed), _DEFAULT_ROW_BYTES - _HEADER_BYTES)
+    return min(_HEADER_BYTES + size, MAX_ROW_BYTES)
 
 
-def _at(path: str) -> str:
+def _at_path(path: str) -> str:
     return f" at {path!r}" if path else ""
 
 
@@ -242,14 +262,14 @@ def _check_dtype(space: Space[Any], path: str) -> None:
     try:
         codec.dtype_code(np.dtype(space.dtype))
     except codec.CodecError as error:
-        raise SpaceError(f"space {space}{_at(path)}: {error}") from None
+        raise SpaceError(f"space {space}{_at_path(path)}: {error}") from None
 
 
 def flatten(space: Space[Any], value: Any) -> list[Any]:
-    """Returns the leaf values of one (possibly batched) value, in leaf order.
+    """Return the leaf values of a value or batch of a space, in leaf order.
 
     Raises:
-      SpaceError: The value's nesting is not that of the space.
+      SpaceError: The value is not nested as the space.
     """
     if isinstance(space, spaces.Dict):
         if not isinstance(value, dict) or set(value) != set(space.spaces):
@@ -274,18 +294,18 @@ def flatten(space: Space[Any], value: Any) -> list[Any]:
 
 
 def unflatten(space: Space[Any], leaves: Iterable[Any]) -> Any:
-    """Nests leaf values as the space does: the inverse of `flatten`."""
-    return _nest(space, iter(leaves))
+    """Nest leaf values as the space does: the inverse of `flatten`."""
+    return _unflatten(space, iter(leaves))
 
 
-def _nest(space: Space[Any], leaves: Iterator[Any]) -> Any:
+def _unflatten(space: Space[Any], leaves: Iterator[Any]) -> Any:
     if isinstance(space, spaces.Dict):
-        return {key: _nest(child, leaves) for key, child in space.spaces.items()}
+        return {key: _unflatten(child, leaves) for key, child in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
-        return tuple(_nest(child, leaves) for child in space.spaces)
+        return tuple(_unflatten(child, leaves) for child in space.spaces)
     return next(leaves)
 
 
 def is_uniform(value: Array) -> bool:
-    """Tells whether all numbers of an array are equal; it has at least one."""
+    """Return whether all elements of a non-empty array are equal."""
     return not any(value.strides) or bool((value == value.flat[0]).all())

@@ -1,9 +1,9 @@
-"""Values without a shape as rows of bytes: texts, sequences, graphs, choices.
+"""Encode values without a fixed shape as rows of bytes: Text, Sequence, Graph, OneOf.
 
-A row is uint8 `[bytes]`: four bytes of length, little-endian; so many of `codec`'s
-encoding; zeros. Length 0 is a row that nobody has written, like those of a lost
-episode: it stands for Gymnasium's `create_empty_array`. What is decoded may come from a
-peer: it is bounded by its row, and has the form that its space says.
+A row is uint8 `[bytes]`: four bytes of length (little-endian), that many bytes of
+`codec`'s encoding, then zeros. A row of length 0 was never written, for example because
+the episode was lost; it decodes to Gymnasium's `create_empty_array`. Rows may come from
+an untrusted peer, so decoding checks that the value has the form of its space.
 """
 
 from __future__ import annotations
@@ -18,37 +18,49 @@ from gymnasium import spaces
 from envserve.errors import CodecError, RemoteProtocolError, SpaceError
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
-from envserve.spaces.leaves import FIXED, Leaf, flatten, kind_of, unflatten
+from envserve.spaces.leaves import FIXED_SHAPE_KINDS, Leaf, flatten, kind_of, unflatten
 
-__all__ = ["action_values", "decode_observation", "decode_row", "encode_row"]
+__all__ = ["decode_actions", "decode_observation", "decode_row", "encode_row"]
 
 Array = np.ndarray[Any, Any]
 
-_HEAD: Final = 4  # bytes
-#: Values in one row, of which an array counts as 16: each takes microseconds to read.
+_HEADER_BYTES: Final = 4  # bytes
+#: Most values in one row, where an array counts as 16; each takes microseconds to
+#: decode.
 _MAX_VALUES: Final = 1 << 13
-#: The same in all rows of a step: it takes a second or two to read them.
+#: Most values in all rows of a step; decoding them takes a second or two.
 _MAX_BATCH_VALUES: Final = 1 << 18
-#: What comes of reading a value that has another form than its space.
-_MISFITS: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+#: Exceptions of NumPy and Python when a decoded value has another form than its space.
+_CONVERSION_ERRORS: Final = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
 
 
 def encode_row(leaf: Leaf, value: Any, *, is_strict: bool = False) -> Array:
-    """Returns the row of a value, uint8 `[leaf.nbytes]`.
+    """Return the row of a value, uint8 `[leaf.nbytes]`.
+
+    Args:
+      leaf: An encoded leaf.
+      value: A value of its space.
+      is_strict: Whether `leaf.space.contains` must accept the value too.
 
     Raises:
-      SpaceError: The value has not the form of its space, or takes too many bytes; if
-        `is_strict`, also if its space does not contain it.
+      SpaceError: The value does not have the form of its space, takes too many bytes,
+        or, if `is_strict`, is not in the space.
     """
     try:
         data = codec.encode(value)
-        size = _HEAD + len(data)
+        size = _HEADER_BYTES + len(data)
         if size > leaf.nbytes:
             raise CodecError(
                 f"expected a value that takes at most {leaf.nbytes} bytes; got {size}; "
-                f"give a shorter one, or set max_bytes of its space to more"
+                f"return a shorter one, or increase max_bytes of its space"
             )
-        data = len(data).to_bytes(_HEAD, "little") + data
+        data = len(data).to_bytes(_HEADER_BYTES, "little") + data
         row = np.frombuffer(data.ljust(leaf.nbytes, b"\0"), np.uint8)
         found = decode_row(leaf, row)
         _check(not is_strict or leaf.space.contains(found), leaf.space, found)
@@ -58,23 +70,26 @@ def encode_row(leaf: Leaf, value: Any, *, is_strict: bool = False) -> Array:
 
 
 def decode_row(leaf: Leaf, row: Array) -> Any:
-    """Returns the value of a row; raises CodecError if there is none in it."""
-    return _decode(leaf, row)[0]
+    """Return the value of a row; raise CodecError if the row is not valid."""
+    return _decode_and_count(leaf, row)[0]
 
 
-def _decode(leaf: Leaf, row: Array) -> tuple[Any, int]:
+def _decode_and_count(leaf: Leaf, row: Array) -> tuple[Any, int]:
+    """Return the value of a row, and the number of values that count for the limits."""
     data = row.tobytes()
-    stop = _HEAD + int.from_bytes(data[:_HEAD], "little")
-    if stop == _HEAD:
-        return copy.deepcopy(leaf.empty[0]), leaf.empty[1]
+    stop = _HEADER_BYTES + int.from_bytes(data[:_HEADER_BYTES], "little")
+    if stop == _HEADER_BYTES:
+        return copy.deepcopy(leaf.empty_value), leaf.empty_cost
     try:
         _check(stop <= len(data), leaf.space, f"{stop} bytes")
         with np.errstate(over="raise", invalid="raise"):
-            count = codec.check(data[_HEAD:stop], _MAX_VALUES)
-            return _read(leaf.space, codec.unpack(data[_HEAD:stop])), count
+            count = codec.check(data[_HEADER_BYTES:stop], _MAX_VALUES)
+            return _from_plain(
+                leaf.space, codec.unpack(data[_HEADER_BYTES:stop])
+            ), count
     except CodecError:
         raise
-    except _MISFITS as error:
+    except _CONVERSION_ERRORS as error:
         text = f"{type(error).__name__}: {error}"
         raise CodecError(f"expected a value of {leaf.space!s:.200}; {text}") from None
 
@@ -84,60 +99,75 @@ def decode_observation(
     env_indices: Sequence[int] | Array,
     observation: Any,
     *,
-    is_whole: Array,
+    is_complete: Array,
     ended: Array | None = None,
 ) -> Any:
-    """Makes tuples of values of the rows of encoded leaves, as Gymnasium batches them.
+    """Decode the encoded leaves of a batch of observations, as tuples of values.
 
     Args:
       spec: Spec of the envs.
-      env_indices: Which envs the rows are of.
-      observation: Arrays `[n, ...]`, nested as their space.
-      is_whole: bool `[n]`; of a row that is not, nobody may have finished the value.
-      ended: Rows to look at, bool `[n]`; all others share an empty value.
+      env_indices: Rows of the batch, for errors.
+      observation: Arrays `[n, ...]`, nested as the observation space.
+      is_complete: bool `[n]`; False for rows that a killed worker may have written only
+        in part.
+      ended: bool `[n]`; rows to decode, all others share one empty value. None: all
+        rows.
+
+    Returns:
+      The observation, with a tuple of n values in place of each encoded array, as
+      Gymnasium batches such spaces.
 
     Raises:
-      CodecError: A row that is whole holds no value of its space; with the env.
-      RemoteProtocolError: All rows together hold more than is read at once.
+      CodecError: A complete row contains no value of its space; the message names the
+        env.
+      RemoteProtocolError: All rows together contain too many values.
     """
     columns, left = flatten(spec.observation_space, observation), _MAX_BATCH_VALUES
     for at, leaf in enumerate(spec.observation_leaves):
         if not leaf.is_encoded:
             continue
-        values = [leaf.empty[0]] * len(env_indices)
+        values = [leaf.empty_value] * len(env_indices)
         chosen = range(len(values)) if ended is None else ended.nonzero()[0].tolist()
         for i in chosen:
-            values[i], count = _decode_of(
-                env_indices[i], leaf, columns[at][i], is_whole[i]
+            values[i], count = _decode_observation_row(
+                env_indices[i], leaf, columns[at][i], is_complete[i]
             )
             left -= count
             if left < 0:
                 raise RemoteProtocolError(
                     f"Env {env_indices[i]}: observation {leaf.path!r}: expected at "
                     f"most {_MAX_BATCH_VALUES} values in the rows of a step, of which "
-                    f"an array counts as 16; got more; have arrays in the env's "
-                    f"spaces, or fewer envs in a batch"
+                    f"an array counts as 16; got more; use arrays in the env's spaces, "
+                    f"or fewer envs in a batch"
                 )
         columns[at] = tuple(values)
     return unflatten(spec.observation_space, columns)
 
 
-def _decode_of(
-    env_index: int, leaf: Leaf, row: Array, is_whole: bool
+def _decode_observation_row(
+    env_index: int, leaf: Leaf, row: Array, is_complete: bool
 ) -> tuple[Any, int]:
     try:
-        return _decode(leaf, row)
+        return _decode_and_count(leaf, row)
     except CodecError as error:
-        if not is_whole:  # its worker was killed as it wrote
-            return leaf.empty[0], _MAX_VALUES
+        if not is_complete:  # the worker was killed while it wrote
+            return leaf.empty_value, _MAX_VALUES
         raise CodecError(
-            f"Env {env_index}: observation {leaf.path!r}: {error}; its host sends what "
-            f"its spaces do not allow"
+            f"Env {env_index}: observation {leaf.path!r}: {error}; its host sends "
+            f"values outside its spaces"
         ) from None
 
 
-def action_values(spec: EnvSpec, arrays: Iterable[Array]) -> list[Any]:
-    """Returns actions as envs expect them, from one array `[n, ...]` per leaf."""
+def decode_actions(spec: EnvSpec, arrays: Iterable[Array]) -> list[Any]:
+    """Return actions as envs expect them, one per row.
+
+    Args:
+      spec: Spec of the envs.
+      arrays: One array `[n, ...]` per action leaf.
+
+    Raises:
+      CodecError: An encoded row is not valid.
+    """
     per_leaf = []
     for leaf, array in zip(spec.action_leaves, arrays, strict=True):
         values = list(array)
@@ -152,14 +182,14 @@ def action_values(spec: EnvSpec, arrays: Iterable[Array]) -> list[Any]:
     return [unflatten(space, values) for values in zip(*per_leaf, strict=True)]
 
 
-def _read(space: Any, plain: Any, *, is_batch: bool = False) -> Any:
-    """Returns a value, or a batch of values, in the form that its space says."""
+def _from_plain(space: Any, plain: Any, *, is_batch: bool = False) -> Any:
+    """Return a decoded value, or a batch of values, in the form of its space."""
     kind = kind_of(space)
-    if kind in FIXED:
+    if kind in FIXED_SHAPE_KINDS:
         array = np.asarray(plain)
         value = array.astype(space.dtype)
         is_right = array.dtype.kind in "biuf" and array.shape[is_batch:] == space.shape
-        # Arrays without any content take no bytes, however many there are.
+        # Arrays without items take no bytes, so the row does not limit their number.
         is_right = is_right and not (is_batch and len(array) > _MAX_VALUES)
         is_exact = value.dtype.kind == "f" or (value == array).all()
         _check(is_right and is_exact, space, array)
@@ -168,37 +198,39 @@ def _read(space: Any, plain: Any, *, is_batch: bool = False) -> Any:
         is_right = isinstance(plain, dict) and plain.keys() == space.spaces.keys()
         _check(is_right, space, plain)
         return {
-            key: _read(child, plain[key], is_batch=is_batch)
+            key: _from_plain(child, plain[key], is_batch=is_batch)
             for key, child in space.spaces.items()
         }
     if kind == "text" and not is_batch:
         _check(isinstance(plain, str), space, plain)
         return plain
     if kind == "sequence" and space.stack and not is_batch:
-        return _read_batch(space.feature_space, plain)[0]
+        return _batch_from_plain(space.feature_space, plain)[0]
     _check(isinstance(plain, list), space, plain)
     if kind == "tuple":
         pairs = zip(space.spaces, plain, strict=True)
-        return tuple(_read(child, each, is_batch=is_batch) for child, each in pairs)
+        return tuple(
+            _from_plain(child, each, is_batch=is_batch) for child, each in pairs
+        )
     if is_batch or kind == "sequence":
         item = space if is_batch else space.feature_space
-        return tuple(_read(item, each) for each in plain)
+        return tuple(_from_plain(item, each) for each in plain)
     if kind == "one_of":
         which, value = plain
         _check(type(which) is int and 0 <= which < len(space.spaces), space, which)
-        return np.int64(which), _read(space.spaces[which], value)
+        return np.int64(which), _from_plain(space.spaces[which], value)
     nodes, edges, links = plain
-    nodes, _ = _read_batch(space.node_space, nodes)
+    nodes, _ = _batch_from_plain(space.node_space, nodes)
     if edges is not None or links is not None:
-        edges, count = _read_batch(space.edge_space, edges)
+        edges, count = _batch_from_plain(space.edge_space, edges)
         is_right = links.dtype.kind in "iu" and links.shape == (count, 2)
         _check(is_right, space, links)
     return spaces.GraphInstance(nodes, edges, links)
 
 
-def _read_batch(space: Any, plain: Any) -> tuple[Any, int]:
-    """Returns a batch of values, and how many they are."""
-    batch = _read(space, plain, is_batch=True)
+def _batch_from_plain(space: Any, plain: Any) -> tuple[Any, int]:
+    """Return a batch of values, and its length."""
+    batch = _from_plain(space, plain, is_batch=True)
     lengths = {len(column) for column in flatten(space, batch)}
     _check(len(lengths) < 2, space, batch)
     return batch, max(lengths, default=0)

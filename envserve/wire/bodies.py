@@ -1,8 +1,7 @@
-"""The bodies of control messages, as typed and bounded structs.
+"""The bodies of control messages, as typed structs with bounds.
 
-`encode` gives the msgpack map that stands in frame 0. `decode` holds every field of one
-to its type and bounds, passes over fields that are not known, and raises
-RemoteProtocolError and nothing else.
+`encode` returns the msgpack map that ends frame 0. `decode` checks type and bounds of
+every field, ignores unknown fields, and raises only RemoteProtocolError.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec, describe, restore
 from envserve.text import Name, one_line
 from envserve.wire.constants import (
+    MAX_ARGUMENT_BLOCKS,
     MAX_ATTACH_BYTES,
     MAX_ATTACH_VALUES,
     MAX_BODY_BYTES,
@@ -29,10 +29,17 @@ from envserve.wire.constants import (
     MAX_FRAME_ROWS,
     MAX_OPTIONS_BYTES,
     MAX_OPTIONS_VALUES,
-    MAX_TOLD_BLOCKS,
 )
-from envserve.wire.handshake import U32, U63, Body, Milliseconds, Row, Seconds, read
-from envserve.wrappers.specs import plain_wrappers
+from envserve.wire.handshake import (
+    U32,
+    U63,
+    Body,
+    Milliseconds,
+    Row,
+    Seconds,
+    decode_struct,
+)
+from envserve.wrappers.specs import wrappers_to_plain
 
 __all__ = [
     "Attach",
@@ -44,8 +51,8 @@ __all__ = [
     "Granted",
     "Pong",
     "ResetBody",
+    "decode_values",
     "pack_options",
-    "read_values",
 ]
 
 Type = TypeVar("Type")
@@ -55,13 +62,23 @@ _Options = dict[str, Any]
 _NIL: Final = Raw(b"\xc0")
 
 
-def read_values(
+def decode_values(
     data: bytes | bytearray | memoryview,
     kind: type[Type],
     where: str,
     max_values: int | None = None,
 ) -> Type:
-    """Decodes the same where it holds values of any kind, with the codec's limits."""
+    """Decode values of any kind with the codec, and convert them to a type.
+
+    Args:
+      data: Encoded value from a peer.
+      kind: Type with bounds, for `settings.convert`.
+      where: Place in the message, for errors.
+      max_values: Largest accepted number of values; see `codec.check`.
+
+    Raises:
+      RemoteProtocolError: The value is not valid or not of this type.
+    """
     try:
         value = codec.decode(data, max_bytes=len(data), max_values=max_values)
         return convert(value, kind)
@@ -69,50 +86,56 @@ def read_values(
         raise RemoteProtocolError(f"{where}: {one_line(str(error), 500)}") from None
 
 
-def _within(body: bytes, what: str, max_bytes: int, max_values: int) -> bytes:
-    """Returns what is encoded; raises CodecError for what would be refused."""
+def _check_size(body: bytes, part: str, max_bytes: int, max_values: int) -> bytes:
+    """Return an encoded body; raise CodecError if the peer would reject its size."""
     if len(body) > max_bytes:
         raise codec.CodecError(
-            f"expected {what} that encode to less than {max_bytes} bytes; got "
-            f"{len(body)} with all else"
+            f"expected {part} that encode to less than {max_bytes} bytes; got "
+            f"{len(body)}, including the other fields"
         )
     try:
         codec.check(body, max_values)
     except codec.CodecError as error:
-        raise codec.CodecError(f"{what}: {error}; send many as one array") from None
+        raise codec.CodecError(
+            f"{part}: {error}; send many numbers as one array"
+        ) from None
     return body
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attach(EnvRequest):
-    """Asks for envs."""
+    """Request for envs (ATTACH)."""
 
     def encode(self) -> bytes:
-        """Returns the body; raises CodecError if an argument cannot be sent."""
-        wrappers = plain_wrappers(self.wrappers)
+        """Return the body; raise CodecError if an argument cannot be sent."""
+        wrappers = wrappers_to_plain(self.wrappers)
         body = codec.encode({**vars(self), "wrappers": wrappers})
-        what = "env_kwargs and wrappers"
-        return _within(body, what, MAX_ATTACH_BYTES, MAX_ATTACH_VALUES)
+        part = "env_kwargs and wrappers"
+        return _check_size(body, part, MAX_ATTACH_BYTES, MAX_ATTACH_VALUES)
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
-        """Reads a body."""
-        return read_values(body, cls, "Attach", MAX_ATTACH_VALUES)
+        """Decode a body; raise RemoteProtocolError if it is not valid."""
+        return decode_values(body, cls, "Attach", MAX_ATTACH_VALUES)
 
 
 class Building(Body, frozen=True, kw_only=True):
-    """Says that the envs asked for are still being built, for so many ms."""
+    """The requested envs are still being built (BUILDING).
+
+    Attributes:
+      elapsed_ms: Time since the build started.
+    """
 
     elapsed_ms: Milliseconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Granted:
-    """Grants a lease: enough to lay out its rows.
+    """A granted lease (GRANTED), from which a client allocates its rows.
 
     Attributes:
       epoch: Number of the lease, which every request on it repeats.
-      lease_seconds: Silence after which the server gives the envs up.
+      lease_seconds: Silence of the client after which the server ends the lease.
       spec: Spaces of every env.
       blocks: The blocks, which partition the rows.
     """
@@ -123,7 +146,7 @@ class Granted:
     blocks: tuple[Block, ...]
 
     def encode(self) -> bytes:
-        """Returns the body; raises CodecError if the spaces are too large to send."""
+        """Return the body; raise CodecError if the spaces are too large to send."""
         body = _Granted(
             epoch=self.epoch,
             lease_seconds=self.lease_seconds,
@@ -135,14 +158,15 @@ class Granted:
         if len(body) > MAX_BODY_BYTES:
             raise codec.CodecError(
                 f"expected spaces whose description fits into {MAX_BODY_BYTES} bytes; "
-                f"got {len(body)}; give large Boxes one low and one high for all"
+                f"got {len(body)}; use the same low and high for all elements of large "
+                f"Boxes"
             )
         return body
 
     @classmethod
     def decode(cls, body: bytes, num_envs: int) -> Self:
-        """Reads a body; its blocks must partition `num_envs` rows."""
-        fields = read(body, _Granted, "Granted")
+        """Decode a body, and check that its blocks partition `num_envs` rows."""
+        fields = decode_struct(body, _Granted, "Granted")
         try:
             observation_space, action_space = (
                 restore(codec.decode(memoryview(space), max_bytes=MAX_BODY_BYTES))
@@ -181,15 +205,22 @@ class _Granted(Body, frozen=True, kw_only=True):
 
 
 class Pong(Body, frozen=True, kw_only=True):
-    """Answers a PING: for how many ms each busy block has been running."""
+    """Sign of life (PONG).
+
+    Attributes:
+      running: Busy blocks, and for how many milliseconds their operation has run.
+    """
 
     running: Annotated[Mapping[U32, Milliseconds], Meta(max_length=MAX_ENTRIES)]
 
 
 class Drain(Body, frozen=True, kw_only=True):
-    """Says that the server gives out no envs any more, and stops after so many ms.
+    """The server grants no more leases, and is about to stop (DRAIN).
 
-    A lease ends earlier, once each of its rows has ended an episode.
+    A lease ends before that once each of its rows has ended an episode.
+
+    Attributes:
+      grace_ms: Time until the server stops.
     """
 
     grace_ms: Milliseconds
@@ -200,12 +231,12 @@ _Seeds = Annotated[tuple[U63 | None, ...], Meta(max_length=1 << 16)]
 
 
 class ResetBody(Body, frozen=True, kw_only=True):
-    """Which rows of each listed block to reset, and with which seeds.
+    """Rows of each listed block to reset, and their seeds (RESET).
 
     Attributes:
-      resets: Per entry of the message, rows of the lease (None: all of the block) and
-        a seed for each, or None; see `lane.Reset`.
-      options: What each of their envs gets as well; see `pack_options`.
+      resets: For each entry of the message, rows of the lease (None: all rows of the
+        block) and a seed for each row, or None; see `lane.Reset`.
+      options: Options for `reset` of these envs; see `pack_options`.
     """
 
     resets: Annotated[
@@ -215,63 +246,65 @@ class ResetBody(Body, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
-        """Reads a body, whose options are left to who uses them."""
+        """Decode a body; the options are checked, but remain encoded."""
         found = super().decode(body)
         if found.options:
-            read_values(found.options, _Options, "options", MAX_OPTIONS_VALUES)
+            decode_values(found.options, _Options, "options", MAX_OPTIONS_VALUES)
         return found
 
 
 def pack_options(options: Mapping[str, Any] | None) -> bytes:
-    """Encodes what `reset(options=...)` is to give to envs; nothing for None.
+    """Encode the options of `reset(options=...)`; b"" for None.
 
     Raises:
-      CodecError: They are no dict of plain values under names, or too much.
+      CodecError: The options are not a dict of plain values with str keys, or too
+        large.
     """
     if options is None:
         return b""
     try:
         convert(options, _Options)
         body = codec.encode(options)
-        return _within(body, "values", MAX_OPTIONS_BYTES, MAX_OPTIONS_VALUES)
+        return _check_size(body, "values", MAX_OPTIONS_BYTES, MAX_OPTIONS_VALUES)
     except ValueError as error:
         raise codec.CodecError(f"options: {error}") from None
 
 
 class CallBody(Body, frozen=True, kw_only=True):
-    """Attribute access on some envs; the fields mean what they do in `lane.Call`.
+    """Attribute access on some envs (CALL); see `lane.Call`.
 
     Attributes:
-      kind: What is done.
-      name: To which attribute.
-      calls: Per entry of the message, rows of the lease and their arguments, or nil
-        for those of the entry before.
+      kind: "call", "get" or "set".
+      name: Name of the attribute.
+      calls: For each entry of the message, rows of the lease and their arguments; nil
+        if the arguments are those of the previous entry.
     """
 
     kind: CallKind
     name: Name
     calls: Annotated[
-        tuple[tuple[_Rows, Raw], ...], Meta(min_length=1, max_length=MAX_TOLD_BLOCKS)
+        tuple[tuple[_Rows, Raw], ...],
+        Meta(min_length=1, max_length=MAX_ARGUMENT_BLOCKS),
     ]
 
     @classmethod
-    def of(cls, calls: Sequence[Call]) -> Self:
-        """Puts calls that differ in rows and arguments into one body."""
-        before, told = b"", []
+    def from_calls(cls, calls: Sequence[Call]) -> Self:
+        """Return one body for calls that differ only in rows and arguments."""
+        before, entries = b"", []
         for call in calls:
             is_same = call.arguments == before
-            told.append((call.env_indices, _NIL if is_same else Raw(call.arguments)))
+            entries.append((call.env_indices, _NIL if is_same else Raw(call.arguments)))
             before = call.arguments
-        return cls(kind=calls[0].kind, name=calls[0].name, calls=tuple(told))
+        return cls(kind=calls[0].kind, name=calls[0].name, calls=tuple(entries))
 
     def encode(self) -> bytes:
-        """Returns the body; raises CodecError for arguments that cannot be sent."""
+        """Return the body; raise CodecError if the arguments cannot be sent."""
         body = super().encode()
-        return _within(body, "arguments", MAX_CALL_BYTES, MAX_CALL_VALUES)
+        return _check_size(body, "arguments", MAX_CALL_BYTES, MAX_CALL_VALUES)
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
-        """Reads a body, whose arguments are left to who uses them."""
+        """Decode a body; the arguments are checked, but remain encoded."""
         try:
             codec.check(body, MAX_CALL_VALUES)
         except codec.CodecError as error:
@@ -280,14 +313,17 @@ class CallBody(Body, frozen=True, kw_only=True):
 
 
 class FrameRequest(Body, frozen=True, kw_only=True):
-    """FRAME: asks for pictures, and has workers make more of them for some seconds.
+    """Request for pictures of rows, or for the flight record of one (FRAME).
+
+    The server's workers render the rows for some seconds after a request for pictures.
 
     Attributes:
-      lease: Its number, as of `LeaseStatus`.
+      lease: Number of the lease; see `LeaseStatus`.
       rows: Rows of the lease.
-      width: Pixels across, at most.
-      after: For each row the serial of the picture that is known, or 0; may be short.
-      record: Whether to give no pictures, but what the first of the rows went through.
+      width: Largest width of a picture in pixels.
+      after: For each row the serial of the latest picture that the client has, or 0;
+        may be shorter than `rows`.
+      record: Whether to send the flight record of the first row instead of pictures.
     """
 
     lease: U63
@@ -298,10 +334,10 @@ class FrameRequest(Body, frozen=True, kw_only=True):
 
 
 class FrameResult(Body, frozen=True, kw_only=True):
-    """What there is, in the order of the request; none that is known, or not made yet.
+    """New pictures, in the order of the request (FRAME_RESULT).
 
     Attributes:
-      pictures: As many as there is room for.
+      pictures: Pictures that are newer than those of the client, as many as fit.
     """
 
     pictures: Annotated[tuple[RenderedFrame, ...], Meta(max_length=MAX_FRAME_ROWS)] = ()

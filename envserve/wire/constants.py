@@ -1,6 +1,7 @@
-"""Numbers of the protocol: message types, error codes, flags and limits.
+"""Constants of the protocol: message types, error codes and limits.
 
-Every limit stands here, and is checked before the bytes it bounds are decoded.
+Every limit of the wire format is defined here, and is checked before the bytes that it
+limits are decoded.
 """
 
 from __future__ import annotations
@@ -9,55 +10,62 @@ import enum
 from typing import Final
 
 MAGIC: Final = b"ENVS"
-#: Highest and lowest protocol version that this code speaks.
+#: Highest and lowest protocol version that this release supports.
 VERSION: Final = 2
 MIN_VERSION: Final = 2
 
-#: Prefix with body, rows, report.
+#: Frames of a message: prefix with body, rows, report.
 MAX_FRAMES: Final = 3
-#: Blocks that one message may list.
+#: Most blocks that one message may list.
 MAX_ENTRIES: Final = 4096
-#: With prefix and entries, below the 1 MiB that servers accept by default.
+#: With prefix and entries, a message stays below the 1 MiB that servers accept by
+#: default.
 MAX_BODY_BYTES: Final = (1 << 20) - (64 << 10)
-#: What is decoded into Python's values costs time by their number, not by their bytes
-#: (docs/decisions.md: "No message occupies the server for more than 2 ms").
+#: Limits of ATTACH and CALL. The time to decode Python values depends on their number
+#: rather than on their bytes, so both are limited (docs/decisions.md: "No message
+#: occupies the server for more than 2 ms").
 MAX_ATTACH_BYTES: Final = 4 << 10
 MAX_ATTACH_VALUES: Final = 256
 MAX_CALL_BYTES: Final = 64 << 10
 MAX_CALL_VALUES: Final = 4096
-#: Of a RESET: for the whole of it, and for each row of the blocks that it lists.
+#: Limit of a RESET without options: this, plus RESET_ROW_BYTES for each row of the
+#: blocks that it lists.
 RESET_BYTES: Final = 64
 RESET_ROW_BYTES: Final = 24
-#: Of a RESET besides: its options.
+#: Limits of the options of a RESET, which are not part of the limit above.
 MAX_OPTIONS_BYTES: Final = 16 << 10
 MAX_OPTIONS_VALUES: Final = 1024
-#: Blocks of a CALL, or of a RESET with options: what it says is told to each.
-MAX_TOLD_BLOCKS: Final = 64
-#: Arguments of a CALL, each time that they are told.
-MAX_TOLD_BYTES: Final = 1 << 20
-#: Rows that may stand in a body; longer ones have a frame of their own.
+#: Most blocks of a CALL, or of a RESET with options. The server sends the arguments or
+#: options to the worker of each block.
+MAX_ARGUMENT_BLOCKS: Final = 64
+#: Largest size of the arguments of a CALL, added up over its blocks.
+MAX_ARGUMENT_BYTES: Final = 1 << 20
+#: Longest rows in a body; longer rows are sent in a separate frame.
 MAX_INLINE_BYTES: Final = 64 << 10
-#: Infos, faults and errors of one result; and values of the infos.
+#: Limits of the report of one result (infos, faults, errors), and of the values in it.
 MAX_REPORT_BYTES: Final = 1 << 20
 MAX_REPORT_VALUES: Final = 1 << 17
-#: Rows of one result: the longest frame that clients accept.
+#: Largest size of the rows of one result, the longest frame that clients accept.
 MAX_RESULT_BYTES: Final = 1 << 30
 MAX_STATUS_BYTES: Final = 64 << 10
-#: Pictures of a FRAME_RESULT, beside 64 texts; rows of a FRAME; a flight record.
+#: Limits of a FRAME_RESULT: bytes of its pictures (in addition to 64 texts), rows, and
+#: bytes of a flight record.
 MAX_FRAMES_BYTES: Final = 640 << 10
 MAX_FRAME_ROWS: Final = 64
 MAX_RECORD_BYTES: Final = 16 << 20
+#: Limits of the texts of an ERROR.
 MAX_TEXT_BYTES: Final = 4 << 10
 MAX_TRACEBACK_BYTES: Final = 16 << 10
+#: Most env names that a WELCOME lists.
 MAX_NAMES: Final = 1000
 
 
-#: The body of an ASK_DRAIN, which nobody sends by chance.
+#: Body of an ASK_DRAIN, so that a client cannot send one by mistake.
 DRAIN_WORD: Final = b"drain"
 
 
 class MessageType(enum.IntEnum):
-    """What a message is; from 128 on, it comes from a server."""
+    """Type of a message; types from 128 on are sent by servers."""
 
     HELLO = 1
     ATTACH = 2
@@ -86,9 +94,10 @@ class MessageType(enum.IntEnum):
 
 
 class ErrorCode(enum.IntEnum):
-    """Why a request failed. The set is closed.
+    """Reason for which a request failed.
 
-    A new code needs a new version, or a request that only newer clients make.
+    The set is fixed: a new code requires a new version, or a request that only newer
+    clients make.
     """
 
     BAD_MESSAGE = 1
@@ -96,27 +105,30 @@ class ErrorCode(enum.IntEnum):
     VERSION_MISMATCH = 3
     UNKNOWN_ENV = 4
     ENVS_BUSY = 5
-    REFUSED = 6  # the server's operator has not allowed what was asked for
+    REFUSED = 6
+    """The operator of the server does not allow the request."""
     ENV_START_FAILED = 7
     LEASE_LOST = 8
-    FENCED = 9  # the epoch or boot id is not the server's
+    FENCED = 9
+    """The epoch or boot id is not that of the server."""
     GAP = 10
     INVALID_ACTION = 11
     CALL_FAILED = 12
     ENV_FAILED = 13
     INTERNAL = 14
-    BAD_WRAPPER = 15  # only to who has asked for wrappers
+    BAD_WRAPPER = 15
+    """Sent only in answer to requests with wrappers."""
 
 
 class Executed(enum.IntEnum):
-    """Whether envs have seen the request that an ERROR answers."""
+    """Whether envs have received the request that an ERROR answers."""
 
     NO = 0
     YES = 1
     UNKNOWN = 2
 
 
-#: How long the body of a message may be, in bytes.
+#: Longest body of a message in bytes, by type.
 BODY_LIMITS: Final = {
     **dict.fromkeys(MessageType, 4 << 10),
     MessageType.CALL_RESULT: 0,

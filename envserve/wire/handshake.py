@@ -1,6 +1,6 @@
-"""What is said before there is a session, and why there is none: HELLO, WELCOME, ERROR.
+"""Messages outside a session: HELLO, WELCOME, JOIN and ERROR.
 
-Loads no NumPy, so that to ask a server for its health costs little.
+Imports no NumPy, so that a health probe starts fast.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ __all__ = [
     "Row",
     "Seconds",
     "Welcome",
-    "body_of",
     "check_versions",
     "clip",
+    "decode_struct",
+    "error_body_of",
     "exception_of",
-    "read",
 ]
 
 Type = TypeVar("Type")
@@ -65,44 +65,46 @@ U32 = Annotated[int, Meta(ge=0, lt=2**32)]
 U63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, Meta(ge=0, lt=2.0**63)]
 Milliseconds = U63
-#: One of a lease.
+#: Row of a lease.
 Row = Annotated[int, Meta(ge=0, lt=1 << 16)]
 
-#: NumPy's integers go as integers.
+#: Encodes NumPy integers as integers.
 _ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=operator.index)
-#: Where two threads are the first to decode a type, msgspec ends the process.
-_ONE: Final = threading.Lock()
+#: msgspec may crash when two threads are the first to decode a type at the same time.
+_DECODE_LOCK: Final = threading.Lock()
 
 
-def read(data: bytes | bytearray | memoryview, kind: type[Type], where: str) -> Type:
-    """Decodes what is of some type; RemoteProtocolError names the place where not."""
+def decode_struct(
+    data: bytes | bytearray | memoryview, kind: type[Type], where: str
+) -> Type:
+    """Decode msgpack as a type; raise RemoteProtocolError that names the place."""
     try:
-        with _ONE:
+        with _DECODE_LOCK:
             return msgspec.msgpack.decode(data, type=kind)
     except (ValueError, RecursionError) as error:
         raise RemoteProtocolError(f"{where}: {one_line(str(error), 500)}") from None
 
 
 class Body(Struct, frozen=True, kw_only=True):
-    """What all bodies do."""
+    """Base class of message bodies."""
 
     def encode(self) -> bytes:
-        """Returns the body."""
+        """Return the body."""
         return _ENCODER.encode(self)
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
-        """Reads a body."""
-        return read(body, cls, cls.__name__)
+        """Decode a body; raise RemoteProtocolError if it is not valid."""
+        return decode_struct(body, cls, cls.__name__)
 
 
 class Hello(Body, frozen=True, kw_only=True):
-    """Opens a conversation.
+    """Request for the server's versions and capacity (HELLO).
 
     Attributes:
-      min_version: Lowest protocol version that the client speaks.
-      max_version: Highest.
-      client: Who asks, for the server's log.
+      min_version: Lowest protocol version that the client supports.
+      max_version: Highest version.
+      client: Name of the client, for the server's log.
     """
 
     min_version: _Version = MIN_VERSION
@@ -111,20 +113,21 @@ class Hello(Body, frozen=True, kw_only=True):
 
 
 class Welcome(Body, frozen=True, kw_only=True):
-    """What the server is and has.
+    """Versions and capacity of a server, as far as they concern the client (WELCOME).
 
     Attributes:
-      min_version: Lowest protocol version that the server speaks.
-      max_version: Highest.
+      min_version: Lowest protocol version that the server supports.
+      max_version: Highest version.
       max_message_bytes: Longest frame that the server accepts.
-      lease_seconds: Silence after which it gives a client's envs up.
-      env_names: Names on offer, at most 1,000 of them.
-      num_names: How many there are.
-      total_envs: How many envs it can host at once.
-      free_envs: How many of them nobody has leased.
+      lease_seconds: Silence after which a client's lease ends.
+      env_names: Offered names, at most 1,000 of them.
+      num_names: Number of offered names.
+      total_envs: Number of envs that the client may lease in total.
+      free_envs: Number of envs that it may lease now.
       is_starting: Whether workers cannot be started yet.
-      is_draining: Whether it gives out no envs any more, since it is about to stop.
-      loop_lag_ms: How late its serving loop was lately, at worst.
+      is_draining: Whether no new leases are granted, because the server is about to
+        stop.
+      loop_lag_ms: Largest recent delay of the server's event loop.
     """
 
     min_version: _Version = MIN_VERSION
@@ -144,23 +147,27 @@ class Welcome(Body, frozen=True, kw_only=True):
 
 
 class Join(Body, frozen=True, kw_only=True):
-    """Asks that a client's public key takes the place of its invitation's."""
+    """Request to replace an invitation's key by the client's own (JOIN).
+
+    Attributes:
+      public: Raw public key of the client.
+    """
 
     public: Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
 class ErrorBody(Body, frozen=True, kw_only=True):
-    """Why a request failed.
+    """Failure of a request (ERROR).
 
     Attributes:
       code: Kind of error.
-      executed: Whether envs have seen the request.
-      text: What happened, for a person.
-      traceback: Traceback from a worker; empty when there is none.
-      env_index: Row of the lease that it concerns; None for all, or none.
-      holder: Of ENVS_BUSY: the client that has most of the envs.
-      held_ms: Of ENVS_BUSY: for how long it has had them.
-      is_draining: Of ENVS_BUSY: the server gives out none any more.
+      executed: Whether envs have received the request.
+      text: Description for a person.
+      traceback: Traceback from a worker; empty if there is none.
+      env_index: Row of the lease that the error concerns; None for all rows, or none.
+      holder: In ENVS_BUSY: the client that has leased the most envs.
+      held_ms: In ENVS_BUSY: for how long it has leased them.
+      is_draining: In ENVS_BUSY: whether the server grants no more leases.
     """
 
     code: ErrorCode
@@ -173,25 +180,32 @@ class ErrorBody(Body, frozen=True, kw_only=True):
     is_draining: bool = False
 
     def __post_init__(self) -> None:
-        """Makes texts fit to be shown, whoever wrote them."""
-        for name, fit in _FITS.items():
+        """Escape unprintable characters, because a peer may have written the texts."""
+        for name, fit in _SANITIZERS.items():
             force_setattr(self, name, fit(getattr(self, name)))
 
     def encode(self) -> bytes:
-        """Returns the body of an ERROR, with texts that fit."""
+        """Return the body, with texts cut to their limits."""
         return Body.encode(self.clipped(MAX_TEXT_BYTES, MAX_TRACEBACK_BYTES))
 
     def clipped(self, text_bytes: int, traceback_bytes: int) -> ErrorBody:
-        """Returns the same with texts of at most so many bytes."""
+        """Return a copy whose texts take at most this many bytes."""
         traceback = clip(self.traceback, traceback_bytes, keep_end=True)
         return replace(self, text=clip(self.text, text_bytes), traceback=traceback)
 
 
-_FITS: Final = {"text": printable, "traceback": printable, "holder": one_line}
+_SANITIZERS: Final = {"text": printable, "traceback": printable, "holder": one_line}
 
 
 def clip(text: str, max_bytes: int, *, keep_end: bool = False) -> str:
-    """Cuts a text to so many bytes of UTF-8; a traceback's end is what counts."""
+    """Cut a text to this many bytes of UTF-8.
+
+    Args:
+      text: The text.
+      max_bytes: Longest result.
+      keep_end: Whether to keep the end instead of the beginning, as for tracebacks,
+        whose last line names the error.
+    """
     data = text.encode(errors="replace")
     if len(data) <= max_bytes:
         return data.decode()
@@ -199,8 +213,8 @@ def clip(text: str, max_bytes: int, *, keep_end: bool = False) -> str:
     return part.decode(errors="ignore")
 
 
-#: What crosses the wire as it is; the more special first.
-_SAME: Final[dict[ErrorCode, type[EnvserveError]]] = {
+#: Exceptions that the client raises as the server raised them; subclasses first.
+_SHARED_ERRORS: Final[dict[ErrorCode, type[EnvserveError]]] = {
     ErrorCode.ENV_START_FAILED: EnvStartError,
     ErrorCode.CALL_FAILED: CallError,
     ErrorCode.ENV_FAILED: EnvError,
@@ -209,7 +223,7 @@ _SAME: Final[dict[ErrorCode, type[EnvserveError]]] = {
     ErrorCode.BAD_WRAPPER: WrapperError,
 }
 _EXCEPTIONS: Final[dict[ErrorCode, type[EnvserveError]]] = {
-    **_SAME,
+    **_SHARED_ERRORS,
     ErrorCode.BAD_MESSAGE: LocalProtocolError,
     ErrorCode.UNSUPPORTED: ProtocolMismatch,
     ErrorCode.VERSION_MISMATCH: ProtocolMismatch,
@@ -221,7 +235,7 @@ _EXCEPTIONS: Final[dict[ErrorCode, type[EnvserveError]]] = {
 
 
 def check_versions(welcome: Welcome, address: str) -> None:
-    """Raises ProtocolMismatch for a server that does not speak our version."""
+    """Raise ProtocolMismatch if client and server have no version in common."""
     if welcome.min_version > VERSION or welcome.max_version < MIN_VERSION:
         raise ProtocolMismatch(
             f"{address}: the server speaks {welcome.min_version} to "
@@ -230,9 +244,9 @@ def check_versions(welcome: Welcome, address: str) -> None:
         )
 
 
-def body_of(error: EnvserveError, executed: Executed) -> ErrorBody:
-    """Returns what to send for an exception on the server."""
-    codes = (code for code, kind in _SAME.items() if isinstance(error, kind))
+def error_body_of(error: EnvserveError, executed: Executed) -> ErrorBody:
+    """Return the ERROR that reports an exception of the server."""
+    codes = (code for code, kind in _SHARED_ERRORS.items() if isinstance(error, kind))
     code = next(codes, ErrorCode.INTERNAL)
     if not isinstance(error, EnvError):
         return ErrorBody(code=code, executed=executed, text=str(error))
@@ -246,11 +260,16 @@ def body_of(error: EnvserveError, executed: Executed) -> ErrorBody:
 
 
 def exception_of(body: ErrorBody, address: str) -> EnvserveError:
-    """Returns what to raise on the client; the text names the server."""
+    """Return the exception that a client raises for an ERROR.
+
+    Args:
+      body: Body of the ERROR.
+      address: Address of the server, for the message.
+    """
     text = f"{address}: {body.text[:MAX_TEXT_BYTES]}"
     if body.code is ErrorCode.ENVS_BUSY:
         busy = ServerDraining if body.is_draining else EnvsBusy
-        return busy(text, holder=body.holder, since=body.held_ms / 1000)
+        return busy(text, holder=body.holder, held_seconds=body.held_ms / 1000)
     if body.code is ErrorCode.REFUSED:
         if body.env_index is None:
             return EnvStartError(text)

@@ -1,8 +1,9 @@
-"""Messages to frames and back.
+"""Encode messages as frames, and decode them.
 
-Frame 0: the prefix (little-endian, 44 bytes: magic 4s, version u8, type u8, flags u16,
-session u64, boot u64, epoch u32, request u64, attempt u16, entries u16, body length
-u32), an entry (block u32, seq u64) per block, then the body. Frames 1 and 2 follow.
+Frame 0 is the prefix (little-endian, 44 bytes: magic 4s, version u8, type u8, flags
+u16, session u64, boot u64, epoch u32, request u64, attempt u16, entries u16, body
+length u32), then an entry (block u32, seq u64) for each block, then the body. Frames 1
+and 2 are the payload and the report.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ __all__ = [
     "encode",
     "pack",
     "peek",
-    "place_of",
+    "session_and_block",
     "set_attempt",
 ]
 
-#: Bytes that a frame may be made of.
+#: Bytes of a frame.
 Buffer = bytes | bytearray | memoryview
-#: Who a message is from: the user, a str, stands last; before it the way back.
+#: Sender of a message: the parts of its return address, and last its user (str).
 Peer = tuple[Any, ...]
 
 _PREFIX: Final = struct.Struct("<4sBBHQQIQHHI")
@@ -49,27 +50,28 @@ _ATTEMPT_OFFSET: Final = 36
 _PREFIX_BYTES: Final = _PREFIX.size
 
 _TYPES: Final = {int(member): member for member in MessageType}
-_TIMELESS: Final = (MessageType.HELLO, MessageType.WELCOME, MessageType.ERROR)
+_STABLE_TYPES: Final = (MessageType.HELLO, MessageType.WELCOME, MessageType.ERROR)
 
 
-@dataclass(slots=True)  # frozen takes three times as long to make
+@dataclass(slots=True)  # not frozen: that would triple the time to create one
 class Message:
-    """One message, in either direction.
+    """A message in either direction.
 
     Attributes:
-      type: What it is; a plain int for a type that this version does not know.
-      version: Protocol version of the sender.
-      flags: Bits, none of which means anything yet.
-      session: Number that the client drew for itself; 0 where there is none.
-      boot: Number that the server drew when it started; 0 before it is known.
+      type: Type of the message; a plain int if this version does not know the type.
+      version: Protocol version of the message.
+      flags: Bits without a meaning yet.
+      session: Random number drawn by the client; 0 outside a session.
+      boot: Random number drawn by the server at its start; 0 if it is not known yet.
       epoch: Number of the lease; 0 before it is granted.
       request: The client's number for the request; an answer repeats it.
-      attempt: How often the request was sent before; an answer repeats the latest.
-      entries: Pairs of block and seq that the request is about.
-      body: Msgpack of control messages, not yet decoded; or raw rows.
+      attempt: How often the request was sent before; an answer repeats the latest
+        attempt.
+      entries: Pairs (block, seq) that the request is about.
+      body: Encoded msgpack in control messages, raw rows in STEP and RESULT.
       payload: More raw rows, or the encoded result of a call.
-      report: Msgpack of infos, faults and errors.
-      peer: Who it came from, for a server; not on the wire.
+      report: Encoded infos, faults and errors.
+      peer: Sender, set by a server when it receives the message; not sent.
     """
 
     type: MessageType | int
@@ -100,10 +102,19 @@ def pack(
     flags: int = 0,
     attempt: int = 0,
 ) -> list[Buffer]:
-    """Returns the frames of a message, see `Message`; none that is empty at the end.
+    """Return the frames of a message, without empty frames at the end.
 
-    The numbers are session, boot and epoch. The body stands in frame 0; payload and
-    report are frames 1 and 2.
+    Args:
+      type_: Type of the message.
+      numbers: Session, boot and epoch; see `Message`.
+      request: Number of the request.
+      entries: Pairs (block, seq).
+      body: End of frame 0.
+      payload: Frame 1.
+      report: Frame 2.
+      version: Protocol version.
+      flags: Bits.
+      attempt: How often the request was sent before.
     """
     count, size = len(entries), len(body)
     prefix = _PREFIX.pack(
@@ -116,7 +127,7 @@ def pack(
 
 
 def encode(message: Message) -> list[Buffer]:
-    """Returns the frames of a message."""
+    """Return the frames of a message."""
     return pack(
         message.type,
         (message.session, message.boot, message.epoch),
@@ -132,19 +143,25 @@ def encode(message: Message) -> list[Buffer]:
 
 
 def set_attempt(frame: Buffer, attempt: int) -> bytes:
-    """Returns frame 0 with another attempt: all that a resent request may change."""
+    """Return frame 0 with another attempt, the only field that changes in a copy."""
     end = _ATTEMPT_OFFSET + _ATTEMPT.size
     patched = _ATTEMPT.pack(min(attempt, 0xFFFF))
     return bytes(frame[:_ATTEMPT_OFFSET]) + patched + bytes(frame[end:])
 
 
-def place_of(frame: Buffer) -> tuple[bytes, bytes]:
-    """Returns what tells whose a message is, and about which block first."""
+def session_and_block(frame: Buffer) -> tuple[bytes, bytes]:
+    """Return the encoded session number of a message, and that of its first block.
+
+    Together with the user they identify where an answer goes, for flow control.
+    """
     return bytes(frame[8:16]), bytes(frame[_PREFIX_BYTES : _PREFIX_BYTES + 4])
 
 
 def peek(frames: Sequence[Buffer]) -> Message | None:
-    """Returns the prefix of what need not be valid beyond it, to answer an error."""
+    """Return a message with only the fields of the prefix, to answer a malformed one.
+
+    None if the frames do not begin with a valid prefix.
+    """
     if not frames or len(frames[0]) < _PREFIX_BYTES:
         return None
     magic, version, type_, *numbers, _, _ = _PREFIX.unpack_from(frames[0])
@@ -154,13 +171,13 @@ def peek(frames: Sequence[Buffer]) -> Message | None:
 
 
 def decode(frames: Sequence[Buffer]) -> Message:
-    """Decodes the frames of a peer that is not trusted.
+    """Decode the frames of an untrusted peer.
 
-    A message of an unknown type or version comes back without entries and body, whose
-    form cannot be known.
+    A message of an unknown type or version is returned without entries and body,
+    because their form is not known.
 
     Raises:
-      RemoteProtocolError: The frames are not a message.
+      RemoteProtocolError: The frames are not a valid message.
     """
     num_frames = len(frames)
     if not 1 <= num_frames <= MAX_FRAMES:
@@ -175,15 +192,18 @@ def decode(frames: Sequence[Buffer]) -> Message:
         )
     magic, version, type_, *numbers, count, body_bytes = _PREFIX.unpack_from(head)
     if magic != MAGIC:
-        raise RemoteProtocolError(f"expected a message that begins with {MAGIC!r}")
+        raise RemoteProtocolError(
+            f"expected a message that begins with {MAGIC!r}; got {bytes(magic)!r}"
+        )
     message = Message(_TYPES.get(type_, type_), version, *numbers)
     if num_frames > 1:
         message.payload = frames[1]
     if num_frames > 2:
         message.report = frames[2]
     limit = BODY_LIMITS.get(type_)
-    # The form of these never changes, so that any two versions can find out.
-    if limit is not None and (version == VERSION or message.type in _TIMELESS):
+    # These types keep their form in all versions, so that peers of any two versions
+    # can exchange their version ranges.
+    if limit is not None and (version == VERSION or message.type in _STABLE_TYPES):
         start = _PREFIX_BYTES + count * _ENTRY_BYTES
         report_bytes = len(message.report)
         if (
@@ -194,9 +214,10 @@ def decode(frames: Sequence[Buffer]) -> Message:
         ):
             raise RemoteProtocolError(
                 f"{MessageType(type_).name}: expected at most {MAX_ENTRIES} blocks, a "
-                f"body of at most {limit} bytes that ends with its frame, and a report "
-                f"of at most {MAX_REPORT_BYTES}; got {count} blocks, a body of "
-                f"{body_bytes} in a frame of {head_bytes}, a report of {report_bytes}"
+                f"body of at most {limit} bytes that ends frame 0, and a report of at "
+                f"most {MAX_REPORT_BYTES} bytes; got {count} blocks, a body of "
+                f"{body_bytes} bytes in a frame of {head_bytes}, a report of "
+                f"{report_bytes}"
             )
         message.body = bytes(head[start:])
         if version == VERSION:

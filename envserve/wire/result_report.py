@@ -1,8 +1,9 @@
-"""The report of a result: its infos, faults and errors of single blocks.
+"""Encode the report of a result: infos, faults and errors of single blocks.
 
-A report that would exceed its limit loses the largest of its infos, key by key, and
-names them; then the ends of its texts; at last, all but one text per kind of fault,
-and all but one error. Which rows and blocks have failed is never lost.
+If a report exceeds its limit, it is shortened in this order: the largest infos are left
+out, key by key, and their keys are listed; texts are cut; all texts but one of each
+kind of fault and all errors but one are left out. The rows and blocks that failed are
+always listed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from envserve.lane import Fault, Outcome
 from envserve.slab import Status
 from envserve.spaces.infos import InfoBudget, PackedInfo, encode_infos, join_infos
 from envserve.text import one_line, printable
-from envserve.wire.bodies import read_values
+from envserve.wire.bodies import decode_values
 from envserve.wire.constants import (
     MAX_ENTRIES,
     MAX_REPORT_BYTES,
@@ -28,28 +29,35 @@ from envserve.wire.constants import (
     MAX_TEXT_BYTES,
     Executed,
 )
-from envserve.wire.handshake import Body, ErrorBody, Row, clip, exception_of, read
+from envserve.wire.handshake import (
+    Body,
+    ErrorBody,
+    Row,
+    clip,
+    decode_struct,
+    exception_of,
+)
 from envserve.wire.message import Buffer
 
 __all__ = ["ResultReport"]
 
-#: To how many bytes texts are cut, one after the other, until the report fits.
+#: Lengths in bytes to which texts are cut, tried in this order until the report fits.
 _TEXT_BYTES: Final = (MAX_TEXT_BYTES, 1024, 256, 64)
-#: The same when there is one text per kind only: 6 kinds of at most 65,536 rows, and
-#: one error, are then surely below the limit.
+#: Length in bytes of texts after merging. With it, 6 kinds of faults of up to 65,536
+#: rows and one error are always below the limit.
 _MERGED_TEXT_BYTES: Final = 256
-#: Longest set of rows or blocks that goes as numbers. Longer ones go as a bitmap: bit
-#: i % 8 of byte i // 8 is index i, so that a set has a bound however it is scattered.
+#: Longest set of rows or blocks that is sent as numbers. A longer set is sent as a
+#: bitmap (bit i % 8 of byte i // 8 is index i), so that its size is bounded.
 _MAX_LISTED: Final = 64
 
-#: Rows by status, is_violation and text; blocks by error.
+#: Rows by (status, is_violation, text), and blocks by error.
 _Faults = dict[tuple[Status, bool, str], list[int]]
 _Errors = dict["ErrorBody", list[int]]
 
-#: How many notes there are at most, and how much of each.
+#: Most notes of a report, and most characters of each.
 _MAX_NOTES: Final = 4
-_MAX_NOTE: Final = 1024
-_Note = Annotated[str, Meta(max_length=_MAX_NOTE)]
+_MAX_NOTE_LENGTH: Final = 1024
+_Note = Annotated[str, Meta(max_length=_MAX_NOTE_LENGTH)]
 _Indices = tuple[Row, ...] | Annotated[bytes, Meta(max_length=(1 << 16) // 8)]
 
 
@@ -64,7 +72,10 @@ class _FaultGroup(Struct, array_like=True):
 
 
 class _ReportBody(Body, frozen=True, kw_only=True):
-    """A report on the wire: one text often concerns all rows of a worker."""
+    """A report on the wire, grouped by text.
+
+    One text often concerns all rows of a worker.
+    """
 
     infos: Raw
     faults: Sequence[_FaultGroup]
@@ -78,10 +89,10 @@ class ResultReport:
 
     Attributes:
       infos: Info dict by row.
-      faults: Faults, by row.
-      errors: By block: the operation failed as a whole there.
-      notes: What is to be said once about the envs; a few, and short.
-      packed_infos: Of who sends: the infos as they were encoded, if they all were.
+      faults: Faults of rows.
+      errors: Errors by block, for operations that failed as a whole.
+      notes: A few short messages about the envs, each to be logged once.
+      packed_infos: Encoded infos by row, for a sender; used if they include all rows.
     """
 
     infos: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -91,7 +102,7 @@ class ResultReport:
     packed_infos: Mapping[int, PackedInfo] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        """Returns the frame, empty if there is nothing to say."""
+        """Return the frame, at most MAX_REPORT_BYTES long; b"" without content."""
         if not (self.infos or self.faults or self.errors or self.notes):
             return b""
         notes = tuple(dict.fromkeys(self.notes))[:_MAX_NOTES]
@@ -119,14 +130,18 @@ class ResultReport:
 
     @classmethod
     def decode(cls, frame: Buffer) -> ResultReport:
-        """Reads a frame, of no row or block twice; raises RemoteProtocolError."""
+        """Decode a frame.
+
+        Raises:
+          RemoteProtocolError: The frame is not valid, or contains a row or block twice.
+        """
         if not frame:
             return cls()
-        report = read(frame, _ReportBody, "report")
+        report = decode_struct(frame, _ReportBody, "report")
         rows = _unpack_disjoint([group.rows for group in report.faults], "faults")
         blocks = _unpack_disjoint([blocks for blocks, _ in report.errors], "errors")
         return cls(
-            infos=read_values(
+            infos=decode_values(
                 memoryview(report.infos),
                 dict[Row, Mapping[Any, Any]],
                 "report.infos",
@@ -148,29 +163,32 @@ class ResultReport:
     def outcomes(
         self, entries: Sequence[tuple[int, int]], row_blocks: Sequence[int], where: str
     ) -> dict[int, Outcome]:
-        """Returns what it says of each block that a RESULT with these entries answers.
+        """Return the outcome of each block that a RESULT answers.
 
-        `row_blocks` has the block of each row; errors say `where` they are from.
+        Args:
+          entries: Pairs (block, seq) of the RESULT.
+          row_blocks: Block of each row.
+          where: Address of the server, for errors.
 
         Raises:
-          RemoteProtocolError: It says something of others.
+          RemoteProtocolError: The report contains rows or blocks that are not answered.
         """
         infos: dict[int, dict[int, Any]] = {block: {} for block, _ in entries}
         faults: dict[int, list[Fault]] = {block: [] for block in infos}
         errors: dict[int, EnvserveError | None] = dict.fromkeys(infos)
-        # One error may be that of thousands of blocks.
-        known = {body: exception_of(body, where) for body in {*self.errors.values()}}
-        errors.update({block: known[body] for block, body in self.errors.items()})
+        # Thousands of blocks may share one error.
+        shared = {body: exception_of(body, where) for body in {*self.errors.values()}}
+        errors.update({block: shared[body] for block, body in self.errors.items()})
         try:
             for row, info in self.infos.items():
                 infos[row_blocks[row]][row] = info
             for fault in self.faults:
                 faults[row_blocks[fault.env_index]].append(fault)
-        except LookupError:
-            errors.clear()  # there is a row of another block, or of none
+        except LookupError:  # a row outside the lease, or of another block
+            errors.clear()
         if infos.keys() != errors.keys():
             raise RemoteProtocolError(
-                "report: expected rows and blocks that are answered; got others"
+                "report: expected only rows and blocks of the RESULT; got others"
             )
         outcomes = {b: Outcome(b, infos[b], faults[b], error=errors[b]) for b in infos}
         if self.notes:
@@ -187,7 +205,7 @@ def _pack(
     text_bytes: int,
 ) -> bytes:
     return _ReportBody(
-        notes=tuple(clip(note, _MAX_NOTE) for note in notes),
+        notes=tuple(clip(note, _MAX_NOTE_LENGTH) for note in notes),
         infos=Raw(infos),
         faults=[
             _FaultGroup(
@@ -205,7 +223,7 @@ def _pack(
 
 
 def _merge_faults(faults: _Faults) -> _Faults:
-    """Leaves one text, the first, for each kind of fault."""
+    """Keep one text, the first, for each kind of fault."""
     merged: dict[tuple[Status, bool], tuple[str, list[int]]] = {}
     for (status, is_violation, text), rows in faults.items():
         kind = (status, is_violation and status is Status.ENV_ERROR)
@@ -214,12 +232,12 @@ def _merge_faults(faults: _Faults) -> _Faults:
 
 
 def _merge_errors(errors: _Errors) -> _Errors:
-    """Leaves one error for all blocks."""
+    """Merge all errors into one."""
     if len(errors) < 2:
         return errors
     first = next(iter(errors))
     blocks = [block for group in errors.values() for block in group]
-    text = f"{len(blocks)} blocks failed, the first one so: {first.text}"
+    text = f"{len(blocks)} blocks failed, the first one with: {first.text}"
     error = replace(first, executed=Executed.UNKNOWN, text=text, env_index=None)
     return {error: blocks}
 
@@ -241,7 +259,11 @@ def _unpack_indices(indices: tuple[int, ...] | bytes) -> Sequence[int]:
 
 
 def _unpack_disjoint(sets: Sequence[_Indices], where: str) -> list[Sequence[int]]:
-    """Unpacks sets, as long as no index comes twice: each takes far more than a bit."""
+    """Unpack sets of indices; raise RemoteProtocolError if an index occurs twice.
+
+    An unpacked index takes far more memory than its bit, so repetitions are not
+    allowed.
+    """
     seen: set[int] = set()
     found, count = [], 0
     for indices in sets:

@@ -1,8 +1,9 @@
-"""Rows to bytes and back, without any description of them on the wire.
+"""Encode rows as bytes, without a description of their layout.
 
-Field by field, each the rows of the listed blocks in their order: a STEP holds the
-action leaves; a RESULT reward, terminated, truncated, status, the observation leaves,
-and final_observation leaves of only those rows that are terminated or truncated.
+The fields follow each other; each contains the rows of the listed blocks in their
+order. A STEP contains the action leaves. A RESULT contains reward, terminated,
+truncated, status and the observation leaves, and the final_observation leaves of those
+rows that are terminated or truncated.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ Array = np.ndarray[Any, Any]
 #: First row, and row after the last.
 Range = tuple[int, int]
 
-#: The others are what a client says of rows, and no server.
-_STATUSES: Final = bytes(
+#: Status values that a server may send; clients set the others themselves.
+_WIRE_STATUSES: Final = bytes(
     [Status.OK, Status.ENV_ERROR, Status.WORKER_DIED, Status.TIMEOUT]
 )
-#: Bytes per row of reward; with terminated and truncated; with status.
+#: Bytes per row of the reward; of reward and flags; of reward, flags and status.
 _FLAGS_OFFSET: Final = 8
 _STATUS_OFFSET: Final = 10
-_HEAD_BYTES: Final = 11
-#: Any set of blocks may be asked for; mostly it is one per split.
+_FIXED_FIELDS_BYTES: Final = 11
+#: Most sets of blocks whose views are cached; usually there is one set per split.
 _MAX_PARTS: Final = 64
 
 
 def merge_ranges(ranges: Iterable[Range]) -> list[Range]:
-    """Joins ranges that follow each other, so that they are copied at once."""
+    """Join adjacent ranges, so that each is copied at once."""
     merged: list[Range] = []
     for start, stop in ranges:
         if merged and merged[-1][1] == start:
@@ -50,10 +51,10 @@ def merge_ranges(ranges: Iterable[Range]) -> list[Range]:
 
 
 def split_rows(buffers: Sequence[Buffer]) -> tuple[bytes, Buffer]:
-    """Returns what goes into a message's body, and what into a frame of its own.
+    """Return the bytes for a message's body, and those for a separate frame.
 
-    Short rows go into the body. Of long ones only the first fields do, so that the
-    last, if it alone is long, is sent from where it is.
+    Short rows go into the body. Of long rows only the first fields do, so that the last
+    field, if only that one is long, is sent without a copy.
     """
     if sum(map(len, buffers)) <= MAX_INLINE_BYTES:
         return b"".join(buffers), b""
@@ -66,13 +67,26 @@ def split_rows(buffers: Sequence[Buffer]) -> tuple[bytes, Buffer]:
 
 
 class RowCodec:
-    """Reads from and writes into the rows it was made for; both ends have one."""
+    """Byte views of the arrays of rows. Client and server have one each.
+
+    Attributes:
+      num_envs: Number of rows.
+      flags: terminated and truncated, uint8 `[num_envs, 1]`.
+      actions: Action leaves, uint8 `[num_envs, bytes per row]`.
+      results: Fields that every row of a RESULT has, uint8 `[num_envs, bytes per row]`.
+      finals: Leaves of final_observation, uint8 `[num_envs, bytes per row]`.
+    """
 
     def __init__(self, rows: Rows) -> None:
-        """Takes byte views of all arrays, each `[num_envs, bytes per row]`."""
+        """Create views of all arrays.
+
+        Raises:
+          LocalProtocolError: The machine is big-endian.
+        """
         if sys.byteorder != "little":
             raise LocalProtocolError(
-                "expected a little-endian machine: rows travel as they are in memory"
+                "expected a little-endian machine, because rows are sent as they are "
+                "in memory"
             )
         self.num_envs = len(rows.reward)
         self.flags = [_byte_rows(rows.terminated), _byte_rows(rows.truncated)]
@@ -87,18 +101,18 @@ class RowCodec:
 
     @property
     def max_result_bytes(self) -> int:
-        """Bytes of a result of all rows, every one of which ends its episode."""
+        """Bytes of a result of all rows if each of them ends its episode."""
         per_row: int = sum(a.shape[1] for a in (*self.results, *self.finals))
         return self.num_envs * per_row
 
 
 class RowPart:
-    """Some rows of a codec: where their bytes are, found out once.
+    """Encodes and decodes some rows. Their byte ranges are computed only once.
 
-    What arrives is bytes that may come in two pieces, `first` and `rest`.
+    Received bytes may be in two pieces, `first` and `rest`: the body and the payload.
 
     Attributes:
-      ranges: First row, and row after the last, of each piece of them.
+      ranges: First row, and row after the last, of each piece.
     """
 
     def __init__(self, codec: RowCodec, ranges: Sequence[Range]) -> None:
@@ -116,9 +130,10 @@ class RowPart:
         self._final_bytes = sum(array.shape[1] for array in codec.finals)
 
     def pack_actions(self) -> tuple[bytes, bytes]:
-        """Returns the actions as body and payload of a STEP, both copied.
+        """Return the actions as body and payload of a STEP, both copied.
 
-        What is sent again must be the same, whatever the rows hold by then.
+        A copy of the request must contain the same bytes, even if the rows have
+        changed.
         """
         if self._action_bytes <= MAX_INLINE_BYTES:  # the usual case
             return b"".join(self._actions), b""
@@ -126,23 +141,30 @@ class RowPart:
         return body, bytes(payload)
 
     def unpack_actions(self, first: Buffer, rest: Buffer = b"") -> None:
-        """Writes actions; raises RemoteProtocolError on their size."""
+        """Write received actions to the rows.
+
+        Raises:
+          RemoteProtocolError: The number of bytes is wrong; nothing is written.
+        """
         size = len(first) + len(rest)
         if size != self._action_bytes:
             raise RemoteProtocolError(
                 f"expected {self._action_bytes} bytes of actions; got {size}"
             )
-        if not len(rest):  # the usual case, in line
+        if not len(rest):  # the usual case, inlined for speed
             source, start = memoryview(first), 0
             for target, end in zip(self._actions, self._action_ends, strict=True):
                 target[:] = source[start:end]
                 start = end
             return
-        first, rest = _cut_at_fields(first, rest, self._action_ends, 0)
+        first, rest = _join_unless_cut_at_field(first, rest, self._action_ends, 0)
         _write(self._actions, self._action_ends, first, rest)
 
     def pack_results(self) -> tuple[bytes, Buffer]:
-        """Returns what envs wrote as a body and a payload, see `split_rows`."""
+        """Return the results as body and payload of a RESULT; see `split_rows`.
+
+        They may be views of the rows, which must not change until they are sent.
+        """
         buffers: Sequence[Buffer] = self._results
         for view in self._flags:
             if b"\1" in bytes(view):
@@ -153,7 +175,7 @@ class RowPart:
                 buffers = [*buffers, *finals]
                 break
         else:
-            if self._result_bytes <= MAX_INLINE_BYTES:  # the usual case, in line
+            if self._result_bytes <= MAX_INLINE_BYTES:  # the usual case, inlined
                 return b"".join(buffers), b""
         return split_rows(buffers)
 
@@ -163,17 +185,17 @@ class RowPart:
         return start + np.flatnonzero(flags)
 
     def unpack_results(self, first: Buffer, rest: Buffer = b"") -> None:
-        """Writes results.
+        """Write received results to the rows.
 
         Raises:
-          RemoteProtocolError: The bytes are not exactly what such rows need; then
-            nothing is written.
+          RemoteProtocolError: The bytes are not exactly those of these rows; nothing is
+            written.
         """
         count, fixed = self._count, self._result_bytes
         size = len(first) + len(rest)
-        # The usual case, in place: all valid, no episode ended, all in one piece.
+        # The usual case, inlined: one piece, all rows valid, and no episode ended.
         if size == fixed == len(first) and not any(
-            first[_FLAGS_OFFSET * count : _HEAD_BYTES * count]
+            first[_FLAGS_OFFSET * count : _FIXED_FIELDS_BYTES * count]
         ):
             source, offset = memoryview(first), 0
             for target, end in zip(self._results, self._result_ends, strict=True):
@@ -184,15 +206,15 @@ class RowPart:
             raise RemoteProtocolError(
                 f"expected at least {fixed} bytes of results; got {size}"
             )
-        first, rest = _cut_at_fields(
-            first, rest, self._result_ends, _HEAD_BYTES * count
+        first, rest = _join_unless_cut_at_field(
+            first, rest, self._result_ends, _FIXED_FIELDS_BYTES * count
         )
         flags = bytes(first[_FLAGS_OFFSET * count : _STATUS_OFFSET * count])
-        status = bytes(first[_STATUS_OFFSET * count : _HEAD_BYTES * count])
-        # What is left of them without the values that they may have.
-        if count == 0 or flags.strip(b"\0\1") or status.strip(_STATUSES):
+        status = bytes(first[_STATUS_OFFSET * count : _FIXED_FIELDS_BYTES * count])
+        # strip() leaves nothing exactly if all bytes are allowed values.
+        if count == 0 or flags.strip(b"\0\1") or status.strip(_WIRE_STATUSES):
             raise RemoteProtocolError(
-                f"expected flags of 0 or 1 and a status out of {[*_STATUSES]}"
+                f"expected flags of 0 or 1 and a status out of {[*_WIRE_STATUSES]}"
             )
         ended = np.frombuffer(flags[:count], np.bool_) | np.frombuffer(
             flags[count:], np.bool_
@@ -233,10 +255,10 @@ def _views(arrays: Sequence[Array], ranges: Sequence[Range]) -> list[memoryview]
     ]
 
 
-def _cut_at_fields(
+def _join_unless_cut_at_field(
     first: Buffer, rest: Buffer, ends: Sequence[int], least: int
 ) -> tuple[memoryview, memoryview]:
-    """Makes one piece of two, unless the cut is between fields and after `least`."""
+    """Join two pieces, unless the cut is between fields and after `least` bytes."""
     if not len(first):
         first, rest = rest, b""
     elif len(rest) and not (len(first) >= least and len(first) in ends):
@@ -250,7 +272,7 @@ def _write(
     first: memoryview,
     rest: memoryview,
 ) -> None:
-    """Fills targets one after the other, from two pieces that are cut at an end."""
+    """Fill targets one after the other, from two pieces cut at the end of a target."""
     source, base, offset = first, 0, 0
     for target, end in zip(targets, ends, strict=True):
         if offset == len(first):
@@ -260,9 +282,9 @@ def _write(
 
 
 class BlockParts(dict[tuple[int, ...], RowPart]):
-    """The rows of sets of blocks, by the indexes of the blocks in their order.
+    """`RowPart`s of sets of blocks, by the indices of the blocks in their order.
 
-    A set that is stepped together is prepared once.
+    They are cached, because the same sets are stepped again and again.
     """
 
     def __init__(self, codec: RowCodec, blocks: Sequence[Block]) -> None:
@@ -271,7 +293,7 @@ class BlockParts(dict[tuple[int, ...], RowPart]):
         self._blocks = blocks
 
     def __missing__(self, indexes: tuple[int, ...]) -> RowPart:
-        """Prepares the rows of blocks that were not asked for lately."""
+        """Create the part of a set that is not cached."""
         blocks = [self._blocks[index] for index in indexes]
         ranges = merge_ranges((block.start, block.stop) for block in blocks)
         if len(self) == _MAX_PARTS:

@@ -1,4 +1,4 @@
-"""What both ends do with ZeroMQ sockets: folders, options, and bounded receiving."""
+"""ZeroMQ helpers of both ends: folders, socket options, and bounded receiving."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import zmq
 from envserve.keys.key_pair import KeyPair
 
 __all__ = [
-    "KEYED_BYTES",
+    "CURVE_OVERHEAD_BYTES",
     "NOBLOCK",
     "UNKNOWN_KEY",
     "FrameReceiver",
     "Frames",
-    "descriptor_of",
+    "event_fd",
     "raise_file_limit",
     "set_common_options",
     "socket_folder",
@@ -27,30 +27,32 @@ __all__ = [
 
 _LOGGER: Final = logging.getLogger(__name__)
 
-#: Of a path to temporary files: one to a socket has at most 103 bytes on macOS.
-_MAX_FOLDER: Final = 70
-#: Plain numbers: ZeroMQ's own flags are slow to combine.
+#: Longest folder of temporary files; on macOS the path of a socket has at most 103
+#: bytes.
+_MAX_FOLDER_BYTES: Final = 70
+#: Plain ints, because ZeroMQ's own flags are slow to combine.
 NOBLOCK: Final = int(zmq.NOBLOCK)
 _POLLIN: Final = int(zmq.POLLIN)
 
-#: By how much a frame is longer where keys are used, at most.
-KEYED_BYTES: Final = 64
+#: Most bytes by which CURVE lengthens a frame.
+CURVE_OVERHEAD_BYTES: Final = 64
 
-#: What ZAP says of a key that is surely unknown; of others it is asked again.
+#: ZAP status code for an unknown key. ZeroMQ stops connecting after it; after other
+#: codes it tries again.
 UNKNOWN_KEY: Final = 400
 
 Frames = list[bytes | memoryview]
 
-#: Frames of an oversized message that are thrown away at once.
-_DISCARD_AT_ONCE: Final = 1000
+#: Frames of an oversized message that are discarded in one call.
+_DISCARD_BATCH: Final = 1000
 
 
 def set_common_options(socket: zmq.Socket[bytes]) -> None:
-    """Sets what makes both ends notice a dead connection within about 3 seconds.
+    """Set options that detect a dead connection within about 3 seconds.
 
-    Keepalive alone notices nothing while data is under way; TCP_MAXRT does. ZMTP
-    heartbeats are not used: on a connecting socket whose receive pipe is full,
-    libzmq 4.3.5 aborts the process.
+    TCP keepalive alone detects nothing while data is in transit, but TCP_MAXRT does.
+    ZMTP heartbeats are not used, because libzmq 4.3.5 aborts the process if a
+    connecting socket's receive pipe is full.
     """
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
@@ -60,92 +62,101 @@ def set_common_options(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.TCP_MAXRT, 3000)  # ms; without effect where unsupported
 
 
-def use_keys(socket: zmq.Socket[bytes], server: bytes, own: KeyPair) -> None:
-    """Has a connecting socket use a pair of its own, and believe one server only."""
-    socket.setsockopt(zmq.CURVE_SERVERKEY, server)
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
-    socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
+def use_keys(
+    socket: zmq.Socket[bytes], server_public: bytes, key_pair: KeyPair
+) -> None:
+    """Set the CURVE keys of a connecting socket.
+
+    Args:
+      socket: The socket.
+      server_public: Raw public key of the only server to accept.
+      key_pair: Keys of the client.
+    """
+    socket.setsockopt(zmq.CURVE_SERVERKEY, server_public)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, key_pair.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, key_pair.secret)
 
 
 def socket_folder() -> tempfile.TemporaryDirectory[str]:
-    """Makes a folder for ipc addresses, of mode 0700; in /tmp if TMPDIR is long."""
-    is_long = len(os.fsencode(tempfile.gettempdir())) > _MAX_FOLDER
+    """Create a folder of mode 0700 for ipc addresses; in /tmp if TMPDIR is too long."""
+    is_long = len(os.fsencode(tempfile.gettempdir())) > _MAX_FOLDER_BYTES
     return tempfile.TemporaryDirectory("", "envserve-", "/tmp" if is_long else None)
 
 
-def descriptor_of(socket: zmq.Socket[bytes]) -> int:
-    """Returns a descriptor that shows an edge when EVENTS may have changed."""
+def event_fd(socket: zmq.Socket[bytes]) -> int:
+    """Return the descriptor that signals (edge-triggered) that EVENTS may change."""
     return int(socket.getsockopt(zmq.FD))
 
 
 class FrameReceiver:
-    """Receives messages of at most so many frames.
+    """Receives messages with a bounded number of frames.
 
-    ZeroMQ bounds the size of a frame, but not how many a message has. A message comes
-    here when its last frame has come: until then libzmq stores what there is of it.
+    ZeroMQ limits the size of a frame, but not the number of frames in a message. It
+    delivers a message when the last frame has arrived; until then libzmq stores all
+    frames.
 
     Attributes:
-      is_discarding: Whether a message of too many frames is being thrown away.
-      first: The frame that began the latest message: ZeroMQ's words about its sender
-        are with it.
-      num_discarded: How many frames of the last such message were.
-      num_messages: How many messages have come.
+      is_discarding: Whether the rest of an oversized message is being discarded.
+      first_frame: First frame of the latest message; it carries ZeroMQ's metadata about
+        the sender.
+      num_discarded: Number of discarded frames of the last oversized message.
+      num_messages: Number of received messages.
     """
 
     def __init__(
-        self, socket: zmq.Socket[bytes], max_frames: int, num_short: int
+        self, socket: zmq.Socket[bytes], max_frames: int, num_small_frames: int
     ) -> None:
-        """Reads from the socket, which nothing else may do from now on.
+        """Start receiving; nothing else may read from the socket from now on.
 
         Args:
-          socket: What to read from.
-          max_frames: Most frames of a message that are kept.
-          num_short: How many frames come first that are short; the memory of later
-            ones is ZeroMQ's own.
+          socket: Socket to read from.
+          max_frames: Most frames of a message that are returned.
+          num_small_frames: Number of leading frames that are copied, because they are
+            short. Later frames are returned as views of ZeroMQ's memory.
         """
         self._socket = socket
         self._max_frames = max_frames
-        self._num_short = num_short
+        self._num_small_frames = num_small_frames
         self._readable = [(socket, _POLLIN)]
         self.is_discarding = False
-        self.first = zmq.Frame()
+        self.first_frame = zmq.Frame()
         self.num_discarded = self.num_messages = 0
 
-    def receive(self, *, waits: bool = False) -> Frames | None:
-        """Returns the next message; None when there is none yet.
+    def receive(self, *, wait: bool = False) -> Frames | None:
+        """Return the next message, or None if there is none yet.
 
-        A message of too many frames comes back cut off after the allowed number. Its
-        rest is thrown away bit by bit, in this call and the next ones.
+        An oversized message is returned with the allowed number of frames. The others
+        are discarded step by step, in this call and the next ones.
 
         Args:
-          waits: Whether to wait for it, at most for the socket's RCVTIMEO.
+          wait: Whether to wait for a message, at most for the socket's RCVTIMEO.
         """
         socket = self._socket
         if self.is_discarding and not self._discard():
             return None
-        # Quicker than to be told by an exception, or to ask for EVENTS.
-        if not waits and not zmq.zmq_poll(self._readable, 0):
+        # Polling is faster than catching zmq.Again or reading EVENTS.
+        if not wait and not zmq.zmq_poll(self._readable, 0):
             return None
         try:
-            frame = socket.recv(0 if waits else NOBLOCK, copy=False)
+            frame = socket.recv(0 if wait else NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        self.first = frame
+        self.first_frame = frame
         self.num_messages += 1
         frames: Frames = [frame.bytes]
-        while frame.more:  # a frame knows; to ask the socket takes longer
+        while frame.more:  # faster than getsockopt(RCVMORE)
             if len(frames) == self._max_frames:
                 self.is_discarding = True
                 self.num_discarded = 0
                 self._discard()
                 break
             frame = socket.recv(NOBLOCK, copy=False)
-            is_short = len(frames) < self._num_short
+            is_short = len(frames) < self._num_small_frames
             frames.append(frame.bytes if is_short else frame.buffer)
         return frames
 
     def _discard(self) -> bool:
-        for _ in range(_DISCARD_AT_ONCE):
+        for _ in range(_DISCARD_BATCH):
             if not self._socket.getsockopt(zmq.RCVMORE):
                 self.is_discarding = False
                 return True
@@ -155,19 +166,20 @@ class FrameReceiver:
 
 
 def raise_file_limit() -> int:
-    """Allows as many open files as may be: workers, clients and servers need some.
+    """Raise this process's limit of open files to its hard limit.
 
-    ZeroMQ ends a process that runs out of them.
+    Workers, clients and servers each need descriptors, and ZeroMQ aborts the process if
+    there are none left.
 
     Returns:
-      How many.
+      The limit that is now in effect.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
         return soft
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError) as error:  # macOS: "unlimited" is more than it gives
-        _LOGGER.info("the limit of %d open files stays: %s", soft, error)
+    except (OSError, ValueError) as error:  # macOS rejects its own "unlimited"
+        _LOGGER.info("cannot raise the limit of %d open files: %s", soft, error)
         return soft
     return hard

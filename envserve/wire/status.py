@@ -1,7 +1,8 @@
-"""STATUS: what a server is doing, in numbers. Counters only grow; gauges are of now.
+"""The status of a server in numbers (STATUS_RESULT). Counters only grow.
 
-A server counts for itself; a lease's numbers go only to who may see it. All of it fits
-into 64 KiB: of many leases fewer episodes are told, and of too many the last ones not.
+Numbers of a lease are sent only to clients that may see the lease. The whole status
+fits into 64 KiB: if there are many leases, fewer episodes are listed; if there are too
+many, the last leases are left out.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ _ByName = Annotated[dict[Name, U63], Meta(max_length=64)]
 
 
 class Histogram(Body, frozen=True, kw_only=True, omit_defaults=True):
-    """How many durations lay within which bounds.
+    """Number of durations within given bounds.
 
     Attributes:
-      bounds: Seconds, ascending; a duration is counted at the first bound above it.
-      counts: For each bound, and last for what lies above all.
-      sum: Of all durations, in seconds.
+      bounds: Upper bounds in seconds, ascending.
+      counts: Number of durations up to each bound and above the previous one; the last
+        number is that of durations above all bounds.
+      sum: Sum of all durations in seconds.
     """
 
     bounds: Annotated[tuple[Seconds, ...], Meta(max_length=64)] = ()
@@ -35,15 +37,20 @@ class Histogram(Body, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def count(self) -> int:
-        """How many durations there were."""
+        """Number of durations."""
         return sum(self.counts)
 
-    def quantile(self, share: float) -> float | None:
-        """Estimates how long that share of them took at most; None if there is none.
+    def quantile(self, fraction: float) -> float | None:
+        """Estimate a quantile in seconds, by linear interpolation between bounds.
 
-        Within two bounds they are taken for evenly spread.
+        Args:
+          fraction: For example 0.5 for the median.
+
+        Returns:
+          The estimate; the largest bound if the quantile is above it; None if there are
+          no durations.
         """
-        wanted, low = share * self.count, 0.0
+        wanted, low = fraction * self.count, 0.0
         for bound, count in zip(self.bounds, self.counts, strict=False):
             if count and wanted <= count:
                 return low + (bound - low) * wanted / count
@@ -51,7 +58,10 @@ class Histogram(Body, frozen=True, kw_only=True, omit_defaults=True):
         return low if self.count else None
 
     def __sub__(self, earlier: Histogram) -> Histogram:
-        """Returns what was added since; of another start of the server, all."""
+        """Return the durations that were added since an earlier state of the histogram.
+
+        If the server was restarted in between, return all of them.
+        """
         pairs = zip(self.counts, earlier.counts, strict=False)
         counts = tuple(now - before for now, before in pairs)
         if self.bounds != earlier.bounds or min(counts, default=0) < 0:
@@ -61,7 +71,7 @@ class Histogram(Body, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class _Counts(Body, frozen=True, kw_only=True, omit_defaults=True):
-    """What leases and servers both have; docs/protocol.md says what it means."""
+    """Fields of both leases and servers; docs/protocol.md describes them."""
 
     steps: U63 = 0
     rows: _ByName = field(default_factory=dict)
@@ -72,7 +82,7 @@ class _Counts(Body, frozen=True, kw_only=True, omit_defaults=True):
     seconds: Seconds = 0.0
 
     def __post_init__(self) -> None:
-        """Makes texts fit to be shown."""
+        """Escape unprintable characters, because a peer may have written the texts."""
         for name in self.__struct_fields__:
             if isinstance(found := getattr(self, name), str):
                 force_setattr(self, name, one_line(found))
@@ -82,18 +92,19 @@ class _Counts(Body, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class LeaseStatus(_Counts, frozen=True, kw_only=True, omit_defaults=True):
-    """What became of one lease's envs since it was granted.
+    """Status of one lease since it was granted.
 
     Attributes:
-      number: As in the server's log: "lease 3".
-      user: Whose it is; "" where users are not known.
-      client: The user, and what the client calls itself.
-      env_seconds: That workers have spent in steps, all together.
-      absent: Rows whose envs are away, the first 1,024 of them.
-      num_episodes: Episodes that ended whole while somebody watched.
-      episodes: The last of those: (serial from 1 on, row, return, length).
-      num_recoveries: Rows that came back after their envs were lost.
-      recoveries: The last of those: (serial from 1 on, row, milliseconds away).
+      number: Number of the lease in the server's log, as in "lease 3".
+      user: User that has the lease; "" on servers without keys.
+      client: The user, and the client's name for itself.
+      env_seconds: Time in seconds that workers have spent in steps, added up.
+      absent: Rows whose envs are absent, at most 1,024.
+      num_episodes: Number of complete episodes that ended while a client observed the
+        lease.
+      episodes: The last of them: (serial from 1 on, row, return, length).
+      num_recoveries: Number of rows that returned after their envs were lost.
+      recoveries: The last of them: (serial from 1 on, row, milliseconds of absence).
     """
 
     number: U63
@@ -114,10 +125,11 @@ class LeaseStatus(_Counts, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ServerStatus(_Counts, frozen=True, kw_only=True, omit_defaults=True):
-    """What a server is and has done since it started, and the leases in it.
+    """Status of a server since it started, and of its leases.
 
-    Who asks sees `num_leases` of them; `leases` are as many as there is room for. What
-    a `Welcome` has too is of the asker. A server that does not tell has no version.
+    `leases` contains as many of the client's visible leases as fit; `num_leases` is the
+    number of visible leases. Fields that a `Welcome` has too apply to the client. A
+    server that does not support STATUS is represented by an empty `version`.
     """
 
     version: Name = ""
@@ -144,7 +156,7 @@ class ServerStatus(_Counts, frozen=True, kw_only=True, omit_defaults=True):
     leases: Annotated[tuple[LeaseStatus, ...], Meta(max_length=1024)] = ()
 
     def encode(self) -> bytes:
-        """Returns the body, with as many leases as there is room for."""
+        """Return the body, with as many leases as fit."""
         body = super().encode()
         if len(body) <= MAX_STATUS_BYTES:
             return body

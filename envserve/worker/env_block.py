@@ -20,7 +20,7 @@ from envserve.lane import Fault
 from envserve.slab import Rows, Status, next_beat
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
-from envserve.spaces.variable_length import action_values
+from envserve.spaces.variable_length import decode_actions
 from envserve.worker import step_timings
 from envserve.worker.attribute_calls import CallTask, answer_call
 from envserve.worker.channel import BuildMessage
@@ -82,7 +82,7 @@ class EnvBlock:
         self._heartbeat = heartbeat
         self._ring = ring
         for env in self._envs:
-            env.attach(rows, heartbeat, ring.row(env.row))
+            env.attach(rows, heartbeat, ring.row_record(env.row))
 
     def step(self) -> bytes:
         """Step all envs with the actions in the slab; return the report."""
@@ -93,10 +93,10 @@ class EnvBlock:
         ended: list[tuple[int, bool, bool]] = []
         faults: list[Fault] = []
         infos: dict[int, Mapping[str, Any]] = {}
-        self._ring.note_step(self._all_rows.action, start, self.rows.stop)
+        self._ring.record_step(self._all_rows.action, start, self.rows.stop)
         block.status[...] = _OK
         copies = [array.copy() for array in block.action]  # envs may keep them
-        actions = action_values(self._spec, copies)
+        actions = decode_actions(self._spec, copies)
         for env, action in zip(self._envs, actions, strict=True):
             try:
                 reward, terminated, truncated, info = env.step(action)
@@ -155,7 +155,7 @@ class EnvBlock:
         for final, last in zip(rows.final_observation, rows.observation, strict=True):
             final[env.row] = 0 if isinstance(error, SpaceViolation) else last[env.row]
         rows.status[env.row] = Status.PENDING
-        env.record.keep_failed()
+        env.record.save_failed()
         self._heartbeat[1] = 1
         env.rebuild()
         env.reset(None)
@@ -217,7 +217,7 @@ class EnvBlock:
             self._heartbeat[0] = next_beat(self._heartbeat[0], env.row)
             self._heartbeat[1] = 1
             if task.changes_env:
-                env.record.touch()
+                env.record.mark_touched()
             return env.call(task.kind, task.name, *task.arguments_for(position))
 
         answer = answer_call(task, value_of)

@@ -23,7 +23,7 @@ from envserve.settings import EnvRequest
 from envserve.slab import BEAT, Rows, next_beat
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
-from envserve.spaces.infos import snapshot
+from envserve.spaces.infos import copy_info
 from envserve.worker import step_timings
 from envserve.worker.env_checks import (
     EnvChecks,
@@ -190,7 +190,7 @@ class EnvRow:
             self._needs_reset = True
             self._write(self._observation, observation)
             return info
-        info = snapshot(info)
+        info = copy_info(info)
         reset_info = self._begin_episode(is_autoreset=True)
         if reset_info or "reset_info" in info:  # none of the env's own
             return {**info, "reset_info": reset_info}
@@ -218,8 +218,8 @@ class EnvRow:
             seed = self._fresh_seed
         self._fresh_seed = None
         self.is_fresh = self._needs_reset = False
-        if not (is_autoreset and self.record.begin_as_before()):
-            self.record.begin(
+        if not (is_autoreset and self.record.reuse_start()):
+            self.record.begin_episode(
                 self.inner_env,
                 self.incarnation,
                 seed,

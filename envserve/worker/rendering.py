@@ -86,7 +86,7 @@ class FrameRenderer:
             shown_at, row, slot, width = min(due)
             is_first, self._shown_at[row] = not shown_at, begin
             jpeg, text = self._picture(row, width)
-            seed, steps = self._ring.glance(row)
+            seed, steps = self._ring.seed_and_steps(row)
             known: Any = {"row": row, "seed": seed, "episode_steps": steps}
             picture = RenderedFrame(
                 serial=begin, jpeg=jpeg, text=text[:MAX_TEXT], **known

@@ -18,7 +18,7 @@ from envserve.settings import EnvRequest
 from envserve.slab import Rows, private_heartbeat
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
-from envserve.spaces.variable_length import action_values
+from envserve.spaces.variable_length import decode_actions
 from envserve.text import one_line
 from envserve.worker.channel import Kind, pack_message
 from envserve.worker.env_checks import EnvChecks
@@ -124,7 +124,7 @@ def play(
         restore_rng_state(env.inner_env, played.generator)
     on_action(0)
     env.reset(played.seed, played.options)
-    for number, action in enumerate(action_values(spec, played.actions), 1):
+    for number, action in enumerate(decode_actions(spec, played.actions), 1):
         on_action(number)
         reward, *_ = env.step(action)
         env.check_finite(reward)

@@ -18,7 +18,7 @@ from envserve.crashes.action_ring import RowRecord
 from envserve.envs.seeding import spare_seed
 from envserve.slab import Rows, next_beat, private_heartbeat
 from envserve.spaces.env_spec import EnvSpec
-from envserve.spaces.infos import snapshot
+from envserve.spaces.infos import copy_info
 from envserve.worker import step_timings
 from envserve.worker.env_row import EnvRow
 
@@ -127,7 +127,7 @@ class SpareRow:
             return reward, terminated, truncated, info
         self._is_over = True
         if self._autoreset == "same_step":
-            info = snapshot(info)
+            info = copy_info(info)
             reset_info = self.reset(None)
             if reset_info or "reset_info" in info:
                 info = {**info, "reset_info": reset_info}

@@ -19,14 +19,14 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from envserve.crashes.action_ring import ActionRing
-from envserve.envs.registry import spec_of
+from envserve.envs.registry import find_spec
 from envserve.envs.seeding import env_seed
 from envserve.errors import EnvStartError, UnknownEnv
 from envserve.lane import Fault
 from envserve.slab import Rows, Status, next_beat
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
-from envserve.spaces.infos import snapshot
+from envserve.spaces.infos import copy_info
 from envserve.spaces.leaves import unflatten
 from envserve.worker import step_timings
 from envserve.worker.attribute_calls import CallTask, answer_call_of_all
@@ -112,8 +112,8 @@ class VectorBlock:
         block = self._block = rows.at(slice(start, stop))
         self._observed = [*zip(block.final_observation, block.observation, strict=True)]
         self._heartbeat = heartbeat
-        self._note_step = partial(ring.note_step, rows.action, start, stop)
-        self._records = [ring.row(number) for number in self.rows]
+        self._note_step = partial(ring.record_step, rows.action, start, stop)
+        self._records = [ring.row_record(number) for number in self.rows]
 
     def close(self) -> None:
         """Closes the env; what it raises then is of no use."""
@@ -162,7 +162,7 @@ class VectorBlock:
                 for final, last in self._observed:
                     final[ended] = last[ended]
             if self._resets_ended:
-                infos = snapshot(infos)
+                infos = copy_info(infos)
                 begun = self._reset(None, ended)
             else:
                 self._note_resets(ended)
@@ -252,10 +252,10 @@ class VectorBlock:
         is_auto = seeds is None and not options
         for row in mask.nonzero()[0].tolist():
             record, incarnation = self._records[row], self._incarnation
-            if not (is_auto and record.begin_as_before()):
+            if not (is_auto and record.reuse_start()):
                 seed = None if seeds is None else seeds[row]
                 given = incarnation, seed, None, options
-                record.begin(None, *given, is_autoreset=is_auto)
+                record.begin_episode(None, *given, is_autoreset=is_auto)
 
     def _note_call(self, *, is_slow: bool) -> None:
         self._beat = self._heartbeat[0] = next_beat(self._beat, self.rows.start)
@@ -270,7 +270,7 @@ class VectorBlock:
             final[...] = 0 if isinstance(error, SpaceViolation) else last
         self._block.status[...] = Status.PENDING
         for record in self._records:
-            record.keep_failed()
+            record.save_failed()
         self._note_call(is_slow=True)
         self.close()
         self._incarnation += 1
@@ -287,7 +287,7 @@ class VectorBlock:
         task = CallTask.read(payload)
         self._note_call(is_slow=True)
         for record in self._records if task.changes_env else ():
-            record.touch()
+            record.mark_touched()
         answer = answer_call_of_all(task, self._env, self.rows)
         self._heartbeat[1] = 0
         return answer
@@ -324,7 +324,7 @@ def _make(config: BuildMessage, num_envs: int) -> Any:
         if getattr(config, setting):
             raise EnvStartError(f"expected no {setting} with a vector env; got some")
     name = config.env_name
-    known = spec_of(name)
+    known = find_spec(name)
     if known.vector_entry_point is None:
         raise UnknownEnv(f"no env named {name!r} has a vector_entry_point")
     mode, kwargs = "vector_entry_point", config.env_kwargs

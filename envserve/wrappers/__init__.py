@@ -1,10 +1,11 @@
-"""Wrappers by name: what modules that register their own need.
+"""Wrappers by name, and the classes that modules need to register their own.
 
-`table` has all that are known, `specs` what is asked for. Neither loads Gymnasium, so
-that configs and the wire can use them; `apply` builds, in the worker.
+`registry` has all known wrappers, and `specs` the wrappers that an env is requested
+with. Neither imports Gymnasium, so that configs and the wire format can use them;
+`apply` wraps the env in the worker.
 """
 
-from envserve.wrappers.table import (
+from envserve.wrappers.registry import (
     Boolean,
     Choice,
     Integer,

@@ -1,6 +1,7 @@
-"""Wraps an env as it was asked for; used where envs are built.
+"""Apply wrappers to an env, in the process that builds the env.
 
-What an observation may grow to is bounded, since it may be a stranger who asks.
+The size of observations is limited, because a client of the server may choose the
+wrappers.
 """
 
 from __future__ import annotations
@@ -15,36 +16,37 @@ import gymnasium
 from gymnasium import spaces
 
 from envserve.errors import EnvStartError, WrapperError
-from envserve.wrappers.own import check_float
-from envserve.wrappers.specs import WrapperSpec, check_wrappers, converted_arguments
-from envserve.wrappers.table import find
+from envserve.wrappers.additional import check_float
+from envserve.wrappers.registry import find_wrapper
+from envserve.wrappers.specs import WrapperSpec, check_wrappers, convert_arguments
 
 __all__ = ["wrap"]
 
 Env = gymnasium.Env[Any, Any]
 
-#: What observations may grow to: 594 frames of Atari's usual 84 x 84. Bounds of spaces
-#: and stacks of frames take several times as much, for each env.
-_MAX_GROWN_BYTES: Final = 4 << 20
+#: Largest size of a wrapped observation, unless the env's own is larger: 594 frames of
+#: Atari's usual 84 x 84. Each env needs several times as much memory, for the bounds of
+#: its spaces and for stacks of frames.
+_MAX_OBSERVATION_BYTES: Final = 4 << 20
 
 
 def wrap(env: Env, specs: Sequence[WrapperSpec]) -> Env:
-    """Returns the env in its wrappers, the first of them innermost.
+    """Return an env in its wrappers, the first of them innermost.
 
     Raises:
-      WrapperError: A wrapper is not known, an argument is wrong, or observations would
-        become too large.
-      EnvStartError: A wrapper does not take this env.
+      WrapperError: A wrapper is not registered, an argument is wrong, or observations
+        would become too large.
+      EnvStartError: A wrapper does not accept this env.
     """
     check_wrappers(specs)
-    limit = max(_nbytes(env.observation_space), _MAX_GROWN_BYTES)
+    limit = max(_nbytes(env.observation_space), _MAX_OBSERVATION_BYTES)
     for position, spec in enumerate(specs):
         where = f"wrappers[{position}] ({spec.name})"
-        arguments = converted_arguments(spec, position)
+        arguments = convert_arguments(spec, position)
         try:
-            size = _bytes_after(env.observation_space, spec.name, arguments)
+            size = _observation_bytes_after(env.observation_space, spec.name, arguments)
             _check_size(size, limit, where)
-            env = _wrap_once(env, spec.name, arguments, where)
+            env = _apply(env, spec.name, arguments, where)
             _check_size(_nbytes(env.observation_space), limit, where)
         except WrapperError:
             raise
@@ -57,23 +59,28 @@ def wrap(env: Env, specs: Sequence[WrapperSpec]) -> Env:
     return env
 
 
-def _wrap_once(env: Env, name: str, arguments: dict[str, Any], where: str) -> Env:
+def _apply(env: Env, name: str, arguments: dict[str, Any], where: str) -> Env:
     if name == "RescaleObservation":
         check_float("observation", env.observation_space)
     elif name == "RescaleAction":
         check_float("action", env.action_space)
-    known = find(name, where).make
+    registered = find_wrapper(name, where).make
     make: Callable[..., Env] = (
-        pkgutil.resolve_name(known) if isinstance(known, str) else known
+        pkgutil.resolve_name(registered) if isinstance(registered, str) else registered
     )
     with warnings.catch_warnings():
-        # A cast is what was asked for.
+        # The user requested the cast by adding the wrapper.
         warnings.filterwarnings("ignore", ".*precision lowered by casting")
         return make(env, **arguments)
 
 
-def _bytes_after(space: spaces.Space[Any], name: str, arguments: dict[str, Any]) -> int:
-    """Returns what a wrapper makes of an observation's size, before it allocates it."""
+def _observation_bytes_after(
+    space: spaces.Space[Any], name: str, arguments: dict[str, Any]
+) -> int:
+    """Return the size of an observation after a wrapper, before it is allocated.
+
+    0 for wrappers that do not enlarge observations much.
+    """
     if name == "FrameStackObservation":
         return int(arguments["stack_size"] * _nbytes(space))
     if name == "DelayObservation":
@@ -94,7 +101,7 @@ def _nbytes(space: spaces.Space[Any]) -> int:
     if isinstance(space, spaces.Tuple):
         return sum(map(_nbytes, space.spaces))
     if space.shape is None or space.dtype is None:
-        return 0  # not of arrays: a later wrapper has to change that
+        return 0  # not an array space; a later wrapper may convert it
     return int(math.prod(space.shape) * space.dtype.itemsize)
 
 
@@ -102,5 +109,5 @@ def _check_size(num_bytes: int, limit: int, where: str) -> None:
     if num_bytes > limit:
         raise WrapperError(
             f"{where}: expected observations of at most {limit / 2**20:.3g} MiB; "
-            f"got {num_bytes / 2**20:.3g} MiB; ask for fewer or smaller frames"
+            f"got {num_bytes / 2**20:.3g} MiB; use fewer or smaller frames"
         )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from envserve.cli.terminal import console, fail
-from envserve.envs.user_envs import absolute
+from envserve.envs.user_envs import with_absolute_path
 from envserve.errors import (
     AddressError,
     EnvserveError,
@@ -232,7 +232,7 @@ def place_of(
     if connect is not None:
         addresses = () if connect == ["local"] else tuple(connect)
     if import_modules is not None:
-        modules = tuple(map(absolute, import_modules))
+        modules = tuple(map(with_absolute_path, import_modules))
     place = EnvSource(addresses=addresses, import_modules=modules)
     try:
         for word in place.addresses:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from envserve.envs.user_envs import absolute, name_of
+from envserve.envs.user_envs import env_name_of, with_absolute_path
 from envserve.host_resources import num_cores
 from ppo.cli.options import place_of
 from ppo.cli.progress import Screen
@@ -78,7 +78,7 @@ class Plan(NamedTuple):
             steps += f": whole iterations of {config.steps_per_iteration:,}"
             steps += f" within {config.total_steps:,}"
         return [
-            f"{name_of(config.env_name)}, settings {self.origin}",
+            f"{env_name_of(config.env_name)}, settings {self.origin}",
             f"  envs   {config.num_envs} {where}",
             f"  steps  {steps}",
             f"  seed   {config.seed}",
@@ -116,8 +116,8 @@ def resumed_plan(
 ) -> Plan:
     """Find out how a run goes on, and remember where."""
     run_folder, earlier = RunFolder.open(path)
-    env_name = name_of(earlier.env_name)
-    if name is not None and name_of(load_config(name).env_name) != env_name:
+    env_name = env_name_of(earlier.env_name)
+    if name is not None and env_name_of(load_config(name).env_name) != env_name:
         raise ConfigError(
             f"--resume takes the config from the earlier run, whose env is "
             f"{earlier.env_name}: leave out CONFIG; use --set to change a setting."
@@ -140,7 +140,7 @@ def new_plan(
         raise ConfigError(f"Expected {WORDS}.")
     base = load_config(name)
     config = _located(apply_settings(base, changes))
-    screen.phase(f"looking at {name_of(config.env_name)}", is_passing=True)
+    screen.phase(f"looking at {env_name_of(config.env_name)}", is_passing=True)
     from ppo.environments import env_maker
 
     whole = config.replace(num_splits=1)
@@ -177,6 +177,6 @@ def new_folder(name: str) -> Path:
 def _located(config: Config) -> Config:
     """Return a config whose files are found from any folder."""
     return config.replace(
-        env_name=absolute(config.env_name),
-        import_modules=tuple(map(absolute, config.import_modules)),
+        env_name=with_absolute_path(config.env_name),
+        import_modules=tuple(map(with_absolute_path, config.import_modules)),
     )

@@ -65,6 +65,6 @@ def test_gymnasiums_vector_env_has_its_rows() -> None:
 
 
 def test_an_env_that_is_only_a_vector_env_says_so() -> None:
-    text = "exists only as a vector env; ask for vectorized=True"
+    text = "exists only as a vector env; pass vectorized=True"
     with pytest.raises(EnvStartError, match=text):
         batch(1, vectorized=False)

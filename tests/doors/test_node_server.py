@@ -22,7 +22,7 @@ from envserve.errors import ConnectError
 from envserve.keys.key_folder import KeyFolder
 from envserve.keys.key_pair import KeyPair
 from tests.envserve.server_process import ROOT
-from tests.envserve.test_wire_document import documented, example
+from tests.envserve.test_wire_document import documented_frames, example
 
 NAME = "GridWalk-v0"
 
@@ -110,7 +110,9 @@ def mean_return(env: BatchEnv, choose: Any) -> float:
 
 
 def test_it_reads_and_writes_the_bytes_of_the_document(folder: Path) -> None:
-    vectors = {name: [bytes.fromhex(f) for f in documented(name)] for name in example()}
+    vectors = {
+        name: [bytes.fromhex(f) for f in documented_frames(name)] for name in example()
+    }
     given = {name: [frame.hex() for frame in vectors[name]] for name in vectors}
     script = [str(ROOT / "tests/doors/node_vectors.mjs"), str(folder / "wire.mjs")]
     run = subprocess.run(

@@ -1,7 +1,7 @@
-"""Bytes that nobody should send, for every decoder: what may come of them, how soon.
+"""Mutated bytes for every decoder, with limits of errors and time.
 
-A target reads what was made of valid bytes by changing them. It may refuse with its own
-kind of error, and raise nothing else.
+A target decodes mutations of valid bytes. It may raise only the errors that its decoder
+documents.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ from tests.envserve.session_fakes import (
 from tests.envserve.space_table import ENCODED
 from tests.oracle.probe_envs import SPACES
 
-#: Heads of long values, of nothing, and numbers at the edge of something.
-_HEADS: Final = (
+#: Headers of long and of empty msgpack values, and extreme numbers.
+_FRAGMENTS: Final = (
     *(b"\xdd\xff\xff\xff\xff", b"\xdf\x00\x00\xff\xff", b"\xc9\x7f\xff\xff\xff\x01"),
     *(b"\xdc\xff\xff", b"\xde\xff\xff", b"\xc7\x02\x01\x00\x09", b"\xd6\xff\0\0\0\0"),
     *(
@@ -77,8 +77,9 @@ _HEADS: Final = (
         b"\xa0",
     ),
 )
-#: Spaces are made, with up to 64 MiB of bounds that differ: once a lease.
-_SPACES_SECONDS: Final = 0.5
+#: Time limit of decoders that build spaces, with up to 64 MiB of bounds: once per
+#: lease.
+_MAX_SPACE_SECONDS: Final = 0.5
 
 
 @dataclass
@@ -86,25 +87,25 @@ class Target:
     """A decoder.
 
     Attributes:
-      read: Reads bytes.
-      valid: Bytes that it takes.
-      refusals: What it may raise.
-      most_seconds: Of the processor, that it may take on a busy machine.
-      num_refused: How often it has.
-      slowest: Seconds of the processor that it took at most, and for what.
+      decode: Decodes bytes.
+      valid: Bytes that it accepts.
+      expected_errors: Exceptions that it may raise.
+      max_seconds: Limit of processor time for one input, on a busy machine.
+      num_rejected: Number of inputs for which it raised.
+      slowest: Longest processor time in seconds, and its input.
     """
 
-    read: Callable[[bytes], object]
+    decode: Callable[[bytes], object]
     valid: Sequence[bytes]
-    refusals: tuple[type[Exception], ...] = (RemoteProtocolError,)
-    most_seconds: float = 0.02
-    num_refused: int = 0
+    expected_errors: tuple[type[Exception], ...] = (RemoteProtocolError,)
+    max_seconds: float = 0.02
+    num_rejected: int = 0
     slowest: tuple[float, bytes] = field(default=(0.0, b""))
 
-    def try_out(self, data: bytes) -> None:
-        """Has it read bytes; anything but a value or its refusal comes out."""
+    def run(self, data: bytes) -> None:
+        """Decode bytes, and raise any error that is not expected."""
         seconds = self._seconds_for(data)
-        if seconds > self.most_seconds:  # a machine that stood still counts as well
+        if seconds > self.max_seconds:  # the machine may have stalled
             seconds = min(seconds, *(self._seconds_for(data) for _ in range(3)))
         if seconds > self.slowest[0]:
             self.slowest = seconds, data
@@ -112,14 +113,14 @@ class Target:
     def _seconds_for(self, data: bytes) -> float:
         start = time.thread_time()
         try:
-            self.read(data)
-        except self.refusals:
-            self.num_refused += 1
+            self.decode(data)
+        except self.expected_errors:
+            self.num_rejected += 1
         return time.thread_time() - start
 
 
 def mutants(valid: Sequence[bytes], random: Random) -> Iterator[bytes]:
-    """Endless bytes: valid ones with some changed, cut out, doubled, or put in."""
+    """Yield mutations of valid bytes: replaced, deleted, repeated, inserted parts."""
     while True:
         data = bytearray(random.choice(valid))
         for _ in range(random.choice((1, 1, 1, 2, 3, 6))):
@@ -127,9 +128,9 @@ def mutants(valid: Sequence[bytes], random: Random) -> Iterator[bytes]:
             if kind < 2 and at < len(data):
                 data[at] = random.randrange(256)
             elif kind == 2:
-                data[at:at] = random.choice(_HEADS)
+                data[at:at] = random.choice(_FRAGMENTS)
             elif kind == 3:
-                head = random.choice(_HEADS)
+                head = random.choice(_FRAGMENTS)
                 data[at : at + len(head)] = head
             elif kind == 4:
                 del data[at : at + random.randrange(1, 9)]
@@ -144,7 +145,7 @@ def mutants(valid: Sequence[bytes], random: Random) -> Iterator[bytes]:
 
 
 def make_targets() -> dict[str, Target]:
-    """Every decoder of what comes from another process."""
+    """Return every decoder of bytes from another process."""
     targets = {kind.__name__: _body_target(kind, bodies) for kind, bodies in _bodies()}
     spec = EnvSpec("A-v0", SPACES["image"], SPACES["image"])
     blocks = make_blocks(4, 2, 1)
@@ -157,7 +158,7 @@ def make_targets() -> dict[str, Target]:
     targets["Granted"] = Target(
         lambda data: Granted.decode(data, 4), [each.encode() for each in granted]
     )
-    targets["Granted"].most_seconds = _SPACES_SECONDS
+    targets["Granted"].max_seconds = _MAX_SPACE_SECONDS
     rows = Rows.allocate(SPEC, 4)
     part = RowPart(RowCodec(rows), [(0, 2), (2, 4)])
     body, _ = part.pack_results()
@@ -189,7 +190,7 @@ def make_targets() -> dict[str, Target]:
         lambda data: read_spaces(data, "A-v0"),
         [encode_spaces(each) for each in (spec, *spaces)],
         (ValueError,),
-        _SPACES_SECONDS,
+        _MAX_SPACE_SECONDS,
     )
     key = formats.encode(formats.PUBLIC, bytes(range(32))).encode()
     targets["key"] = Target(
@@ -204,7 +205,7 @@ def make_targets() -> dict[str, Target]:
 
 
 def _values_target() -> Target:
-    """Rows of every encoded leaf; the first byte says of which."""
+    """Return a target for rows of all encoded leaves; byte 0 selects the leaf."""
     leaves = [leaf for each in ENCODED.values() for leaf in leaves_of(each)]
     leaves = [leaf for leaf in leaves if leaf.is_encoded]
     valid = []
@@ -255,8 +256,8 @@ def _bodies() -> list[tuple[type, list[Any]]]:
         (
             CallBody,
             [
-                CallBody.of([make_call([0], "set", "x", 1.5)]),
-                CallBody.of([make_call([1], "call", "x", [1], {"a": {}})] * 2),
+                CallBody.from_calls([make_call([0], "set", "x", 1.5)]),
+                CallBody.from_calls([make_call([1], "call", "x", [1], {"a": {}})] * 2),
             ],
         ),
     ]
@@ -268,7 +269,7 @@ class _Encoded(bytes):
 
 
 def _messages(boot: int) -> list[bytes]:
-    """A message of every type that a client sends, for its lease or one to come."""
+    """Return messages of every type that a client sends, with and without a lease."""
     numbers: dict[str, Any] = {"session": SESSION, "boot": boot, "epoch": 1}
     bodies = {kind.__name__: bodies for kind, bodies in _bodies()}
     entries = ((0, 1), (1, 1))
@@ -297,7 +298,7 @@ def _messages(boot: int) -> list[bytes]:
 
 
 def _server_target() -> Target:
-    """A server with a lease; what it takes is done at once."""
+    """Return a target that receives messages in a server with a lease."""
     policy = HostSettings(num_workers=2, exposed=frozenset({"x"}))
     raw = RawClient(FakeServer(policy))
     server, counter = raw.server, itertools.count(1)
@@ -306,7 +307,7 @@ def _server_target() -> Target:
         now = next(counter) / 1000
         lease = server.session.leases["", SESSION].lease
         assert lease is not None
-        # As if in step: seqs that are next would hardly be hit by chance.
+        # Mutations rarely produce the next seq, so set it.
         for index, seq in enumerate(lease._last_seq):
             at = 44 + 12 * index
             if data[at : at + 4] == index.to_bytes(4, "little"):
@@ -328,7 +329,7 @@ def _server_target() -> Target:
 
 
 def _client_target() -> Target:
-    """A client with a request under way; once its session is over, another one."""
+    """Return a target that receives messages in a client with a request in flight."""
     clients: list[Any] = []
 
     def read(data: bytes) -> None:
@@ -358,17 +359,17 @@ def _client_target() -> Target:
 
 
 def fuzz(targets: dict[str, Target], count: int, seed: int) -> None:
-    """Tries all targets out, with so many bodies in all."""
+    """Run all targets, with `count` inputs in total."""
     for name, target in targets.items():
         for data in target.valid:
-            target.try_out(data)
+            target.run(data)
         target.slowest = 0.0, b""
         random = Random(f"{seed} {name}")
         for data in itertools.islice(
             mutants(target.valid, random), count // len(targets)
         ):
             try:
-                target.try_out(data)
+                target.run(data)
             except Exception as error:
                 error.add_note(f"{name}, seed {seed}: {data.hex()}")
                 raise

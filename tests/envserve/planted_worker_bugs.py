@@ -66,7 +66,7 @@ def an_action_goes_to_the_neighbour(patch: Patch) -> None:
     def swap(real: Any, *args: Any) -> Any:
         return list(real(*args))[::-1]
 
-    around(patch, env_block, "action_values", swap)
+    around(patch, env_block, "decode_actions", swap)
 
 
 @plant_in(WORKER_BUGS)

@@ -63,7 +63,7 @@ class RawClient:
         self, row: int, kind: Any, name: str, arguments: Any = (), seq: int = 1
     ) -> list[Buffer]:
         """A CALL."""
-        body = CallBody.of([make_call([row], kind, name, *arguments)])
+        body = CallBody.from_calls([make_call([row], kind, name, *arguments)])
         (block,) = (b.index for b in self.pool.blocks if b.start <= row < b.stop)
         return self.frames(MessageType.CALL, ((block, seq),), body.encode())
 

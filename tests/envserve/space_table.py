@@ -1,4 +1,4 @@
-"""Spaces that people have: what a table of tests plays, here and behind a server."""
+"""Spaces as users have them, for tests of every kind of space."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Space = gymnasium.Space[Any]
 inf: Final = np.inf
 
 
-class OwnBox(Box):
-    """A user's subclass, with an attribute of its own."""
+class UserBox(Box):
+    """A user's subclass with an additional attribute."""
 
     unit = "m"
 
 
-class OwnDiscrete(Discrete):
-    """One that has its own idea of what it contains."""
+class UserDiscrete(Discrete):
+    """A user's subclass that contains fewer values than its base class."""
 
     def sample(self, mask: Any = None, probability: Any = None) -> Any:
         return super().sample() // 2 * 2
@@ -42,12 +42,12 @@ class OwnDiscrete(Discrete):
         return bool(super().contains(x) and x % 2 == 0)
 
 
-class OwnText(Text):
-    """A user's text."""
+class UserText(Text):
+    """A user's subclass of Text."""
 
 
 class Missions(gymnasium.Space[str]):
-    """A space of texts that is derived from none of Gymnasium's, as MiniGrid's is."""
+    """A space of texts that does not derive from Gymnasium's, like that of MiniGrid."""
 
     def __init__(self) -> None:
         super().__init__(dtype=str)
@@ -61,7 +61,7 @@ class Missions(gymnasium.Space[str]):
 
 
 class Points(gymnasium.Space[Any]):
-    """A space of arrays that is derived from none of Gymnasium's."""
+    """A space of arrays that does not derive from one of Gymnasium's."""
 
     def __init__(self) -> None:
         super().__init__((2,), np.float32)
@@ -77,13 +77,13 @@ def nested(levels: int) -> Space:
     return space
 
 
-def roomy(space: Space, max_bytes: int) -> Space:
-    """Returns a space that says itself how many bytes a value takes at most."""
+def with_max_bytes(space: Space, max_bytes: int) -> Space:
+    """Return a space with the attribute `max_bytes`, the longest value in bytes."""
     space.max_bytes = max_bytes  # type: ignore[attr-defined]
     return space
 
 
-#: What can be observed and, but for what is unbounded, given as an action.
+#: Spaces of arrays, for observations and, except for unbounded ones, for actions.
 ARRAYS: Final[dict[str, Space]] = {
     "float16": Box(-1.0, 1.0, (3,), np.float16),
     "float32": Box(-1.0, 1.0, (3,), np.float32),
@@ -121,15 +121,15 @@ ARRAYS: Final[dict[str, Space]] = {
     "tuple": Tuple([Discrete(4), Tuple([MultiBinary(3), Discrete(2)])]),
     "tuple_empty": Tuple([]),
     "eight_deep": nested(7),
-    "own_box": OwnBox(-1.0, 1.0, (3,), np.float32),
-    "own_discrete": OwnDiscrete(6),
+    "user_box": UserBox(-1.0, 1.0, (3,), np.float32),
+    "user_discrete": UserDiscrete(6),
 }
 ENCODED: Final[dict[str, Space]] = {
     "text": Text(12),
     "text_from_empty": Text(5, min_length=0),
     "text_of_digits": Text(3, min_length=3, charset=string.digits),
     "text_wide": Text(6, charset="äß日🙂"),
-    "own_text": OwnText(9),
+    "user_text": UserText(9),
     "missions": Missions(),
     "dict_with_text": Dict(
         {"image": Box(0, 255, (4, 4), np.uint8), "mission": Text(9)}
@@ -139,7 +139,9 @@ ENCODED: Final[dict[str, Space]] = {
     "sequence": Sequence(Discrete(5)),
     "sequence_stacked": Sequence(Box(0.0, 1.0, (2,), np.float32), stack=True),
     "sequence_of_scalars": Sequence(Box(0.0, 1.0, (), np.float64)),
-    "sequence_of_images": roomy(Sequence(Box(0, 255, (8, 8), np.uint8)), 1 << 14),
+    "sequence_of_images": with_max_bytes(
+        Sequence(Box(0, 255, (8, 8), np.uint8)), 1 << 14
+    ),
     "sequence_of_dicts": Sequence(Dict({"a": Discrete(2), "t": Text(4)})),
     "sequence_of_dicts_stacked": Sequence(
         Dict({"a": Discrete(2), "t": Text(4)}), stack=True
@@ -147,7 +149,7 @@ ENCODED: Final[dict[str, Space]] = {
     "sequence_of_tuples": Sequence(Tuple([Discrete(2), MultiBinary(3)])),
     "sequence_of_texts_stacked": Sequence(Text(4), stack=True),
     "sequence_of_sequences": Sequence(Sequence(MultiDiscrete([2, 3]))),
-    "sequence_of_graphs": roomy(Sequence(Graph(Discrete(3), None)), 1 << 14),
+    "sequence_of_graphs": with_max_bytes(Sequence(Graph(Discrete(3), None)), 1 << 14),
     "sequence_of_nothing": Sequence(Dict({"a": Tuple([])})),
     "graph": Graph(Box(-1.0, 1.0, (3,), np.float32), Discrete(4)),
     "graph_without_edges": Graph(Discrete(3), None),
@@ -168,28 +170,40 @@ ENCODED: Final[dict[str, Space]] = {
         }
     ),
 }
-#: What is refused, and the words in which.
-REFUSED: Final[dict[str, tuple[Space, str]]] = {
-    "own_space": (Points(), r"got Points\(\), a Points; derive that class from one of"),
+#: Unsupported spaces, and a pattern of the error.
+UNSUPPORTED: Final[dict[str, tuple[Space, str]]] = {
+    "user_space": (
+        Points(),
+        r"got Points\(\), a Points; derive that class from one of",
+    ),
     "nine_deep": (nested(8), "at most 8 deep.*flatten some of it"),
     "longdouble": (Box(0, 1, (2,), np.longdouble), "expected a dtype out of"),
-    "tuple_keys": (Dict({(1, 2): Discrete(2)}), "expected str or int as keys"),  # type: ignore[dict-item]
-    "text_of_nothing": (Text(0, min_length=0, charset=""), "a Text with characters"),
-    "odd_max_bytes": (roomy(Text(4), 1 << 30), "max_bytes of Text"),
-    "own_in_a_sequence": (roomy(Sequence(Points()), 4096), "a Points; derive"),
-    "own_inside": (Dict({"a": Tuple([Points()])}), "at 'a/0'"),
+    "tuple_keys": (Dict({(1, 2): Discrete(2)}), "expected str or int keys"),  # type: ignore[dict-item]
+    "text_of_nothing": (
+        Text(0, min_length=0, charset=""),
+        "a Text that has characters",
+    ),
+    "odd_max_bytes": (with_max_bytes(Text(4), 1 << 30), "max_bytes of Text"),
+    "user_space_in_sequence": (
+        with_max_bytes(Sequence(Points()), 4096),
+        "a Points; derive",
+    ),
+    "user_space_in_dict": (Dict({"a": Tuple([Points()])}), "at 'a/0'"),
 }
 ALL_SPACES: Final = {**ARRAYS, **ENCODED}
 
 
 class TableEnv(gymnasium.Env[Any, Any]):
-    """Observes samples of a space, or its last action; ends every third step."""
+    """Observes samples of a space or the last action; an episode takes three steps."""
 
-    def __init__(self, space: str, acts: bool = True) -> None:
-        table = {**ALL_SPACES, **{name: each for name, (each, _) in REFUSED.items()}}
+    def __init__(self, space: str, echoes_actions: bool = True) -> None:
+        table = {
+            **ALL_SPACES,
+            **{name: each for name, (each, _) in UNSUPPORTED.items()},
+        }
         self.observation_space = deepcopy(table[space])
-        self.action_space = self.observation_space if acts else Discrete(2)
-        self._acts = acts
+        self.action_space = self.observation_space if echoes_actions else Discrete(2)
+        self._echoes_actions = echoes_actions
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -204,7 +218,9 @@ class TableEnv(gymnasium.Env[Any, Any]):
         self._steps += 1
         if not self.action_space.contains(action):
             raise ValueError(f"{action!r} ({type(action)}) is not in the action space")
-        observation = action if self._acts else self.observation_space.sample()
+        observation = (
+            action if self._echoes_actions else self.observation_space.sample()
+        )
         return observation, 1.0, self._steps == 3, False, {}
 
 

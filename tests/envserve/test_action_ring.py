@@ -1,4 +1,4 @@
-"""What the ring has kept leads another env to where the first one is."""
+"""A replay of the recorded actions leads another env to the same state."""
 
 from __future__ import annotations
 
@@ -25,35 +25,42 @@ ROOT_SEED = 3
 
 
 class WalkEnv(gymnasium.Env[Array, Any]):
-    """Wanders at random, for a random number of steps; with own luck if asked to."""
+    """A random walk of random length.
 
-    def __init__(self, has_own_luck: bool = False, longest: int = 12) -> None:
+    On request, its random numbers come from another generator than `np_random`.
+    """
+
+    def __init__(self, has_other_generator: bool = False, max_steps: int = 12) -> None:
         self.observation_space = spaces.Box(-1e9, 1e9, (2,), np.float64)
         self.action_space = spaces.Tuple(
             [spaces.Box(-1, 1, (3,), np.float32), spaces.Discrete(5)]
         )
         self.bias = 0.0
-        self._has_own_luck = has_own_luck
-        self._longest = longest
+        self._has_other_generator = has_other_generator
+        self._max_steps = max_steps
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Array, dict[str, Any]]:
-        if self._has_own_luck:
+        if self._has_other_generator:
             if seed is not None:
-                self._luck = np.random.Generator(np.random.MT19937(seed))
+                self._random = np.random.Generator(np.random.MT19937(seed))
         else:
             super().reset(seed=seed)
-            self._luck = self.np_random
-        self._place = self._luck.normal(size=2) + (options or {}).get("start", 0.0)
-        self._left = int(self._luck.integers(1, self._longest, dtype=np.int32))
-        return self._place.copy(), {}
+            self._random = self.np_random
+        self._position = self._random.normal(size=2) + (options or {}).get("start", 0.0)
+        self._steps_left = int(
+            self._random.integers(1, self._max_steps, dtype=np.int32)
+        )
+        return self._position.copy(), {}
 
     def step(self, action: Any) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         push, kind = action
-        self._place += self._luck.normal(size=2) + push[:2] * float(kind) + self.bias
-        self._left -= 1
-        return self._place.copy(), 0.0, self._left <= 0, False, {}
+        self._position += (
+            self._random.normal(size=2) + push[:2] * float(kind) + self.bias
+        )
+        self._steps_left -= 1
+        return self._position.copy(), 0.0, self._steps_left <= 0, False, {}
 
 
 @pytest.fixture(autouse=True)
@@ -63,8 +70,8 @@ def walk_env() -> Iterator[None]:
     del gymnasium.registry["Walk-v0"]
 
 
-class Walk:
-    """A block of two rows from row 1 on, of which row 2 is looked at."""
+class RecordedRow:
+    """A ring of three rows, of whose second block (rows 1 and 2) row 2 is stepped."""
 
     def __init__(
         self, autoreset: Autoreset = "same_step", has_spare: bool = False, **kwargs: Any
@@ -83,7 +90,7 @@ class Walk:
         self.memory = bytearray(ring_nbytes(self.spec, 3))
         self.ring = ActionRing(self.spec, 3, self.memory)
         heartbeat = private_heartbeat()
-        record = self.ring.row(2)
+        record = self.ring.row_record(2)
         self.env.attach(self.rows, heartbeat, record)
         self.space = self.spec.action_space
         self.space.seed(1)
@@ -103,24 +110,24 @@ class Walk:
             action = self.space.sample()
             for array, value in zip(self.rows.action, action, strict=True):
                 array[2] = value
-            self.ring.note_step(self.rows.action, 1, 3)
+            self.ring.record_step(self.rows.action, 1, 3)
             _, terminated, truncated, _ = self.env.step(action)
             if (terminated or truncated) and self.autoreset == "disabled":
                 self.env.reset(None)
 
     @property
-    def place(self) -> list[float]:
+    def position(self) -> list[float]:
         seen: list[float] = self.rows.observation[0][2].tolist()
         return seen
 
-    def played(self, **options: Any) -> ActionHistory:
-        # As another process would see it.
-        played = ActionRing(self.spec, 3, bytearray(self.memory)).read(2, **options)
-        assert played is not None
-        return played
+    def history(self, **options: Any) -> ActionHistory:
+        # A copy of the memory, as another process would map it.
+        history = ActionRing(self.spec, 3, bytearray(self.memory)).read(2, **options)
+        assert history is not None
+        return history
 
-    def replay(self, played: ActionHistory | None = None) -> list[float]:
-        """Plays what a file says in a new env; returns where that is then."""
+    def replay(self, history: ActionHistory | None = None) -> list[float]:
+        """Replay a history in a new env via a repro file; return its final position."""
         repro = Repro(
             env_name="Walk-v0",
             env_kwargs=self.kwargs,
@@ -130,7 +137,7 @@ class Walk:
             seeded=True,
             env_index=7,
             timeout_seconds=1.0,
-            played=played or self.played(),
+            played=history or self.history(),
             end=End(status=Status.ENV_ERROR, text=""),
         )
         repro = decode_repro(encode_repro(repro))
@@ -146,16 +153,16 @@ class Walk:
             self.threads.shutdown()
 
 
-Make = Callable[..., Walk]
+Make = Callable[..., RecordedRow]
 
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    walks: list[Walk] = []
+    walks: list[RecordedRow] = []
 
-    def make_walk(num_steps: int = 2048, **options: Any) -> Walk:
+    def make_walk(num_steps: int = 2048, **options: Any) -> RecordedRow:
         monkeypatch.setattr("envserve.crashes.action_ring._MAX_STEPS", num_steps)
-        walks.append(Walk(**options))
+        walks.append(RecordedRow(**options))
         return walks[-1]
 
     yield make_walk
@@ -166,160 +173,166 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 @pytest.mark.parametrize("num_steps", [2048, 64])
 @pytest.mark.parametrize("has_spare", [False, True])
 @pytest.mark.parametrize("autoreset", ["same_step", "next_step", "disabled"])
-def test_replay_ends_where_the_env_is_at_every_step(
+def test_a_replay_reaches_the_state_of_the_env_after_every_step(
     make: Make, autoreset: str, has_spare: bool, num_steps: int
 ) -> None:
     walk = make(num_steps, autoreset=autoreset, has_spare=has_spare)
     walk.env.reset(None)
     for _ in range(200):
-        assert walk.replay() == walk.place
+        assert walk.replay() == walk.position
         walk.step()
-    played = walk.played()
-    assert played.num_missing == 0
-    assert played.incarnation == 4
+    history = walk.history()
+    assert history.num_missing == 0
+    assert history.incarnation == 4
     is_short = num_steps == 64 or has_spare or autoreset == "disabled"
-    assert (played.seed is None) is is_short
-    assert (played.generator is None) is not is_short
+    assert (history.seed is None) is is_short
+    assert (history.generator is None) is not is_short
 
 
-def test_seed_and_resets_of_the_caller_are_followed(make: Make) -> None:
+def test_seeds_and_resets_of_the_caller_are_replayed(make: Make) -> None:
     walk = make()
     walk.env.reset(None)
     walk.step(3)
     walk.env.reset(99)
-    assert walk.played().seed == 99
+    assert walk.history().seed == 99
     walk.step(2)
-    assert walk.replay() == walk.place
-    walk.env.reset(None)  # which no replay of the actions alone would know of
-    played = walk.played()
-    assert played.seed is None
-    assert len(played.actions[0]) == played.episode_step == 0
+    assert walk.replay() == walk.position
+    walk.env.reset(None)  # a replay of the actions does not repeat it
+    history = walk.history()
+    assert history.seed is None
+    assert len(history.actions[0]) == history.episode_step == 0
     walk.step(30)
-    assert walk.replay() == walk.place
+    assert walk.replay() == walk.position
 
 
 @pytest.mark.parametrize("has_spare", [False, True])
 @pytest.mark.parametrize("seed", [None, 5])
-def test_options_of_the_reset_to_begin_with_are_followed(
+def test_options_of_the_first_reset_are_replayed(
     make: Make, seed: int | None, has_spare: bool
 ) -> None:
-    walk = make(has_spare=has_spare, longest=1000)
+    walk = make(has_spare=has_spare, max_steps=1000)
     walk.env.reset(None)
     walk.step(2)
     options, others = (codec.encode({"start": start}) for start in (7.0, 8.0))
     walk.env.reset(seed, options)
     walk.step(3)
-    played = walk.played(options=options)
-    assert (played.options, played.misses_options) == (options, False)
-    assert walk.replay(played) == walk.place
-    assert walk.played(options=others).misses_options
+    history = walk.history(options=options)
+    assert (history.options, history.misses_options) == (options, False)
+    assert walk.replay(history) == walk.position
+    assert walk.history(options=others).misses_options
     walk.env.reset(None, options)
-    for _ in range(2):  # also where there is no step in between
+    for _ in range(2):  # the second time without a step in between
         walk.env.reset(None)
-        played = walk.played(options=options)
-        assert (played.options, played.misses_options) == (b"", True)
-        assert walk.replay(played) == walk.place
+        history = walk.history(options=options)
+        assert (history.options, history.misses_options) == (b"", True)
+        assert walk.replay(history) == walk.position
 
 
-def test_an_env_that_was_never_seeded_is_followed(make: Make) -> None:
+def test_an_env_that_was_never_seeded_can_be_replayed(make: Make) -> None:
     walk = make()
     walk.env.forget_seed()
     walk.env.reset(None)
     for _ in range(30):
         walk.step()
-        assert walk.replay() == walk.place
+        assert walk.replay() == walk.position
 
 
-def test_own_luck_is_followed_from_the_seed_while_all_is_kept(make: Make) -> None:
-    walk = make(64, has_own_luck=True)
+def test_an_env_with_another_generator_is_replayed_from_its_seed(
+    make: Make,
+) -> None:
+    walk = make(64, has_other_generator=True)
     walk.env.reset(None)
     walk.step(64)
-    assert walk.replay() == walk.place
+    assert walk.replay() == walk.position
     walk.step(1)
-    played = walk.played()
-    assert played.seed is None
-    assert played.generator is None
-    assert len(played.actions[0]) == played.episode_step
+    history = walk.history()
+    assert history.seed is None
+    assert history.generator is None
+    assert len(history.actions[0]) == history.episode_step
 
 
 def test_actions_that_are_no_longer_kept_are_counted(make: Make) -> None:
-    walk = make(8, longest=1000)
+    walk = make(8, max_steps=1000)
     walk.env.reset(None)
     walk.step(7)
-    assert walk.played().num_missing == 0
-    while walk.played().episode_step < 20:
+    assert walk.history().num_missing == 0
+    while walk.history().episode_step < 20:
         walk.step()
-    played = walk.played()
-    assert len(played.actions[0]) == len(played.actions[1]) == 8
-    assert played.num_missing >= 12
-    assert played.actions[1][-1] == walk.rows.action[1][2]
+    history = walk.history()
+    assert len(history.actions[0]) == len(history.actions[1]) == 8
+    assert history.num_missing >= 12
+    assert history.actions[1][-1] == walk.rows.action[1][2]
 
 
-def test_actions_that_are_very_long_are_not_kept(
+def test_very_long_actions_are_not_kept(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("envserve.crashes.action_ring._MAX_ACTION_BYTES", 19)
     walk = make()
     walk.env.reset(None)
-    assert walk.played().seed is not None
+    assert walk.history().seed is not None
     walk.step(1)
-    played = walk.played()
-    assert [len(array) for array in played.actions] == [0, 0]
-    assert played.num_missing == 1
+    history = walk.history()
+    assert [len(array) for array in history.actions] == [0, 0]
+    assert history.num_missing == 1
 
 
-def test_kept_memory_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_the_ring_is_bounded(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("envserve.crashes.action_ring._MAX_RING_BYTES", 10 * 3 * 20)
     walk = make()
     assert walk.ring.num_steps == 10
     assert len(walk.memory) < 3 * 3 * 128 + 64 + 10 * 3 * 20 + 2 * 64
 
 
-def test_env_that_has_failed_is_told_from_the_one_that_replaces_it(make: Make) -> None:
+def test_the_histories_of_a_failed_env_and_its_replacement_are_separate(
+    make: Make,
+) -> None:
     walk = make(64)
     walk.env.reset(None)
     walk.step(30)
-    before = walk.place
-    walk.env.record.keep_failed()
+    before = walk.position
+    walk.env.record.save_failed()
     walk.env.rebuild()
     walk.env.reset(None)
-    assert walk.played().incarnation == 5
-    assert walk.played().episode_step == 0
-    failed = walk.played(has_failed=True)
+    assert walk.history().incarnation == 5
+    assert walk.history().episode_step == 0
+    failed = walk.history(has_failed=True)
     assert failed.incarnation == 4
     assert walk.replay(failed) == before
 
 
 @pytest.mark.parametrize("num_steps", [8, 2048])
-def test_a_last_observation_that_is_not_finite_fails_before_the_next_episode(
+def test_a_non_finite_last_observation_fails_before_the_next_episode(
     make: Make, num_steps: int
 ) -> None:
-    walk = make(num_steps, longest=4)
+    walk = make(num_steps, max_steps=4)
     walk.env.reset(None)
     walk.step(20)
-    while walk.played().episode_step:  # up to an end, where a new episode has begun
+    while walk.history().episode_step:  # until a new episode has begun
         walk.step()
     num_played = walk.ring.counts[2]
     walk.env.call("set", "bias", [np.nan])
     with pytest.raises(SpaceViolation, match="expected observation to be finite"):
         walk.step(4)
-    walk.env.record.keep_failed()
-    failed = walk.played(has_failed=True)
+    walk.env.record.save_failed()
+    failed = walk.history(has_failed=True)
     assert failed.episode_step == walk.ring.counts[2] - num_played > 0
     assert len(failed.actions[0]) >= failed.episode_step
 
 
-def test_touched_env_is_marked(make: Make) -> None:
+def test_a_touched_env_is_marked(make: Make) -> None:
     walk = make()
     walk.env.reset(None)
-    assert not walk.played().is_touched
-    walk.env.record.touch()
-    assert walk.played().is_touched
+    assert not walk.history().is_touched
+    walk.env.record.mark_touched()
+    assert walk.history().is_touched
     walk.env.reset(5)
-    assert walk.played().is_touched
+    assert walk.history().is_touched
 
 
-def test_nothing_is_read_of_a_row_without_a_reset_or_with_rubbish(make: Make) -> None:
+def test_read_returns_none_before_a_reset_or_from_corrupt_memory(make: Make) -> None:
     walk = make()
     assert walk.ring.read(2) is None
     walk.env.reset(None)

@@ -1,4 +1,4 @@
-"""Actions are checked where they enter, and every complaint names its env."""
+"""Actions are checked where they enter, and every error names the env."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from envserve.slab import Rows
 from envserve.spaces.action_checks import (
     check_action_rows,
     check_actions,
-    clip_roundings,
+    clip_rounding_errors,
 )
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.leaves import flatten
@@ -37,14 +37,14 @@ def check(space: Any, actions: Any, num_envs: int = 3) -> list[np.ndarray[Any, A
     return check_actions(spec_of(space), actions, None, num_envs)
 
 
-def complaint(space: Any, actions: Any, num_envs: int = 3) -> str:
+def error_text(space: Any, actions: Any, num_envs: int = 3) -> str:
     with pytest.raises(ActionError) as caught:
         check(space, actions, num_envs)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("name", SPACES)
-def test_good_actions_of_every_space_pass_as_they_are(name: str) -> None:
+def test_valid_actions_are_returned_without_a_copy(name: str) -> None:
     batched = batch_space(SPACES[name], 3)
     batched.seed(0)
     sample = batched.sample()
@@ -55,7 +55,7 @@ def test_good_actions_of_every_space_pass_as_they_are(name: str) -> None:
         assert ours is theirs
 
 
-def test_bounds_themselves_are_good() -> None:
+def test_actions_at_the_bounds_are_valid() -> None:
     box = spaces.Box(-0.1, 0.1, (2,), np.float32)
     check(box, np.stack([box.low, box.high, box.low]))
     check(spaces.Discrete(5, start=-2), np.array([-2, 0, 2]))
@@ -74,7 +74,7 @@ def test_bounds_themselves_are_good() -> None:
         (spaces.Box(0, 9, (1,), np.uint8), np.array([[0], [9], [5]], np.int64)),
     ],
 )
-def test_equal_values_of_a_kindred_dtype_are_good(space: Any, actions: Any) -> None:
+def test_values_of_a_compatible_dtype_are_valid(space: Any, actions: Any) -> None:
     (checked,) = check(space, actions)
     np.testing.assert_array_equal(checked, actions)
 
@@ -100,11 +100,11 @@ def test_equal_values_of_a_kindred_dtype_are_good(space: Any, actions: Any) -> N
         (spaces.Box(-5, 5, (), np.int64), -5, 2**62, "[-5, 5]"),
     ],
 )
-def test_value_out_of_range_names_env_interval_and_value(
+def test_the_error_about_an_action_out_of_bounds_names_env_interval_and_value(
     space: Any, good: Any, bad: Any, interval: str
 ) -> None:
     check(space, np.array([good, good, good]))
-    text = complaint(space, np.array([good, bad, bad]))
+    text = error_text(space, np.array([good, bad, bad]))
     assert text.startswith(f"Env 1: expected action in {interval}; got ")
     shown = text.split("; got ")[1].split(";")[0]
     np.testing.assert_allclose(float(shown), float(bad), rtol=1e-3)
@@ -115,35 +115,35 @@ def test_value_out_of_range_names_env_interval_and_value(
     )
 
 
-def test_finite_float64_that_would_be_stored_as_infinity_is_refused() -> None:
+def test_a_float64_action_that_overflows_float32_raises_action_error() -> None:
     space = spaces.Box(-inf, inf, (1,), np.float32)
-    text = complaint(space, np.array([[0.0], [1e300], [0.0]]))
+    text = error_text(space, np.array([[0.0], [1e300], [0.0]]))
     assert text.startswith("Env 1: expected action[0] in [-inf, inf]; got inf;")
 
 
-def test_position_within_a_row_is_named() -> None:
+def test_the_error_names_the_position_within_the_action() -> None:
     actions = np.zeros((3, 2, 3), np.float32)
     actions[2, 1, 0] = 10
-    text = complaint(SPACES["box_float32"], actions)
+    text = error_text(SPACES["box_float32"], actions)
     assert text.startswith("Env 2: expected action[1][0] in [0.0, 9.0]; got 10.0;")
 
 
-def test_bound_of_the_wrong_element_is_the_one_that_is_shown() -> None:
+def test_the_error_shows_the_bounds_of_the_invalid_element() -> None:
     space = spaces.MultiDiscrete([3, 4], start=[0, 10])
-    text = complaint(space, np.array([[0, 10], [2, 13], [2, 14]]))
+    text = error_text(space, np.array([[0, 10], [2, 13], [2, 14]]))
     assert text.startswith("Env 2: expected action[1] in [10, 13]; got 14;")
 
 
-def test_leaf_of_a_nested_action_is_named() -> None:
+def test_the_error_names_the_leaf_of_a_nested_action() -> None:
     actions = {
         "push": np.zeros((3, 2), np.float32),
         "press": (np.array([1, 3, 4]), np.zeros((3, 2), np.int8)),
     }
-    text = complaint(NESTED, actions)
+    text = error_text(NESTED, actions)
     assert text.startswith("Env 2: expected action 'press/0' in [1, 3]; got 4;")
 
 
-def test_env_is_named_by_its_row_of_the_whole_batch() -> None:
+def test_the_error_names_the_env_by_its_row_in_the_batch() -> None:
     spec = spec_of(spaces.Discrete(2))
     with pytest.raises(ActionError, match=r"^Env 40: "):
         check_actions(spec, np.array([0, 2]), np.array([17, 40]), 2)
@@ -159,15 +159,15 @@ def test_env_is_named_by_its_row_of_the_whole_batch() -> None:
         (spaces.MultiBinary((2, 2)), np.zeros((3, 4), np.int8), "[3, 2, 2]", "[3, 4]"),
     ],
 )
-def test_wrong_shape_says_which_was_expected_and_which_came(
+def test_the_error_about_a_wrong_shape_states_expected_and_found_shape(
     space: Any, actions: Any, expected: str, got: str
 ) -> None:
-    text = complaint(space, actions)
+    text = error_text(space, actions)
     assert f"expected shape {expected}, one row per env; got {got}" in text
 
 
-def test_ragged_rows_are_refused() -> None:
-    assert "inhomogeneous" in complaint(spaces.Box(0, 1, (2,)), [[0, 1], [0], [1]])
+def test_ragged_rows_raise_action_error() -> None:
+    assert "inhomogeneous" in error_text(spaces.Box(0, 1, (2,)), [[0, 1], [0], [1]])
 
 
 @pytest.mark.parametrize(
@@ -182,9 +182,11 @@ def test_ragged_rows_are_refused() -> None:
         (spaces.Box(0, 9, (1,), np.uint8), "float32"),
     ],
 )
-def test_wrong_dtype_says_how_to_cast(space: Any, dtype: str) -> None:
+def test_the_error_about_a_wrong_dtype_states_how_to_cast(
+    space: Any, dtype: str
+) -> None:
     actions = np.zeros((3, *space.shape)).astype(dtype)
-    text = complaint(space, actions)
+    text = error_text(space, actions)
     assert f"expected {space.dtype}; got {actions.dtype}" in text
     assert f".astype('{space.dtype}')" in text
 
@@ -198,8 +200,10 @@ def test_wrong_dtype_says_how_to_cast(space: Any, dtype: str) -> None:
         ({"push": 0, 1: 2}, "got ['push', 1]"),
     ],
 )
-def test_wrong_structure_says_what_was_expected(actions: Any, expected: str) -> None:
-    assert expected in complaint(NESTED, actions)
+def test_the_error_about_a_wrong_structure_states_the_expected_one(
+    actions: Any, expected: str
+) -> None:
+    assert expected in error_text(NESTED, actions)
 
 
 # Rows that another host has written.
@@ -213,7 +217,7 @@ def rows_with(action: Any) -> tuple[EnvSpec, Rows]:
     return spec, rows
 
 
-def test_good_rows_pass() -> None:
+def test_valid_rows_raise_nothing() -> None:
     spec, rows = rows_with({"push": 1.0, "press": (3, 1)})
     check_action_rows(spec, rows.action, 0, 4)
 
@@ -226,7 +230,7 @@ def test_good_rows_pass() -> None:
         (2, 2, 2, r"Env 2: expected action 'press/1'\[0\] in \[0, 1\]"),
     ],
 )
-def test_bad_row_is_named_by_its_place_in_the_slab(
+def test_the_error_about_a_row_names_its_index_in_the_slab(
     row: int, leaf: int, value: Any, text: str
 ) -> None:
     spec, rows = rows_with({"push": 0.0, "press": (1, 0)})
@@ -236,14 +240,14 @@ def test_bad_row_is_named_by_its_place_in_the_slab(
     check_action_rows(spec, rows.action, 0, 2)
 
 
-def test_only_roundings_are_clipped() -> None:
+def test_only_rounding_errors_are_clipped() -> None:
     low, high = np.array([[-inf, -1e3, -0.2], [inf, 0.1, 0.9]], np.float32)
     box = spaces.Box(low, high)
     given = np.array([[1e9, 0.1, 0.9000001], [nan, -1000.001, -inf]], np.float32)
     given[0, 1] = np.nextafter(high[1], np.float32(1))
     clipped = np.array([[1e9, 0.1, 0.9], [nan, -1000.001, -inf]], np.float32)
     for dtype in (np.float32, np.float64):
-        found = clip_roundings(box, given.astype(dtype))
+        found = clip_rounding_errors(box, given.astype(dtype))
         np.testing.assert_array_equal(found, clipped)
         assert found.dtype == dtype
 
@@ -251,5 +255,5 @@ def test_only_roundings_are_clipped() -> None:
 @pytest.mark.parametrize(
     "actions", [np.zeros((2, 4)), np.ones((2, 3), int), [[1.0], [1.0, 2.0]], None]
 )
-def test_what_is_no_rounding_stays_as_it_is(actions: Any) -> None:
-    assert clip_roundings(spaces.Box(-1.0, 1.0, (3,)), actions) is actions
+def test_other_actions_are_returned_unchanged(actions: Any) -> None:
+    assert clip_rounding_errors(spaces.Box(-1.0, 1.0, (3,)), actions) is actions

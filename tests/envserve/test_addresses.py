@@ -1,4 +1,4 @@
-"""Words for servers, and what a probe of one loads."""
+"""Addresses of servers, their sources, and the options of a health probe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import envserve.ray
-from envserve.address import complete
+from envserve.address import complete_address
 from envserve.cli.servers import health
 from envserve.client import BatchEnv
 from envserve.client.link.discovery import resolve
@@ -23,7 +23,7 @@ from envserve.monitoring.health_probe import probe
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """Names of hosts, and their addresses."""
+    """Host names and their addresses."""
     hosts = {"sim1": ["10.0.0.7"], "sims": ["10.0.0.9", "10.0.0.10", "10.0.0.9", "::7"]}
 
     def look_up(host: str, *_: object, **__: object) -> list[tuple[object, ...]]:
@@ -50,29 +50,29 @@ def known(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     ],
 )
 @pytest.mark.usefixtures("known")
-def test_a_word_stands_for_an_address(word: str, address: str) -> None:
+def test_short_addresses_are_completed(word: str, address: str) -> None:
     assert resolve(word) == (address,)
 
 
 @pytest.mark.usefixtures("known")
-def test_a_name_stands_for_all_its_addresses_and_its_key_for_all_of_them(
+def test_a_dns_name_resolves_to_all_its_addresses_which_share_its_pin(
     tmp_path: Path,
 ) -> None:
     found = resolve("dns://sims:7")
     assert found == ("tcp://10.0.0.10:7", "tcp://10.0.0.9:7", "tcp://[::7]:7")
     folder = KeyFolder(tmp_path / "keys")
-    server = KeyPair.make().public
+    server = KeyPair.generate().public
     folder.ensure_key("client")
     folder.add_pin(["tcp://sims:7"], server, "me")
     for address in found:
         keys = folder.keys_for(address)
         assert keys is not None
         assert keys[0] == server
-    with pytest.raises(ConnectError, match="no key of that server is known"):
+    with pytest.raises(ConnectError, match="no key of this server is known"):
         folder.keys_for("tcp://10.0.0.9:7")
 
 
-def test_a_file_is_read_anew_at_each_look(tmp_path: Path) -> None:
+def test_an_address_file_is_read_again_at_each_call(tmp_path: Path) -> None:
     path = tmp_path / "servers"
     path.write_text("# ours\n\nsim1  # the big one\nipc:///run/envs\nsim1:5555\n")
     assert resolve(f"file://{path}") == ("tcp://sim1:5555", "ipc:///run/envs")
@@ -91,7 +91,7 @@ def test_a_file_is_read_anew_at_each_look(tmp_path: Path) -> None:
         (b"file:///x\n", r"servers:1: expected an address like .*'file:///x'"),
     ],
 )
-def test_a_file_that_is_none_of_addresses_is_said(
+def test_the_error_about_an_invalid_address_file_names_the_line(
     tmp_path: Path, content: bytes | None, text: str
 ) -> None:
     path = tmp_path / "servers"
@@ -103,7 +103,9 @@ def test_a_file_that_is_none_of_addresses_is_said(
     assert probe(f"file://{path}") == (2, str(raised.value))
 
 
-def test_ray_is_asked_for_its_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_addresses_resolve_to_the_servers_in_ray(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     known = {("envs", "sims"): ["tcp://10.0.0.9:7", "tcp://10.0.0.10:7"]}
     monkeypatch.setattr(envserve.ray, "addresses", lambda *asked: known[asked])
     found = resolve("ray://envs/sims")
@@ -116,23 +118,23 @@ def test_ray_is_asked_for_its_servers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "word", ["", "tcp://", "udp://a:1", "tcp:/x", "a:b", "a:70000", "[::1", "ipc://"]
 )
-def test_other_words_are_errors(word: str) -> None:
+def test_invalid_addresses_raise_address_error(word: str) -> None:
     with pytest.raises(AddressError, match="expected an address like sim1, sim1:5555"):
-        complete(word)
+        complete_address(word)
 
 
 @pytest.mark.usefixtures("known")
-def test_a_host_that_nobody_knows_is_said_at_once() -> None:
+def test_an_unknown_host_fails_at_once() -> None:
     text = "cannot resolve sim2; is it spelled right"
     with pytest.raises(AddressError, match=text):
         BatchEnv.connect("CartPole-v1", ["sim1", "sim2"], 2, connect_timeout=1e9)
-    code, said = probe("sim2", timeout=1e9)
+    code, output = probe("sim2", timeout=1e9)
     assert code == 2
-    assert said.startswith(text)
+    assert output.startswith(text)
 
 
 @pytest.mark.parametrize("name", ["sim..local", "x" * 64, "sims." + "x" * 64])
-def test_a_host_that_can_have_no_name_is_said_like_one_that_nobody_knows(
+def test_an_impossible_host_name_fails_like_an_unknown_host(
     name: str,
 ) -> None:
     for word in (name, f"dns://{name}:7"):
@@ -142,7 +144,7 @@ def test_a_host_that_can_have_no_name_is_said_like_one_that_nobody_knows(
     assert diagnose_connection(f"tcp://{name}:7", None, 60.0) is Finding.UNKNOWN_HOST
 
 
-def test_a_probe_takes_the_options_of_its_command() -> None:
+def test_probe_and_the_health_command_have_the_same_options() -> None:
     def options(function: Callable[..., object]) -> dict[str, object]:
         parameters = inspect.signature(function).parameters.values()
         return {p.name: p.default for p in parameters if p.name != "address"}

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envserve.address import is_private
+from envserve.address import is_local_address
 from envserve.client import BatchEnv
 from envserve.monitoring.health_probe import diagnose
 from envserve.settings import HostSettings
@@ -275,7 +275,7 @@ def test_a_server_that_would_let_strangers_in_has_an_exit_code_of_its_own() -> N
     ],
 )
 def test_only_loopback_and_ipc_are_private(address: str, expected: bool) -> None:
-    assert is_private(address) is expected
+    assert is_local_address(address) is expected
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Plain values survive the trip; bytes from a stranger can only be refused."""
+"""Plain values survive a round trip; hostile bytes raise CodecError."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ arrays = st.sampled_from(DTYPES).flatmap(
 
 
 def array_bytes(dtype: int, shape: tuple[int, ...], body: bytes = b"") -> bytes:
-    """An encoded array whose header says what we like."""
+    """Return an encoded array with any header."""
     sizes = b"".join(size.to_bytes(8, "little") for size in shape)
     header = bytes([dtype, len(shape)]) + sizes
     return bytes(msgpack.packb(msgpack.ExtType(1, header + body)))
 
 
-def same_arrays(left: Any, right: Any) -> bool:
+def are_identical(left: Any, right: Any) -> bool:
     return (
         left.dtype == right.dtype
         and left.shape == right.shape
@@ -51,22 +51,22 @@ def same_arrays(left: Any, right: Any) -> bool:
 
 
 @given(plain)
-def test_plain_values_come_back_equal_and_of_the_same_type(value: Any) -> None:
+def test_plain_values_are_decoded_with_equal_value_and_type(value: Any) -> None:
     again = decode(encode(value), max_bytes=1 << 24)
     assert again == value
     assert type(again) is type(value)
 
 
 @given(arrays)
-def test_arrays_come_back_bit_for_bit(array: np.ndarray[Any, Any]) -> None:
-    assert same_arrays(decode(encode(array)), array)
+def test_arrays_are_decoded_bit_for_bit(array: np.ndarray[Any, Any]) -> None:
+    assert are_identical(decode(encode(array)), array)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_has_its_own_code_and_round_trip(dtype: np.dtype[Any]) -> None:
+def test_every_dtype_has_a_code_and_survives_a_round_trip(dtype: np.dtype[Any]) -> None:
     assert codec.dtype_from_code(codec.dtype_code(dtype)) == dtype
     array = np.arange(6).reshape(2, 3).astype(dtype)
-    assert same_arrays(decode(encode({"a": [array]}))["a"][0], array)
+    assert are_identical(decode(encode({"a": [array]}))["a"][0], array)
 
 
 def test_dtype_codes_never_change() -> None:
@@ -86,8 +86,10 @@ def test_dtype_codes_never_change() -> None:
     ],
     ids=["transposed", "strided", "broadcast", "fortran"],
 )
-def test_layout_in_memory_does_not_matter(array: np.ndarray[Any, Any]) -> None:
-    assert same_arrays(decode(encode(array)), np.ascontiguousarray(array))
+def test_the_memory_layout_of_an_array_does_not_matter(
+    array: np.ndarray[Any, Any],
+) -> None:
+    assert are_identical(decode(encode(array)), np.ascontiguousarray(array))
 
 
 def test_big_endian_array_keeps_its_values_in_native_order() -> None:
@@ -98,7 +100,7 @@ def test_big_endian_array_keeps_its_values_in_native_order() -> None:
         assert again.tolist() == array.tolist()
 
 
-def test_decoded_array_is_writable_and_its_own() -> None:
+def test_decoded_arrays_are_writable_copies() -> None:
     data = bytearray(encode(np.zeros(3)))
     array = decode(data)
     array[0] = 1.0
@@ -135,7 +137,7 @@ def test_array_scalars_become_python_scalars() -> None:
     ],
     ids=lambda value: re.sub(" at 0x[0-9a-f]+", "", repr(value)),
 )
-def test_what_has_no_plain_form_is_refused_when_it_is_encoded(value: Any) -> None:
+def test_unsupported_values_raise_codec_error_when_encoded(value: Any) -> None:
     with pytest.raises(CodecError):
         encode(value)
     with pytest.raises(CodecError):
@@ -157,14 +159,14 @@ def test_nesting_has_the_same_limit_on_both_sides() -> None:
         decode(msgpack.packb(nested(33)))
 
 
-def test_value_that_contains_itself_is_refused() -> None:
+def test_recursive_values_raise_codec_error() -> None:
     value: list[Any] = []
     value.append(value)
     with pytest.raises(CodecError):
         encode(value)
 
 
-def test_input_longer_than_the_limit_is_not_looked_at() -> None:
+def test_input_longer_than_the_limit_raises_codec_error() -> None:
     data = encode(b"x" * 100)
     assert decode(data, max_bytes=len(data)) == b"x" * 100
     with pytest.raises(CodecError, match=f"at most {len(data) - 1} bytes"):
@@ -200,7 +202,7 @@ def test_input_longer_than_the_limit_is_not_looked_at() -> None:
         b"\x91" * 200_000,
     ],
 )
-def test_hostile_bytes_are_refused(data: bytes) -> None:
+def test_hostile_bytes_raise_codec_error(data: bytes) -> None:
     with pytest.raises(CodecError):
         decode(data)
 

@@ -1,4 +1,4 @@
-"""Files of crashes are few, private and whole; a file system may refuse them."""
+"""Repro files are few, private and complete; errors of the file system are logged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from envserve.crashes.crash_folder import CrashFolder, default_folder
 
 
-def test_file_is_private_whole_and_named_after_its_subject(tmp_path: Path) -> None:
+def test_a_file_is_private_complete_and_named_after_the_env(tmp_path: Path) -> None:
     files = CrashFolder(tmp_path / "new" / "folder")
     path = files.write("envs/Odd name\n-v0 env 7", b"content", 0.0)
     assert path is not None
@@ -22,7 +22,7 @@ def test_file_is_private_whole_and_named_after_its_subject(tmp_path: Path) -> No
     assert os.listdir(path.parent) == [path.name]
 
 
-def test_one_file_a_second_and_the_newest_are_kept(tmp_path: Path) -> None:
+def test_one_file_per_second_is_written_and_the_newest_are_kept(tmp_path: Path) -> None:
     strangers = [tmp_path / name for name in ("notes.txt", "download.part")]
     for file in strangers:
         file.touch()
@@ -30,18 +30,18 @@ def test_one_file_a_second_and_the_newest_are_kept(tmp_path: Path) -> None:
     files = CrashFolder(tmp_path)
     first = files.write("a", b"", -2.0)
     assert first is not None
-    leftover = first.with_name(f"{first.name}.part")  # of a process that was killed
+    leftover = first.with_name(f"{first.name}.part")  # left by a killed process
     first.rename(leftover)
     os.utime(leftover, (0, 0))
     paths = []
     for number in range(52):
         now = 2.0 * number
-        assert files.has_room(now)
+        assert files.may_write(now)
         path = files.write("a", b"", now)
         assert path is not None
         os.utime(path, (number, number))
         paths.append(path)
-        assert not files.has_room(now + 0.9)
+        assert not files.may_write(now + 0.9)
     newest = files.write("b", b"", 200.0)
     left = {*tmp_path.iterdir()} - {*strangers}
     assert left == {*paths[3:], newest}  # 50 in all
@@ -50,7 +50,7 @@ def test_one_file_a_second_and_the_newest_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mib", "num_left"), [(0, 50), (20, 5)])
-def test_files_of_whoever_has_the_most_give_way(
+def test_files_of_the_owner_with_the_most_files_are_deleted_first(
     tmp_path: Path, mib: int, num_left: int
 ) -> None:
     """At most 50 files, and 64 MiB: three of 20 MiB, the newest, and the other's."""
@@ -69,7 +69,7 @@ def test_files_of_whoever_has_the_most_give_way(
 
 
 @pytest.mark.parametrize("kind", ["file", "full", "gone"])
-def test_file_system_that_refuses_costs_one_line_until_it_takes_files_again(
+def test_a_failing_file_system_is_logged_once_until_it_works_again(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -91,7 +91,7 @@ def test_file_system_that_refuses_costs_one_line_until_it_takes_files_again(
     for now in (0.0, 1.0, 2.0):
         assert files.write("a", b"content", now) is None
     assert len(caplog.messages) == 1
-    assert "no repro files of crashes" in caplog.text
+    assert "cannot write repro files of crashes" in caplog.text
     if kind == "full":
         assert list(folder.iterdir()) == []
         monkeypatch.setattr(os, "replace", replace)
@@ -99,7 +99,7 @@ def test_file_system_that_refuses_costs_one_line_until_it_takes_files_again(
 
 
 @pytest.mark.parametrize("kind", ["link", "open", "of_another"])
-def test_default_folder_that_is_not_ours_alone_is_refused(
+def test_a_default_folder_that_others_can_use_is_rejected(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -128,7 +128,7 @@ def test_default_folder_that_is_not_ours_alone_is_refused(
     assert folder.is_symlink() or list(folder.iterdir()) == []
 
 
-def test_no_temporary_folder_costs_one_line(
+def test_a_missing_temporary_folder_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse() -> str:
@@ -143,7 +143,7 @@ def test_no_temporary_folder_costs_one_line(
     assert "No usable temporary directory" in caplog.text
 
 
-def test_default_folder_is_made_for_this_user_alone(
+def test_the_default_folder_is_private(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

@@ -1,4 +1,4 @@
-"""`envserve describe`: an env here or on a server, told in a few lines."""
+"""`envserve describe` for envs of this host and of a server."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 from envserve.cli.app import app
 from tests.envserve.conftest import Serve
 
-OWN_ENV = """
+USER_ENV = """
 import gymnasium
 from gymnasium import spaces
 
-class Own(gymnasium.Env):
+class Described(gymnasium.Env):
     observation_space = spaces.Dict({"[red]x": spaces.Box(-1, 1, (2,))})
     action_space = spaces.Discrete(3)
     metadata = {"render_modes": ["ansi"]}
@@ -33,14 +33,14 @@ class Own(gymnasium.Env):
         return self.observation_space.sample(), 1.0, False, False, {}
 
 for name, length in (("Described-v0", 7), ("Described-v1", 0)):
-    gymnasium.register(name, Own, max_episode_steps=20, kwargs={"length": length})
+    gymnasium.register(name, Described, max_episode_steps=20, kwargs={"length": length})
 """
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    file = tmp_path_factory.mktemp("own") / "envs_to_describe.py"
-    file.write_text(OWN_ENV)
+    file = tmp_path_factory.mktemp("user_envs") / "envs_to_describe.py"
+    file.write_text(USER_ENV)
     before, path = [*gymnasium.registry], [*sys.path]
     yield str(file)
     sys.path[:] = path
@@ -53,10 +53,12 @@ def described(*words: str) -> dict[str, str]:
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["describe", *words])
     assert result.exit_code == 0, result.output
     lines = (line.split("  ", 1) for line in result.output.splitlines())
-    return {name.strip(): told.strip() for name, told in lines}
+    return {name.strip(): value.strip() for name, value in lines}
 
 
-def test_an_env_here_and_on_a_server_is_told(serve: Serve, file: str) -> None:
+def test_describe_prints_the_same_for_a_local_and_a_remote_env(
+    serve: Serve, file: str
+) -> None:
     found = described(f"{file}:Described-v0")
     assert found.pop("steps/s").endswith(" of one env in a worker")
     assert found.pop("time limit") == "20"
@@ -71,7 +73,7 @@ def test_an_env_here_and_on_a_server_is_told(serve: Serve, file: str) -> None:
     assert there == found
 
 
-def test_an_env_that_cannot_be_described_is_an_error(file: str) -> None:
+def test_describing_an_env_that_cannot_be_built_fails(file: str) -> None:
     for word, text in (
         ("CartPoll-v1", "CartPole-v1"),
         (f"{file}:Described-v1", "too short"),

@@ -24,13 +24,13 @@ from envserve.client.link.zmq_guards.diagnosis import (
 from envserve.errors import ConnectError
 from envserve.keys.formats import fingerprint
 from envserve.keys.key_folder import KeyFolder
-from envserve.keys.key_pair import KeyPair, Keys
+from envserve.keys.key_pair import CurveKeys, KeyPair
 from envserve.session.client.liveness import Timeouts
 from tests.envserve.conftest import Serve
 from tests.envserve.server_process import make_config
 
-SERVER, CLIENT, OTHER = KeyPair.make(), KeyPair.make(), KeyPair.make()
-KEYS: Keys = (SERVER.public, CLIENT)
+SERVER, CLIENT, OTHER = KeyPair.generate(), KeyPair.generate(), KeyPair.generate()
+KEYS: CurveKeys = (SERVER.public, CLIENT)
 #: A lane has to say it within 3 s; a loaded machine may need longer.
 SECONDS = 3.0
 SLACK_SECONDS = 20.0
@@ -171,7 +171,7 @@ FOREIGN = (
     "there, at that port?"
 )
 #: What listens, the keys of who connects, what is found, and part of what is said.
-CASES: dict[str, tuple[tuple[Any, ...], Keys | None, Finding, str]] = {
+CASES: dict[str, tuple[tuple[Any, ...], CurveKeys | None, Finding, str]] = {
     "its own": ((Router, SERVER), KEYS, Finding.FINE, ""),
     "no keys, as agreed": ((Router,), None, Finding.FINE, ""),
     "no keys": (
@@ -185,7 +185,8 @@ CASES: dict[str, tuple[tuple[Any, ...], Keys | None, Finding, str]] = {
         (Router, SERVER),
         None,
         Finding.NEEDS_KEYS,
-        "no key of that server is known here, so it could be anybody's; run "
+        "no key of this server is known here, so its identity "
+        "cannot be checked; run "
         '"envserve invite NAME" on 127.0.0.1 and "envserve join" here',
     ),
     "refuses": (

@@ -1,4 +1,4 @@
-"""The exception tree: one root, and messages that carry what a user needs."""
+"""The exception tree and the content of its messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from envserve.errors import CallError, EnvError, EnvserveError, EnvStartError
 from envserve.spaces.codec import CodecError
 
 
-def test_every_error_is_public_and_has_the_one_root() -> None:
+def test_every_error_is_public_and_derives_from_envserve_error() -> None:
     defined = {
         name: value
         for name, value in vars(errors).items()
@@ -35,13 +35,13 @@ def test_every_error_is_public_and_has_the_one_root() -> None:
         (errors.ServerLost, ConnectionError),
     ],
 )
-def test_errors_are_also_the_builtin_that_callers_expect(
+def test_errors_also_derive_from_the_matching_builtin(
     ours: type[Exception], builtin: type[Exception]
 ) -> None:
     assert issubclass(ours, builtin)
 
 
-def test_local_and_remote_protocol_errors_can_be_told_apart() -> None:
+def test_local_and_remote_protocol_errors_are_distinct() -> None:
     assert not issubclass(errors.LocalProtocolError, errors.RemoteProtocolError)
     assert not issubclass(errors.RemoteProtocolError, errors.LocalProtocolError)
     assert issubclass(errors.LocalProtocolError, errors.ProtocolError)

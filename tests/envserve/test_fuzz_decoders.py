@@ -1,4 +1,4 @@
-"""Every decoder under bytes that nobody should send, as scripts/fuzz_decoders.py."""
+"""Fuzzing of every decoder with mutated bytes, as in scripts/fuzz_decoders.py."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_decoders_refuse_or_read_whatever_comes(pytestconfig: pytest.Config) -> None:
+def test_decoders_decode_or_reject_any_bytes(pytestconfig: pytest.Config) -> None:
     seed = int(pytestconfig.getoption("random_seed"))
     targets = make_targets()
     fuzz(targets, 2_000, seed)
     gc.collect()
     logging.disable(logging.CRITICAL)
-    gc.disable()  # of this process and its other tests: it is not what is measured
+    gc.disable()  # its pauses would count as time of a decoder
     try:
         before = resident_bytes()
         fuzz(targets, NUM_BODIES, seed)
@@ -38,8 +38,6 @@ def test_decoders_refuse_or_read_whatever_comes(pytestconfig: pytest.Config) -> 
     assert growth < MAX_GROWTH_BYTES, f"grew by {growth} bytes"
     for name, target in targets.items():
         seconds, data = target.slowest
-        assert seconds < target.most_seconds, (
-            f"{name}: {seconds:.4f} s for {data.hex()}"
-        )
-    refusing = [name for name, target in targets.items() if target.refusals]
-    assert all(targets[name].num_refused for name in refusing)
+        assert seconds < target.max_seconds, f"{name}: {seconds:.4f} s for {data.hex()}"
+    refusing = [name for name, target in targets.items() if target.expected_errors]
+    assert all(targets[name].num_rejected for name in refusing)

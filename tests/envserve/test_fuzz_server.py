@@ -103,7 +103,7 @@ def valid_messages(boot: int) -> list[list[Buffer]]:
     common: dict[str, Any] = {"session": 1 << 60, "boot": boot, "epoch": 1}
     entries = ((0, 1), (1, 1))
     reset = ResetBody(resets=((None, None), ((1,), (5,)))).encode()
-    call = CallBody.of([make_call([0], "call", "render")]).encode()
+    call = CallBody.from_calls([make_call([0], "call", "render")]).encode()
     hello = Hello().encode()
     messages = [
         Message(type=MessageType.HELLO, body=hello),
@@ -138,7 +138,7 @@ def messages_of_odd_values(
     ]
     wrappers = (WrapperSpec("ActionRepeat", {"amount": 4}),)
     attach = Attach(env_name="CartPole-v1", num_envs=10**4, seed=1, wrappers=wrappers)
-    call = CallBody.of([make_call([0], "get", "x")])
+    call = CallBody.from_calls([make_call([0], "get", "x")])
     bodies = [
         (MessageType.HELLO, Hello().encode()),
         (MessageType.ATTACH, attach.encode()),

@@ -1,4 +1,4 @@
-"""Wrappers of Gymnasium's, by name: they do what docs/wrappers.md says."""
+"""Gymnasium's wrappers by name behave as docs/wrappers.md describes them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from gymnasium.wrappers import TransformObservation
 from envserve.envs.registry import make_env
 from envserve.errors import EnvStartError
 from envserve.wrappers.apply import wrap
+from envserve.wrappers.registry import WRAPPERS
 from envserve.wrappers.specs import WrapperSpec
-from envserve.wrappers.table import KNOWN
-from tests.envserve.shown_env import episode, line, wrapped
+from tests.envserve.scripted_env import episode_observations, scripted, wrapped
 
 
 def test_wrappers_are_applied_in_their_order() -> None:
@@ -23,35 +23,35 @@ def test_wrappers_are_applied_in_their_order() -> None:
         WrapperSpec("TimeLimit", {"max_episode_steps": 3}),
     )
     for specs, reward in ((inner_first, 11.0), (inner_first[::-1], 3.0)):
-        env = wrap(line(range(9)), specs)
+        env = wrap(scripted(range(9)), specs)
         env.reset()
         while not (last := env.step(0))[3]:
             pass
         assert last[1] == reward, specs
 
 
-def test_32_bits_are_a_dtype() -> None:
+def test_observations_can_be_cast_to_32_bits() -> None:
     env = wrap(
-        line([[1.5], [2.5]], "float64"),
+        scripted([[1.5], [2.5]], "float64"),
         (WrapperSpec("DtypeObservation", {"dtype": "float32"}),),
     )
     assert env.reset()[0].dtype == env.observation_space.dtype == np.float32
 
 
-def test_integers_are_not_rescaled_to_zeros() -> None:
+def test_integer_observations_are_not_rescaled() -> None:
     arguments = {"min_obs": -1, "max_obs": 1}
     with pytest.raises(EnvStartError, match="observations that are floats"):
-        wrapped(line([[0], [9]], "uint8"), "RescaleObservation", **arguments)
+        wrapped(scripted([[0], [9]], "uint8"), "RescaleObservation", **arguments)
     specs = (
         WrapperSpec("DtypeObservation", {"dtype": "float32"}),
         WrapperSpec("RescaleObservation", arguments),
     )
-    env = wrap(line([[0], [9]], "uint8"), specs)
-    assert [seen.tolist() for seen in episode(env)] == [[-1], [1]]
+    env = wrap(scripted([[0], [9]], "uint8"), specs)
+    assert [seen.tolist() for seen in episode_observations(env)] == [[-1], [1]]
 
 
 IMAGES = np.zeros((3, 8, 8, 3)).tolist()
-#: An env that fits, arguments, and the shape of what is seen or done then.
+#: For each wrapper a suitable env, arguments, and the resulting observation shape.
 USES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "ActionRepeat": ("CartPole-v1", {"amount": 2}, (4,)),
     "AddRenderObservation": ("images", {"render_only": True}, (8, 8, 3)),
@@ -85,10 +85,10 @@ USES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", sorted(USES))
-def test_every_wrapper_can_be_used_as_it_is_named(name: str) -> None:
+def test_every_wrapper_can_be_used_by_its_name(name: str) -> None:
     env_name, arguments, shape = USES[name]
     inner = (
-        line(IMAGES, "uint8", 0, 255)
+        scripted(IMAGES, "uint8", 0, 255)
         if env_name == "images"
         else make_env(env_name, {})
     )
@@ -101,23 +101,25 @@ def test_every_wrapper_can_be_used_as_it_is_named(name: str) -> None:
     env.close()
 
 
-def test_parts_of_an_observation_are_chosen_by_name_or_place() -> None:
+def test_parts_of_an_observation_are_selected_by_key_or_index() -> None:
     parts = spaces.Dict(image=spaces.Box(0, 9, (2,)), text=spaces.Text(9))
     inner = TransformObservation(
-        line([[1, 2], [3, 4]]), lambda seen: {"image": seen, "text": "go"}, parts
+        scripted([[1, 2], [3, 4]]), lambda seen: {"image": seen, "text": "go"}, parts
     )
     env = wrapped(inner, "FilterObservation", filter_keys=["image"])
     assert env.observation_space == spaces.Dict(image=parts["image"])
-    assert [list(seen) for seen in episode(env)] == [["image"]] * 2
+    assert [list(seen) for seen in episode_observations(env)] == [["image"]] * 2
     with pytest.raises(EnvStartError, match=r"(?s)\(FilterObservation\).*'sound'"):
         wrapped(inner, "FilterObservation", filter_keys=["sound"])
     places = TransformObservation(
-        line([[1], [2]]), lambda seen: (0, seen), spaces.Tuple((parts, parts["image"]))
+        scripted([[1], [2]]),
+        lambda seen: (0, seen),
+        spaces.Tuple((parts, parts["image"])),
     )
     env = wrapped(places, "FilterObservation", filter_keys=[1])
     assert env.observation_space == spaces.Tuple([parts["image"]])
 
 
-def test_all_but_one_that_needs_a_game_are_used() -> None:
+def test_every_wrapper_is_tested() -> None:
     tested = {*USES, "FilterObservation", "AtariPreprocessing"}
-    assert tested == set(KNOWN)
+    assert tested == set(WRAPPERS)

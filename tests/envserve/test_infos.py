@@ -1,4 +1,4 @@
-"""Infos within bounds: what is left out, and that all else stays."""
+"""Infos within a budget: the values that are left out, and those that are kept."""
 
 from __future__ import annotations
 
@@ -21,66 +21,66 @@ ROW = InfoBudget(64 << 10, 16 << 10)
 ALL = InfoBudget(1 << 20, 20 << 10)
 
 
-def fitted(
+def encode_and_decode(
     infos: Mapping[int, Any], row: InfoBudget = ROW, budget: InfoBudget = ALL
 ) -> Any:
-    """What arrives; it takes no more than there is."""
+    """Encode infos within the budgets, and decode them."""
     encoded = encode_infos(infos, row, budget)
-    assert budget.holds(encoded)
+    assert budget.fits(encoded)
     return codec.decode(encoded, max_bytes=1 << 26)
 
 
-def test_infos_with_room_arrive_whole() -> None:
+def test_infos_within_the_budget_are_complete() -> None:
     infos = {row: {"frame": bytes(12_000), "k": row} for row in range(64)}
-    assert fitted(infos) == infos
-    assert fitted({}) == {}
+    assert encode_and_decode(infos) == infos
+    assert encode_and_decode({}) == {}
 
 
-def test_the_largest_keys_of_a_row_are_left_out_and_the_other_rows_are_whole() -> None:
+def test_only_the_largest_values_of_a_row_above_its_budget_are_left_out() -> None:
     small = {"k": 1, "map": bytes(30_000)}
     infos = {0: {"film": bytes(200_000), "image": bytes(50_000), **small}, 1: small}
-    found = fitted(infos)
+    found = encode_and_decode(infos)
     assert found == {0: {**small, "omitted": ["film", "image"]}, 1: small}
 
 
-def test_values_count_as_well_as_bytes() -> None:
-    found = fitted({0: {"numbers": [0] * 20_000, "image": bytes(40_000)}})
+def test_the_number_of_values_is_limited_too() -> None:
+    found = encode_and_decode({0: {"numbers": [0] * 20_000, "image": bytes(40_000)}})
     assert found == {0: {"image": bytes(40_000), "omitted": ["numbers"]}}
 
 
-def test_rows_together_lose_their_largest_keys_first() -> None:
+def test_the_largest_values_of_all_rows_are_left_out_first() -> None:
     infos = {row: {"image": bytes(60_000), "k": row} for row in range(20)}
-    found = fitted(infos)
+    found = encode_and_decode(infos)
     assert [info["k"] for info in found.values()] == [*range(20)]
     assert sum("image" in info for info in found.values()) == 17
     assert found[0] == {"k": 0, "omitted": ["image"]}
 
 
-def test_what_has_no_plain_form_is_named() -> None:
+def test_keys_of_unsupported_values_are_listed() -> None:
     class Odd:
         pass
 
     infos = {0: {"odd": Odd(), 3: {4}, (5,): 6, "k": 7, "\udcff": 8}, 1: {}}
-    assert fitted(infos) == {
+    assert encode_and_decode(infos) == {
         0: {"k": 7, "omitted": ["odd", "3", "tuple", "\\udcff"]},
         1: {},
     }
-    assert fitted({0: types.MappingProxyType({"k": 1})}) == {0: {"k": 1}}
+    assert encode_and_decode({0: types.MappingProxyType({"k": 1})}) == {0: {"k": 1}}
 
 
-def test_names_have_a_bound_and_so_have_rows_of_nothing_but_names() -> None:
+def test_the_list_of_omitted_keys_is_limited() -> None:
     infos = {0: {f"{number:0100}": bytes(9000) for number in range(100)}}
-    (info,) = fitted(infos).values()
+    (info,) = encode_and_decode(infos).values()
     assert len(info["omitted"]) == 17
     assert info["omitted"][-1] == "..."
     assert len(info) == 1 + 7
     many = {row: {f"{row:0100}": object()} for row in range(5000)}
-    assert fitted(many, budget=InfoBudget(100_000, 1 << 20)) == {}
+    assert encode_and_decode(many, budget=InfoBudget(100_000, 1 << 20)) == {}
 
 
 @pytest.mark.parametrize("info", [{"k": np.array(True)}, {"k": []}, {1: 2}])
-def test_what_fits_can_be_read_by_the_pool(info: dict[Any, Any]) -> None:
-    """However little each value is."""
+def test_infos_within_the_budget_are_accepted_by_the_pool(info: dict[Any, Any]) -> None:
+    """This includes many rows with very small values."""
     infos: dict[int, Mapping[str, Any]] = dict.fromkeys(range(200), info)
     payload = encode_report(200, 64, infos=infos)
     found = read_report(payload, Block(0, 0, 200, 0, 0), 64)[0].infos
@@ -88,41 +88,44 @@ def test_what_fits_can_be_read_by_the_pool(info: dict[Any, Any]) -> None:
     assert all(each.keys() == info.keys() for each in found.values())
 
 
-def test_a_block_has_room_for_16_rows_that_take_all_they_may() -> None:
+def test_the_budget_of_a_block_suffices_for_16_full_rows() -> None:
     rows = [max_infos(num_rows, 64)[1].num_bytes >> 16 for num_rows in (1, 16, 1000)]
     assert rows == [1, 16, 16]
 
 
-def joined(infos: Mapping[int, Any], budget: InfoBudget = ALL) -> Any:
-    """What arrives of infos that workers have encoded."""
+def join_and_decode(infos: Mapping[int, Any], budget: InfoBudget = ALL) -> Any:
+    """Join infos that a worker has encoded, and decode them."""
     packed = {}
     for row, info in infos.items():
         encoded = codec.encode(info)
         packed[row] = PackedInfo(encoded, codec.check(encoded, 1 << 20))
     encoded = join_infos(packed, infos, budget)
-    assert budget.holds(encoded)
+    assert budget.fits(encoded)
     return codec.decode(encoded, max_bytes=1 << 26)
 
 
-def test_infos_that_are_encoded_already_are_joined() -> None:
+def test_encoded_infos_are_joined() -> None:
     infos = {row: {"frame": bytes(12_000), "k": row} for row in range(64)}
-    assert joined(infos) == infos
+    assert join_and_decode(infos) == infos
     large = {row: {"image": bytes(60_000), "k": row} for row in range(20)}
-    assert joined(large) == fitted(large)
+    assert join_and_decode(large) == encode_and_decode(large)
 
 
-def test_where_pairs_are_many_rows_go_the_largest_first() -> None:
+def test_with_many_pairs_whole_infos_are_left_out_the_largest_first() -> None:
     small, large = dict.fromkeys(range(20), 7), dict.fromkeys(range(200), 7)
-    found = joined({row: large if row % 2 else small for row in range(200)})
+    found = join_and_decode({row: large if row % 2 else small for row in range(200)})
     gone = [row for row, info in found.items() if info == {"omitted": ["..."]}]
     assert gone
     assert {row % 2 for row in gone} == {1}
     assert all(found[row] == small for row in range(0, 200, 2))
-    assert joined(dict.fromkeys(range(9000), small), InfoBudget(1 << 20, 20_000)) == {}
+    assert (
+        join_and_decode(dict.fromkeys(range(9000), small), InfoBudget(1 << 20, 20_000))
+        == {}
+    )
 
 
-def test_an_answer_with_many_infos_is_made_soon() -> None:
-    """It took more than a second, in which nobody else was served."""
+def test_a_result_with_many_infos_is_encoded_quickly() -> None:
+    """A regression test: it used to block the server for more than a second."""
     info = {f"k{number}": number for number in range(150)}
     infos: dict[int, Mapping[str, Any]] = dict.fromkeys(range(64), info)
     block = Block(0, 0, 64, 0, 0)
@@ -147,7 +150,7 @@ EMPTY: dict[str, Any] = {"faults": [], "rebuilt": [], "infos": {}, "notes": []}
 
 
 @pytest.mark.parametrize(
-    ("told", "text"),
+    ("changes", "text"),
     [
         ({"faults": [FAULT, FAULT]}, "at most one fault of a row"),
         ({"faults": [FAULT] * 700}, "at most one fault of a row"),
@@ -162,11 +165,11 @@ EMPTY: dict[str, Any] = {"faults": [], "rebuilt": [], "infos": {}, "notes": []}
         ({"notes": ["long" * 50_000]}, "bytes are too many for 2 rows"),
     ],
 )
-def test_a_report_that_is_none_is_a_value_error(
-    told: dict[str, Any], text: str
+def test_an_invalid_worker_report_raises_value_error(
+    changes: dict[str, Any], text: str
 ) -> None:
-    """So it costs its worker, and nobody else."""
+    """The pool replaces the worker that sent it, and no other."""
     block = Block(0, 0, 2, 0, 0)
     read_report(codec.encode({**EMPTY, "faults": [FAULT]}), block, 64)
     with pytest.raises(ValueError, match=text):
-        read_report(codec.encode({**EMPTY, **told}), block, 64)
+        read_report(codec.encode({**EMPTY, **changes}), block, 64)

@@ -102,7 +102,7 @@ def test_an_invitation_may_do_nothing_but_join(
     run_at: RunAt, server: ServerProcess
 ) -> None:
     invitation = Invitation.parse(invite(run_at, server))
-    once = KeyPair.of(invitation.secret)
+    once = KeyPair.from_secret(invitation.secret)
     keys = invitation.server_public, once
     joining = Message(type=MessageType.JOIN, body=Join(public=bytes(32)).encode())
     with contextlib.closing(Connection(server.address, keys)) as connection:

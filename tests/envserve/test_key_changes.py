@@ -1,4 +1,4 @@
-"""Files of keys that change, or cannot be read for a moment, while they are used."""
+"""Key files that change, or are unreadable for a moment, while a server uses them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def folder(tmp_path: Path) -> KeyFolder:
     return folder
 
 
-def test_half_a_file_keeps_who_was_known_until_it_is_whole(folder: KeyFolder) -> None:
+def test_an_incomplete_clients_file_does_not_change_the_authorised_clients(
+    folder: KeyFolder,
+) -> None:
     path = folder.path / "clients"
     whole = path.read_text()
     for half in ("", whole[:-1]):
@@ -35,7 +37,7 @@ def test_half_a_file_keeps_who_was_known_until_it_is_whole(folder: KeyFolder) ->
     assert folder.clients.find(KEY, NOW) is None
 
 
-def test_what_was_wrong_beside_the_file_is_looked_at_again(
+def test_a_problem_outside_the_file_is_checked_again(
     folder: KeyFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder.path.chmod(0o755)
@@ -46,10 +48,10 @@ def test_what_was_wrong_beside_the_file_is_looked_at_again(
     assert folder.clients.find(KEY, NOW) is None
 
 
-def test_a_new_key_of_a_name_gets_in_once_nothing_is_left_of_the_old_one(
+def test_a_new_key_of_a_name_is_accepted_once_the_old_one_is_forgotten(
     folder: KeyFolder,
 ) -> None:
-    """Else leases of the one could not be told from leases of the other."""
+    """The leases of both keys would otherwise be indistinguishable."""
     access, new = Access(folder), bytes([1] * 32)
     assert access.find(KEY)
     folder.clients.add(Grant(name="ci", public=new), NOW)
@@ -64,11 +66,11 @@ def test_a_new_key_of_a_name_gets_in_once_nothing_is_left_of_the_old_one(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_a_socket_of_another_user_is_not_spoken_to(
+def test_a_socket_of_another_user_is_rejected(
     folder: KeyFolder, tmp_path: Path
 ) -> None:
     path = tmp_path / "envs"
-    assert folder.keys_for(f"ipc://{path}") is None  # there is none yet
+    assert folder.keys_for(f"ipc://{path}") is None  # it does not exist yet
     path.touch()
     assert folder.keys_for(f"ipc://{path}") is None
     os.chown(path, 65534, 65534)

@@ -1,4 +1,4 @@
-"""`envserve invite`, `clients`, `keys`: what they print, keep to themselves, refuse."""
+"""`envserve invite`, `clients` and `keys`: their output, secrecy and errors."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ def run(home: Path) -> Run:
     return lambda *words, **more: CliRunner().invoke(app, words, **more)
 
 
-def test_an_invitation_is_a_line_and_what_the_client_will_be(
-    run: Run, home: Path
-) -> None:
+def test_invite_prints_a_line_and_writes_a_grant(run: Run, home: Path) -> None:
     limits = ["--envs", "ALE/*,CartPole-v1", "--max-envs", "64", "--share", "2"]
     before = time.time()
     result = run("invite", "trainer-1", *AT, *limits, "--stdout")
@@ -68,9 +66,7 @@ def test_an_invitation_is_a_line_and_what_the_client_will_be(
     )
 
 
-def test_an_invitation_goes_to_a_terminal_and_else_nowhere(
-    run: Run, home: Path
-) -> None:
+def test_invite_requires_a_terminal_or_the_stdout_option(run: Run, home: Path) -> None:
     result = run("invite", "trainer-1", *AT)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
@@ -95,7 +91,7 @@ def test_an_invitation_goes_to_a_terminal_and_else_nowhere(
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("local", *AT), "expected another name: no key"),
+        (("local", *AT), "expected another name: not local"),
         (("a b", *AT), "name"),
         (("ci\n", *AT), "name"),
         (("ci", *AT, "--envs", "A\n"), "envs"),
@@ -109,7 +105,7 @@ def test_an_invitation_goes_to_a_terminal_and_else_nowhere(
         (("ci", *AT, "--expires", "2020-01-01"), "to come; got '2020-01-01'\n"),
     ],
 )
-def test_a_wrong_invitation_is_refused_and_leaves_nothing(
+def test_an_invalid_invite_command_creates_no_files(
     run: Run, home: Path, words: tuple[str, ...], text: str
 ) -> None:
     result = run("invite", *words, "--stdout")
@@ -120,7 +116,9 @@ def test_a_wrong_invitation_is_refused_and_leaves_nothing(
     assert not home.exists()
 
 
-def test_an_invitation_is_no_argument(run: Run, home: Path) -> None:
+def test_join_does_not_accept_an_invitation_as_an_argument(
+    run: Run, home: Path
+) -> None:
     result = run("join", "envserve-invite-1.abc", "more")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
@@ -133,21 +131,21 @@ def test_an_invitation_is_no_argument(run: Run, home: Path) -> None:
     assert not home.exists()
 
 
-def test_an_invitation_is_not_shown_when_it_is_pasted(home: Path) -> None:
+def test_a_pasted_invitation_is_not_echoed(home: Path) -> None:
     master, terminal = pty.openpty()
     with subprocess.Popen(
         [sys.executable, "-m", "envserve", "join"],
         stdin=terminal,
         stdout=terminal,
         stderr=terminal,
-        start_new_session=True,  # without a terminal of its own to ask instead
+        start_new_session=True,  # no controlling terminal to prompt on
     ) as process:
         os.close(terminal)
         shown = b""
         while not shown.endswith(b": "):
             shown += os.read(master, 1000)
         os.write(master, b"envserve-invite-1.abc.secret\n")
-        with contextlib.suppress(OSError):  # which is how Linux says that it ends
+        with contextlib.suppress(OSError):  # Linux raises it at the end of a terminal
             while more := os.read(master, 1000):
                 shown += more
         assert process.wait(90) == 2
@@ -157,7 +155,9 @@ def test_an_invitation_is_not_shown_when_it_is_pasted(home: Path) -> None:
     assert b"abc" not in shown
 
 
-def test_clients_are_listed_without_secrets_and_removed(run: Run, home: Path) -> None:
+def test_clients_can_be_listed_without_secrets_and_removed(
+    run: Run, home: Path
+) -> None:
     folder = KeyFolder(home)
     public, now = bytes(32), time.time()
     folder.clients.add(Grant(name="ci", public=public, max_envs=8), now)
@@ -179,7 +179,7 @@ def test_clients_are_listed_without_secrets_and_removed(run: Run, home: Path) ->
     assert [grant.name for grant in folder.clients.grants()] == ["old", "trainer-1"]
 
 
-def test_home_is_an_option_too(run: Run, tmp_path: Path) -> None:
+def test_the_home_option_selects_the_key_folder(run: Run, tmp_path: Path) -> None:
     grant = Grant(name="ci", public=bytes(32))
     KeyFolder(tmp_path / "x").clients.add(grant, 0.0)
     home = ("--home", str(tmp_path / "x"))
@@ -190,7 +190,7 @@ def test_home_is_an_option_too(run: Run, tmp_path: Path) -> None:
     assert result.stderr == "Error: expected nothing, or: remove NAME\n"
 
 
-def test_a_file_that_others_can_read_ends_a_command_with_2(
+def test_a_key_file_that_others_can_read_fails_with_exit_code_2(
     run: Run, home: Path
 ) -> None:
     KeyFolder(home).ensure_key("server")
@@ -201,7 +201,7 @@ def test_a_file_that_others_can_read_ends_a_command_with_2(
     assert not (home / "clients").exists()
 
 
-def test_keys_are_made_as_a_folder_per_role(run: Run, tmp_path: Path) -> None:
+def test_keys_make_creates_a_folder_per_role(run: Run, tmp_path: Path) -> None:
     made = tmp_path / "made"
     ats = (*AT, "--at", "tcp://sim2:5555")
     result = run("keys", "make", str(made), "server", "trainer-1", "ci", *ats)
@@ -224,7 +224,7 @@ def test_keys_are_made_as_a_folder_per_role(run: Run, tmp_path: Path) -> None:
         assert grant == Grant(name=name, public=pair.public)
         for address in ("tcp://sim1:5555", "tcp://sim2:5555"):
             assert client.keys_for(address) == (key.public, pair)
-            # With the folder of servers one is their own user, wherever they are.
+            # With the server's folder, a client is the server's user on any host.
             assert server.keys_for(address) == (key.public, server.key("client"))
         assert not {path.name for path in client.path.iterdir()} & {"server.key"}
     for path in made.rglob("*"):
@@ -232,7 +232,7 @@ def test_keys_are_made_as_a_folder_per_role(run: Run, tmp_path: Path) -> None:
         assert mode == (0o700 if path.is_dir() else 0o600)
 
 
-def test_keys_that_are_there_stay_and_who_was_removed_stays_away(
+def test_keys_make_keeps_existing_keys_and_does_not_restore_removed_clients(
     run: Run, tmp_path: Path
 ) -> None:
     made = tmp_path / "made"
@@ -246,7 +246,7 @@ def test_keys_that_are_there_stay_and_who_was_removed_stays_away(
     assert [grant.name for grant in grants] == ["ci"]
 
 
-def test_another_address_brings_nobody_back_and_widens_nothing(
+def test_adding_an_address_restores_no_client_and_raises_no_limit(
     run: Run, tmp_path: Path
 ) -> None:
     made = tmp_path / "made"
@@ -258,10 +258,10 @@ def test_another_address_brings_nobody_back_and_widens_nothing(
     run("keys", "make", str(made), "server", "ci", "gone", "--at", "tcp://new:1", *AT)
     grants = ClientsFile(made / "server" / "clients").grants()
     assert [(grant.name, grant.max_envs) for grant in grants] == [("ci", 3)]
-    assert "tcp://new:1" in KeyFolder(made / "ci").addresses
+    assert "tcp://new:1" in KeyFolder(made / "ci").pinned_addresses
 
 
-def test_a_role_is_a_name_and_not_a_path(run: Run, tmp_path: Path) -> None:
+def test_a_role_cannot_be_a_path(run: Run, tmp_path: Path) -> None:
     result = run("keys", "make", str(tmp_path / "made"), "../away", *AT)
     assert result.exit_code == 2
     assert not (tmp_path / "away").exists()
@@ -271,7 +271,7 @@ def test_a_role_is_a_name_and_not_a_path(run: Run, tmp_path: Path) -> None:
     ("role", "text"),
     [("server", "until they join again: envserve invite"), ("client", "envserve join")],
 )
-def test_a_new_key_says_what_follows(
+def test_keys_new_prints_the_consequences(
     run: Run, home: Path, role: Role, text: str
 ) -> None:
     folder = KeyFolder(home)
@@ -286,14 +286,14 @@ def test_a_new_key_says_what_follows(
     assert not SECRETS.search(result.stdout + result.stderr)
 
 
-def test_keys_come_through_a_kubernetes_secret_as_the_document_has_it(
+def test_keys_can_be_mounted_as_a_kubernetes_secret_as_documented(
     run: Run, tmp_path: Path
 ) -> None:
     document = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
     (command,) = re.findall(r'command: \[sh, -c, "(.*)"\]', document)
     made, secret, keys = (tmp_path / name for name in ("made", "secret", "keys"))
     assert run("keys", "make", str(made), "server", "ci", *AT).exit_code == 0
-    # A secret is mounted as links to files that others' groups may read.
+    # Kubernetes mounts a secret as links to files that a group can read.
     (secret / "..data").mkdir(parents=True)
     keys.mkdir(mode=0o777)
     for path in (made / "server").iterdir():

@@ -1,4 +1,4 @@
-"""Files of keys: whole, private, and refused if others can read or own them."""
+"""Key files are atomic, private, and rejected if other users can read or own them."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def folder(tmp_path: Path) -> KeyFolder:
     return KeyFolder(tmp_path / "a" / "keys")
 
 
-def fill(folder: KeyFolder) -> None:
+def create_all_files(folder: KeyFolder) -> None:
     folder.ensure_key("server")
     folder.ensure_key("client")
     folder.clients.add(Grant(name="ci", public=bytes(32)), NOW)
     folder.add_pin(["tcp://sim1:5555"], bytes(32), "ci")
 
 
-def read_all(folder: KeyFolder) -> None:
+def read_all_files(folder: KeyFolder) -> None:
     folder.key("server")
     folder.key("client")
     ClientsFile(folder.path / "clients").read()
@@ -45,24 +45,24 @@ def read_all(folder: KeyFolder) -> None:
 
 
 def invite(folder: KeyFolder, name: str, **more: float) -> bytes:
-    public = KeyPair.make().public
+    public = KeyPair.generate().public
     until = more.pop("until", NOW + 900)
     folder.clients.add(Grant(name=name, public=public, until=until, **more), NOW)  # type: ignore[arg-type]
     return public
 
 
-def test_nothing_is_made_that_was_not_asked_for(folder: KeyFolder) -> None:
-    read_all(folder)
+def test_reading_creates_no_files(folder: KeyFolder) -> None:
+    read_all_files(folder)
     assert folder.key("server") is folder.key("client") is None
     assert folder.pinned_key("tcp://127.0.0.1:5555") is None
     assert folder.clients.find(bytes(32), NOW) is None
     assert not folder.path.parent.exists()
 
 
-def test_what_is_made_is_private_whatever_the_umask(folder: KeyFolder) -> None:
+def test_files_are_private_for_any_umask(folder: KeyFolder) -> None:
     before = os.umask(0)
     try:
-        fill(folder)
+        create_all_files(folder)
     finally:
         os.umask(before)
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
@@ -71,19 +71,19 @@ def test_what_is_made_is_private_whatever_the_umask(folder: KeyFolder) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_key_is_made_once_and_read_again(folder: KeyFolder) -> None:
+def test_a_key_is_created_once_and_read_afterwards(folder: KeyFolder) -> None:
     pair = folder.ensure_key("server")
     assert pair is not None
     assert folder.ensure_key("server") == folder.key("server") == pair
     assert folder.ensure_key("client") != pair
     first, second = (folder.path / "server.key").read_text().splitlines()
     assert first.startswith("# envserve key, 20")
-    assert first.endswith("; whoever has it is you")
+    assert first.endswith("; keep it secret: it identifies you")
     assert second == formats.encode(formats.SECRET, pair.secret)
     assert folder.new_key("server") == folder.key("server") != pair
 
 
-def test_two_that_make_a_key_at_once_have_the_same(folder: KeyFolder) -> None:
+def test_concurrent_calls_create_only_one_key(folder: KeyFolder) -> None:
     found = []
     threads = [
         threading.Thread(
@@ -98,7 +98,7 @@ def test_two_that_make_a_key_at_once_have_the_same(folder: KeyFolder) -> None:
     assert found == [folder.key("server")] * 4
 
 
-def test_the_folder_is_named_by_the_environment(
+def test_the_default_folder_comes_from_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -109,37 +109,37 @@ def test_the_folder_is_named_by_the_environment(
     assert KeyFolder(tmp_path / "c").path == tmp_path / "c"
 
 
-def test_a_key_that_others_can_read_is_refused_in_these_words(
+def test_the_error_about_a_key_that_others_can_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = KeyFolder(tmp_path / ".config" / "envserve")
-    fill(folder)
+    create_all_files(folder)
     (folder.path / "server.key").chmod(0o644)
     with pytest.raises(KeyFileError) as caught:
         folder.ensure_key("server")
     assert str(caught.value) == (
         "~/.config/envserve/server.key can be read by others (mode 0644); chmod 600, "
-        "and make a new one if somebody may have read it: envserve keys new"
+        "and create a new one if others may have read it: envserve keys new"
     )
 
 
 @pytest.mark.parametrize("name", [*FILES, "."])
 @pytest.mark.parametrize("mode", [0o040, 0o004, 0o020, 0o002])
-def test_no_file_may_be_read_or_written_by_others(
+def test_files_that_others_can_read_or_write_are_rejected(
     folder: KeyFolder, name: str, mode: int
 ) -> None:
-    fill(folder)
+    create_all_files(folder)
     path = folder.path / name
     path.chmod(path.stat().st_mode | mode)
     with pytest.raises(KeyFileError, match=r"can be (read|written) by others \(mode 0"):
-        read_all(folder)
+        read_all_files(folder)
 
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
-def test_only_a_file_is_read(folder: KeyFolder, name: str, kind: str) -> None:
-    fill(folder)
+def test_only_regular_files_are_read(folder: KeyFolder, name: str, kind: str) -> None:
+    create_all_files(folder)
     path = folder.path / name
     if kind == "link":
         path.rename(folder.path / "real")
@@ -147,30 +147,33 @@ def test_only_a_file_is_read(folder: KeyFolder, name: str, kind: str) -> None:
     else:
         path.unlink()
         os.mkfifo(path, 0o600) if kind == "pipe" else path.mkdir(0o700)
-    with pytest.raises(KeyFileError, match=f"{name} (cannot be read|is no file)"):
-        read_all(folder)
+    with pytest.raises(
+        KeyFileError, match=f"{name} (cannot be read|is not a regular file)"
+    ):
+        read_all_files(folder)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 @pytest.mark.parametrize("name", [*FILES, "."])
-def test_what_belongs_to_another_user_is_refused(folder: KeyFolder, name: str) -> None:
-    fill(folder)
+def test_files_of_another_user_are_rejected(folder: KeyFolder, name: str) -> None:
+    create_all_files(folder)
     os.chown(folder.path / name, 65534, -1)
     with pytest.raises(KeyFileError, match=r"belongs to another user \(uid 65534\)"):
-        read_all(folder)
+        read_all_files(folder)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_reads_no_file_of_ours() -> None:
+def test_another_user_cannot_use_the_key_folder() -> None:
     code = (
         "import os, sys; from envserve.keys.key_folder import KeyFolder\n"
-        "import envserve.keys.key_pair; os.setuid(65534)\n"  # its Python may be private
+        # Import first: the other user may not be able to read the interpreter's files.
+        "import envserve.keys.key_pair; os.setuid(65534)\n"
         "try: KeyFolder(sys.argv[1]).ensure_key('server')\n"
         "except Exception as error: print(type(error).__name__, error)"
     )
     with tempfile.TemporaryDirectory() as top:
         Path(top).chmod(0o711)
-        fill(folder := KeyFolder(Path(top, "keys")))
+        create_all_files(folder := KeyFolder(Path(top, "keys")))
         finished = subprocess.run(
             [sys.executable, "-c", code, str(folder.path)],
             capture_output=True,
@@ -181,7 +184,7 @@ def test_another_user_reads_no_file_of_ours() -> None:
     assert "belongs to another user (uid 0); expected uid 65534" in finished.stdout
 
 
-def test_a_key_file_with_other_content_is_refused_and_not_repeated(
+def test_an_invalid_key_file_is_rejected_without_repeating_its_content(
     folder: KeyFolder,
 ) -> None:
     pair = folder.ensure_key("server")
@@ -196,26 +199,31 @@ def test_a_key_file_with_other_content_is_refused_and_not_repeated(
 
 
 @pytest.mark.parametrize(
-    ("number", "remedy"), [(28, "room"), (30, "room"), (40, "a file or folder of this")]
+    ("number", "remedy"),
+    [
+        (28, "free disk space"),
+        (30, "free disk space"),
+        (40, "expected a file or folder"),
+    ],
 )
-def test_a_file_that_cannot_be_replaced_is_what_it_was(
+def test_a_file_that_cannot_be_replaced_is_unchanged(
     folder: KeyFolder, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
 ) -> None:
-    fill(folder)
+    create_all_files(folder)
     before = (folder.path / "clients").read_text()
 
     def fails(*_: object) -> None:
         raise OSError(number, "It refuses")
 
     monkeypatch.setattr(os, "replace", fails)
-    text = f"clients cannot be written: It refuses; expected {remedy}"
+    text = f"clients cannot be written: It refuses; {remedy}"
     with pytest.raises(KeyFileError, match=text):
         folder.clients.remove("ci")
     assert (folder.path / "clients").read_text() == before
     assert sorted(path.name for path in folder.path.iterdir()) == sorted(FILES)
 
 
-def test_a_pin_is_found_by_each_address_and_replaced_by_a_later_one(
+def test_a_pin_applies_to_each_of_its_addresses_until_it_is_replaced(
     folder: KeyFolder,
 ) -> None:
     old, new, own = bytes(32), b"n" * 32, folder.ensure_key("server")
@@ -224,7 +232,7 @@ def test_a_pin_is_found_by_each_address_and_replaced_by_a_later_one(
     assert folder.pinned_key("tcp://10.0.0.7:5555") == old
     assert folder.pinned_key("tcp://sim1:5555") == new
     assert folder.pinned_key("tcp://sim2:5555") is None
-    # On loopback this user's own server is expected, if nothing else was noted.
+    # On loopback, this user's server is expected if no key is pinned.
     assert own is not None
     assert folder.keys_for("tcp://127.0.0.1:5555") == (own.public, folder.key("client"))
     assert folder.keys_for("tcp://127.0.0.1:7") == (new, folder.key("client"))
@@ -234,7 +242,9 @@ def test_a_pin_is_found_by_each_address_and_replaced_by_a_later_one(
     assert folder.pinned_key("tcp://a:1") == folder.pinned_key("tcp://b:1") == old
 
 
-def test_one_pin_fits_all_servers_of_a_cluster(folder: KeyFolder) -> None:
+def test_a_pin_with_a_wildcard_applies_to_all_servers_of_a_cluster(
+    folder: KeyFolder,
+) -> None:
     cluster, one = b"c" * 32, b"o" * 32
     folder.add_pin(["tcp://*:5555"], cluster, "trainer")
     folder.add_pin(["tcp://10.0.0.7:5555"], one, "trainer")
@@ -244,23 +254,23 @@ def test_one_pin_fits_all_servers_of_a_cluster(folder: KeyFolder) -> None:
     assert folder.pinned_key("tcp://10.0.0.8:5556") is None
 
 
-def test_a_pin_that_cannot_be_read_is_an_error_and_not_no_pin(
+def test_an_invalid_pin_is_an_error(
     folder: KeyFolder,
 ) -> None:
-    fill(folder)
+    create_all_files(folder)
     with (folder.path / "servers").open("a") as file:
         file.write("tcp://sim2:5555\n")
     with pytest.raises(KeyFileError, match="servers, line 2: expected addresses"):
         folder.pinned_key("tcp://sim2:5555")
 
 
-def test_a_client_has_keys_for_servers_that_it_joined(folder: KeyFolder) -> None:
+def test_a_client_has_keys_only_for_servers_that_it_joined(folder: KeyFolder) -> None:
     assert folder.keys_for("ipc:///run/envs") is None
     with pytest.raises(ConnectError) as caught:
         folder.keys_for("tcp://sim1:5555")
     assert str(caught.value) == (
-        "tcp://sim1:5555: no key of that server is known here, so it could be "
-        'anybody\'s; run "envserve invite NAME" on sim1 and "envserve join" here'
+        "tcp://sim1:5555: no key of this server is known here, so its identity "
+        'cannot be checked; run "envserve invite NAME" on sim1 and "envserve join" here'
     )
     assert not folder.path.exists()
     folder.add_pin(["tcp://sim1:5555"], b"s" * 32, "ci")
@@ -268,17 +278,17 @@ def test_a_client_has_keys_for_servers_that_it_joined(folder: KeyFolder) -> None
     assert found == (b"s" * 32, folder.key("client"))
 
 
-def test_the_user_of_the_folder_is_known_without_a_line(folder: KeyFolder) -> None:
-    fill(folder)
+def test_the_user_of_the_folder_is_authorised_as_local(folder: KeyFolder) -> None:
+    create_all_files(folder)
     own = folder.key("client")
     assert own is not None
     found = folder.clients.find(own.public, NOW)
     assert found == Grant(name="local", public=own.public)
 
 
-def test_an_invitation_is_good_once(folder: KeyFolder) -> None:
+def test_an_invitation_can_be_used_once(folder: KeyFolder) -> None:
     invitation = invite(folder, "ci", max_envs=8)
-    public = KeyPair.make().public
+    public = KeyPair.generate().public
     found = folder.clients.find(invitation, NOW)
     assert found is not None
     assert found.is_invitation
@@ -290,7 +300,7 @@ def test_an_invitation_is_good_once(folder: KeyFolder) -> None:
     assert folder.clients.grants() == [grant]
 
 
-def test_an_invitation_is_good_for_its_time(folder: KeyFolder) -> None:
+def test_an_invitation_expires(folder: KeyFolder) -> None:
     invitation = invite(folder, "ci")
     assert folder.clients.find(invitation, NOW + 899) is not None
     assert folder.clients.find(invitation, NOW + 900) is None
@@ -300,10 +310,10 @@ def test_an_invitation_is_good_for_its_time(folder: KeyFolder) -> None:
     assert [grant.name for grant in folder.clients.grants()] == ["other"]
 
 
-def test_a_new_invitation_takes_the_place_of_the_old_key_once_it_is_used(
+def test_using_a_new_invitation_replaces_the_old_key(
     folder: KeyFolder,
 ) -> None:
-    first, second = KeyPair.make().public, KeyPair.make().public
+    first, second = KeyPair.generate().public, KeyPair.generate().public
     folder.clients.enrol(invite(folder, "ci"), first, NOW)
     unused = invite(folder, "ci")
     invitation = invite(folder, "ci")
@@ -314,8 +324,10 @@ def test_a_new_invitation_takes_the_place_of_the_old_key_once_it_is_used(
     assert folder.clients.find(second, NOW) is not None
 
 
-def test_who_joins_with_anothers_key_does_not_move_it(folder: KeyFolder) -> None:
-    public = KeyPair.make().public
+def test_joining_with_the_key_of_another_client_raises_protocol_error(
+    folder: KeyFolder,
+) -> None:
+    public = KeyPair.generate().public
     folder.clients.enrol(invite(folder, "trainer-1"), public, NOW)
     with pytest.raises(RemoteProtocolError, match="known here as trainer-1"):
         folder.clients.enrol(invite(folder, "trainer-2"), public, NOW)
@@ -324,10 +336,10 @@ def test_who_joins_with_anothers_key_does_not_move_it(folder: KeyFolder) -> None
     assert found.name == "trainer-1"
 
 
-def test_removing_takes_key_and_invitation_and_leaves_comments(
+def test_removing_a_client_removes_key_and_invitation_but_no_comments(
     folder: KeyFolder,
 ) -> None:
-    fill(folder)
+    create_all_files(folder)
     path = folder.path / "clients"
     path.write_text(path.read_text() + "\n# of the lab\n")
     invite(folder, "ci")
@@ -347,7 +359,7 @@ def repeat_line(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "text"),
+    ("damage", "text"),
     [
         (break_line, "line 3: expected envserve-public-1. and 43 characters"),
         (repeat_line, "line 4: expected each name and each key once"),
@@ -356,22 +368,24 @@ def repeat_line(path: Path) -> None:
     ],
     ids=["broken", "repeated", "open", "gone"],
 )
-def test_a_file_that_cannot_be_read_keeps_who_was_known_and_says_so(
-    folder: KeyFolder, caplog: pytest.LogCaptureFixture, harm: object, text: str
+def test_an_unreadable_clients_file_is_logged_and_keeps_the_authorised_clients(
+    folder: KeyFolder, caplog: pytest.LogCaptureFixture, damage: object, text: str
 ) -> None:
-    fill(folder)
+    create_all_files(folder)
     path = folder.path / "clients"
     whole = path.read_text()
     clients = folder.clients
     assert clients.find(bytes(32), NOW) is not None
-    assert callable(harm)
-    harm(path)
+    assert callable(damage)
+    damage(path)
     with caplog.at_level(logging.ERROR):
         assert all(clients.find(bytes(32), NOW) for _ in range(3))
     (record,) = caplog.records
     assert text in record.message
-    assert record.message.endswith("; the clients known before stay known")
-    # A server that starts now has nobody to keep, and does not start.
+    assert record.message.endswith(
+        "; the clients from the last successful read stay authorised"
+    )
+    # A server that starts now has no earlier clients, and does not start.
     if "gone" not in text:
         with pytest.raises(KeyFileError):
             ClientsFile(path).read()
@@ -383,14 +397,14 @@ def test_a_file_that_cannot_be_read_keeps_who_was_known_and_says_so(
     assert found.name == "cd"
 
 
-def test_a_change_waits_for_another_process_and_not_for_ever(
+def test_a_change_waits_for_another_process_up_to_a_time_limit(
     folder: KeyFolder,
 ) -> None:
-    fill(folder)
+    create_all_files(folder)
     fd = os.open(folder.path, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
-        with pytest.raises(KeyFileError, match="is being changed by another process"):
+        with pytest.raises(KeyFileError, match="has been locked by another process"):
             folder.clients.remove("ci")
     finally:
         os.close(fd)

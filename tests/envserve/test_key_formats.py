@@ -1,4 +1,4 @@
-"""Keys, invitations and grants as text: what is read, refused and hidden."""
+"""Keys, invitations and grants as text: parsing, errors and secrecy."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PUBLIC = formats.encode(formats.PUBLIC, bytes(range(32)))
 KEY_43 = PUBLIC.removeprefix(formats.PUBLIC)
 
 
-def test_keys_as_text_have_a_prefix_and_are_read_back() -> None:
-    pair = KeyPair.make()
+def test_encoded_keys_have_a_prefix_and_can_be_decoded() -> None:
+    pair = KeyPair.generate()
     public = formats.encode(formats.PUBLIC, pair.public)
     secret = formats.encode(formats.SECRET, pair.secret)
     assert re.fullmatch(r"envserve-public-1\.[\w-]{43}", public)
     assert re.fullmatch(r"envserve-secret-1\.[\w-]{43}", secret)
     assert formats.decode(formats.PUBLIC, public) == pair.public
-    assert KeyPair.of(formats.decode(formats.SECRET, secret)) == pair
+    assert KeyPair.from_secret(formats.decode(formats.SECRET, secret)) == pair
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_keys_as_text_have_a_prefix_and_are_read_back() -> None:
         PUBLIC[:-1],
         PUBLIC + "A",
         PUBLIC + "=",
-        PUBLIC[:-1] + "9",  # stands for the same bytes, with bits left over
+        PUBLIC[:-1] + "9",  # the same bytes, but the unused bits are not 0
         PUBLIC.replace("envserve", "Envserve"),
         PUBLIC[:-1] + "\n",
         PUBLIC[:-2] + "+/",
@@ -47,13 +47,13 @@ def test_keys_as_text_have_a_prefix_and_are_read_back() -> None:
         formats.encode(formats.SECRET, bytes(32)),
     ],
 )
-def test_only_one_text_stands_for_a_key(text: str) -> None:
+def test_only_one_text_decodes_to_a_key(text: str) -> None:
     with pytest.raises(CodecError, match=r"expected envserve-public-1\. and 43 char"):
         formats.decode(formats.PUBLIC, text)
 
 
-def test_a_secret_in_the_wrong_place_is_named_and_not_repeated() -> None:
-    secret = formats.encode(formats.SECRET, KeyPair.make().secret)
+def test_the_error_about_a_misplaced_secret_does_not_repeat_it() -> None:
+    secret = formats.encode(formats.SECRET, KeyPair.generate().secret)
     with pytest.raises(CodecError) as caught:
         formats.decode(formats.PUBLIC, secret)
     text = "".join(traceback.format_exception(caught.value))
@@ -64,8 +64,8 @@ def test_a_secret_in_the_wrong_place_is_named_and_not_repeated() -> None:
     assert secret[18:] not in "".join(traceback.format_exception(caught.value))
 
 
-def test_a_secret_is_in_no_repr_no_pickle_and_no_copy() -> None:
-    pair = KeyPair.make()
+def test_a_secret_does_not_appear_in_reprs_pickles_and_copies() -> None:
+    pair = KeyPair.generate()
     invitation = Invitation(pair.public, pair.secret, "ci", ("tcp://sim1:5555",))
     for thing in (pair, invitation):
         assert repr(pair.secret)[2:-1] not in repr(thing)
@@ -75,22 +75,22 @@ def test_a_secret_is_in_no_repr_no_pickle_and_no_copy() -> None:
             take(pair)
 
 
-def test_without_curve_there_are_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_require_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_: bytes) -> bytes:
         raise zmq.ZMQError(errno.ENOTSUP)
 
     monkeypatch.setattr(zmq, "curve_public", fails)
     with pytest.raises(KeyFileError, match="ZeroMQ has no CURVE here"):
-        KeyPair.make()
+        KeyPair.generate()
 
 
-def test_fingerprints_are_groups_that_people_compare() -> None:
+def test_fingerprints_are_groups_of_four_characters() -> None:
     assert formats.fingerprint(bytes(32)) == "MZUH-VLPY-MK6X-O3EP"
     assert formats.fingerprint(bytes(31) + b"\1") != formats.fingerprint(bytes(32))
 
 
-def test_an_invitation_is_one_line_and_is_read_back() -> None:
-    pair, server = KeyPair.make(), KeyPair.make()
+def test_an_invitation_is_one_line_and_can_be_parsed() -> None:
+    pair, server = KeyPair.generate(), KeyPair.generate()
     addresses = ("tcp://sim1:5555", "tcp://[::1]:7")
     invitation = Invitation(server.public, pair.secret, "trainer-1", addresses)
     line = invitation.line
@@ -98,7 +98,7 @@ def test_an_invitation_is_one_line_and_is_read_back() -> None:
         r"envserve-invite-1\.[\w-]{86}\.trainer-1@sim1:5555,\[::1\]:7", line
     )
     assert Invitation.parse(f"  {line}\n") == invitation
-    assert invitation.ended_text == (
+    assert invitation.rejected_text == (
         "this invitation was used, or is older than 15 minutes; ask for another: "
         "envserve invite trainer-1"
     )
@@ -116,15 +116,15 @@ def test_an_invitation_is_one_line_and_is_read_back() -> None:
         ("-1.", "-1.A"),
     ],
 )
-def test_a_line_that_was_cut_or_changed_is_no_invitation(old: str, new: str) -> None:
-    pair = KeyPair.make()
+def test_a_changed_invitation_raises_codec_error(old: str, new: str) -> None:
+    pair = KeyPair.generate()
     line = Invitation(pair.public, pair.secret, "trainer-1", ("tcp://sim1:5555",)).line
     with pytest.raises(CodecError, match="expected") as caught:
         Invitation.parse(line.replace(old, new, 1))
     assert line[20:60] not in str(caught.value)
 
 
-def test_a_line_of_clients_is_a_grant() -> None:
+def test_a_line_of_clients_is_parsed_as_a_grant() -> None:
     grant = parse_line(
         f"trainer-1  {PUBLIC}  envs=ALE/*,CartPole-v1 max-envs=64 max-processes=16 "
         f"max-leases=2 expose=get:level,call:render kwargs=level:int[0,10],kind:a|b "
@@ -144,27 +144,30 @@ def test_a_line_of_clients_is_a_grant() -> None:
     )
     assert parse_line(format_line(grant)) == grant
     assert not grant.is_invitation
-    assert [grant.holds(now) for now in (1798761599.9, 1798761600.0)] == [True, False]
+    assert [grant.is_valid(now) for now in (1798761599.9, 1798761600.0)] == [
+        True,
+        False,
+    ]
     names = ("ALE/Pong-v5", "CartPole-v1", "CartPole-v10", "ale/Pong-v5")
-    assert [grant.may_use(name) for name in names] == [True, True, False, False]
+    assert [grant.allows_env(name) for name in names] == [True, True, False, False]
 
 
 def test_a_line_without_options_leaves_all_limits_to_the_host() -> None:
     grant = parse_line(f"ci {PUBLIC}")
     assert grant == Grant(name="ci", public=bytes(range(32)))
     assert (grant.max_envs, grant.exposed, grant.expires) == (None, None, None)
-    assert grant.may_use("CartPole-v1")
+    assert grant.allows_env("CartPole-v1")
     assert format_line(grant).split() == ["ci", PUBLIC]
     assert parse_line("") is parse_line("  # nobody yet") is None
 
 
-def test_an_invitation_stands_in_clients_until_a_time() -> None:
+def test_an_invitation_in_clients_has_an_expiry_time() -> None:
     line = f"ci envserve-invite-1.{KEY_43} until=2026-11-22T10:15:00Z"
     grant = parse_line(line)
     assert grant is not None
     assert grant.is_invitation
     assert format_line(grant).split() == line.split()
-    assert [grant.holds(now) for now in (1795342499, 1795342500)] == [True, False]
+    assert [grant.is_valid(now) for now in (1795342499, 1795342500)] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +179,7 @@ def test_an_invitation_stands_in_clients_until_a_time() -> None:
         (f"ci {PUBLIC} envserve-secret-1.{KEY_43}", "got 'envserve-secret-1'"),
         (f"a/b {PUBLIC}", r"^name: expected up to 64 of .*; got 'a/b'$"),
         (f"{'a' * 65} {PUBLIC}", "name"),
-        (f"ci {PUBLIC} maxenvs=3", "expected options of .*max-envs.*got 'maxenvs'"),
+        (f"ci {PUBLIC} maxenvs=3", "expected options among .*max-envs.*got 'maxenvs'"),
         (f"ci {PUBLIC} name=x", "expected options"),
         (f"ci {PUBLIC} max-envs", "expected options"),
         (f"ci {PUBLIC} max-envs=0", "^max-envs: expected an int >= 1; got '0'$"),
@@ -202,7 +205,7 @@ def test_an_invitation_stands_in_clients_until_a_time() -> None:
         (f"ci envserve-secret-1.{KEY_43}", r"begin with envserve-secret-1\.$"),
     ],
 )
-def test_a_line_that_says_something_else_is_refused(line: str, text: str) -> None:
+def test_an_invalid_line_of_clients_raises_codec_error(line: str, text: str) -> None:
     with pytest.raises(CodecError, match=text) as caught:
         parse_line(line)
     assert KEY_43 not in str(caught.value)

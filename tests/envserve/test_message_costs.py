@@ -1,7 +1,8 @@
-"""What a message may cost who takes it: the values in it are bounded before it is read.
+"""The processing time of every message is bounded.
 
-Times are of the processor, and generous: the worst of these messages took half a
-second, and takes less than 2 ms now.
+The values in a message are counted before it is decoded. Limits are of processor time,
+and generous: the worst of these messages once took half a second, and takes less than 2
+ms now.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from envserve.wire.message import Buffer, Message, encode
 from tests.envserve.raw_client import SESSION, RawClient, changed, errors_in
 from tests.envserve.session_fakes import FakeServer, make_attach, make_call, pair
 
-MOST_SECONDS = 0.02
+MAX_SECONDS = 0.02
 MAX_ATTACH_VALUES = 256
 MAX_CALL_VALUES, MAX_CALL_BYTES = 4096, 64 << 10
 ENTRIES = ((0, 1), (1, 1))
-#: Of each, as many as fit; they differ in what they cost per byte.
+#: Values of which a message contains as many as possible; their costs per byte differ.
 ITEMS: dict[str, Any] = {
     "lists": [],
     "maps": {},
@@ -40,7 +41,7 @@ ITEMS: dict[str, Any] = {
 
 
 def filled(head: dict[str, Any], name: str, item: Any, limit: int) -> bytes:
-    """A body as long as it may be, which ends with a list of lists of such items."""
+    """Return a body of maximum length that ends with a list of lists of an item."""
     fields = b"".join(codec.encode(part) for pair in head.items() for part in pair)
     body = (0x81 + len(head)).to_bytes() + fields + codec.encode(name)
     encoded = codec.encode(item)
@@ -54,7 +55,7 @@ def filled(head: dict[str, Any], name: str, item: Any, limit: int) -> bytes:
 
 
 def costly_messages(raw: RawClient) -> Iterator[tuple[str, list[Buffer]]]:
-    """The worst of each type that is known, the last ones for a lease of 1,024 rows."""
+    """Yield the most expensive messages of each type; the last ones for 1,024 rows."""
     boot = raw.server.boot
     numbers: dict[str, Any] = {"session": SESSION, "boot": boot, "epoch": 1}
     attach = dataclasses.replace(make_attach(), env_name="aeiorntl" * 25).encode()
@@ -89,10 +90,10 @@ def costly_messages(raw: RawClient) -> Iterator[tuple[str, list[Buffer]]]:
     yield "copy that differs", changed(step, entries=entries, attempt=1)
 
 
-def test_no_message_takes_a_server_long() -> None:
+def test_every_message_is_handled_quickly() -> None:
     policy = HostSettings(num_workers=16, exposed=frozenset({"x"}))
     took: dict[str, float] = {}
-    for _ in range(4):  # what is done once only, in the first round, does not count
+    for _ in range(4):  # the minimum excludes one-time costs
         server = FakeServer(policy)
         raw = RawClient(server, num_envs=1024, num_splits=64)
         for name, frames in costly_messages(raw):
@@ -101,14 +102,14 @@ def test_no_message_takes_a_server_long() -> None:
             seconds = time.thread_time() - start
             took[name] = min(seconds, took.get(name, seconds))
     worst = max(took, key=lambda name: took[name])
-    assert took[worst] < MOST_SECONDS, f"{worst}: {took[worst]:.4f} s"
+    assert took[worst] < MAX_SECONDS, f"{worst}: {took[worst]:.4f} s"
 
 
 def many_values(count: int) -> dict[str, Any]:
     return {"sizes": [0] * count}
 
 
-def test_values_of_attach_are_counted_before_they_are_read() -> None:
+def test_values_of_attach_are_counted_before_they_are_decoded() -> None:
     server = FakeServer(HostSettings(allowed_kwargs=frozenset({"sizes:any"})))
     few = codec.decode(make_attach().encode()) | {"env_kwargs": many_values(200)}
     assert not errors_in(server.hear(MessageType.ATTACH, body=codec.encode(few)))
@@ -126,7 +127,7 @@ def test_values_of_attach_are_counted_before_they_are_read() -> None:
         ([[np.zeros(1)] * (MAX_CALL_VALUES // 16)], "an array of numbers counts as 16"),
     ],
 )
-def test_values_of_a_call_are_counted_before_they_are_read(
+def test_values_of_a_call_are_counted_before_they_are_decoded(
     arguments: Any, text: str
 ) -> None:
     raw = RawClient(FakeServer(HostSettings(exposed=frozenset({"x"}))))
@@ -137,7 +138,7 @@ def test_values_of_a_call_are_counted_before_they_are_read(
     assert text in error.text
 
 
-def test_a_reset_is_as_long_as_its_blocks_need_at_most() -> None:
+def test_the_length_of_a_reset_is_limited_by_its_number_of_rows() -> None:
     raw = RawClient(FakeServer())  # four envs in two blocks
     short = ResetBody(resets=(((0, 1), (1, 2)), (None, None))).encode()
     allowed = 64 + 24 * 4
@@ -153,7 +154,7 @@ def test_a_reset_is_as_long_as_its_blocks_need_at_most() -> None:
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 64])
-def test_the_longest_reset_of_our_clients_is_short_enough(num_splits: int) -> None:
+def test_the_longest_reset_of_a_client_is_accepted(num_splits: int) -> None:
     policy = HostSettings(num_workers=2)
     raw = RawClient(FakeServer(policy), num_envs=128, num_splits=num_splits)
     resets = {}
@@ -163,7 +164,7 @@ def test_the_longest_reset_of_our_clients_is_short_enough(num_splits: int) -> No
     assert not errors_in(raw.send(raw.reset(resets)))
 
 
-def test_a_client_refuses_to_attach_with_too_much() -> None:
+def test_a_client_does_not_send_a_too_large_attach() -> None:
     kwargs = many_values(MAX_ATTACH_VALUES)
     attach = dataclasses.replace(make_attach(), env_kwargs=kwargs)
     with pytest.raises(codec.CodecError, match=r"env_kwargs and wrappers: .* 256 val"):
@@ -177,7 +178,7 @@ def test_a_client_refuses_to_attach_with_too_much() -> None:
         (np.zeros(MAX_CALL_BYTES, np.uint8), "encode to less than 65536 bytes"),
     ],
 )
-def test_a_client_refuses_to_call_with_too_much(argument: Any, text: str) -> None:
+def test_a_client_does_not_send_a_too_large_call(argument: Any, text: str) -> None:
     _, client = pair()
     with pytest.raises(CallError, match=f"tcp://fake:1: Env 0: x: .*{text}"):
         client.submit_call([make_call([0], "call", "x", argument)], 0.0)

@@ -241,7 +241,7 @@ def test_who_knocks_in_vain_and_who_has_all_cut_off_is_counted(
 
     assert (count("refused_keys"), count("reopened")) == (0, 0)
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        use_keys(stranger, keys.public, KeyPair.make())
+        use_keys(stranger, keys.public, KeyPair.generate())
         stranger.connect(server.address)
         wait_until(lambda: count("refused_keys") == 1)
     with contextlib.closing(Connection(server.address)) as own:

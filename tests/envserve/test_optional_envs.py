@@ -1,6 +1,7 @@
-"""Envs that the optional extras bring are built and stepped by workers.
+"""Envs of the optional extras are built and stepped by workers.
 
-Not by this process, where warnings are errors: box2d's module crashes at one.
+They do not run in this process, where warnings are errors, because box2d's module
+crashes on a warning.
 """
 
 from __future__ import annotations

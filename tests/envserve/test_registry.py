@@ -1,4 +1,4 @@
-"""Only what is registered at the start can be asked for."""
+"""Only names that are registered at the start can be requested."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from envserve.errors import EnvStartError, UnknownEnv
 LEDGER = "envserve/Ledger-v0"
 
 
-def test_without_names_every_registered_env_is_on_offer() -> None:
+def test_without_names_every_registered_env_is_offered() -> None:
     offer = Registry(import_modules=["tests.oracle.probe_envs"])
     assert {"CartPole-v1", LEDGER} <= set(offer.names)
     assert list(offer.names) == sorted(offer.names)
 
 
-def test_with_names_only_they_are_on_offer() -> None:
+def test_with_names_only_those_are_offered() -> None:
     offer = Registry(["Pendulum-v1", "CartPole-v1", "CartPole-v1"])
     assert offer.names == ("CartPole-v1", "Pendulum-v1")
 
 
-def test_offer_is_fixed_at_the_start() -> None:
+def test_envs_that_are_registered_later_are_not_offered() -> None:
     offer = Registry()
     gymnasium.register("RegisteredLater-v0", "tests.oracle.probe_envs:LedgerEnv")
     try:
@@ -35,7 +35,7 @@ def test_offer_is_fixed_at_the_start() -> None:
         del gymnasium.registry["RegisteredLater-v0"]
 
 
-def test_unknown_name_lists_near_matches_and_none_that_are_far() -> None:
+def test_the_error_about_an_unknown_name_suggests_only_similar_names() -> None:
     with pytest.raises(UnknownEnv, match=r"CartPool-v1.*did you mean.*CartPole-v1"):
         Registry(["CartPool-v1"])
     for name, hint in (
@@ -53,14 +53,14 @@ def test_unknown_name_lists_near_matches_and_none_that_are_far() -> None:
 @pytest.mark.parametrize(
     "name", ["this:Env-v0", "os:system", "this", "../CartPole-v1", ""]
 )
-def test_name_is_never_something_to_import(name: str) -> None:
+def test_a_name_is_never_imported(name: str) -> None:
     sys.modules.pop("this", None)
     with pytest.raises(UnknownEnv):
         make_env(name, {})
     assert "this" not in sys.modules
 
 
-def test_env_is_built_with_its_arguments() -> None:
+def test_an_env_is_built_with_its_arguments() -> None:
     import_env_modules(["tests.oracle.probe_envs"])
     env = make_env(LEDGER, {"length": 1})
     env.reset(seed=0)
@@ -68,19 +68,23 @@ def test_env_is_built_with_its_arguments() -> None:
     env.close()
 
 
-def test_module_that_does_not_exist_is_named() -> None:
-    message = r"'no_such_envs'.*ModuleNotFoundError.*; it has to be installed or on PY"
+def test_the_error_about_a_missing_module_names_it() -> None:
+    message = (
+        r"'no_such_envs'.*ModuleNotFoundError.*; install it, or add it to PYTHONPATH"
+    )
     with pytest.raises(EnvStartError, match=message):
         import_env_modules(["no_such_envs"])
 
 
-def test_missing_games_are_named_by_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_about_missing_atari_games_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "ale_py", None)  # as if not installed
     with pytest.raises(EnvStartError, match=r"; pip install 'envserve\[atari\]' where"):
         import_env_modules(["ale_py"])
 
 
-def test_module_that_raises_is_named_with_its_error(
+def test_the_error_about_a_failing_module_names_its_exception(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken_envs.py").write_text("raise RuntimeError('no licence')")
@@ -103,7 +107,7 @@ def test_preload_imports_the_module_of_an_env(
         sys.modules.pop("preloaded_envs", None)
 
 
-def test_preload_of_an_unknown_env_leaves_the_error_to_the_worker() -> None:
+def test_preload_of_an_unknown_env_does_nothing() -> None:
     before = set(sys.modules)
     registry.preload("this:NoSuchEnv-v0")
     assert set(sys.modules) == before

@@ -1,4 +1,4 @@
-"""Seeds that never change silently, and depend on nothing but the three numbers."""
+"""Env seeds never change, and depend only on root seed, row and incarnation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 from envserve.envs.seeding import MAX_ROOT_SEED, draw_root_seed, env_seed, spare_seed
 
-#: Written down once: whoever changes one of these changes everybody's experiments.
+#: Env seeds by (root seed, row, incarnation). A change makes all earlier experiments
+#: irreproducible.
 RECORDED = {
     (0, 0, 0): 4088532484,
     (0, 0, 1): 3581274545,
@@ -23,18 +24,18 @@ RECORDED = {
 }
 
 
-def test_seeds_are_the_recorded_ones() -> None:
+def test_seeds_equal_the_recorded_ones() -> None:
     assert {key: env_seed(*key) for key in RECORDED} == RECORDED
     spares = {0: 673228719, 1: 1454127163, 2**32 - 1: 908003510, 2**63 - 1: 634897576}
     assert {seed: spare_seed(seed) for seed in spares} == spares
 
 
-def test_seeds_of_spares_differ_from_each_other_and_from_all_envs() -> None:
+def test_seeds_of_spare_envs_differ_from_each_other_and_from_all_env_seeds() -> None:
     seeds = [env_seed(7, index, 0) for index in range(1000)]
     assert len({*seeds, *map(spare_seed, seeds)}) == 2000
 
 
-def test_seed_is_that_of_numpys_spawned_sequence() -> None:
+def test_seeds_are_those_of_numpys_spawned_sequences() -> None:
     children = np.random.SeedSequence(123).spawn(5)
     grandchild = children[4].spawn(3)[2]
     assert env_seed(123, 4, 2) == grandchild.generate_state(1)[0]
@@ -46,14 +47,14 @@ def test_seeds_differ_over_ten_thousand_envs_and_incarnations() -> None:
     assert len(seeds) == 10_000
 
 
-def test_neighbouring_root_seeds_share_no_env_seed() -> None:
+def test_adjacent_root_seeds_have_no_env_seed_in_common() -> None:
     first = {env_seed(10, index, 0) for index in range(500)}
     second = {env_seed(11, index, 0) for index in range(500)}
     assert not first & second
 
 
 @pytest.mark.parametrize("root_seed", [0, 1, 2**32, MAX_ROOT_SEED])
-def test_every_root_seed_gives_a_seed_that_gymnasium_takes(root_seed: int) -> None:
+def test_every_root_seed_yields_a_valid_gymnasium_seed(root_seed: int) -> None:
     seed = env_seed(root_seed, 3, 1)
     assert type(seed) is int
     assert 0 <= seed < 2**32

@@ -125,7 +125,7 @@ def test_a_server_with_another_key_is_not_spoken_to(
     server: ServerProcess, homes: Homes
 ) -> None:
     homes.let_in("ann")
-    homes.of("ann").add_pin([server.address], KeyPair.make().public, "ann")
+    homes.of("ann").add_pin([server.address], KeyPair.generate().public, "ann")
     homes.become("ann")
     with pytest.raises(ConnectError):
         ask_welcome(server.address, SHORT)
@@ -170,7 +170,7 @@ def test_a_key_that_is_taken_away_ends_its_leases_and_no_others(
             elif how == "expired":
                 clients.add(replace(ann, expires=time.time() + 0.5), time.time())
             else:
-                clients.add(replace(ann, public=KeyPair.make().public), time.time())
+                clients.add(replace(ann, public=KeyPair.generate().public), time.time())
             longest, started = 0.0, time.monotonic()
             while not client.is_over:
                 assert time.monotonic() < started + SOON, server.log
@@ -228,7 +228,7 @@ def test_a_file_that_cannot_be_read_locks_nobody_out_and_lets_nobody_in(
         homes.let_in("bob")
         newcomer.finish_start(time.monotonic() + 20)
         client.step(2)
-    assert "the clients known before stay known" in server.log
+    assert "the clients from the last successful read stay authorised" in server.log
 
 
 def test_other_hosts_are_let_in_once_one_has_a_key(serve: Serve, homes: Homes) -> None:

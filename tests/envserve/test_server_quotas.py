@@ -90,7 +90,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KeyFolder:
     return folder
 
 
-PAIR = KeyPair.make()
+PAIR = KeyPair.generate()
 
 
 def start(

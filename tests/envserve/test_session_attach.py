@@ -154,14 +154,14 @@ def test_busy_names_a_client_to_itself_and_none_to_others() -> None:
         error = client.error
         assert isinstance(error, EnvsBusy)
         assert not isinstance(error, ServerDraining)
-        assert (error.holder, error.since) == holder
+        assert (error.holder, error.held_seconds) == holder
         assert f"(leased: {leased})" in str(error)
 
 
 def test_asking_for_more_than_a_server_has_blames_nobody() -> None:
     error = failed_client(FakeServer(), num_envs=1000)
     assert isinstance(error, EnvsBusy)
-    assert (error.holder, error.since) == ("", 0.0)
+    assert (error.holder, error.held_seconds) == ("", 0.0)
 
 
 def test_spares_are_asked_for_and_count_as_envs() -> None:

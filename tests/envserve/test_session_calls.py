@@ -28,7 +28,7 @@ def client() -> RawClient:
 def call_of(client: RawClient, *listed: tuple[int, tuple[int, ...]]) -> Any:
     calls = [Call(block, rows, "call", "render", RENDER) for block, rows in listed]
     entries = tuple((block, 1) for block, _ in listed)
-    return client.frames(MessageType.CALL, entries, CallBody.of(calls).encode())
+    return client.frames(MessageType.CALL, entries, CallBody.from_calls(calls).encode())
 
 
 def test_what_calls_have_given_is_kept_within_a_bound() -> None:
@@ -119,7 +119,7 @@ def test_arguments_count_for_each_block_that_is_told_them() -> None:
     calls = [Call(row, (row,), "call", "render", long) for row in range(64)]
     raw = RawClient(server, num_envs=64, num_splits=64)
     entries = tuple((block, 1) for block in range(64))
-    body = CallBody.of(calls).encode()
+    body = CallBody.from_calls(calls).encode()
     (error,) = errors_in(raw.send(raw.frames(MessageType.CALL, entries, body)))
     assert "at most 1048576 bytes, counted for each block" in error.text
     assert not raw.pool.executed

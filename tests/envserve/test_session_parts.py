@@ -60,7 +60,7 @@ def test_actions_hold_if_a_closer_look_finds_nothing(
             if random.random() < 0.7:
                 spoil(array, random)
         for start, stop in ((0, NUM_ENVS), (1, 3)):
-            verdict = bounds.hold(start, stop)
+            verdict = bounds.all_within(start, stop)
             assert verdict == are_good(spec, rows, start, stop)
             verdicts.add(verdict)
     assert True in verdicts
@@ -69,7 +69,7 @@ def test_actions_hold_if_a_closer_look_finds_nothing(
 def test_an_action_without_elements_is_good() -> None:
     space = spaces.Box(0, 1, (0,), np.float32)
     spec = EnvSpec("A-v0", space, space)
-    assert ActionBounds(spec, Rows.allocate(spec, 2).action).hold(0, 2)
+    assert ActionBounds(spec, Rows.allocate(spec, 2).action).all_within(0, 2)
 
 
 def test_parts_are_prepared_once_and_not_without_end() -> None:

@@ -87,7 +87,7 @@ def test_what_is_said_of_others_than_are_answered_is_refused(
     report: ResultReport,
 ) -> None:
     stepping = Stepping()
-    with pytest.raises(RemoteProtocolError, match="rows and blocks that are answered"):
+    with pytest.raises(RemoteProtocolError, match="only rows and blocks of the RESULT"):
         stepping.end(report.encode(), blocks=[0, 1])
     assert len(stepping.operations.in_flight) == 4
 

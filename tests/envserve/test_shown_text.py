@@ -1,4 +1,4 @@
-"""Text that crosses a border: fit for terminals, and no more than others may know."""
+"""Text from envs and peers is sanitised, and reveals only what its reader may know."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from envserve.wire.result_report import ResultReport
 from tests.envserve.raw_client import RawClient, errors_in
 from tests.envserve.session_fakes import FakeServer, make_attach, make_welcome
 
-#: Sets a terminal's title, clears it, and turns the direction of writing.
+#: Sets a terminal's title, clears the terminal, and reverses the writing direction.
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202egnp\u2066\x9b31m\r"
 TRACEBACK = """Traceback (most recent call last):
   File "/srv/ann/my project/sim.py", line 3, in step
@@ -43,14 +43,14 @@ def is_fit(text: str) -> bool:
     return all(line.isprintable() for line in text.split("\n"))
 
 
-def test_a_line_is_printable_and_as_long_as_it_may_be() -> None:
+def test_one_line_escapes_and_cuts_text() -> None:
     assert one_line("a\nb\x1b[0m \u202e") == r"a\nb\x1b[0m \u202e"
     assert one_line("\x00" * 500, 200) == r"\x00" * 50
     assert one_line("\u00e9\u4e2d") == "\u00e9\u4e2d"
     assert printable("a\n\tb\r\n") == "a\n\\tb\n"
 
 
-def test_folders_are_left_out_and_all_else_stays() -> None:
+def test_without_folders_removes_only_folders() -> None:
     shown = without_folders(TRACEBACK)
     assert 'File "sim.py", line 3' in shown
     assert "'level.xml' (see http://a/b/c)" in shown
@@ -60,17 +60,17 @@ def test_folders_are_left_out_and_all_else_stays() -> None:
     assert without_folders("in /usr/lib/python3.11/x.py:3") == "in x.py:3"
 
 
-def test_a_line_of_a_kind_comes_once_a_second_with_a_count() -> None:
+def test_one_log_line_of_each_kind_is_admitted_per_second() -> None:
     throttle = LogThrottle()
     times = [0.0, 0.1, 0.9, 1.0, 1.5, 5.0]
-    passed = [throttle.passes("busy", now) for now in times]
+    passed = [throttle.admit("busy", now) for now in times]
     assert passed[:3] == ["", None, None]
     assert passed[3] == " (and 2 more that were not logged)"
     assert passed[4:] == [None, " (and 1 more that were not logged)"]
-    assert throttle.passes("other", 0.2) == ""
+    assert throttle.admit("other", 0.2) == ""
 
 
-def test_refusals_are_logged_once_a_second_and_kind(
+def test_refusals_are_logged_once_per_second_and_kind(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     server = FakeServer()
@@ -90,17 +90,17 @@ def test_refusals_are_logged_once_a_second_and_kind(
 
 
 @pytest.mark.parametrize("kind", [128, 138, 200, 255])
-def test_types_of_servers_are_dropped_known_or_not(kind: int) -> None:
+def test_message_types_of_servers_are_dropped(kind: int) -> None:
     server = FakeServer()
     assert not server.hear(kind, request=1)
     assert server.session.dropped_messages == 1
 
 
-# What clients may know of a host.
+# Information about a host that clients receive.
 
 
 @pytest.mark.parametrize("shows", [False, True])
-def test_paths_are_told_only_where_the_operator_wants_it(shows: bool) -> None:
+def test_clients_receive_paths_only_if_the_operator_allows_it(shows: bool) -> None:
     policy = HostSettings(exposed=frozenset({"x"}), debug_errors=shows)
     raw = RawClient(FakeServer(policy))
     raw.send(raw.step(1))
@@ -127,10 +127,10 @@ def test_paths_are_told_only_where_the_operator_wants_it(shows: bool) -> None:
         assert "sim.py" in text or "x.py" in text
 
 
-# What a server says to a client.
+# Texts from a server.
 
 
-def test_an_error_of_a_server_cannot_write_to_a_terminal() -> None:
+def test_errors_from_a_server_contain_no_escape_sequences() -> None:
     for code in ErrorCode:
         body = ErrorBody(code=code, text=HOSTILE, traceback=HOSTILE + "\n" + HOSTILE)
         fields = codec.decode(body.encode()) | {"text": HOSTILE, "holder": HOSTILE}
@@ -144,7 +144,7 @@ def test_an_error_of_a_server_cannot_write_to_a_terminal() -> None:
             assert "\n" in error.remote_traceback
 
 
-def test_a_report_of_a_server_cannot_either() -> None:
+def test_reports_from_a_server_contain_no_escape_sequences() -> None:
     fault = [int(Status.ENV_ERROR), False, HOSTILE, [0]]
     error = {"code": 1, "text": HOSTILE, "traceback": HOSTILE}
     frame = codec.encode({"infos": {}, "faults": [fault], "errors": [[[1], error]]})
@@ -161,7 +161,7 @@ def test_names_of_a_server_are_short_and_printable() -> None:
         Welcome.decode(codec.encode(long))
 
 
-def test_near_matches_are_found_where_the_name_was_written() -> None:
+def test_the_client_suggests_similar_names() -> None:
     server = FakeServer()
     body = make_attach(env_name="Fake-v7").encode()
     (error,) = errors_in(server.hear(MessageType.ATTACH, body=body))

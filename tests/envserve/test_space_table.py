@@ -1,4 +1,4 @@
-"""Every space that people have runs, or is refused in a sentence that fits."""
+"""Every space of the table is supported, or rejected with a helpful error."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from envserve.slab import Rows, Status, private_heartbeat, write_lost
 from envserve.spaces.action_checks import check_action_rows, check_actions
 from envserve.spaces.env_spec import EnvSpec, describe, restore
 from envserve.spaces.leaves import unflatten
-from envserve.spaces.variable_length import action_values, decode_observation
+from envserve.spaces.variable_length import decode_actions, decode_observation
 from envserve.wire.rows import RowCodec, RowPart
 from envserve.worker.env_row import EnvRow
 from envserve.worker.worker_report import encode_spaces, read_spaces
 
 from .conftest import servers_in
-from .space_table import ALL_SPACES, ENCODED, REFUSED, Space
+from .space_table import ALL_SPACES, ENCODED, UNSUPPORTED, Space
 from .space_table import __name__ as MODULE
 
 NUM_ENVS = 2
@@ -39,14 +39,14 @@ def assert_same(left: Any, right: Any) -> None:
     assert data_equivalence(left, right, exact=True), f"{left!r} is not {right!r}"
 
 
-def batched(space: Space, values: list[Any]) -> Any:
-    """Values as Gymnasium batches them."""
+def batch_values(space: Space, values: list[Any]) -> Any:
+    """Batch values as Gymnasium does."""
     empty: Any = create_empty_array(space, len(values))
     return concatenate(space, values, empty)
 
 
-class Both:
-    """A worker's rows, and a client's of the same envs; what is between is bytes."""
+class WorkerAndClient:
+    """Rows of a worker and of a client of the same envs, connected only by bytes."""
 
     def __init__(self, name: str) -> None:
         kwargs = {"space": name}
@@ -54,16 +54,16 @@ class Both:
             env_name="Table-v0", env_kwargs=kwargs, num_envs=NUM_ENVS, seed=3
         )
         self.envs = [EnvRow(request, row) for row in range(NUM_ENVS)]
-        self.there, _ = (env.build() for env in self.envs)
-        self.here = read_spaces(encode_spaces(self.there), "Table-v0")
-        self.rows = Rows.allocate(self.there, NUM_ENVS)
-        self.seen = Rows.allocate(self.here, NUM_ENVS)
+        self.worker_spec, _ = (env.build() for env in self.envs)
+        self.client_spec = read_spaces(encode_spaces(self.worker_spec), "Table-v0")
+        self.worker_rows = Rows.allocate(self.worker_spec, NUM_ENVS)
+        self.client_rows = Rows.allocate(self.client_spec, NUM_ENVS)
         everything = [(0, NUM_ENVS)]
-        self.part = RowPart(RowCodec(self.rows), everything)
-        self.seen_part = RowPart(RowCodec(self.seen), everything)
+        self.worker_part = RowPart(RowCodec(self.worker_rows), everything)
+        self.client_part = RowPart(RowCodec(self.client_rows), everything)
         for env in self.envs:
             heartbeat = private_heartbeat()
-            env.attach(self.rows, heartbeat, RowRecord.private())
+            env.attach(self.worker_rows, heartbeat, RowRecord.private())
 
     def reset(self) -> Any:
         for env in self.envs:
@@ -71,53 +71,59 @@ class Both:
         return self.receive()
 
     def receive(self, *, final: bool = False) -> Any:
-        """Brings the rows over, and returns the observation."""
-        self.seen_part.unpack_results(*self.part.pack_results())
-        leaves = self.seen.final_observation if final else self.seen.observation
-        observation = unflatten(self.here.observation_space, leaves)
-        is_whole = np.ones(NUM_ENVS, np.bool_)
+        """Send the worker's rows to the client, and return its observation."""
+        self.client_part.unpack_results(*self.worker_part.pack_results())
+        leaves = (
+            self.client_rows.final_observation
+            if final
+            else self.client_rows.observation
+        )
+        observation = unflatten(self.client_spec.observation_space, leaves)
+        is_complete = np.ones(NUM_ENVS, np.bool_)
         return decode_observation(
-            self.here, range(NUM_ENVS), observation, is_whole=is_whole
+            self.client_spec, range(NUM_ENVS), observation, is_complete=is_complete
         )
 
     def step(self, actions: Any) -> list[Any]:
-        """Brings actions over, steps, and returns them as the envs got them."""
-        arrays = check_actions(self.here, actions, None, NUM_ENVS)
-        for target, array in zip(self.seen.action, arrays, strict=True):
+        """Send actions to the worker, step, and return them as the envs got them."""
+        arrays = check_actions(self.client_spec, actions, None, NUM_ENVS)
+        for target, array in zip(self.client_rows.action, arrays, strict=True):
             target[...] = array
-        self.part.unpack_actions(*self.seen_part.pack_actions())
-        check_action_rows(self.here, self.rows.action, 0, NUM_ENVS)
-        values = action_values(self.there, [array.copy() for array in self.rows.action])
+        self.worker_part.unpack_actions(*self.client_part.pack_actions())
+        check_action_rows(self.client_spec, self.worker_rows.action, 0, NUM_ENVS)
+        values = decode_actions(
+            self.worker_spec, [array.copy() for array in self.worker_rows.action]
+        )
         for env, value in zip(self.envs, values, strict=True):
             _, terminated, _, _ = env.step(value)
-            self.rows.terminated[env.row] = terminated
+            self.worker_rows.terminated[env.row] = terminated
         return values
 
 
 @pytest.mark.parametrize("name", ALL_SPACES)
-def test_values_of_every_space_go_there_and_back(name: str) -> None:
+def test_values_of_every_space_are_transferred_in_both_directions(name: str) -> None:
     space = ALL_SPACES[name]
-    both = Both(name)
+    both = WorkerAndClient(name)
     first = both.reset()
     samples = []
     for env in both.envs:
         space.seed(env.seed)
         samples.append(space.sample())
-    assert_same(first, batched(space, samples))
-    batch = batch_space(both.here.observation_space, NUM_ENVS)
+    assert_same(first, batch_values(space, samples))
+    batch = batch_space(both.client_spec.observation_space, NUM_ENVS)
     assert batch.contains(first)
     if name in ENCODED:
         assert_same([*iterate(batch, first)], samples)
     for number in range(3):
         sent = [space.sample() for _ in range(NUM_ENVS)]
-        got = both.step(batched(space, sent))
+        got = both.step(batch_values(space, sent))
         assert_same(got, sent)
         seen = both.receive(final=number == 2)
-        assert_same(seen, batched(space, sent))
+        assert_same(seen, batch_values(space, sent))
 
 
 @pytest.mark.parametrize("name", ALL_SPACES)
-def test_a_description_says_all_that_rows_need(name: str) -> None:
+def test_a_restored_space_has_the_same_rows(name: str) -> None:
     space = ALL_SPACES[name]
     again = restore(describe(space))
     assert describe(again) == describe(again)
@@ -126,7 +132,7 @@ def test_a_description_says_all_that_rows_need(name: str) -> None:
     assert list(map(str, ours.observation_leaves)) == [
         *map(str, theirs.observation_leaves)
     ]
-    if "own" not in name and "mission" not in name:
+    if "user" not in name and "mission" not in name:
         assert again == space
         space.seed(5)
         again.seed(5)
@@ -134,24 +140,30 @@ def test_a_description_says_all_that_rows_need(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ENCODED)
-def test_a_row_that_nobody_has_written_is_of_gymnasiums_empty_array(name: str) -> None:
-    both = Both(name)
-    write_lost(both.rows, slice(0, NUM_ENVS), Status.WORKER_DIED)
-    empty = create_empty_array(both.here.observation_space, NUM_ENVS)
+def test_an_unwritten_row_decodes_to_gymnasiums_empty_array(name: str) -> None:
+    both = WorkerAndClient(name)
+    write_lost(both.worker_rows, slice(0, NUM_ENVS), Status.WORKER_DIED)
+    empty = create_empty_array(both.client_spec.observation_space, NUM_ENVS)
     assert_same(both.receive(), empty)
     assert_same(both.receive(final=True), empty)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_carried_is_refused_in_a_sentence(name: str) -> None:
-    space, words = REFUSED[name]
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_spaces_raise_space_error_with_a_remedy(name: str) -> None:
+    space, words = UNSUPPORTED[name]
     with pytest.raises(SpaceError, match=words):
         describe(space)
 
 
-# A few of them with real processes: mixed ones, and what is lost or refused.
+# Some of the spaces with real worker processes and servers.
 
-REAL = ("dict_of_all", "text", "sequence_of_dicts_stacked", "dict_empty", "own_box")
+WITH_PROCESSES = (
+    "dict_of_all",
+    "text",
+    "sequence_of_dicts_stacked",
+    "dict_empty",
+    "user_box",
+)
 
 
 @pytest.fixture(scope="module")
@@ -160,8 +172,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield start("tcp://127.0.0.1:0", "--import", MODULE)
 
 
-@pytest.mark.parametrize("name", REAL)
-def test_batches_of_a_host_and_of_a_server_are_the_same(
+@pytest.mark.parametrize("name", WITH_PROCESSES)
+def test_local_and_remote_batches_return_the_same_values(
     name: str, address: str
 ) -> None:
     space = ALL_SPACES[name]
@@ -172,7 +184,7 @@ def test_batches_of_a_host_and_of_a_server_are_the_same(
             space.seed(0)
             seen.append([batch.reset()])
             for _ in range(4):
-                actions = batched(space, [space.sample() for _ in range(2)])
+                actions = batch_values(space, [space.sample() for _ in range(2)])
                 result = batch.step(actions)
                 assert result.valid.all(), result.infos
                 seen[-1] += [result.observation, result.final_observation]

@@ -1,4 +1,4 @@
-"""Spaces survive description, and everything else is refused by name."""
+"""Spaces can be described and restored; invalid descriptions raise SpaceError."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ MORE_SPACES: dict[str, Space] = {
 ALL_SPACES = {**SPACES, **MORE_SPACES}
 
 
-def over_the_wire(space: Space) -> Space:
+def encode_and_restore(space: Space) -> Space:
     return restore(codec.decode(codec.encode(describe(space)), max_bytes=1 << 24))
 
 
@@ -70,17 +70,17 @@ def layout(space: Space) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("name", ALL_SPACES)
-def test_space_of_every_kind_makes_the_round_trip(name: str) -> None:
+def test_restoring_a_described_space_returns_an_equal_space(name: str) -> None:
     space = ALL_SPACES[name]
-    again = over_the_wire(space)
+    again = encode_and_restore(space)
     assert again == space
     assert spaces_equal(again, space)
     assert bounds(again) == bounds(space)
     assert layout(again) == layout(space)
 
 
-def test_keys_keep_their_order() -> None:
-    again = over_the_wire(MORE_SPACES["dict_out_of_order"])
+def test_dict_keys_keep_their_order() -> None:
+    again = encode_and_restore(MORE_SPACES["dict_out_of_order"])
     assert isinstance(again, spaces.Dict)
     assert list(again.spaces) == ["z", "a", "m"]
     assert [leaf.path for leaf in leaves_of(again)] == ["z", "a"]
@@ -92,7 +92,9 @@ def test_uniform_image_bounds_are_sent_as_two_numbers() -> None:
 
 
 @pytest.mark.parametrize("name", ALL_SPACES)
-def test_samples_flatten_into_leaves_within_their_bounds_and_back(name: str) -> None:
+def test_flattened_samples_are_within_the_leaf_bounds_and_can_be_unflattened(
+    name: str,
+) -> None:
     space = ALL_SPACES[name]
     space.seed(0)
     for _ in range(20):
@@ -109,7 +111,7 @@ def test_samples_flatten_into_leaves_within_their_bounds_and_back(name: str) -> 
         assert repr(unflatten(space, leaves)) == repr(sample)
 
 
-def test_bounds_are_inclusive_and_start_where_the_space_does() -> None:
+def test_bounds_are_inclusive_and_include_the_start_of_the_space() -> None:
     for space, expected in (
         (spaces.Discrete(5, start=-2), [-2, 2]),
         (MORE_SPACES["int8_discrete"], [125, 127]),
@@ -119,7 +121,7 @@ def test_bounds_are_inclusive_and_start_where_the_space_does() -> None:
         assert np.array(leaf.bounds).tolist() == expected
 
 
-# Any nesting of plain leaves.
+# Spaces of any nesting.
 
 leaf_spaces = (
     st.builds(spaces.Discrete, st.integers(1, 9), start=st.integers(-5, 5))
@@ -151,15 +153,15 @@ def depth(space: Space) -> int:
 
 
 @given(any_spaces)
-def test_any_nesting_survives_the_trip(space: Space) -> None:
-    assert over_the_wire(space) == space
+def test_spaces_of_any_nesting_can_be_described_and_restored(space: Space) -> None:
+    assert encode_and_restore(space) == space
     sample = space.sample()
     leaves = flatten(space, sample)
     assert len(leaves) == len(leaves_of(space))
     assert repr(unflatten(space, leaves)) == repr(sample)
 
 
-def wrapped(levels: int) -> Space:
+def nested(levels: int) -> Space:
     space: Space = spaces.Discrete(2)
     for level in range(levels):
         space = spaces.Dict({"k": space}) if level % 2 else spaces.Tuple([space])
@@ -167,18 +169,18 @@ def wrapped(levels: int) -> Space:
 
 
 def test_nesting_has_the_same_limit_on_both_sides() -> None:
-    assert over_the_wire(wrapped(7)) == wrapped(7)
+    assert encode_and_restore(nested(7)) == nested(7)
     with pytest.raises(SpaceError, match="at most 8 deep"):
-        describe(wrapped(8))
-    description = {"kind": "tuple", "spaces": [describe(wrapped(7))]}
+        describe(nested(8))
+    description = {"kind": "tuple", "spaces": [describe(nested(7))]}
     with pytest.raises(SpaceError, match="at most 8 deep"):
         restore(description)
 
 
-# What cannot be carried.
+# Unsupported spaces and values.
 
 
-def test_dtype_without_a_code_is_refused() -> None:
+def test_unsupported_dtypes_raise_space_error() -> None:
     with pytest.raises(SpaceError, match=r"float128|longdouble"):
         leaves_of(spaces.Box(0, 1, (2,), np.longdouble))
 
@@ -195,7 +197,9 @@ def test_dtype_without_a_code_is_refused() -> None:
         ({"a": 1, "b": 2}, "int"),
     ],
 )
-def test_value_of_another_nesting_is_refused(value: Any, got: str) -> None:
+def test_flattening_a_value_of_another_structure_raises_space_error(
+    value: Any, got: str
+) -> None:
     pair = spaces.Tuple([spaces.Discrete(2), spaces.Discrete(2)])
     space = spaces.Dict({"a": spaces.Discrete(2), "b": pair})
     with pytest.raises(SpaceError, match=rf"expected a .* got .*{got}"):
@@ -224,11 +228,11 @@ def test_differences_name_the_space_that_differs() -> None:
         ),
     ],
 )
-def test_spaces_that_lay_rows_out_unlike_are_unequal(left: Space, right: Space) -> None:
+def test_spaces_with_different_rows_are_unequal(left: Space, right: Space) -> None:
     assert not spaces_equal(left, right)
 
 
-# Descriptions from a stranger.
+# Hostile descriptions.
 
 
 def box(dtype: int, low: Any, high: Any) -> dict[str, Any]:
@@ -309,7 +313,7 @@ HOSTILE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_description_is_refused_at_once(name: str) -> None:
+def test_hostile_descriptions_raise_space_error_quickly(name: str) -> None:
     began = time.process_time()
     with pytest.raises(SpaceError) as caught:
         restore(HOSTILE[name])
@@ -336,11 +340,13 @@ plain = st.recursive(
 
 
 @given(plain)
-def test_any_plain_value_is_a_space_or_a_space_error(value: Any) -> None:
-    check_space_or_refusal(value)
+def test_restoring_any_plain_value_returns_a_space_or_raises_space_error(
+    value: Any,
+) -> None:
+    check_restored_or_rejected(value)
 
 
-def check_space_or_refusal(description: Any) -> None:
+def check_restored_or_rejected(description: Any) -> None:
     try:
         space = restore(description)
     except SpaceError:
@@ -349,7 +355,7 @@ def check_space_or_refusal(description: Any) -> None:
 
 
 @given(st.sampled_from([s for s in ALL_SPACES.values() if leaves_of(s)]), st.data())
-def test_description_with_one_value_replaced_is_a_space_or_a_space_error(
+def test_restoring_a_mutated_description_returns_a_space_or_raises_space_error(
     space: Space, data: st.DataObject
 ) -> None:
     description = describe(space)
@@ -361,4 +367,4 @@ def test_description_with_one_value_replaced_is_a_space_or_a_space_error(
             break
         target = data.draw(st.sampled_from(inner))
     target[data.draw(st.sampled_from(sorted(target)))] = data.draw(plain)
-    check_space_or_refusal(description)
+    check_restored_or_rejected(description)

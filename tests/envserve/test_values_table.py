@@ -1,6 +1,7 @@
-"""Whatever an env returns arrives right, or with a sentence that says what is wrong.
+"""Every value that an env returns arrives correctly, or as a fault with a clear text.
 
-Each row of one batch steps with another case of `odd_values`, here and at a server.
+Each row of one batch steps with another case of `odd_values`, in a pool of this process
+and on a server.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ ALONE = [
 ]
 
 
-class Seen(NamedTuple):
-    """What came of a step of all cases."""
+class StepOfAllCases(NamedTuple):
+    """The outcome of a step of all cases, and of a later step with images in infos."""
 
     faults: Mapping[int, Fault]
     infos: Mapping[int, Mapping[Any, Any]]
@@ -50,10 +51,10 @@ class Seen(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=["here", "server"])
-def seen(
+def result(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Seen]:
-    """A step of all cases, by workers here or of a server."""
+) -> Iterator[StepOfAllCases]:
+    """Step all cases, with workers of this process or of a server."""
     folder: Path = tmp_path_factory.mktemp("values")
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -64,24 +65,24 @@ def seen(
         if request.param == "here":
             maker = PoolMaker(Launcher([MODULE]))
             lane: Any = maker.and_reset(NAME, num_rows, 2, infos="all")
-            yield look(lane, warnings)
+            yield step_all_cases(lane, warnings)
             maker.close()
             maker.launcher.close()
         else:
             options = ("--import", MODULE, "--workers", "2")
             with ServerProcess(folder, *options) as server:
                 lane = attach_lane(server, NAME, num_rows, infos="all")
-                yield look(lane, warnings)
+                yield step_all_cases(lane, warnings)
                 lane.close()
     finally:
         logging.getLogger("envserve").removeHandler(handler)
 
 
-def look(lane: Any, warnings: list[str]) -> Seen:
+def step_all_cases(lane: Any, warnings: list[str]) -> StepOfAllCases:
     outcomes = step(lane, range(len(CASES)))
     assert all(outcome.error is None for outcome in outcomes)
     rows = lane.rows.at(np.arange(len(CASES)))  # copies
-    found = Seen(
+    found = StepOfAllCases(
         {fault.env_index: fault for each in outcomes for fault in each.faults},
         {row: info for each in outcomes for row, info in each.infos.items()},
         rows,
@@ -99,36 +100,38 @@ def look(lane: Any, warnings: list[str]) -> Seen:
 
 
 @pytest.mark.parametrize("row", range(len(CASES)), ids=NAMES.__getitem__)
-def test_it_is_right_or_has_its_sentence(seen: Seen, row: int) -> None:
+def test_a_value_arrives_correctly_or_is_reported_as_a_fault(
+    result: StepOfAllCases, row: int
+) -> None:
     case = CASES[row]
     if isinstance(case.expected, str):
-        assert case.expected in seen.faults[row].text
-        assert seen.faults[row].is_violation
-        assert "\n" not in seen.faults[row].text
+        assert case.expected in result.faults[row].text
+        assert result.faults[row].is_violation
+        assert "\n" not in result.faults[row].text
         return
-    assert row not in seen.faults
+    assert row not in result.faults
     if case.part == "info":
         expected = case.value if case.expected is ... else case.expected
-        np.testing.assert_equal(seen.infos.get(row, {}), expected)
+        np.testing.assert_equal(result.infos.get(row, {}), expected)
     elif case.part in ("reward", "terminated", "truncated"):
-        assert getattr(seen.rows, case.part)[row] == case.expected
+        assert getattr(result.rows, case.part)[row] == case.expected
     elif case.part == "t":
-        assert tuple(leaf[row] for leaf in seen.observations["t"]) == case.expected
+        assert tuple(leaf[row] for leaf in result.observations["t"]) == case.expected
     else:
         part = "f" if case.part == "observation" else case.part
-        array = seen.observations[part]
+        array = result.observations[part]
         assert array.dtype == LEAVES[part][0].dtype
         np.testing.assert_array_equal(array[row], case.expected)
 
 
-def test_infos_of_64_rows_of_12_kb_arrive_whole(seen: Seen) -> None:
-    assert list(seen.images) == [*range(64)]
-    for info in seen.images.values():
+def test_infos_of_12_kb_in_64_rows_are_complete(result: StepOfAllCases) -> None:
+    assert list(result.images) == [*range(64)]
+    for info in result.images.values():
         assert info["a"].nbytes == 12_288
         assert info["k"] == 1
 
 
-def test_a_reset_that_breaks_the_rules_is_not_tried_again() -> None:
+def test_an_invalid_reset_is_not_repeated() -> None:
     closing = contextlib.closing
     with closing(Launcher([MODULE])) as launcher, closing(PoolMaker(launcher)) as maker:
         kwargs = {"has_info": False}
@@ -140,16 +143,18 @@ def test_a_reset_that_breaks_the_rules_is_not_tried_again() -> None:
     )
 
 
-def test_what_is_cast_is_said_once(seen: Seen) -> None:
-    """However many workers, rows and leaves there are."""
-    (said,) = [text for text in seen.warnings if "OddValuesEnv gives" in text]
-    assert "observation '" in said
-    assert "its space says" in said
+def test_a_cast_is_logged_once(result: StepOfAllCases) -> None:
+    """The number of workers, rows and leaves does not matter."""
+    (line,) = [text for text in result.warnings if "OddValuesEnv gives" in text]
+    assert "observation '" in line
+    assert "its space says" in line
 
 
 @pytest.mark.parametrize("is_strict", [False, True], ids=["", "strict"])
 @pytest.mark.parametrize("row", ALONE, ids=NAMES.__getitem__)
-def test_a_leaf_alone_is_taken_like_one_of_a_dict(row: int, is_strict: bool) -> None:
+def test_a_single_leaf_is_checked_like_a_leaf_of_a_dict(
+    row: int, is_strict: bool
+) -> None:
     case = CASES[row]
     checks = EnvChecks(strict_spaces=is_strict)
     kwargs = {"part": case.part}

@@ -1,4 +1,4 @@
-"""The worked example of docs/protocol.md is what the code makes."""
+"""The worked example of docs/protocol.md equals the output of the encoder."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SESSION, BOOT = 0x1122334455667788, 0x99AABBCCDDEEFF01
 SPEC = EnvSpec("Tiny-v0", spaces.Box(-1.0, 1.0, (2,), np.float32), spaces.Discrete(2))
 
 
-#: Of types whose body is a map.
+#: Body classes by message type.
 BODIES: dict[MessageType, Any] = {
     MessageType.HELLO: Hello,
     MessageType.WELCOME: Welcome,
@@ -61,7 +61,10 @@ BODIES: dict[MessageType, Any] = {
 
 
 def example() -> dict[str, list[Buffer]]:
-    """Two envs in two blocks, HELLO to RESULT: an episode ends, then a worker dies."""
+    """Return messages of two envs in two blocks, from HELLO to RESULT.
+
+    An episode ends, then a worker dies.
+    """
     blocks = make_blocks(2, 2, 1)
     rows = Rows.allocate(SPEC, 2)
     rows.action[0][:] = [1, 0]
@@ -93,35 +96,51 @@ def example() -> dict[str, list[Buffer]]:
         row=0, serial=78, text="no picture", seed=7, episode_steps=2
     )
     shown = FrameResult(pictures=(picture,))
-    kinds, invited = MessageType, partial(say, session=0, epoch=0)
+    kinds, invited = MessageType, partial(make_message, session=0, epoch=0)
     messages = {
-        "HELLO": say(kinds.HELLO, 1, Hello(client="docs").encode(), boot=0, epoch=0),
-        "WELCOME": say(kinds.WELCOME, 1, welcome.encode(), epoch=0),
-        "ATTACH": say(kinds.ATTACH, 2, attach.encode(), epoch=0),
-        "GRANTED": say(kinds.GRANTED, 2, granted.encode()),
-        "STEP": say(kinds.STEP, 3, actions, entries=entries),
-        "RESULT": say(kinds.RESULT, 3, body, entries=entries),
-        "ABSENT": say(kinds.ABSENT, 4, entries=((1, 2),)),
-        "RESULT of block 0": say(kinds.RESULT, 4, later_body, entries=((0, 2),)),
-        "CALL": say(
-            kinds.CALL, 6, CallBody.of(calls).encode(), entries=((0, 3), (1, 4))
+        "HELLO": make_message(
+            kinds.HELLO, 1, Hello(client="docs").encode(), boot=0, epoch=0
         ),
-        "CALL_RESULT of block 1": say(
+        "WELCOME": make_message(kinds.WELCOME, 1, welcome.encode(), epoch=0),
+        "ATTACH": make_message(kinds.ATTACH, 2, attach.encode(), epoch=0),
+        "GRANTED": make_message(kinds.GRANTED, 2, granted.encode()),
+        "STEP": make_message(kinds.STEP, 3, actions, entries=entries),
+        "RESULT": make_message(kinds.RESULT, 3, body, entries=entries),
+        "ABSENT": make_message(kinds.ABSENT, 4, entries=((1, 2),)),
+        "RESULT of block 0": make_message(
+            kinds.RESULT, 4, later_body, entries=((0, 2),)
+        ),
+        "CALL": make_message(
+            kinds.CALL, 6, CallBody.from_calls(calls).encode(), entries=((0, 3), (1, 4))
+        ),
+        "CALL_RESULT of block 1": make_message(
             kinds.CALL_RESULT, 6, entries=((1, 4),), payload=codec.encode([{}])
         ),
-        "STATUS": say(kinds.STATUS, 7, boot=0, epoch=0),
-        "STATUS_RESULT": say(kinds.STATUS_RESULT, 7, make_status().encode(), epoch=0),
-        "FRAME": say(kinds.FRAME, 8, looked.encode(), session=0, boot=0, epoch=0),
-        "FRAME_RESULT": say(kinds.FRAME_RESULT, 8, shown.encode(), session=0, epoch=0),
-        "ASK_DRAIN": say(kinds.ASK_DRAIN, 7, b"drain", session=0, boot=0, epoch=0),
-        "DRAIN": say(kinds.DRAIN, 7, Drain(grace_ms=8000).encode(), session=0, epoch=0),
-        "RESET": say(kinds.RESET, 5, reset.encode(), entries=((1, 3),)),
-        "BUILDING": say(kinds.BUILDING, 2, Building(elapsed_ms=250).encode(), epoch=0),
-        "PING": say(kinds.PING, 0),
-        "PONG": say(kinds.PONG, 0, Pong(running={1: 1500}).encode()),
-        "ERROR": say(kinds.ERROR, 8, make_error().encode(), entries=((0, 6),)),
-        "DETACH": say(kinds.DETACH, 9),
-        "DETACHED": say(kinds.DETACHED, 9),
+        "STATUS": make_message(kinds.STATUS, 7, boot=0, epoch=0),
+        "STATUS_RESULT": make_message(
+            kinds.STATUS_RESULT, 7, make_status().encode(), epoch=0
+        ),
+        "FRAME": make_message(
+            kinds.FRAME, 8, looked.encode(), session=0, boot=0, epoch=0
+        ),
+        "FRAME_RESULT": make_message(
+            kinds.FRAME_RESULT, 8, shown.encode(), session=0, epoch=0
+        ),
+        "ASK_DRAIN": make_message(
+            kinds.ASK_DRAIN, 7, b"drain", session=0, boot=0, epoch=0
+        ),
+        "DRAIN": make_message(
+            kinds.DRAIN, 7, Drain(grace_ms=8000).encode(), session=0, epoch=0
+        ),
+        "RESET": make_message(kinds.RESET, 5, reset.encode(), entries=((1, 3),)),
+        "BUILDING": make_message(
+            kinds.BUILDING, 2, Building(elapsed_ms=250).encode(), epoch=0
+        ),
+        "PING": make_message(kinds.PING, 0),
+        "PONG": make_message(kinds.PONG, 0, Pong(running={1: 1500}).encode()),
+        "ERROR": make_message(kinds.ERROR, 8, make_error().encode(), entries=((0, 6),)),
+        "DETACH": make_message(kinds.DETACH, 9),
+        "DETACHED": make_message(kinds.DETACHED, 9),
         "JOIN": invited(kinds.JOIN, 1, Join(public=bytes(range(32))).encode(), boot=0),
         "JOINED": invited(kinds.JOINED, 1),
     }
@@ -129,12 +148,12 @@ def example() -> dict[str, list[Buffer]]:
 
 
 def make_error() -> ErrorBody:
-    """A STEP has come whose seq is not block 0's next."""
+    """Return the error for a STEP whose seq is not the next of block 0."""
     return ErrorBody(code=ErrorCode.GAP, text="block 0: expected seq 4; got 6")
 
 
 def make_status() -> ServerStatus:
-    """After one step of both rows, of which the second ended an episode."""
+    """Return the status after one step of both rows, which ends the second episode."""
     waits = Histogram(bounds=(0.001, 0.01), counts=(2, 0, 0), sum=0.001)
     counts: dict[str, Any] = {"steps": 2, "rows": {"OK": 2}, "batch_seconds": waits}
     lease = LeaseStatus(
@@ -154,7 +173,9 @@ def make_status() -> ServerStatus:
     )
 
 
-def say(kind: MessageType, request: int, body: bytes = b"", **changes: Any) -> Message:
+def make_message(
+    kind: MessageType, request: int, body: bytes = b"", **changes: Any
+) -> Message:
     numbers = {"session": SESSION, "boot": BOOT, "epoch": 1, "request": request}
     return Message(type=kind, body=body, **{**numbers, **changes})
 
@@ -165,8 +186,8 @@ def hex_lines(frame: Buffer) -> str:
     )
 
 
-def documented(name: str) -> list[str]:
-    """The hex blocks below the heading of a message in the example."""
+def documented_frames(name: str) -> list[str]:
+    """Return the hex blocks below the heading of a message in the example."""
     text = DOCUMENT.read_text()
     section = re.search(rf"^### {name}: .*?(?=^##|\Z)", text, re.DOTALL | re.MULTILINE)
     assert section is not None, f"no example of {name}"
@@ -174,13 +195,15 @@ def documented(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", example())
-def test_the_example_is_what_the_code_makes(name: str) -> None:
-    assert documented(name) == [hex_lines(frame) for frame in example()[name]]
+def test_encoding_produces_the_documented_example(name: str) -> None:
+    assert documented_frames(name) == [hex_lines(frame) for frame in example()[name]]
 
 
 @pytest.mark.parametrize("name", example())
-def test_the_example_is_read_as_what_it_says(name: str) -> None:
-    frames = [bytes.fromhex(frame) for frame in documented(name)]
+def test_the_documented_example_decodes_and_encodes_to_the_same_bytes(
+    name: str,
+) -> None:
+    frames = [bytes.fromhex(frame) for frame in documented_frames(name)]
     message = decode(frames)
     assert message.type is MessageType[name.split()[0]]
     assert encode(message) == frames
@@ -196,12 +219,12 @@ def test_the_example_is_read_as_what_it_says(name: str) -> None:
         assert part.pack_results() == (message.body, b"")
 
 
-def test_every_type_has_an_example() -> None:
+def test_every_message_type_has_an_example() -> None:
     shown = {name.split()[0] for name in example()}
     assert shown == {kind.name for kind in MessageType}
 
 
-def test_the_row_of_a_text_is_what_the_code_makes() -> None:
+def test_the_documented_text_row_is_what_encode_row_returns() -> None:
     (leaf,) = leaves_of(spaces.Text(3))
     assert hex_lines(encode_row(leaf, "ab").data) in DOCUMENT.read_text()
 
@@ -222,7 +245,12 @@ def test_every_type_code_and_limit_is_documented() -> None:
         ),
         *("MAX_ATTACH_VALUES", "MAX_CALL_BYTES", "MAX_CALL_VALUES"),
         *("RESET_BYTES", "RESET_ROW_BYTES"),
-        *("MAX_OPTIONS_BYTES", "MAX_OPTIONS_VALUES", "MAX_TOLD_BLOCKS"),
-        *("MAX_TOLD_BYTES", "MAX_FRAMES_BYTES", "MAX_FRAME_ROWS", "MAX_RECORD_BYTES"),
+        *("MAX_OPTIONS_BYTES", "MAX_OPTIONS_VALUES", "MAX_ARGUMENT_BLOCKS"),
+        *(
+            "MAX_ARGUMENT_BYTES",
+            "MAX_FRAMES_BYTES",
+            "MAX_FRAME_ROWS",
+            "MAX_RECORD_BYTES",
+        ),
     ):
         assert f"{getattr(constants, name):,}" in text, name

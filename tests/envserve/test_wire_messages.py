@@ -1,4 +1,4 @@
-"""Frames and bodies: round trips, limits, and input that nobody should send."""
+"""Frames and bodies: round trips, limits, and malformed input."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ BODIES: list[Any] = [
     Pong(running={0: 12, 3: 4000}),
     ResetBody(resets=((None, None), ((1, 2), None), ((3, 4), (2**63 - 1, None)))),
     ResetBody(resets=((None, None),), options=pack_options({"level": 3})),
-    CallBody.of([make_call([3], "set", "gravity", 1.5)] * 2),
+    CallBody.from_calls([make_call([3], "set", "gravity", 1.5)] * 2),
     ErrorBody(
         code=ErrorCode.CALL_FAILED,
         executed=Executed.YES,
@@ -93,7 +93,7 @@ BODIES: list[Any] = [
     payload=st.binary(max_size=20),
     report=st.binary(max_size=20),
 )
-def test_messages_make_the_round_trip(
+def test_decoding_an_encoded_message_returns_it(
     type_: MessageType, entries: list[tuple[int, int]], **fields: Any
 ) -> None:
     body = b"x" * min(3, BODY_LIMITS[type_])
@@ -101,7 +101,7 @@ def test_messages_make_the_round_trip(
     assert decode(encode(message)) == message
 
 
-def test_only_the_attempt_of_a_resent_request_changes() -> None:
+def test_set_attempt_changes_only_the_attempt() -> None:
     message = Message(type=MessageType.STEP, request=5, entries=((0, 1),))
     (frame,) = encode(message)
     assert decode([set_attempt(frame, 3)]) == dataclasses.replace(message, attempt=3)
@@ -109,7 +109,7 @@ def test_only_the_attempt_of_a_resent_request_changes() -> None:
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
-def test_bodies_make_the_round_trip(body: Any) -> None:
+def test_decoding_an_encoded_body_returns_it(body: Any) -> None:
     assert type(body).decode(body.encode()) == body
 
 
@@ -127,8 +127,10 @@ def test_unknown_fields_of_bodies_are_ignored(body: Any) -> None:
         + [np.zeros(shape, dtype) for shape in ((), (0,), (3,)) for dtype in "?ld"]
     )
 )
-def test_fields_of_a_wrong_kind_are_protocol_errors(body: Any, value: Any) -> None:
-    """Whatever one field is replaced by: it decodes, or the one error comes out."""
+def test_body_fields_of_a_wrong_type_raise_only_protocol_errors(
+    body: Any, value: Any
+) -> None:
+    """For any value of any field, decoding succeeds or raises RemoteProtocolError."""
     fields = codec.decode(body.encode())
     for name in fields:
         wrong = codec.encode({**fields, name: value})
@@ -141,7 +143,7 @@ def test_fields_of_a_wrong_kind_are_protocol_errors(body: Any, value: Any) -> No
 
 
 @pytest.mark.parametrize("name", SPACES)
-def test_granted_carries_every_kind_of_space(name: str) -> None:
+def test_granted_transfers_every_kind_of_space(name: str) -> None:
     spec = EnvSpec("A-v0", SPACES[name], SPACES[name])
     blocks = make_blocks(16, 4, 2)
     granted = Granted(epoch=1, lease_seconds=60.0, spec=spec, blocks=blocks)
@@ -154,7 +156,7 @@ def test_granted_carries_every_kind_of_space(name: str) -> None:
 @pytest.mark.parametrize(
     "value", [[["X", 1]], [["X", {}]] * 17, [["X" * 201, {}]], {"X": {}}, "X"]
 )
-def test_wrappers_in_a_wrong_form_are_protocol_errors(value: Any) -> None:
+def test_malformed_wrappers_raise_protocol_errors(value: Any) -> None:
     fields = codec.decode(ATTACH.encode())
     assert fields["wrappers"][0] == ["ActionRepeat", {"amount": 4}]
     with pytest.raises(RemoteProtocolError, match=r"Attach: expected a .*\.wrappers"):
@@ -173,7 +175,7 @@ def test_wrappers_in_a_wrong_form_are_protocol_errors(value: Any) -> None:
         [],
     ],
 )
-def test_granted_must_partition_the_rows_that_were_asked_for(blocks: Any) -> None:
+def test_granted_blocks_must_partition_the_requested_rows(blocks: Any) -> None:
     spec = EnvSpec("A-v0", spaces.Discrete(2), spaces.Discrete(2))
     rows = make_blocks(6, 2, 1)
     granted = Granted(epoch=1, lease_seconds=1.0, spec=spec, blocks=rows)
@@ -183,16 +185,16 @@ def test_granted_must_partition_the_rows_that_were_asked_for(blocks: Any) -> Non
         Granted.decode(codec.encode(fields), 6)
 
 
-def test_spaces_too_large_to_describe_are_an_error_for_the_sender() -> None:
+def test_encoding_spaces_with_too_long_descriptions_raises_codec_error() -> None:
     values = range(200_000)
     space = spaces.MultiDiscrete([value + 1 for value in values])
     spec = EnvSpec("A-v0", space, space)
     granted = Granted(epoch=1, lease_seconds=1.0, spec=spec, blocks=())
-    with pytest.raises(codec.CodecError, match="one low and one high"):
+    with pytest.raises(codec.CodecError, match="use the same low and high"):
         granted.encode()
 
 
-# Frames that nobody should send.
+# Malformed frames.
 
 STEP = encode(
     Message(type=MessageType.STEP, session=1, entries=((0, 1),), payload=b"12345678")
@@ -218,31 +220,33 @@ MALFORMED: dict[str, list[Any]] = {
     "too many entries": encode(
         Message(type=MessageType.STEP, entries=((0, 1),) * (MAX_ENTRIES + 1))
     ),
-    "body where none may be": patched(40, "<I", 1),
+    "body beyond the frame": patched(40, "<I", 1),
     "endless body": patched(40, "<I", U32),
 }
 
 
 @pytest.mark.parametrize("frames", MALFORMED.values(), ids=MALFORMED)
-def test_malformed_frames_are_protocol_errors(frames: list[Any]) -> None:
+def test_malformed_frames_raise_protocol_errors(frames: list[Any]) -> None:
     with pytest.raises(RemoteProtocolError, match="expected"):
         decode(frames)
 
 
-def test_unknown_types_and_versions_come_back_without_contents() -> None:
+def test_messages_of_unknown_type_or_version_are_decoded_without_entries_and_body() -> (
+    None
+):
     for frames in (patched(5, "<B", 200), patched(4, "<B", 7)):
         message = decode(frames)
         assert (message.session, message.entries, message.body) == (1, (), b"")
 
 
 @pytest.mark.parametrize("version", [1, 9])
-def test_an_error_of_any_version_can_be_read(version: int) -> None:
+def test_an_error_of_any_version_can_be_decoded(version: int) -> None:
     body = ErrorBody(code=ErrorCode.VERSION_MISMATCH, text="no").encode()
     error = Message(MessageType.ERROR, version, entries=((1, 2),), body=body)
     assert decode(encode(error)).body == body
 
 
-def test_a_prefix_can_be_read_where_the_rest_is_bad() -> None:
+def test_peek_decodes_the_prefix_of_a_malformed_message() -> None:
     assert peek([]) is peek([b"short"]) is peek([b"x" * 44]) is None
     message = peek(patched(40, "<I", U32))
     assert message is not None
@@ -251,7 +255,7 @@ def test_a_prefix_can_be_read_where_the_rest_is_bad() -> None:
 
 @pytest.mark.parametrize("name", ["arguments", "not_known"])
 @pytest.mark.parametrize("head", [b"\x91", b"\xdd\x00\x0f\x00\x00"], ids=bytes.hex)
-def test_endless_nesting_is_a_protocol_error(name: str, head: bytes) -> None:
+def test_very_deep_nesting_raises_a_protocol_error(name: str, head: bytes) -> None:
     body = b"\x81" + codec.encode(name) + head * 100_000 + b"\x90"
     with pytest.raises(RemoteProtocolError):
         CallBody.decode(body)
@@ -259,7 +263,7 @@ def test_endless_nesting_is_a_protocol_error(name: str, head: bytes) -> None:
         Hello.decode(body)
 
 
-def test_env_kwargs_have_a_limit() -> None:
+def test_too_long_env_kwargs_raise_codec_error() -> None:
     attach = dataclasses.replace(ATTACH, env_kwargs={"map": bytes(MAX_ATTACH_BYTES)})
     with pytest.raises(codec.CodecError, match="env_kwargs"):
         attach.encode()
@@ -277,14 +281,14 @@ def test_error_texts_are_cut_and_tracebacks_keep_their_end() -> None:
     assert "first" not in again.traceback
 
 
-def test_threads_may_be_the_first_to_decode_a_type_at_the_same_time() -> None:
+def test_several_threads_can_decode_a_type_for_the_first_time_at_once() -> None:
     code = """
 import os, sys, threading
 from envserve.wire.status import LeaseStatus, ServerStatus
 sys.setswitchinterval(1e-6)
 body = ServerStatus(leases=(LeaseStatus(number=1, rows={"ok": 4}),)).encode()
 codes = set()
-for _ in range(50):  # processes that have decoded nothing yet
+for _ in range(50):  # in processes that have not decoded anything yet
     if not (pid := os.fork()):
         start = threading.Barrier(6)
         decode = lambda: (start.wait(), ServerStatus.decode(body))

@@ -1,4 +1,4 @@
-"""Reports: round trips, their limit, and input that nobody should send."""
+"""Reports: round trips, their limit, and malformed input."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ REPORT = ResultReport(
 )
 
 
-def test_reports_make_the_round_trip() -> None:
+def test_decoding_an_encoded_report_returns_it() -> None:
     frame = REPORT.encode()
     assert ResultReport.decode(frame) == REPORT
     assert frame.count(b"hung") == 1
 
 
-def test_an_empty_report_needs_no_frame() -> None:
+def test_an_empty_report_is_encoded_as_no_bytes() -> None:
     assert ResultReport().encode() == b""
     assert ResultReport.decode(b"") == ResultReport()
 
 
-def test_a_report_that_is_too_long_loses_its_largest_infos_only() -> None:
+def test_a_too_long_report_loses_only_its_largest_infos() -> None:
     faults = (Fault(1, Status.TIMEOUT, "hung"),)
     frames = {row: {"frame": bytes(20_000), "k": row} for row in range(63)}
     report = ResultReport(
@@ -50,14 +50,14 @@ def test_a_report_that_is_too_long_loses_its_largest_infos_only() -> None:
     assert len(whole) == (MAX_REPORT_BYTES - 8192) // 20_000
 
 
-def test_values_that_would_take_long_to_read_are_too_long_as_well() -> None:
+def test_infos_with_too_many_values_are_left_out() -> None:
     infos = {row: {"list": [0] * 60_000, "k": row} for row in range(3)}
     again = ResultReport.decode(ResultReport(infos=infos).encode())
     assert sum("list" in info for info in again.infos.values()) == 2
     assert [info["k"] for info in again.infos.values()] == [0, 1, 2]
 
 
-def test_many_long_texts_are_cut_until_they_fit() -> None:
+def test_long_fault_texts_are_cut_until_the_report_fits() -> None:
     faults = [
         Fault(row, Status.ENV_ERROR, "é" * 9000 + f" {row}") for row in range(500)
     ]
@@ -69,8 +69,8 @@ def test_many_long_texts_are_cut_until_they_fit() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 300, 5000, 1 << 16])
-def test_a_report_keeps_its_limit_whatever_it_says(num_rows: int) -> None:
-    """Rows and blocks are all named, even if few of their texts are."""
+def test_reports_never_exceed_their_limit(num_rows: int) -> None:
+    """All rows and blocks are listed, even if few of their texts are."""
     kinds = [(status, flag) for status in Status for flag in (False, True)]
     faults = [
         Fault(row, kinds[row % 7][0], f"{row} " + "é" * 300, kinds[row % 7][1])
@@ -97,7 +97,7 @@ def test_a_report_keeps_its_limit_whatever_it_says(num_rows: int) -> None:
     assert "gave up" in again.errors[0].text
 
 
-def test_one_error_of_many_blocks_is_sent_once() -> None:
+def test_an_error_shared_by_many_blocks_is_sent_once() -> None:
     error = ErrorBody(code=ErrorCode.ENV_FAILED, text="gave up", traceback="t" * 9000)
     errors = dict.fromkeys(range(4096), error)
     frame = ResultReport(errors=errors).encode()
@@ -111,7 +111,7 @@ def test_one_error_of_many_blocks_is_sent_once() -> None:
     [-1, None, "x", [1 << 16], [-1], [True], [1.0], bytes((1 << 13) + 1)],
     ids=repr,
 )
-def test_rows_that_cannot_be_are_protocol_errors(rows: object) -> None:
+def test_invalid_rows_raise_protocol_errors(rows: object) -> None:
     fault = [1, False, "text", rows]
     frame = codec.encode({"infos": {}, "faults": [fault], "errors": []})
     with pytest.raises(RemoteProtocolError, match="faults"):
@@ -121,7 +121,7 @@ def test_rows_that_cannot_be_are_protocol_errors(rows: object) -> None:
 @pytest.mark.parametrize(
     "rows", [[3, 3], b"\xff" * (1 << 13)], ids=["in one set", "in each"]
 )
-def test_a_row_or_block_that_is_named_twice_is_a_protocol_error(rows: object) -> None:
+def test_a_repeated_row_or_block_raises_a_protocol_error(rows: object) -> None:
     faults = [[1, False, "text", rows]] * 7
     frame = codec.encode({"infos": {}, "faults": faults, "errors": []})
     with pytest.raises(RemoteProtocolError, match="faults: expected each index once"):

@@ -1,4 +1,4 @@
-"""Rows as bytes: every kind of space, ended rows and others, exact lengths."""
+"""Rows as bytes: every kind of space, ended episodes, exact lengths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RANGES = [(0, 2), (4, 5)]
 
 
 def make_rows(name: str, seed: int | None = None) -> tuple[EnvSpec, Rows]:
-    """Rows of zeros, or of random values with some ended episodes."""
+    """Return rows of zeros, or of random values with some ended episodes."""
     spec = EnvSpec("A-v0", SPACES[name], SPACES[name])
     rows = Rows.allocate(spec, NUM_ENVS)
     if seed is not None:
@@ -46,11 +46,11 @@ def part_of(rows: Rows, ranges: list[tuple[int, int]] = RANGES) -> RowPart:
     return RowPart(RowCodec(rows), ranges)
 
 
-def results(rows: Rows) -> bytes:
+def pack_results(rows: Rows) -> bytes:
     return b"".join(part_of(rows).pack_results())
 
 
-def actions(rows: Rows) -> bytes:
+def pack_actions(rows: Rows) -> bytes:
     return b"".join(part_of(rows).pack_actions())
 
 
@@ -62,11 +62,11 @@ def all_arrays(rows: Rows) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", SPACES)
-def test_results_make_the_round_trip(name: str, random_seed: int) -> None:
+def test_unpacking_packed_results_restores_them(name: str, random_seed: int) -> None:
     for seed in range(random_seed, random_seed + 5):
         _, rows = make_rows(name, seed)
         _, target = make_rows(name)
-        part_of(target).unpack_results(results(rows))
+        part_of(target).unpack_results(pack_results(rows))
         for sent, received in zip(all_arrays(rows), all_arrays(target), strict=True):
             for start, stop in RANGES:
                 np.testing.assert_array_equal(sent[start:stop], received[start:stop])
@@ -83,17 +83,17 @@ def test_results_make_the_round_trip(name: str, random_seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", SPACES)
-def test_actions_make_the_round_trip(name: str, random_seed: int) -> None:
+def test_unpacking_packed_actions_restores_them(name: str, random_seed: int) -> None:
     _, rows = make_rows(name, random_seed)
     _, target = make_rows(name)
-    part_of(target).unpack_actions(actions(rows))
+    part_of(target).unpack_actions(pack_actions(rows))
     for sent, received in zip(rows.action, target.action, strict=True):
         for start, stop in RANGES:
             np.testing.assert_array_equal(sent[start:stop], received[start:stop])
         assert not received[2:4].any()
 
 
-def test_the_layout_is_field_by_field() -> None:
+def test_results_are_encoded_field_by_field() -> None:
     _, rows = make_rows("discrete")
     rows.reward[:] = np.arange(NUM_ENVS)
     rows.terminated[4] = True
@@ -107,20 +107,20 @@ def test_the_layout_is_field_by_field() -> None:
         + np.array([0, 1, 4], "<i8").tobytes()  # observation
         + np.array([9], "<i8").tobytes()  # final observation of row 4
     )
-    assert results(rows) == expected
+    assert pack_results(rows) == expected
 
 
 @pytest.mark.parametrize("change", [-1, 1, -8, 8, 100])
-def test_a_wrong_length_is_a_protocol_error_and_writes_nothing(change: int) -> None:
+def test_a_wrong_length_raises_a_protocol_error_and_writes_nothing(change: int) -> None:
     _, rows = make_rows("dict", 3)
     _, target = make_rows("dict")
-    payload = results(rows)
+    payload = pack_results(rows)
     wrong = payload[:change] if change < 0 else payload + bytes(change)
     with pytest.raises(RemoteProtocolError, match="bytes of results"):
         part_of(target).unpack_results(wrong)
     with pytest.raises(RemoteProtocolError, match="bytes of results"):
         part_of(target).unpack_results(wrong[:50], wrong[50:])
-    payload = actions(rows)
+    payload = pack_actions(rows)
     wrong = payload[:change] if change < 0 else payload + bytes(change)
     with pytest.raises(RemoteProtocolError, match="bytes of actions"):
         part_of(target).unpack_actions(wrong)
@@ -128,15 +128,17 @@ def test_a_wrong_length_is_a_protocol_error_and_writes_nothing(change: int) -> N
 
 
 @pytest.mark.parametrize(("offset", "value"), [(24, 2), (28, 255), (31, 4), (32, 77)])
-def test_flags_and_status_out_of_range_are_errors(offset: int, value: int) -> None:
+def test_flags_and_status_out_of_range_raise_protocol_errors(
+    offset: int, value: int
+) -> None:
     _, rows = make_rows("discrete")
-    payload = bytearray(results(rows))
+    payload = bytearray(pack_results(rows))
     payload[offset] = value
     with pytest.raises(RemoteProtocolError, match="status"):
         part_of(rows).unpack_results(bytes(payload))
 
 
-def test_a_space_of_no_bytes_is_carried() -> None:
+def test_rows_without_bytes_can_be_packed_and_unpacked() -> None:
     space = spaces.Box(0, 1, (0,), np.float32)
     rows = Rows.allocate(EnvSpec("A-v0", space, space), 2)
     rows.terminated[:] = True
@@ -146,7 +148,7 @@ def test_a_space_of_no_bytes_is_carried() -> None:
 
 
 def cuts_of(buffers: Sequence[Any]) -> Iterator[int]:
-    """Every place to cut at, but few of those deep inside a long field."""
+    """Yield the offsets at which to cut, only some of them deep inside long fields."""
     start = 0
     for nbytes in [memoryview(buffer).nbytes for buffer in buffers]:
         step = max(1, nbytes // 100)
@@ -157,15 +159,17 @@ def cuts_of(buffers: Sequence[Any]) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("name", SPACES)
-def test_rows_may_be_cut_in_two_anywhere(name: str, random_seed: int) -> None:
+def test_rows_can_be_cut_between_body_and_payload_anywhere(
+    name: str, random_seed: int
+) -> None:
     (_, rows), (_, target) = make_rows(name, random_seed), make_rows(name)
     part = part_of(target)
-    payload, zeros = results(rows), results(target)
+    payload, zeros = pack_results(rows), pack_results(target)
     for cut in cuts_of(part_of(rows).pack_results()):
         part.unpack_results(zeros)
         part.unpack_results(payload[:cut], payload[cut:])
         assert b"".join(part.pack_results()) == payload
-    payload, zeros = actions(rows), actions(target)
+    payload, zeros = pack_actions(rows), pack_actions(target)
     for cut in cuts_of(part_of(rows).pack_actions()):
         part.unpack_actions(zeros)
         part.unpack_actions(payload[:cut], payload[cut:])
@@ -192,12 +196,12 @@ def test_short_rows_and_first_fields_go_into_the_body(
     assert body + bytes(payload) == b"".join(buffers)
 
 
-def test_a_last_field_that_is_long_is_not_copied() -> None:
+def test_a_long_last_field_is_not_copied() -> None:
     field = memoryview(bytearray(MAX_INLINE_BYTES + 1))
     assert split_rows([b"123", field]) == (b"123", field)
     assert split_rows([b"123", field])[1] is field
 
 
-def test_ranges_that_follow_each_other_are_joined() -> None:
+def test_adjacent_ranges_are_merged() -> None:
     assert merge_ranges([(0, 2), (2, 5), (7, 8), (5, 7)]) == [(0, 5), (7, 8), (5, 7)]
     assert merge_ranges([]) == []

@@ -274,7 +274,7 @@ def test_action_that_an_env_keeps_never_changes(host: Host, keeping_env: str) ->
         ("complain", ["too loud"], "ValueError: too loud"),
         ("no_such_thing", [], "AttributeError"),
         ("_observation", [1], "TypeError"),
-        ("action_space", [], "no plain form for a value of type Discrete"),
+        ("action_space", [], "cannot encode a value of type Discrete"),
     ],
 )
 def test_call_that_fails_gives_the_traceback_and_costs_nothing(

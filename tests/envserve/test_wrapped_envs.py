@@ -1,4 +1,4 @@
-"""Wrapped envs give the same rows wherever they run, and errors say what is wrong."""
+"""Wrapped envs yield the same rows wherever they run; errors name the wrong wrapper."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WRAPPERS: list[dict[str, Any]] = [
     {"name": "FrameHistory", "past_indices": [0, 2], "flatten": True},
     {"name": "DtypeObservation", "dtype": "float64"},
 ]
-OWN_WRAPPERS = """
+USER_WRAPPERS = """
 import gymnasium
 from envserve.wrappers import Integer, register_wrapper
 
@@ -82,7 +82,7 @@ def test_rows_do_not_depend_on_where_wrapped_envs_run(
         assert runs[0][0][0].dtype == np.float64
 
 
-def test_rows_are_those_of_the_env_wrapped_by_hand() -> None:
+def test_rows_equal_those_of_an_env_wrapped_by_hand() -> None:
     rows = rows_of_a_run(
         BatchEnv.local(CARTPOLE, NUM_ENVS, 2, seed=5, wrappers=WRAPPERS)
     )
@@ -106,7 +106,7 @@ def test_rows_are_those_of_the_env_wrapped_by_hand() -> None:
     assert ends >= NUM_ENVS
 
 
-def test_arguments_are_checked_before_anything_is_asked_for() -> None:
+def test_arguments_are_checked_before_a_server_is_contacted() -> None:
     wrong = [{"name": "ActionRepeat", "amount": 0}]
     message = r"wrappers\[0\] \(ActionRepeat\): amount: expected an int from 1 to 1000"
     with pytest.raises(WrapperError, match=message):
@@ -124,12 +124,12 @@ def test_arguments_are_checked_before_anything_is_asked_for() -> None:
         )
 
 
-def test_server_says_what_is_wrong_and_applies_only_what_it_knows(
+def test_a_server_applies_only_registered_wrappers_and_explains_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "own_wrappers.py").write_text(OWN_WRAPPERS)
+    (tmp_path / "user_wrappers.py").write_text(USER_WRAPPERS)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}
-    options = ("--import", "own_wrappers", "--env", CARTPOLE)
+    options = ("--import", "user_wrappers", "--env", CARTPOLE)
     with ServerProcess(tmp_path, *options, environment=environment) as server:
 
         def connect(wrappers: list[dict[str, Any]], name: str = CARTPOLE) -> BatchEnv:
@@ -154,12 +154,12 @@ def test_server_says_what_is_wrong_and_applies_only_what_it_knows(
             assert batch.step(np.array([0, 1])).reward.tolist() == [3.0, 3.0]
 
 
-def test_local_workers_know_what_modules_register(
+def test_local_workers_apply_wrappers_that_modules_register(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "own_wrappers.py").write_text(OWN_WRAPPERS)
+    (tmp_path / "user_wrappers.py").write_text(USER_WRAPPERS)
     monkeypatch.syspath_prepend(tmp_path)
-    options: dict[str, Any] = {"seed": 1, "import_modules": ["own_wrappers"]}
+    options: dict[str, Any] = {"seed": 1, "import_modules": ["user_wrappers"]}
     wrappers = [{"name": "Scaled", "by": 3}, {"name": "Scaled", "by": 2}]
     with BatchEnv.local(CARTPOLE, 2, 1, wrappers=wrappers, **options) as batch:
         batch.reset()

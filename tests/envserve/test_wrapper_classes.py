@@ -1,4 +1,4 @@
-"""What our own wrappers do, step by step."""
+"""The behaviour of envserve's wrappers, step by step."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from gymnasium.utils import seeding
 
 from envserve.envs.registry import make_env
 from envserve.errors import EnvStartError
-from tests.envserve.shown_env import Bounded, episode, line, wrapped
+from tests.envserve.scripted_env import (
+    Bounded,
+    episode_observations,
+    scripted,
+    wrapped,
+)
 
 # ActionRepeat.
 
 
-def test_action_repeat_sums_rewards_and_gives_the_last_of_all_else() -> None:
-    env = wrapped(inner := line(range(9)), "ActionRepeat", amount=3)
+def test_action_repeat_sums_rewards_and_returns_the_last_of_the_other_values() -> None:
+    env = wrapped(inner := scripted(range(9)), "ActionRepeat", amount=3)
     env.reset()
     observation, reward, terminated, truncated, info = env.step(1)
     assert (float(observation), reward, terminated, truncated) == (
@@ -31,14 +36,14 @@ def test_action_repeat_sums_rewards_and_gives_the_last_of_all_else() -> None:
     assert inner.actions == [1, 1, 1]
 
 
-def test_action_repeat_stops_where_the_episode_ends() -> None:
-    env = wrapped(inner := line(range(5)), "ActionRepeat", amount=3)
+def test_action_repeat_stops_when_the_episode_ends() -> None:
+    env = wrapped(inner := scripted(range(5)), "ActionRepeat", amount=3)
     env.reset()
     env.step(1)
     assert env.step(2)[:4] == (4.0, 4.0, True, False)
     assert inner.actions == [1, 1, 1, 2]
     limited = wrapped(
-        gymnasium.wrappers.TimeLimit(line(range(9)), 2), "ActionRepeat", amount=3
+        gymnasium.wrappers.TimeLimit(scripted(range(9)), 2), "ActionRepeat", amount=3
     )
     limited.reset()
     assert limited.step(0)[:4] == (2.0, 3.0, False, True)
@@ -47,67 +52,69 @@ def test_action_repeat_stops_where_the_episode_ends() -> None:
 # FrameDelta.
 
 
-def test_frame_delta_gives_differences_and_begins_each_episode_with_zero() -> None:
-    env = wrapped(line([[1, 5], [4, 5], [2, 9]]), "FrameDelta")
+def test_frame_delta_returns_differences_and_zero_at_each_reset() -> None:
+    env = wrapped(scripted([[1, 5], [4, 5], [2, 9]]), "FrameDelta")
     assert env.observation_space == spaces.Box(-9.0, 9.0, (2,), np.float32)
     for _ in range(2):
-        deltas = episode(env)
+        deltas = episode_observations(env)
         np.testing.assert_array_equal(deltas, [[0, 0], [3, 0], [-2, 4]])
         assert all(env.observation_space.contains(delta) for delta in deltas)
 
 
-def test_frame_delta_of_bytes_does_not_wrap_around() -> None:
-    env = wrapped(line([[250], [5]], "uint8", 0, 255), "FrameDelta")
+def test_frame_delta_of_bytes_does_not_overflow() -> None:
+    env = wrapped(scripted([[250], [5]], "uint8", 0, 255), "FrameDelta")
     assert env.observation_space == spaces.Box(-255, 255, (1,), np.int16)
-    deltas = episode(env)
+    deltas = episode_observations(env)
     assert [delta.dtype for delta in deltas] == [np.int16] * 2
     assert [int(delta[0]) for delta in deltas] == [0, -245]
 
 
-def test_frame_delta_leaves_a_wrong_dtype_to_be_seen() -> None:
-    env = line([[1], [2]])
+def test_frame_delta_does_not_hide_a_wrong_dtype() -> None:
+    env = scripted([[1], [2]])
     env.array = env.array.astype(np.float64)
     assert wrapped(env, "FrameDelta").reset()[0].dtype == np.float64
 
 
-def test_frame_delta_takes_infinite_bounds_but_no_long_integers() -> None:
-    env = wrapped(line([[1], [2]], low=-np.inf, high=np.inf), "FrameDelta")
+def test_frame_delta_accepts_infinite_bounds_but_no_long_integers() -> None:
+    env = wrapped(scripted([[1], [2]], low=-np.inf, high=np.inf), "FrameDelta")
     assert env.observation_space == spaces.Box(-np.inf, np.inf, (1,), np.float32)
     with pytest.raises(EnvStartError, match="integers of at most 32 bits"):
-        wrapped(line([[1], [2]], "int64"), "FrameDelta")
+        wrapped(scripted([[1], [2]], "int64"), "FrameDelta")
 
 
 # FrameHistory.
 
 
-def test_frame_history_gives_the_past_that_was_asked_for() -> None:
-    """Also the oldest: a buffer of as many frames as its index would lose it."""
+def test_frame_history_returns_the_requested_past() -> None:
+    """This includes the oldest index, for which the buffer needs one frame more."""
     env = wrapped(
-        line([[1], [2], [3], [4], [5]]), "FrameHistory", past_indices=[0, 1, 3]
+        scripted([[1], [2], [3], [4], [5]]), "FrameHistory", past_indices=[0, 1, 3]
     )
     assert env.observation_space == spaces.Box(0.0, 9.0, (3, 1), np.float32)
     for _ in range(2):
-        histories = [history[:, 0].tolist() for history in episode(env)]
+        histories = [history[:, 0].tolist() for history in episode_observations(env)]
         assert histories == [[1, 1, 1], [2, 1, 1], [3, 2, 1], [4, 3, 1], [5, 4, 2]]
 
 
-def test_frame_history_need_not_hold_the_present() -> None:
-    env = wrapped(line([1, 2, 3, 4]), "FrameHistory", past_indices=[2])
-    assert [float(history[0]) for history in episode(env)] == [1, 1, 1, 2]
+def test_frame_history_may_exclude_the_present() -> None:
+    env = wrapped(scripted([1, 2, 3, 4]), "FrameHistory", past_indices=[2])
+    assert [float(history[0]) for history in episode_observations(env)] == [1, 1, 1, 2]
 
 
-def test_frame_history_joins_along_the_first_axis() -> None:
+def test_frame_history_concatenates_along_the_first_axis() -> None:
     env = wrapped(
-        line([[[1, 2]], [[3, 4]]], "uint8", 0, 255),
+        scripted([[[1, 2]], [[3, 4]]], "uint8", 0, 255),
         "FrameHistory",
         past_indices=[1, 0],
         flatten=True,
     )
     assert env.observation_space == spaces.Box(0, 255, (2, 2), np.uint8)
-    first, second = episode(env)
+    first, second = episode_observations(env)
     assert (first.dtype, first.tolist()) == (np.uint8, [[1, 2], [1, 2]])
     assert second.tolist() == [[1, 2], [3, 4]]
-    scalars = wrapped(line([1, 2]), "FrameHistory", past_indices=[0, 1], flatten=True)
+    scalars = wrapped(
+        scripted([1, 2]), "FrameHistory", past_indices=[0, 1], flatten=True
+    )
     assert scalars.observation_space.shape == (2,)
     assert scalars.reset()[0].tolist() == [1, 1]
 
@@ -116,7 +123,7 @@ def test_frame_history_joins_along_the_first_axis() -> None:
 
 
 class Walk(gymnasium.Env[Any, Any]):
-    """Shows how often, and with what, it was stepped; ends at a given step."""
+    """Observes the number of its steps and their actions; ends at a given step."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
     action_space = spaces.Discrete(1000)
@@ -144,8 +151,8 @@ def starts(env: Any, seed: int, count: int = 40) -> list[tuple[float, ...]]:
 
 
 @pytest.mark.parametrize("is_seeded", [True, False])
-def test_random_start_follows_from_the_seed(is_seeded: bool) -> None:
-    """Also in an env that has nothing to draw, and so takes no seed."""
+def test_random_start_is_determined_by_the_seed(is_seeded: bool) -> None:
+    """This includes envs without random numbers, which ignore the seed."""
     env = wrapped(Walk(is_seeded=is_seeded), "RandomStart", max_steps=5)
     first = starts(env, 3)
     assert starts(env, 3) == first
@@ -167,7 +174,7 @@ def test_random_start_draws_from_the_generator_that_replays_restore() -> None:
     assert [tuple(other.reset()[0]) for _ in range(5)] == following
 
 
-def test_random_start_leaves_a_generator_alone_that_the_env_has_set() -> None:
+def test_random_start_does_not_reseed_a_generator_that_the_env_assigned() -> None:
     class Own(Walk):
         def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
             if seed is not None:
@@ -178,12 +185,12 @@ def test_random_start_leaves_a_generator_alone_that_the_env_has_set() -> None:
     assert starts(wrapped(Own(), "RandomStart", max_steps=5), 3) == starts(expected, 4)
 
 
-def test_random_start_begins_again_when_an_episode_ends_at_once() -> None:
+def test_random_start_resets_again_when_an_episode_ends_during_it() -> None:
     env = wrapped(Walk(length=3), "RandomStart", max_steps=5)
     assert {number for number, _ in starts(env, 0)} == {0, 1, 2}
 
 
-def test_random_start_gives_up_on_random_steps_in_an_env_of_one_step() -> None:
+def test_random_start_takes_no_steps_if_every_episode_ends_at_once() -> None:
     env = wrapped(inner := Walk(length=1), "RandomStart", max_steps=10_000)
     assert [number for number, _ in starts(env, 0, 1)] == [0]
     assert inner.num_resets == 11
@@ -193,7 +200,7 @@ def test_random_start_gives_up_on_random_steps_in_an_env_of_one_step() -> None:
 
 
 def lengths(env: Any, seed: int, count: int = 2) -> list[int]:
-    """Lengths of episodes, the first of which begins with a seed."""
+    """Return the lengths of episodes, the first of which begins with a seed."""
     found = []
     for number in range(count):
         env.reset(seed=seed if number == 0 else None)
@@ -215,7 +222,7 @@ def limited(limit: int | None, length: int = 10**6) -> Any:
     return wrapped(env, "StaggerEpisodes")
 
 
-def test_staggered_envs_end_their_first_episodes_anywhere_up_to_the_limit() -> None:
+def test_staggered_first_episodes_end_anywhere_up_to_the_limit() -> None:
     env = limited(20)
     both = np.array([lengths(env, seed) for seed in range(400)])
     assert set(both[:, 0]) == set(range(1, 21))
@@ -225,7 +232,7 @@ def test_staggered_envs_end_their_first_episodes_anywhere_up_to_the_limit() -> N
     assert lengths(limited(20), 7) == lengths(env, 7)
 
 
-def test_a_staggered_episode_is_the_same_until_it_is_cut() -> None:
+def test_a_staggered_episode_is_unchanged_until_it_is_truncated() -> None:
     plain, env = make_env("Pendulum-v1", {}), make_env("Pendulum-v1", {})
     env = wrapped(env, "StaggerEpisodes")
     assert env.reset(seed=3)[0].tolist() == plain.reset(seed=3)[0].tolist()
@@ -233,7 +240,7 @@ def test_a_staggered_episode_is_the_same_until_it_is_cut() -> None:
     assert env.reset()[0].tolist() == plain.reset()[0].tolist()
 
 
-def test_staggering_leaves_alone_what_ends_before_or_has_no_limit() -> None:
+def test_staggering_does_not_change_shorter_episodes_or_envs_without_a_limit() -> None:
     assert {tuple(lengths(limited(10**6, length=5), seed)) for seed in range(9)} == {
         (5, 5)
     }
@@ -266,7 +273,7 @@ def test_range_normalize_scales_observations_and_actions() -> None:
     assert env.action_space == spaces.Discrete(2)
 
 
-def test_range_normalize_makes_floats_of_bytes() -> None:
+def test_range_normalize_converts_bytes_to_floats() -> None:
     space = spaces.Box(0, 255, (2,), np.uint8)
     env = wrapped(Bounded(space, BOX), "RangeNormalize", action=False)
     assert env.observation_space == spaces.Box(-1.0, 1.0, (2,), np.float32)
@@ -280,7 +287,9 @@ def test_range_normalize_makes_floats_of_bytes() -> None:
     ids=["infinite", "as good as infinite", "equal"],
 )
 @pytest.mark.parametrize("part", ["observation", "action"])
-def test_range_normalize_refuses_what_has_no_range(part: str, bounds: Any) -> None:
+def test_range_normalize_rejects_bounds_without_a_finite_range(
+    part: str, bounds: Any
+) -> None:
     low, high = bounds
     space = spaces.Box(np.array(low, np.float32), np.array(high, np.float32))
     env = Bounded(space, BOX) if part == "observation" else Bounded(BOX, space)

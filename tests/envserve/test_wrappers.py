@@ -1,4 +1,4 @@
-"""Which wrappers there are, what they take, and what is said of anything else."""
+"""The registered wrappers, their arguments, and the errors about wrong requests."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from envserve.wrappers import (
     register_wrapper,
 )
 from envserve.wrappers.apply import wrap
+from envserve.wrappers.registry import WRAPPERS, RegisteredWrapper
 from envserve.wrappers.specs import (
     MAX_WRAPPERS,
     WrapperSpec,
     check_wrappers,
     parse_wrappers,
-    plain_wrappers,
     wrappers_from_plain,
+    wrappers_to_plain,
 )
-from envserve.wrappers.table import KNOWN, Known
-from tests.envserve.shown_env import Bounded
+from tests.envserve.scripted_env import Bounded
 
 IMAGE = spaces.Box(0, 255, (256, 256, 3), np.uint8)
 
@@ -44,9 +44,9 @@ def of(name: str, **arguments: Any) -> tuple[WrapperSpec, ...]:
     return (WrapperSpec(name, arguments),)
 
 
-@pytest.mark.parametrize("name", sorted(KNOWN))
-def test_arguments_are_those_of_what_is_called(name: str) -> None:
-    known = KNOWN[name]
+@pytest.mark.parametrize("name", sorted(WRAPPERS))
+def test_registered_arguments_are_those_of_the_wrapper_class(name: str) -> None:
+    known = WRAPPERS[name]
     assert isinstance(known.make, str)
     module, _, attribute = known.make.partition(":")
     _, *parameters = inspect.signature(
@@ -59,7 +59,7 @@ def test_arguments_are_those_of_what_is_called(name: str) -> None:
         assert attribute == name
 
 
-def test_wrappers_are_read_from_tables_in_their_order() -> None:
+def test_wrappers_are_parsed_in_their_order() -> None:
     specs = parse_wrappers(
         [{"name": "ActionRepeat", "amount": 4}, {"name": "ClipAction"}]
     )
@@ -68,15 +68,15 @@ def test_wrappers_are_read_from_tables_in_their_order() -> None:
         WrapperSpec("ClipAction"),
     )
     assert str(specs[0]) == "ActionRepeat(amount=4)"
-    assert wrappers_from_plain(plain_wrappers(specs)) == specs
+    assert wrappers_from_plain(wrappers_to_plain(specs)) == specs
 
 
-def test_equal_wrappers_are_written_alike_whatever_the_order_of_arguments() -> None:
+def test_the_encoding_of_wrappers_does_not_depend_on_the_order_of_arguments() -> None:
     first = parse_wrappers([{"name": "X", "a": 1, "b": 2}])
     second = parse_wrappers([{"b": 2, "a": 1, "name": "X"}])
     assert [list(spec.arguments) for spec in first + second] == [["a", "b"]] * 2
     third = (WrapperSpec("X", {"b": 2, "a": 1}),)
-    encoded = {codec.encode(plain_wrappers(s)) for s in (first, second, third)}
+    encoded = {codec.encode(wrappers_to_plain(s)) for s in (first, second, third)}
     assert len(encoded) == 1
 
 
@@ -121,7 +121,7 @@ def test_equal_wrappers_are_written_alike_whatever_the_order_of_arguments() -> N
         ),
     ],
 )
-def test_what_is_wrong_is_named(tables: Any, message: str) -> None:
+def test_errors_name_the_wrong_wrapper_and_argument(tables: Any, message: str) -> None:
     with pytest.raises(WrapperError, match=message):
         parse_wrappers(tables)
 
@@ -136,8 +136,10 @@ def test_what_is_wrong_is_named(tables: Any, message: str) -> None:
         ("os:system", "known are ActionRepeat"),
     ],
 )
-def test_unknown_wrapper_suggests_what_may_be_meant(name: str, hint: str) -> None:
-    parse_wrappers([{"name": name}])  # somebody else may know it
+def test_the_error_about_an_unknown_wrapper_suggests_names(
+    name: str, hint: str
+) -> None:
+    parse_wrappers([{"name": name}])  # a server may have registered it
     with pytest.raises(WrapperError, match=f"no wrapper named '{name}'.*{hint}"):
         check_wrappers(of(name))
     with pytest.raises(WrapperError, match=hint):
@@ -149,7 +151,7 @@ def test_unknown_wrapper_suggests_what_may_be_meant(name: str, hint: str) -> Non
     [None, 3, {}, [[]], [["a", 1]], [[1, {}]], [["a", {1: 2}]]]
     + [[["a" * 201, {}]], [["a", {}]] * (MAX_WRAPPERS + 1), [np.zeros(2)], np.zeros(2)],
 )
-def test_plain_form_is_checked(value: Any) -> None:
+def test_malformed_pairs_raise_wrapper_error(value: Any) -> None:
     with pytest.raises(WrapperError):
         wrappers_from_plain(value)
 
@@ -188,14 +190,14 @@ def test_arguments_have_bounds(argument: Any, good: list[Any], bad: list[Any]) -
         (spaces.Dict(image=IMAGE), of("FrameStackObservation", stack_size=30)),
     ],
 )
-def test_observations_cannot_become_huge(
+def test_wrappers_cannot_enlarge_observations_above_the_limit(
     space: spaces.Space[Any], specs: tuple[WrapperSpec, ...]
 ) -> None:
     with pytest.raises(WrapperError, match=r"expected observations of at most 4 MiB"):
         wrap(Bounded(space), specs)
 
 
-def test_observations_that_are_huge_may_stay_so() -> None:
+def test_observations_may_stay_as_large_as_the_envs_own() -> None:
     space = spaces.Box(0, 255, (1200, 1200, 3), np.uint8)  # 4.1 MiB
     limit = of("TimeLimit", max_episode_steps=9)
     assert wrap(Bounded(space), limit).observation_space == space
@@ -213,15 +215,15 @@ def test_observations_that_are_huge_may_stay_so() -> None:
         (of("RangeNormalize"), r"observations that are a Box; .* observation = false"),
     ],
 )
-def test_env_that_does_not_fit_is_named_with_its_wrapper(
+def test_the_error_about_an_unsuitable_env_names_the_wrapper(
     specs: tuple[WrapperSpec, ...], message: str
 ) -> None:
     with pytest.raises(EnvStartError, match=message):
         wrap(Bounded(spaces.Discrete(3)), specs)
 
 
-@patch.dict(KNOWN)
-def test_own_wrappers_have_arguments_too() -> None:
+@patch.dict(WRAPPERS)
+def test_user_wrappers_can_be_registered_with_arguments() -> None:
     def limited(env: Any, steps: int) -> Any:
         return gymnasium.wrappers.TimeLimit(env, steps)
 
@@ -238,16 +240,16 @@ def test_own_wrappers_have_arguments_too() -> None:
         register_wrapper("Named", limited, {"name": Boolean()})
 
 
-def test_table_holds_what_is_documented() -> None:
-    """Every name stands in the tables of docs/wrappers.md, with every argument."""
+def test_documented_wrappers_and_arguments_are_the_registered_ones() -> None:
+    """The tables of docs/wrappers.md list every name with every argument."""
     text = (Path(__file__).parents[2] / "docs" / "wrappers.md").read_text()
     rows = {
         line.split("|")[1].strip(" `"): line
         for line in text.splitlines()
         if line.startswith("| `")
     }
-    assert set(rows) == set(KNOWN)
-    for name, known in KNOWN.items():
-        assert isinstance(known, Known)
+    assert set(rows) == set(WRAPPERS)
+    for name, known in WRAPPERS.items():
+        assert isinstance(known, RegisteredWrapper)
         for argument in known.arguments:
             assert f"`{argument}`" in rows[name], (name, argument)

@@ -26,7 +26,7 @@ from envserve.settings import HostSettings
 from envserve.wire.sockets import use_keys
 from tests.envserve.strangers import UNKEYED, Stranger
 
-SERVER, FRIEND, STRANGER = KeyPair.make(), KeyPair.make(), KeyPair.make()
+SERVER, FRIEND, STRANGER = KeyPair.generate(), KeyPair.generate(), KeyPair.generate()
 GRANT = Grant(name="ann", public=FRIEND.public)
 INVITED = Grant(name="bob", public=FRIEND.public, until=9e9)
 #: Within it, who is let in has been heard, on a machine that has other things to do.

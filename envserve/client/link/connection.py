@@ -18,7 +18,7 @@ from envserve.client.link.zmq_guards.resolver import Lookup, is_number
 from envserve.client.link.zmq_guards.wakeup import Descriptor, Pending
 from envserve.errors import ConnectError, RemoteProtocolError
 from envserve.keys.key_folder import KeyFolder
-from envserve.keys.key_pair import Keys
+from envserve.keys.key_pair import CurveKeys
 from envserve.wire.constants import MAX_FRAMES, MessageType
 from envserve.wire.handshake import (
     ErrorBody,
@@ -29,11 +29,11 @@ from envserve.wire.handshake import (
 )
 from envserve.wire.message import Buffer, Message, decode, encode
 from envserve.wire.sockets import (
-    KEYED_BYTES,
+    CURVE_OVERHEAD_BYTES,
     NOBLOCK,
     FrameReceiver,
     Frames,
-    descriptor_of,
+    event_fd,
     set_common_options,
     use_keys,
 )
@@ -129,7 +129,7 @@ class Connection:
     def __init__(
         self,
         address: str,
-        keys: Keys | None = None,
+        keys: CurveKeys | None = None,
         *,
         insecure: bool = False,
         context: SharedContext | None = None,
@@ -157,7 +157,7 @@ class Connection:
         self._context = context or SharedContext(1)
         self._open()
 
-    def keys_for(self, address: str) -> Keys | None:
+    def keys_for(self, address: str) -> CurveKeys | None:
         """Returns those to use at an address; raises as the constructor does."""
         if address == NOWHERE:
             return None
@@ -170,7 +170,7 @@ class Connection:
         receiver = FrameReceiver(socket, MAX_FRAMES + 1, 1)
         self._pending = Pending(receiver, self.address)
         self.receive: Callable[[], Frames | None] = receiver.receive
-        self.receive_soon = partial(receiver.receive, waits=True)
+        self.receive_soon = partial(receiver.receive, wait=True)
         set_common_options(socket)
         # Else requests are queued for a server that is gone, and reach the next one.
         socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -178,7 +178,7 @@ class Connection:
         # Whoever reads no more is sent no more: the rest waits at the server.
         limit = max(2, _MAX_UNREAD_BYTES // self.max_row_bytes)
         socket.setsockopt(zmq.RCVHWM, limit)
-        socket.setsockopt(zmq.MAXMSGSIZE, self.max_frame_bytes + KEYED_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, self.max_frame_bytes + CURVE_OVERHEAD_BYTES)
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
@@ -189,7 +189,7 @@ class Connection:
             self._connect(self.address)
         elif self._lookup is None or self._lookup.address != self.address:
             self._lookup = Lookup(self.address) if self.address != NOWHERE else None
-        self.descriptor.watch(descriptor_of(socket))
+        self.descriptor.watch(event_fd(socket))
 
     def _connect(self, address: str) -> None:
         self._socket.setsockopt(zmq.IPV6, "[" in address)
@@ -233,7 +233,9 @@ class Connection:
         if max_frame_bytes:
             self.forget_former()
 
-    def move(self, address: str, keys: Keys | None, farewell: list[Buffer]) -> None:
+    def move(
+        self, address: str, keys: CurveKeys | None, farewell: list[Buffer]
+    ) -> None:
         """Leaves the server for another: nothing that it sends yet is received."""
         self.keys = keys
         self.send(farewell)
@@ -257,7 +259,7 @@ class Connection:
 
     def is_endless(self, is_connected: bool) -> bool:
         """Tells whether more has come than any message may have."""
-        most = (MAX_FRAMES + 1) * (self.max_frame_bytes + KEYED_BYTES)
+        most = (MAX_FRAMES + 1) * (self.max_frame_bytes + CURVE_OVERHEAD_BYTES)
         return self._pending.count(is_connected) > most
 
     def drop(self) -> None:

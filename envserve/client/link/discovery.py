@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from envserve import ray
-from envserve.address import NamedAddress, complete
+from envserve.address import NamedAddress, complete_address
 from envserve.errors import AddressError
 
 __all__ = ["SOURCES", "resolve"]
@@ -21,9 +21,10 @@ def resolve(word: str) -> tuple[str, ...]:
     """Returns the addresses that a word stands for now, with scheme and port.
 
     Args:
-      word: An address, as for `complete`; or a source of them: `dns://host:port` for a
-        server at every address of a name, `file:///path` for a file of an address a
-        line, `ray://namespace/name` for servers that run in Ray.
+      word: An address, as for `complete_address`; or a source of addresses:
+        `dns://host:port` for a server at every address of a name, `file:///path` for
+        a file with one address per line, `ray://namespace/name` for servers that run
+        in Ray.
 
     Raises:
       AddressError: It is no such word, nobody knows the host, or there is no address.
@@ -37,7 +38,7 @@ def resolve(word: str) -> tuple[str, ...]:
 
 
 def _by_name(word: str) -> tuple[str, ...]:
-    by_name = complete(word)
+    by_name = complete_address(word)
     if by_name.startswith("ipc://"):
         return (by_name,)
     name, _, port = by_name.removeprefix("tcp://").rpartition(":")
@@ -72,7 +73,7 @@ def _in_file(word: str, path: str) -> tuple[str, ...]:
         try:
             if text.startswith("dns://"):
                 raise AddressError(f"expected one address; got {text!r:.200}")
-            found += [complete(text)] if text else []
+            found += [complete_address(text)] if text else []
         except AddressError as error:
             raise AddressError(f"{path}:{number}: {error}") from None
     if not found:

@@ -45,7 +45,9 @@ def join(invitation: Invitation, pair: KeyPair, timeout_seconds: float) -> None:
             set_common_options(socket)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
             socket.setsockopt(zmq.IPV6, "[" in address)
-            use_keys(socket, invitation.server_public, KeyPair.of(invitation.secret))
+            use_keys(
+                socket, invitation.server_public, KeyPair.from_secret(invitation.secret)
+            )
             if _ask(socket, invitation, address, pair.public, seconds):
                 return
         finally:
@@ -77,7 +79,7 @@ def _ask(
             ready: dict[Any, int] = dict(poller.poll(math.ceil(1000 * left)))
             if monitor in ready:
                 if recv_monitor_message(monitor)["value"] == UNKNOWN_KEY:
-                    raise ConnectError(invitation.ended_text)
+                    raise ConnectError(invitation.rejected_text)
             elif socket in ready:
                 answer = decode(socket.recv_multipart())
                 if answer.type is MessageType.ERROR:

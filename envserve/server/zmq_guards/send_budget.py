@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from envserve.session.server.quotas import KEYLESS
-from envserve.wire.message import Buffer, Peer, place_of
+from envserve.wire.message import Buffer, Peer, session_and_block
 
 __all__ = ["LONG_BYTES", "SendBudget"]
 
@@ -48,7 +48,7 @@ class SendBudget:
         Who reads has at most one answer under way for a block. So one that has none is
         always answered, however long that is.
         """
-        session, block = place_of(frames[0])
+        session, block = session_and_block(frames[0])
         reader = peer[-1] if peer[-1] not in KEYLESS else session
         place = reader, session, block
         num_bytes = sum(len(frame) for frame in frames if len(frame) >= LONG_BYTES)

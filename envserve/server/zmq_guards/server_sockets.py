@@ -27,9 +27,9 @@ from envserve.server.zmq_guards.zap import DOMAIN
 from envserve.session.server.decisions import Audit
 from envserve.wire.constants import MAX_FRAMES
 from envserve.wire.sockets import (
-    KEYED_BYTES,
+    CURVE_OVERHEAD_BYTES,
     FrameReceiver,
-    descriptor_of,
+    event_fd,
     set_common_options,
 )
 
@@ -81,7 +81,7 @@ class ServerSocket:
         if not self.has_keys:
             return self.user
         try:
-            return str(self.receiver.first.get("User-Id"))
+            return str(self.receiver.first_frame.get("User-Id"))
         except zmq.ZMQError:
             return ""
 
@@ -139,7 +139,9 @@ class ServerSockets:
             set_common_options(socket)
             # Without it, replies that cannot be sent vanish unnoticed.
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            socket.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes + KEYED_BYTES)
+            socket.setsockopt(
+                zmq.MAXMSGSIZE, self._max_message_bytes + CURVE_OVERHEAD_BYTES
+            )
             socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
             socket.setsockopt(zmq.SNDHWM, _SEND_LIMIT)
             socket.setsockopt(zmq.RCVHWM, _RECEIVE_LIMIT)
@@ -185,7 +187,7 @@ class ServerSockets:
         """
         self._on_readable = callback
         for each in self.by_number.values():
-            self._loop.add_reader(descriptor_of(each.zmq), callback)
+            self._loop.add_reader(event_fd(each.zmq), callback)
 
     def stop_reading(self) -> None:
         """Stop calling back."""
@@ -196,7 +198,7 @@ class ServerSockets:
 
     def _remove_readers(self) -> None:
         for each in self.by_number.values():
-            self._loop.remove_reader(descriptor_of(each.zmq))
+            self._loop.remove_reader(event_fd(each.zmq))
 
     def has_unread(self) -> bool:
         """Return whether a message can be received."""

@@ -21,7 +21,7 @@ from envserve.keys import formats
 from envserve.keys.grant import Grant
 from envserve.session.server.decisions import Audit
 from envserve.text import LogThrottle
-from envserve.wire.sockets import NOBLOCK, descriptor_of
+from envserve.wire.sockets import NOBLOCK, event_fd
 
 __all__ = ["DOMAIN", "Zap", "user_of"]
 
@@ -82,11 +82,11 @@ class Zap:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(_ADDRESS)
         self._planned: asyncio.Handle | None = None
-        loop.add_reader(descriptor_of(self._socket), self._on_requests)
+        loop.add_reader(event_fd(self._socket), self._on_requests)
 
     def close(self) -> None:
         """Answers no more: then nobody gets in."""
-        self._loop.remove_reader(descriptor_of(self._socket))
+        self._loop.remove_reader(event_fd(self._socket))
         if self._planned is not None:
             self._planned.cancel()
         self._socket.close()
@@ -121,11 +121,11 @@ class Zap:
         try:
             status, user = self._judge(frames)
         except KeyFileError as error:
-            more = self._throttle.passes(KeyFileError, time.monotonic())
+            more = self._throttle.admit(KeyFileError, time.monotonic())
             if more is not None:
                 _LOGGER.warning("who knocks may try again: %s%s", error, more)
         except Exception as error:
-            more = self._throttle.passes(type(error), time.monotonic())
+            more = self._throttle.admit(type(error), time.monotonic())
             if more is not None:
                 _LOGGER.exception("it could not be found out who knocks%s", more)
         self.counts[status] += 1
@@ -160,6 +160,6 @@ class Zap:
         key, place = formats.fingerprint(public), address.decode(errors="replace")
         reason = f"key {key}, from {place}, is not known here"
         self._audit(Audit("refused", "", reason=reason))
-        more = self._throttle.passes("refused", time.monotonic())
+        more = self._throttle.admit("refused", time.monotonic())
         if more is not None:
             _LOGGER.info("%s%s", reason, more)

@@ -18,7 +18,7 @@ from envserve.session.client.requests import Request, pack_calls
 from envserve.slab import Rows, Status, keep_last_observation, write_lost
 from envserve.spaces.env_spec import EnvSpec
 from envserve.wire.bodies import ResetBody
-from envserve.wire.constants import MAX_TOLD_BLOCKS, MessageType
+from envserve.wire.constants import MAX_ARGUMENT_BLOCKS, MessageType
 from envserve.wire.message import Message
 from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import BlockParts, RowCodec, RowPart
@@ -174,7 +174,9 @@ class ClientBlocks:
             return []
         requests = [self._reset((r,)) for r in resets if r.block in self.lost]
         alive = tuple([reset for reset in resets if reset.block not in self.lost])
-        size = MAX_TOLD_BLOCKS if any(r.options for r in resets) else len(self.blocks)
+        size = (
+            MAX_ARGUMENT_BLOCKS if any(r.options for r in resets) else len(self.blocks)
+        )
         starts = range(0, len(alive), size)
         return requests + [self._reset(alive[at : at + size]) for at in starts]
 

@@ -17,7 +17,7 @@ from envserve.lane import Call, Reset
 from envserve.session.client.liveness import Liveness
 from envserve.spaces import codec
 from envserve.wire.bodies import CallBody
-from envserve.wire.constants import MAX_TOLD_BLOCKS, MAX_TOLD_BYTES, MessageType
+from envserve.wire.constants import MAX_ARGUMENT_BLOCKS, MAX_ARGUMENT_BYTES, MessageType
 from envserve.wire.message import Buffer, Message, pack, set_attempt
 from envserve.wire.rows import RowPart
 
@@ -216,10 +216,10 @@ def pack_calls(
       CallError: Arguments are too long for a message.
     """
     longest = max(len(call.arguments) for call in calls)
-    size = min(MAX_TOLD_BLOCKS, MAX_TOLD_BYTES // max(longest, 1)) or 1
+    size = min(MAX_ARGUMENT_BLOCKS, MAX_ARGUMENT_BYTES // max(longest, 1)) or 1
     chunks = [calls[at : at + size] for at in range(0, len(calls), size)]
     try:
-        return [(chunk, CallBody.of(chunk).encode()) for chunk in chunks]
+        return [(chunk, CallBody.from_calls(chunk).encode()) for chunk in chunks]
     except codec.CodecError as error:
         if len(calls) > 1:
             return [pair for call in calls for pair in pack_calls([call], address)]

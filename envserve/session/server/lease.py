@@ -47,16 +47,16 @@ from envserve.spaces.action_checks import ActionBounds, check_action_rows
 from envserve.spaces.env_spec import EnvSpec
 from envserve.wire.bodies import CallBody, Pong, ResetBody
 from envserve.wire.constants import (
+    MAX_ARGUMENT_BLOCKS,
+    MAX_ARGUMENT_BYTES,
     MAX_OPTIONS_BYTES,
-    MAX_TOLD_BLOCKS,
-    MAX_TOLD_BYTES,
     RESET_BYTES,
     RESET_ROW_BYTES,
     ErrorCode,
     Executed,
     MessageType,
 )
-from envserve.wire.handshake import body_of
+from envserve.wire.handshake import error_body_of
 from envserve.wire.message import Message
 from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import BlockParts, RowCodec
@@ -206,7 +206,7 @@ class Lease:
             part = self._parts[blocks]
             part.unpack_actions(message.body, message.payload)
             for start, stop in part.ranges:
-                if not self._bounds.hold(start, stop):
+                if not self._bounds.all_within(start, stop):
                     self._refuse_actions(start, stop)
             decision = RunStep(self._session, blocks)
         elif message.type is MessageType.RESET:
@@ -412,7 +412,7 @@ class Lease:
             ],
             errors={
                 outcome.block: self._replies.shown_error(
-                    body_of(outcome.error, Executed.UNKNOWN)
+                    error_body_of(outcome.error, Executed.UNKNOWN)
                 )
                 for outcome in outcomes
                 if outcome.error is not None
@@ -440,10 +440,10 @@ def read_resets(message: Message, blocks: Sequence[Block]) -> list[Reset]:
     if len(message.body) <= limit + MAX_OPTIONS_BYTES:
         body = ResetBody.decode(message.body)
     num_bytes = len(message.body) - len(body.options)
-    if num_bytes > limit or (body.options and len(listed) > MAX_TOLD_BLOCKS):
+    if num_bytes > limit or (body.options and len(listed) > MAX_ARGUMENT_BLOCKS):
         raise RemoteProtocolError(
             f"expected at most {limit} bytes for {num_rows} rows beside options, and "
-            f"{MAX_TOLD_BLOCKS} blocks with them; got {num_bytes} bytes, and "
+            f"{MAX_ARGUMENT_BLOCKS} blocks with them; got {num_bytes} bytes, and "
             f"{len(listed)} blocks"
         )
     if len(body.resets) != len(message.entries):
@@ -479,10 +479,10 @@ def read_calls(message: Message, blocks: Sequence[Block]) -> list[Call]:
         if arguments == b"\xc0" and calls:
             arguments = calls[-1].arguments
         num_bytes += len(arguments)
-        if num_bytes > MAX_TOLD_BYTES:
+        if num_bytes > MAX_ARGUMENT_BYTES:
             raise RemoteProtocolError(
-                f"expected arguments that are at most {MAX_TOLD_BYTES} bytes, counted "
-                "for each block"
+                f"expected arguments that are at most {MAX_ARGUMENT_BYTES} bytes, "
+                "counted for each block"
             )
         calls.append(Call(index, rows, body.kind, body.name, arguments))
     return calls

@@ -241,7 +241,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
 
     def audit_refusal(self, refusal: Refusal, user: str, now: float) -> Audit:
         """Log a refusal, at most one of a kind per second; return it for the audit."""
-        more = self._refusals.passes(refusal.body.code, now)
+        more = self._refusals.admit(refusal.body.code, now)
         if more is not None:
             _LOGGER.info("refused: %s%s", one_line(str(refusal), _MAX_LINE), more)
         return Audit(refusal.event, user, *refusal.asked, str(refusal))

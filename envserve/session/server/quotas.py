@@ -90,7 +90,7 @@ class Quota:
     def check(self, attach: Attach) -> None:
         """Raises Refusal for an env, or an argument of it, that is not allowed."""
         grant = self.grant
-        if grant is not None and not grant.may_use(attach.env_name):
+        if grant is not None and not grant.allows_env(attach.env_name):
             raise Refusal(
                 ErrorCode.REFUSED,
                 f"{self.user} may use {' and '.join(grant.envs)}; asked for "
@@ -144,7 +144,7 @@ class Quota:
 
 @lru_cache(maxsize=64)
 def _choose(grant: Grant, names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(filter(grant.may_use, names))
+    return tuple(filter(grant.allows_env, names))
 
 
 class Quotas:

@@ -50,7 +50,7 @@ from envserve.wire.constants import (
     Executed,
     MessageType,
 )
-from envserve.wire.handshake import ErrorBody, Hello, Join, body_of
+from envserve.wire.handshake import ErrorBody, Hello, Join, error_body_of
 from envserve.wire.message import Buffer, Message, Peer, decode, peek
 
 __all__ = ["ServerSession"]
@@ -332,7 +332,7 @@ class ServerSession:
     ) -> list[Decision]:
         """End a session whose envs could not be built, or are lost for good."""
         record = self.leases[session_id]
-        body = body_of(error, Executed.UNKNOWN)
+        body = error_body_of(error, Executed.UNKNOWN)
         if record.lease is None and body.code is ErrorCode.INTERNAL:
             # Out of memory or descriptors, for example: in any case, there are no envs.
             body = replace(body, code=ErrorCode.ENV_START_FAILED)
@@ -364,7 +364,7 @@ class ServerSession:
         record = self.leases.get(session_id)
         if record is None:
             return []
-        self.leases.close(record, body_of(error, Executed.UNKNOWN))
+        self.leases.close(record, error_body_of(error, Executed.UNKNOWN))
         return self.pool_closed(session_id)
 
     def pool_closed(self, session_id: SessionId) -> list[Decision]:

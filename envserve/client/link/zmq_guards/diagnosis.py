@@ -20,8 +20,8 @@ import zmq
 from envserve.client.link.zmq_guards.resolver import number_of
 from envserve.errors import ConnectError
 from envserve.keys.formats import fingerprint
-from envserve.keys.key_folder import unknown_server
-from envserve.keys.key_pair import Keys
+from envserve.keys.key_folder import unknown_server_text
+from envserve.keys.key_pair import CurveKeys
 from envserve.wire.sockets import UNKNOWN_KEY, use_keys
 
 __all__ = ["ALONE_SECONDS", "Diagnosis", "Finding", "diagnose_connection", "refusal_of"]
@@ -58,7 +58,7 @@ class Finding(enum.Enum):
 
 
 def diagnose_connection(
-    address: str, keys: Keys | None, timeout_seconds: float
+    address: str, keys: CurveKeys | None, timeout_seconds: float
 ) -> Finding:
     """Finds out what becomes of connections to an address.
 
@@ -139,7 +139,7 @@ def _receive(stream: socket.socket, num_bytes: int, deadline: float) -> bytes:
     return received
 
 
-def _shake_hands(address: str, keys: Keys, deadline: float) -> Finding:
+def _shake_hands(address: str, keys: CurveKeys, deadline: float) -> Finding:
     """Connects to a server that uses keys, and sends nothing."""
     from zmq.utils.monitor import recv_monitor_message  # which loads asyncio
 
@@ -177,11 +177,11 @@ def _shake_hands(address: str, keys: Keys, deadline: float) -> Finding:
 
 
 def refusal_of(
-    finding: Finding, address: str, keys: Keys | None
+    finding: Finding, address: str, keys: CurveKeys | None
 ) -> ConnectError | None:
     """Returns what to raise because of a finding; None if there is nothing to say."""
     if finding is Finding.NEEDS_KEYS:
-        return ConnectError(unknown_server(address))
+        return ConnectError(unknown_server_text(address))
     server = fingerprint(keys[0]) if keys else ""
     client = fingerprint(keys[1].public) if keys else ""
     nothing = "nothing was sent; " if keys else ""
@@ -216,7 +216,7 @@ class Diagnosis:
     """
 
     def __init__(
-        self, address: str, keys: Keys | None, timeout_seconds: float = math.inf
+        self, address: str, keys: CurveKeys | None, timeout_seconds: float = math.inf
     ) -> None:
         """Begins after `ALONE_SECONDS`, or a quarter of the timeout if that is less."""
         self.is_final = False

@@ -50,7 +50,7 @@ class Pending:
             self._num_messages, self._fd = receiver.num_messages, None
             return 0
         if self._fd is None:  # counted from the first look on that finds no other
-            self._fd = int(receiver.first.get(zmq.SRCFD))
+            self._fd = int(receiver.first_frame.get(zmq.SRCFD))
             self._num_bytes = _bytes_received(self._fd, self._port)
         if self._fd >= 0:
             return _bytes_received(self._fd, self._port) - self._num_bytes

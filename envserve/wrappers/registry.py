@@ -1,7 +1,7 @@
-"""The wrappers that are known: how each is made, and which arguments it takes.
+"""The registered wrappers: how each is created, and which arguments it takes.
 
-A wrapper of Gymnasium's has the name and the arguments of its class. A name is looked
-up here and nowhere else, so a name that comes over the wire imports nothing.
+A wrapper of Gymnasium has the name and the arguments of its class. Names are looked up
+only here, so a name from the wire never imports anything.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from msgspec import Meta
 from envserve.errors import WrapperError
 
 __all__ = [
-    "KNOWN",
+    "WRAPPERS",
     "Argument",
     "Boolean",
     "Choice",
     "Integer",
     "Integers",
     "Keys",
-    "Known",
     "Number",
-    "find",
+    "RegisteredWrapper",
+    "find_wrapper",
     "register_wrapper",
 ]
 
 
 @dataclass(frozen=True)
 class Argument:
-    """A kind of plain value, in bounds: they are all that holds who asks from afar.
+    """The type and bounds of an argument, which limit what clients can request.
 
     Attributes:
       kind: Type with bounds, for `msgspec.convert`.
-      text: What is expected, for messages.
-      required: Whether the wrapper has no default for it.
+      text: Expected value, for messages.
+      required: Whether the wrapper has no default for the argument.
     """
 
     kind: Any
@@ -46,36 +46,42 @@ class Argument:
     required: bool
 
     def convert(self, value: Any) -> Any:
-        """Returns a value as the wrapper takes it; raises ValueError for others."""
+        """Return a value as the wrapper takes it; raise ValueError if it is wrong."""
         return msgspec.convert(value, self.kind)
 
 
 def Integer(low: int, high: int, *, required: bool = False) -> Argument:
-    """An int in [low, high]."""
+    """Return an argument that is an int in [low, high]."""
     kind = Annotated[int, Meta(ge=low, le=high)]
     return Argument(kind, f"an int from {low} to {high}", required)
 
 
 def Number(low: float, high: float, *, required: bool = False) -> Argument:
-    """An int or a float in [low, high]; wrappers get a float."""
+    """Return an argument that is an int or float in [low, high].
+
+    Wrappers get a float.
+    """
     kind = Annotated[float, Meta(ge=low, le=high)]
     return Argument(kind, f"a number from {low:g} to {high:g}", required)
 
 
 def Boolean(*, required: bool = False) -> Argument:
-    """True or false."""
+    """Return an argument that is true or false."""
     return Argument(bool, "true or false", required)
 
 
 def Choice(words: tuple[str, ...], *, required: bool = False) -> Argument:
-    """One of some words."""
+    """Return an argument that is one of some words."""
     return Argument(Literal[words], f"one of {', '.join(words)}", required)
 
 
 def Integers(
     low: int, high: int, min_length: int, max_length: int, *, required: bool = False
 ) -> Argument:
-    """A list of ints in [low, high]; wrappers get a tuple."""
+    """Return an argument that is a list of ints in [low, high].
+
+    Wrappers get a tuple.
+    """
     item = Annotated[int, Meta(ge=low, le=high)]
     length = Meta(min_length=min_length, max_length=max_length)
     count = f"{min_length}" + (f" to {max_length}" if max_length > min_length else "")
@@ -84,20 +90,23 @@ def Integers(
 
 
 def Keys(*, required: bool = False) -> Argument:
-    """A list of parts of a Dict, or of places in a Tuple; wrappers get a tuple."""
+    """Return an argument that lists keys of a Dict or positions in a Tuple.
+
+    Wrappers get a tuple.
+    """
     item = Annotated[str, Meta(max_length=200)] | Annotated[int, Meta(ge=0, lt=1 << 16)]
     kind = Annotated[tuple[item, ...], Meta(min_length=1, max_length=256)]
     return Argument(kind, "a list of 1 to 256 names, or of ints from 0", required)
 
 
 @dataclass(frozen=True)
-class Known:
-    """A wrapper that is known.
+class RegisteredWrapper:
+    """A wrapper and its arguments.
 
     Attributes:
-      make: Takes an env and the arguments by name, and returns the wrapped env; as
-        "module:attribute" if it is imported only when it is used.
-      arguments: The arguments that may be given.
+      make: Takes an env and the arguments by name, and returns the wrapped env. A
+        string "module:attribute" is imported at first use.
+      arguments: The arguments that requests may contain, by name.
     """
 
     make: str | Callable[..., Any]
@@ -110,7 +119,7 @@ _REPEATS: Final = Integer(1, 1000, required=True)
 _EPSILON: Final = Number(1e-12, 1)
 _BINS: Final = {"bins": Integer(2, 1000, required=True), "multidiscrete": Boolean()}
 
-#: Gymnasium's, by the names of their classes.
+#: Arguments of Gymnasium's wrappers, by class name.
 _GYMNASIUM: Final[dict[str, dict[str, Argument]]] = {
     "AddRenderObservation": {"render_only": Boolean()},
     "AtariPreprocessing": {
@@ -154,8 +163,8 @@ _GYMNASIUM: Final[dict[str, dict[str, Argument]]] = {
     "TimeLimit": {"max_episode_steps": Integer(1, 10**9, required=True)},
 }
 
-#: Ours: Gymnasium has none that does the same.
-_OWN: Final[dict[str, dict[str, Argument]]] = {
+#: Arguments of the wrappers in `additional`, by name.
+_ADDITIONAL: Final[dict[str, dict[str, Argument]]] = {
     "ActionRepeat": {"amount": _REPEATS},  # RepeatAction, by its older name
     "FrameDelta": {},
     "FrameHistory": {
@@ -167,21 +176,22 @@ _OWN: Final[dict[str, dict[str, Argument]]] = {
     "StaggerEpisodes": {},
 }
 
-KNOWN: dict[str, Known] = {
-    name: Known(f"{module}:{name}", arguments)
+#: The registered wrappers, by name.
+WRAPPERS: dict[str, RegisteredWrapper] = {
+    name: RegisteredWrapper(f"{module}:{name}", arguments)
     for module, wrappers in (
         ("gymnasium.wrappers", _GYMNASIUM),
-        ("envserve.wrappers.own", _OWN),
+        ("envserve.wrappers.additional", _ADDITIONAL),
     )
     for name, arguments in wrappers.items()
 }
 
-#: What became of batch-ppo's wrappers that have another name here, or none.
+#: Hints for users of batch-ppo's wrappers that have another name here, or none.
 _BATCH_PPO: Final = {
     "AutoReset": "workers reset envs by themselves: see autoreset",
-    "CacheSpaces": "spaces are read once anyway",
+    "CacheSpaces": "not needed: spaces are read only once",
     "ConvertTo32Bit": "did you mean DtypeObservation, with dtype = float32?",
-    "ExternalProcess": "envs run in workers anyway",
+    "ExternalProcess": "not needed: envs run in worker processes",
     "LimitDuration": "did you mean TimeLimit, with max_episode_steps?",
 }
 
@@ -189,32 +199,41 @@ _BATCH_PPO: Final = {
 def register_wrapper(
     name: str, make: Callable[..., Any], arguments: Mapping[str, Argument] | None = None
 ) -> None:
-    """Makes a wrapper known in this process, for modules that register own envs.
+    """Register a wrapper in this process, for modules that register envs.
 
     Args:
-      name: What it is asked for by.
+      name: Name of the wrapper.
       make: Takes an env and the arguments by name, and returns the wrapped env.
-      arguments: Which arguments may be given. Their bounds are all that holds the
-        clients of a server, so choose them for what a wrapper may cost its host.
+      arguments: The arguments that requests may contain. Only their bounds limit what a
+        server's clients can request, so choose them by what the wrapper may cost the
+        host.
 
     Raises:
       ValueError: Another wrapper has that name, or an argument is called `name`.
     """
-    known = Known(make, dict(arguments or {}))
-    if "name" in known.arguments:
+    wrapper = RegisteredWrapper(make, dict(arguments or {}))
+    if "name" in wrapper.arguments:
         raise ValueError(f"{name}: no argument can be called 'name'; rename it")
-    if name in KNOWN and KNOWN[name] != known:
+    if name in WRAPPERS and WRAPPERS[name] != wrapper:
         raise ValueError(f"there is a wrapper {name!r} already; choose another name")
-    KNOWN[name] = known
+    WRAPPERS[name] = wrapper
 
 
-def find(name: str, where: str) -> Known:
-    """Returns a wrapper; raises WrapperError, with near matches, if there is none."""
-    if name in KNOWN:
-        return KNOWN[name]
-    near = difflib.get_close_matches(name, sorted(KNOWN), n=3, cutoff=0.6)
+def find_wrapper(name: str, where: str) -> RegisteredWrapper:
+    """Return a registered wrapper.
+
+    Args:
+      name: Name of the wrapper.
+      where: Place in the request, for errors.
+
+    Raises:
+      WrapperError: No wrapper of that name is registered; the message suggests names.
+    """
+    if name in WRAPPERS:
+        return WRAPPERS[name]
+    near = difflib.get_close_matches(name, sorted(WRAPPERS), n=3, cutoff=0.6)
     hint = f"did you mean {' or '.join(near)}?" if near else ""
     hint = _BATCH_PPO.get(name, hint) or (
-        f"known are {', '.join(sorted(KNOWN))} (own wrappers: see register_wrapper)"
+        f"known are {', '.join(sorted(WRAPPERS))} (to add one, see register_wrapper)"
     )
     raise WrapperError(f"{where}: no wrapper named {name[:64]!r} is known; {hint}")

@@ -1,4 +1,4 @@
-"""Wrappers that Gymnasium does not have as such: see docs/wrappers.md."""
+"""Wrappers in addition to Gymnasium's; docs/wrappers.md describes them."""
 
 from __future__ import annotations
 
@@ -34,37 +34,38 @@ Env = gymnasium.Env[Any, Any]
 
 
 def ActionRepeat(env: Env, amount: int) -> Env:
-    """Repeats each action `amount` times, until the episode ends at the latest."""
+    """Repeat each action `amount` times, or until the episode ends."""
     return RepeatAction(env, num_repeats=amount)
 
 
-#: Episodes that may end during their random actions before one begins without any.
-_MAX_TRIES: Final = 10
-_SET_BY_HAND: Final = -1  # what Gymnasium says of a generator that was assigned
+#: Episodes that may end during their random actions before one starts without any.
+_MAX_ATTEMPTS: Final = 10
+#: Gymnasium's `np_random_seed` of a generator that the env has assigned itself.
+_ASSIGNED_BY_ENV: Final = -1
 
 
 class RandomStart(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Takes 0 to `max_steps` random actions after each reset.
+    """Take 0 to `max_steps` random actions after each reset.
 
-    How many, and which, is drawn from the env's own generator, `np_random`: so the same
-    seed gives the same episodes, every env of a batch others, and who knows the state
-    of that generator at an episode's begin can play it again.
+    The number and the actions are drawn from the env's own generator, `np_random`. The
+    same seed therefore leads to the same episodes, the envs of a batch differ, and an
+    episode can be replayed from the state of that generator.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], max_steps: int) -> None:
         super().__init__(env)
         self._max_steps = max_steps
-        self._actions = copy.deepcopy(env.action_space)  # its generator is ours
+        self._actions = copy.deepcopy(env.action_space)  # with a separate generator
         self._has_seeded = False
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Resets the env, and again if an episode is over before it begins."""
+        """Reset the env; repeat this if the episode ends during the random actions."""
         observation, info = self.env.reset(seed=seed, options=options)
         generator = self._generator(seed)
         self._actions.seed(int(generator.integers(2**31)))
-        for _ in range(_MAX_TRIES):
+        for _ in range(_MAX_ATTEMPTS):
             is_over = False
             for _ in range(generator.integers(self._max_steps, endpoint=True)):
                 action = self._actions.sample()
@@ -78,18 +79,18 @@ class RandomStart(gymnasium.Wrapper[Any, Any, Any, Any]):
         return observation, info
 
     def _generator(self, seed: int | None) -> np.random.Generator:
-        """Returns the env's generator; seeds it if the env leaves that to others."""
+        """Return the env's generator; seed it if the env does not do so itself."""
         env = self.env.unwrapped
         if seed is not None and (
-            self._has_seeded or env.np_random_seed not in (seed, _SET_BY_HAND)
+            self._has_seeded or env.np_random_seed not in (seed, _ASSIGNED_BY_ENV)
         ):
             env.np_random, _ = seeding.np_random(seed)
             self._has_seeded = True
         return env.np_random
 
 
-#: Differences of short integers need longer ones, or they wrap around.
-_WIDER: Final[dict[str, np.dtype[Any]]] = {
+#: Dtypes in which differences of short integers cannot overflow.
+_DIFFERENCE_DTYPES: Final[dict[str, np.dtype[Any]]] = {
     **dict.fromkeys(("int8", "uint8"), np.dtype(np.int16)),
     **dict.fromkeys(("int16", "uint16"), np.dtype(np.int32)),
     **dict.fromkeys(("int32", "uint32"), np.dtype(np.int64)),
@@ -97,10 +98,14 @@ _WIDER: Final[dict[str, np.dtype[Any]]] = {
 
 
 class FrameDelta(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Gives the difference to the observation before; 0 after a reset."""
+    """Observe the difference to the previous observation; 0 after a reset."""
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
-        """Wraps an env whose observations are a Box of floats or short integers."""
+        """Wrap an env whose observations are a Box of floats or of short integers.
+
+        Raises:
+          SpaceError: The observation space is another one.
+        """
         super().__init__(env)
         space = env.observation_space
         if not isinstance(space, spaces.Box) or str(space.dtype) in ("int64", "uint64"):
@@ -108,36 +113,38 @@ class FrameDelta(gymnasium.Wrapper[Any, Any, Any, Any]):
                 f"expected observations that are a Box of floats, or of integers of at "
                 f"most 32 bits; got {space}"
             )
-        dtype = _dtype_of_differences(space.dtype)
-        with np.errstate(over="ignore"):  # infinite bounds are fine
+        dtype = _difference_dtype(space.dtype)
+        with np.errstate(over="ignore"):  # a range may be infinite
             span = np.subtract(space.high, space.low, dtype=dtype)
         self.observation_space = spaces.Box(-span, span, dtype=dtype.type)
 
     def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
-        """Resets the env; nothing has changed yet."""
+        """Reset the env and observe zeros."""
         observation, info = self.env.reset(**options)
-        self._last = np.array(observation)  # envs may reuse theirs
-        return np.zeros(self._last.shape, _dtype_of_differences(self._last.dtype)), info
+        self._previous = np.array(observation)  # a copy: envs may reuse their array
+        return np.zeros(
+            self._previous.shape, _difference_dtype(self._previous.dtype)
+        ), info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Steps the env, and compares."""
+        """Step the env and observe the difference."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         present = np.array(observation)
         delta = np.subtract(
-            present, self._last, dtype=_dtype_of_differences(present.dtype)
+            present, self._previous, dtype=_difference_dtype(present.dtype)
         )
-        self._last = present
+        self._previous = present
         return delta, reward, terminated, truncated, info
 
 
-def _dtype_of_differences(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return _WIDER.get(str(dtype), dtype)
+def _difference_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return _DIFFERENCE_DTYPES.get(str(dtype), dtype)
 
 
 class FrameHistory(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Gives the observations of some steps ago, in the order of `past_indices`.
+    """Observe earlier observations, in the order of `past_indices`.
 
-    Before an episode's first observation lies that observation itself, repeated.
+    The past of an episode's first observation consists of copies of that observation.
     """
 
     def __init__(
@@ -146,13 +153,16 @@ class FrameHistory(gymnasium.Wrapper[Any, Any, Any, Any]):
         past_indices: tuple[int, ...],
         flatten: bool = False,
     ) -> None:
-        """Wraps an env whose observations are a Box.
+        """Wrap an env whose observations are a Box.
 
         Args:
-          env: The env; observations of shape `[...]`.
-          past_indices: How many steps ago; 0 is the present one.
-          flatten: Join along the first axis, `[n * d, ...]`, instead of stacking along
-            a new one, `[n, d, ...]`.
+          env: The env; observations of shape `[d, ...]`.
+          past_indices: Ages of the observations in steps; 0 is the present one.
+          flatten: Whether to concatenate along the first axis, `[n * d, ...]`, instead
+            of stacking along a new one, `[n, d, ...]`.
+
+        Raises:
+          SpaceError: The observation space is not a Box.
         """
         super().__init__(env)
         space = env.observation_space
@@ -169,14 +179,14 @@ class FrameHistory(gymnasium.Wrapper[Any, Any, Any, Any]):
         )
 
     def reset(self, **options: Any) -> tuple[Array, dict[str, Any]]:
-        """Resets the env, and fills the past with the first observation."""
+        """Reset the env, and fill the history with the first observation."""
         observation, info = self.env.reset(**options)
-        frame = np.array(observation)  # envs may reuse theirs
+        frame = np.array(observation)  # a copy: envs may reuse their array
         self._frames.extend([frame] * (1 + max(self._past_indices)))
         return self._history(), info
 
     def step(self, action: Any) -> tuple[Array, Any, bool, bool, dict[str, Any]]:
-        """Steps the env; the oldest observation is forgotten."""
+        """Step the env, and drop the oldest observation."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         self._frames.append(np.array(observation))
         return self._history(), reward, terminated, truncated, info
@@ -189,16 +199,16 @@ class FrameHistory(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def RangeNormalize(env: Env, observation: bool = True, action: bool = True) -> Env:
-    """Wraps an env; integers in observations become float32.
+    """Scale observations and actions to [-1, 1]; integer observations become float32.
 
     Args:
       env: The env.
       observation: Whether to scale observations.
-      action: Whether to take actions in [-1, 1].
+      action: Whether to scale actions.
 
     Raises:
-      SpaceError: Bounds are infinite, or equal, or so large that they may as well be
-        infinite; nothing sensible can be done about those.
+      SpaceError: A space is not a Box, actions are not floats, or bounds are equal or
+        infinite, or so large that their range is infinite.
     """
     if observation:
         _check_range("observation", env.observation_space)
@@ -213,7 +223,7 @@ def RangeNormalize(env: Env, observation: bool = True, action: bool = True) -> E
 
 
 def _check_range(part: str, space: spaces.Space[Any]) -> None:
-    """Raises SpaceError unless each component has a range that can be divided by."""
+    """Raise SpaceError unless every component has a finite, positive range."""
     hint = f"set {part} = false"
     if not isinstance(space, spaces.Box):
         raise SpaceError(f"expected {part}s that are a Box; got {space}; {hint}")
@@ -232,7 +242,7 @@ def _check_range(part: str, space: spaces.Space[Any]) -> None:
 
 
 def check_float(part: str, space: spaces.Space[Any]) -> None:
-    """Raises SpaceError for integers, among which there is no scaling."""
+    """Raise SpaceError if a space of integers should be scaled."""
     if not _is_float(space):
         raise SpaceError(f"expected {part}s that are floats; got {space}")
 
@@ -242,23 +252,29 @@ def _is_float(space: spaces.Space[Any]) -> bool:
 
 
 class StaggerEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Truncates an episode that begins with a seed at a random step up to the limit.
+    """Truncate each seeded episode at a random step, at most at the time limit.
 
-    In a batch these are the first episodes of envs. Without a limit it does nothing.
+    In a batch, these are the first episodes of the envs, which therefore do not end all
+    at once. Without a time limit the wrapper has no effect.
     """
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        """Draws from the seed, so that what the env draws does not depend on it."""
+        """Reset the env; if there is a seed, draw the step of truncation from it.
+
+        The env's generator is not used, so the env's own draws do not change.
+        """
         spec = self.env.spec
-        self._left = 0
+        self._steps_left = 0
         if seed is not None and spec and (limit := spec.max_episode_steps):
-            self._left = int(np.random.default_rng([seed, limit]).integers(limit)) + 1
+            self._steps_left = (
+                int(np.random.default_rng([seed, limit]).integers(limit)) + 1
+            )
         return self.env.reset(seed=seed, options=options)
 
     def step(self, action: Any) -> Any:
-        """Steps the env."""
-        if not self._left:
+        """Step the env, and truncate the episode at the drawn step."""
+        if not self._steps_left:
             return self.env.step(action)
-        self._left -= 1
+        self._steps_left -= 1
         observation, reward, terminated, truncated, info = self.env.step(action)
-        return observation, reward, terminated, truncated or not self._left, info
+        return observation, reward, terminated, truncated or not self._steps_left, info

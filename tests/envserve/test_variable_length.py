@@ -1,4 +1,4 @@
-"""Rows of texts, sequences, graphs and choices: bounded, exact, distrusted."""
+"""Rows of texts, sequences, graphs and choices: limits, exact values, hostile rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from envserve.spaces.variable_length import (
     encode_row,
 )
 
-from .space_table import ENCODED, Space, roomy
+from .space_table import ENCODED, Space, with_max_bytes
 from .stalls import soonest
 from .test_space_table import assert_same
 
@@ -48,14 +48,14 @@ def leaf_of(space: Space) -> Leaf:
     return leaf
 
 
-def packed(leaf: Leaf, plain: Any) -> np.ndarray[Any, Any]:
-    """A row of what somebody else has encoded."""
+def row_of(leaf: Leaf, plain: Any) -> np.ndarray[Any, Any]:
+    """Return a row with any encoded value, as a peer may send it."""
     data = codec.encode(plain)
     data = len(data).to_bytes(4, "little") + data
     return np.frombuffer(data.ljust(leaf.nbytes, b"\0"), np.uint8)
 
 
-# Any nesting of them.
+# Spaces of any nesting.
 
 fixed = st.sampled_from([Discrete(3), FLOATS, Discrete(3, start=-1, dtype=np.int8)])
 any_spaces = st.recursive(
@@ -72,13 +72,13 @@ any_spaces = st.recursive(
 
 @settings(max_examples=30)
 @given(any_spaces, st.integers(0, 2**31))
-def test_samples_of_any_nesting_come_back_or_are_too_long(
+def test_samples_of_any_nesting_are_encoded_and_decoded_or_too_long(
     space: Space, seed: int
 ) -> None:
     again = restore(codec.decode(codec.encode(describe(space))))
     assert describe(again) == describe(space)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Gymnasium's, of masks
+        warnings.simplefilter("ignore")  # Gymnasium warns about masks
         space.seed(seed)
         sample = space.sample()
     spec = EnvSpec("A", Dict({"x": space}), again)
@@ -96,7 +96,7 @@ def test_samples_of_any_nesting_come_back_or_are_too_long(
     assert spec.differences(spec) == []
 
 
-# Bounds.
+# Limits.
 
 
 def test_rows_are_as_long_as_the_longest_value_needs() -> None:
@@ -113,19 +113,21 @@ def test_rows_are_as_long_as_the_longest_value_needs() -> None:
     assert leaf_of(Text(10**9)).nbytes == 1 << 20
 
 
-def test_a_value_that_does_not_fit_is_told_the_bound_and_what_to_do() -> None:
-    words = r"at most 4096 bytes; got 5\d{3}; .*shorter.*or set max_bytes of its space"
+def test_the_error_about_a_too_long_value_states_the_limit_and_a_remedy() -> None:
+    words = (
+        r"at most 4096 bytes; got 5\d{3}; .*shorter.*or increase max_bytes of its space"
+    )
     with pytest.raises(SpaceError, match=words):
         encode_row(leaf_of(Sequence(Discrete(2))), (np.int64(1),) * 5000)
-    own = leaf_of(roomy(Sequence(Discrete(2)), 1 << 14))
+    own = leaf_of(with_max_bytes(Sequence(Discrete(2)), 1 << 14))
     assert len(decode_row(own, encode_row(own, (1,) * 5000))) == 5000
     with pytest.raises(SpaceError, match="at most 8192 values"):
         encode_row(own, (1,) * 9000)
-    again = restore(describe(roomy(Sequence(Discrete(2)), 1 << 14)))
+    again = restore(describe(with_max_bytes(Sequence(Discrete(2)), 1 << 14)))
     assert leaf_of(again).nbytes == 1 << 14
 
 
-def test_a_row_is_the_same_whatever_was_there_before() -> None:
+def test_encoding_overwrites_the_previous_content_of_a_row() -> None:
     rows = np.ones((1, leaf_of(ENCODED["text"]).nbytes), np.uint8)
     for value in ("abcdefghi", "a"):
         rows[0] = encode_row(leaf_of(ENCODED["text"]), value)
@@ -168,9 +170,9 @@ WRONG: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
-def test_a_value_of_another_form_is_a_violation(name: str, value: Any) -> None:
+def test_a_value_of_another_form_raises_space_error(name: str, value: Any) -> None:
     leaf = leaf_of(ENCODED[name])
-    with pytest.raises(SpaceError, match=r"expected a |cannot encode|no plain"):
+    with pytest.raises(SpaceError, match=r"expected a |cannot encode"):
         encode_row(leaf, value)
 
 
@@ -182,7 +184,7 @@ def test_values_of_the_same_kind_are_cast() -> None:
     assert_same(decode_row(leaf, encode_row(leaf, [1, 2])), (np.int64(1), np.int64(2)))
 
 
-# Rows from a stranger.
+# Hostile rows.
 
 deep: list[Any] = []
 for _ in range(20):
@@ -207,10 +209,10 @@ HOSTILE += [np.zeros((2**50, 0), np.float32), np.zeros((1, 2, 3)), [[], 1, np.ze
 @pytest.mark.parametrize(
     "name", [n for n in ENCODED if len(leaves_of(ENCODED[n])) == 1]
 )
-def test_rows_of_a_stranger_are_values_of_their_space_or_errors(name: str) -> None:
+def test_hostile_rows_are_decoded_or_raise_codec_error(name: str) -> None:
     leaf = leaf_of(ENCODED[name])
     began = time.thread_time()
-    rows = [packed(leaf, plain) for plain in HOSTILE if plain is not deep]
+    rows = [row_of(leaf, plain) for plain in HOSTILE if plain is not deep]
     rows.append(np.full(leaf.nbytes, 255, np.uint8))
     cut = np.zeros(leaf.nbytes, np.uint8)
     cut[:6] = 5, 0, 0, 0, 0xD9, 0xFF
@@ -220,42 +222,46 @@ def test_rows_of_a_stranger_are_values_of_their_space_or_errors(name: str) -> No
     assert time.thread_time() - began < 1.0
 
 
-def test_a_bad_row_names_its_env() -> None:
+def test_the_error_about_an_invalid_row_names_the_env() -> None:
     spec = EnvSpec("A", ENCODED["dict_with_text"], Discrete(2))
     rows = Rows.allocate(spec, 2)
     observation = dict(zip(("image", "mission"), rows.observation, strict=True))
     observation["mission"][1, :5] = 1, 0, 0, 0, 7
     with pytest.raises(CodecError, match=r"Env 7: observation 'mission': .* got 7"):
-        decode_observation(spec, [3, 7], observation, is_whole=np.ones(2, np.bool_))
-    is_whole = np.array([True, False])  # the worker of row 1 was killed as it wrote
-    seen = decode_observation(spec, [3, 7], observation, is_whole=is_whole)
+        decode_observation(spec, [3, 7], observation, is_complete=np.ones(2, np.bool_))
+    is_complete = np.array([True, False])  # row 1: its worker was killed while it wrote
+    seen = decode_observation(spec, [3, 7], observation, is_complete=is_complete)
     assert seen["mission"][1] == decode_row(spec.observation_leaves[1], np.zeros(4))
 
 
-def test_rows_of_a_step_hold_so_many_values_together() -> None:
+def test_the_number_of_values_in_all_rows_of_a_step_is_limited() -> None:
     spec = EnvSpec("A", Sequence(Discrete(2)), Discrete(2))
     (leaf,) = spec.observation_leaves
-    rows = np.tile(packed(leaf, [0] * 100), (40, 1))
-    rows[:32, 4] = 255  # of rows that were cut short, each counts as 8192 values
-    is_whole = np.arange(40) >= 32
+    rows = np.tile(row_of(leaf, [0] * 100), (40, 1))
+    rows[:32, 4] = 255  # each row that is cut short counts as 8192 values
+    is_complete = np.arange(40) >= 32
     with pytest.raises(RemoteProtocolError, match=r"Env 32: .* at most 262144 values"):
-        decode_observation(spec, range(40), rows, is_whole=is_whole)
+        decode_observation(spec, range(40), rows, is_complete=is_complete)
     ended = np.arange(40) >= 31
-    seen = decode_observation(spec, range(40), rows, is_whole=is_whole, ended=ended)
+    seen = decode_observation(
+        spec, range(40), rows, is_complete=is_complete, ended=ended
+    )
     assert [len(each) for each in seen] == [0] * 32 + [100] * 8
 
 
-def test_an_empty_value_is_made_once() -> None:
+def test_an_empty_value_is_created_once_per_leaf() -> None:
     inner = Tuple([Discrete(2)] * 500)
     spec = EnvSpec("A", Sequence(inner, stack=True), Discrete(2))
     zeros = np.zeros((2, spec.observation_leaves[0].nbytes), np.uint8)
     with mock.patch.object(leaves, "create_empty_array", wraps=create_empty_array) as m:
-        whole = np.ones(2, np.bool_)
-        one, other = decode_observation(spec, range(2), zeros, is_whole=whole)
-        one[0][:] = 1  # each its own
+        complete = np.ones(2, np.bool_)
+        one, other = decode_observation(spec, range(2), zeros, is_complete=complete)
+        one[0][:] = 1  # rows do not share the value
         assert m.call_count == 1
-    assert_same(other, decode_observation(spec, range(1), zeros[:1], is_whole=whole)[0])
-    assert 500 < spec.observation_leaves[0].empty[1] < 600  # they are copied soon
+    assert_same(
+        other, decode_observation(spec, range(1), zeros[:1], is_complete=complete)[0]
+    )
+    assert 500 < spec.observation_leaves[0].empty_cost < 600
 
 
 HOSTILE_SPACES: dict[str, Any] = {
@@ -270,7 +276,7 @@ HOSTILE_SPACES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE_SPACES)
-def test_hostile_description_of_a_text_is_refused(name: str) -> None:
+def test_hostile_descriptions_of_texts_raise_space_error(name: str) -> None:
     description = {**describe(Text(3)), **HOSTILE_SPACES[name]}
     if name == "wide":
         assert leaf_of(restore(description)).nbytes <= 1 << 20
@@ -279,7 +285,7 @@ def test_hostile_description_of_a_text_is_refused(name: str) -> None:
         restore(description)
 
 
-def test_graphs_of_graphs_of_strangers_are_bounded() -> None:
+def test_the_time_to_restore_nested_graphs_is_bounded() -> None:
     description = describe(Discrete(2))
     for _ in range(6):
         both = [description, description]

@@ -1,4 +1,4 @@
-"""Envs of users: in one file, in a package, as a class; and what is said when not."""
+"""User envs from files, packages and classes, and the errors about wrong references."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from envserve.client import BatchEnv
 from envserve.envs import registry
 from envserve.envs.registry import Registry, import_env_modules, make_env
 from envserve.envs.user_envs import (
-    absolute,
+    env_name_of,
     name_and_imports,
-    name_of,
+    with_absolute_path,
     writable_by_others,
 )
 from envserve.errors import EnvStartError, UnknownEnv
@@ -57,16 +57,17 @@ gymnasium.register("Walk-v0", "walk_file:Walk", max_episode_steps=10)
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test imports and registers is gone after it."""
+    """Undo what a test imports and registers."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     modules, names, came = (
-        set(known) for known in (sys.modules, gymnasium.registry, registry._came_with)
+        set(known)
+        for known in (sys.modules, gymnasium.registry, registry._names_by_module)
     )
     yield
     for old, known in (
         (modules, sys.modules),
         (names, gymnasium.registry),
-        (came, registry._came_with),
+        (came, registry._names_by_module),
     ):
         for name in set(known) - old:
             del known[name]
@@ -93,11 +94,11 @@ def walk_file(tmp_path: Path) -> str:
         (make_env, "envserve.envs.registry:make_env"),
     ],
 )
-def test_a_word_has_a_plain_name(word: object, name: str) -> None:
-    assert name_of(word) == name
+def test_the_plain_name_of_a_reference(word: object, name: str) -> None:
+    assert env_name_of(word) == name
 
 
-def test_what_workers_import_follows_from_the_word() -> None:
+def test_workers_import_the_module_of_a_reference() -> None:
     here = Path.cwd()
     words = ("other", f"{here}/b.py", f"{here}/my_env.py:Walk")
     assert name_and_imports("my_env.py:Walk", ["other", "b.py"]) == (
@@ -108,10 +109,10 @@ def test_what_workers_import_follows_from_the_word() -> None:
     assert name_and_imports("CartPole-v1", ["other"]) == ("CartPole-v1", ("other",))
     path = "gymnasium.envs.classic_control.cartpole:CartPoleEnv"
     assert name_and_imports(CartPoleEnv) == (path, (path,))
-    assert absolute("no_file:Walk") == "no_file:Walk"
+    assert with_absolute_path("no_file:Walk") == "no_file:Walk"
 
 
-def test_what_workers_cannot_import_is_said_with_a_way_out() -> None:
+def test_the_error_about_an_env_that_workers_cannot_import_states_a_remedy() -> None:
     class Local(CartPoleEnv):
         pass
 
@@ -124,7 +125,7 @@ def test_what_workers_cannot_import_is_said_with_a_way_out() -> None:
     for odd in (42, None, CartPoleEnv()):
         with pytest.raises(TypeError, match="expected the name of an env, or a class"):
             name_and_imports(odd)
-    with pytest.raises(UnknownEnv, match=r"name one: my_env\.py:MyEnv"):
+    with pytest.raises(UnknownEnv, match=r"name an env in it: my_env\.py:MyEnv"):
         name_and_imports("my_env.py")
     with pytest.raises(
         TypeError, match=r"import_modules: .* list of modules; got 'my'"
@@ -132,7 +133,7 @@ def test_what_workers_cannot_import_is_said_with_a_way_out() -> None:
         BatchEnv.local("CartPole-v1", 1, import_modules="my")
 
 
-def test_an_env_that_the_caller_has_registered_is_found_by_its_module() -> None:
+def test_workers_import_the_module_of_an_env_that_the_caller_registered() -> None:
     script: Any = type("Mine", (CartPoleEnv,), {"__module__": "__main__"})
     function: Any = make_env
     gymnasium.register("Mine-v0", script)
@@ -149,10 +150,10 @@ def test_an_env_that_the_caller_has_registered_is_found_by_its_module() -> None:
         name_and_imports("Mine-v0")
     assert name_and_imports("Mine-v0", ["other"])[1] == (
         "other",
-    )  # which may register it, too
+    )  # that module may register it
 
 
-def test_a_file_gives_what_it_registers_and_what_is_named_in_it(walk_file: str) -> None:
+def test_a_file_provides_its_registered_envs_and_named_classes(walk_file: str) -> None:
     assert import_env_modules([walk_file]) == ("Walk-v0",)
     assert import_env_modules([walk_file]) == ("Walk-v0",)
     words = [f"{walk_file}:{name}" for name in ("Walk", "Walk-v0", "make_walk")]
@@ -166,7 +167,7 @@ def test_a_file_gives_what_it_registers_and_what_is_named_in_it(walk_file: str) 
     assert (limits, sizes) == ([None, 10, None], [(4,), (4,), (2,)])
 
 
-def test_a_server_offers_what_its_operator_names_and_nothing_else(
+def test_a_server_offers_only_the_envs_that_its_operator_names(
     walk_file: str,
 ) -> None:
     host = HostSettings(env_names=(f"{walk_file}:Walk", walk_file, "CartPole-v1"))
@@ -184,18 +185,18 @@ def test_a_server_offers_what_its_operator_names_and_nothing_else(
     ("file", "text", "message"),
     [
         ("no/such.py", None, "no/such.py: no such file$"),
-        ("my env.py", "", "named by one word"),
-        ("json.py", "", r"/json/__init__\.py is found; rename the file"),
+        ("my env.py", "", "whose name has only letters"),
+        ("json.py", "", r"another module, \S*/json/__init__\.py; rename the file"),
         ("torn.py", "\n1 / 0", r"ZeroDivisionError: .* \(\S*/torn\.py:2\)"),
         ("odd.py", "def f(:", "SyntaxError"),
         (
             "lean.py",
             "\n\nimport no_such",
-            r"'no_such' \(\S*/lean\.py:3\); it has to be",
+            r"'no_such' \(\S*/lean\.py:3\); install it",
         ),
     ],
 )
-def test_a_file_that_cannot_be_imported_is_named(
+def test_the_error_about_a_file_that_cannot_be_imported_names_it(
     file: str, text: str | None, message: str, tmp_path: Path
 ) -> None:
     if text is not None:
@@ -205,7 +206,7 @@ def test_a_file_that_cannot_be_imported_is_named(
     assert str(tmp_path / file) in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_missed_before_a_worker_starts(
+def test_a_missing_file_raises_before_a_worker_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr("envserve.client.factory.Pool")
@@ -214,20 +215,20 @@ def test_a_file_that_is_not_there_is_missed_before_a_worker_starts(
             BatchEnv.local(name, 2, import_modules=modules)
 
 
-def test_a_script_that_starts_envs_unguarded_is_told_to_guard_that(
+def test_a_module_that_starts_envs_on_import_raises_with_a_remedy(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "script_file.py"
     path.write_text(f"{WALK}\nfrom envserve.client import BatchEnv\n")
     with path.open("a") as file:
         file.write("BatchEnv.local('script_file.py:Walk', 1)\n")
-    with pytest.raises(EnvStartError, match=r"to start no .*__main__.*_file\.py:28,"):
+    with pytest.raises(EnvStartError, match=r"starts envs .*__main__.*_file\.py:28,"):
         import_env_modules([f"{path}:Walk"])
-    assert name_and_imports("CartPole-v1")[0] == "CartPole-v1"  # that is over
+    assert name_and_imports("CartPole-v1")[0] == "CartPole-v1"  # the import has ended
 
 
 @pytest.mark.parametrize("above", [-1, 0, 1])
-def test_a_file_that_others_can_change_is_not_imported(
+def test_a_file_that_other_users_can_change_is_not_imported(
     walk_file: str, tmp_path: Path, above: int
 ) -> None:
     path = tmp_path / "up" / "in" / "walk_file.py"
@@ -238,14 +239,16 @@ def test_a_file_that_others_can_change_is_not_imported(
     link = tmp_path / "link"
     link.symlink_to(path.parent)
     for folder in (path.parent, link):
-        with pytest.raises(EnvStartError, match=f"others can write to .*{odd.name};"):
+        with pytest.raises(
+            EnvStartError, match=f"other users can write to .*{odd.name};"
+        ):
             import_env_modules([f"{folder}/walk_file.py"])
     assert "walk_file" not in sys.modules
     odd.chmod(0o1777)
     assert bool(writable_by_others(str(path))) == (above == -1)
 
 
-def test_a_word_without_an_env_says_what_there_is(
+def test_the_error_about_a_missing_env_lists_the_known_ones(
     walk_file: str, tmp_path: Path
 ) -> None:
     (tmp_path / "empty_file.py").write_text("")
@@ -256,18 +259,18 @@ def test_a_word_without_an_env_says_what_there_is(
     with pytest.raises(UnknownEnv, match=r"got neither; did you mean Walk\?"):
         import_env_modules([f"{walk_file}:Wlak"])
     with pytest.raises(UnknownEnv, match=r"expected 'np' .*; got neither$"):
-        import_env_modules([f"{walk_file}:np"])  # which is there, but makes nothing
+        import_env_modules([f"{walk_file}:np"])  # exists, but cannot be called
     import_env_modules([walk_file])
     text = (
         r"no env named 'Foo-v0' .*empty_file\.py registers no env.* registers Walk-v0"
     )
     with pytest.raises(UnknownEnv, match=text):
         make_env("Foo-v0", {})
-    with pytest.raises(UnknownEnv, match=r"come with --import ale_py"):
+    with pytest.raises(UnknownEnv, match=r"need --import ale_py"):
         make_env("ALE/Nothing-v5", {})
 
 
-def test_envpool_is_a_word_for_the_module_that_registers_its_envs(
+def test_envpool_refers_to_the_module_that_registers_its_envs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "envserve.envpool", ModuleType("as_if_installed"))
@@ -278,7 +281,7 @@ def test_envpool_is_a_word_for_the_module_that_registers_its_envs(
         make_env(name, {})
 
 
-def test_vector_envs_of_a_server_are_known_by_their_plain_names() -> None:
+def test_vector_envs_of_a_server_are_requested_by_their_plain_names() -> None:
     host = HostSettings(vector_envs=("a/walk_file.py:Walk",))
     assert host.import_modules == (f"{Path.cwd()}/a/walk_file.py:Walk",)
     for name, is_one in (("walk_file:Walk", True), ("Walk", False)):
@@ -286,7 +289,7 @@ def test_vector_envs_of_a_server_are_known_by_their_plain_names() -> None:
         assert PoolSettings.of(asked, host).vectorized is is_one
 
 
-def test_installed_packages_offer_theirs_by_entry_points(tmp_path: Path) -> None:
+def test_installed_packages_offer_envs_as_entry_points(tmp_path: Path) -> None:
     (tmp_path / "walk_file.py").write_text(WALK)
     info = tmp_path / "walks-1.0.dist-info"
     info.mkdir()
@@ -315,7 +318,7 @@ def test_installed_packages_offer_theirs_by_entry_points(tmp_path: Path) -> None
         ("make_walk", {"colour": 1}, "'colour'; walk_file:make_walk takes size$"),
     ],
 )
-def test_arguments_that_an_env_does_not_take_are_said_beside_those_it_takes(
+def test_the_error_about_a_wrong_argument_lists_the_arguments_of_the_env(
     name: str, kwargs: dict[str, Any], text: str, walk_file: str
 ) -> None:
     (plain,) = import_env_modules([f"{walk_file}:{name}"])
@@ -323,7 +326,7 @@ def test_arguments_that_an_env_does_not_take_are_said_beside_those_it_takes(
         make_env(plain, kwargs)
 
 
-def test_an_error_within_a_constructor_stays_as_it_is(walk_file: str) -> None:
+def test_an_error_inside_a_constructor_is_not_replaced(walk_file: str) -> None:
     with Path(walk_file).open("a") as file:
         file.write("def bad():\n    return Walk(colour=1)\n")
     (plain,) = import_env_modules([f"{walk_file}:bad"])
@@ -331,7 +334,7 @@ def test_an_error_within_a_constructor_stays_as_it_is(walk_file: str) -> None:
         make_env(plain, {})
 
 
-def test_workers_run_own_envs(walk_file: str) -> None:
+def test_workers_run_user_envs(walk_file: str) -> None:
     with BatchEnv.local(
         f"{walk_file}:make_walk", 2, 1, env_kwargs={"size": 5}
     ) as batch:
@@ -342,7 +345,7 @@ def test_workers_run_own_envs(walk_file: str) -> None:
         BatchEnv.local(f"{walk_file}:Walk", 1, 1, env_kwargs={"colour": 1})
 
 
-def test_one_file_is_served_and_reached_by_the_same_words(
+def test_server_and_client_can_use_the_same_reference(
     serve: Serve, walk_file: str
 ) -> None:
     folder, file = Path(walk_file).parent, Path(walk_file).name

@@ -1,4 +1,4 @@
-"""An env that shows what it is told, for tests of wrappers."""
+"""An env with given observations, for tests of wrappers."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from envserve.wrappers.apply import wrap
 from envserve.wrappers.specs import WrapperSpec
 
 
-class Line(gymnasium.Env[Any, Any]):
-    """Shows given observations one after the other, always in the same array.
+class ScriptedEnv(gymnasium.Env[Any, Any]):
+    """Returns given observations one after the other, always in the same array.
 
-    The reward of step n is n. It ends with the last observation.
+    The reward of step n is n. The episode ends with the last observation.
     """
 
     action_space = spaces.Discrete(5, start=-2)
     render_mode = "rgb_array"
 
     def __init__(
-        self, shown: Sequence[Any], dtype: str, low: float, high: float
+        self, observations: Sequence[Any], dtype: str, low: float, high: float
     ) -> None:
-        self._shown = np.array(shown, dtype)
-        shape = self._shown.shape[1:]
+        self._observations = np.array(observations, dtype)
+        shape = self._observations.shape[1:]
         self.observation_space = spaces.Box(low, high, shape, np.dtype(dtype).type)
         self.array = np.empty(shape, dtype)
         self.actions: list[Any] = []
 
     def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
         self._step = 0
-        self.array[...] = self._shown[0]
+        self.array[...] = self._observations[0]
         return self.array, {"step": 0}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self._step += 1
         self.actions.append(action)
-        self.array[...] = self._shown[self._step]
-        is_over = self._step == len(self._shown) - 1
+        self.array[...] = self._observations[self._step]
+        is_over = self._step == len(self._observations) - 1
         return self.array, float(self._step), is_over, False, {"step": self._step}
 
     def render(self) -> Any:
@@ -53,7 +53,7 @@ class Bounded(gymnasium.Env[Any, Any]):
     def __init__(
         self,
         observation: spaces.Space[Any],
-        action: spaces.Space[Any] = Line.action_space,
+        action: spaces.Space[Any] = ScriptedEnv.action_space,
     ) -> None:
         self.observation_space = observation
         self.action_space = action
@@ -65,18 +65,18 @@ class Bounded(gymnasium.Env[Any, Any]):
         return np.array(action), 0.0, False, False, {}
 
 
-def line(
-    shown: Sequence[Any], dtype: str = "float32", low: float = 0, high: float = 9
-) -> Line:
-    return Line(shown, dtype, low, high)
+def scripted(
+    observations: Sequence[Any], dtype: str = "float32", low: float = 0, high: float = 9
+) -> ScriptedEnv:
+    return ScriptedEnv(observations, dtype, low, high)
 
 
 def wrapped(env: gymnasium.Env[Any, Any], name: str, **arguments: Any) -> Any:
     return wrap(env, (WrapperSpec(name, arguments),))
 
 
-def episode(env: Any, action: Any = 0) -> list[Any]:
-    """The observations of an episode."""
+def episode_observations(env: Any, action: Any = 0) -> list[Any]:
+    """Return the observations of an episode."""
     observations = [env.reset()[0]]
     while True:
         observation, _, terminated, truncated, _ = env.step(action)

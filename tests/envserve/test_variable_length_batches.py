@@ -1,4 +1,4 @@
-"""Actions that are texts and the like, crash files of them; and what a batch says."""
+"""Texts, sequences, graphs and choices as actions, in repro files and in batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from envserve.settings import EnvRequest
 from envserve.slab import Rows, Status, private_heartbeat
 from envserve.spaces.action_checks import ActionBounds, check_action_rows, check_actions
 from envserve.spaces.env_spec import EnvSpec, describe, restore
-from envserve.spaces.variable_length import action_values, encode_row
+from envserve.spaces.variable_length import decode_actions, encode_row
 from envserve.worker.env_row import EnvRow
 from envserve.worker.replay_worker import play
 from envserve.worker.worker_report import encode_spaces, read_spaces
@@ -39,11 +39,11 @@ from envserve.worker.worker_report import encode_spaces, read_spaces
 from .space_table import TableEnv
 from .space_table import __name__ as MODULE
 from .stalls import soonest
-from .test_encoded import FLOATS, leaf_of, packed
-from .test_space_table import assert_same, batched, make_batch
+from .test_space_table import assert_same, batch_values, make_batch
+from .test_variable_length import FLOATS, leaf_of, row_of
 
 
-def test_actions_are_refused_by_env_and_place() -> None:
+def test_the_error_about_an_invalid_action_names_env_and_leaf() -> None:
     space = Dict({"say": Text(3), "wait": Discrete(2)})
     spec = EnvSpec("A", FLOATS, space)
     wait = np.zeros(2, np.int64)
@@ -59,18 +59,18 @@ def test_actions_are_refused_by_env_and_place() -> None:
             check_actions(spec, {"say": say, "wait": wait}, [4, 5], 2)
 
 
-def test_a_server_does_not_read_actions_and_a_worker_refuses_them() -> None:
+def test_a_server_does_not_decode_actions_but_a_worker_rejects_invalid_ones() -> None:
     spec = EnvSpec("A", FLOATS, Text(3))
     rows = Rows.allocate(spec, 2)
-    rows.action[0][:] = packed(spec.action_leaves[0], [1])
+    rows.action[0][:] = row_of(spec.action_leaves[0], [1])
     check_action_rows(spec, rows.action, 0, 2)
-    assert ActionBounds(spec, rows.action).hold(0, 2)
+    assert ActionBounds(spec, rows.action).all_within(0, 2)
     with pytest.raises(CodecError, match="expected a value of Text"):
-        action_values(spec, rows.action)
+        decode_actions(spec, rows.action)
 
 
 @pytest.mark.parametrize("name", ["dict_of_all", "sequence_stacked", "dict_empty"])
-def test_a_crash_file_plays_the_same_actions(name: str) -> None:
+def test_a_repro_file_replays_the_same_actions(name: str) -> None:
     kwargs = {"space": name}
     request = EnvRequest(env_name="Table-v0", env_kwargs=kwargs, num_envs=1, seed=3)
     env = EnvRow(request, 0)
@@ -78,16 +78,16 @@ def test_a_crash_file_plays_the_same_actions(name: str) -> None:
     rows = Rows.allocate(spec, 1)
     ring = ActionRing(spec, 1, bytearray(ring_nbytes(spec, 1)))
     heartbeat = private_heartbeat()
-    env.attach(rows, heartbeat, ring.row(0))
+    env.attach(rows, heartbeat, ring.row_record(0))
     env.reset(None)
     for _ in range(2):
         action = spec.action_space.sample()
-        batch = batched(spec.action_space, [action])
+        batch = batch_values(spec.action_space, [action])
         for target, array in zip(
             rows.action, check_actions(spec, batch, None, 1), strict=True
         ):
             target[...] = array
-        ring.note_step(rows.action, 0, 1)
+        ring.record_step(rows.action, 0, 1)
         env.step(action)
     played = ring.read(0)
     assert played is not None
@@ -111,13 +111,13 @@ def test_a_crash_file_plays_the_same_actions(name: str) -> None:
         np.testing.assert_array_equal(left, right)
 
 
-# Large boxes, and what a batch says.
+# Large boxes, and batches of values without a fixed shape.
 
 
 BOUNDS = (("low", 0), ("high", 255))
 
 
-def test_bounds_of_a_box_of_80_mib_take_no_memory() -> None:
+def test_uniform_bounds_of_a_box_of_80_mib_take_no_memory() -> None:
     sides = {side: {"shape": [80 << 20], "fill": fill} for side, fill in BOUNDS}
     box = restore({**describe(Box(0, 255, (1,), np.uint8)), **sides})
     spec = EnvSpec("A", box, Discrete(2))
@@ -143,15 +143,15 @@ def test_bounds_of_a_box_of_80_mib_take_no_memory() -> None:
         restore({**describe(box), **sides})
 
 
-def test_bounds_that_differ_have_a_limit_that_is_told() -> None:
+def test_too_large_bounds_that_differ_raise_space_error() -> None:
     high = np.arange(16 << 20, dtype=np.uint8)
     space = Box(np.zeros_like(high), high, dtype=np.uint8)
     with pytest.raises(SpaceError, match="one low and one high for all"):
         encode_spaces(EnvSpec("A", space, Discrete(2)))
 
 
-MISSIONS = {"space": "dict_with_missions", "acts": False}
-OWN_CLASS = f"""
+MISSIONS = {"space": "dict_with_missions", "echoes_actions": False}
+USER_CLASS = f"""
 from envserve.client import BatchEnv
 with BatchEnv.local("Table-v0", 4, 2, import_modules=[{MODULE!r}],
                     env_kwargs={MISSIONS}) as batch:
@@ -159,8 +159,8 @@ with BatchEnv.local("Table-v0", 4, 2, import_modules=[{MODULE!r}],
 """
 
 
-def test_a_class_of_ones_own_is_told_once() -> None:
-    command = [sys.executable, "-c", OWN_CLASS]
+def test_the_treatment_of_a_users_space_class_is_logged_once() -> None:
+    command = [sys.executable, "-c", USER_CLASS]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert run.stderr.count("a space of class Missions is taken as a text") == 1
 
@@ -174,7 +174,7 @@ def batch() -> Iterator[BatchEnv]:
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_gymnasiums_vector_env_gives_the_same_values(mode: AutoresetMode) -> None:
+def test_values_equal_those_of_gymnasiums_vector_env(mode: AutoresetMode) -> None:
     space = "dict_of_all"
     theirs = SyncVectorEnv([lambda: TableEnv(space)] * 2, autoreset_mode=mode)
     with contextlib.closing(
@@ -204,14 +204,14 @@ def test_gymnasiums_vector_env_gives_the_same_values(mode: AutoresetMode) -> Non
         assert again["name"][0] == seen[0]["name"][0]
 
 
-def test_an_action_that_is_no_value_ends_its_own_block_only(
+def test_an_action_that_cannot_be_decoded_ends_only_its_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options: dict[str, Any] = {"num_workers": 2, "padding_after": math.inf}
     with make_batch(None, env_kwargs={"space": "text"}, **options) as batch:
         batch.reset()
         (leaf,) = batch.spec.action_leaves
-        rows = np.stack([encode_row(leaf, "ab"), packed(leaf, [1])])
+        rows = np.stack([encode_row(leaf, "ab"), row_of(leaf, [1])])
         monkeypatch.setattr(
             "envserve.client.batch_env.check_actions", lambda *_: [rows]
         )
@@ -222,15 +222,15 @@ def test_an_action_that_is_no_value_ends_its_own_block_only(
     assert "expected a value of Text" in result.infos[1]["fault"]["text"]
 
 
-def test_the_line_of_a_fault_has_actions_as_envs_take_them() -> None:
+def test_the_log_line_of_a_fault_shows_decoded_actions() -> None:
     spec = EnvSpec("A", FLOATS, Dict({"say": Text(3), "wait": Discrete(2)}))
     leaf = spec.action_leaves[0]
-    for row, text in ((encode_row(leaf, "ab"), "(ab, 1)"), (packed(leaf, [1]), " 0 ")):
+    for row, text in ((encode_row(leaf, "ab"), "(ab, 1)"), (row_of(leaf, [1]), " 0 ")):
         played: Any = SimpleNamespace(actions=(row[None], np.ones(1, np.int64)))
         assert text in _action_text(spec, played)
 
 
-def test_there_is_no_array_to_write_texts_to(batch: BatchEnv) -> None:
+def test_out_must_be_none_for_observations_with_texts(batch: BatchEnv) -> None:
     assert batch.reset()["mission"][3].startswith("get the ")
     actions = np.zeros(4, np.int64)
     result = batch.step(actions)
