@@ -15,11 +15,11 @@ __all__ = ["cgroup_limits", "num_cores"]
 def num_cores(root: Path = Path("/")) -> int:
     """Return the number of cores that affinity and cgroups leave to this process."""
     pinned = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    return max(1, min(pinned or 1, _quota(root)))
+    return max(1, min(pinned or 1, _cgroup_cores(root)))
 
 
 @cache
-def _quota(root: Path) -> int:
+def _cgroup_cores(root: Path) -> int:
     """Return the number of cores that the cgroups (v1 or v2) of a container allow."""
     least = 1 << 16
     for numbers in cgroup_limits(root, "cpu", ("cfs_quota_us", "cfs_period_us")):
@@ -29,22 +29,31 @@ def _quota(root: Path) -> int:
     return least
 
 
-def cgroup_limits(root: Path, what: str, names: tuple[str, ...]) -> Iterator[list[int]]:
+def cgroup_limits(
+    root: Path, controller: str, v1_names: tuple[str, ...]
+) -> Iterator[list[int]]:
     """Yield the limits of this process's cgroup and of each of its ancestors.
 
     Args:
       root: Root of the file system.
-      what: The controller: "cpu" or "memory".
-      names: Names of the files of cgroups v1 that correspond to `max` of v2.
+      controller: "cpu" or "memory".
+      v1_names: Names of the cgroups v1 files that correspond to `max` of v2.
     """
-    with contextlib.suppress(OSError, ValueError):  # there are none
+    with contextlib.suppress(OSError, ValueError):  # the system has no cgroups
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, kinds, path = line.split(":", 2)
-            if kinds and what not in kinds.split(","):
+            if kinds and controller not in kinds.split(","):
                 continue
-            files = names if kinds else ("max",)
-            group = root / "sys/fs/cgroup" / (what if kinds else "") / path.lstrip("/")
+            files = v1_names if kinds else ("max",)
+            group = (
+                root
+                / "sys/fs/cgroup"
+                / (controller if kinds else "")
+                / path.lstrip("/")
+            )
             for folder in (group, *group.parents):
-                with contextlib.suppress(OSError, ValueError):  # it sets none
-                    texts = [(folder / f"{what}.{name}").read_text() for name in files]
+                with contextlib.suppress(OSError, ValueError):  # no limit here
+                    texts = [
+                        (folder / f"{controller}.{name}").read_text() for name in files
+                    ]
                     yield [int(word) for word in " ".join(texts).split()]

@@ -1,7 +1,9 @@
-"""The words in which pools, sessions and lanes speak of blocks.
+"""The interface between a batch and its sources of rows, and its vocabulary.
 
-A block is a range of rows that one worker steps in lockstep: the unit that is
-submitted, answered, numbered and lost. At most one operation on it runs at a time.
+A lane provides the rows of some envs: a `Pool` in this process, or a `RemoteLane` to a
+server. Its rows are divided into blocks. A block is a contiguous range of rows that one
+worker steps together. It is the unit that is submitted, answered, numbered and lost. At
+most one operation (step, reset or call) runs on a block at a time.
 """
 
 from __future__ import annotations
@@ -37,22 +39,23 @@ __all__ = [
 
 
 MAX_JPEG_BYTES: Final = 48 << 10
-MAX_TEXT: Final = 1 << 10  # characters
+MAX_TEXT: Final = 1 << 10  # characters of a frame's text
 
 _U63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class RenderedFrame(Struct, frozen=True, kw_only=True):
-    """What an env looked like after one of its steps.
+    """A picture of an env after one of its steps.
 
     Attributes:
       row: Row of the lease.
-      serial: Another one for each picture; later ones are higher.
+      serial: Increases with every frame of the row.
       jpeg: The picture; empty if there is none.
-      text: What is shown in its place: why there is none, or what the env renders.
-      seed: Of the last reset that had one, if all since is known.
+      text: Shown instead of a picture: text that the env renders, or the reason why
+        there is no picture.
+      seed: Seed of the last seeded reset; None if the env cannot be reproduced from it.
       episode_steps: Steps of the running episode.
-      episode_return: Its rewards, if they were added up.
+      episode_return: Sum of its rewards; None if not all of them were recorded.
     """
 
     row: Annotated[int, Meta(ge=0, lt=1 << 16)]
@@ -64,20 +67,20 @@ class RenderedFrame(Struct, frozen=True, kw_only=True):
     episode_return: float | None = None
 
     def __post_init__(self) -> None:
-        """Makes the text fit to be shown, whoever wrote it."""
+        """Escape the text, because it may come from another host."""
         force_setattr(self, "text", printable(self.text[:MAX_TEXT])[:MAX_TEXT])
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows `start` to `stop` (exclusive) of a lane, stepped by one worker.
+    """Rows `start` to `stop` (exclusive) of a lane, stepped together by one worker.
 
     Attributes:
       index: Position in the lane's `blocks`.
       start: First row.
       stop: Row after the last.
-      worker: Index of the worker that hosts it.
-      split: Which of the `num_splits` groups it belongs to.
+      worker: Index of the worker that hosts the block.
+      split: Index of the split, one of `num_splits` groups of blocks.
     """
 
     index: int
@@ -88,22 +91,23 @@ class Block:
 
     @property
     def rows(self) -> range:
-        """The rows, as indices."""
+        """The indices of the rows."""
         return range(self.start, self.stop)
 
     @property
-    def part(self) -> slice:
-        """The rows, as a slice of the lane's arrays."""
+    def row_slice(self) -> slice:
+        """The slice of the rows in the lane's arrays."""
         return slice(self.start, self.stop)
 
 
 def make_blocks(
     num_envs: int, num_workers: int, num_splits: int, blocks_per_split: int = 0
 ) -> tuple[Block, ...]:
-    """Cuts rows into blocks of nearly equal size, the blocks of one split together.
+    """Divide rows into blocks of nearly equal size, with adjacent blocks per split.
 
-    There are never more blocks than envs: surplus splits and workers get none. A split
-    has a block per worker, unless it is said how many; then workers take turns.
+    A split has one block per worker by default, or `blocks_per_split` blocks that are
+    assigned to the workers round-robin. No block is empty: if there are fewer envs than
+    splits or workers, the surplus splits and workers get no block.
     """
     num_splits = min(num_splits, num_envs)
     each = min(blocks_per_split or num_workers, num_envs // num_splits)
@@ -123,14 +127,15 @@ def make_blocks(
 
 @dataclass(frozen=True)
 class Reset:
-    """Reset of some rows of a block.
+    """A reset of some rows of a block.
 
     Attributes:
       block: Index of the block.
-      env_indices: Rows of the lane to reset; None for all of the block.
-      seeds: A seed per row to reset, or None for what the env then gets. Without them
-        an env gets none either, but, right after construction, its `env_seed`.
-      options: A dict that each of these envs gets, as `codec` encodes it; else empty.
+      env_indices: Rows of the lane to reset; None for all rows of the block.
+      seeds: One seed per row to reset; a row with None is reset without a seed. If
+        `seeds` is None, envs are reset without a seed, except that the first reset
+        after construction uses the env's `env_seed`.
+      options: Options for each of these envs, a dict encoded by `codec`; may be empty.
     """
 
     block: int
@@ -139,7 +144,12 @@ class Reset:
     options: bytes = b""
 
     def check(self, block: Block) -> Sequence[int]:
-        """Returns the rows; raises LocalProtocolError for those, or seeds, unfit."""
+        """Return the rows to reset.
+
+        Raises:
+          LocalProtocolError: The rows are not distinct rows of the block, or there is
+            not one valid seed per row.
+        """
         rows, seeds = block.rows, self.seeds
         chosen = rows if self.env_indices is None else self.env_indices
         are_rows = len({*chosen}) == len(chosen) and {*chosen} <= {*rows}
@@ -147,13 +157,13 @@ class Reset:
         fit = len(given) == len(chosen) and all(0 <= seed < 2**63 for seed in given)
         if not (are_rows and fit):
             raise LocalProtocolError(
-                f"block {block.index}: expected distinct rows in {rows}, and for each "
-                f"a seed in [0, 2**63), or None; got {chosen!s:.200}; {seeds!s:.200}"
+                f"block {block.index}: expected distinct rows in {rows}, and a seed in "
+                f"[0, 2**63) or None for each; got {chosen!s:.200}; {seeds!s:.200}"
             )
         return chosen
 
 
-#: What is done to an attribute.
+#: Kinds of attribute access.
 CallKind = Literal["call", "get", "set"]
 
 
@@ -165,10 +175,10 @@ class Call:
       block: Index of the block.
       env_indices: Rows of the lane.
       kind: "call" calls a method, or reads an attribute that is not callable; "get"
-        reads; "set" assigns a value of its own to each.
+        reads an attribute; "set" assigns one value per row.
       name: Name of the attribute.
-      arguments: A list and a dict, as `codec` encodes them: those of the method; to
-        set, a value for each row.
+      arguments: A list and a dict, encoded by `codec`: positional and keyword arguments
+        of the method. For "set", the list contains one value per row.
     """
 
     block: int
@@ -179,14 +189,14 @@ class Call:
 
 
 class Fault(NamedTuple):
-    """Why a row's last transition is not valid.
+    """The reason why a row's last transition is not valid.
 
     Attributes:
       env_index: Row of the lane.
       status: Kind of fault.
-      text: What happened: the worker's traceback, or exit signal.
-      is_violation: Whether the env broke its own spaces (wrong shape or dtype, or
-        values that are not finite), which is a bug to mend rather than a mishap.
+      text: The traceback of the env's exception, or how its worker ended.
+      is_violation: Whether the env returned a value outside its spaces (wrong shape or
+        dtype, NaN or infinity), which is a bug of the env rather than a crash.
     """
 
     env_index: int
@@ -196,30 +206,30 @@ class Fault(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """What has failed: the last line of a traceback; else the first."""
+        """The last line of a traceback, or the first line of another text."""
         lines = self.text.strip().split("\n")
         return lines[-1 if self.status == Status.ENV_ERROR else 0]
 
     @property
     def detail(self) -> str:
-        """The traceback, or what stands below the cause; "" if that says all."""
+        """The whole traceback, or the lines after the cause; may be empty."""
         below = self.text.strip().partition("\n")[2]
         return self.text if below and self.status == Status.ENV_ERROR else below
 
 
 class Outcome(NamedTuple):
-    """A block's operation has ended, and its rows are as it left them.
+    """The result of an operation of a block; the rows contain the data.
 
     Attributes:
       block: Index of the block.
-      infos: Info dict by row, as far as asked for.
-      faults: Faults of this operation; of a `Call`, why rows have no value.
-      result: Of a `Call`, the values of its rows, encoded as a list: of the first, as
-        many as there was room for; the others were not called.
-      error: Set when the operation failed as a whole.
-      notes: What is to be said once about the envs; whoever hosts them has.
-      packed_infos: The infos once more, as their worker has encoded them; of a server,
-        and of what it has read, empty.
+      infos: Info dicts by row, as configured by `infos`.
+      faults: Faults of this operation. For a `Call`, the rows that have no value.
+      result: For a `Call`, the encoded list of values of the first rows, as many as fit
+        into one answer. The other rows were not called.
+      error: Set if the whole operation failed.
+      warnings: Warnings about the envs, each reported once and logged by their host.
+      packed_infos: The same infos, encoded by the worker, so that a server can forward
+        them. Empty for outcomes that come from a server.
     """
 
     block: int
@@ -227,21 +237,21 @@ class Outcome(NamedTuple):
     faults: Sequence[Fault] = ()
     result: bytes = b""
     error: EnvserveError | None = None
-    notes: Sequence[str] = ()
+    warnings: Sequence[str] = ()
     packed_infos: Mapping[int, PackedInfo] = MappingProxyType({})
 
 
 class Lane(Protocol):
-    """How a batch reaches envs: a pool in this process, or a server.
+    """A source of rows: a pool of this process, or a lane to a server.
 
-    Actions are written to `rows.action` before `submit_step`; what comes back is in
-    `rows` from `collect` until the block's next submission. Submitting a block that
-    is in flight raises LocalProtocolError.
+    The caller writes actions to `rows.action` before `submit_step`. Results are in
+    `rows` from `collect` until the block is submitted again. Submitting a block that is
+    in flight raises LocalProtocolError.
 
-    A block is lost once a fault has ended its envs. A step of a lost block resets it;
-    its outcome is the lost row: truncated, with a status and a fault. A block in flight
-    is absent while its envs are not there; its rows of `final_observation` are then the
-    last observation that was seen.
+    A block is lost if a fault ends its envs (a worker died, for example). The next step
+    of a lost block resets it instead, and its outcome is a lost transition: truncated,
+    with a status and a fault. A block in flight is absent while its envs are not
+    available. Its rows of `final_observation` then contain the last known observation.
 
     Attributes:
       is_waiting: Whether a call that was interrupted did nothing but wait, or send what
@@ -252,7 +262,7 @@ class Lane(Protocol):
 
     @property
     def name(self) -> str:
-        """Where the envs are, for messages: "local" or an address."""
+        """Location of the envs for messages: "local" or an address."""
 
     @property
     def spec(self) -> EnvSpec:
@@ -268,42 +278,45 @@ class Lane(Protocol):
 
     @property
     def rows(self) -> Rows:
-        """Where actions are read from and results are written to."""
+        """Arrays of actions, which the lane reads, and results, which it writes."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is in flight, or has ended and was not collected."""
+        """Whether any operation is in flight, or has finished but is not collected."""
 
     @property
     def absent(self) -> Collection[int]:
-        """Blocks in flight whose envs are not there now."""
+        """Blocks in flight whose envs are not available at the moment."""
 
     @property
     def given_up(self) -> EnvserveError | None:
         """Why absent blocks are not worth waiting for, if nothing else is alive."""
 
     def finish_start(self, deadline: float) -> None:
-        """Waits until all envs are built, at most until an instant of `monotonic`.
+        """Wait until all envs are built.
+
+        Args:
+          deadline: Latest `time.monotonic()` until which to wait.
 
         Raises:
           EnvStartError: An env could not be built, or not in time; the lane is closed.
-          ServerError: A server refuses, or is lost; the lane is closed.
+          ServerError: The server rejected the request or was lost; the lane is closed.
         """
 
     def submit_step(self, blocks: Sequence[int]) -> None:
-        """Starts a step of these blocks, with the actions now in `rows.action`."""
+        """Start a step of these blocks, with the actions in `rows.action`."""
 
     def submit_reset(self, resets: Sequence[Reset]) -> None:
-        """Starts resets, each of another block."""
+        """Start resets of different blocks."""
 
     def submit_call(self, calls: Sequence[Call]) -> None:
-        """Starts attribute access, each on envs of another block."""
+        """Start attribute access on envs of different blocks."""
 
     def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
-        """Waits until so many operations have ended, and returns them.
+        """Wait until `min_finished` operations have finished, and return the outcomes.
 
-        Fewer come back after the timeout, when no more are in flight, or when a block
-        in flight has become absent since the last call.
+        Return fewer after the timeout, if no more operations are in flight, or if a
+        block in flight has become absent since the last call.
         """
 
     def lose(self, text: str) -> None:
@@ -313,13 +326,13 @@ class Lane(Protocol):
         """
 
     def stats(self) -> Mapping[str, int]:
-        """Counts since the lane was made, by name; what is counted is the lane's."""
+        """Return counters since the lane was created; their names depend on it."""
 
     def fileno(self) -> int:
-        """A descriptor that is readable when `collect(0)` may have something."""
+        """Return a descriptor that is readable when `collect(0)` may return results."""
 
     def begin_close(self) -> None:
-        """Asks all envs to end, without waiting."""
+        """Ask all envs to close, without waiting."""
 
     def close(self) -> None:
-        """Ends all envs, within 2 seconds even if one hangs; may be called twice."""
+        """Close all envs, within 2 seconds even if one hangs; idempotent."""

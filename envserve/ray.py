@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from envserve.errors import AddressError, ServerError
-from envserve.worker.orphans import until_parent_ends
+from envserve.worker.orphans import code_tied_to_parent
 
 __all__ = ["EnvServers", "addresses", "connected", "last_line", "parse"]
 
 #: What an actor runs.
-_RUN: Final = until_parent_ends("envserve.__main__")
+_RUN: Final = code_tied_to_parent("envserve.__main__")
 _READY: Final = "envserve: ready on "
 
 

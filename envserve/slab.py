@@ -1,7 +1,9 @@
-"""Rows: an array per leaf, a row per env; and the shared memory they live in.
+"""The arrays of a batch: one array per leaf of the spaces, one row per env.
 
-A slab is an unnamed file (a memfd on Linux) that pool and workers map. It is passed
-on by descriptor, so nothing is left behind, however its processes end.
+`Rows` are these arrays, in private or shared memory. A `Slab` is the shared memory of a
+pool: its rows, a heartbeat per worker and optional extra memory. It is an unnamed file
+(a memfd on Linux) whose descriptor the pool passes to its workers. The kernel frees it
+with the last process that has mapped it, even if all of them are killed.
 """
 
 from __future__ import annotations
@@ -21,17 +23,17 @@ import numpy as np
 from envserve.spaces.env_spec import EnvSpec
 
 __all__ = [
-    "BEAT",
+    "BEAT_INCREMENT",
     "Rows",
     "Slab",
     "Status",
     "anonymous_file",
     "arrays_nbytes",
-    "keep_last_observation",
+    "copy_final_to_observation",
+    "copy_observation_to_final",
     "map_arrays",
     "next_beat",
     "private_heartbeat",
-    "restore_last_observation",
     "row_of_beat",
     "rows_mib",
     "rows_nbytes",
@@ -40,43 +42,47 @@ __all__ = [
 ]
 
 Array = np.ndarray[Any, Any]
-#: Shapes and dtypes of arrays.
+#: Shape and dtype of each array.
 Layout = Sequence[tuple[tuple[int, ...], np.dtype[Any]]]
 
-_ALIGNMENT: Final = 64  # a cache line: no two arrays, and no two heartbeats, share one
+_ALIGNMENT: Final = 64  # a cache line, so that no two heartbeats share one
 _BEAT_BYTES: Final = 8 * _ALIGNMENT
 
 
 class Status(enum.IntEnum):
-    """What became of a row's last step. A transition is valid when it is OK.
+    """The outcome of a row's last step. A transition is valid only if it is OK.
 
-    The episode has ended in a row that is ENV_ERROR, WORKER_DIED, TIMEOUT or
-    SERVER_LOST; it goes on in one that is PENDING or LATE.
+    ENV_ERROR, WORKER_DIED, TIMEOUT and SERVER_LOST end the episode of the row. PENDING
+    and LATE do not.
     """
 
     OK = 0
-    ENV_ERROR = 1  # the env raised, or returned what its spaces do not allow
+    ENV_ERROR = 1
+    """The env raised an exception, or returned a value outside its spaces."""
     WORKER_DIED = 2
-    TIMEOUT = 3  # the env hung and its worker was killed
+    TIMEOUT = 3
+    """The env hung and its worker was killed."""
     SERVER_LOST = 4
-    PENDING = 5  # padding: nothing was done; the env, or its server, is not back yet
-    LATE = 6  # what an action has led to that was sent before the padding
+    PENDING = 5
+    """Padding: nothing happened, because the env or its server is not available."""
+    LATE = 6
+    """The result of an action that was sent before the padding."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Arrays `[num_envs, ...]` of everything that a batch step moves.
+    """The arrays `[num_envs, ...]` of actions and results of all envs.
 
     Attributes:
-      observation: One array per observation leaf; after an episode's end, the first
-        of the next episode.
+      observation: One array per observation leaf. After the end of an episode, it
+        contains the first observation of the next one.
       action: One array per action leaf.
       reward: float64 `[num_envs]`.
       terminated: bool `[num_envs]`.
       truncated: bool `[num_envs]`.
       status: uint8 `[num_envs]`, see `Status`.
-      final_observation: Like observation; an ended episode's last one. Rows whose
-        episode goes on hold no meaning.
+      final_observation: One array per observation leaf, with the last observation of
+        each episode that has ended in this step. Other rows are undefined.
     """
 
     observation: tuple[Array, ...]
@@ -88,7 +94,7 @@ class Rows:
     final_observation: tuple[Array, ...]
 
     def at(self, index: Any) -> Rows:
-        """Returns some rows: views for a slice, copies for an array of indices."""
+        """Return some of the rows: views for a slice, copies for an index array."""
         return Rows(
             observation=tuple(leaf[index] for leaf in self.observation),
             action=tuple(leaf[index] for leaf in self.action),
@@ -101,12 +107,12 @@ class Rows:
 
     @classmethod
     def allocate(cls, spec: EnvSpec, num_envs: int) -> Rows:
-        """Returns rows in private memory, all zero."""
+        """Return zeroed rows in private memory."""
         return cls.map(spec, num_envs, bytearray(rows_nbytes(spec, num_envs)))
 
     @classmethod
     def map(cls, spec: EnvSpec, num_envs: int, buffer: Any) -> Rows:
-        """Returns rows that live in a buffer of at least `rows_nbytes` bytes."""
+        """Map rows onto a buffer of at least `rows_nbytes` bytes."""
         arrays = map_arrays(_layout(spec, num_envs), buffer)
         num_observations = len(spec.observation_leaves)
         num_actions = len(spec.action_leaves)
@@ -123,52 +129,52 @@ class Rows:
         )
 
 
-#: What one call of an env adds to its row's beat.
-BEAT: Final = 1 << 20
+#: Added to a worker's heartbeat by each call of an env. The lower bits are the row + 1.
+BEAT_INCREMENT: Final = 1 << 20
 
 
 def private_heartbeat() -> memoryview:
-    """Returns a heartbeat that nobody looks at."""
+    """Return a heartbeat in private memory, for an env outside a pool."""
     return memoryview(bytearray(_BEAT_BYTES)).cast("q")
 
 
 def next_beat(beat: int, row: int) -> int:
-    """Returns a beat of a row that differs from an earlier one."""
-    return (beat & -BEAT) + BEAT + row + 1
+    """Return the heartbeat for a call of a row's env; it differs from `beat`."""
+    return (beat & -BEAT_INCREMENT) + BEAT_INCREMENT + row + 1
 
 
 def row_of_beat(beat: int) -> int | None:
-    """Returns the row whose env was called last; None if there was no call yet."""
-    row = beat % BEAT
+    """Return the row of the last call of an env; None if no env was called yet."""
+    row = beat % BEAT_INCREMENT
     return row - 1 if row else None
 
 
 def rows_nbytes(spec: EnvSpec, num_envs: int) -> int:
-    """Returns how many bytes `Rows.map` needs."""
+    """Return the number of bytes that `Rows.map` needs."""
     return arrays_nbytes(_layout(spec, num_envs))
 
 
 def rows_mib(spec: EnvSpec, num_envs: int) -> int:
-    """Returns how many MiB that is, and at least one."""
+    """Return the size of the rows in MiB, rounded up."""
     return max(1, -(-rows_nbytes(spec, num_envs) >> 20))
 
 
 def _layout(spec: EnvSpec, num_envs: int) -> Layout:
     observations = [(leaf.shape, leaf.dtype) for leaf in spec.observation_leaves]
     actions = [(leaf.shape, leaf.dtype) for leaf in spec.action_leaves]
-    # Reward, terminated, truncated, status.
+    # Reward, terminated, truncated and status.
     others = [((), np.dtype(kind)) for kind in (np.float64, bool, bool, np.uint8)]
     fields = [*observations, *actions, *others, *observations]
     return [((num_envs, *shape), dtype) for shape, dtype in fields]
 
 
 def arrays_nbytes(layout: Layout) -> int:
-    """Returns how many bytes `map_arrays` needs."""
+    """Return the number of bytes that `map_arrays` needs."""
     return sum(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in layout)
 
 
 def map_arrays(layout: Layout, buffer: Any) -> list[Array]:
-    """Returns arrays that lie one behind the other in a buffer."""
+    """Map arrays onto a buffer, one after the other."""
     arrays: list[Array] = []
     offset = 0
     for shape, dtype in layout:
@@ -181,56 +187,67 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def keep_last_observation(rows: Rows, part: slice) -> None:
-    """Makes the last observations the final ones, before new ones are written.
+def copy_observation_to_final(rows: Rows, index: slice) -> None:
+    """Copy the current observations of some rows to `final_observation`.
 
-    They may be of a step that was never answered. What is not finite becomes 0, since
-    nobody has checked it.
+    This saves the last observation of an episode before a reset overwrites it. The
+    worker may have died before it checked the observation, so NaN and infinity become
+    0.
     """
-    for final, last in zip(rows.final_observation, rows.observation, strict=True):
-        if last.dtype.kind == "f":
-            last[part] = np.where(np.isfinite(last[part]), last[part], 0)
-        final[part] = last[part]
+    for final, observation in zip(
+        rows.final_observation, rows.observation, strict=True
+    ):
+        if observation.dtype.kind == "f":
+            observation[index] = np.where(
+                np.isfinite(observation[index]), observation[index], 0
+            )
+        final[index] = observation[index]
 
 
-def restore_last_observation(rows: Rows, part: Any) -> None:
-    """Makes final observations, that were kept, the last ones again, of some rows."""
-    for final, last in zip(rows.final_observation, rows.observation, strict=True):
-        last[part] = final[part]
+def copy_final_to_observation(rows: Rows, index: Any) -> None:
+    """Undo `copy_observation_to_final`: copy `final_observation` of some rows back."""
+    for final, observation in zip(
+        rows.final_observation, rows.observation, strict=True
+    ):
+        observation[index] = final[index]
 
 
-def write_lost(rows: Rows, part: slice, status: Status) -> None:
-    """Ends the episodes of some rows; their observations are the next ones already."""
-    rows.reward[part] = 0.0
-    rows.terminated[part] = False
-    rows.truncated[part] = True
-    rows.status[part] = status
+def write_lost(rows: Rows, index: slice, status: Status) -> None:
+    """Make some rows the lost transition that ends an episode: truncated, reward 0.
+
+    Observations are left as they are: they already belong to the next episode.
+    """
+    rows.reward[index] = 0.0
+    rows.terminated[index] = False
+    rows.truncated[index] = True
+    rows.status[index] = status
 
 
-def write_pending(rows: Rows, part: slice) -> None:
-    """Has nothing happen in some rows; their observations stay as they are."""
-    rows.reward[part] = 0.0
-    rows.terminated[part] = False
-    rows.truncated[part] = False
-    rows.status[part] = Status.PENDING
+def write_pending(rows: Rows, index: slice) -> None:
+    """Make some rows padding: reward 0, not ended, observations unchanged."""
+    rows.reward[index] = 0.0
+    rows.terminated[index] = False
+    rows.truncated[index] = False
+    rows.status[index] = Status.PENDING
 
 
 class Slab:
-    """Shared memory with the rows of one pool and a heartbeat per worker.
+    """The shared memory of a pool: its rows and a heartbeat per worker.
 
     Attributes:
-      fd: Descriptor of the memory, to be sent to workers.
+      fd: Descriptor of the memory, which the pool sends to its workers.
       rows: The rows, as views into the memory.
-      heartbeats: int64 `[num_workers, 64]`; column 0 is another one after every call of
-        an env, and tells which one it was, see `row_of_beat`; column 1 is 1 while the
-        worker is inside a reset. From column 8 on are the cells of `step_timings`.
-      extra: What lies behind them, for whoever has asked for it.
+      heartbeats: int64 `[num_workers, 64]`, one row per worker. Column 0 changes with
+        every call of an env and encodes the called row, see `row_of_beat`. Column 1 is
+        1 during a reset or call, which has a longer timeout than a step. Columns from 8
+        on are the cells of `step_timings`.
+      extra: The `extra_nbytes` of memory behind the heartbeats.
     """
 
-    fd = -1  # before there is one
+    fd = -1  # so that `close` works if `create` is interrupted
 
     def __init__(self, fd: int, spec: EnvSpec, num_envs: int, num_workers: int) -> None:
-        """Maps memory that `create` has sized; takes ownership of the descriptor."""
+        """Map memory that `create` has allocated; take ownership of the descriptor."""
         self.fd = fd
         self._map(spec, num_envs, num_workers)
 
@@ -247,14 +264,22 @@ class Slab:
     def create(
         cls, spec: EnvSpec, num_envs: int, num_workers: int, extra_nbytes: int = 0
     ) -> Slab:
-        """Returns a slab in new memory, all zero."""
+        """Allocate a zeroed slab in new shared memory.
+
+        Args:
+          spec: Spaces of every env.
+          num_envs: Number of rows.
+          num_workers: Number of heartbeats.
+          extra_nbytes: Bytes of extra memory.
+        """
         nbytes = _aligned(rows_nbytes(spec, num_envs)) + num_workers * _BEAT_BYTES
         slab = cls.__new__(cls)
         slab.fd = anonymous_file()
         try:
             os.ftruncate(slab.fd, nbytes + extra_nbytes)
             if hasattr(os, "memfd_create"):
-                # Who shrinks a file ends all that have mapped it.
+                # If an env could shrink the file, an access to it would kill every
+                # process that has mapped it.
                 seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
                 fcntl.fcntl(slab.fd, fcntl.F_ADD_SEALS, seals)
             slab._map(spec, num_envs, num_workers)
@@ -264,12 +289,13 @@ class Slab:
         return slab
 
     def close(self) -> None:
-        """Closes the descriptor; the memory goes with the last array that uses it."""
+        """Close the descriptor; the last array that uses the memory unmaps it."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
-    __del__ = close  # of one that an interrupt has kept its owner from getting
+    # Closes a slab whose owner was interrupted before it could store it.
+    __del__ = close
 
     def __repr__(self) -> str:
         state = "closed" if self.fd < 0 else f"fd {self.fd}"
@@ -277,7 +303,7 @@ class Slab:
 
 
 def anonymous_file() -> int:
-    """Returns a descriptor of a new file in memory, empty."""
+    """Return the descriptor of a new, empty file in memory."""
     if hasattr(os, "memfd_create"):
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         return os.memfd_create("envserve-slab", flags)

@@ -23,7 +23,7 @@ from envserve.client import BatchEnv
 from envserve.envs.registry import import_env_modules, make_env
 from envserve.errors import ServerError
 from envserve.wire.sockets import socket_folder
-from envserve.worker.orphans import until_parent_ends
+from envserve.worker.orphans import code_tied_to_parent
 
 __all__ = ["BINDS", "bare_loops", "batch_env", "stepping_batch_env", "vector_env"]
 
@@ -150,7 +150,7 @@ def _running_server(load: Workload, bind: str, options: Sequence[str]) -> Iterat
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(socket_folder())
         command = [
-            *(sys.executable, "-c", until_parent_ends("envserve.__main__")),
+            *(sys.executable, "-c", code_tied_to_parent("envserve.__main__")),
             *("start", "--env", load.env_name),
             *("--workers", str(load.num_workers), "--bind", bind.format(folder=folder)),
             *("--envs-per-worker", str(-(-load.num_envs // load.num_workers))),

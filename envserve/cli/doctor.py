@@ -194,12 +194,12 @@ def _keys() -> _Finding:
 
 def _renderer(name: str) -> _Finding:
     """Draws in a process of its own, since drivers crash and hang."""
-    from envserve.worker.rendering import headless_settings
+    from envserve.worker.rendering import headless_variables
 
     if not _version(name):
         return _finding(name, "not installed")
     env_name, remedy = _RENDERERS[name]
-    own = {**os.environ, **headless_settings(os.environ)}
+    own = {**os.environ, **headless_variables(os.environ)}
     command = [sys.executable, "-W", "ignore", "-c", _DRAW, env_name]
     try:
         subprocess.run(

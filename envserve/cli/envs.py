@@ -144,7 +144,7 @@ def replay(
     from envserve.monitoring.video import VideoWriter
     from envserve.pool import replay as replays
     from envserve.pool.launcher import Launcher
-    from envserve.worker.rendering import headless_settings
+    from envserve.worker.rendering import headless_variables
 
     if pdb and film:
         fail("expected --pdb or --film; got both", 2)
@@ -162,7 +162,7 @@ def replay(
             if film:
                 writer = stack.enter_context(VideoWriter(film))
                 on_frame = partial(_add_frame, writer)
-                os.environ.update(headless_settings(os.environ))  # for the worker
+                os.environ.update(headless_variables(os.environ))  # for the worker
             launcher = stack.enter_context(contextlib.closing(Launcher(modules)))
             ending = replays.replay(repro, launcher, timeout, on_frame, last)
         if writer is not None:
@@ -191,9 +191,9 @@ def _debug(repro: Repro) -> bool:
     from pdb import Pdb
 
     from envserve.slab import Status
-    from envserve.worker.replay_worker import build, play
+    from envserve.worker.replay_worker import apply_actions, build_env
 
-    env, spec = build(repro)
+    env, spec = build_env(repro)
     last = len(repro.played.actions[0])
     is_raised = repro.end.status is Status.ENV_ERROR and not repro.end.is_violation
     debugger = Pdb()
@@ -206,10 +206,10 @@ def _debug(repro: Repro) -> bool:
     def on_action(number: int) -> None:
         if number == last and not is_raised:
             print("What comes next ended it: n goes on by a line, s into a call.")
-            env.step_by(step)
+            env.intercept_calls(step)
 
     try:
-        play(repro, env, spec, on_action)
+        apply_actions(repro, env, spec, on_action)
     except bdb.BdbQuit:
         return True
     except Exception as error:

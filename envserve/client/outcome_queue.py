@@ -9,7 +9,7 @@ from typing import Final
 from envserve.client.row_set import BatchBlock
 from envserve.errors import EnvserveError, LocalProtocolError
 from envserve.lane import Lane, Outcome
-from envserve.slab import restore_last_observation
+from envserve.slab import copy_final_to_observation
 
 __all__ = ["Inbox"]
 
@@ -132,7 +132,7 @@ class Inbox:
             lane.lose(text)
         for position, outcome in self.outcomes.items():
             rows = [fault.env_index for fault in outcome.faults]
-            restore_last_observation(self._blocks[position].lane.rows, rows)
+            copy_final_to_observation(self._blocks[position].lane.rows, rows)
         self.outcomes.clear()
 
     def close(self) -> None:

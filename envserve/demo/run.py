@@ -26,7 +26,7 @@ from envserve.envs.seeding import draw_root_seed
 from envserve.envs.user_envs import env_name_of
 from envserve.errors import EnvTimeout, ServerError
 from envserve.slab import Status
-from envserve.worker.reset_signature import complete
+from envserve.worker.reset_signature import complete_reset_signature
 
 __all__ = ["Demo"]
 
@@ -172,7 +172,9 @@ class Demo:
             print(json.dumps(self.row), file=file)
 
     def _make_twin(self) -> gymnasium.Env[Any, Any]:
-        return complete(make_env(env_name_of(self._env), {}), needs_seed=True)
+        return complete_reset_signature(
+            make_env(env_name_of(self._env), {}), needs_seed=True
+        )
 
     def _inject(self, label: str, act: Callable[[DemoServer], None]) -> str:
         """Does something to a server, and waits for the envs that it hits."""

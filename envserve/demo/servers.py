@@ -16,7 +16,7 @@ from typing import Final
 
 from envserve.demo.tcp_proxy import TcpProxy
 from envserve.errors import ServerError
-from envserve.worker.orphans import children
+from envserve.worker.orphans import child_processes
 
 __all__ = ["DemoServer"]
 
@@ -62,8 +62,8 @@ class DemoServer:
 
     def signal_worker(self, number: int) -> None:
         """Sends a signal to any of its workers, which its template has forked."""
-        templates = [pid for pid, *_ in children(self._process.pid)]
-        workers = [pid for each in templates for pid, *_ in children(each)]
+        templates = [pid for pid, *_ in child_processes(self._process.pid)]
+        workers = [pid for each in templates for pid, *_ in child_processes(each)]
         if not workers:
             raise ServerError("expected a worker in /proc, found none; press again")
         os.kill(random.choice(workers), number)

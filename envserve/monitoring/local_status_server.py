@@ -21,7 +21,7 @@ import zmq
 from envserve.client.batch_env import BatchEnv
 from envserve.errors import RemoteProtocolError
 from envserve.pool.pool import Pool
-from envserve.pool.pool_metrics import add, status_fields
+from envserve.pool.pool_metrics import status_fields, sum_counts
 from envserve.session.server.decisions import Reply
 from envserve.session.server.replies import Replies
 from envserve.wire.bodies import FrameRequest
@@ -121,7 +121,7 @@ class LocalStatusServer:
             known = {"number": number, "seconds": now - self._started_at}
             leases.append(pool.inspector.status(_MAX_EPISODES, **known))
         return ServerStatus(
-            **status_fields(add(pool.metrics.counts for pool in pools)),
+            **status_fields(sum_counts(pool.metrics.counts for pool in pools)),
             version=version("envserve"),
             host=platform.node(),
             pid=os.getpid(),

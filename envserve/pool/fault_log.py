@@ -1,6 +1,11 @@
-"""What the host of an env gets to see of a fault: a line in the log, and a repro file.
+"""Log each fault in one line, and write a repro file with which to replay it.
 
-The line names the env, its worker, the cause, and how to see it again.
+The line names the worker, the env, the cause and the command that replays the fault. It
+is followed by a traceback, the Python stack of a crash, or the end of stderr, unless
+that equals the previous one. The format is documented in docs/crashes.md.
+
+After the death of a worker, the heartbeat shows which env was running, and the action
+ring contains its last actions; both are in shared memory.
 """
 
 from __future__ import annotations
@@ -28,23 +33,23 @@ from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.leaves import flatten
 from envserve.spaces.variable_length import decode_actions
 from envserve.text import LogThrottle, one_line, printable
-from envserve.worker.channel import Kind
+from envserve.worker.channel import MessageKind
 
 __all__ = ["FaultLog"]
 
 _LOGGER: Final = logging.getLogger("envserve.pool")
-_MAX_CAUSE: Final = 300  # characters of what is said on the line
-_MAX_ACTION: Final = 80
-_MAX_WARNED: Final = 16  # classes of envs
-#: How often a record is read until no step has come between.
+_MAX_CAUSE_CHARS: Final = 300
+_MAX_ACTION_CHARS: Final = 80
+_MAX_WARNED_CLASSES: Final = 16
+#: Attempts to read a consistent record while the worker is stepping.
 _MAX_READS: Final = 8
 
 
 class FaultLog:
-    """Reports the faults of one pool.
+    """Logs the faults of one pool.
 
     Attributes:
-      options: What each row was last reset with, of those that had any; encoded.
+      reset_options: Encoded options of each row's last reset with options.
     """
 
     def __init__(self, config: PoolSettings, label: str = "", owner: str = "") -> None:
@@ -58,23 +63,25 @@ class FaultLog:
         self._last_detail = ""
         self._throttle = LogThrottle()
         self._warned: set[str] = set()
-        self.options: dict[int, bytes] = {}
+        self.reset_options: dict[int, bytes] = {}
 
     def attach(self, slab: Slab, spec: EnvSpec) -> None:
-        """Takes the memory in which workers note what their envs go through."""
+        """Set the slab from which to read heartbeats and actions."""
         self._heartbeats = slab.heartbeats
         self._spec = spec
         self._ring = ActionRing(spec, self._config.num_envs, slab.extra)
 
-    def env_failed(self, fault: Fault, worker: SupervisedWorker, now: float) -> None:
-        """Reports an env that has raised, or broken its spaces, and was rebuilt."""
+    def log_env_failure(
+        self, fault: Fault, worker: SupervisedWorker, now: float
+    ) -> None:
+        """Log an env that raised an error or violated its spaces, and was rebuilt."""
         row = fault.env_index
-        played = self._read(row, has_failed=True)
+        history = self._read_history(row, has_failed=True)
         end = End(status=fault.status, text=fault.text, is_violation=fault.is_violation)
-        path = self._write(row, played, end, now)
+        path = self._write_repro_file(row, history, end, now)
         pid = None
         if worker.process is not None:
-            worker.process.poll_exit()  # which hears of its start, too
+            worker.process.poll_exit()  # also updates `pid`
             pid = worker.process.pid
         name = f"Env {self._index_of(row)}"
         if self._config.vectorized:
@@ -83,33 +90,37 @@ class FaultLog:
             name += f"{self._index_of(block.stop - 1)}"
         self._log(
             f"{name} (worker {worker.index}, pid {pid}) failed and "
-            f"was rebuilt: {_shortened(fault.cause, _MAX_CAUSE)}",
-            [*self._story(row, played), *self._recipe(path)],
+            f"was rebuilt: {_shorten(fault.cause, _MAX_CAUSE_CHARS)}",
+            [*self._describe_history(row, history), *self._replay_command(path)],
             fault.text.strip().removesuffix(fault.cause),
         )
 
-    def reset_refused(self, error: EnvError, num_faults: int, now: float) -> None:
-        """Reports a reset whose seeds or options rows of a block did not take.
+    def log_reset_error(self, error: EnvError, num_faults: int, now: float) -> None:
+        """Log a reset whose seeds or options some rows of a block did not accept.
 
-        That is the caller's mistake as a rule, who hears of it: a line a second will
-        do, without a traceback and a repro file for each env.
+        This is usually a mistake of the caller, who gets the error. So there is at most
+        one line per second, and no repro file.
         """
         more = self._throttle.admit("reset", now)
         if more is not None:
             others = f"; {num_faults - 1} more of its block" if num_faults > 1 else ""
-            head = _shortened(str(error).partition("\n")[0], _MAX_CAUSE)
+            head = _shorten(str(error).partition("\n")[0], _MAX_CAUSE_CHARS)
             self._log(f"{head}{others}{more}", [], error.remote_traceback)
 
-    def worker_lost(
+    def log_worker_loss(
         self,
         worker: SupervisedWorker,
         lost: Lost,
         running: Mapping[int, int],
         now: float,
     ) -> None:
-        """Reports a worker that has died, or was killed, and the env that it was in.
+        """Log a worker that was lost, and the env that was running.
 
-        `running` has the kind of operation of each block that is in flight.
+        Args:
+          worker: The worker.
+          lost: The event of its loss.
+          running: Kind of operation by index of the block in flight.
+          now: Monotonic seconds.
         """
         exit_ = worker.exit or Exit(0, 0)
         end = End(
@@ -118,63 +129,69 @@ class FaultLog:
             exit_code=None if worker.exit is None else exit_.exit_code,
             stderr_tail=exit_.stderr_tail,
         )
-        parts, path = self._blame(worker, end, running, now)
-        if exit_.last_words:
-            last = _shortened(exit_.last_words, _MAX_CAUSE)
+        parts, path = self._locate_fault(worker, end, running, now)
+        if exit_.stderr_summary:
+            last = _shorten(exit_.stderr_summary, _MAX_CAUSE_CHARS)
             parts.append(f'its stderr ends with "{last}"')
         cause, _, detail = lost.text.partition("\n")
         if detail:  # a traceback
             cause += f" {detail.splitlines()[-1]}"
+        cause = _shorten(cause, _MAX_CAUSE_CHARS)
         self._log(
-            f"{worker.label}, pid {exit_.pid or None}, {_shortened(cause, _MAX_CAUSE)}",
-            [*parts, *self._recipe(path)],
-            detail or exit_.excerpt,
+            f"{worker.label}, pid {exit_.pid or None}, {cause}",
+            [*parts, *self._replay_command(path)],
+            detail or exit_.stderr_excerpt,
         )
 
-    def warn_once(self, notes: Sequence[str]) -> Sequence[str]:
-        """Says what workers note, once for each class of envs; returns what is new."""
-        new = {note.partition(" ")[0]: note for note in notes}
-        if new.keys() <= self._warned or len(self._warned) > _MAX_WARNED:
+    def warn_once(self, warnings: Sequence[str]) -> Sequence[str]:
+        """Log warnings about envs once per class of env; return the new ones."""
+        new = {warning.partition(" ")[0]: warning for warning in warnings}
+        if new.keys() <= self._warned or len(self._warned) > _MAX_WARNED_CLASSES:
             return ()
         self._warned |= new.keys()
-        for note in new.values():
-            _LOGGER.warning("%s%s", self._label, note)
+        for warning in new.values():
+            _LOGGER.warning("%s%s", self._label, warning)
         return [*new.values()]
 
-    def forget(self, worker: SupervisedWorker) -> None:
-        """Forgets what a worker's envs went through, for its successor's sake."""
+    def clear_records(self, worker: SupervisedWorker) -> None:
+        """Clear heartbeat and records of a lost worker, before its successor starts."""
         self._heartbeats[worker.index, :2] = 0
         for block in worker.blocks:
             for row in block.rows:
                 self._ring.row_record(row)
 
-    def _blame(
+    def _locate_fault(
         self, worker: SupervisedWorker, end: End, running: Mapping[int, int], now: float
     ) -> tuple[list[str], Path | None]:
-        """Says which env a worker was in as it ended, and writes a file of it."""
+        """Describe the env that was running when a worker ended; write its file."""
         beat, is_slow = self._heartbeats[worker.index, :2].tolist()
         row = row_of_beat(beat)
         hosts = [block for block in worker.blocks if row in block.rows]
         if row is None or not any(is_slow or b.index in running for b in hosts):
-            return ["no env was at work"], None
+            return ["no env was running"], None
         (block,) = hosts
-        played = self._read(row)
-        is_call = running.get(block.index) == Kind.CALL
+        history = self._read_history(row)
+        is_call = running.get(block.index) == MessageKind.CALL
         doing = "a call of" if is_call else "a reset of" if is_slow else "a step of"
-        parts = [f"in {doing} env {self._index_of(row)}", *self._story(row, played)]
+        parts = [
+            f"in {doing} env {self._index_of(row)}",
+            *self._describe_history(row, history),
+        ]
         if is_call:
             return parts, None
-        return parts, self._write(row, played, end, now, is_reset=bool(is_slow))
+        return parts, self._write_repro_file(
+            row, history, end, now, is_reset=bool(is_slow)
+        )
 
     def _log(self, head: str, parts: list[str], detail: str) -> None:
-        """Logs a line; below it what it is about, when that is not as the last time."""
+        """Log a line, followed by its details unless they equal the previous ones."""
         below = "" if detail == self._last_detail else f"\n{printable(detail)}".rstrip()
         self._last_detail = detail
         line = "; ".join([head, *parts])
         _LOGGER.warning("%s%s%s", self._label, line, below)
 
-    def error_of(self, fault: Fault) -> EnvError:
-        """Returns what to raise for an env that could not be reset as was asked."""
+    def reset_error(self, fault: Fault) -> EnvError:
+        """Return the exception for an env whose reset has failed."""
         then = ", and it was reset without seed and options"
         return EnvError(
             f"Env {self._index_of(fault.env_index)}: its reset failed"
@@ -183,57 +200,61 @@ class FaultLog:
             remote_traceback=fault.detail,
         )
 
-    def _read(self, row: int, *, has_failed: bool = False) -> ActionHistory | None:
-        options = self.options.get(row, b"")
+    def _read_history(
+        self, row: int, *, has_failed: bool = False
+    ) -> ActionHistory | None:
+        options = self.reset_options.get(row, b"")
         return self._ring.read(row, options, has_failed=has_failed)
 
     def _index_of(self, row: int) -> int:
         return self._config.first_env_index + row
 
-    def _story(self, row: int, played: ActionHistory | None) -> list[str]:
-        if played is None:
+    def _describe_history(self, row: int, history: ActionHistory | None) -> list[str]:
+        if history is None:
             return ["it was never reset"]
-        incarnation, seed = played.incarnation, played.seed
+        incarnation, seed = history.incarnation, history.seed
         if seed is None and self._config.seeded:
             seed = env_seed(self._config.seed, self._index_of(row), incarnation)
-        story = [
+        facts = [
             f"incarnation {incarnation}",
             f"seed {seed}",
-            f"step {played.episode_step} of its episode",
+            f"step {history.episode_step} of its episode",
         ]
-        if all(len(array) for array in played.actions):
-            story.append(f"last action {_action_text(self._spec, played)}")
-        return story
+        if all(len(array) for array in history.actions):
+            facts.append(f"last action {_format_action(self._spec, history)}")
+        return facts
 
-    def _write(
+    def _write_repro_file(
         self,
         row: int,
-        played: ActionHistory | None,
+        history: ActionHistory | None,
         end: End,
         now: float,
         *,
         is_reset: bool = False,
     ) -> Path | None:
-        if self._files is None or played is None or not self._files.may_write(now):
+        if self._files is None or history is None or not self._files.may_write(now):
             return None
         name = self._config.env_name
         name = f"{name}-env-{self._index_of(row)}-{end.status.name.lower()}"
-        return self._files.write(name, self._repro(row, played, end, is_reset), now)
+        return self._files.write(
+            name, self._encode_repro(row, history, end, is_reset), now
+        )
 
-    def record(self, row: int) -> bytes:
+    def flight_record(self, row: int) -> bytes:
         """Return the repro file of a running env; empty if it was never reset."""
-        played, counts = None, self._ring.counts
+        history, counts = None, self._ring.counts
         for _ in range(_MAX_READS if row < len(counts) else 0):
-            count, played = counts[row], self._read(row)
+            count, history = counts[row], self._read_history(row)
             if count == counts[row]:
                 break
-        if played is None:
+        if history is None:
             return b""
-        end = End(status=Status.OK, text="went on when this was recorded")
-        return self._repro(row, played, end)
+        end = End(status=Status.OK, text="was running when this was recorded")
+        return self._encode_repro(row, history, end)
 
-    def _repro(
-        self, row: int, played: ActionHistory, end: End, is_reset: bool = False
+    def _encode_repro(
+        self, row: int, history: ActionHistory, end: End, is_reset: bool = False
     ) -> bytes:
         config = self._config
         timeouts = config.step_timeout_seconds, config.reset_timeout_seconds
@@ -250,33 +271,33 @@ class FaultLog:
             seeded=config.seeded,
             env_index=int(self._index_of(row)),
             timeout_seconds=timeouts[is_reset],
-            played=played,
+            played=history,
             end=end,
         )
         return encode_repro(repro)
 
-    def _recipe(self, path: Path | None) -> list[str]:
+    def _replay_command(self, path: Path | None) -> list[str]:
         if path is None:
             return []
         imports = "".join(
             f" --import {shlex.quote(module)}" for module in self._config.import_modules
         )
-        what = (
-            "what its first row saw" if self._config.vectorized else "to see it again"
+        purpose = (
+            "actions of its first row" if self._config.vectorized else "to replay it"
         )
-        return [f"{what}: envserve replay {shlex.quote(str(path))}{imports}"]
+        return [f"{purpose}: envserve replay {shlex.quote(str(path))}{imports}"]
 
 
-def _shortened(text: str, length: int) -> str:
+def _shorten(text: str, length: int) -> str:
     text = one_line(text)
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
-def _action_text(spec: EnvSpec, played: ActionHistory) -> str:
-    last: list[Any] = [array[-1:] for array in played.actions]
-    with contextlib.suppress(CodecError):  # else bytes are shown
+def _format_action(spec: EnvSpec, history: ActionHistory) -> str:
+    last: list[Any] = [array[-1:] for array in history.actions]
+    with contextlib.suppress(CodecError):  # otherwise show the bytes
         last = flatten(spec.action_space, decode_actions(spec, last)[0])
     with np.printoptions(precision=4, threshold=8, edgeitems=3):
         values = list(map(str, last))
     text = values[0] if len(values) == 1 else f"({', '.join(values)})"
-    return _shortened(text, _MAX_ACTION)
+    return _shorten(text, _MAX_ACTION_CHARS)

@@ -1,6 +1,6 @@
-"""What others see of a pool while it runs: numbers, pictures, and flight records.
+"""Read-only views of a running pool: status, frames and flight records.
 
-Reads what is counted, and shared memory, so that any thread may call it.
+Everything here reads counters and shared memory only, so any thread may call it.
 """
 
 from __future__ import annotations
@@ -21,48 +21,49 @@ from envserve.wire.status import LeaseStatus
 
 __all__ = ["PoolInspector"]
 
-#: How long workers make pictures after somebody has asked for them.
+#: How long workers render frames after a request.
 _WATCH_NS: Final = 3_000_000_000
-#: Of rows whose envs are away, so many are told.
+#: Number of absent rows in a status.
 _MAX_ABSENT: Final = 1024
 
 
 class PoolInspector:
-    """Answers STATUS and FRAME for one pool."""
+    """Answers STATUS and FRAME requests about one pool."""
 
     def __init__(self, workers: WorkerSet, operations: BlockOperations) -> None:
         self._workers, self._operations = workers, operations
 
     @property
     def num_in_flight(self) -> int:
-        """How many rows are being stepped, reset or called."""
+        """Number of rows that are being stepped, reset or called."""
         return len(self._operations.rows_where(lambda _, kind: kind))
 
-    def status(self, most_episodes: int, **known: Any) -> LeaseStatus:
-        """Returns what it has been through, and what it is doing; see `PoolMetrics`."""
+    def status(self, max_episodes: int, **fields: Any) -> LeaseStatus:
+        """Return the status of the pool's lease; see `PoolMetrics.status`."""
         config, serves = self._workers.config, WorkerState.SERVING
         away = self._operations.rows_where(lambda it, _: it.state is not serves)
         return self._operations.metrics.status(
-            most_episodes,
+            max_episodes,
             env_name=config.env_name,
             num_envs=config.num_envs,
             in_flight=self.num_in_flight,
             absent=tuple(away[:_MAX_ABSENT]),
-            **known,
+            **fields,
         )
 
     def read_frames(self, request: FrameRequest) -> tuple[FrameResult, bytes]:
-        """Has workers go on to make pictures; returns those there are, or the record.
+        """Request frames, and return new ones; or return the flight record of a row.
 
-        Raises RemoteProtocolError if there is no such record.
+        Raises:
+          RemoteProtocolError: The row has no flight record.
         """
-        board, rows = self._workers.board, request.rows
+        board, rows = self._workers.frame_board, request.rows
         if board is None:
             return FrameResult(), b""
         if request.record:
-            if not (record := self._operations.record(rows[0]) if rows else b""):
+            if not (record := self._operations.flight_record(rows[0]) if rows else b""):
                 raise RemoteProtocolError(
-                    "expected a row of an env that was ever reset"
+                    "expected a row of an env that was reset before"
                 )
             return FrameResult(), record
         board.watch(rows, request.width, time.monotonic_ns() + _WATCH_NS)

@@ -1,8 +1,12 @@
-"""Starts worker processes, by way of a template process that forks them.
+"""Start worker processes through a template process that forks them.
 
-The template has imported gymnasium and the user's env modules once, so a worker
-starts in milliseconds. Nothing here waits for the template, except `close`. When the
-owner of a launcher dies, its template and all its workers die with it.
+The template (`envserve.worker.template`) imports gymnasium and the user's env modules
+once, so that workers start in milliseconds. Nothing here waits for the template, except
+`close`: `launch` and `kill` send a request, and `poll` reads reports about it later.
+
+All processes end with the launcher's process, even if that is killed: the template then
+reads end of file from its socket. If the template ends or hangs, its workers are killed
+and reported as ended, and the next `launch` starts a new template.
 """
 
 from __future__ import annotations
@@ -21,11 +25,11 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from envserve.errors import WorkerError
-from envserve.pool.privileges import limits_of, popen_options
+from envserve.pool.privileges import popen_options, resource_limits
 from envserve.pool.worker_states import Exit
 from envserve.settings import HostSettings
 from envserve.spaces import codec
-from envserve.worker.channel import Channel, Kind, pack_message
+from envserve.worker.channel import Channel, MessageKind, pack_message
 from envserve.worker.template import kill_group
 
 __all__ = ["KILL_SECONDS", "Launcher", "WorkerProcess"]
@@ -36,117 +40,123 @@ _START: Final = (
     "from envserve.worker.template import main; main(int(sys.argv[1]))"
 )
 _RESERVED_AT_ONCE: Final = 8
-#: How long the template may stay silent while a fork is due; it may be importing.
-_FORK_SECONDS: Final = 120.0
-#: The socket holds some hundreds besides.
+#: Time without a report while a fork is due (imports count), before a restart.
+_FORK_TIMEOUT_SECONDS: Final = 120.0
+#: Limit of queued requests, in addition to some hundreds in the socket's buffer.
 _MAX_UNSENT: Final = 1024
-#: The exit status and the end of file come one after the other, or one does not come.
+#: Time between the two signs of an exit (exit status, end of file) before one is taken
+#: to be missing.
 _EXIT_STATUS_GRACE_SECONDS: Final = 0.2
-#: How long a process that was killed may take to end; the kernel may hold it.
+#: Time for a killed process to end. One that the kernel blocks may take longer.
 KILL_SECONDS: Final = 5.0
 
 
 class DescriptorReserve:
-    """Descriptors that are kept: who enters can open some, whoever holds all others."""
+    """Descriptors that are kept open, so that some can be freed when they are needed.
+
+    Within the context, a few of them are free, even if the process is at its limit.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._held: list[int] = []
-        self._hold(count)
+        self._fds: list[int] = []
+        self._resize(count)
 
-    def _hold(self, count: int) -> None:
-        while len(self._held) > count:
-            os.close(self._held.pop())
-        with contextlib.suppress(OSError):  # there are fewer now
-            while len(self._held) < count:
-                self._held.append(os.open(os.devnull, os.O_RDONLY))
+    def _resize(self, count: int) -> None:
+        while len(self._fds) > count:
+            os.close(self._fds.pop())
+        with contextlib.suppress(OSError):  # the process is at its limit
+            while len(self._fds) < count:
+                self._fds.append(os.open(os.devnull, os.O_RDONLY))
 
     def __enter__(self) -> None:
-        self._hold(max(0, len(self._held) - _RESERVED_AT_ONCE))
+        self._resize(max(0, len(self._fds) - _RESERVED_AT_ONCE))
 
     def __exit__(self, *_: object) -> None:
-        self._hold(self._count)
+        self._resize(self._count)
 
     def close(self) -> None:
-        """Lets go of all."""
+        """Close all of them."""
         self._count = 0
-        self._hold(0)
+        self._resize(0)
 
 
 class WorkerProcess:
-    """A worker process, as far as its launcher has heard of it, and how to talk to it.
-
-    It has ended when its socket is at end of file; its exit status follows from the
-    launcher.
+    """A worker process as the launcher knows it, and the channel to it.
 
     Attributes:
-      number: Of the request to fork it.
-      channel: The owner's end; the process ends when that is closed.
-      pid: Its process id, once it is forked.
+      fork_number: Number of the request to fork it.
+      channel: The pool's end of the socket pair. The process exits when it is closed.
+      pid: Process id, once the process is forked.
       exit: How it has ended, once that is known.
-      killed_for: Why it was killed; else empty.
+      kill_reason: Why it was killed; empty if it was not.
     """
 
-    def __init__(self, launcher: Launcher, number: int, channel: Channel) -> None:
-        """Knows nothing yet of a process that is about to be forked."""
-        self.number = number
+    def __init__(self, launcher: Launcher, fork_number: int, channel: Channel) -> None:
+        """Store the arguments; the process is not forked yet."""
+        self.fork_number = fork_number
         self.channel = channel
         self.pid: int | None = None
         self.exit: Exit | None = None
-        self.killed_for = ""
-        self._at_end_since = self._killed_at = math.inf
+        self.kill_reason = ""
+        self._ended_since = self._killed_at = math.inf
         self._launcher = launcher
 
     def poll_exit(self) -> Exit | None:
-        """Returns how the process ended, if that is known by now."""
+        """Return how the process has ended, if that is known by now."""
         if self.exit is None:
             self._launcher.poll()
         return self.exit
 
     def wait_exit(self, timeout_seconds: float) -> Exit | None:
-        """Waits until it is known how the process ended; None if that takes longer."""
-        give_up_at = time.monotonic() + timeout_seconds
-        while self.poll_exit() is None and (left := give_up_at - time.monotonic()) > 0:
-            self._launcher.wait(left)
+        """Wait until the process has ended; return None after the timeout."""
+        deadline = time.monotonic() + timeout_seconds
+        while (
+            self.poll_exit() is None and (remaining := deadline - time.monotonic()) > 0
+        ):
+            self._launcher.wait(remaining)
         return self.exit
 
     def has_ended(self, now: float) -> bool:
-        """Tells whether the process is no more, and has said all it had to say."""
-        is_at_end = self.channel.is_at_end
+        """Return whether the process has ended and its last message was read."""
+        is_at_end = self.channel.is_at_eof
         if self.poll_exit() is not None or is_at_end:
-            self._at_end_since = min(self._at_end_since, now)
-        # A process that an env has started may hold the socket open for ever.
+            self._ended_since = min(self._ended_since, now)
+        # A child of the process may keep its socket open.
         return self.exit is not None and (is_at_end or self.is_overdue(now))
 
     def is_overdue(self, now: float) -> bool:
-        """Tells whether one sign of its end is there, and the other does not come."""
-        return now - self._at_end_since >= _EXIT_STATUS_GRACE_SECONDS
+        """Return whether one sign of the exit is there and the other is missing."""
+        return now - self._ended_since >= _EXIT_STATUS_GRACE_SECONDS
 
     def kill(self, reason: str, now: float, *, has_stack: bool = False) -> None:
-        """Has the process and its children killed, for a reason; see `Launcher.kill`.
+        """Kill the process and its children; see `Launcher.kill`.
 
-        Its exit status follows.
+        `exit` is set once the process has ended.
         """
-        self.killed_for, self._killed_at = reason, now
+        self.kill_reason, self._killed_at = reason, now
         self._launcher.kill(self, has_stack=has_stack)
 
     def cannot_be_killed(self, now: float) -> bool:
-        """Tells whether it was killed long ago, and has not ended."""
-        # One that is not forked yet is the launcher's to wait for.
+        """Return whether the process was killed long ago and has not ended."""
+        # The launcher has its own timeout for processes that are not forked yet.
         is_late = now - self._killed_at >= KILL_SECONDS
         return is_late and self.pid is not None and self.exit is None
 
     def __repr__(self) -> str:
-        state = self.exit or ("at end of file" if self.channel.is_at_end else "running")
+        state = self.exit or ("at end of file" if self.channel.is_at_eof else "running")
         return f"<WorkerProcess pid {self.pid}, {state}>"
 
 
 class Launcher:
-    """Starts worker processes and hears of their end.
+    """Starts worker processes and reports their exits.
 
-    One launcher may serve several pools of one process. Its `reserve` is for what they
-    open. All methods are called from one thread at a time. A call that is interrupted
-    midway costs the template, and with it its workers.
+    Several pools of a process may share a launcher. All methods are called by one
+    thread at a time. If an exception interrupts one of them halfway, the template and
+    all its workers are killed.
+
+    Attributes:
+      reserve: Spare descriptors, for files that pools open.
     """
 
     def __init__(
@@ -156,36 +166,36 @@ class Launcher:
         num_reserved: int = 0,
         host: HostSettings | None = None,
     ) -> None:
-        """Starts the template process; it imports while the caller goes on.
+        """Start the template process, which imports the modules in the background.
 
         Args:
-          import_modules: Modules that workers shall have imported.
-          preload: Names of envs whose modules are imported too, so that their workers
-            start faster. Every fork waits for it. A worker of another env imports
-            that env's module itself.
-          num_reserved: How many descriptors to keep for workers.
-          host: Limits of the processes, their user and their environment.
+          import_modules: Modules to import before any fork.
+          preload: Names of envs whose modules are imported as well, so that their
+            workers start faster. Every fork waits for these imports. A worker of
+            another env imports that env's module itself.
+          num_reserved: Number of descriptors to reserve for workers.
+          host: User, environment and resource limits of the processes.
         """
         self.reserve = DescriptorReserve(num_reserved)
         self._import_modules = list(import_modules)
         self._preload = list(preload)
-        self._limits, self._popen_options = limits_of(host), popen_options(host)
+        self._limits, self._popen_options = resource_limits(host), popen_options(host)
         self._clock = time.monotonic
-        self._pending: dict[int, WorkerProcess] = {}  # by number
+        self._pending: dict[int, WorkerProcess] = {}  # by fork number
         self._running: dict[int, WorkerProcess] = {}  # by process id
-        self._heard_at = 0.0  # or since when a fork is due, if that is later
+        self._last_report_at = 0.0  # or when a fork became due, if that is later
         self._num_forks = 0
-        self._is_midway = self._is_closed = False
+        self._is_updating = self._is_closed = False
         self._start_template()
 
     def _start_template(self) -> None:
-        _open_streams()
+        _ensure_standard_streams()
         ours, theirs = _socket_pair()
         self._channel = Channel(ours)
-        self._lost = ""
+        self._template_error = ""
         self._has_imported = False
         with theirs:
-            # Sent before there is anybody who could have ended already.
+            # Sent first, because it cannot fail before the template exists.
             self._send({"import": self._import_modules, "preload": self._preload})
             path = [os.path.abspath(entry) for entry in sys.path]
             start = json.dumps([path, self._limits])
@@ -195,29 +205,33 @@ class Launcher:
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL if sys.stderr is None else None,
-                    start_new_session=True,  # Ctrl-C is the owner's to handle
+                    start_new_session=True,  # only the owner handles Ctrl-C
                     **self._popen_options,
                 )
             except OSError as error:
                 self._channel.close()
-                self._lost = f"cannot run: {error}"
-                raise WorkerError(f"{sys.executable} {self._lost}") from None
+                self._template_error = f"cannot run: {error}"
+                raise WorkerError(f"{sys.executable} {self._template_error}") from None
 
     def launch(
-        self, selector: selectors.BaseSelector | None = None, owner: object = None
+        self,
+        selector: selectors.BaseSelector | None = None,
+        selector_data: object = None,
     ) -> WorkerProcess:
-        """Asks for a worker process; `poll` fills in what becomes of it.
+        """Request a worker process; `poll` sets its pid or its exit later.
 
-        The selector wakes its owner for the process's `channel`.
+        Args:
+          selector: Selector to register the process's channel with.
+          selector_data: Data to register with it.
 
         Raises:
-          WorkerError: The template process, which is started anew if need be,
-            cannot run; or too many forks wait for it; or there are too few descriptors.
+          WorkerError: The template cannot be started, too many requests wait for it, or
+            there are too few descriptors.
         """
         if self._is_closed:
             raise WorkerError(f"expected a launcher that is open; got {self!r}")
         self.poll()
-        if self._lost:
+        if self._template_error:
             self._start_template()
         if len(self._channel.unsent) >= _MAX_UNSENT:
             raise WorkerError(
@@ -227,83 +241,91 @@ class Launcher:
         with self.reserve:
             ours, theirs = _socket_pair()
         if not self._pending:
-            self._heard_at = self._clock()
+            self._last_report_at = self._clock()
         self._num_forks += 1
-        process = WorkerProcess(self, self._num_forks, Channel(ours, selector, owner))
-        self._pending[process.number] = process
-        self._send({"fork": process.number}, theirs)
+        process = WorkerProcess(
+            self, self._num_forks, Channel(ours, selector, selector_data)
+        )
+        self._pending[process.fork_number] = process
+        self._send({"fork": process.fork_number}, theirs)
         return process
 
     @property
     def has_imported(self) -> bool:
-        """Whether the template has imported all modules, so that forks are quick."""
+        """Whether the template has imported all modules, so that forks are fast."""
         self.poll()
         return self._has_imported
 
     def kill(self, process: WorkerProcess, *, has_stack: bool = False) -> None:
-        """Kills a worker and the processes that its envs have started.
+        """Request to kill a worker and the processes that its envs have started.
 
-        The template does it, since only it knows whether the process id is still
-        that worker's. A worker that has ended already is left alone. `has_stack` gives
-        it a moment to write its Python stack to stderr first.
+        Only the template can do this safely, because a process id may be reused once
+        its parent has reaped it. A worker that has already ended is ignored.
+
+        Args:
+          process: The worker process.
+          has_stack: Whether it may first write its Python stack to stderr.
         """
-        self.poll()  # which ends a template that an interrupt has left midway
-        self._send({"kill": process.number, "stack": has_stack})
+        self.poll()  # kills the template if an earlier call was interrupted
+        self._send({"kill": process.fork_number, "stack": has_stack})
 
     def poll(self) -> None:
-        """Reads what the template reports, without waiting.
+        """Read the reports of the template and send queued requests; do not wait.
 
-        Sends what is left to, too. A template that is silent for two minutes while a
-        fork is due is killed; all its workers are then reported as ended.
+        A template without a report for two minutes while a fork is due is killed, and
+        all its workers are reported as ended.
         """
-        if self._lost:
+        if self._template_error:
             return
-        if self._is_midway:
-            self._end_template("was interrupted, and ")
+        if self._is_updating:
+            self._stop_template("was interrupted, and ")
             return
-        self._is_midway = True
-        while not self._lost and self._read():
+        self._is_updating = True
+        while not self._template_error and self._read():
             pass
-        self._is_midway = False
+        self._is_updating = False
 
     def wait(self, timeout_seconds: float) -> None:
-        """Waits until `poll` has something to read."""
-        if not self._lost:
+        """Wait until `poll` can read reports or send requests."""
+        if not self._template_error:
             self._channel.wait(timeout_seconds)
 
     def _read(self) -> bool:
-        """Handles reports that have come; tells whether there may be more."""
+        """Process received reports; return whether there may be more."""
         messages = self._channel.read()
-        if self._channel.is_at_end:
-            self._end_template("", is_gone=True)
+        if self._channel.is_at_eof:
+            self._stop_template("", is_exiting=True)
         elif messages:
-            self._heard_at = self._clock()
+            self._last_report_at = self._clock()
             for message in messages:
                 self._on_message(codec.decode(message.payload))
-        elif self._pending and self._clock() - self._heard_at > _FORK_SECONDS:
+        elif (
+            self._pending
+            and self._clock() - self._last_report_at > _FORK_TIMEOUT_SECONDS
+        ):
             modules = ", ".join([*self._import_modules, *self._preload])
-            self._end_template(
-                f"took longer than {_FORK_SECONDS:g} s to fork a worker; is an "
+            self._stop_template(
+                f"took longer than {_FORK_TIMEOUT_SECONDS:g} s to fork a worker; is an "
                 f"import stuck ({modules or 'gymnasium'})? It "
             )
         return bool(messages)
 
     def close(self) -> None:
-        """Ends the template process; workers that still run are killed with it."""
+        """Stop the template process, which kills all running workers."""
         self._is_closed = True
         self.reserve.close()
-        if not self._lost:
-            self._end_template("", is_gone=True)
+        if not self._template_error:
+            self._stop_template("", is_exiting=True)
 
     def _send(
         self, message: dict[str, Any], theirs: socket.socket | None = None
     ) -> None:
-        """Sends a message, and the socket that goes with it; repeats are dropped."""
-        self._is_midway = True
-        data = pack_message(Kind.FORK, payload=codec.encode(message))
+        """Send a request, and the socket that goes with it; drop duplicates."""
+        self._is_updating = True
+        data = pack_message(MessageKind.FORK, payload=codec.encode(message))
         if (data, None) not in self._channel.unsent:
             self._channel.send(data, theirs)
-        self._is_midway = False
+        self._is_updating = False
 
     def _on_message(self, message: dict[str, Any]) -> None:
         if "imported" in message:
@@ -320,41 +342,43 @@ class Launcher:
             else:
                 self._running[message["pid"]] = process
                 process.pid = message["pid"]
-            del self._pending[message["fork"]]  # last: here an interrupt finds it
+            # Deleted last, so that an interrupted call does not lose the process.
+            del self._pending[message["fork"]]
 
-    def _end_template(self, why: str, *, is_gone: bool = False) -> None:
-        """Has the template be no more; its workers die with it.
+    def _stop_template(self, reason: str, *, is_exiting: bool = False) -> None:
+        """Stop the template process, and report the exits of its workers.
 
         Args:
-          why: What its end is to be told with.
-          is_gone: Whether it may have a moment to end by itself.
+          reason: Start of the sentence about its end; may be empty.
+          is_exiting: Whether it exits by itself, so that it is killed only if that
+            takes too long.
         """
         self._channel.close()
-        if not is_gone:
+        if not is_exiting:
             self._process.kill()
         end = "cannot be killed"
         for _ in range(2):
             try:
                 exit_code = self._process.wait(timeout=1.0)
-            except subprocess.TimeoutExpired:  # busy with an import
+            except subprocess.TimeoutExpired:  # it may be in an import
                 self._process.kill()
             else:
                 end = str(Exit(self._process.pid, exit_code))
                 break
         for pid, process in self._running.items():
-            # On Linux the kernel has done it, if the template is dead indeed.
+            # On Linux the kernel kills them together with the template.
             if sys.platform != "linux" or self._process.returncode is None:
                 kill_group(pid)
             process.exit = Exit(pid, -signal.SIGKILL)
         for process in self._pending.values():
             if process.exit is None:
-                process.exit = Exit(0, 1, f"the template process {why}{end}")
+                process.exit = Exit(0, 1, f"the template process {reason}{end}")
         self._running, self._pending = {}, {}
-        self._lost = why + end
-        self._is_midway = False
+        self._template_error = reason + end
+        self._is_updating = False
 
     def __repr__(self) -> str:
-        state = self._lost or f"{len(self._running)} workers"
+        state = self._template_error or f"{len(self._running)} workers"
         return f"<Launcher pid {self._process.pid}, {state}>"
 
 
@@ -365,8 +389,8 @@ def _socket_pair() -> tuple[socket.socket, socket.socket]:
         raise WorkerError(f"no socket for a worker: {error}") from None
 
 
-def _open_streams() -> None:
-    """Opens what is closed of 0 to 2, or the next descriptor would be a stream."""
+def _ensure_standard_streams() -> None:
+    """Open descriptors 0 to 2 if they are closed, so that no socket gets a number."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)

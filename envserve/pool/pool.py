@@ -1,7 +1,7 @@
-"""Starts, watches and restarts the workers of one host; owns the slab.
+"""Start, watch and restart the workers of one host, and own their slab.
 
-No event loop and no threads: a descriptor to wait for, and `collect`, which goes on
-with whatever is due. A worker's end costs its blocks one transition, never more.
+A pool has no threads and no event loop. Its descriptor reports when there is something
+to do, and `collect` does it. The death of a worker costs its rows one transition each.
 
 An interrupt while it waits costs nothing. After one in its bookkeeping, who called
 says `lose`, which replaces all workers: no line is written so that it could be cut.
@@ -28,27 +28,27 @@ from envserve.pool.worker_states import Lost, WorkerState
 from envserve.settings import PoolSettings
 from envserve.slab import Rows, Status
 from envserve.spaces.env_spec import EnvSpec
-from envserve.worker.attribute_calls import call_payload
-from envserve.worker.channel import Kind
+from envserve.worker.attribute_calls import encode_call
+from envserve.worker.channel import MessageKind
 
 __all__ = ["Pool"]
 
-#: When a busy worker is looked at, at the latest.
+#: Maximum time until the heartbeat of a busy worker is checked.
 _WATCH_SECONDS: Final = 0.1
 _CLOSE_GRACE_SECONDS: Final = 1.0
 
 
 class Pool:
-    """Equal envs in worker processes of this host. Satisfies `lane.Lane`.
+    """Identical envs in worker processes of this host; implements `lane.Lane`.
 
-    Methods are called from one thread at a time. Starting and restarting go on only
-    inside `collect`.
+    Methods are called by one thread at a time. Workers are started and restarted only
+    within `collect`.
 
     Attributes:
-      config: What was to be built.
+      config: Settings of the pool.
       blocks: The blocks, which partition the rows.
       num_envs: Number of rows.
-      metrics: Counts of steps, faults, restarts and durations.
+      metrics: Counters of steps, faults, restarts and durations.
       inspector: State of the pool for readers in other threads.
       is_waiting: Whether a call that was interrupted did nothing but wait.
     """
@@ -65,13 +65,13 @@ class Pool:
         owner: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts all workers and returns at once; see `is_ready`.
+        """Start all workers without waiting for them; see `is_ready`.
 
         Args:
-          config: What to build.
-          launcher: Shared with other pools; by default the pool has its own.
-          label: What its lines in the log begin with, to tell it from other pools.
-          owner: Whose envs they are: no owner's repro files push out another's.
+          config: Settings of the pool.
+          launcher: Starts the processes; None for a new one that belongs to the pool.
+          label: Prefix of the pool's log lines.
+          owner: User of the envs; the folder of repro files has a limit per owner.
           clock: Monotonic seconds.
 
         Raises:
@@ -100,7 +100,7 @@ class Pool:
             self.close()
             raise
 
-    # What a lane has.
+    # The interface of a lane.
 
     @property
     def spec(self) -> EnvSpec:
@@ -118,7 +118,7 @@ class Pool:
 
     @property
     def error(self) -> EnvserveError | None:
-        """Why the pool has failed, if it has."""
+        """The error with which the pool has failed, or None."""
         return self._workers.error
 
     @property
@@ -128,12 +128,12 @@ class Pool:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is in flight, or has ended and was not collected."""
-        return bool(self._operations.num_running or self._operations.outcomes)
+        """Whether any operation is in flight, or has finished but is not collected."""
+        return bool(self._operations.num_in_flight or self._operations.outcomes)
 
     @property
     def absent(self) -> Collection[int]:
-        """Blocks in flight whose envs are not there now."""
+        """Blocks in flight whose envs are not available at the moment."""
         return self._operations.absent
 
     @property
@@ -143,24 +143,24 @@ class Pool:
 
     @property
     def worker_pids(self) -> tuple[int | None, ...]:
-        """Process ids of the workers; None for one that does not run."""
+        """Process ids of the workers; None for workers without a process."""
         return self._workers.pids
 
     def fileno(self) -> int:
-        """A descriptor (epoll or kqueue) that is readable when `collect` is due."""
+        """Return a descriptor (epoll, kqueue) that is readable if `collect` is due."""
         return self._workers.selector.fileno()
 
     def next_deadline(self) -> float | None:
-        """When `collect` must be called even if no descriptor is readable."""
+        """Return when `collect` must be called even if nothing is readable."""
         watch_at = self._workers.watch_at
         return None if watch_at == math.inf else watch_at
 
     def stats(self) -> Mapping[str, int]:
-        """Returns how often workers were replaced."""
+        """Return the number of restarted workers."""
         return {"restarts": self.metrics.restarts}
 
     def finish_start(self, deadline: float) -> None:
-        """Waits until all envs are built.
+        """Wait until all envs are built.
 
         Raises:
           EnvStartError: An env could not be built, or not before the deadline.
@@ -170,9 +170,9 @@ class Pool:
             if remaining <= 0:
                 self.close()
                 raise EnvStartError(
-                    f"expected {self.num_envs} {self.config.env_name} in time; they "
-                    "are still being built; raise start_timeout if that may take so "
-                    "long"
+                    f"expected {self.num_envs} {self.config.env_name} to be built in "
+                    f"time; some are not ready yet; raise start_timeout if that may "
+                    f"take so long"
                 )
             self.collect(remaining)
         if self.error is not None:
@@ -182,20 +182,20 @@ class Pool:
     # Submitting.
 
     def submit_step(self, blocks: Sequence[int]) -> None:
-        """Starts a step of these blocks, with the actions now in `rows.action`."""
+        """Start a step of these blocks, with the actions in `rows.action`."""
         self._operations.check_idle(blocks)
-        self._submit(Kind.STEP, blocks, ())
+        self._submit(MessageKind.STEP, blocks, ())
 
     def submit_reset(self, resets: Sequence[Reset]) -> None:
-        """Starts resets, each of another block; raises what `Reset.check` does."""
+        """Start resets of different blocks; raise what `Reset.check` raises."""
         indices = [reset.block for reset in resets]
         self._operations.check_idle(indices)
         tasks = [reset_task(self.blocks[reset.block], reset) for reset in resets]
         self._operations.record_resets(resets)
-        self._submit(Kind.RESET, indices, tasks)
+        self._submit(MessageKind.RESET, indices, tasks)
 
     def submit_call(self, calls: Sequence[Call]) -> None:
-        """Starts attribute access, each on envs of another block.
+        """Start attribute access on envs of different blocks.
 
         Raises:
           CallError: The arguments are too long.
@@ -203,13 +203,13 @@ class Pool:
         indices = [call.block for call in calls]
         self._operations.check_idle(indices)
         self._submit(
-            Kind.CALL,
+            MessageKind.CALL,
             indices,
-            [(call_payload(call, len(self.blocks)), False) for call in calls],
+            [Task(encode_call(call, len(self.blocks))) for call in calls],
         )
 
     def _submit(self, kind: int, indices: Sequence[int], tasks: Sequence[Task]) -> None:
-        """Sends operations: one write per worker, however many of its blocks."""
+        """Send operations, with one write per worker."""
         now = self._clock()
         workers = self._workers
         workers.watch_at = min(workers.watch_at, now + _WATCH_SECONDS)
@@ -218,10 +218,10 @@ class Pool:
         ).items():
             worker.send(b"".join(messages), len(messages), now)
 
-    # Going on.
+    # Progress.
 
     def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
-        """Goes on with all that is due; returns what has ended, as of `Lane.collect`.
+        """Make progress and return the outcomes; see `Lane.collect`.
 
         While the pool starts, the wait ends when it is ready or has failed.
         """
@@ -238,18 +238,18 @@ class Pool:
     def _wait(self, timeout_seconds: float, min_finished: int) -> None:
         operations, workers = self._operations, self._workers
         now = self._clock()
-        give_up_at = now + timeout_seconds
+        deadline = now + timeout_seconds
         was_starting = operations.state == "starting"
         while True:
-            if not (was_starting or operations.num_running):
-                give_up_at = now  # nothing more will come
+            if not (was_starting or operations.num_in_flight):
+                deadline = now  # no further outcome is possible
             missing = min_finished - len(operations.outcomes)
-            is_for_all = 1 < missing >= operations.num_running
-            self._advance(give_up_at - now, now, is_for_all)
+            is_for_all = 1 < missing >= operations.num_in_flight
+            self._advance(deadline - now, now, is_for_all)
             if len(operations.outcomes) >= min_finished or operations.has_new_absent:
                 return
             now = self._clock()
-            if now >= give_up_at or workers.error is not None or self.is_closed:
+            if now >= deadline or workers.error is not None or self.is_closed:
                 return
             if was_starting and operations.state != "starting":
                 return
@@ -257,12 +257,12 @@ class Pool:
     def _advance(
         self, timeout_seconds: float, now: float, is_for_all: bool = False
     ) -> None:
-        """Waits for something to happen, at most so long, and handles it.
+        """Wait for an event until the timeout, and process all events.
 
-        Who waits for all workers need not be woken by each: the core that it wakes on
-        is one that another still needs. So it waits for the one that is likely to end
-        last, as it did before. With many workers to each core it is better to read what
-        they have sent while others still run.
+        If the caller needs all workers and each has its own core, do not wake up for
+        every worker, because waking up takes a core from one that is still running.
+        Instead, wait for the worker that will probably answer last, as it did before.
+        With several workers per core it is better to read answers while others run.
         """
         workers, operations = self._workers, self._operations
         timeout_seconds = max(0.0, min(timeout_seconds, workers.watch_at - now))
@@ -301,22 +301,23 @@ class Pool:
         """
         if self._operations.state != "closing":
             lost = Lost(Status.WORKER_DIED, f"was replaced: {text}")
-            replaced = self._workers.replace(lost.text, self._clock())
+            replaced = self._workers.replace_all(lost.text, self._clock())
             self._operations.invalidate_all(replaced, lost, self._clock())
 
     # Closing.
 
     def begin_close(self, grace_seconds: float = _CLOSE_GRACE_SECONDS) -> None:
-        """Asks all workers to end; `collect` goes on until `is_closed`.
+        """Ask all workers to exit; `collect` continues until `is_closed`.
 
         Args:
-          grace_seconds: When to kill who has not ended; a second call may only hasten.
+          grace_seconds: Time after which workers that still run are killed. A second
+            call can only shorten it.
         """
         self._operations.state = "closing"
         self._workers.begin_close(grace_seconds)
 
     def close(self) -> None:
-        """Ends all workers: politely, then by force, within 2 seconds."""
+        """Close all workers, by force if necessary, within 2 seconds."""
         if not self._is_released:
             self.begin_close()
             self._workers.close(_CLOSE_GRACE_SECONDS + 0.8)
@@ -334,5 +335,5 @@ class Pool:
         return (
             f"<Pool {self.config.env_name}, {self.num_envs} envs in "
             f"{len(self._workers.all)} workers, {state}, "
-            f"{self._operations.num_running} in flight>"
+            f"{self._operations.num_in_flight} in flight>"
         )

@@ -1,4 +1,4 @@
-"""As whom the processes of envs run: their user, their environment, their limits."""
+"""The user, the environment variables and the resource limits of env processes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, Final
 
 from envserve.settings import HostSettings
 
-__all__ = ["Limit", "limits_of", "popen_options"]
+__all__ = ["Limit", "popen_options", "resource_limits"]
 
-#: One env needs one thread: more would fight over the cores with the other workers.
-_THREADS: Final = {
+#: An env gets one thread, because more would compete with the other workers for cores.
+_ONE_THREAD: Final = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-#: What workers get of our environment even if it is said what they get.
-_ALWAYS: Final = frozenset(
+#: Variables that workers always inherit, even if `worker_env` names others.
+_ALWAYS_INHERITED: Final = frozenset(
     ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "TMPDIR", "TZ")
 )
 
@@ -27,15 +27,19 @@ Limit = tuple[int, tuple[int, int]]
 
 
 def popen_options(host: HostSettings | None) -> dict[str, Any]:
-    """Returns user and environment, as arguments of `Popen`; None for the usual."""
+    """Return the user and the environment as arguments of `Popen`.
+
+    Args:
+      host: Settings of a server; None for the defaults.
+    """
     names = None if host is None else host.worker_env
     environment = {
         name: value
         for name, value in os.environ.items()
         if (not name.startswith("ENVSERVE_") if names is None else name in names)
-        or name in _ALWAYS
+        or name in _ALWAYS_INHERITED
     }
-    options: dict[str, Any] = {"env": {**_THREADS, **environment}}
+    options: dict[str, Any] = {"env": {**_ONE_THREAD, **environment}}
     if host is not None and host.worker_user:
         user = pwd.getpwnam(host.worker_user)
         groups = os.getgrouplist(user.pw_name, user.pw_gid)
@@ -45,9 +49,9 @@ def popen_options(host: HostSettings | None) -> dict[str, Any]:
     return options
 
 
-def limits_of(host: HostSettings | None) -> list[Limit]:
-    """Returns what the processes are held to."""
-    core = resource.RLIMIT_CORE  # none are written, unless an env wants them
+def resource_limits(host: HostSettings | None) -> list[Limit]:
+    """Return the resource limits of the processes."""
+    core = resource.RLIMIT_CORE  # no core files, unless an env raises the limit
     limits = [(core, (0, resource.getrlimit(core)[1]))]
     if host is not None:
         memory, processes = host.worker_memory_mib << 20, host.worker_processes

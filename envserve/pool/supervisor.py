@@ -1,7 +1,8 @@
-"""One worker over all its processes: started, watched, killed, started again.
+"""Supervise one worker over all its processes: start, watch, kill and restart it.
 
-Calls go down, and what has happened comes back as events. What becomes of the blocks
-is the pool's business.
+The pool calls methods, and gets events back (`worker_states.Event`). Nothing here waits
+except `kill_and_wait`. What a loss means for the blocks is decided by
+`block_operations`.
 """
 
 from __future__ import annotations
@@ -16,37 +17,49 @@ from typing import Any, Final
 from envserve.errors import EnvserveError, EnvStartError, WorkerError
 from envserve.lane import Block
 from envserve.pool.launcher import KILL_SECONDS, Launcher, WorkerProcess
-from envserve.pool.worker_states import MOVES, Event, Exit, Lost, Ready, WorkerState
+from envserve.pool.worker_states import (
+    TRANSITIONS,
+    Event,
+    Exit,
+    Lost,
+    Ready,
+    WorkerState,
+)
 from envserve.settings import EnvRequest, PoolSettings
 from envserve.slab import Slab, Status
 from envserve.spaces import codec
-from envserve.worker.channel import REFUSALS, ChannelMessage, Kind, pack_message
-from envserve.worker.worker_report import read_spaces
+from envserve.worker.channel import (
+    REQUEST_ERRORS,
+    ChannelMessage,
+    MessageKind,
+    pack_message,
+)
+from envserve.worker.worker_report import decode_spaces
 from envserve.wrappers.specs import wrappers_to_plain
 
 __all__ = ["SupervisedWorker"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 
-#: How often heartbeats of busy workers are looked at; bounds how late a hang is seen.
+#: Interval of checks of busy workers' heartbeats; a hang is detected that much later.
 _WATCH_SECONDS: Final = 0.1
-#: How soon to ask again for the exit status of a process that has just ended.
+#: Interval of requests for the exit status of a process that has just ended.
 _EXIT_STATUS_SECONDS: Final = 0.002
 _FIRST_BACKOFF_SECONDS: Final = 0.1
-#: Least from one start to the next of a worker that has not stepped in between.
-_START_SECONDS: Final = 0.1
+#: Minimum time between two starts if the worker has completed no step in between.
+_MIN_START_INTERVAL_SECONDS: Final = 0.1
 _MAX_BACKOFF_SECONDS: Final = 30.0
-#: What a worker needs to know, as far as it is plain.
+#: Settings that are sent to the worker unchanged.
 _SETTINGS: Final = (*(field.name for field in fields(EnvRequest)), "max_infos_kib")
 
 
-class _Restarts:
-    """When to start the next process.
+class _RestartSchedule:
+    """Decides when the next process may be started.
 
     Attributes:
-      num_failures: Ends at work in a row, without a step in between.
-      started_at: When the last one was started.
-      next_at: The earliest instant.
+      num_failures: Number of consecutive failures without a successful step.
+      started_at: Time of the last start.
+      next_at: Earliest time of the next start.
     """
 
     def __init__(self) -> None:
@@ -62,23 +75,27 @@ class _Restarts:
             delay = _FIRST_BACKOFF_SECONDS * 2.0 ** (self.num_failures - 2)
             self.next_at += min(delay, _MAX_BACKOFF_SECONDS)
         if not has_stepped:
-            self.next_at = max(self.next_at, self.started_at + _START_SECONDS)
+            self.next_at = max(
+                self.next_at, self.started_at + _MIN_START_INTERVAL_SECONDS
+            )
 
 
 class SupervisedWorker:
-    """Keeps one worker's envs alive.
+    """A worker that is restarted whenever its process ends.
 
     Attributes:
-      label: Name for messages: which worker, which envs.
-      index: Which of the pool's workers it is.
-      blocks: The blocks that it hosts.
+      label: Name for messages, with the worker's index and its envs.
+      index: Index of the worker in the pool.
+      blocks: The blocks that the worker hosts.
       state: See `WorkerState`.
-      error: Why it was given up, once it is ENDED for that.
-      process: The running process, or None.
-      exit: How the last process has ended; None if that is not known.
-      is_ending: Whether the process has ended, but its exit status is not known yet.
-      num_unanswered: Operations that were sent to the process, and not answered.
-      has_stepped: Whether a step has succeeded since the start; the pool says so.
+      error: Why the worker will not be restarted; None unless it has failed.
+      process: The current process, or None.
+      exit: How the last process has ended; None if that is unknown.
+      is_ending: Whether the process has closed its socket, and its exit status is not
+        known yet.
+      num_unanswered: Number of operations that were sent to the process and not
+        answered.
+      has_stepped: Whether a step has succeeded since the start; set by the pool.
     """
 
     def __init__(
@@ -90,7 +107,7 @@ class SupervisedWorker:
         launcher: Launcher,
         selector: selectors.BaseSelector,
     ) -> None:
-        """Only stores; `start` begins."""
+        """Store the arguments; `start` starts the first process."""
         first = config.first_env_index
         ranges = [f"{first + b.start} to {first + b.stop - 1}" for b in blocks]
         self.label = f"worker {index} (of envs {', '.join(ranges)})"
@@ -108,33 +125,33 @@ class SupervisedWorker:
         self._launcher = launcher
         self._selector = selector
         self._slab: Slab | None = None
-        self._restarts = _Restarts()
-        self._is_built = False  # since the start
-        self._traceback, self._is_hopeless = "", False  # by a FAILED message
+        self._restarts = _RestartSchedule()
+        self._is_built = False  # whether this process has built its envs
+        self._traceback, self._is_permanent = "", False  # of the FAILED message
         self._kill_status = Status.WORKER_DIED
-        self._close_by = math.inf
+        self._close_deadline = math.inf
         self._beat, self._beat_at = [0, 0], 0.0
 
     @property
-    def excerpt_note(self) -> str:
-        """What the last process has written to stderr, to be added to a message."""
-        excerpt = "" if self.exit is None else self.exit.excerpt
+    def stderr_note(self) -> str:
+        """The end of the last process's stderr, for appending to a message."""
+        excerpt = "" if self.exit is None else self.exit.stderr_excerpt
         return f"; its stderr ends:\n{excerpt}" if excerpt else ""
 
-    def _move(self, state: WorkerState) -> None:
-        if state not in MOVES[self.state]:
+    def _set_state(self, state: WorkerState) -> None:
+        if state not in TRANSITIONS[self.state]:
             raise AssertionError(f"{self!r} cannot become {state.name}")
         self.state = state
         if state is WorkerState.ENDED:
             self._slab = None
 
-    # What the pool asks for.
+    # Commands of the pool.
 
     def start(self, incarnations: Sequence[int], now: float) -> list[Event]:
-        """Starts a process that builds the envs, if one is due."""
+        """Start a process that builds the envs, if a start is due."""
         if self.state is not WorkerState.BACKOFF or now < self._restarts.next_at:
             return []
-        self._move(WorkerState.STARTING)
+        self._set_state(WorkerState.STARTING)
         self._restarts.started_at = self._beat_at = now
         self._traceback, self._kill_status = "", Status.WORKER_DIED
         self.has_stepped = self._is_built = False
@@ -142,15 +159,15 @@ class SupervisedWorker:
         try:
             self.process = self._launcher.launch(self._selector, self)
         except WorkerError as error:
-            return self._on_end(f"could not be started: {error}", "", now)
+            return self._on_exit(f"could not be started: {error}", "", now)
         message = self._build_message(incarnations)
-        self.process.channel.send(pack_message(Kind.BUILD, payload=message))
+        self.process.channel.send(pack_message(MessageKind.BUILD, payload=message))
         if self._slab is not None:
             self.attach(self._slab)
         return []
 
     def _build_message(self, incarnations: Sequence[int]) -> bytes:
-        """Returns what a process is told to build."""
+        """Encode the content of BUILD."""
         config = self._config
         message: dict[str, Any] = {
             **{name: getattr(config, name) for name in _SETTINGS},
@@ -164,102 +181,102 @@ class SupervisedWorker:
         return codec.encode(message)
 
     def attach(self, slab: Slab) -> None:
-        """Passes the slab to this process and all that follow it."""
+        """Pass the slab to the current process and to all later ones."""
         self._slab = slab
         if self.process is not None:
-            self.process.channel.send(pack_message(Kind.SLAB), slab.fd)
+            self.process.channel.send(pack_message(MessageKind.SLAB), slab.fd)
 
     def send(self, data: bytes, count: int, now: float) -> None:
-        """Sends so many operations to a worker that is SERVING."""
-        assert self.process is not None, "a worker that serves has one"
+        """Send `count` encoded operations to a worker that is SERVING."""
+        assert self.process is not None, "a SERVING worker has a process"
         self.num_unanswered += count
         self._beat_at = now
         self.process.channel.send(data)
 
-    def fail(
+    def kill(
         self, reason: str, now: float, status: Status = Status.WORKER_DIED
     ) -> None:
-        """Kills a process that misbehaves; says why when it has ended."""
+        """Kill a process that misbehaves; its `Lost` event contains the reason."""
         if self.process is not None and self.state is not WorkerState.KILLED:
-            self._move(WorkerState.KILLED)
+            self._set_state(WorkerState.KILLED)
             self._kill_status = status
             self.process.kill(reason, now, has_stack=status is Status.TIMEOUT)
 
     def begin_close(self, kill_at: float) -> None:
-        """Asks the process to end; it is killed if it has not by `kill_at`."""
-        was_asked = self._close_by < math.inf
-        self._close_by = min(self._close_by, kill_at)
+        """Ask the process to exit; kill it if it is still running at `kill_at`."""
+        was_asked = self._close_deadline < math.inf
+        self._close_deadline = min(self._close_deadline, kill_at)
         if self.process is None:
-            self.drop()
+            self.abandon()
         elif not was_asked and self.state is not WorkerState.KILLED:
-            self._move(WorkerState.CLOSING)
-            self.process.channel.send(pack_message(Kind.CLOSE))
+            self._set_state(WorkerState.CLOSING)
+            self.process.channel.send(pack_message(MessageKind.CLOSE))
 
-    def end(self, reason: str, now: float) -> None:
-        """Kills the process and waits until it has ended; there will be no other.
+    def kill_and_wait(self, reason: str, now: float) -> None:
+        """Kill the process, wait until it has ended, and do not restart it.
 
-        An interrupt may have left the worker in any state.
+        Allowed in any state, because an interrupted call may have left any.
         """
         if self.process is not None:
             self.process.kill(reason, now)
             if self.process.wait_exit(KILL_SECONDS) is None:
-                self._give_up_killed(self.process)
-        self.drop()
+                self._abandon_unkillable(self.process)
+        self.abandon()
 
-    def drop(self) -> None:
-        """Forgets the process, whatever it does."""
+    def abandon(self) -> None:
+        """Abandon the process, even if it is running, and do not restart it."""
         self._release()
         if self.state is not WorkerState.ENDED:
-            self._move(WorkerState.ENDED)
+            self._set_state(WorkerState.ENDED)
 
-    # What happens.
+    # Events of the process.
 
     def read(self, now: float) -> Sequence[Event]:
-        """Returns what the process has sent, and its end; sends what is left to."""
+        """Return answers and the exit of the process; send queued messages."""
         if (process := self.process) is None:
             return ()
         try:
             messages = process.channel.read()
         except WorkerError as error:
-            self.fail(f"sent what is no message: {error}", now)
+            self.kill(f"sent an invalid message: {error}", now)
             messages = []
         events: list[Event] = []
         for message in messages:
             self._beat_at = now
-            if message.kind is Kind.DONE and self.state is WorkerState.SERVING:
+            if message.kind is MessageKind.DONE and self.state is WorkerState.SERVING:
                 self.num_unanswered -= 1
                 events.append(message)
             elif self.state is WorkerState.STARTING:
                 events += self._on_start_message(message, now)
-            # What was killed was hung, and the signal that has it write its stack may
-            # have woken it from a system call with a wrong result.
+            # Messages of a KILLED process are ignored. The signal that makes it write
+            # its stack may interrupt a system call and so produce a wrong result.
             elif self.state is WorkerState.SERVING:
-                self._on_odd_message(message, now)
-        is_at_end = process.channel.is_at_end
+                self._on_unexpected_message(message, now)
+        is_at_end = process.channel.is_at_eof
         if is_at_end or self.state is WorkerState.KILLED:
             self.is_ending = is_at_end
-            events += self._check_end(process, now)
+            events += self._check_exit(process, now)
         return events
 
     def watch(self, now: float) -> list[Event]:
-        """Looks for a process that hangs, has ended, or has not closed in time."""
+        """Detect a process that hangs, has ended, or has not closed in time."""
         if self.process is None:
             return []
-        events = self._check_end(self.process, now)
+        events = self._check_exit(self.process, now)
         if self.process is None:
             return events
-        if now >= self._close_by:
-            self.fail("did not end when asked to", now)
+        if now >= self._close_deadline:
+            self.kill("did not exit when it was asked to", now)
         elif self.state is WorkerState.STARTING:
             limit = self._config.reset_timeout_seconds
             if now - self._beat_at > limit:
-                self.fail(f"took longer than {limit:g} s to build an env", now)
+                self.kill(f"took longer than {limit:g} s to build an env", now)
         elif self.num_unanswered and self._slab is not None:
             self._check_heartbeat(self._slab, now)
         return []
 
     def next_watch(self, now: float) -> float:
-        """Returns when to `watch` and `start` it, unless something happens before."""
+        """Return when to call `watch` and `start` next if nothing happens before."""
         if self.is_ending:
             return now + _EXIT_STATUS_SECONDS
         if self.state is WorkerState.BACKOFF:
@@ -270,31 +287,31 @@ class SupervisedWorker:
         return now + _WATCH_SECONDS
 
     def _on_start_message(self, message: ChannelMessage, now: float) -> list[Event]:
-        if message.kind is Kind.READY:
+        if message.kind is MessageKind.READY:
             try:
-                spec = read_spaces(message.payload, self._config.env_name)
+                spec = decode_spaces(message.payload, self._config.env_name)
             except ValueError as error:
-                # Said at once: the next process would send the same.
+                # A restart would have the same result, so fail at once.
                 self._traceback = f"It sent spaces that cannot be read: {error}"
-                self.fail("sent spaces that cannot be read", now)
+                self.kill("sent spaces that cannot be read", now)
                 return []
-            self._move(WorkerState.SERVING)
+            self._set_state(WorkerState.SERVING)
             self._is_built = True
             return [Ready(spec)]
-        if message.kind in REFUSALS:
-            self.error = REFUSALS[message.kind](
+        if message.kind in REQUEST_ERRORS:
+            self.error = REQUEST_ERRORS[message.kind](
                 message.payload.decode(errors="replace")
             )
-        elif message.kind is not Kind.BUILT:
-            self._on_odd_message(message, now)
+        elif message.kind is not MessageKind.BUILT:
+            self._on_unexpected_message(message, now)
         return []
 
-    def _on_odd_message(self, message: ChannelMessage, now: float) -> None:
-        if message.kind is Kind.FAILED:
+    def _on_unexpected_message(self, message: ChannelMessage, now: float) -> None:
+        if message.kind is MessageKind.FAILED:
             self._traceback = message.payload.decode(errors="replace")
-            self._is_hopeless = message.block == 1
+            self._is_permanent = message.block == 1
         else:
-            self.fail(f"sent {message.kind.name} when it should not", now)
+            self.kill(f"sent an unexpected {message.kind.name}", now)
 
     def _check_heartbeat(self, slab: Slab, now: float) -> None:
         beat = slab.heartbeats[self.index, :2].tolist()
@@ -305,7 +322,7 @@ class SupervisedWorker:
         if beat[1]:
             what, limit = "reset or call", self._config.reset_timeout_seconds
         if now - self._beat_at > limit:
-            self.fail(
+            self.kill(
                 f"a {what} timed out after {limit:g} s; "
                 f"raise {(word := what.split()[0])}_timeout (a server's "
                 f"--{word}-timeout) if the env may take that long",
@@ -313,66 +330,66 @@ class SupervisedWorker:
                 Status.TIMEOUT,
             )
 
-    # The end of a process.
+    # The exit of the process.
 
-    def _check_end(self, process: WorkerProcess, now: float) -> list[Event]:
-        """Acts on the end of the process, once its exit status is known."""
+    def _check_exit(self, process: WorkerProcess, now: float) -> list[Event]:
+        """Return the event of the exit once it is known; kill a lingering process."""
         if process.has_ended(now):
             self._release()
-            return self._on_end(str(process.exit), process.killed_for, now)
-        if process.channel.is_at_end and process.is_overdue(now):
-            # It may go on, and write to rows that are its successor's by then.
-            self.fail("closed its socket without ending", now)
+            return self._on_exit(str(process.exit), process.kill_reason, now)
+        if process.channel.is_at_eof and process.is_overdue(now):
+            # It might write to rows that belong to a successor.
+            self.kill("closed its socket without exiting", now)
         if process.cannot_be_killed(now):
-            end = self._give_up_killed(process)
+            end = self._abandon_unkillable(process)
             self._release()
-            return self._on_end(end, process.killed_for, now)
+            return self._on_exit(end, process.kill_reason, now)
         return []
 
-    def _give_up_killed(self, process: WorkerProcess) -> str:
-        """Gives the worker up, since its process does not end; returns what to say."""
-        end = f"was killed, but has not ended within {KILL_SECONDS:g} s"
+    def _abandon_unkillable(self, process: WorkerProcess) -> str:
+        """Set the error of a process that cannot be killed; return its description."""
+        end = f"was killed, but has not exited within {KILL_SECONDS:g} s"
         self.error = WorkerError(
-            f"{self.label} {process.killed_for}; its process {process.pid} {end}, and "
-            f"may still write to its rows; end that process and start the pool anew"
+            f"{self.label} {process.kill_reason}; its process {process.pid} {end}, and "
+            f"may still write to its rows; end that process and restart the pool"
         )
         return end
 
     def _release(self) -> None:
-        """Lets go of the process."""
+        """Close the channel to the process and forget it."""
         process, self.process = self.process, None
         if process is not None:
             self.exit = process.exit
             process.channel.close()
         self.is_ending = False
 
-    def _on_end(self, end: str, killed_for: str, now: float) -> list[Event]:
-        """Says how a process has ended, and plans the next one."""
-        if self._close_by < math.inf:
-            self._move(WorkerState.ENDED)
+    def _on_exit(self, end: str, kill_reason: str, now: float) -> list[Event]:
+        """Plan the next start, or fail; return the event of the exit."""
+        if self._close_deadline < math.inf:
+            self._set_state(WorkerState.ENDED)
             return []
-        # Who dies while it has nothing to do has not failed to get anything running:
-        # something else has killed it, however often that is between two steps.
-        is_failure = bool(killed_for or self.num_unanswered) or not self._is_built
+        # A process that dies while it is idle does not count as a failure: it was
+        # killed by something else, however often that happens.
+        is_failure = bool(kill_reason or self.num_unanswered) or not self._is_built
         self._restarts.plan(is_failure, self.has_stepped, now)
         self.num_unanswered = 0
-        text = f"{killed_for}; it {end}" if killed_for else end
+        text = f"{kill_reason}; it {end}" if kill_reason else end
         if self._traceback:
             text = f"stopped:\n{self._traceback.rstrip()}"
         tries = self._restarts.num_failures
-        is_hopeless = self._is_hopeless or (self._slab is None and self._traceback)
-        if not self.error and (tries > self._config.max_restarts or is_hopeless):
+        is_permanent = self._is_permanent or (self._slab is None and self._traceback)
+        if not self.error and (tries > self._config.max_restarts or is_permanent):
             self.error = EnvStartError(
                 f"{self.label} failed"
                 + ("" if tries == 1 else f" {tries} times in a row")
                 + f" to get its {self._config.env_name} running"
-                + ("" if self._traceback else f": it {text}{self.excerpt_note}"),
+                + ("" if self._traceback else f": it {text}{self.stderr_note}"),
                 remote_traceback=self._traceback,
             )
-        self._move(WorkerState.ENDED if self.error else WorkerState.BACKOFF)
+        self._set_state(WorkerState.ENDED if self.error else WorkerState.BACKOFF)
         if self.error is None and self._slab is None:
-            # Else the pool says it, or who waits for the pool is told.
-            _LOGGER.warning("%s %s%s", self.label, text, self.excerpt_note)
+            # Later losses are logged by the pool, and errors are raised.
+            _LOGGER.warning("%s %s%s", self.label, text, self.stderr_note)
         return [Lost(self._kill_status, text)]
 
     def __repr__(self) -> str:

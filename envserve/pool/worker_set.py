@@ -1,6 +1,7 @@
-"""All workers of a pool: started, waited for, watched, replaced, ended; their slab.
+"""The workers of a pool and the slab that they share.
 
-What happens to them comes back as events, each with its worker.
+All workers are started, watched, replaced and closed together here. Events of a worker
+are passed on together with the worker.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ _LOGGER: Final = logging.getLogger(__name__)
 
 
 class WorkerSet:
-    """The workers of a pool, and a descriptor to wait for them.
+    """The workers of a pool, and a selector to wait for them.
 
     Attributes:
-      config: What they build.
-      all: The workers.
-      incarnations: How often the env of each row has been built before.
-      watch_at: When to `watch` them, if nothing happens before.
-      spec: Spaces of all envs, once all workers are ready for the first time.
-      slab: The rows, from then on.
-      board: Pictures of the envs, as long as the rows.
-      error: Why there will be none, or why a worker was given up before.
-      selector: Wakes for those that `read` has something from.
+      config: Settings of the pool.
+      all: The workers, by index.
+      incarnations: For each row, how many times its env was rebuilt.
+      watch_at: Time of the next `watch` if nothing happens before.
+      spec: Spaces of all envs, once all workers have been ready.
+      slab: The shared memory, created at the same time.
+      frame_board: Rendered frames, in the same memory.
+      error: Why the pool cannot start, or why a worker failed while it started.
+      selector: Reports the workers whose channel can be read or written.
     """
 
     def __init__(
@@ -52,7 +53,13 @@ class WorkerSet:
         launcher: Launcher | None,
         clock: Callable[[], float],
     ) -> None:
-        """Starts none yet; `watch` does. Without a launcher they have one of their own.
+        """Create the workers; `watch` starts them.
+
+        Args:
+          config: Settings of the pool.
+          blocks: All blocks of the pool.
+          launcher: Starts the processes; None for a new one that belongs to the pool.
+          clock: Monotonic seconds.
 
         Raises:
           EnvStartError: The `env_kwargs` or `wrappers` are not plain values.
@@ -74,8 +81,8 @@ class WorkerSet:
         self.spec: EnvSpec | None = None
         self.error: EnvserveError | None = None
         self.slab: Slab | None = None
-        self.board: FrameBoard | None = None
-        self._specs: dict[int, EnvSpec] = {}  # of the workers that are ready first
+        self.frame_board: FrameBoard | None = None
+        self._specs: dict[int, EnvSpec] = {}  # by worker, until all have been ready
         self.all = [self._new_worker(index) for index in range(self._num_workers)]
 
     def _new_worker(self, index: int) -> SupervisedWorker:
@@ -88,16 +95,16 @@ class WorkerSet:
             self.selector,
         )
 
-    def admit(self, worker: SupervisedWorker, spec: EnvSpec, now: float) -> bool:
-        """Takes in a worker whose envs are built; tells whether it can be asked.
+    def accept_ready(self, worker: SupervisedWorker, spec: EnvSpec, now: float) -> bool:
+        """Accept a worker whose envs are built; return whether it can serve.
 
-        Once all are ready for the first time, they get the slab.
+        Once all workers are ready for the first time, create the slab.
         """
         if self.spec is not None:
             different = self.spec.differences(spec)
             if different:
-                text = f"came back with other spaces: {'; '.join(different)}"
-                worker.fail(text, now)
+                text = f"restarted with other spaces: {'; '.join(different)}"
+                worker.kill(text, now)
             return not different
         self._specs[worker.index] = spec
         if len(self._specs) < len(self.all):
@@ -115,8 +122,9 @@ class WorkerSet:
         num_bytes = ring + board_nbytes(num_envs, len(self.all))
         if most is not None and needed > most:
             self.error = EnvStartError(
-                f"rows of {num_envs} envs need {needed} MiB, and {most} are left for "
-                f"this user; ask for fewer, or the operator for more (--max-row-mib)"
+                f"rows of {num_envs} envs need {needed} MiB, and {most} MiB are left "
+                f"for this user; use fewer envs, or ask the operator to raise "
+                f"--max-row-mib"
             )
             return False
         try:
@@ -125,7 +133,7 @@ class WorkerSet:
         except OSError as error:
             self.error = WorkerError(f"no shared memory for the rows: {error}")
             return False
-        self.board = FrameBoard(num_envs, len(self.all), self.slab.extra[ring:])
+        self.frame_board = FrameBoard(num_envs, len(self.all), self.slab.extra[ring:])
         for each in self.all:
             each.attach(self.slab)
         self.spec = first
@@ -133,12 +141,12 @@ class WorkerSet:
 
     @property
     def pids(self) -> tuple[int | None, ...]:
-        """Process ids; None for a worker that does not run."""
+        """Process ids; None for workers without a process."""
         self._launcher.poll()
         return tuple(each.process.pid if each.process else None for each in self.all)
 
     def watch(self, now: float) -> Iterator[tuple[SupervisedWorker, Event]]:
-        """Looks after all, starts whose turn it is, and plans when to do so next."""
+        """Watch all workers, and start those that are due; yield their events."""
         self.watch_at = math.inf
         for worker in self.all:
             for event in worker.watch(now):
@@ -147,23 +155,25 @@ class WorkerSet:
                 yield worker, event
             self.watch_at = min(self.watch_at, worker.next_watch(now))
 
-    def replace(self, reason: str, now: float) -> list[SupervisedWorker]:
-        """Ends all processes, whatever state an interrupt has left their workers in.
+    def replace_all(self, reason: str, now: float) -> list[SupervisedWorker]:
+        """Kill all processes and replace their workers by new ones.
+
+        Allowed in any state, because an interrupted call may have left any.
 
         Returns:
-          The workers that were replaced, or were not, since they could not be killed.
+          The old workers. Those that could not be killed are not replaced.
         """
         if self.spec is None:
             self._specs, self.slab = {}, None
         old = [worker for worker in self.all if worker.error is None]
         for worker in old:
-            worker.end(reason, now)
+            worker.kill_and_wait(reason, now)
             if worker.error is None:
                 self.all[worker.index] = successor = self._new_worker(worker.index)
                 if self.slab is not None:
                     successor.attach(self.slab)
         for key in list(self.selector.get_map().values()):
-            # Of one that was being started. A process ends with its socket.
+            # A channel whose process was being started. Closing it ends the process.
             self.selector.unregister(key.fileobj)
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
@@ -172,19 +182,19 @@ class WorkerSet:
 
     @property
     def have_ended(self) -> bool:
-        """Whether no process is left."""
+        """Whether all processes have ended."""
         return all(worker.process is None for worker in self.all)
 
     def begin_close(self, grace_seconds: float) -> None:
-        """Asks all to end, and kills who has not after so long."""
+        """Ask all workers to exit; kill those that have not within the grace period."""
         self.watch_at = now = self._clock()
         for worker in self.all:
             worker.begin_close(kill_at=now + grace_seconds)
 
     def close(self, timeout_seconds: float) -> None:
-        """Waits until all have ended, at most so long, and lets go of them."""
-        give_up_at = self._clock() + timeout_seconds
-        while not self.have_ended and (now := self._clock()) < give_up_at:
+        """Wait until all workers have ended or the timeout has passed; free them."""
+        deadline = self._clock() + timeout_seconds
+        while not self.have_ended and (now := self._clock()) < deadline:
             for key, _ in self.selector.select(
                 min(0.05, max(0.0, self.watch_at - now))
             ):
@@ -194,10 +204,10 @@ class WorkerSet:
         for worker in self.all:
             if worker.process is not None:
                 _LOGGER.error("%r cannot be killed", worker)
-                worker.drop()
+                worker.abandon()
         if self._owns_launcher:
             self._launcher.close()
         if self.slab is not None:
             self.slab.close()
-            self.slab = self.board = None
+            self.slab = self.frame_board = None
         self.selector.close()

@@ -1,9 +1,19 @@
-"""Where a worker is in its life, how its process ends, and what a pool hears of it.
+"""The states of a worker, its events, and the description of its exit.
 
-A worker is one place for envs, over all its processes. It builds envs, then serves
-until its process ends; then it waits for the next start. A process that misbehaves is
-killed: from then on nothing that it says is believed, and its successor starts once
-its exit is known, since until then it may write to its rows.
+A worker outlives its processes: it is a set of blocks whose envs are always hosted by
+at most one process. Its states are
+
+    BACKOFF -> STARTING -> SERVING -> BACKOFF -> ...
+
+BACKOFF waits for the next start, STARTING for the READY message of the new process, and
+SERVING until that process ends. A process that misbehaves (it hangs, or sends invalid
+messages) is KILLED. From then on its messages are ignored, and the worker waits for its
+exit: until the exit is known, the process may still write to its rows, so no successor
+may be started. CLOSING has asked the process to exit. ENDED is final: the worker was
+closed, its process could not be killed, or it has failed too often.
+
+`TRANSITIONS` contains all transitions. An interrupted call may leave a worker in any
+state; then `SupervisedWorker.kill_and_wait` ends it and a new worker takes its place.
 """
 
 from __future__ import annotations
@@ -21,32 +31,32 @@ from envserve.spaces.env_spec import EnvSpec
 from envserve.text import one_line
 from envserve.worker.channel import ChannelMessage
 
-__all__ = ["MOVES", "Event", "Exit", "Lost", "Ready", "WorkerState"]
+__all__ = ["TRANSITIONS", "Event", "Exit", "Lost", "Ready", "WorkerState"]
 
-#: How Python's fault handler begins, and its stack.
+#: First lines of the output of Python's fault handler, and of its stack.
 _FATAL: Final = "Fatal Python error: "
 _STACK: Final = "Stack (most recent call first):"
-#: Below the first of these are no frames of envs.
+#: The frames from the first of these on belong to envserve, not to the env.
 _OUR_FRAME: Final = f'  File "{Path(worker.__file__).parent}{os.sep}'
 _EXCERPT_LINES: Final = 10
 _EXCERPT_WIDTH: Final = 200
 
 
 class WorkerState(enum.Enum):
-    """Where a worker is in its life."""
+    """The states of a worker."""
 
-    BACKOFF = enum.auto()  # has no process; waits for the next start
-    STARTING = enum.auto()  # builds envs
-    SERVING = enum.auto()  # answers
-    KILLED = enum.auto()  # is not believed any more; its exit is waited for
-    CLOSING = enum.auto()  # was asked to end
-    ENDED = enum.auto()  # has no process, and gets none
+    BACKOFF = enum.auto()  # no process; waits for the next start
+    STARTING = enum.auto()  # the process builds its envs
+    SERVING = enum.auto()  # the process executes operations
+    KILLED = enum.auto()  # the process was killed; waits for its exit
+    CLOSING = enum.auto()  # the process was asked to exit
+    ENDED = enum.auto()  # no process, and no further start
 
 
 _AFTER_ANY_PROCESS: Final = {WorkerState.BACKOFF, WorkerState.ENDED}
 
-#: What each state may become; only `SupervisedWorker` writes one.
-MOVES: Final[dict[WorkerState, set[WorkerState]]] = {
+#: Allowed next states. Only `SupervisedWorker` changes states.
+TRANSITIONS: Final[dict[WorkerState, set[WorkerState]]] = {
     WorkerState.BACKOFF: {WorkerState.STARTING, WorkerState.ENDED},
     WorkerState.STARTING: {
         *(WorkerState.SERVING, WorkerState.KILLED, WorkerState.CLOSING),
@@ -69,25 +79,25 @@ class Ready(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """The process has ended unasked; another will follow, or the state is ENDED."""
+    """The process has ended unexpectedly; the worker will restart unless ENDED."""
 
     status: Status
     text: str
 
 
-#: What happens to a worker; a `ChannelMessage` is the answer to an operation.
+#: Events of a worker; a `ChannelMessage` is the answer to an operation.
 Event = ChannelMessage | Ready | Lost
 
 
 @dataclass(frozen=True)
 class Exit:
-    """The end of a worker process.
+    """How a worker process has ended.
 
     Attributes:
-      pid: Its process id.
-      exit_code: As of `os.waitstatus_to_exitcode`: negative for a signal.
-      error: Why the process could not be started at all; else empty.
-      stderr_tail: The end of what it has written to stderr.
+      pid: Process id; 0 if it was not started.
+      exit_code: See `os.waitstatus_to_exitcode`: negative for a signal.
+      error: Why the process could not be started; empty if it was.
+      stderr_tail: The end of its output to stderr.
     """
 
     pid: int
@@ -96,9 +106,9 @@ class Exit:
     stderr_tail: str = ""
 
     @property
-    def last_words(self) -> str:
-        """The last line of `stderr_tail`; of a stack, the error and its first frame."""
-        first, _, rest = self.excerpt.partition("\n")
+    def stderr_summary(self) -> str:
+        """The last line of stderr; of a stack, the error and its first frame."""
+        first, _, rest = self.stderr_excerpt.partition("\n")
         if first.startswith((_STACK, _FATAL)):
             frame = next((f for f in rest.splitlines() if not f.startswith(_STACK)), "")
             return f"{first.removesuffix(':')}: {frame.strip()}"
@@ -110,11 +120,12 @@ class Exit:
         return [line for line in lines if line.strip()]
 
     @property
-    def excerpt(self) -> str:
-        """The lines of `stderr_tail` that may tell why it ended; else empty.
+    def stderr_excerpt(self) -> str:
+        """The lines of `stderr_tail` that may explain the exit; may be empty.
 
-        Of a stack, the frames next to the crash or hang. Else nothing of a worker that
-        was killed: what it said before has another reason.
+        These are the frames of a stack that are closest to the crash or hang, if there
+        is one. Otherwise a killed worker has no excerpt, because its earlier output has
+        nothing to do with the kill.
         """
         lines = self._lines
         stacks = [i for i, line in enumerate(lines) if line.startswith(_STACK)]
@@ -130,7 +141,7 @@ class Exit:
         return "\n".join(line[:_EXCERPT_WIDTH] for line in lines[-_EXCERPT_LINES:])
 
     def __str__(self) -> str:
-        """Says it in words, like "was killed by SIGKILL"."""
+        """Return a description such as "was killed by SIGKILL"."""
         if self.error:
             return f"could not be started: {self.error}"
         if self.exit_code >= 0:

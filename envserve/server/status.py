@@ -18,7 +18,7 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from envserve.monitoring.metrics_port import MetricsPort
-from envserve.pool.pool_metrics import Counts, add, status_fields
+from envserve.pool.pool_metrics import Counts, status_fields, sum_counts
 from envserve.server.leased_pool import LeasedPool
 from envserve.session.server.decisions import SessionId
 from envserve.session.server.server_session import ServerSession
@@ -70,7 +70,7 @@ class StatusBoard:
         }
         self._session, self._pools, self._counters = session, pools, counters
         self._welcome = welcome
-        self._past = add(())  # counts of pools that are closed
+        self._past = sum_counts(())  # counts of pools that are closed
         self._started_at = loop.time()
         self._made_at = -math.inf
         self._totals = ServerStatus()
@@ -78,7 +78,7 @@ class StatusBoard:
 
     def add_past(self, counts: Counts) -> None:
         """Keep what a pool has counted that is about to be closed."""
-        self._past = add((self._past, counts))
+        self._past = sum_counts((self._past, counts))
 
     def report(self, user: str, now: float) -> bytes:
         """Return the body of a STATUS_RESULT for a user; it may be 0.1 s old."""
@@ -114,7 +114,7 @@ class StatusBoard:
         self._made_at = now
         self._bodies.clear()
         pools = [leased.pool for leased in self._pools.values()]
-        counts = add([self._past, *(pool.metrics.counts for pool in pools)])
+        counts = sum_counts([self._past, *(pool.metrics.counts for pool in pools)])
         self._totals = ServerStatus(
             **self._known,
             **status_fields(counts),

@@ -193,7 +193,7 @@ class ResultReport:
         outcomes = {b: Outcome(b, infos[b], faults[b], error=errors[b]) for b in infos}
         if self.notes:
             first = entries[0][0]
-            outcomes[first] = outcomes[first]._replace(notes=self.notes)
+            outcomes[first] = outcomes[first]._replace(warnings=self.notes)
         return outcomes
 
 

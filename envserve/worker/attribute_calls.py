@@ -1,7 +1,8 @@
-"""Attribute access on envs of a block: what a worker is asked, and its answer.
+"""Attribute access on envs of a block: its request, its execution and its answer.
 
-The answer has the values of the first rows, as many as there is room for, and at least
-one. Rows beyond were not called; rows that have failed have a fault instead.
+The answer contains the values of the first rows: as many as fit, and at least one. The
+other rows were not called, and the caller requests them again. A row whose call has
+failed has a fault and no value.
 """
 
 from __future__ import annotations
@@ -14,33 +15,33 @@ from envserve.errors import CallError
 from envserve.lane import Block, Call, Fault, Outcome
 from envserve.spaces import codec
 from envserve.worker.channel import MAX_CALL_BYTES
-from envserve.worker.worker_report import encode_report, fault_of, read_report
+from envserve.worker.worker_report import decode_report, encode_report, fault_from_error
 
 __all__ = [
     "MAX_RESULT_VALUES",
-    "CallTask",
-    "answer_call",
-    "answer_call_of_all",
-    "call_payload",
-    "read_answer",
+    "CallRequest",
+    "decode_results",
+    "encode_call",
+    "run_call",
+    "run_call_on_vector_env",
 ]
 
-#: Bytes of the report, which stands before the values.
+#: Length of the report, which precedes the values.
 _LENGTH: Final = struct.Struct("<I")
-#: No row is called once the values of those before it are that long; and once they are
-#: as long as this, divided among all blocks.
-_ENOUGH_BYTES: Final = 4 << 20
-_ENOUGH_OF_ALL: Final = 32 << 20
-#: Values in a row's result, as `codec.check` counts them: each takes time to read.
-#: All rows of an answer have less than twice as many.
+#: Once the values are that long, no further row is called. The second limit is divided
+#: by the number of blocks.
+_SOFT_LIMIT_BYTES: Final = 4 << 20
+_POOL_SOFT_LIMIT_BYTES: Final = 32 << 20
+#: Limit of values in a row's result, as `codec.check` counts them, because each takes
+#: time to decode. All rows of an answer have less than twice as many.
 MAX_RESULT_VALUES: Final = 1 << 17
-_NOTHING: Final = codec.encode(None)
-#: Begins a list whose length follows.
-_LIST: Final = b"\xdd"
+_NONE: Final = codec.encode(None)
+#: First byte of a list; followed by its length.
+_LIST_MARKER: Final = b"\xdd"
 
 
-def call_payload(call: Call, num_blocks: int = 1) -> bytes:
-    """Returns what to tell a worker of a pool of so many blocks.
+def encode_call(call: Call, num_blocks: int = 1) -> bytes:
+    """Encode a call for a worker of a pool of `num_blocks` blocks.
 
     Raises:
       CallError: The arguments are too long.
@@ -50,57 +51,61 @@ def call_payload(call: Call, num_blocks: int = 1) -> bytes:
             f"{call.name}: expected arguments of at most {MAX_CALL_BYTES} bytes; "
             f"got {len(call.arguments)}"
         )
-    enough = min(_ENOUGH_BYTES, _ENOUGH_OF_ALL // num_blocks)
-    told = [call.env_indices, call.kind, call.name, call.arguments, enough]
-    return codec.encode(told)
+    limit = min(_SOFT_LIMIT_BYTES, _POOL_SOFT_LIMIT_BYTES // num_blocks)
+    fields = [call.env_indices, call.kind, call.name, call.arguments, limit]
+    return codec.encode(fields)
 
 
-class CallTask(NamedTuple):
-    """What a worker was told: the fields of `lane.Call`, and how many bytes will do."""
+class CallRequest(NamedTuple):
+    """A call as the worker receives it: `lane.Call` and a limit for the answer."""
 
     rows: list[int]
     kind: str
     name: str
     arguments: bytes
-    enough: int
+    soft_limit_bytes: int
 
     @classmethod
-    def read(cls, payload: bytes) -> Self:
-        """Reads what the pool has said."""
+    def decode(cls, payload: bytes) -> Self:
+        """Decode the payload of CALL."""
         return cls(*codec.decode(payload, max_bytes=2 * MAX_CALL_BYTES))
 
     @property
-    def changes_env(self) -> bool:
-        """Whether an env may be another than before."""
+    def may_change_env(self) -> bool:
+        """Whether the call may change an env."""
         return self.kind in ("call", "set")
 
     def arguments_for(self, position: int) -> tuple[list[Any], dict[str, Any]]:
-        """Returns the arguments for a row, which are its own, by its position."""
-        arguments, named = codec.decode(self.arguments, max_bytes=MAX_CALL_BYTES)
-        return ([arguments[position]] if self.kind == "set" else arguments), named
+        """Return fresh arguments for one row, by its position in `rows`."""
+        arguments, keywords = codec.decode(self.arguments, max_bytes=MAX_CALL_BYTES)
+        return ([arguments[position]] if self.kind == "set" else arguments), keywords
 
 
-def answer_call(
-    task: CallTask, value_of: Callable[[int], Any], *, is_once: bool = False
+def run_call(
+    request: CallRequest,
+    value_of: Callable[[int], Any],
+    *,
+    must_answer_all: bool = False,
 ) -> bytes:
-    """Carries it out; returns what to tell the pool.
+    """Run a call on each row, and encode the answer.
 
     Args:
-      task: What is asked.
-      value_of: Gives a row's value, by its position, or raises what its env does.
-      is_once: Whether rows that there is no room for cannot be asked anew.
+      request: The call.
+      value_of: Returns the value of a row by its position, or raises the env's error.
+      must_answer_all: Whether rows that do not fit get a fault instead of being left
+        for another request, because the call must not be repeated.
     """
     values: list[bytes] = []
     faults: list[Fault] = []
     size = num_values = 0
-    enough = _ENOUGH_BYTES if is_once else task.enough
-    for position, row in enumerate(task.rows):
-        if size > enough or num_values > MAX_RESULT_VALUES:
-            if not is_once:
+    limit = _SOFT_LIMIT_BYTES if must_answer_all else request.soft_limit_bytes
+    for position, row in enumerate(request.rows):
+        if size > limit or num_values > MAX_RESULT_VALUES:
+            if not must_answer_all:
                 break
-            value_of = _refuse
+            value_of = _raise_too_large
         try:
-            # In a list, since that is how deep it will be.
+            # In a list, because nesting counts and the answer is a list.
             value = codec.encode([value_of(position)])
             num_values += codec.check(value, MAX_RESULT_VALUES)
             value = value[1:]
@@ -109,25 +114,33 @@ def answer_call(
                     f"expected a result below {MAX_CALL_BYTES} bytes; got {len(value)}"
                 )
         except Exception as error:
-            value, fault = _NOTHING, fault_of(row, error)
-            if isinstance(error, codec.CodecError):  # it says all
+            value, fault = _NONE, fault_from_error(row, error)
+            if isinstance(error, codec.CodecError):  # its message is sufficient
                 fault = fault._replace(text=str(error))
             faults.append(fault)
             num_values += 1
         values.append(value)
         size += len(value)
-    report = encode_report(len(task.rows), 1, faults)
-    head = _LENGTH.pack(len(report)) + report + _LIST + len(values).to_bytes(4, "big")
+    report = encode_report(len(request.rows), 1, faults)
+    head = (
+        _LENGTH.pack(len(report))
+        + report
+        + _LIST_MARKER
+        + len(values).to_bytes(4, "big")
+    )
     return b"".join([head, *values])
 
 
-def answer_call_of_all(task: CallTask, env: Any, rows: Sequence[int]) -> bytes:
-    """Does the same with one env for all rows of a block: what it gives, all get.
+def run_call_on_vector_env(
+    request: CallRequest, env: Any, rows: Sequence[int]
+) -> bytes:
+    """Run a call once, on the vector env of all rows of a block.
 
-    Of a list or tuple with something for each row, they get their own.
+    Every row gets the returned value. If it is a list or tuple with one item per row of
+    the block, every row gets its item.
     """
     try:
-        value = _use(task, env)
+        value = _apply_to_vector_env(request, env)
     except Exception as error:
         value = error
 
@@ -135,43 +148,46 @@ def answer_call_of_all(task: CallTask, env: Any, rows: Sequence[int]) -> bytes:
         if isinstance(value, Exception):
             raise value
         if isinstance(value, tuple | list) and len(value) == len(rows):
-            return value[task.rows[position] - rows[0]]
+            return value[request.rows[position] - rows[0]]
         return value
 
-    return answer_call(task, value_of, is_once=task.kind == "call")
+    return run_call(request, value_of, must_answer_all=request.kind == "call")
 
 
-def _refuse(position: int) -> Any:
+def _raise_too_large(position: int) -> Any:
     raise ValueError(
-        f"expected at most {_ENOUGH_BYTES >> 20} MiB of values of all rows of a vector "
-        f"env, which was called; got more; give less at once"
+        f"expected at most {_SOFT_LIMIT_BYTES >> 20} MiB of values for all rows of a "
+        f"vector env; got more; the call was made, but return less from it"
     )
 
 
-def _use(task: CallTask, env: Any) -> Any:
-    arguments, named = task.arguments_for(-1)
-    if task.kind == "set":
+def _apply_to_vector_env(request: CallRequest, env: Any) -> Any:
+    arguments, keywords = request.arguments_for(-1)
+    if request.kind == "set":
         given = [
-            codec.encode(task.arguments_for(at)[0]) for at in range(len(task.rows))
+            codec.encode(request.arguments_for(at)[0])
+            for at in range(len(request.rows))
         ]
         if len({*given}) > 1:
-            raise ValueError("expected one value for a vector env; got several")
-        return setattr(env, task.name, arguments[0])
-    value = getattr(env, task.name)
-    if task.kind == "call" and (callable(value) or arguments or named):
-        return value(*arguments, **named)
+            raise ValueError(
+                "expected the same value for all rows of a vector env; got several"
+            )
+        return setattr(env, request.name, arguments[0])
+    value = getattr(env, request.name)
+    if request.kind == "call" and (callable(value) or arguments or keywords):
+        return value(*arguments, **keywords)
     return value
 
 
-def read_answer(payload: bytes, block: Block) -> Outcome:
-    """Read a worker's answer, of which `result` has the values.
+def decode_results(payload: bytes, block: Block) -> Outcome:
+    """Decode a worker's answer; `result` of the outcome contains the values.
 
     Raises:
-      ValueError: It is none of this block.
+      ValueError: It is not a valid answer for this block.
     """
     start = _LENGTH.size
     end = start + int.from_bytes(payload[:start], "little")
     if end > len(payload):
         raise ValueError(f"expected an answer to a call; got {len(payload)} bytes")
-    outcome, _ = read_report(payload[start:end], block, 1)
+    outcome, _ = decode_report(payload[start:end], block, 1)
     return Outcome(block.index, faults=outcome.faults, result=payload[end:])

@@ -1,7 +1,14 @@
-"""What pool and worker say to each other over a socket pair.
+"""The messages between the pool, its workers and the template, over socket pairs.
 
-Every message is a header (kind, block, sequence number, payload length) and a payload
-in `codec`'s encoding. A step is one header; its rows are in the slab.
+A message is a header (kind, block, sequence number, payload length) and a payload in
+`codec`'s encoding. STEP and its DONE are usually headers only, because the rows are in
+the slab.
+
+The parent's end (`Channel`) never blocks, because one loop serves all workers: unsent
+bytes wait in a queue, and the selector reports when the socket takes more. A worker has
+nothing else to do between operations, so its end (`MessageReader`) blocks. The parent
+does not trust workers, because their envs may write anything to any descriptor: every
+kind has a size limit, and other bytes raise WorkerError.
 """
 
 from __future__ import annotations
@@ -28,70 +35,75 @@ __all__ = [
     "HEADER",
     "MAX_ANSWER_BYTES",
     "MAX_CALL_BYTES",
-    "REFUSALS",
+    "REQUEST_ERRORS",
     "BuildMessage",
     "Channel",
     "ChannelMessage",
-    "Kind",
     "MessageDecoder",
+    "MessageKind",
     "MessageReader",
     "pack_message",
 ]
 
-#: Kind, block, sequence number, bytes of payload.
+#: Kind, block, sequence number, number of payload bytes.
 HEADER: Final = struct.Struct("<BxHII")
-#: More than the longest report of the template; others may come in pieces.
+#: More than the longest report of the template. Other messages may need several reads.
 _MAX_READ_BYTES: Final = 1 << 18
-#: The other side reads too slowly, as opposed to: it is gone.
-_FULL: Final = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS}
+#: Errors of a send that can be repeated, because the receiver is only slow.
+_BUSY_ERRNOS: Final = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS}
 
-#: Longest encoding of a call's arguments, and of the value that it has for a row.
+#: Longest encoding of the arguments of a call, and of its result for one row.
 MAX_CALL_BYTES: Final = 32 << 20
-#: Longest answer to a call of all rows of a block; also with a report: `max_report`.
+#: Longest answer to a call of all rows of a block, and longer than any other report.
 MAX_ANSWER_BYTES: Final = MAX_CALL_BYTES + (8 << 20)
 
 
-class Kind(enum.IntEnum):
+class MessageKind(enum.IntEnum):
     """Kinds of messages."""
 
     # Pool to worker.
-    BUILD = 1  # what envs to build; answered by READY or FAILED
-    SLAB = 2  # carries the slab's descriptor; not answered
-    STEP = 3  # of a block; answered by DONE
-    RESET = 4  # of rows of a block; answered by DONE
-    CALL = 5  # attribute access on an env; answered by DONE
+    BUILD = 1  # the envs to build; answered by READY or FAILED
+    SLAB = 2  # passes the descriptor of the slab; not answered
+    STEP = 3  # step all rows of a block; answered by DONE
+    RESET = 4  # reset rows of a block; answered by DONE
+    CALL = 5  # attribute access on rows of a block; answered by DONE
     CLOSE = 6  # close the envs and exit
-    REPLAY = 14  # in place of BUILD: apply what a file holds; see `replay_worker`
+    REPLAY = 14  # instead of BUILD: replay a repro file, see `replay_worker`
     # Worker to pool.
     BUILT = 7  # one more env is built
-    READY = 8  # all are; carries their spaces
-    DONE = 9  # the block's rows are written
-    FAILED = 10  # traceback; the worker exits, as others would if block is 1
-    VIDEO_FRAME = 17  # of REPLAY: frames per second, and what the env has rendered
-    UNKNOWN_ENV = 11  # message; the worker exits
-    BAD_WRAPPER = 15  # message; the worker exits
-    # Between launcher and template.
-    FORK = 16  # what to import, fork or kill, and what has become of that
+    READY = 8  # all envs are built; contains their spaces
+    DONE = 9  # the rows of the block are written
+    FAILED = 10  # traceback; the worker exits. Block 1: a restart would fail as well
+    VIDEO_FRAME = 17  # during REPLAY: frames per second and a rendered frame
+    UNKNOWN_ENV = 11  # error message; the worker exits
+    BAD_WRAPPER = 15  # error message; the worker exits
+    # Between launcher and template, in both directions.
+    FORK = 16  # import modules, fork or kill a worker; the result of such a request
 
 
-#: Errors of the request, which every worker would raise; by the kind that reports them.
-REFUSALS: Final = {Kind.UNKNOWN_ENV: UnknownEnv, Kind.BAD_WRAPPER: WrapperError}
-_KINDS: Final = {int(kind): kind for kind in Kind}
-#: Longest payload of a message, unless it is one of those below.
-_MAX_BYTES: Final = 64 << 20
-#: What workers say is read in the loop that serves all.
-_MAX_BYTES_OF: Final = {
-    Kind.READY: 16 << 20,
-    Kind.DONE: MAX_ANSWER_BYTES,
-    **dict.fromkeys([Kind.BUILT, Kind.FAILED, *REFUSALS], 128 << 10),
+#: Exceptions for errors of the request, which no restart can fix, by message kind.
+REQUEST_ERRORS: Final = {
+    MessageKind.UNKNOWN_ENV: UnknownEnv,
+    MessageKind.BAD_WRAPPER: WrapperError,
 }
-_NEW: Final = tuple.__new__
+_KINDS: Final = {int(kind): kind for kind in MessageKind}
+#: Longest payload of kinds that are not listed below.
+_MAX_BYTES: Final = 64 << 20
+#: Limits of messages from workers, which the loop that serves all workers decodes.
+_MAX_BYTES_BY_KIND: Final = {
+    MessageKind.READY: 16 << 20,
+    MessageKind.DONE: MAX_ANSWER_BYTES,
+    **dict.fromkeys(
+        [MessageKind.BUILT, MessageKind.FAILED, *REQUEST_ERRORS], 128 << 10
+    ),
+}
+_TUPLE_NEW: Final = tuple.__new__
 
 
 class ChannelMessage(NamedTuple):
-    """A message that was read."""
+    """A decoded message."""
 
-    kind: Kind
+    kind: MessageKind
     block: int
     sequence: int
     payload: bytes
@@ -100,49 +112,53 @@ class ChannelMessage(NamedTuple):
 def pack_message(
     kind: int, block: int = 0, sequence: int = 0, payload: bytes = b""
 ) -> bytes:
-    """Returns the bytes of a message."""
+    """Encode a message."""
     return HEADER.pack(kind, block, sequence, len(payload)) + payload
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildMessage(EnvRequest):
-    """Content of BUILD: the envs of a worker. The pool has checked all of it."""
+    """Content of BUILD: the envs of one worker. The pool has validated it."""
 
     max_infos_kib: int
     """Limit of a row's infos in KiB."""
     num_workers: int
     """Number of workers of the pool."""
     worker: int
-    """Index of this worker among them."""
+    """Index of this worker."""
     blocks: Sequence[tuple[int, int, int]]
-    """Index, first row, and row after the last of each block."""
+    """Index, first row, and row after the last, of each block."""
     incarnations: Sequence[int]
-    """For each row of the pool, how often its env has been rebuilt before."""
+    """For each row of the pool, how many times its env was rebuilt before."""
 
     def __post_init__(self) -> None:
-        """Check nothing: to resolve the types would delay every start of a worker."""
+        """Skip the validation: resolving the types would delay the worker's start."""
 
 
 class MessageDecoder:
-    """Cuts a stream of bytes into messages."""
+    """Splits a stream of bytes into messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[ChannelMessage]:
-        """Return the messages that are complete; raise WorkerError for other bytes."""
+        """Return the completed messages; raise WorkerError for invalid bytes."""
         buffer = self._buffer
         if not buffer and len(data) == HEADER.size:
             code, block, sequence, length = HEADER.unpack(data)
-            if length == 0 and code in _KINDS:  # the usual case, without a call
-                return [_NEW(ChannelMessage, (_KINDS[code], block, sequence, b""))]
+            if length == 0 and code in _KINDS:  # fast path: a message without payload
+                return [
+                    _TUPLE_NEW(ChannelMessage, (_KINDS[code], block, sequence, b""))
+                ]
         buffer += data
         messages = []
         offset = 0
         while len(buffer) - offset >= HEADER.size:
             code, block, sequence, length = HEADER.unpack_from(buffer, offset)
             kind = _KINDS.get(code)
-            limit = _MAX_BYTES if kind is None else _MAX_BYTES_OF.get(kind, _MAX_BYTES)
+            limit = (
+                _MAX_BYTES if kind is None else _MAX_BYTES_BY_KIND.get(kind, _MAX_BYTES)
+            )
             if kind is None or length > limit:
                 raise WorkerError(
                     f"expected a message of a known kind below {limit} bytes; "
@@ -159,68 +175,74 @@ class MessageDecoder:
         return messages
 
 
-_Passed = int | socket.socket | None
+_PassedFd = int | socket.socket | None
 
 
 class Channel:
-    """The owner's end of a socket pair, to a worker or to the template.
+    """The parent's end of a socket pair to a worker or the template; non-blocking.
 
-    Nothing but `wait` waits.
+    Only `wait` blocks.
 
     Attributes:
       socket: The socket.
-      is_at_end: Whether the other side has closed, and all that it sent was read.
-      unsent: What waits until the other side has read more, for `flush`.
+      is_at_eof: Whether the peer has closed its end and everything it sent was read.
+      unsent: Messages, and descriptors to pass, that the socket did not take yet.
     """
 
     def __init__(
         self,
-        end: socket.socket,
+        sock: socket.socket,
         selector: selectors.BaseSelector | None = None,
-        owner: object = None,
+        selector_data: object = None,
     ) -> None:
-        """Takes this end.
+        """Take ownership of a socket.
 
-        A selector wakes its owner when there is something to `read`, or room to send.
+        Args:
+          sock: The socket.
+          selector: Is kept informed of the events that this channel waits for.
+          selector_data: Returned by the selector with these events.
         """
-        end.setblocking(False)
-        self.socket = end
-        self.is_at_end = False
-        self.unsent: deque[tuple[bytes, _Passed]] = deque()
-        self._reader = MessageDecoder()
+        sock.setblocking(False)
+        self.socket = sock
+        self.is_at_eof = False
+        self.unsent: deque[tuple[bytes, _PassedFd]] = deque()
+        self._decoder = MessageDecoder()
         self._poll = select.poll()
-        self._poll.register(end, select.POLLIN)
+        self._poll.register(sock, select.POLLIN)
         self._selector = selector
-        self._owner = owner
+        self._selector_data = selector_data
         if selector is not None:
-            selector.register(end, selectors.EVENT_READ, owner)
+            selector.register(sock, selectors.EVENT_READ, selector_data)
 
-    def send(self, data: bytes, passed: _Passed = None) -> None:
-        """Sends messages, without waiting, and maybe a descriptor with them.
+    def send(self, data: bytes, passed_fd: _PassedFd = None) -> None:
+        """Queue messages, and send as much as the socket takes.
 
-        A socket that is passed is closed once it is sent.
+        Args:
+          data: Encoded messages.
+          passed_fd: A descriptor to pass with them. A socket is closed once it is sent.
         """
-        if not self.unsent and passed is None:
+        if not self.unsent and passed_fd is None:
             try:
                 sent = self.socket.send(data)
-            except OSError:  # full, or at its end: `flush` tells which
+            except OSError:  # full or closed: `flush` distinguishes them
                 sent = 0
             if sent == len(data):
                 return
             data = data[sent:]
-        self.unsent.append((data, passed))
+        self.unsent.append((data, passed_fd))
         self.flush()
 
     def flush(self) -> None:
-        """Sends what the socket takes now; the selector tells when it takes more."""
+        """Send unsent messages, as far as the socket has space for them now."""
         while self.unsent:
             data, passed = self.unsent[0]
             fd = passed.fileno() if isinstance(passed, socket.socket) else passed
             try:
                 sent = socket.send_fds(self.socket, [data], [] if fd is None else [fd])
             except OSError as error:
-                if error.errno not in _FULL:
-                    # It has ended. What it wrote before can be read, up to its end.
+                if error.errno not in _BUSY_ERRNOS:
+                    # The peer has ended. Messages that it sent before can still be
+                    # read.
                     self._drop_unsent()
                 break
             if isinstance(passed, socket.socket):
@@ -228,17 +250,17 @@ class Channel:
             self.unsent[0] = data[sent:], None
             if sent == len(data):
                 self.unsent.popleft()
-        if self._selector is not None and not self.is_at_end:
+        if self._selector is not None and not self.is_at_eof:
             events = selectors.EVENT_READ
             if self.unsent:
                 events |= selectors.EVENT_WRITE
-            self._selector.modify(self.socket, events, self._owner)
+            self._selector.modify(self.socket, events, self._selector_data)
 
     def read(self) -> list[ChannelMessage]:
-        """Returns the messages that have come; sends what is left to.
+        """Return the received messages; send unsent ones as well.
 
         Raises:
-          WorkerError: What has come is no message.
+          WorkerError: The received bytes are not a valid message.
         """
         if self.unsent:
             self.flush()
@@ -249,22 +271,22 @@ class Channel:
         except OSError:
             data = b""
         if data:
-            return self._reader.feed(data)
-        if not self.is_at_end:
-            self._unregister()  # else it stays readable
-            self.is_at_end = True
+            return self._decoder.feed(data)
+        if not self.is_at_eof:
+            self._unregister()  # a socket at end of file is always readable
+            self.is_at_eof = True
         return []
 
     def wait(self, timeout_seconds: float) -> None:
-        """Waits until `read` has something, or can send what is left to."""
+        """Wait until `read` can return messages, or can send unsent ones."""
         events = select.POLLIN | (select.POLLOUT if self.unsent else 0)
         self._poll.modify(self.socket, events)
         self._poll.poll(math.ceil(1000 * timeout_seconds))
 
     def close(self) -> None:
-        """Closes this end."""
+        """Close the socket and discard unsent messages."""
         self._drop_unsent()
-        if not self.is_at_end:
+        if not self.is_at_eof:
             self._unregister()
         self.socket.close()
 
@@ -276,15 +298,15 @@ class Channel:
 
     def _unregister(self) -> None:
         if self._selector is not None:
-            with contextlib.suppress(KeyError):  # an interrupt may have come between
+            with contextlib.suppress(KeyError):  # an interrupt may have prevented it
                 self._selector.unregister(self.socket)
 
 
 class MessageReader:
-    """What the pool sends, as a worker reads it.
+    """The worker's end of the socket pair to the pool; blocking.
 
     Attributes:
-      fds: Descriptors that have come.
+      fds: Received descriptors.
       spin_seconds: How long to poll for a message, yielding the core, before sleeping.
     """
 
@@ -294,7 +316,7 @@ class MessageReader:
         self._channel = channel
 
     def messages(self) -> Iterator[ChannelMessage]:
-        """Yields messages until the pool closes its end."""
+        """Yield messages until the pool closes its end."""
         reader = MessageDecoder()
         has_slab = False
         while True:
@@ -309,8 +331,8 @@ class MessageReader:
             yield from reader.feed(data)
 
     def _receive(self) -> bytes:
-        give_up_at = time.perf_counter() + self.spin_seconds
-        while time.perf_counter() < give_up_at:
+        spin_until = time.perf_counter() + self.spin_seconds
+        while time.perf_counter() < spin_until:
             try:
                 return self._channel.recv(1 << 16, socket.MSG_DONTWAIT)
             except BlockingIOError:

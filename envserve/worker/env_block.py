@@ -1,8 +1,8 @@
-"""Blocks whose envs are stepped one after the other.
+"""A block of single envs, which are stepped one after the other.
 
-An env that raises, or that returns values outside of its spaces, is replaced within the
-operation in which it failed. If that fails too, the error leaves `EnvBlock` and ends
-the worker.
+If an env raises an exception or returns a value outside its spaces, the block replaces
+it by its next incarnation within the same operation, and reports a fault for its row.
+If the new env cannot be built or reset either, the exception ends the worker.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.variable_length import decode_actions
 from envserve.worker import step_timings
-from envserve.worker.attribute_calls import CallTask, answer_call
+from envserve.worker.attribute_calls import CallRequest, run_call
 from envserve.worker.channel import BuildMessage
 from envserve.worker.env_checks import EnvChecks, SpaceViolation
 from envserve.worker.env_row import EnvRow
 from envserve.worker.spare_row import ResetThreads, SpareRow
-from envserve.worker.worker_report import encode_report, fault_of
+from envserve.worker.worker_report import encode_report, fault_from_error
 
 __all__ = ["EnvBlock"]
 
@@ -36,7 +36,7 @@ _OK: Final = int(Status.OK)
 
 
 class EnvBlock:
-    """The rows of a block, each with an env, or with two envs that take turns.
+    """The envs of a block: one per row, or two per row with spare envs.
 
     Attributes:
       rows: Rows of the pool.
@@ -49,13 +49,20 @@ class EnvBlock:
         checks: EnvChecks,
         threads: ResetThreads | None,
     ) -> None:
-        """Store the arguments; `build` makes the envs, two per row with threads."""
+        """Store the arguments; `build` makes the envs.
+
+        Args:
+          config: Content of BUILD.
+          rows: Rows of the pool.
+          checks: Checks of the values that envs return.
+          threads: Threads for the resets of spare envs; None for no spare envs.
+        """
         self.rows = rows
         self._config = config
         self._checks = checks
-        self._report = partial(encode_report, len(rows), config.max_infos_kib)
-        self._infos_of_all = config.infos == "all"
-        self._infos_of_ends = config.infos == "episode_end"
+        self._encode_report = partial(encode_report, len(rows), config.max_infos_kib)
+        self._reports_all_infos = config.infos == "all"
+        self._reports_end_infos = config.infos == "episode_end"
         self._envs: list[EnvRow | SpareRow] = []
         for row in rows:
             arguments = config, row, config.incarnations[row], checks
@@ -65,7 +72,7 @@ class EnvBlock:
             )
 
     def build(self) -> Iterator[tuple[int, EnvSpec]]:
-        """Make the envs; yield the index and the spaces of each as it is made."""
+        """Build the envs; yield the index and the spaces of each."""
         for env in self._envs:
             self._spec = env.build()
             yield env.env_index, self._spec
@@ -74,7 +81,7 @@ class EnvBlock:
                 yield env.env_index, env.build_spare()
 
     def attach(self, rows: Rows, heartbeat: memoryview, ring: ActionRing) -> None:
-        """Set where to write."""
+        """Set the arrays, the heartbeat and the action ring to write to."""
         start, stop = self.rows.start, self.rows.stop
         self._all_rows = rows
         self._block = block = rows.at(slice(start, stop))
@@ -85,23 +92,23 @@ class EnvBlock:
             env.attach(rows, heartbeat, ring.row_record(env.row))
 
     def step(self) -> bytes:
-        """Step all envs with the actions in the slab; return the report."""
-        began_at = step_timings.begin(self._heartbeat)
+        """Step all envs with the actions in the slab; return the encoded report."""
+        began_at = step_timings.start_time(self._heartbeat)
         block, start = self._block, self.rows.start
-        infos_of_all, infos_of_ends = self._infos_of_all, self._infos_of_ends
+        infos_of_all, infos_of_ends = self._reports_all_infos, self._reports_end_infos
         rewards: list[float] = []
         ended: list[tuple[int, bool, bool]] = []
         faults: list[Fault] = []
         infos: dict[int, Mapping[str, Any]] = {}
         self._ring.record_step(self._all_rows.action, start, self.rows.stop)
         block.status[...] = _OK
-        copies = [array.copy() for array in block.action]  # envs may keep them
+        copies = [array.copy() for array in block.action]  # envs may store actions
         actions = decode_actions(self._spec, copies)
         for env, action in zip(self._envs, actions, strict=True):
             try:
                 reward, terminated, truncated, info = env.step(action)
             except Exception as error:
-                faults.append(self._recover(env, error))
+                faults.append(self._replace_failed(env, error))
                 rewards.append(0.0)
                 continue
             rewards.append(reward)
@@ -117,40 +124,41 @@ class EnvBlock:
             block.terminated[position] = terminated
             block.truncated[position] = truncated
         if self._config.nonfinite != "pass" and not self._is_finite(rewards):
-            faults += self._recover_non_finite(rewards)
+            faults += self._replace_non_finite(rewards)
         for fault in faults:
             infos.pop(fault.env_index, None)
-        step_timings.note_step(self._heartbeat, began_at, len(rewards))
-        return self._report(faults, infos, self._checks.take_notes())
+        step_timings.record_step(self._heartbeat, began_at, len(rewards))
+        return self._encode_report(faults, infos, self._checks.take_warnings())
 
     def _is_finite(self, rewards: list[float]) -> bool:
-        """Return whether sums over the block are finite, because that is cheap.
+        """Return whether the rewards and observations are finite, by their sums.
 
-        All terms of a finite sum are finite. A sum that is not finite may come from an
-        overflow; the rows are then checked one by one.
+        This is cheap: a finite sum has finite terms only. A sum that is not finite may
+        come from an overflow, so the rows are then checked one by one.
         """
         if not math.isfinite(sum(rewards)):
             return False
         with np.errstate(all="ignore"):
             return all([math.isfinite(array.sum()) for array in self._floats])
 
-    def _recover_non_finite(self, rewards: list[float]) -> list[Fault]:
+    def _replace_non_finite(self, rewards: list[float]) -> list[Fault]:
         faults = []
         for env, reward in zip(self._envs, rewards, strict=True):
             try:
                 env.check_finite(reward)
             except SpaceViolation as error:
-                faults.append(self._recover(env, error))
+                faults.append(self._replace_failed(env, error))
         return faults
 
-    def _recover(self, env: EnvRow | SpareRow, error: Exception) -> Fault:
+    def _replace_failed(self, env: EnvRow | SpareRow, error: Exception) -> Fault:
         """Replace an env that failed by its next incarnation; return the fault.
 
-        The row is PENDING until the pool makes a lost row of it. If this worker dies
-        before it has sent its report, PENDING shows the pool that
-        `final_observation` of the row is already that of the failed env.
+        The status of the row is PENDING until the pool writes the lost transition. If
+        this worker dies before it has sent its report, PENDING shows the pool that
+        `final_observation` of the row is already final, and `observation` belongs to
+        the next episode.
         """
-        fault = fault_of(env.row, error)
+        fault = fault_from_error(env.row, error)
         rows = self._all_rows
         for final, last in zip(rows.final_observation, rows.observation, strict=True):
             final[env.row] = 0 if isinstance(error, SpaceViolation) else last[env.row]
@@ -162,7 +170,7 @@ class EnvBlock:
         return fault
 
     def reset(self, payload: bytes) -> bytes:
-        """Reset some rows, or all; return the report."""
+        """Reset some or all rows; return the encoded report."""
         request = codec.decode(payload) if payload else {}
         chosen = request.get("rows")
         if chosen is None:
@@ -173,28 +181,28 @@ class EnvBlock:
             env = self._envs[row - self.rows.start]
             seed = None if seeds is None else seeds[position]
             if seeds is not None and seed is None:
-                env.forget_seed()
+                env.drop_initial_seed()
             incarnation = env.incarnation
             try:
                 info = self._reset_or_rebuild(env, seed, options)
             except Exception as error:
                 if seed is None and not options:
-                    raise  # this env cannot be reset at all
-                faults.append(self._recover(env, error))
-                incarnation, info = incarnation + 1, {}  # the fault implies a rebuild
+                    raise  # the env cannot be reset at all
+                faults.append(self._replace_failed(env, error))
+                incarnation, info = incarnation + 1, {}  # a fault implies one rebuild
             rebuilt += [row] * (env.incarnation - incarnation)
-            if info and self._infos_of_all:
+            if info and self._reports_all_infos:
                 infos[row] = info
             rows = self._all_rows
             rows.reward[row] = 0.0
             rows.terminated[row] = rows.truncated[row] = False
             rows.status[row] = _OK
-        return self._report(faults, infos, self._checks.take_notes(), rebuilt)
+        return self._encode_report(faults, infos, self._checks.take_warnings(), rebuilt)
 
     def _reset_or_rebuild(
         self, env: EnvRow | SpareRow, seed: int | None, options: bytes
     ) -> Mapping[str, Any]:
-        """Reset an env; if that fails, reset its next incarnation unless it is new."""
+        """Reset an env; if that fails, rebuild and reset it, unless it is new."""
         was_fresh = env.is_fresh
         try:
             return env.reset(seed, options)
@@ -204,23 +212,23 @@ class EnvBlock:
             first = error
         env.rebuild()
         info = env.reset(seed, options)
-        text = "Env %d: its reset failed; it was built anew"
+        text = "Env %d: its reset failed; the env was rebuilt"
         _LOGGER.warning(text, env.env_index, exc_info=first)
         return info
 
     def call(self, payload: bytes) -> bytes:
-        """Call, get or set an attribute of some envs; return the answer."""
-        task = CallTask.read(payload)
+        """Call, get or set an attribute of some envs; return the encoded answer."""
+        task = CallRequest.decode(payload)
 
         def value_of(position: int) -> Any:
             env = self._envs[task.rows[position] - self.rows.start]
             self._heartbeat[0] = next_beat(self._heartbeat[0], env.row)
             self._heartbeat[1] = 1
-            if task.changes_env:
+            if task.may_change_env:
                 env.record.mark_touched()
             return env.call(task.kind, task.name, *task.arguments_for(position))
 
-        answer = answer_call(task, value_of)
+        answer = run_call(task, value_of)
         self._heartbeat[1] = 0
         return answer
 

@@ -1,7 +1,7 @@
-"""What envs return, checked and brought to the types of their spaces.
+"""Check the values that envs return, and convert them to the types of their spaces.
 
-Each of these either returns what is meant or raises `SpaceViolation`, which says what
-was expected, what came, and what to do.
+Each function returns the converted value or raises `SpaceViolation`. Its message names
+the expected and the found value, and a remedy.
 """
 
 from __future__ import annotations
@@ -21,182 +21,186 @@ from envserve.spaces.variable_length import encode_row
 __all__ = [
     "EnvChecks",
     "SpaceViolation",
-    "flag_of",
-    "label_of",
-    "leaf_array",
-    "leaf_values",
-    "reset_values",
-    "reward_of",
-    "violation_of",
+    "convert_flag",
+    "convert_leaf",
+    "convert_reward",
+    "flatten_observation",
+    "leaf_label",
+    "split_reset_result",
+    "step_result_violation",
 ]
 
 Array = np.ndarray[Any, Any]
 
 
 class SpaceViolation(Exception):
-    """The env returned what its own spaces, or Gymnasium, do not allow.
+    """An env returned a value that its spaces, or Gymnasium's API, do not allow.
 
     Attributes:
-      is_masked: Whether it only costs the row, as was asked for.
-      is_lasting: Whether a reset that ends so will not end otherwise.
+      is_masked: Whether the settings ask to mask the row instead of raising an error.
+      is_permanent: Whether a new env would violate its spaces in the same way.
     """
 
     def __init__(
-        self, text: str, *, is_masked: bool = False, is_lasting: bool = True
+        self, text: str, *, is_masked: bool = False, is_permanent: bool = True
     ) -> None:
         super().__init__(text)
         self.is_masked = is_masked
-        self.is_lasting = is_lasting
+        self.is_permanent = is_permanent
 
 
 @dataclass(frozen=True)
 class EnvChecks:
-    """How an env's values are taken.
+    """Settings and warnings of the checks of a worker.
 
     Attributes:
       nonfinite: See `settings.NonFinite`.
-      strict_spaces: Whether observations must have the very dtypes of their space.
-      notes: What is to be said once of a class of envs, by its name.
+      strict_spaces: Whether the dtypes of observations must match those of the space.
+      warnings: Warnings by name of the env's class; empty once they are taken.
     """
 
     nonfinite: NonFinite = "raise"
     strict_spaces: bool = False
-    notes: dict[str, str] = field(default_factory=dict)
+    warnings: dict[str, str] = field(default_factory=dict)
 
-    def take_notes(self) -> list[str]:
-        """Return the notes that are new, each of them once."""
-        if not self.notes:
+    def take_warnings(self) -> list[str]:
+        """Return new warnings, each of them once."""
+        if not self.warnings:
             return []
-        notes = [note for note in self.notes.values() if note]
-        self.notes.update(dict.fromkeys(self.notes, ""))
+        notes = [note for note in self.warnings.values() if note]
+        self.warnings.update(dict.fromkeys(self.warnings, ""))
         return notes
 
-    def check_finite(self, wanted: str, value: Any) -> None:
-        """Raises SpaceViolation for NaN or infinity, unless they may pass."""
+    def check_finite(self, expectation: str, value: Any) -> None:
+        """Raise SpaceViolation for NaN or infinity, unless `nonfinite` is "pass"."""
         array = np.asarray(value)
         if self.nonfinite == "pass" or array.dtype.kind != "f":
             return
         finite = np.isfinite(array)
         if not finite.all():
             raise SpaceViolation(
-                f"expected {wanted}; got {array[~finite][0]}; mend the env, or end "
+                f"expected {expectation}; got {array[~finite][0]}; fix the env, or end "
                 f"the episode before it diverges",
                 is_masked=self.nonfinite == "mask",
-                is_lasting=False,
+                is_permanent=False,
             )
 
 
-def leaf_values(space: Space[Any], observation: Any) -> list[Any]:
-    """Returns the values of an observation's leaves, yet to be looked at."""
+def flatten_observation(space: Space[Any], observation: Any) -> list[Any]:
+    """Return the unchecked values of an observation's leaves."""
     try:
         return flatten(space, observation)
     except SpaceError as error:
         raise SpaceViolation(f"observation: {error}") from None
 
 
-def label_of(leaf: Leaf) -> str:
-    """Returns what to call a leaf of an observation."""
+def leaf_label(leaf: Leaf) -> str:
+    """Return the name of an observation's leaf for messages."""
     return f"observation {leaf.path!r}" if leaf.path else "observation"
 
 
-def leaf_array(leaf: Leaf, value: Any, checks: EnvChecks, env_class: type) -> Array:
-    """Brings a leaf's value to an array that can be written to its rows.
+def convert_leaf(leaf: Leaf, value: Any, checks: EnvChecks, env_class: type) -> Array:
+    """Convert a leaf's value to an array with the shape and dtype of the space.
 
-    Gymnasium's vector envs copy into arrays of the space's dtype: `SyncVectorEnv` what
-    NumPy calls "same_kind" (float64 to float32, integers to floats), `AsyncVectorEnv`
-    anything, so that 300 is 44 as uint8, and 0.9 is 0. Here, what is of the same kind
-    is cast, and any integer to an integer that can hold it; a float is no integer.
+    Gymnasium's vector envs copy values into arrays of the space's dtype.
+    `SyncVectorEnv` casts what NumPy calls "same_kind" (float64 to float32, integers to
+    floats). `AsyncVectorEnv` casts anything, so that 300 becomes 44 as uint8, and 0.9
+    becomes 0. Here, values of the same kind are cast, and integers are cast to any
+    integer type that can represent them. Floats are never cast to integers.
 
     Args:
-      leaf: What the space says.
-      value: What the env gave. Lists and numbers have no dtype of their own.
-      checks: Whether an array may be cast; takes the note that it is.
-      env_class: Whose it is.
+      leaf: A leaf of the observation space.
+      value: The value that the env returned. Lists and numbers have no dtype.
+      checks: Whether arrays may be cast; collects the warning about it.
+      env_class: Class of the env, for the warning.
     """
     if leaf.is_encoded:
         try:
             return encode_row(leaf, value)
         except SpaceError as error:
-            raise SpaceViolation(f"{label_of(leaf)}: {error}") from None
+            raise SpaceViolation(f"{leaf_label(leaf)}: {error}") from None
     try:
         array = np.asarray(value)
-    except ValueError:  # a list that is no array
+    except ValueError:  # a ragged list
         array = np.asarray(None)
     dtype = array.dtype
     if array.shape != leaf.shape or dtype.kind not in "biuf":
-        raise _unlike(leaf, value, array, "mend the env, or its observation space")
+        raise _leaf_mismatch(
+            leaf, value, array, "fix the env, or its observation space"
+        )
     if dtype == leaf.dtype:
         return array
     has_dtype = isinstance(value, np.ndarray) and bool(array.ndim)
     are_integers = dtype.kind in "iu" and leaf.dtype.kind in "iu"
     can_cast = are_integers or np.can_cast(dtype, leaf.dtype, "same_kind")
     if not can_cast or (checks.strict_spaces and has_dtype):
-        hint = "cast it in the env, or declare that in its observation space"
-        raise _unlike(leaf, value, array, hint)
+        hint = "cast it in the env, or declare that dtype in its observation space"
+        raise _leaf_mismatch(leaf, value, array, hint)
     if are_integers and array.size:
         limits = np.iinfo(leaf.dtype)
         for odd in (int(array.min()), int(array.max())):
             if not limits.min <= odd <= limits.max:
                 raise SpaceViolation(
-                    f"expected {label_of(leaf)} {leaf}, from {limits.min} to "
+                    f"expected {leaf_label(leaf)} {leaf}, from {limits.min} to "
                     f"{limits.max}; got {odd}; declare a wider dtype in the space"
                 )
     name = env_class.__name__
-    if has_dtype and name not in checks.notes:
-        checks.notes[name] = (
-            f"{name} gives {label_of(leaf)} as {dtype}, and its space says "
-            f"{leaf.dtype}: it is cast; do so in the env, or declare {dtype} "
-            f"(strict_spaces makes it an error)"
+    if has_dtype and name not in checks.warnings:
+        checks.warnings[name] = (
+            f"{name} returns {leaf_label(leaf)} as {dtype}, but its space declares "
+            f"{leaf.dtype}, so it is cast; cast it in the env, or declare {dtype} "
+            f"(strict_spaces makes this an error)"
         )
-    with np.errstate(over="ignore"):  # it is infinite then, which is looked for
+    with np.errstate(over="ignore"):  # infinity is checked later
         return array.astype(leaf.dtype)
 
 
-def _unlike(leaf: Leaf, value: Any, array: Array, hint: str) -> SpaceViolation:
+def _leaf_mismatch(leaf: Leaf, value: Any, array: Array, hint: str) -> SpaceViolation:
     is_number = array.dtype.kind in "biufc"
-    got = _shown(array if is_number else value)
-    return SpaceViolation(f"expected {label_of(leaf)} {leaf}; got {got}; {hint}")
+    got = _describe(array if is_number else value)
+    return SpaceViolation(f"expected {leaf_label(leaf)} {leaf}; got {got}; {hint}")
 
 
-def reward_of(value: Any) -> float:
-    """Returns a reward that is no float by itself; `[1]` is 1."""
-    number = _number_of(value)
+def convert_reward(value: Any) -> float:
+    """Convert a reward that is not a float; `[1]` becomes 1."""
+    number = _single_number(value)
     if number is None:
         raise SpaceViolation(
-            f"expected the reward to be a number; got {_shown(value)}; "
-            "mend the env, or return 0.0 where there is none"
+            f"expected the reward to be a number; got {_describe(value)}; "
+            "fix the env, or return 0.0 if there is no reward"
         )
     return float(number)
 
 
-def flag_of(name: str, value: Any) -> bool:
-    """Returns terminated or truncated; None, which is no end, is False."""
+def convert_flag(name: str, value: Any) -> bool:
+    """Convert `terminated` or `truncated`; None becomes False."""
     if type(value) is bool or value is None:
         return bool(value)
-    number = _number_of(value)
+    number = _single_number(value)
     if number is None:
         raise SpaceViolation(
-            f"expected {name} to be a bool; got {_shown(value)}; mend the env"
+            f"expected {name} to be a bool; got {_describe(value)}; fix the env"
         )
     return bool(number)
 
 
-def reset_values(result: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Returns what a reset gave: an observation and an info."""
+def split_reset_result(result: Any) -> tuple[Any, Mapping[str, Any]]:
+    """Return the observation and the info that a reset has returned."""
     parts = result if isinstance(result, (tuple, list)) else (result,)
     if len(parts) == 2 and isinstance(parts[1], Mapping):
         return parts[0], parts[1]
     raise SpaceViolation(
         f"expected reset() to return an observation and a dict of infos; "
-        f"got {' and '.join(map(_shown, parts))}; mend the env: where there is no "
-        "info, return {} beside the observation"
+        f"got {' and '.join(map(_describe, parts))}; fix the env: if there is no "
+        "info, return {} after the observation"
     )
 
 
-def violation_of(error: Exception) -> SpaceViolation | None:
-    """Returns what to raise if a step gave no five values; None for other errors.
+def step_result_violation(error: Exception) -> SpaceViolation | None:
+    """Return a violation if an error shows that step() returned invalid values.
 
-    Wrappers of Gymnasium's meet that before us.
+    The error may also come from Gymnasium's wrappers, which unpack the values first.
+    Return None for other errors.
     """
     text, trace = str(error), error.__traceback__
     while trace is not None and trace.tb_next is not None:
@@ -205,7 +209,7 @@ def violation_of(error: Exception) -> SpaceViolation | None:
     is_ours = raiser == "envserve.worker.env_row"
     if is_ours and text.startswith("The truth value of an array"):
         return SpaceViolation(
-            "expected terminated and truncated to be bools; got an array; mend the env"
+            "expected terminated and truncated to be bools; got an array; fix the env"
         )
     if not raiser or not (is_ours or raiser.startswith("gymnasium.wrappers.")):
         return None
@@ -214,21 +218,21 @@ def violation_of(error: Exception) -> SpaceViolation | None:
     got = text.partition("got ")[2].rstrip(")") or text
     return SpaceViolation(
         "expected step() to return observation, reward, terminated, truncated and "
-        f"info; got {got}{' values' * got.isdigit()}; mend the env: four are of Gym's "
-        "old API, whose done is terminated or truncated"
+        f"info; got {got}{' values' * got.isdigit()}; fix the env: Gym's old API had "
+        "four values, and its done is now terminated or truncated"
     )
 
 
-def _number_of(value: Any) -> Any:
-    """Returns the only number of a value; None if there is none, or more."""
+def _single_number(value: Any) -> Any:
+    """Return the only number in a value; None if there is none, or several."""
     try:
         array = np.asarray(value)
-    except ValueError:  # lists within lists, of several lengths
+    except ValueError:  # a ragged list
         return None
     return array.item() if array.size == 1 and array.dtype.kind in "biuf" else None
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     if value is None:
         return "None"
     if isinstance(value, np.ndarray):

@@ -1,7 +1,7 @@
-"""One env in its row: built, stepped, reset, rebuilt; observations checked as written.
+"""One env and its row: it is built, stepped, reset and rebuilt here.
 
-Whatever the env raises comes out of these methods as it is, and a value that its
-spaces do not allow as `SpaceViolation`. What to do then is the worker's to say.
+Exceptions of the env propagate unchanged. A value outside the spaces raises
+`SpaceViolation`. The block decides what happens then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from envserve.crashes.action_ring import RowRecord
 from envserve.envs.registry import make_env
 from envserve.envs.seeding import env_seed
 from envserve.settings import EnvRequest
-from envserve.slab import BEAT, Rows, next_beat
+from envserve.slab import BEAT_INCREMENT, Rows, next_beat
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.infos import copy_info
@@ -28,16 +28,16 @@ from envserve.worker import step_timings
 from envserve.worker.env_checks import (
     EnvChecks,
     SpaceViolation,
-    flag_of,
-    label_of,
-    leaf_array,
-    leaf_values,
-    reset_values,
-    reward_of,
-    violation_of,
+    convert_flag,
+    convert_leaf,
+    convert_reward,
+    flatten_observation,
+    leaf_label,
+    split_reset_result,
+    step_result_violation,
 )
 from envserve.worker.rendering import render
-from envserve.worker.reset_signature import complete
+from envserve.worker.reset_signature import complete_reset_signature
 
 __all__ = ["EnvRow"]
 
@@ -45,17 +45,17 @@ Array = np.ndarray[Any, Any]
 
 
 class EnvRow:
-    """An env and the row of the slab that it writes.
+    """An env that writes its results to a row of the slab.
 
     Attributes:
-      request: How the env is built.
+      request: Settings of the env.
       row: Row of the pool.
-      env_index: Row of the whole batch, from which the seeds follow.
-      incarnation: How often the env has been rebuilt, over all its processes.
-      record: What the row has been through, once attached.
-      inner_env: The env without its wrappers, once built.
-      is_fresh: Whether this incarnation has not been reset yet.
-      attributes: Those that have been set, which the next incarnation gets too.
+      env_index: Row of the whole batch, which determines the seeds.
+      incarnation: Number of times the env was rebuilt, including in other processes.
+      record: The row's record in the action ring, after `attach`.
+      inner_env: The env without its wrappers, after `build`.
+      is_fresh: Whether this incarnation was never reset.
+      attributes: Attributes that a caller has set; a rebuilt env gets them as well.
       autoreset: See `settings.Autoreset`.
     """
 
@@ -74,7 +74,7 @@ class EnvRow:
         self.autoreset = request.autoreset
         self.is_fresh = True
         self._checks = checks or EnvChecks()
-        self._fresh_seed: int | None = None
+        self._initial_seed: int | None = None
         self._last_seed: int | None = None
         self._beat = 0
         self._needs_reset = False
@@ -82,24 +82,24 @@ class EnvRow:
 
     @property
     def seed(self) -> int:
-        """Seed of this incarnation."""
+        """Seed of this incarnation's first reset."""
         return env_seed(self.request.seed, self.env_index, self.incarnation)
 
-    def forget_seed(self) -> None:
-        """Has the first reset get no seed, unless one is given."""
-        self._fresh_seed = None
+    def drop_initial_seed(self) -> None:
+        """Do not seed the first reset of this incarnation by default."""
+        self._initial_seed = None
 
     def build(self) -> EnvSpec:
-        """Makes the env; its first reset will use the incarnation's seed, if any."""
+        """Build the env; its first reset uses the incarnation's seed, if seeded."""
         request = self.request
         env = make_env(request.env_name, request.env_kwargs, request.wrappers)
-        self._env = complete(env, needs_seed=request.seeded)
+        self._env = complete_reset_signature(env, needs_seed=request.seeded)
         self._step_env = self._env.step
         self.inner_env = self._env.unwrapped
         self.is_fresh = True
-        self._fresh_seed = self.seed if request.seeded else None
-        own_spaces = self._env.observation_space, self._env.action_space
-        spec = EnvSpec(request.env_name, *own_spaces)
+        self._initial_seed = self.seed if request.seeded else None
+        spaces = self._env.observation_space, self._env.action_space
+        spec = EnvSpec(request.env_name, *spaces)
         self._space = spec.observation_space
         self._leaves = spec.observation_leaves
         self._only_leaf = self._only_dtype = self._only_shape = None
@@ -110,7 +110,7 @@ class EnvRow:
         return spec
 
     def rebuild(self) -> None:
-        """Replaces an env that failed by its next incarnation, its attributes set."""
+        """Replace the env by its next incarnation, with the same attributes set."""
         self.close()
         self.incarnation += 1
         self.build()
@@ -118,12 +118,12 @@ class EnvRow:
             self._env.set_wrapper_attr(name, copy.deepcopy(value))
 
     def attach(self, rows: Rows, heartbeat: memoryview, record: RowRecord) -> None:
-        """Sets where to write.
+        """Set where to write.
 
         Args:
           rows: Rows of the pool.
-          heartbeat: What shows that it goes on, and whose env is at work; see `Slab`.
-          record: Where to note what it goes through.
+          heartbeat: The worker's heartbeat, see `Slab`.
+          record: The row's record in the action ring.
         """
         self._observation = rows.observation
         self._final_observation = rows.final_observation
@@ -134,15 +134,15 @@ class EnvRow:
         self.record = record
 
     def step(self, action: Any) -> tuple[float, bool, bool, Mapping[str, Any]]:
-        """Steps the env and writes its observation.
+        """Step the env and write its observation.
 
-        Whether that is finite is looked at only at an episode's end: it is much cheaper
-        for many rows at once.
+        Whether the observation is finite is checked here only at the end of an episode.
+        The block checks all other rows together, which is much cheaper.
 
         Returns:
-          Reward, terminated, truncated, and the info of this step.
+          Reward, terminated, truncated and info.
         """
-        self._beat = beat = self._beat + BEAT
+        self._beat = beat = self._beat + BEAT_INCREMENT
         self._heartbeat[0] = beat
         if self._needs_reset and self.autoreset == "next_step":
             return 0.0, False, False, self._begin_episode(is_autoreset=True)
@@ -150,25 +150,25 @@ class EnvRow:
             observation, reward, terminated, truncated, info = self._step_env(action)
             is_over = terminated or truncated
         except (TypeError, ValueError) as error:
-            violation = violation_of(error)
+            violation = step_result_violation(error)
             if violation is None:
                 raise
             raise violation from None
         if type(info) is not dict and not isinstance(info, Mapping):
             raise SpaceViolation(
-                f"expected info to be a dict; got {type(info).__name__}; mend the env"
+                f"expected info to be a dict; got {type(info).__name__}; fix the env"
             )
         if type(reward) is not float:
             try:
                 reward = float(reward)
             except (TypeError, ValueError):
-                reward = reward_of(reward)
+                reward = convert_reward(reward)
         if is_over:
-            terminated = flag_of("terminated", terminated)
-            truncated = flag_of("truncated", truncated)
+            terminated = convert_flag("terminated", terminated)
+            truncated = convert_flag("truncated", truncated)
             episode_info = self._end_episode(observation, reward, info)
             return reward, terminated, truncated, episode_info
-        # The usual case of `_write`, without a call.
+        # Fast path of `_write` for a space of one array.
         if (
             type(observation) is np.ndarray
             and observation.dtype is self._only_dtype
@@ -182,9 +182,10 @@ class EnvRow:
     def _end_episode(
         self, observation: Any, reward: float, info: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        """Writes the last observation and the next first one; returns the info."""
+        """Write the last observation and the next first one; return the info."""
         self._write(self._final_observation, observation)
-        # Looked at before the next episode begins: the record is still of this one.
+        # Checked before the next episode begins, so that the record is still of this
+        # one.
         self.check_finite(reward, self._final_observation)
         if self.autoreset != "same_step":
             self._needs_reset = True
@@ -192,15 +193,16 @@ class EnvRow:
             return info
         info = copy_info(info)
         reset_info = self._begin_episode(is_autoreset=True)
-        if reset_info or "reset_info" in info:  # none of the env's own
+        if reset_info or "reset_info" in info:  # the key is ours, not the env's
             return {**info, "reset_info": reset_info}
         return info
 
     def reset(self, seed: int | None, options: bytes = b"") -> Mapping[str, Any]:
-        """Resets the env, writes its first observation, and returns the info.
+        """Reset the env, write its first observation, and return the info.
 
         Args:
-          seed: What it gets; None for the seed of this incarnation, while it is fresh.
+          seed: Seed of the reset. None uses the incarnation's seed for its first reset,
+            and no seed for others.
           options: See `lane.Reset`.
         """
         info = self._begin_episode(seed, options)
@@ -215,8 +217,8 @@ class EnvRow:
         is_autoreset: bool = False,
     ) -> Mapping[str, Any]:
         if seed is None:
-            seed = self._fresh_seed
-        self._fresh_seed = None
+            seed = self._initial_seed
+        self._initial_seed = None
         self.is_fresh = self._needs_reset = False
         if not (is_autoreset and self.record.reuse_start()):
             self.record.begin_episode(
@@ -230,14 +232,16 @@ class EnvRow:
         if seed is not None:
             self._last_seed = seed
         heartbeat = self._heartbeat
-        self._beat = beat = self._beat + BEAT
+        self._beat = beat = self._beat + BEAT_INCREMENT
         heartbeat[0] = beat
         heartbeat[1] = 1
-        own = codec.decode(options) if options else None  # no two envs share them
-        began_at = step_timings.begin()
-        result = self._env.reset(seed=seed, options=own)
-        step_timings.note_resets(heartbeat, began_at, 1)
-        observation, info = reset_values(result)
+        env_options = (
+            codec.decode(options) if options else None
+        )  # a new dict for each env
+        began_at = step_timings.start_time()
+        result = self._env.reset(seed=seed, options=env_options)
+        step_timings.record_resets(heartbeat, began_at, 1)
+        observation, info = split_reset_result(result)
         self._write(self._observation, observation)
         heartbeat[1] = 0
         return info
@@ -247,46 +251,46 @@ class EnvRow:
         kind: str,
         name: str,
         arguments: list[Any],
-        named: Mapping[str, Any] = MappingProxyType({}),
+        keywords: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
-        """Calls a method, or gets or sets an attribute, of the env or a wrapper."""
+        """Call a method, or get or set an attribute, of the env or a wrapper."""
         if kind == "set":
             value = copy.deepcopy(arguments[0])
             self._env.set_wrapper_attr(name, arguments[0])
             self.attributes[name] = value
             return None
         value = self._env.get_wrapper_attr(name)
-        if kind == "call" and (callable(value) or arguments or named):
-            return value(*arguments, **named)
+        if kind == "call" and (callable(value) or arguments or keywords):
+            return value(*arguments, **keywords)
         return value
 
     def render(self) -> Any:
         """Return what the env renders; see `rendering.render`."""
         return render(self._env)
 
-    def step_by(self, call: Callable[..., Any]) -> None:
-        """Has the env's own methods called by another: a debugger."""
+    def intercept_calls(self, call: Callable[..., Any]) -> None:
+        """Route the env's own `reset` and `step` through `call`, for a debugger."""
         for name in ("reset", "step"):
-            own = getattr(self.inner_env, name)
-            setattr(self.inner_env, name, functools.partial(call, own))
+            method = getattr(self.inner_env, name)
+            setattr(self.inner_env, name, functools.partial(call, method))
         self._step_env = self._env.step
 
     def close(self) -> None:
-        """Close the env, if it was built, even if it raises."""
+        """Close the env if it was built; suppress its exceptions."""
         with contextlib.suppress(Exception):
             self._env.close()
 
     def check_finite(
         self, reward: float = 0.0, observation: tuple[Array, ...] = ()
     ) -> None:
-        """Raise SpaceViolation for NaN or infinity in a reward, or the observation."""
+        """Raise SpaceViolation for NaN or infinity in the reward or observation."""
         check = self._checks.check_finite
         if not math.isfinite(reward):
             check("a finite reward", reward)
         for leaf, array in zip(
             self._leaves, observation or self._observation, strict=True
         ):
-            check(f"{label_of(leaf)} to be finite", array[self.row])
+            check(f"{leaf_label(leaf)} to be finite", array[self.row])
 
     def _write(self, target: tuple[Array, ...], observation: Any) -> None:
         leaf = self._only_leaf
@@ -298,7 +302,7 @@ class EnvRow:
         ):
             target[0][self.row] = observation
             return
-        values = leaf_values(self._space, observation)
+        values = flatten_observation(self._space, observation)
         for leaf, array, value in zip(self._leaves, target, values, strict=True):
             env_class = type(self.inner_env)
-            array[self.row] = leaf_array(leaf, value, self._checks, env_class)
+            array[self.row] = convert_leaf(leaf, value, self._checks, env_class)

@@ -1,9 +1,13 @@
-"""Pictures of envs that somebody looks at, in shared memory behind a pool's rows.
+"""Rendered frames of watched envs, in shared memory behind the rows of a pool.
 
-Who looks writes which rows, how large and until when. Workers read one number when
-nobody does. A row's slot holds one encoded `RenderedFrame` and its checksum: what is
-written over while it is read, or by code of an env, is no picture. Slots are few; the
-row that was wanted least of late gives its own up.
+The pool writes which rows to render, their width, and until when. Workers render these
+rows between operations and write each frame to a slot. While nothing is watched, an
+operation reads a single number (`watched_until`) for this.
+
+Nothing is locked. A slot contains one encoded `RenderedFrame` and its checksum, so the
+pool ignores a frame that is overwritten while it is read, or that an env has corrupted.
+There are fewer slots than rows; a newly watched row takes the slot that was requested
+least recently.
 """
 
 from __future__ import annotations
@@ -25,69 +29,71 @@ __all__ = [
     "board_nbytes",
 ]
 
-#: Rows of a pool that can be watched at once.
+#: Number of rows of a pool that can be watched at the same time.
 MAX_WATCHED: Final = 256
 _SLOT_BYTES: Final = 56 << 10
-#: Serial, length and checksum of what follows.
+#: Serial, length and checksum of the encoded frame that follows.
 _HEAD: Final = struct.Struct("<qII")
 
 
 class FrameBoard:
-    """Who is watched, and the latest pictures. Instants are of `time.monotonic_ns`.
+    """The watched rows and their latest frames.
 
     Attributes:
-      until: One number: when nobody looks any more; 0 if nobody does.
-      wanted: For each slot the row, until when it is wanted, and how wide.
-      ended: For each worker how many of its processes have ended in a render, since
-        there was a picture; the present one is counted while it renders.
+      watched_until: Time (`time.monotonic_ns`) at which the last watch ends; 0 if no
+        row is watched. It is the only element.
+      watched: Row, end of the watch (`time.monotonic_ns`) and width in pixels per slot.
+      num_render_crashes: For each worker, the number of its processes that have ended
+        in a render since the last frame. The running process counts while it renders.
     """
 
     def __init__(self, num_envs: int, num_workers: int, memory: Any) -> None:
-        """Lays itself over memory of at least `board_nbytes` bytes."""
+        """Map the board onto memory of at least `board_nbytes` bytes."""
         arrays = map_arrays(_layout(num_envs, num_workers), memory)
-        until, ended, self.wanted, self._slots = arrays
-        self.until, self.ended = until.data, ended.data
+        until, crashes, self.watched, self._slots = arrays
+        self.watched_until, self.num_render_crashes = until.data, crashes.data
         self._num_envs = num_envs
-        self._slot_of: dict[int, int] = {}  # of who looks; by row, the latest last
+        # By row, in the order of the last request; known to the pool only.
+        self._slots_by_row: dict[int, int] = {}
 
     def watch(self, rows: Sequence[int], width: int, until: int) -> None:
-        """Has workers show some rows, so many pixels across, until an instant."""
-        slots, wanted = self._slot_of, self.wanted
+        """Make workers render some rows, `width` pixels wide, until a time in ns."""
+        slots, wanted = self._slots_by_row, self.watched
         for row in rows:
             if row >= self._num_envs:
                 continue
             slot = slots.pop(row, len(slots))
             if slot == len(wanted):
                 slot = slots.pop(next(iter(slots)))
-            slots[row] = slot  # behind those that were wanted before
+            slots[row] = slot  # now the most recently requested one
             wanted[slot] = row, until, width
-        self.until[0] = until
+        self.watched_until[0] = until
 
-    def write(self, slot: int, picture: RenderedFrame) -> None:
-        """Puts a picture into a slot; for the row's worker."""
-        data = msgspec.msgpack.encode(picture)
-        head = _HEAD.pack(picture.serial, len(data), zlib.crc32(data))
+    def write(self, slot: int, frame: RenderedFrame) -> None:
+        """Write a frame to a slot; called by the row's worker."""
+        data = msgspec.msgpack.encode(frame)
+        head = _HEAD.pack(frame.serial, len(data), zlib.crc32(data))
         self._slots[slot].data[: _HEAD.size + len(data)] = head + data
 
-    def latest(self, row: int, known: int = 0) -> RenderedFrame | None:
-        """Returns the latest picture of a row, unless its serial is known."""
-        slot = self._slot_of.get(row)
+    def latest(self, row: int, known_serial: int = 0) -> RenderedFrame | None:
+        """Return the latest frame of a row; None if its serial is `known_serial`."""
+        slot = self._slots_by_row.get(row)
         if slot is None:
             return None
         memory = self._slots[slot].data
         serial, size, checksum = _HEAD.unpack_from(memory)
         data = bytes(memory[_HEAD.size : _HEAD.size + size])
-        if serial == known or zlib.crc32(data) != checksum:
+        if serial == known_serial or zlib.crc32(data) != checksum:
             return None
         try:
-            picture = msgspec.msgpack.decode(data, type=RenderedFrame)
-        except ValueError:  # nobody but the env's code writes that
+            frame = msgspec.msgpack.decode(data, type=RenderedFrame)
+        except ValueError:  # written by code of the env
             return None
-        return picture if picture.row == row else None
+        return frame if frame.row == row else None
 
 
 def board_nbytes(num_envs: int, num_workers: int) -> int:
-    """Returns how many bytes a board needs; memory is taken once it is used."""
+    """Return the number of bytes of a board; unused ones take no physical memory."""
     return arrays_nbytes(_layout(num_envs, num_workers))
 
 

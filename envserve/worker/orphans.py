@@ -1,7 +1,8 @@
-"""Processes that end with who has started them, and those that others adopt.
+"""Child processes: list them, reap adopted ones, and tie them to their parent.
 
-`OrphanReaper` reaps what processes of envs have left to this one, which adopts it: see
-`template`. Its own children are an env's to wait for: their exit codes are known once.
+A worker adopts the processes that its envs leave behind (see `template`), and must reap
+them. It must not reap an env's direct children, because an exit code can be read only
+once and the env may wait for it.
 """
 
 from __future__ import annotations
@@ -13,38 +14,44 @@ import time
 from pathlib import Path
 from typing import Final
 
-__all__ = ["OrphanReaper", "children", "until_parent_ends"]
+__all__ = ["OrphanReaper", "child_processes", "code_tied_to_parent"]
 
-#: What nobody has waited for within this time was adopted, most likely.
-_PATIENCE_SECONDS: Final = 60.0
-#: How often it is looked, in operations.
-_EVERY: Final = 256
+#: A zombie that no env has waited for within this time was probably adopted.
+_ADOPTED_AFTER_SECONDS: Final = 60.0
+#: Number of operations between two checks.
+_REAP_INTERVAL: Final = 256
 
 
 class OrphanReaper:
-    """Knows since when which children have ended."""
+    """Reaps adopted processes that have ended."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, float] = {}
+        self._zombies_since: dict[int, float] = {}
         self._num_calls = 0
 
     def reap(self) -> None:
-        """Reaps those that have ended and were adopted, now and then; never waits."""
+        """Reap adopted processes in every 256th call; never block."""
         self._num_calls += 1
-        if self._num_calls % _EVERY or sys.platform != "linux" or not _has_ended():
+        if (
+            self._num_calls % _REAP_INTERVAL
+            or sys.platform != "linux"
+            or not _has_zombie_child()
+        ):
             return
         now, ours = time.monotonic(), os.getsid(0)
-        ended = {pid: session for pid, state, session in children() if state == b"Z"}
-        self._seen = {pid: self._seen.get(pid, now) for pid in ended}
+        ended = {
+            pid: session for pid, state, session in child_processes() if state == b"Z"
+        }
+        self._zombies_since = {pid: self._zombies_since.get(pid, now) for pid in ended}
         for pid, session in ended.items():
             is_adopted = session not in (ours, pid)
-            if is_adopted or now > self._seen[pid] + _PATIENCE_SECONDS:
+            if is_adopted or now > self._zombies_since[pid] + _ADOPTED_AFTER_SECONDS:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
 
 
-def _has_ended() -> bool:
-    """Tells whether a child has, which stays as it is."""
+def _has_zombie_child() -> bool:
+    """Return whether a child has ended, without reaping it."""
     try:
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_ALL, 0, flags) is not None
@@ -52,26 +59,32 @@ def _has_ended() -> bool:
         return False
 
 
-def until_parent_ends(module: str) -> str:
-    """Returns code that runs a `main`; on Linux it gets SIGTERM if its parent ends."""
-    # PR_SET_PDEATHSIG, which is about the thread that starts the process; SIGTERM
+def code_tied_to_parent(module: str) -> str:
+    """Return code that runs `main` of a module; SIGTERM ends it with its parent.
+
+    The signal exists on Linux only.
+    """
+    # PR_SET_PDEATHSIG (the parent is the thread that starts the process), SIGTERM.
     return f"""import ctypes; getattr(ctypes.CDLL(None), "prctl", max)(1, 15)
 from {module} import main; main()"""
 
 
-def children(of: int | None = None) -> list[tuple[int, bytes, int]]:
-    """Returns a process's children, adopted ones too, by default this one's; on Linux.
+def child_processes(pid: int | None = None) -> list[tuple[int, bytes, int]]:
+    """Return process id, state and session of each child; an empty list if not Linux.
 
-    Of each its process id, state and session.
+    Adopted children are included.
+
+    Args:
+      pid: The parent; this process by default.
     """
     if sys.platform != "linux":
         return []
-    found, ours = [], of or os.getpid()
+    children, ours = [], pid or os.getpid()
     for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it has ended
-            # Its name, which comes before, may hold anything.
+        with contextlib.suppress(OSError):  # the process has ended
+            # The name of the process, in parentheses, may contain anything.
             stat = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2]
             state, parent, _, session, *_ = stat.split()
             if int(parent) == ours:
-                found.append((int(name), state, int(session)))
-    return found
+                children.append((int(name), state, int(session)))
+    return children

@@ -1,7 +1,12 @@
-"""The main loop of a worker process: build the envs, then answer operations on blocks.
+"""The main loop of a worker process.
 
-Every operation gets exactly one answer, after its rows have been written to the slab.
-This process imports neither zmq nor asyncio.
+A worker builds the envs of its blocks (BUILD), maps the slab (SLAB) and then executes
+one operation after the other (STEP, RESET, CALL), until the pool sends CLOSE or closes
+its end of the socket. It answers each operation exactly once, with DONE, after it has
+written the rows. Between two operations it renders a frame if one was requested.
+
+An env that fails is replaced within the operation, see `env_block`. Any other exception
+ends the worker with FAILED and a traceback. See `envserve.worker` for the theory.
 """
 
 from __future__ import annotations
@@ -27,10 +32,10 @@ from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.leaves import custom_space_classes
 from envserve.worker import replay_worker
 from envserve.worker.channel import (
-    REFUSALS,
+    REQUEST_ERRORS,
     BuildMessage,
     ChannelMessage,
-    Kind,
+    MessageKind,
     MessageReader,
     pack_message,
 )
@@ -41,18 +46,18 @@ from envserve.worker.orphans import OrphanReaper
 from envserve.worker.rendering import FrameRenderer
 from envserve.worker.spare_row import ResetThreads
 from envserve.worker.vector_block import VectorBlock
-from envserve.worker.worker_report import encode_spaces, sendable
+from envserve.worker.worker_report import encode_spaces, utf8_tail
 from envserve.wrappers.specs import wrappers_from_plain
 
 __all__ = ["run"]
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: To wake a core that sleeps takes longer than a light env's step; a policy thinks for
-#: about as long as this. Only where no other worker waits for that core.
+#: A sleeping core takes longer to wake up than a light env takes to step, and a policy
+#: needs about this long for its actions. Only used if every worker has its own core.
 _SPIN_SECONDS: Final = 400e-6
-#: Seconds to wait for running resets at the end. The pool waits twice as long.
+#: Seconds to wait for running resets before closing. The pool waits twice as long.
 _CLOSE_SECONDS: Final = 0.5
-_OURS: Final = (EnvStartError, SpaceError)
+_COMPLETE_ERRORS: Final = (EnvStartError, SpaceError)
 
 
 def run(channel: socket.socket, import_error: str = "") -> None:
@@ -60,18 +65,21 @@ def run(channel: socket.socket, import_error: str = "") -> None:
 
     Args:
       channel: The worker's end of the socket pair.
-      import_error: Why the user's env modules could not be imported; or empty.
+      import_error: The error of importing the user's env modules, or "".
     """
     with channel:
         try:
             inbox = MessageReader(channel)
             messages = inbox.messages()
             build = next(messages, None)
-            if build is None or build.kind not in (Kind.BUILD, Kind.REPLAY):
+            if build is None or build.kind not in (
+                MessageKind.BUILD,
+                MessageKind.REPLAY,
+            ):
                 return
             if import_error:
                 raise EnvStartError(import_error)
-            if build.kind is Kind.REPLAY:
+            if build.kind is MessageKind.REPLAY:
                 replay_worker.run(channel, build.payload, build.sequence)
                 return
             fields = codec.decode(build.payload, max_bytes=1 << 26)
@@ -83,26 +91,27 @@ def run(channel: socket.socket, import_error: str = "") -> None:
             orphans = OrphanReaper()
             for message in messages:
                 orphans.reap()
-                if message.kind is Kind.SLAB:
-                    worker.attach(inbox.fds.pop())
-                elif message.kind is Kind.CLOSE:
+                if message.kind is MessageKind.SLAB:
+                    worker.map_slab(inbox.fds.pop())
+                elif message.kind is MessageKind.CLOSE:
                     break
                 else:
                     worker.handle(message)
             worker.close()
         except Exception as error:
-            refusals = (
-                kind for kind, cls in REFUSALS.items() if isinstance(error, cls)
+            kinds = (
+                kind for kind, cls in REQUEST_ERRORS.items() if isinstance(error, cls)
             )
-            kind = next(refusals, Kind.FAILED)
-            # The message of an error of our own is complete. Other errors need their
-            # traceback.
-            is_lasting = isinstance(error, SpaceViolation) and error.is_lasting
-            is_ours = isinstance(error, _OURS) and error.__cause__ is None
-            is_whole = is_ours or is_lasting or kind is not Kind.FAILED
-            text = sendable(str(error) if is_whole else traceback.format_exc())
+            kind = next(kinds, MessageKind.FAILED)
+            # The messages of these errors are complete. Others need the traceback.
+            is_lasting = isinstance(error, SpaceViolation) and error.is_permanent
+            is_complete = (
+                isinstance(error, _COMPLETE_ERRORS) and error.__cause__ is None
+            )
+            sends_message = is_complete or is_lasting or kind is not MessageKind.FAILED
+            text = utf8_tail(str(error) if sends_message else traceback.format_exc())
             failed = pack_message(kind, int(is_lasting), payload=text.encode())
-            with contextlib.suppress(OSError):  # the pool may have gone
+            with contextlib.suppress(OSError):  # the pool may have exited
                 channel.sendall(failed)
 
 
@@ -125,7 +134,8 @@ class _Worker:
             )
         row = config.blocks[0][1]
         env_index, incarnation = config.first_env_index + row, config.incarnations[row]
-        # Env code that uses the global generators must not do the same everywhere.
+        # Seed the global generators, or all forks would draw the same numbers in env
+        # code that uses them.
         seed = env_seed(config.seed, env_index, incarnation)
         random.seed(seed)
         np.random.seed(seed)
@@ -134,12 +144,12 @@ class _Worker:
             self._warn_of_custom_spaces()
         gc.collect()
         gc.freeze()
-        self._send(pack_message(Kind.READY, payload=encode_spaces(self._spec)))
+        self._send(pack_message(MessageKind.READY, payload=encode_spaces(self._spec)))
 
     def _build(self) -> EnvSpec:
         built = (each for block in self._blocks.values() for each in block.build())
         first_index, first = next(built)
-        self._send(pack_message(Kind.BUILT))
+        self._send(pack_message(MessageKind.BUILT))
         for env_index, spec in built:
             different = first.differences(spec)
             if different:
@@ -147,27 +157,27 @@ class _Worker:
                     f"Env {env_index}: its spaces differ from those of env "
                     f"{first_index}; {'; '.join(different)}"
                 )
-            self._send(pack_message(Kind.BUILT))
+            self._send(pack_message(MessageKind.BUILT))
         return first
 
     def _warn_of_custom_spaces(self) -> None:
         spec = self._spec
-        own = custom_space_classes(spec.observation_space) | custom_space_classes(
+        classes = custom_space_classes(spec.observation_space) | custom_space_classes(
             spec.action_space
         )
-        for name, kind in own.items():
+        for name, kind in classes.items():
             _LOGGER.warning(
-                "%s: a space of class %s is taken as a %s; what that class does in "
-                "sample() and contains() is not known outside of the env",
+                "%s: a space of class %s is treated as a %s; its own sample() and "
+                "contains() are not available outside the env",
                 *(spec.env_name, name, kind),
             )
 
-    def attach(self, fd: int) -> None:
-        """Map the slab."""
+    def map_slab(self, fd: int) -> None:
+        """Map the slab, and pass its parts to the blocks."""
         config, spec = self._config, self._spec
         num_envs, num_workers = config.num_envs, config.num_workers
         slab = Slab(fd, spec, num_envs, num_workers)
-        slab.close()  # it stays mapped; a process that an env starts must not have it
+        slab.close()  # processes that envs start must not inherit the descriptor
         heartbeat = slab.heartbeats[config.worker].data
         ring = ActionRing(spec, num_envs, slab.extra)
         for block in self._blocks.values():
@@ -178,22 +188,24 @@ class _Worker:
         self._renderer = FrameRenderer(board, config.worker, heartbeat, ring, blocks)
 
     def handle(self, message: ChannelMessage) -> None:
-        """Carry out one operation on a block, and answer it."""
+        """Execute one operation on a block, and answer it."""
         block = self._blocks[message.block]
-        if message.kind is Kind.STEP:
+        if message.kind is MessageKind.STEP:
             payload = block.step()
-        elif message.kind is Kind.RESET:
+        elif message.kind is MessageKind.RESET:
             payload = block.reset(message.payload)
-        elif message.kind is Kind.CALL:
+        elif message.kind is MessageKind.CALL:
             payload = block.call(message.payload)
         else:
             raise WorkerError(f"expected an operation on a block; got {message.kind!r}")
-        self._send(pack_message(Kind.DONE, message.block, message.sequence, payload))
-        if self._renderer.until[0]:
+        self._send(
+            pack_message(MessageKind.DONE, message.block, message.sequence, payload)
+        )
+        if self._renderer.watched_until[0]:
             self._renderer.render_due_row()
 
     def close(self) -> None:
-        """Close the envs, after the resets that run in threads."""
+        """Close the envs, after a short wait for resets in threads."""
         if self._threads is not None:
             self._threads.close(_CLOSE_SECONDS)
         for block in self._blocks.values():

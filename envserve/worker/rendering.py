@@ -1,8 +1,9 @@
-"""Pictures of the envs that somebody looks at, made between two steps.
+"""Render watched envs between two operations of a worker.
 
-They take a sixtieth of the worker's time, as measured, whatever an env draws, however
-many look. A render belongs to the env: what it raises is shown in place of a picture,
-and one that hangs is seen as the next step that does.
+Rendering takes about one sixtieth of a worker's time, measured for each frame,
+however slowly an env renders and however many clients watch. Code of an env may do
+anything while it renders: an exception is shown instead of the frame, and a hang is
+detected like a hang of the next step.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from envserve.slab import next_beat
 from envserve.text import without_folders
 from envserve.worker.frame_board import FrameBoard
 
-__all__ = ["FrameRenderer", "encode_jpeg", "headless_settings", "render"]
+__all__ = ["FrameRenderer", "encode_jpeg", "headless_variables", "render"]
 
-#: For so many times as long as it took there is no other picture. What is loaded for a
-#: row's first one is spread, but counts no more than that.
-_REST: Final = 59
-_MOST_FIRST_NS: Final = 1_000_000_000
-#: How many processes of a worker may end in a render before there is no other.
-_MAX_ENDED: Final = 2
+#: The pause after a frame, as a multiple of its rendering time. The first frame of a
+#: row also loads libraries, so its pause has an upper limit.
+_PAUSE_FACTOR: Final = 59
+_MAX_FIRST_PAUSE_NS: Final = 1_000_000_000
+#: A worker stops rendering after this number of its processes has ended in a render.
+_MAX_RENDER_CRASHES: Final = 2
 _QUALITIES: Final = (75, 50, 25)
-#: In texts for terminals.
-_COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
+#: Colours in texts that are rendered for terminals.
+_ANSI_COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class _Block(Protocol):
@@ -46,10 +47,10 @@ class _Block(Protocol):
 
 
 class FrameRenderer:
-    """Render the watched rows of a worker to the board, one row at a time.
+    """Renders the watched rows of a worker to the frame board, one row at a time.
 
     Attributes:
-      until: `until` of the board; its only number is 0 while no row is watched.
+      watched_until: See `FrameBoard`.
     """
 
     def __init__(
@@ -61,31 +62,31 @@ class FrameRenderer:
         blocks: Iterable[_Block],
     ) -> None:
         self._board = board
-        self.until = board.until
+        self.watched_until = board.watched_until
         self._worker = worker
         self._heartbeat = heartbeat
         self._ring = ring
         self._blocks = {row: block for block in blocks for row in block.rows}
-        self._shown_at = dict.fromkeys(self._blocks, 0)
-        self._rests_until = 0
+        self._rendered_at = dict.fromkeys(self._blocks, 0)
+        self._pause_until = 0
 
     def render_due_row(self) -> None:
-        """Shows the row that was not shown for longest, if it is time to."""
+        """Render the row whose last frame is oldest, unless rendering is pausing."""
         begin, is_first = time.monotonic_ns(), False
-        if begin < self._rests_until:
+        if begin < self._pause_until:
             return
-        if begin > self.until[0]:
-            self.until[0] = 0
-        wanted = enumerate(self._board.wanted.tolist())
+        if begin > self.watched_until[0]:
+            self.watched_until[0] = 0
+        wanted = enumerate(self._board.watched.tolist())
         due = [
-            (self._shown_at[row], row, slot, width)
+            (self._rendered_at[row], row, slot, width)
             for slot, (row, until, width) in wanted
-            if until > begin and row in self._shown_at
+            if until > begin and row in self._rendered_at
         ]
         if due:
-            shown_at, row, slot, width = min(due)
-            is_first, self._shown_at[row] = not shown_at, begin
-            jpeg, text = self._picture(row, width)
+            rendered_at, row, slot, width = min(due)
+            is_first, self._rendered_at[row] = not rendered_at, begin
+            jpeg, text = self._render_jpeg(row, width)
             seed, steps = self._ring.seed_and_steps(row)
             known: Any = {"row": row, "seed": seed, "episode_steps": steps}
             picture = RenderedFrame(
@@ -93,41 +94,47 @@ class FrameRenderer:
             )
             self._board.write(slot, picture)
         end = time.monotonic_ns()
-        rest = _REST * (end - begin)
-        self._rests_until = end + (min(rest, _MOST_FIRST_NS) if is_first else rest)
+        rest = _PAUSE_FACTOR * (end - begin)
+        self._pause_until = end + (min(rest, _MAX_FIRST_PAUSE_NS) if is_first else rest)
 
-    def _picture(self, row: int, width: int) -> tuple[bytes, str]:
-        """Renders a row: a picture, or what there is to say instead."""
-        ended, worker = self._board.ended, self._worker
-        if ended[worker] >= _MAX_ENDED:
-            return b"", f"no picture: render has ended its worker {_MAX_ENDED} times"
+    def _render_jpeg(self, row: int, width: int) -> tuple[bytes, str]:
+        """Render a row; return a JPEG, or a text to show instead."""
+        crashes, worker = self._board.num_render_crashes, self._worker
+        if crashes[worker] >= _MAX_RENDER_CRASHES:
+            return (
+                b"",
+                f"no picture: render() crashed or hung {_MAX_RENDER_CRASHES} times",
+            )
         self._heartbeat[0] = next_beat(self._heartbeat[0], row)
-        ended[worker] += 1
+        crashes[worker] += 1
         try:
             frame = self._blocks[row].render(row)
             jpeg = encode_jpeg(frame, width)
         except Exception as error:
             name = type(error).__name__
-            frame, jpeg = without_folders(f"render raised {name}: {error}"), b""
-        ended[worker] = 0 if jpeg else ended[worker] - 1
+            frame, jpeg = without_folders(f"render() raised {name}: {error}"), b""
+        crashes[worker] = 0 if jpeg else crashes[worker] - 1
         if jpeg or isinstance(frame, str):
-            return jpeg, "" if jpeg else _COLOURS.sub("", frame)
-        what = "nothing" if frame is None else type(frame).__name__
+            return jpeg, "" if jpeg else _ANSI_COLOURS.sub("", frame)
+        found = "None" if frame is None else type(frame).__name__
         if isinstance(frame, np.ndarray):
-            what = f"{frame.dtype}{[*frame.shape]}"
-        return b"", f"no picture: expected render to give uint8[h, w, 3]; got {what}"
+            found = f"{frame.dtype}{[*frame.shape]}"
+        return (
+            b"",
+            f"no picture: expected render() to return uint8[h, w, 3]; got {found}",
+        )
 
 
 def render(env: Any) -> Any:
-    """Returns what an env renders, even if it was built without a render mode."""
-    _do_without_a_screen()
+    """Return what an env renders, even if it was built without a render mode."""
+    _configure_headless()
     inner = env.unwrapped
     if str(getattr(env, "render_mode", None)).endswith("_list"):
-        env = inner  # whose wrapper keeps frames for others
+        env = inner  # the wrapper would also collect this frame for the env's user
     modes = getattr(inner, "metadata", {}).get("render_modes", ())
     if getattr(inner, "render_mode", None) is not None or "rgb_array" not in modes:
         return env.render()
-    inner.render_mode = "rgb_array"  # envs look at it when they are asked to draw
+    inner.render_mode = "rgb_array"  # most envs read it only when they render
     try:
         return env.render()
     finally:
@@ -135,17 +142,18 @@ def render(env: Any) -> Any:
 
 
 @cache
-def _do_without_a_screen() -> None:
-    """Has GLFW not be asked for one: where there is none, it ends the process."""
-    os.environ.update(headless_settings(os.environ))
+def _configure_headless() -> None:
+    """Prevent GLFW from opening a display; without one it would end the process."""
+    os.environ.update(headless_variables(os.environ))
 
 
 def encode_jpeg(frame: Any, width: int) -> bytes:
-    """Returns a JPEG at most so many pixels across; empty for what is no picture.
+    """Encode a frame as JPEG; return b"" if it is not a picture.
 
     Args:
-      frame: What an env renders: uint8 `[height, width, 3]`; of a list, the last.
-      width: Pixels; narrower pictures stay as they are.
+      frame: uint8 `[height, width, 3]`, as an env renders it. Grey and RGBA are
+        accepted as well; of a list, the last frame.
+      width: Maximum width in pixels; narrower frames are not scaled.
     """
     if isinstance(frame, list) and frame:
         frame = frame[-1]
@@ -160,7 +168,7 @@ def encode_jpeg(frame: Any, width: int) -> bytes:
         ) from error
     image = Image.fromarray(frame)
     image = image if image.mode == "RGB" else image.convert("RGB")
-    # Four times as fast as Pillow's default, which is for pictures to be kept.
+    # Four times as fast as Pillow's default, at a quality that is sufficient here.
     image.thumbnail((width, 2 * width), Image.Resampling.BILINEAR, reducing_gap=1.0)
     while True:
         for quality in _QUALITIES:
@@ -171,16 +179,19 @@ def encode_jpeg(frame: Any, width: int) -> bytes:
         image = image.reduce(2)
 
 
-def headless_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns what to set on a Linux without a screen, given a process's variables.
+def headless_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables to set on Linux without a display.
 
-    MuJoCo draws by EGL or OSMesa, whichever is there; pygame must look for no screen.
+    MuJoCo then uses EGL or OSMesa, and pygame opens no window.
+
+    Args:
+      environment: Variables of the process; those that are set are not returned.
     """
     if sys.platform != "linux" or {"DISPLAY", "WAYLAND_DISPLAY"} & set(environment):
         return {}
     settings = {"SDL_VIDEODRIVER": "dummy"}
     for library, backend in (("OSMesa", "osmesa"), ("EGL", "egl")):
-        with contextlib.suppress(OSError):  # it needs a temporary folder
+        with contextlib.suppress(OSError):  # there is no temporary folder
             if ctypes.util.find_library(library):
                 settings["MUJOCO_GL"] = backend
     return {key: settings[key] for key in settings if key not in environment}

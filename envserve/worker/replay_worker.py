@@ -1,7 +1,7 @@
-"""Plays an env again in a worker process: the same beginning, the same actions.
+"""Replay a repro file in a worker process: the same reset, the same actions.
 
-It says which action comes next before it applies it, so that whoever listens knows
-how far it has come, however it ends.
+The worker reports the number of each action before it applies it, so that the pool
+knows in which action it crashed.
 """
 
 from __future__ import annotations
@@ -20,55 +20,56 @@ from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.variable_length import decode_actions
 from envserve.text import one_line
-from envserve.worker.channel import Kind, pack_message
+from envserve.worker.channel import MessageKind, pack_message
 from envserve.worker.env_checks import EnvChecks
 from envserve.worker.env_row import EnvRow
-from envserve.worker.worker_report import fault_of
+from envserve.worker.worker_report import fault_from_error
 
-__all__ = ["build", "play", "run"]
+__all__ = ["apply_actions", "build_env", "run"]
 
 
-def run(channel: socket.socket, payload: bytes, num_filmed: int = 0) -> None:
-    """Plays the content of a repro file.
+def run(channel: socket.socket, payload: bytes, num_frames: int = 0) -> None:
+    """Replay the content of a repro file.
 
-    Sends DONE, with its number, before each action, and before that with 0 for the
-    reset. At the end READY, or FAILED with what the env has raised. A PICTURE goes
-    before each of the last `num_filmed` actions, and one before READY.
+    Send DONE with the number of each action before it is applied, and with 0 before
+    the reset. At the end send READY, or FAILED with the env's exception. Send a
+    VIDEO_FRAME before each of the last `num_frames` actions and before READY.
     """
     repro = decode_repro(payload)
-    first_filmed = len(repro.played.actions[0]) - num_filmed + 1
+    first_frame = len(repro.played.actions[0]) - num_frames + 1
 
     def on_action(number: int) -> None:
-        if number and number >= first_filmed:
-            channel.sendall(_picture(env))
-        channel.sendall(pack_message(Kind.DONE, sequence=number))
+        if number and number >= first_frame:
+            channel.sendall(_render_video_frame(env))
+        channel.sendall(pack_message(MessageKind.DONE, sequence=number))
 
-    env, spec = build(repro)
-    channel.sendall(pack_message(Kind.BUILT))
+    env, spec = build_env(repro)
+    channel.sendall(pack_message(MessageKind.BUILT))
     try:
-        play(repro, env, spec, on_action)
-        if num_filmed:
-            channel.sendall(_picture(env))
+        apply_actions(repro, env, spec, on_action)
+        if num_frames:
+            channel.sendall(_render_video_frame(env))
     except VideoError as error:
         raise EnvStartError(str(error)) from None
     except Exception as error:
-        fault = fault_of(0, error)
-        told = {"text": fault.text, "is_violation": fault.is_violation}
-        failure = codec.encode(told)
-        channel.sendall(pack_message(Kind.FAILED, block=1, payload=failure))
+        fault = fault_from_error(0, error)
+        fields = {"text": fault.text, "is_violation": fault.is_violation}
+        failure = codec.encode(fields)
+        channel.sendall(pack_message(MessageKind.FAILED, block=1, payload=failure))
     else:
-        channel.sendall(pack_message(Kind.READY))
+        channel.sendall(pack_message(MessageKind.READY))
 
 
-def build(repro: Repro) -> tuple[EnvRow, EnvSpec]:
-    """Builds the env of a repro file.
+def build_env(repro: Repro) -> tuple[EnvRow, EnvSpec]:
+    """Build the env of a repro file.
 
     Raises:
-      ReproError: It cannot be played, or not with this env.
+      ReproError: The env has other action spaces than the file.
+      EnvStartError: The file is of a vector env, whose other rows it does not contain.
     """
     if repro.vectorized:
         raise EnvStartError(
-            "its vector env stepped other rows with it, which the file does not hold"
+            "its vector env also stepped other rows, which the file does not contain"
         )
     request = EnvRequest(
         env_name=repro.env_name,
@@ -87,7 +88,7 @@ def build(repro: Repro) -> tuple[EnvRow, EnvSpec]:
     return env, spec
 
 
-def _picture(env: EnvRow) -> bytes:
+def _render_video_frame(env: EnvRow) -> bytes:
     rate = getattr(env.inner_env, "metadata", {}).get("render_fps")
     if not (isinstance(rate, int | float) and 0.01 <= rate <= 1000):
         rate = 30.0
@@ -96,7 +97,9 @@ def _picture(env: EnvRow) -> bytes:
     except Exception as error:
         picture = error
     if getattr(picture, "dtype", None) == np.uint8 and picture.shape[2:] == (3,):
-        return pack_message(Kind.VIDEO_FRAME, payload=codec.encode([rate, picture]))
+        return pack_message(
+            MessageKind.VIDEO_FRAME, payload=codec.encode([rate, picture])
+        )
     raise VideoError(
         f"expected render() to give a frame, uint8 [height, width, 3]; got "
         f"{one_line(repr(picture), 200)}; the env has to support "
@@ -104,23 +107,30 @@ def _picture(env: EnvRow) -> bytes:
     )
 
 
-def play(
+def apply_actions(
     repro: Repro, env: EnvRow, spec: EnvSpec, on_action: Callable[[int], None]
 ) -> Rows:
-    """Plays an env that has just been built; returns the row that it has written.
+    """Reset an env that was just built, and apply the actions of a repro file.
 
-    Calls `on_action` with the number of each action before it is applied, counted from
-    1, and with 0 before the reset.
+    Args:
+      repro: The repro file.
+      env: The env.
+      spec: Spaces of the env.
+      on_action: Called with the number of each action (from 1) before it is applied,
+        and with 0 before the reset.
+
+    Returns:
+      The row that the env has written.
 
     Raises:
-      Exception: What the env raises, or `SpaceViolation`.
+      Exception: The exception of the env, or `SpaceViolation`.
     """
     rows = Rows.allocate(spec, 1)
     env.attach(rows, private_heartbeat(), RowRecord.private())
     played = repro.played
     if played.generator is not None:
-        if repro.seeded:  # else this would be by chance, and fail by chance
-            env.reset(None, played.options)  # which makes the generator
+        if repro.seeded:  # an unseeded reset would be random, and might crash
+            env.reset(None, played.options)  # creates the generator
         restore_rng_state(env.inner_env, played.generator)
     on_action(0)
     env.reset(played.seed, played.options)

@@ -1,6 +1,7 @@
-"""Lets every env be reset by `reset(seed=..., options=...)`, as Gymnasium's are.
+"""Adapt envs whose `reset` lacks the arguments `seed` or `options`.
 
-Who declares less gets less, and an error if it is to get what it does not take.
+The worker calls `reset(seed=..., options=...)`, as Gymnasium defines it. An argument
+that the env does not declare is dropped if it is None, and an error otherwise.
 """
 
 from __future__ import annotations
@@ -12,42 +13,42 @@ import gymnasium
 
 from envserve.errors import EnvStartError
 
-__all__ = ["complete"]
+__all__ = ["complete_reset_signature"]
 
 Env = gymnasium.Env[Any, Any]
 
 _REMEDY: Final = "declare `def reset(self, *, seed=None, options=None)`"
 
 
-def complete(env: Env, *, needs_seed: bool) -> Env:
-    """Makes a new env take both arguments, by way of its wrappers, if it has any.
+def complete_reset_signature(env: Env, *, needs_seed: bool) -> Env:
+    """Return the env with a complete `reset`, also inside its wrappers.
 
     Raises:
-      EnvStartError: Its first reset will get a seed, and it does not take one.
+      EnvStartError: The env takes no seed, but its first reset gets one.
     """
     if isinstance(env, gymnasium.Wrapper):
-        env.env = complete(env.env, needs_seed=needs_seed)
+        env.env = complete_reset_signature(env.env, needs_seed=needs_seed)
     parameters = inspect.signature(env.reset).parameters
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return env
-    lacking = [name for name in ("seed", "options") if name not in parameters]
-    if needs_seed and "seed" in lacking:
+    missing = [name for name in ("seed", "options") if name not in parameters]
+    if needs_seed and "seed" in missing:
         raise EnvStartError(
-            f"{type(env).__name__}.reset() takes no seed, and every env's first reset "
-            f"gets one; {_REMEDY}, or ask for envs with seeded=False"
+            f"{type(env).__name__}.reset() takes no seed, but the first reset of every "
+            f"env gets one; {_REMEDY}, or use seeded=False"
         )
-    return _ShortReset(env, lacking) if lacking else env
+    return _DropMissingArguments(env, missing) if missing else env
 
 
-class _ShortReset(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Stands in front of an env whose `reset` lacks an argument."""
+class _DropMissingArguments(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Drops arguments that the env's `reset` does not declare."""
 
-    def __init__(self, env: Env, lacking: list[str]) -> None:
+    def __init__(self, env: Env, missing: list[str]) -> None:
         super().__init__(env)
-        self._lacking = lacking
+        self._missing = missing
 
     def reset(self, **given: Any) -> tuple[Any, dict[str, Any]]:
-        for name in self._lacking:
+        for name in self._missing:
             if given.pop(name) is not None:
                 who = type(self.env).__name__
                 raise TypeError(f"{who}.reset() takes no {name}; {_REMEDY}")

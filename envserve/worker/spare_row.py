@@ -1,8 +1,14 @@
-"""A row with two envs: while one is stepped, the other is made ready for its turn.
+"""A row with two envs that take turns: one is stepped while the other is reset.
 
-Every reset passes the row on to the other env, which a thread has reset before, and
-has the env that is relieved reset in turn. Which env plays which episode, and on which
-random numbers, follows from what the caller does and never from how long things take.
+At the end of an episode the row switches to the spare env, which a thread has already
+reset, and the thread resets the env that was active until then. A step therefore does
+not wait for a slow reset. Which env plays which episode, and its seeds, depend only on
+the sequence of operations, never on timing.
+
+Each env is used by one thread at a time. The active env belongs to the main thread. The
+spare belongs to a reset thread from `start_reset` until its future is done; it writes
+to private rows, a private heartbeat and a private record meanwhile. The main thread
+takes it back by waiting for the future, and an exception of the reset is raised there.
 """
 
 from __future__ import annotations
@@ -24,14 +30,14 @@ from envserve.worker.env_row import EnvRow
 
 __all__ = ["ResetThreads", "SpareRow"]
 
-#: More would only get in the way of the stepping thread when resets need the processor.
+#: More threads would delay the stepping thread if resets are CPU-bound.
 _MAX_THREADS: Final = 16
-#: How soon a reset that computes gives way to the stepping thread.
+#: Time after which a CPU-bound reset yields to the stepping thread.
 _SWITCH_SECONDS: Final = 0.5e-3
 
 
 class ResetThreads(ThreadPoolExecutor):
-    """Threads that reset the spare envs of a process while it steps the others."""
+    """Threads that reset spare envs while the main thread steps the active ones."""
 
     def __init__(self, num_envs: int) -> None:
         sys.setswitchinterval(_SWITCH_SECONDS)
@@ -39,37 +45,33 @@ class ResetThreads(ThreadPoolExecutor):
         self._resets: set[Future[Mapping[str, Any]]] = set()
 
     def start_reset(self, env: EnvRow, seed: int | None) -> Future[Mapping[str, Any]]:
-        """Reset an env in one of the threads; the result is the info of the reset."""
+        """Reset an env in one of the threads; the future returns the info."""
         reset = self.submit(env.reset, seed)
         self._resets.add(reset)
         reset.add_done_callback(self._resets.discard)
         return reset
 
     def close(self, timeout_seconds: float) -> None:
-        """Cancel the resets that have not begun, and wait for the others."""
+        """Cancel resets that have not started; wait for the others until a timeout."""
         self.shutdown(wait=False, cancel_futures=True)
         wait([*self._resets], timeout_seconds)
 
 
 class SpareRow:
-    """Two envs that take turns in one row. It is used like an `EnvRow`.
-
-    The active env is touched by the caller's thread only. The spare is handed to a
-    thread for its reset, which writes to rows of its own, and taken back by waiting for
-    that: what the reset has raised is raised then, from the env that is active by then.
+    """Two envs that take turns in one row; it is used like an `EnvRow`.
 
     Attributes:
       row: Row of the pool.
-      env_index: Row of the whole batch, from which the seeds follow.
-      incarnation: How often one of the envs, or both with their process, was rebuilt.
-      record: What the row has been through, once attached.
+      env_index: Row of the whole batch, which determines the seeds.
+      incarnation: Number of times that an env of this row was rebuilt.
+      record: The row's record in the action ring, after `attach`.
     """
 
     def __init__(self, active: EnvRow, spare: EnvRow, threads: ResetThreads) -> None:
-        """Take two equal rows; `build` and `build_spare` make their envs."""
+        """Store two identical rows; `build` and `build_spare` make their envs."""
         self._active, self._spare = active, spare
         self._spare.attributes = self._active.attributes
-        # The envs do not reset themselves; their row does it.
+        # The row resets the envs, so they must not do it themselves.
         self._autoreset = active.autoreset
         active.autoreset = spare.autoreset = "disabled"
         self._threads = threads
@@ -77,55 +79,57 @@ class SpareRow:
         self.env_index = active.env_index
         self.incarnation = active.incarnation
         #: The reset of the spare, from its start until the spare becomes active.
-        self._warming: Future[Mapping[str, Any]] | None = None
-        self._spare_seed = spare_seed(active.seed) if active.request.seeded else None
-        self._is_over = False
-        self._missed_attributes: dict[str, Any] = {}  # while the spare was away
+        self._spare_reset: Future[Mapping[str, Any]] | None = None
+        self._next_spare_seed = (
+            spare_seed(active.seed) if active.request.seeded else None
+        )
+        self._episode_has_ended = False
+        self._pending_attributes: dict[str, Any] = {}  # set during the spare's reset
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the active env is new, and has not been reset yet."""
+        """Whether the active env was never reset."""
         return self._active.is_fresh
 
-    def forget_seed(self) -> None:
-        """Has first resets get no seed, unless one is given."""
-        self._spare_seed = None
-        self._active.forget_seed()
-        self._spare.forget_seed()
+    def drop_initial_seed(self) -> None:
+        """Do not seed the first resets of either env by default."""
+        self._next_spare_seed = None
+        self._active.drop_initial_seed()
+        self._spare.drop_initial_seed()
 
     def build(self) -> EnvSpec:
-        """Makes the first env."""
+        """Build the active env."""
         self._spec = self._active.build()
         return self._spec
 
     def build_spare(self) -> EnvSpec:
-        """Makes the second env."""
+        """Build the spare env."""
         return self._spare.build()
 
     def rebuild(self) -> None:
-        """Replaces the active env, which has failed; the spare stays as it is."""
+        """Replace the active env by its next incarnation; keep the spare."""
         self._active.incarnation = self.incarnation
         self._active.rebuild()
         self.incarnation = self._active.incarnation
 
     def attach(self, rows: Rows, heartbeat: memoryview, record: RowRecord) -> None:
-        """Sets where to write; see `EnvRow.attach`."""
+        """Set where to write; see `EnvRow.attach`."""
         self._rows = rows
         self._heartbeat = heartbeat
         self.record = record
-        self._warm_record = RowRecord.private()
-        self._warm_rows = Rows.allocate(self._spec, 1)
-        self._warm_heartbeat = private_heartbeat()
+        self._spare_record = RowRecord.private()
+        self._spare_rows = Rows.allocate(self._spec, 1)
+        self._spare_heartbeat = private_heartbeat()
         self._active.attach(rows, heartbeat, record)
 
     def step(self, action: Any) -> tuple[float, bool, bool, Mapping[str, Any]]:
-        """Steps the active env; see `EnvRow.step`."""
-        if self._is_over and self._autoreset == "next_step":
+        """Step the active env; see `EnvRow.step`."""
+        if self._episode_has_ended and self._autoreset == "next_step":
             return 0.0, False, False, self.reset(None)
         reward, terminated, truncated, info = self._active.step(action)
         if not (terminated or truncated):
             return reward, terminated, truncated, info
-        self._is_over = True
+        self._episode_has_ended = True
         if self._autoreset == "same_step":
             info = copy_info(info)
             reset_info = self.reset(None)
@@ -134,25 +138,28 @@ class SpareRow:
         return reward, terminated, truncated, info
 
     def reset(self, seed: int | None, options: bytes = b"") -> Mapping[str, Any]:
-        """Begins an episode, writes its first observation, and returns the info.
+        """Begin an episode, write its first observation, and return the info.
+
+        Without seed and options the row switches to the prepared spare, unless the
+        active env was never reset. With either of them the prepared episode is
+        discarded.
 
         Args:
-          seed: Seeds both envs anew; what has been made ready is dropped. By default
-            the spare's turn comes, unless the active env is fresh.
-          options: See `lane.Reset`; what has been made ready without them is dropped.
+          seed: Seeds both envs.
+          options: See `lane.Reset`.
         """
-        self._is_over = False
+        self._episode_has_ended = False
         if seed is None and not options and not self.is_fresh:
-            info = self._take_turns()
+            info = self._begin_prepared_episode()
         else:
             is_turn = seed is not None or not self.is_fresh
-            if is_turn and self._warming is not None:
-                self._take_spare(self._warming)
+            if is_turn and self._spare_reset is not None:
+                self._activate_spare(self._spare_reset)
             if seed is not None:
-                self._spare_seed = spare_seed(seed)
+                self._next_spare_seed = spare_seed(seed)
             info = self._active.reset(seed, options)
-        if self._warming is None:
-            self._warm_spare()
+        if self._spare_reset is None:
+            self._start_spare_reset()
         return info
 
     def call(
@@ -160,79 +167,81 @@ class SpareRow:
         kind: str,
         name: str,
         arguments: list[Any],
-        named: Mapping[str, Any] = MappingProxyType({}),
+        keywords: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
-        """Calls, gets or sets an attribute of the active env; sets it on both.
+        """Call, get or set an attribute of the active env; set it on the spare as well.
 
-        What the spare has been made ready with is then out of date: it will be reset
-        once more when its turn comes.
+        An episode that was prepared before an attribute was set is outdated, so the
+        spare is then reset again when its turn comes.
         """
         if kind != "set":
-            return self._active.call(kind, name, arguments, named)
+            return self._active.call(kind, name, arguments, keywords)
         value = copy.deepcopy(arguments[0])
         self._active.call("set", name, arguments)
-        if self._warming is None:
+        if self._spare_reset is None:
             self._set_attributes(self._spare, {name: value})
         else:
-            self._missed_attributes[name] = value
+            self._pending_attributes[name] = value
 
     def render(self) -> Any:
         """Return what the active env renders."""
         return self._active.render()
 
     def close(self) -> None:
-        """Closes both envs, except one that a thread has not given back."""
+        """Close both envs, except a spare that is still in its reset."""
         self._active.close()
-        if self._warming is None or self._warming.done():
+        if self._spare_reset is None or self._spare_reset.done():
             self._spare.close()
 
     def check_finite(self, reward: float = 0.0) -> None:
-        """Raises SpaceViolation for NaN or infinity; see `EnvRow.check_finite`."""
+        """Raise SpaceViolation for NaN or infinity; see `EnvRow.check_finite`."""
         self._active.check_finite(reward)
 
-    def _take_turns(self) -> Mapping[str, Any]:
-        """Begins the episode that the spare has been made ready for."""
-        assert self._warming is not None, "it begins with the first reset of the row"
-        is_stale = bool(self._missed_attributes)
-        info = self._take_spare(self._warming)
+    def _begin_prepared_episode(self) -> Mapping[str, Any]:
+        """Switch to the spare; return the info of its reset."""
+        assert self._spare_reset is not None, "the first reset of the row starts it"
+        is_stale = bool(self._pending_attributes)
+        info = self._activate_spare(self._spare_reset)
         if is_stale:
             return self._active.reset(None)
-        for target, warm in zip(
-            self._rows.observation, self._warm_rows.observation, strict=True
+        for target, prepared in zip(
+            self._rows.observation, self._spare_rows.observation, strict=True
         ):
-            target[self.row] = warm[0]
+            target[self.row] = prepared[0]
         return info
 
-    def _take_spare(self, warming: Future[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Makes the spare the active env, once its reset is done; returns the info.
+    def _activate_spare(
+        self, spare_reset: Future[Mapping[str, Any]]
+    ) -> Mapping[str, Any]:
+        """Wait for the spare's reset and make it the active env; return the info.
 
         Raises:
-          Exception: Whatever that reset has raised. The env is active nevertheless, and
-            is to be rebuilt.
+          Exception: The exception of the reset. The env is active nevertheless, so that
+            the caller can rebuild it.
         """
-        self._warming = None
+        self._spare_reset = None
         self._active, self._spare = self._spare, self._active
-        missed, self._missed_attributes = self._missed_attributes, {}
+        pending, self._pending_attributes = self._pending_attributes, {}
         self._heartbeat[0] = next_beat(self._heartbeat[0], self.row)
-        if not warming.done():
+        if not spare_reset.done():
             self._heartbeat[1] = 1
         try:
-            info = warming.result()
+            info = spare_reset.result()
         finally:
-            step_timings.move(self._warm_heartbeat, self._heartbeat)
+            step_timings.move_resets(self._spare_heartbeat, self._heartbeat)
             self._active.row = self.row
             self._active.attach(self._rows, self._heartbeat, self.record)
-            self.record.adopt(self._warm_record, self.incarnation)
+            self.record.adopt(self._spare_record, self.incarnation)
         self._heartbeat[1] = 0
-        self._set_attributes(self._active, missed)
+        self._set_attributes(self._active, pending)
         return info
 
-    def _warm_spare(self) -> None:
-        """Hands the spare to a thread, which resets it."""
+    def _start_spare_reset(self) -> None:
+        """Let a thread reset the spare."""
         self._spare.row = 0
-        self._spare.attach(self._warm_rows, self._warm_heartbeat, self._warm_record)
-        seed, self._spare_seed = self._spare_seed, None
-        self._warming = self._threads.start_reset(self._spare, seed)
+        self._spare.attach(self._spare_rows, self._spare_heartbeat, self._spare_record)
+        seed, self._next_spare_seed = self._next_spare_seed, None
+        self._spare_reset = self._threads.start_reset(self._spare, seed)
 
     def _set_attributes(self, env: EnvRow, attributes: Mapping[str, Any]) -> None:
         for name, value in attributes.items():

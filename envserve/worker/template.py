@@ -1,8 +1,23 @@
-"""The process that workers are forked from.
+"""The process from which workers are forked.
 
-It is single-threaded, so that forking it is safe, and does five things: import what
-it is told to at the start, fork workers, kill workers and what they leave behind, pass
-on what they write to stderr, and report how each ended.
+A launcher starts one template process. The template imports gymnasium and the user's
+env modules once, so that a fork starts a worker in milliseconds and shares the pages of
+these modules. It does five things: import modules, fork workers, kill workers and the
+processes that their envs leave behind, forward the workers' stderr, and report exits.
+
+The template has a single thread, because a fork would copy locks that other threads
+hold, without the threads that release them. One `poll` waits for requests of the owner,
+for SIGCHLD (by a wakeup socket) and for the stderr pipes. The template must not block,
+because several pools share it.
+
+Only the template can kill a worker safely, because it is the parent: a process id stays
+taken until the parent has reaped the process. A worker is the leader of its own session
+and is killed with its process group. Grandchildren that have left the group are adopted
+by the template (as a subreaper, on Linux) and killed as well.
+
+If the owner exits, even by SIGKILL, the template reads end of file from its socket,
+kills everything and exits. If the template is killed, the kernel kills the workers
+(PR_SET_PDEATHSIG, on Linux).
 """
 
 from __future__ import annotations
@@ -23,36 +38,39 @@ from pathlib import Path
 from typing import Any, Final
 
 from envserve.spaces import codec
-from envserve.worker.channel import Kind, MessageDecoder, pack_message
-from envserve.worker.orphans import children
+from envserve.worker.channel import MessageDecoder, MessageKind, pack_message
+from envserve.worker.orphans import child_processes
 from envserve.worker.stderr_pipes import StderrPipes
 
 __all__ = ["kill_group", "main"]
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
-#: Has a worker write its Python stack to stderr; an env may use it for something else.
+#: Makes a worker write its Python stack to stderr. An env may change its handler.
 _STACK_SIGNAL: Final = signal.SIGUSR2
-#: How long it has for that before it is killed, and how long once it has begun.
+#: Time to write the stack before the kill, and the rest of it after the first output.
 _STACK_SECONDS: Final = 0.08
 _STACK_REST_SECONDS: Final = 0.005
-#: How long after a child's end it is looked for orphans: many may end at once.
-_ORPHANS_SECONDS: Final = 0.1
-#: How long it may take to end all that there is; our owner waits for a second.
-_END_SECONDS: Final = 0.5
-#: How much sooner than others, out of 1000, workers go when memory runs out.
-_OOM_SCORE: Final = 500
+#: Delay of the search for orphans after a child has ended; many may end at once.
+_ORPHAN_DELAY_SECONDS: Final = 0.1
+#: Time to kill everything at the end; the owner waits for a second.
+_KILL_ALL_SECONDS: Final = 0.5
+#: Added to a worker's badness of at most 1000, by which the kernel selects the process
+#: to kill when memory runs out.
+_OOM_SCORE_INCREASE: Final = 500
 
 
 def main(fd: int) -> None:
-    """Runs the template process over its socket to the owner."""
-    os.set_inheritable(fd, False)  # else a process that an env starts keeps us alive
+    """Run the template process, connected to its owner by the socket `fd`."""
+    # A process that an env starts must not inherit the owner's connection.
+    os.set_inheritable(fd, False)
     owner = socket.socket(fileno=fd)
     owner.settimeout(None)
-    os.dup2(2, 1)  # what envs print must not mix with the owner's output
+    os.dup2(2, 1)  # the stdout of envs must not mix with the output of the owner
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # or who is killed has said nothing
-    # Imported here: the owner of a launcher needs neither gymnasium nor a worker.
+        # Otherwise a killed worker would lose buffered output.
+        sys.stdout.reconfigure(line_buffering=True)
+    # Imported here, because importing this module must not load gymnasium.
     from envserve.worker import process  # noqa: F401
 
     _Template(owner).run()
@@ -67,35 +85,35 @@ class _Template:
         self._wakeup_writer = wakeup_writer
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wakeup_writer.fileno(), warn_on_full_buffer=False)
-        self._reader = MessageDecoder()
+        self._decoder = MessageDecoder()
         self._fds: list[int] = []
         self._import_error = ""
-        self._workers: dict[int, int] = {}  # process id by request
-        self._kill_at: dict[int, float] = {}  # of those that are writing their stack
+        self._workers: dict[int, int] = {}  # process ids by number of the request
+        self._kill_at: dict[int, float] = {}  # workers that are writing their stack
         self._libc = ctypes.CDLL(None, use_errno=True)
         if sys.platform == "linux":
-            # Who leaves a worker's group, by setsid or two forks, becomes our child.
+            # Adopt processes that leave a worker's group by setsid or a double fork.
             self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        self._helpers: set[int] = set()  # processes that imported modules have started
-        self._orphans_at = math.inf
+        self._import_children: set[int] = set()  # started by imported modules
+        self._kill_orphans_at = math.inf
         self._poller = select.poll()
         self._poller.register(self._owner, select.POLLIN)
         self._poller.register(self._wakeup, select.POLLIN)
         self._pipes = StderrPipes(self._poller)
 
     def run(self) -> None:
-        """Serves until the owner closes its end, or dies."""
+        """Serve until the owner closes its end or dies."""
         try:
-            self._serve_until_closed()
+            self._loop()
         finally:
-            # Workers that end from here on would write to sockets that are gone.
+            # The handler must not write to sockets that are closed below.
             signal.set_wakeup_fd(-1)
         for each in (self._owner, self._wakeup, self._wakeup_writer):
             each.close()
 
-    def _serve_until_closed(self) -> None:
+    def _loop(self) -> None:
         while True:
-            for fd, _ in self._poller.poll(self._kill_due()):
+            for fd, _ in self._poller.poll(self._kill_overdue()):
                 worker = self._pipes.worker_of(fd)
                 if worker in self._kill_at:
                     kill_at = time.monotonic() + _STACK_REST_SECONDS
@@ -104,42 +122,42 @@ class _Template:
                     continue
                 if fd == self._wakeup.fileno():
                     self._reap()
-                elif fd == self._owner.fileno() and not self._serve():
-                    self._end_all()
+                elif fd == self._owner.fileno() and not self._handle_requests():
+                    self._kill_all()
                     self._pipes.close()
                     return
 
-    def _end_all(self) -> None:
-        """Kills all workers; on Linux also what they have started, which we adopt."""
+    def _kill_all(self) -> None:
+        """Kill all workers, and on Linux all processes that they have started."""
         for pid in self._workers.values():
             kill_group(pid)
-        give_up_at = time.monotonic() + _END_SECONDS
-        while (left := _children()) and time.monotonic() < give_up_at:
-            for pid in left:
+        deadline = time.monotonic() + _KILL_ALL_SECONDS
+        while (remaining := _child_pids()) and time.monotonic() < deadline:
+            for pid in remaining:
                 kill_group(pid)
             select.select([self._wakeup], [], [], 0.05)
-            self._drop_wakeups()
+            self._drain_wakeups()
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
 
     def _kill_orphans(self) -> None:
-        """Kills what workers that have ended have left behind."""
-        self._orphans_at = math.inf
-        for pid in {*_children()} - self._helpers - {*self._workers.values()}:
+        """Kill processes that workers have left behind when they ended."""
+        self._kill_orphans_at = math.inf
+        for pid in {*_child_pids()} - self._import_children - {*self._workers.values()}:
             kill_group(pid)
 
-    def _kill_due(self) -> int | None:
-        """Kills who has had time for its stack, and orphans; returns ms to the next."""
+    def _kill_overdue(self) -> int | None:
+        """Kill overdue workers and orphans; return the milliseconds until the next."""
         now = time.monotonic()
-        if now >= self._orphans_at:
+        if now >= self._kill_orphans_at:
             self._kill_orphans()
         due = [request for request, at in self._kill_at.items() if at <= now]
         for request in due:
             del self._kill_at[request]
             if request in self._workers:
                 kill_group(self._workers[request])
-        next_at = min([*self._kill_at.values(), self._orphans_at])
+        next_at = min([*self._kill_at.values(), self._kill_orphans_at])
         return None if next_at == math.inf else math.ceil(1000 * (next_at - now))
 
     def _kill(self, request: int, has_stack: bool) -> None:
@@ -150,24 +168,24 @@ class _Template:
             kill_group(pid)
         elif request not in self._kill_at:
             self._kill_at[request] = time.monotonic() + _STACK_SECONDS
-            os.kill(pid, _STACK_SIGNAL)  # ours to reap still, so nobody else's
+            os.kill(pid, _STACK_SIGNAL)  # not reaped yet, so the id is still valid
 
-    def _serve(self) -> bool:
+    def _handle_requests(self) -> bool:
         try:
             data, fds, _, _ = socket.recv_fds(self._owner, 1 << 16, 64)
         except ConnectionError:
             return False
         self._fds += fds
-        for received in self._reader.feed(data):
+        for received in self._decoder.feed(data):
             message = codec.decode(received.payload)
             if "import" in message:
                 self._import(message["import"], message["preload"])
-                self._helpers = {*_children()}
+                self._import_children = {*_child_pids()}
             elif "kill" in message:
                 self._kill(message["kill"], message["stack"])
             elif self._fds:
                 self._fork(message["fork"], self._fds.pop(0))
-            else:  # the kernel drops what a process has no room for
+            else:  # the kernel drops descriptors beyond the process's limit
                 error = "the template process has no descriptor left"
                 self._report({"fork": message["fork"], "error": error})
         return bool(data)
@@ -180,74 +198,75 @@ class _Template:
         except Exception as error:
             self._import_error = str(error)
         for env_name in env_names:
-            # The worker meets the same error again, and reports it with its traceback.
+            # The worker gets the same error again, and reports it with its traceback.
             with contextlib.suppress(Exception):
                 registry.preload(env_name)
         gc.collect()
-        gc.freeze()  # forks then share these pages for good
+        gc.freeze()  # no later collection writes to pages that forks share
         self._report({"imported": not self._import_error})
 
     def _fork(self, request: int, fd: int) -> None:
-        # Nothing is imported here: other pools wait for their kills and forks.
+        # Nothing is imported here, because other pools wait for their kills and forks.
         parent = os.getpid()
         stderr_fd = self._pipes.open(request)
         fds = [fd] if stderr_fd is None else [fd, stderr_fd]
         if sys.stdout is not None:
-            sys.stdout.flush()  # or each fork says it once more
+            sys.stdout.flush()  # otherwise every fork would print the buffer again
         try:
             pid = os.fork()
-        except OSError as error:  # no memory, or too many processes
+        except OSError as error:  # out of memory, or too many processes
             for each in fds:
                 os.close(each)
-            self._pipes.end(request)
+            self._pipes.finish(request)
             self._report({"fork": request, "error": str(error)})
             return
         if pid == 0:
-            self._become_worker(parent, fd, stderr_fd)
+            self._run_worker(parent, fd, stderr_fd)
         for each in fds:
             os.close(each)
         self._workers[request] = pid
         self._report({"fork": request, "pid": pid})
 
-    def _become_worker(self, parent: int, fd: int, stderr_fd: int | None) -> None:
+    def _run_worker(self, parent: int, fd: int, stderr_fd: int | None) -> None:
         from envserve.worker import process
 
         code = 1
         try:
             if sys.platform == "linux":
-                # Else a worker that is woken takes the core from the process that has
-                # the other workers' steps still to send. Not everybody may do this.
+                # Otherwise a worker that wakes up preempts the process that is still
+                # sending the other workers' steps. This may not be permitted.
                 with contextlib.suppress(OSError):
                     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-            os.setsid()  # its own group, which is killed as a whole
+            os.setsid()  # a group of its own, which can be killed as a whole
             if sys.platform == "linux":
                 self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                 if os.getppid() != parent:
                     os._exit(1)
-                # So that orphans come to the template when we have ended, not before.
+                # Orphans become this worker's children while it lives, so that the
+                # template does not kill them before the worker has ended.
                 self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-                _be_first_to_go()
+                _raise_oom_score()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for other in (self._owner, self._wakeup, self._wakeup_writer):
                 other.close()
             for other_fd in self._fds:
                 os.close(other_fd)
-            self._pipes.forget()
+            self._pipes.close_in_worker()
             if stderr_fd is not None:
                 os.dup2(stderr_fd, 1)
                 os.dup2(stderr_fd, 2)
                 os.close(stderr_fd)
-            # So that a crash in C says where in Python it was called from.
+            # Print the Python stack of a crash in C code.
             faulthandler.enable(2, all_threads=False)
             faulthandler.register(_STACK_SIGNAL, 2, all_threads=False)
             os.set_inheritable(fd, False)
             channel = socket.socket(fileno=fd)
-            channel.settimeout(None)  # whatever an imported module's default is
+            channel.settimeout(None)  # an imported module may have set a default
             process.run(channel, self._import_error)
             code = 0
         except BaseException:
-            # Nothing above this frame may run in the child: it is the template's.
+            # The frames above belong to the template and must not run in the child.
             sys.excepthook(*sys.exc_info())
         finally:
             with contextlib.suppress(Exception):
@@ -255,54 +274,56 @@ class _Template:
                 sys.stderr.flush()
             os._exit(code)
 
-    def _drop_wakeups(self) -> None:
+    def _drain_wakeups(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while self._wakeup.recv(4096):
                 pass
 
     def _reap(self) -> None:
-        self._drop_wakeups()
+        self._drain_wakeups()
         while True:
-            # Seen, but not yet reaped: until then its group cannot be another's.
+            # Not reaped yet, so that its group can still be killed safely.
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
             if ended is None:
                 return
-            orphans_at = time.monotonic() + _ORPHANS_SECONDS
-            self._orphans_at = min(self._orphans_at, orphans_at)
+            kill_orphans_at = time.monotonic() + _ORPHAN_DELAY_SECONDS
+            self._kill_orphans_at = min(self._kill_orphans_at, kill_orphans_at)
             is_worker = ended.si_pid in self._workers.values()
             if is_worker:
                 kill_group(ended.si_pid)
             pid, status = os.waitpid(ended.si_pid, 0)
-            if not is_worker:  # an orphan, or what an imported module has started
+            if not is_worker:  # an orphan, or a child of an imported module
                 continue
             (request,) = [k for k, v in self._workers.items() if v == pid]
             del self._workers[request]
             code = os.waitstatus_to_exitcode(status)
-            tail = self._pipes.end(request, is_reported=code != 0)
+            tail = self._pipes.finish(request, is_reported=code != 0)
             self._report({"pid": pid, "exit": code, "stderr": tail})
 
     def _report(self, message: dict[str, Any]) -> None:
-        # A closed owner is noticed by the next read.
+        # The next read detects that the owner has exited.
         with contextlib.suppress(OSError):
-            self._owner.sendall(pack_message(Kind.FORK, payload=codec.encode(message)))
+            self._owner.sendall(
+                pack_message(MessageKind.FORK, payload=codec.encode(message))
+            )
 
 
-def _be_first_to_go() -> None:
-    """Has the kernel end this process before others when memory runs out."""
+def _raise_oom_score() -> None:
+    """Make the kernel kill this process before others when memory runs out."""
     score = Path("/proc/self/oom_score_adj")
-    with contextlib.suppress(OSError):  # a /proc that is not to be written to
-        score.write_text(str(min(1000, int(score.read_text()) + _OOM_SCORE)))
+    with contextlib.suppress(OSError):  # /proc may be read-only
+        score.write_text(str(min(1000, int(score.read_text()) + _OOM_SCORE_INCREASE)))
 
 
-def _children() -> list[int]:
-    return [pid for pid, *_ in children()]
+def _child_pids() -> list[int]:
+    return [pid for pid, *_ in child_processes()]
 
 
 def kill_group(pid: int) -> None:
-    """Kills a worker and whatever processes its envs have started."""
+    """Kill a worker and the processes that its envs have started."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)

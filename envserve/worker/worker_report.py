@@ -1,7 +1,8 @@
-"""What a worker says besides the rows: its spaces; faults, infos, rebuilt envs.
+"""The reports of workers, which complement the rows: spaces, faults, infos, warnings.
 
-Whatever env code has put into infos and exceptions, a report can be sent: what has no
-plain form is left out by name.
+A report can always be encoded, whatever infos and exceptions of an env contain: values
+that `codec` cannot encode are omitted and named. The pool decodes reports in the loop
+that serves all workers, so their size is limited in bytes and in values.
 """
 
 from __future__ import annotations
@@ -24,54 +25,55 @@ from envserve.worker.env_checks import SpaceViolation
 
 __all__ = [
     "WorkerReport",
+    "decode_report",
+    "decode_spaces",
     "encode_report",
     "encode_spaces",
-    "fault_of",
-    "max_infos",
-    "max_report",
-    "read_report",
-    "read_spaces",
-    "sendable",
+    "fault_from_error",
+    "info_budgets",
+    "max_report_bytes",
+    "utf8_tail",
 ]
 
 _MAX_SPACES_BYTES: Final = 16 << 20
-_MAX_TEXT: Final = 16 << 10  # characters of a traceback
-#: Bytes of the tracebacks of a report, together; and least bytes of one.
-_MAX_TEXTS: Final = 32 << 10
-_MIN_TEXT: Final = 64
-#: What is noted in one report, and how much of each.
-_MAX_NOTES: Final = 4
-_MAX_NOTE: Final = 400
-#: What is said of a row besides, at most.
-_ROW_BYTES: Final = 64 + _MIN_TEXT
-#: How often an env is rebuilt in one operation, at most: by a reset that fails twice.
-_MOST_REBUILT: Final = 2
-#: Values take time to read, however short they are: so many for each KiB that a row's
-#: infos may have, and more for each row.
+_MAX_TRACEBACK_CHARS: Final = 16 << 10
+#: Bytes of all tracebacks of a report, and minimum that each of them gets.
+_MAX_TRACEBACK_BYTES: Final = 32 << 10
+_MIN_TRACEBACK_BYTES: Final = 64
+#: Number of warnings in a report, and length of each.
+_MAX_WARNINGS: Final = 4
+_MAX_WARNING_CHARS: Final = 400
+#: Bytes for the other fields of a row.
+_ROW_BYTES: Final = 64 + _MIN_TRACEBACK_BYTES
+#: Rebuilds per row in one operation: 2 for a reset that fails twice.
+_MAX_REBUILDS_PER_ROW: Final = 2
+#: Values take time to decode, however short they are. This is the limit of values per
+#: KiB of a row's infos, and the additional limit per row.
 _VALUES_PER_KIB: Final = 256
-_INFO_VALUES: Final = 64
-#: A block's infos have room for so many rows that take all they may; and for no more
-#: bytes than that.
-_FULL_ROWS: Final = 16
-_MAX_INFOS: Final = 32 << 20
+_VALUES_PER_ROW: Final = 64
+#: A block's infos have space for this number of rows of maximum size, and at most for
+#: this number of bytes.
+_NUM_FULL_ROWS: Final = 16
+_MAX_INFOS_BYTES: Final = 32 << 20
 _MAX_SPACES_VALUES: Final = 1 << 14
 
 
 def encode_spaces(spec: EnvSpec) -> bytes:
-    """Returns the payload of a READY; raises SpaceError if it is too long for one."""
+    """Encode the payload of READY; raise SpaceError if it is too long."""
     observation = describe(spec.observation_space)
     action = describe(spec.action_space)
     payload = codec.encode({"observation": observation, "action": action})
     if len(payload) >= _MAX_SPACES_BYTES:
         raise SpaceError(
             f"expected spaces whose description is below {_MAX_SPACES_BYTES} bytes; "
-            f"got {len(payload)}; give large Boxes one low and one high for all"
+            f"got {len(payload)}; in a large Box, use one low and one high for all "
+            f"elements"
         )
     return payload
 
 
-def read_spaces(payload: bytes, env_name: str) -> EnvSpec:
-    """Reads the payload of a READY; raises ValueError if it is none."""
+def decode_spaces(payload: bytes, env_name: str) -> EnvSpec:
+    """Decode the payload of READY; raise ValueError if it is not valid."""
     try:
         spaces = codec.decode(
             payload, max_bytes=_MAX_SPACES_BYTES, max_values=_MAX_SPACES_VALUES
@@ -83,52 +85,53 @@ def read_spaces(payload: bytes, env_name: str) -> EnvSpec:
 
 
 class WorkerReport(msgspec.Struct):
-    """What a worker reports of an operation, beside the rows.
+    """The report of an operation, which complements the rows.
 
     Attributes:
-      faults: Faults of rows, whose envs were rebuilt after them.
-      rebuilt: Rows whose envs were rebuilt for another reason.
+      faults: Faults of rows; their envs were rebuilt.
+      rebuilt: Rows whose envs were rebuilt without a fault, once per rebuild.
       infos: Encoded info dicts by row.
-      notes: Warnings about the envs.
+      warnings: Warnings about the envs.
     """
 
     faults: list[Fault]
     rebuilt: list[int]
     infos: dict[int, msgspec.Raw]
-    notes: list[str]
+    warnings: list[str]
 
 
-def max_infos(num_rows: int, max_infos_kib: int) -> tuple[InfoBudget, InfoBudget]:
-    """Returns what the infos of a row, and of so many rows, may take."""
+def info_budgets(num_rows: int, max_infos_kib: int) -> tuple[InfoBudget, InfoBudget]:
+    """Return the limits of the infos of one row, and of `num_rows` rows together."""
     num_bytes, num_values = max_infos_kib << 10, max_infos_kib * _VALUES_PER_KIB
-    total = min(min(num_rows, _FULL_ROWS) * num_bytes, _MAX_INFOS)
-    total_values = num_values + num_rows * _INFO_VALUES
+    total = min(min(num_rows, _NUM_FULL_ROWS) * num_bytes, _MAX_INFOS_BYTES)
+    total_values = num_values + num_rows * _VALUES_PER_ROW
     return InfoBudget(num_bytes, num_values), InfoBudget(total, total_values)
 
 
-def max_report(num_rows: int, max_infos_kib: int) -> int:
-    """Returns how many bytes a report on so many rows may have."""
-    _, infos = max_infos(num_rows, max_infos_kib)
-    num_bytes = infos.num_bytes + _MAX_TEXTS + num_rows * _ROW_BYTES
-    return num_bytes + 4 * _MAX_NOTES * _MAX_NOTE
+def max_report_bytes(num_rows: int, max_infos_kib: int) -> int:
+    """Return the maximum size of a report about `num_rows` rows, in bytes."""
+    _, infos = info_budgets(num_rows, max_infos_kib)
+    num_bytes = infos.num_bytes + _MAX_TRACEBACK_BYTES + num_rows * _ROW_BYTES
+    return num_bytes + 4 * _MAX_WARNINGS * _MAX_WARNING_CHARS
 
 
-def read_report(
+def decode_report(
     payload: bytes, block: Block, max_infos_kib: int
 ) -> tuple[Outcome, Sequence[int]]:
-    """Read the payload of a DONE, unless it is so long that reading takes long.
+    """Decode the payload of DONE.
 
     Returns:
-      The outcome of the operation, and the rows whose envs were rebuilt.
+      The outcome of the operation, and the rows whose envs were rebuilt, once per
+      rebuild.
 
     Raises:
-      ValueError: It is no report on rows of this block.
+      ValueError: It is not a valid report about rows of this block, or it is too long.
     """
     if not payload:
         return Outcome(block.index), ()
     rows = block.rows
-    _, room = max_infos(len(rows), max_infos_kib)
-    if len(payload) > max_report(len(rows), max_infos_kib):
+    _, room = info_budgets(len(rows), max_infos_kib)
+    if len(payload) > max_report_bytes(len(rows), max_infos_kib):
         raise ValueError(f"{len(payload)} bytes are too many for {len(rows)} rows")
     try:
         report = msgspec.msgpack.decode(payload, type=WorkerReport)
@@ -142,36 +145,39 @@ def read_report(
     except (msgspec.MsgspecError, codec.CodecError, RecursionError) as error:
         raise ValueError(repr(error)) from None
     if any(type(info) is not dict for info in infos.values()):
-        raise ValueError("expected a dict for each row's info")
+        raise ValueError("expected a dict as the info of each row")
     failed = {fault.env_index for fault in report.faults}
     if len(failed) < len(report.faults):
-        raise ValueError("expected at most one fault of a row")
+        raise ValueError("expected at most one fault per row")
     rebuilt = [*report.rebuilt, *failed]
-    if len(rebuilt) > _MOST_REBUILT * len(rows):
+    if len(rebuilt) > _MAX_REBUILDS_PER_ROW * len(rows):
         raise ValueError(f"{len(rebuilt)} envs of {len(rows)} rows were rebuilt")
-    if strangers := {*rebuilt, *infos} - {*rows}:
-        raise ValueError(f"rows {strangers} are not of block {block.index}")
-    notes = [one_line(note, _MAX_NOTE) for note in report.notes[:_MAX_NOTES]]
+    if unknown := {*rebuilt, *infos} - {*rows}:
+        raise ValueError(f"rows {unknown} are not of block {block.index}")
+    warnings = [
+        one_line(warning, _MAX_WARNING_CHARS)
+        for warning in report.warnings[:_MAX_WARNINGS]
+    ]
     outcome = Outcome(
-        block.index, infos, report.faults, notes=notes, packed_infos=packed
+        block.index, infos, report.faults, warnings=warnings, packed_infos=packed
     )
     return outcome, rebuilt
 
 
-def fault_of(row: int, error: Exception) -> Fault:
-    """Return the fault of a row whose env has raised an error."""
+def fault_from_error(row: int, error: Exception) -> Fault:
+    """Return the fault of a row whose env has raised an exception."""
     if isinstance(error, SpaceViolation):
         text, is_violation = str(error), not error.is_masked
-    else:  # the traceback from the frame below the one that caught it
+    else:  # without the worker's frame that has called the env
         inner = error.__traceback__.tb_next if error.__traceback__ else None
         text = "".join(traceback.format_exception(type(error), error, inner))
         is_violation = False
-    return Fault(row, Status.ENV_ERROR, sendable(text), is_violation)
+    return Fault(row, Status.ENV_ERROR, utf8_tail(text), is_violation)
 
 
-def sendable(text: str) -> str:
-    """Returns the end of a text, with what UTF-8 cannot carry (surrogates) escaped."""
-    return text[-_MAX_TEXT:].encode(errors="backslashreplace").decode()
+def utf8_tail(text: str) -> str:
+    """Return the end of a text, with characters escaped that UTF-8 cannot encode."""
+    return text[-_MAX_TRACEBACK_CHARS:].encode(errors="backslashreplace").decode()
 
 
 def encode_report(
@@ -179,19 +185,19 @@ def encode_report(
     max_infos_kib: int,
     faults: Sequence[Fault] = (),
     infos: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
-    notes: Sequence[str] = (),
+    warnings: Sequence[str] = (),
     rebuilt: Sequence[int] = (),
 ) -> bytes:
-    """Encodes what goes beside the rows; nothing at all in the usual case."""
-    if not faults and not infos and not rebuilt and not notes:
+    """Encode the payload of DONE; it is empty in the usual case."""
+    if not faults and not infos and not rebuilt and not warnings:
         return b""
-    left, cut = _MAX_TEXTS, [*faults]
+    left, cut = _MAX_TRACEBACK_BYTES, [*faults]
     shortest = sorted(range(len(cut)), key=lambda index: len(cut[index].text))
     for number, index in enumerate(shortest):
-        kept = max(_MIN_TEXT, left // (len(cut) - number))
+        kept = max(_MIN_TRACEBACK_BYTES, left // (len(cut) - number))
         text = cut[index].text.encode()[-kept:].decode(errors="ignore")
         cut[index] = cut[index]._replace(text=text)
         left -= len(text.encode())
-    encoded = encode_infos(infos, *max_infos(num_rows, max_infos_kib))
+    encoded = encode_infos(infos, *info_budgets(num_rows, max_infos_kib))
     report = {"faults": cut, "rebuilt": rebuilt, "infos": msgspec.Raw(encoded)}
-    return msgspec.msgpack.encode({**report, "notes": notes[:_MAX_NOTES]})
+    return msgspec.msgpack.encode({**report, "warnings": warnings[:_MAX_WARNINGS]})

@@ -141,10 +141,10 @@ def film(
     **chosen: Any,
 ) -> None:
     """Film episodes as `visualize_run` does; say which, and what they earn."""
-    from envserve.worker.rendering import headless_settings
+    from envserve.worker.rendering import headless_variables
     from ppo.evaluation.videos import rendering_env_maker, visualize_run
 
-    os.environ.update(headless_settings(os.environ))  # for the workers
+    os.environ.update(headless_variables(os.environ))  # for the workers
 
     def report(path: Path, episode: "Episode") -> None:
         earned = f"return {episode.total_reward:.1f}, {episode.length} steps"

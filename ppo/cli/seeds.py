@@ -15,7 +15,7 @@ import numpy as np
 import typer
 
 from envserve.host_resources import num_cores
-from envserve.worker.orphans import until_parent_ends
+from envserve.worker.orphans import code_tied_to_parent
 from ppo.cli.progress import Screen
 from ppo.cli.run_setup import Plan
 from ppo.cli.runs import plot
@@ -26,7 +26,7 @@ from ppo.run_folder.metrics_file import read_metrics
 
 __all__ = ["interval", "started", "train_seeds"]
 
-_RUN = until_parent_ends("ppo.cli.app")  # it stops with a checkpoint then
+_RUN = code_tied_to_parent("ppo.cli.app")  # it stops with a checkpoint then
 
 
 def train_seeds(

@@ -14,7 +14,7 @@ import typer
 
 from envserve.cli.terminal import LogFormat, console, set_up_logs
 from envserve.errors import EnvserveError, SpaceError, WrapperError
-from envserve.worker.rendering import headless_settings
+from envserve.worker.rendering import headless_variables
 from ppo.cli import on_ray
 from ppo.cli.options import (
     Connect,
@@ -323,7 +323,7 @@ class Watchers(contextlib.ExitStack):
                 raise BadInputError(
                     f"--page: {error}; pip install 'envserve[page]'."
                 ) from error
-            os.environ.update(headless_settings(os.environ))  # for the workers
+            os.environ.update(headless_variables(os.environ))  # for the workers
         if port is not None:
             from ppo.metrics_port import TrainerMetrics
 

@@ -1,4 +1,4 @@
-"""Workers that a test plays, and a pool over them: no process is behind either."""
+"""Fake workers, which a test controls, and a pool that uses them; without processes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from envserve.spaces.env_spec import describe
 from envserve.worker.channel import (
     Channel,
     ChannelMessage,
-    Kind,
     MessageDecoder,
+    MessageKind,
     pack_message,
 )
 
@@ -32,50 +32,50 @@ DISCRETE = describe(spaces.Discrete(3))
 
 
 class FakeWorker:
-    """The far end of a worker's socket, with no process behind it."""
+    """The worker's end of a socket pair, without a process."""
 
-    def __init__(self, launcher: FakeLauncher, *wakes: Any) -> None:
+    def __init__(self, launcher: FakeLauncher, *selector_arguments: Any) -> None:
         self.was_killed = False
         ours, self.theirs = socket.socketpair()
         number = len(launcher.workers)
         self.process = WorkerProcess(
-            cast(Launcher, launcher), number, Channel(ours, *wakes)
+            cast(Launcher, launcher), number, Channel(ours, *selector_arguments)
         )
         self.process.pid = 1000 + number
         self.theirs.settimeout(40.0)
         self._reader = MessageDecoder()
-        self._frames: list[ChannelMessage] = []
+        self._messages: list[ChannelMessage] = []
 
     def receive(self) -> ChannelMessage:
-        while not self._frames:
-            self._frames += self._reader.feed(self.theirs.recv(1 << 16))
-        return self._frames.pop(0)
+        while not self._messages:
+            self._messages += self._reader.feed(self.theirs.recv(1 << 16))
+        return self._messages.pop(0)
 
-    def take_over(self, pool: Pool, *kinds: Kind) -> None:
-        """Answers what a pool asks of the successor of a worker that was lost."""
+    def take_over(self, pool: Pool, *kinds: MessageKind) -> None:
+        """Answer the operations that a pool sends to the successor of a lost worker."""
         self.theirs.setblocking(False)
         for kind in kinds:
-            give_up_at = time.monotonic() + 40.0
-            while not self._frames:
-                assert time.monotonic() < give_up_at, f"waited 40 s for {kind!r}"
+            deadline = time.monotonic() + 40.0
+            while not self._messages:
+                assert time.monotonic() < deadline, f"waited 40 s for {kind!r}"
                 assert pool.collect(0.01) == []
                 with contextlib.suppress(BlockingIOError):
-                    self._frames += self._reader.feed(self.theirs.recv(1 << 16))
-            assert self._frames[0].kind is kind
+                    self._messages += self._reader.feed(self.theirs.recv(1 << 16))
+            assert self._messages[0].kind is kind
             self.answer()
         self.theirs.settimeout(40.0)
 
-    def send(self, *frame: Any) -> None:
-        self.theirs.sendall(pack_message(*frame))
+    def send(self, *message: Any) -> None:
+        self.theirs.sendall(pack_message(*message))
 
     def answer(self, payload: bytes = b"") -> None:
-        frame = self.receive()
-        self.send(Kind.DONE, frame.block, frame.sequence, payload)
+        message = self.receive()
+        self.send(MessageKind.DONE, message.block, message.sequence, payload)
 
     def become_ready(self, action: dict[str, Any] = DISCRETE) -> None:
-        assert self.receive().kind is Kind.BUILD
+        assert self.receive().kind is MessageKind.BUILD
         both = {"observation": DISCRETE, "action": action}
-        self.send(Kind.READY, 0, 0, codec.encode(both))
+        self.send(MessageKind.READY, 0, 0, codec.encode(both))
 
     def close(self) -> None:
         self.theirs.close()
@@ -89,33 +89,35 @@ class FakeWorker:
 
 
 class FakeLauncher:
-    """Starts fake workers; what it kills is dead at once."""
+    """Starts fake workers; a killed one ends at once."""
 
     def __init__(self) -> None:
         self.workers: list[FakeWorker] = []
         self.can_kill = True
-        self.reserve = contextlib.nullcontext()  # of descriptors
+        self.reserve = contextlib.nullcontext()  # reserved descriptors
 
-    def launch(self, selector: selectors.BaseSelector, owner: object) -> WorkerProcess:
-        worker = FakeWorker(self, selector, owner)
+    def launch(
+        self, selector: selectors.BaseSelector, selector_data: object
+    ) -> WorkerProcess:
+        worker = FakeWorker(self, selector, selector_data)
         self.workers.append(worker)
         return worker.process
 
     def kill(self, process: WorkerProcess, *, has_stack: bool = False) -> None:
-        self.workers[process.number].was_killed = True
+        self.workers[process.fork_number].was_killed = True
         if self.can_kill:
-            self.workers[process.number].die(-9)
+            self.workers[process.fork_number].die(-9)
 
     def poll(self) -> None:
-        """Exits are reported by the test itself."""
+        """Do nothing, because the test reports exits itself."""
 
 
-class Scene:
-    """A pool of two envs over fake workers, reset and in the middle of a step."""
+class FakePool:
+    """A pool of two envs with fake workers, and methods to step it and lose workers."""
 
     def __init__(self, num_workers: int = 1, num_splits: int = 2) -> None:
         self.launcher = FakeLauncher()
-        self.seconds_gone = 0.0
+        self.extra_seconds = 0.0
         config = PoolSettings(
             env_name="Fake-v0",
             num_envs=2,
@@ -128,7 +130,7 @@ class Scene:
         self.pool = Pool(
             config,
             launcher=cast(Launcher, self.launcher),
-            clock=lambda: time.monotonic() + self.seconds_gone,
+            clock=lambda: time.monotonic() + self.extra_seconds,
         )
 
     @property
@@ -138,27 +140,27 @@ class Scene:
     def start_step(self) -> ChannelMessage:
         self.worker.become_ready()
         wait_for(self.pool, lambda: self.pool.is_ready)
-        assert self.worker.receive().kind is Kind.SLAB
+        assert self.worker.receive().kind is MessageKind.SLAB
         self.pool.submit_step([0])
-        frame = self.worker.receive()
-        assert frame.kind is Kind.STEP
-        return frame
+        message = self.worker.receive()
+        assert message.kind is MessageKind.STEP
+        return message
 
     def replace(
         self, culprit: FakeWorker, action: dict[str, Any] = DISCRETE
     ) -> FakeWorker:
-        """Waits for the next worker, and has it take over."""
+        """Wait for the successor of a worker, and make it ready."""
         wait_for(self.pool, lambda: self.worker is not culprit)
         self.worker.become_ready(action)
         if action is DISCRETE:
             state = self.pool._workers.all[0]
             wait_for(self.pool, lambda: state.state is WorkerState.SERVING)
-            assert self.worker.receive().kind is Kind.SLAB
+            assert self.worker.receive().kind is MessageKind.SLAB
         return self.worker
 
-    def lose(self, culprit: FakeWorker) -> Outcome:
-        """What the step has come to, once the next worker has taken over."""
-        self.replace(culprit).take_over(self.pool, Kind.RESET)
+    def replace_and_collect(self, culprit: FakeWorker) -> Outcome:
+        """Let a successor take over; return the outcome of the interrupted step."""
+        self.replace(culprit).take_over(self.pool, MessageKind.RESET)
         (outcome,) = gather(self.pool, [0])
         assert self.pool.rows.status[0] == Status.WORKER_DIED
         assert self.pool.rows.truncated[0]

@@ -38,12 +38,12 @@ from envserve.wire.handshake import ErrorBody, Hello, Welcome
 from envserve.wire.message import Message, decode, encode
 from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import RowCodec, RowPart
-from envserve.worker.channel import Kind, MessageDecoder, pack_message
+from envserve.worker.channel import MessageDecoder, MessageKind, pack_message
 from envserve.worker.worker_report import (
+    decode_report,
+    decode_spaces,
     encode_report,
     encode_spaces,
-    read_report,
-    read_spaces,
 )
 from envserve.wrappers.specs import WrapperSpec
 from tests.envserve.raw_client import SESSION, RawClient
@@ -175,19 +175,21 @@ def make_targets() -> dict[str, Target]:
         [[[]]],
     ]
     targets["codec"] = Target(codec.decode, [*map(codec.encode, values)], (CodecError,))
-    frame = pack_message(Kind.DONE, 1, 2, b"payload") + pack_message(Kind.READY)
+    frame = pack_message(MessageKind.DONE, 1, 2, b"payload") + pack_message(
+        MessageKind.READY
+    )
     targets["frames of a worker"] = Target(
         lambda data: MessageDecoder().feed(data), [frame], (WorkerError,)
     )
     faults = [Fault(1, Status.ENV_ERROR, "no")]
     report = encode_report(2, 64, faults, {0: {"a": 1.5}, 1: {}}, rebuilt=[0])
     targets["report of a worker"] = Target(
-        lambda data: read_report(data, Block(0, 0, 2, 0, 0), 64),
+        lambda data: decode_report(data, Block(0, 0, 2, 0, 0), 64),
         [report],
         (ValueError,),
     )
     targets["spaces of a worker"] = Target(
-        lambda data: read_spaces(data, "A-v0"),
+        lambda data: decode_spaces(data, "A-v0"),
         [encode_spaces(each) for each in (spec, *spaces)],
         (ValueError,),
         _MAX_SPACE_SECONDS,

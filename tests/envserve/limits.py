@@ -1,4 +1,4 @@
-"""Limits of other processes."""
+"""Resource limits and descriptors of other processes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 
 @contextmanager
-def limited(pid: int, kind: int, soft: int) -> Iterator[None]:
-    """Sets a limit of another process, for a while."""
+def resource_limit(pid: int, kind: int, soft: int) -> Iterator[None]:
+    """Set a resource limit of another process within the context."""
     before = resource.prlimit(pid, kind)
     resource.prlimit(pid, kind, (soft, before[1]))
     try:
@@ -22,16 +22,16 @@ def limited(pid: int, kind: int, soft: int) -> Iterator[None]:
         resource.prlimit(pid, kind, before)
 
 
-def descriptors_of(pid: int) -> set[int]:
-    """What it has open; skips the test where that is hidden, as a server's is."""
+def open_descriptors(pid: int) -> set[int]:
+    """Return the open descriptors of a process; skip the test if they are hidden."""
     try:
         return {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
     except PermissionError:
         pytest.skip("only root sees the descriptors of a server")
 
 
-def room_for_descriptors(pid: int, count: int) -> int:
-    """The limit under which a process can open so many descriptors more."""
-    taken = descriptors_of(pid)
+def limit_for_descriptors(pid: int, count: int) -> int:
+    """Return the limit with which a process can open `count` more descriptors."""
+    taken = open_descriptors(pid)
     free = (number for number in itertools.count() if number not in taken)
     return next(itertools.islice(free, count, None))

@@ -226,7 +226,7 @@ def a_lost_lease_is_not_marked(patch: Patch) -> None:
 
 @bug(BATCHES)
 def the_last_observation_is_not_kept(patch: Patch) -> None:
-    patch.setattr(client_blocks, "keep_last_observation", lambda rows, part: None)
+    patch.setattr(client_blocks, "copy_observation_to_final", lambda rows, index: None)
 
 
 @bug(BATCHES)

@@ -1,4 +1,4 @@
-"""Bugs of pools, and of workers, which are planted there by the env that they build."""
+"""Bugs of pools, and bugs of workers, which an env plants while it is built."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from envserve.pool.pool import Pool
 from envserve.pool.supervisor import SupervisedWorker
 from envserve.slab import Status, write_lost
 from envserve.worker import env_block, process
-from envserve.worker.channel import Kind, pack_message
+from envserve.worker.channel import MessageKind, pack_message
 from envserve.worker.env_row import EnvRow
 from tests.envserve.planted_bugs import around
 from tests.oracle.ledger_env import LedgerEnv
@@ -35,7 +35,7 @@ def plant_in(
 
 
 class PlantedLedger(LedgerEnv):
-    """A ledger that spoils the worker which builds it."""
+    """A ledger that plants a bug in the worker that builds it."""
 
     planted: ClassVar[set[str]] = set()
 
@@ -49,7 +49,7 @@ class PlantedLedger(LedgerEnv):
 gymnasium.register(PLANTED, f"{__name__}:PlantedLedger")
 
 
-# In the worker.
+# Bugs of workers.
 
 
 @plant_in(WORKER_BUGS)
@@ -84,13 +84,13 @@ def the_reward_is_that_of_the_step_before(patch: Patch) -> None:
 
 @plant_in(WORKER_BUGS)
 def a_step_is_answered_before_it_is_done(patch: Patch) -> None:
-    def handle(real: Any, self: Any, frame: Any) -> None:
+    def handle(real: Any, self: Any, message: Any) -> None:
         send = self._send
-        if frame.kind is Kind.STEP:
-            send(pack_message(Kind.DONE, frame.block, frame.sequence))
+        if message.kind is MessageKind.STEP:
+            send(pack_message(MessageKind.DONE, message.block, message.sequence))
             time.sleep(0.01)
             self._send = lambda _: None
-        real(self, frame)
+        real(self, message)
         self._send = send
 
     around(patch, process._Worker, "handle", handle)
@@ -134,7 +134,7 @@ def the_last_action_is_applied_once_more_at_the_end(patch: Patch) -> None:
     around(patch, EnvRow, "close", close)
 
 
-# In the pool.
+# Bugs of pools.
 
 
 @plant_in(POOL_BUGS)
@@ -147,19 +147,19 @@ def a_replaced_env_has_its_old_seed(patch: Patch) -> None:
 
 @plant_in(POOL_BUGS)
 def a_loss_is_reported_twice(patch: Patch) -> None:
-    told: dict[int, Any] = {}
+    reported: dict[int, Any] = {}
 
     def collect(real: Any, self: Pool, *arguments: Any) -> Any:
         outcomes = real(self, *arguments)
         for at, outcome in enumerate(outcomes):
-            faults = told.pop(outcome.block, ())
+            faults = reported.pop(outcome.block, ())
             if faults:
                 outcomes[at] = outcome._replace(faults=faults)
                 block = self.blocks[outcome.block]
                 part = slice(block.start, block.stop)
                 write_lost(self.rows, part, Status.WORKER_DIED)
             elif len(outcome.faults) > 1:
-                told[outcome.block] = outcome.faults
+                reported[outcome.block] = outcome.faults
         return outcomes
 
     around(patch, Pool, "collect", collect)

@@ -1,4 +1,4 @@
-"""Drives pools of real worker processes, and hosts envs that do what a test says."""
+"""Helpers that drive pools of real workers, and envs that run scripts of a test."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ gymnasium.register("odd_envs/Script-v0", "odd_envs:ScriptEnv")
 
 @contextlib.contextmanager
 def launcher_with(folder: Path, **modules: str) -> Iterator[Launcher]:
-    """A launcher whose workers know the probe envs, and modules of these texts."""
+    """Start a launcher whose workers import the probe envs and the given modules."""
     for name, text in modules.items():
         (folder / f"{name}.py").write_text(text)
     with pytest.MonkeyPatch.context() as patch:
@@ -112,7 +112,7 @@ class PoolMaker:
         return pool
 
     def and_reset(self, *arguments: Any, **options: Any) -> Pool:
-        """Starts a pool, and resets its envs."""
+        """Start a pool and reset its envs."""
         pool = self(*arguments, **options)
         reset(pool)
         return pool
@@ -135,9 +135,9 @@ class PoolMaker:
 
 
 def wait_for(pool: Pool, condition: Callable[[], bool], seconds: float = 40.0) -> None:
-    give_up_at = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < give_up_at, f"waited {seconds} s for {pool!r}"
+        assert time.monotonic() < deadline, f"waited {seconds} s for {pool!r}"
         select.select([pool], [], [], 0.02)
         assert pool.collect(0.0) == []
 
@@ -148,7 +148,7 @@ def attach_lane(
     patience: Timeouts | None = None,
     **changes: object,
 ) -> RemoteLane:
-    """Returns a lane to a server, its envs reset; the rest is for `make_config`."""
+    """Attach a lane to a server and reset its envs; `make_config` gets the rest."""
     lane = RemoteLane(
         server if isinstance(server, str) else server.address,
         make_config(*args, **changes),  # type: ignore[arg-type]
@@ -162,12 +162,12 @@ def attach_lane(
 
 
 def gather(lane: Lane, blocks: Iterable[int], seconds: float = 40.0) -> list[Outcome]:
-    """Collects until each of these blocks has finished, and nothing else has."""
+    """Collect until these blocks have finished, and assert that no others have."""
     awaited = set(blocks)
     finished: dict[int, Outcome] = {}
-    give_up_at = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while missing := awaited - set(finished):
-        assert time.monotonic() < give_up_at, f"waited {seconds} s for {lane!r}"
+        assert time.monotonic() < deadline, f"waited {seconds} s for {lane!r}"
         for outcome in lane.collect(0.2, len(missing)):
             assert outcome.block not in finished
             finished[outcome.block] = outcome
@@ -189,7 +189,7 @@ def step(lane: Lane, actions: Any, blocks: Sequence[int] = ()) -> list[Outcome]:
 
 
 def call(lane: Lane, env_index: int, name: str, *arguments: Any) -> Any:
-    """Returns what came of a call: its value, or the text of its fault."""
+    """Return the value of a call, or the text of its fault."""
     block = next(b.index for b in lane.blocks if env_index < b.stop)
     packed = codec.encode([arguments, {}])
     lane.submit_call([Call(block, (env_index,), "call", name, packed)])
@@ -202,21 +202,21 @@ def call(lane: Lane, env_index: int, name: str, *arguments: Any) -> Any:
     return {"value": value}
 
 
-def once(mark: Path, script: str, when: str = "True") -> str:
-    """A script that is run the first time only; there is the mark from then on."""
+def run_once(mark: Path, script: str, when: str = "True") -> str:
+    """Return a script that runs only once; it creates the file `mark`."""
     at = repr(str(mark))
     return f"if {when} and not os.path.exists({at}): open({at}, 'w').close(); {script}"
 
 
 def seeds(pool: Pool) -> list[int]:
-    """What each row shows of a ledger or a script: the seed of its env."""
+    """Return the seeds that ledgers or script envs observe."""
     return [int(seed) for seed in pool.rows.observation[0][:, 0]]
 
 
 def assert_lost(
     pool: Pool, outcome: Outcome, text: str = "", status: Status = Status.WORKER_DIED
 ) -> None:
-    """The block's rows are one made-up transition: truncated, and not OK."""
+    """Assert that the block's rows are one lost transition: truncated and not OK."""
     block = pool.blocks[outcome.block]
     rows, part = pool.rows, slice(block.start, block.stop)
     assert outcome.error is None

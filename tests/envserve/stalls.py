@@ -1,4 +1,4 @@
-"""How long something takes where the machine may stand still meanwhile."""
+"""Measure durations on machines that may stall."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from collections.abc import Callable
 NUM_ATTEMPTS = 3
 
 
-def soonest(attempt: Callable[[], float], enough: float) -> float:
-    """Returns the fewest seconds of some attempts; each says how long it took.
+def fastest(attempt: Callable[[], float], limit: float) -> float:
+    """Return the seconds of the fastest of several attempts.
 
-    What is always late is late in each; a machine that stands still, or has others to
-    run, is not likely to in all. One that took less than enough is the last.
+    Code that is always too slow is slow in every attempt, but a machine is not likely
+    to stall in all of them. Stop after an attempt that took less than `limit`.
+
+    Args:
+      attempt: Makes an attempt and returns how many seconds it took.
+      limit: Seconds that are fast limit.
     """
     fewest = math.inf
     for _ in range(NUM_ATTEMPTS):
         fewest = min(fewest, attempt())
-        if fewest < enough:
+        if fewest < limit:
             break
     return fewest

@@ -17,7 +17,7 @@ from envserve.slab import Rows, Status, private_heartbeat
 from envserve.spaces import codec
 from envserve.worker.env_checks import SpaceViolation
 from envserve.worker.env_row import EnvRow
-from envserve.worker.replay_worker import play
+from envserve.worker.replay_worker import apply_actions
 from envserve.worker.spare_row import ResetThreads, SpareRow
 
 Array = np.ndarray[Any, Any]
@@ -143,7 +143,7 @@ class RecordedRow:
         repro = decode_repro(encode_repro(repro))
         request = self.request(first_env_index=7)
         env = EnvRow(request, 0, repro.played.incarnation)
-        rows = play(repro, env, env.build(), lambda _: None)
+        rows = apply_actions(repro, env, env.build(), lambda _: None)
         seen: list[float] = rows.observation[0][0].tolist()
         return seen
 
@@ -230,7 +230,7 @@ def test_options_of_the_first_reset_are_replayed(
 
 def test_an_env_that_was_never_seeded_can_be_replayed(make: Make) -> None:
     walk = make()
-    walk.env.forget_seed()
+    walk.env.drop_initial_seed()
     walk.env.reset(None)
     for _ in range(30):
         walk.step()

@@ -19,7 +19,7 @@ from envserve.bench.interleaved import SPEED, Measurements, interleave
 from envserve.bench.workload import Workload
 from envserve.cli.app import app
 from envserve.errors import EnvStartError, UnknownEnv
-from envserve.worker.orphans import children
+from envserve.worker.orphans import child_processes
 
 #: Its actions are a Dict, so that each way has to cut batches of them into rows.
 OWN_ENV = """
@@ -76,7 +76,9 @@ def test_its_servers_end_with_it(number: int) -> None:
         while line := process.stderr.readline():
             if line.startswith("... 1 of "):  # now all is started
                 break
-        servers = [pid for pid, *_ in children(process.pid) if b"tcp" in words_of(pid)]
+        servers = [
+            pid for pid, *_ in child_processes(process.pid) if b"tcp" in words_of(pid)
+        ]
         assert servers
         watched = [os.pidfd_open(pid) for pid in servers]
         process.send_signal(number)

@@ -1,4 +1,4 @@
-"""How rows are cut into blocks, and what a pool's configuration refuses."""
+"""The division of rows into blocks, and invalid settings of a pool."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_blocks_partition_the_rows_evenly_over_splits_and_their_workers() -> Non
         assert [block.index for block in blocks] == list(range(len(blocks)))
         sizes = [block.stop - block.start for block in blocks]
         assert 1 <= min(sizes) <= max(sizes) <= min(sizes) + 1, case
-        # Split by split, with one block of each worker.
+        # Split by split, with one block per worker.
         places = [(block.split, block.worker) for block in blocks]
         splits = 1 + max(split for split, _ in places)
         workers = 1 + max(worker for _, worker in places)
@@ -35,7 +35,7 @@ def test_blocks_partition_the_rows_evenly_over_splits_and_their_workers() -> Non
             assert len(blocks) == num_workers * num_splits
 
 
-def test_blocks_are_the_same_whoever_steps_them() -> None:
+def test_blocks_are_the_same_for_any_number_of_workers() -> None:
     for num_envs, num_workers, num_splits in SMALL:
         blocks = make_blocks(num_envs, num_workers, num_splits)
         each = sum(block.split == 0 for block in blocks)
@@ -72,7 +72,7 @@ def config(**changes: Any) -> PoolSettings:
         ("spare_envs", 2),
     ],
 )
-def test_bad_setting_is_refused_by_name_and_value(name: str, value: Any) -> None:
+def test_bad_setting_is_rejected_by_name_and_value(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name) as caught:
         config(**{name: value})
     assert str(value) in str(caught.value)

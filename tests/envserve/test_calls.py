@@ -15,11 +15,11 @@ from envserve.spaces import codec
 from envserve.wire.constants import MessageType
 from envserve.wire.message import decode
 from envserve.worker.attribute_calls import (
-    CallTask,
-    answer_call,
-    answer_call_of_all,
-    call_payload,
-    read_answer,
+    CallRequest,
+    decode_results,
+    encode_call,
+    run_call,
+    run_call_on_vector_env,
 )
 
 from .conftest import MakeBatch
@@ -113,7 +113,7 @@ def test_values_too_long_for_one_message_are_set_all_the_same(
 
 def test_a_block_calls_as_many_as_it_has_room_for() -> None:
     block = Block(0, 4, 8, 0, 0)
-    task = CallTask.read(call_payload(make_call([4, 6, 7], "call", "x", "y")))
+    task = CallRequest.decode(encode_call(make_call([4, 6, 7], "call", "x", "y")))
     called = []
 
     def value_of(position: int) -> Any:
@@ -123,7 +123,7 @@ def test_a_block_calls_as_many_as_it_has_room_for() -> None:
             raise ValueError("not that one")
         return bytes(5 << 20)
 
-    outcome = read_answer(answer_call(task, value_of), block)
+    outcome = decode_results(run_call(task, value_of), block)
     (fault,), values = outcome.faults, outcome.result
     assert (fault.env_index, fault.text.splitlines()[-1]) == (
         4,
@@ -134,18 +134,20 @@ def test_a_block_calls_as_many_as_it_has_room_for() -> None:
     assert (first, len(second)) == (None, 5 << 20)
     for wrong in (b"", b"\xff\xff\xff\xff", b"\4\0\0\0rows"):
         with pytest.raises(ValueError, match=r"answer|Codec|Validation"):
-            read_answer(wrong, block)
+            decode_results(wrong, block)
 
 
 def test_what_is_enough_is_divided_among_all_blocks() -> None:
-    task = CallTask.read(call_payload(make_call([4, 5], "call", "x"), 64))
-    answer = answer_call(task, lambda _: bytes(1 << 20))
+    task = CallRequest.decode(encode_call(make_call([4, 5], "call", "x"), 64))
+    answer = run_call(task, lambda _: bytes(1 << 20))
     assert len(answer) < 2 << 20
 
 
 def test_a_vector_env_is_called_once_however_much_it_gives() -> None:
     block = Block(0, 0, 3, 0, 0)
-    task = CallTask.read(call_payload(make_call([0, 1, 2], "call", "take", 5 << 20)))
+    task = CallRequest.decode(
+        encode_call(make_call([0, 1, 2], "call", "take", 5 << 20))
+    )
     called: list[int] = []
 
     class Env:
@@ -153,18 +155,18 @@ def test_a_vector_env_is_called_once_however_much_it_gives() -> None:
             called.append(size)
             return bytes(size)
 
-    answer = answer_call_of_all(task, Env(), range(3))
-    fault, _ = read_answer(answer, block).faults
+    answer = run_call_on_vector_env(task, Env(), range(3))
+    fault, _ = decode_results(answer, block).faults
     assert "expected at most 4 MiB" in fault.text
     assert (fault.env_index, called) == (1, [5 << 20])
 
 
 def test_results_hold_so_many_values() -> None:
     block = Block(0, 0, 5, 0, 0)
-    task = CallTask.read(call_payload(make_call([0, 1, 2, 3, 4], "get", "x")))
+    task = CallRequest.decode(encode_call(make_call([0, 1, 2, 3, 4], "get", "x")))
     odd: list[Any] = [[{}] * 60_000] * 3
     given = [odd, *[[0] * 60_000] * 4]
-    outcome = read_answer(answer_call(task, given.__getitem__), block)
+    outcome = decode_results(run_call(task, given.__getitem__), block)
     (fault,), values = outcome.faults, outcome.result
     assert "expected at most 131072 values" in fault.text
     assert _values_in(values) == [None, *given[1:4]]

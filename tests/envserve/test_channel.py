@@ -1,4 +1,4 @@
-"""Frames between pool and worker, however the bytes are cut."""
+"""Messages between pool and worker are decoded however the bytes are divided."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envserve.errors import WorkerError
-from envserve.worker.channel import ChannelMessage, Kind, MessageDecoder, pack_message
+from envserve.worker.channel import (
+    ChannelMessage,
+    MessageDecoder,
+    MessageKind,
+    pack_message,
+)
 
 frames = st.builds(
     ChannelMessage,
-    st.sampled_from(Kind),
+    st.sampled_from(MessageKind),
     st.integers(0, 2**16 - 1),
     st.integers(0, 2**32 - 1),
     st.binary(max_size=50),
@@ -20,7 +25,7 @@ frames = st.builds(
 
 
 @given(st.lists(frames, max_size=8), st.data())
-def test_frames_come_out_as_they_went_in_wherever_the_stream_is_cut(
+def test_messages_are_decoded_wherever_the_stream_is_cut(
     sent: list[ChannelMessage], data: st.DataObject
 ) -> None:
     stream = b"".join(pack_message(*frame) for frame in sent)
@@ -30,22 +35,22 @@ def test_frames_come_out_as_they_went_in_wherever_the_stream_is_cut(
     read: list[ChannelMessage] = []
     for start, stop in zip([0, *cuts], [*cuts, len(stream)], strict=True):
         read += reader.feed(stream[start:stop])
-        assert len(read) == np.count_nonzero(ends <= stop)  # each with its last byte
+        assert len(read) == np.count_nonzero(ends <= stop)  # as soon as complete
     assert read == sent
 
 
-def test_frame_without_payload_is_as_short_as_its_header() -> None:
-    assert len(pack_message(Kind.STEP, 1, 2)) == 12
+def test_message_without_payload_is_as_short_as_its_header() -> None:
+    assert len(pack_message(MessageKind.STEP, 1, 2)) == 12
 
 
-@pytest.mark.parametrize("kind", [0, max(Kind) + 1, 255])
-def test_unknown_kind_is_refused(kind: int) -> None:
+@pytest.mark.parametrize("kind", [0, max(MessageKind) + 1, 255])
+def test_unknown_kind_is_rejected(kind: int) -> None:
     with pytest.raises(WorkerError, match=f"got kind {kind}"):
         list(MessageDecoder().feed(pack_message(kind)))
 
 
-def test_frame_that_claims_too_much_is_refused_by_its_header() -> None:
-    header = bytearray(pack_message(Kind.DONE))
+def test_message_that_is_too_long_is_rejected_by_its_header() -> None:
+    header = bytearray(pack_message(MessageKind.DONE))
     header[-4:] = (2**32 - 1).to_bytes(4, "little")
     with pytest.raises(WorkerError, match="4294967295 bytes"):
         list(MessageDecoder().feed(bytes(header)))

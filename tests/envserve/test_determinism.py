@@ -15,13 +15,13 @@ from .conftest import servers_in
 
 NUM_ENVS = 16
 NUM_STEPS = 330
-#: HalfCheetah ends no episode before its limit.
+#: HalfCheetah has no other end of an episode.
 LIMIT = {"name": "TimeLimit", "max_episode_steps": 100}
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """Two over TCP, and one over a socket of this host."""
+    """Start two servers over TCP, and one over a Unix socket."""
     folder = tmp_path_factory.mktemp("servers")
     with servers_in(folder) as start:
         yield [start(), start(), start(f"ipc://{folder}/envs")]
@@ -35,7 +35,7 @@ def draw_actions(batch: BatchEnv, generator: np.random.Generator) -> Any:
 
 
 def digest_of_a_run(batch: BatchEnv) -> tuple[str, int]:
-    """Returns a digest of all that the steps gave, and how many episodes ended."""
+    """Return a digest of all results, and the number of ended episodes."""
     digest = hashlib.sha256()
     generator = np.random.default_rng(7)
     episodes = 0

@@ -1,4 +1,4 @@
-"""What env modules do besides being envs, and what workers make of it."""
+"""Unusual habits of env modules that workers have to tolerate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from envserve import BatchEnv, make_vec
-from envserve.worker.channel import Channel, ChannelMessage, Kind, pack_message
+from envserve.worker.channel import Channel, ChannelMessage, MessageKind, pack_message
 
 ENVS = """
 import os, socket, time
@@ -84,7 +84,7 @@ def envs(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("spare_envs", [False, True])
-def test_infos_of_an_end_are_not_those_of_the_next_episode(
+def test_infos_of_an_ended_episode_are_not_changed_by_the_next(
     spare_envs: bool, envs: Path
 ) -> None:
     with BatchEnv.local(f"{envs}:Env", 2, num_workers=1, spare_envs=spare_envs) as env:
@@ -96,7 +96,9 @@ def test_infos_of_an_end_are_not_those_of_the_next_episode(
                 assert infos[1]["all"] == [{"success": [True]}]
 
 
-def test_infos_of_an_end_in_a_vector_env_are_of_that_episode(envs: Path) -> None:
+def test_infos_of_an_ended_episode_in_a_vector_env_are_not_changed_by_the_next(
+    envs: Path,
+) -> None:
     with BatchEnv.local(
         "Several-v0", 2, num_workers=1, import_modules=[str(envs)], vectorized=True
     ) as env:
@@ -106,15 +108,17 @@ def test_infos_of_an_end_in_a_vector_env_are_of_that_episode(envs: Path) -> None
     assert infos[0]["length"] == 3
 
 
-def test_a_default_timeout_of_an_import_is_not_that_of_workers(envs: Path) -> None:
+def test_a_default_socket_timeout_of_an_import_does_not_affect_workers(
+    envs: Path,
+) -> None:
     with BatchEnv.local(f"{envs}:Env", 2, num_workers=1) as env:
         env.reset()
         for _ in range(2):
             assert env.step(np.zeros(2, np.int64)).valid.all()
-            time.sleep(1.0)  # as a learner takes
+            time.sleep(1.0)  # like a learner between two steps
 
 
-def test_a_masked_reset_needs_no_env_that_takes_options(envs: Path) -> None:
+def test_a_masked_reset_works_for_envs_without_options(envs: Path) -> None:
     env = make_vec(f"{envs}:Env", 2, num_workers=1, autoreset_mode="Disabled")
     try:
         env.reset()
@@ -137,7 +141,7 @@ with BatchEnv.local(f"{sys.argv[1]}:Dying", 4, num_workers=4) as env:
 """
 
 
-def test_what_envs_print_comes_through_once_however_they_end(envs: Path) -> None:
+def test_output_of_envs_is_forwarded_once_however_they_end(envs: Path) -> None:
     variables = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
     command = [sys.executable, "-c", PRINTS, str(envs)]
     ended = subprocess.run(
@@ -162,7 +166,7 @@ Path(sys.argv[2]).write_text(str(valid.tolist()))
 
 
 @pytest.mark.parametrize("closed", ["2>&-", "0<&- 1>&- 2>&-"])
-def test_closed_streams_are_in_nobodys_way(
+def test_closed_standard_streams_do_no_harm(
     closed: str, envs: Path, tmp_path: Path
 ) -> None:
     words = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", CLOSED]
@@ -171,19 +175,19 @@ def test_closed_streams_are_in_nobodys_way(
     assert result.read_text() == "[True, True]"
 
 
-def test_who_waits_for_an_answer_sends_what_is_left_of_the_question() -> None:
+def test_waiting_for_an_answer_sends_the_rest_of_the_request() -> None:
     ours, theirs = socket.socketpair()
     size = 16 << 20
 
     def answer() -> None:
-        left = len(pack_message(Kind.REPLAY, payload=bytes(size)))
+        left = len(pack_message(MessageKind.REPLAY, payload=bytes(size)))
         while left:
             left -= len(theirs.recv(1 << 16))
-        theirs.sendall(pack_message(Kind.DONE))
+        theirs.sendall(pack_message(MessageKind.DONE))
 
     with theirs:
         channel = Channel(ours)
-        channel.send(pack_message(Kind.REPLAY, payload=bytes(size)))
+        channel.send(pack_message(MessageKind.REPLAY, payload=bytes(size)))
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         until = time.monotonic() + 200
@@ -193,5 +197,5 @@ def test_who_waits_for_an_answer_sends_what_is_left_of_the_question() -> None:
             frames = channel.read()
         channel.close()
         thread.join()
-    assert [frame.kind for frame in frames] == [Kind.DONE]
+    assert [frame.kind for frame in frames] == [MessageKind.DONE]
     assert time.monotonic() < until

@@ -1,4 +1,4 @@
-"""Each fault is one line in the log that says what one needs to know."""
+"""Each fault is logged in one line that contains everything needed to replay it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LOGGER = "envserve.pool"
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The first line of each record of the pool's logger."""
+    """Return the first line of each record of the pool's logger."""
     return [
         record.getMessage().split("\n")[0]
         for record in caplog.records
@@ -74,15 +74,15 @@ def test_line_of_an_env_that_raises(
         f"Env 13 (worker 1, pid {pool.worker_pids[1]}) failed and was rebuilt: "
         f"RuntimeError: the simulator lost its balance; incarnation 0; "
         f"seed {env_seed(SEED, 13, 0)}; step 2 of its episode; last action 1; "
-        f"to see it again: envserve replay '{path}'"
+        f"to replay it: envserve replay '{path}'"
     )
     assert "in _raise" in caplog.text
     caplog.clear()
     step(pool, [0, 0, 0, 1])
     (line,) = lines(caplog)
     assert "incarnation 1" in line
-    assert "replay" not in line  # no two files within a second
-    assert "in _raise" not in caplog.text  # it is the same as before
+    assert "replay" not in line  # at most one file per second
+    assert "in _raise" not in caplog.text  # the traceback equals the previous one
 
 
 def test_line_of_a_worker_that_dies(
@@ -117,7 +117,7 @@ def test_line_of_a_worker_that_dies(
 
 @pytest.fixture(scope="module")
 def patient_launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    """One whose template waits for a stack for as long as a loaded machine needs."""
+    """A launcher whose template waits longer for a stack, for loaded machines."""
     text = "import envserve.worker.template as it; it._STACK_SECONDS = 20.0"
     with launcher_with(tmp_path_factory.mktemp("patient"), patience=text) as launcher:
         yield launcher
@@ -148,7 +148,7 @@ def test_line_of_a_worker_that_hangs_says_where(
     assert f" in _{fault}" in outcome.faults[0].text
 
 
-def test_worker_that_is_killed_at_rest_is_blamed_on_no_env(
+def test_worker_that_is_killed_while_idle_is_not_blamed_on_an_env(
     make_pool: PoolMaker, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     pool = make_pool.and_reset(LEDGER, 2, 1, crash_dir=str(tmp_path))
@@ -159,12 +159,12 @@ def test_worker_that_is_killed_at_rest_is_blamed_on_no_env(
     (line,) = lines(caplog)
     assert line == (
         f"worker 0 (of envs 0 to 1), pid {pid}, was killed by SIGKILL; "
-        f"no env was at work"
+        f"no env was running"
     )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_worker_that_stops_by_itself_says_why_on_the_line(
+def test_line_of_a_worker_that_exits_contains_the_reason(
     make_pool: PoolMaker, caplog: pytest.LogCaptureFixture
 ) -> None:
     script = "if seed is None: raise SystemExit(3)"
@@ -183,17 +183,17 @@ def test_worker_that_stops_by_itself_says_why_on_the_line(
     log.attach(slab, pool.spec)
     text = "stopped:\nTraceback:\nValueError: no level"
     assert ring.read(0) is not None
-    log.worker_lost(worker, Lost(Status.WORKER_DIED, text), {}, 0.0)
-    log.forget(worker)
+    log.log_worker_loss(worker, Lost(Status.WORKER_DIED, text), {}, 0.0)
+    log.clear_records(worker)
     (line,) = lines(caplog)
     assert line.startswith("session 7: worker 0 (of envs 0 to 0), pid ")
-    assert "stopped: ValueError: no level; no env was at work" in line
-    # What is known of the old envs must not be taken for the new ones'.
+    assert "stopped: ValueError: no level; no env was running" in line
+    # The records of the old envs must not be attributed to the new ones.
     assert ring.read(0) is None
     assert not slab.heartbeats[:, :2].any()
 
 
-def test_workers_that_are_replaced_after_an_interrupt_are_no_fault(
+def test_workers_that_are_replaced_after_an_interrupt_are_not_logged(
     make_pool: PoolMaker, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     pool = make_pool(LEDGER, 2, 2, crash_dir=str(tmp_path))
@@ -207,7 +207,7 @@ def test_workers_that_are_replaced_after_an_interrupt_are_no_fault(
 
 
 @pytest.mark.parametrize("kind", ["call", "set", "get"])
-def test_file_says_whether_the_env_was_touched(
+def test_file_records_whether_the_env_was_touched(
     make_pool: PoolMaker, tmp_path: Path, kind: Literal["call", "set", "get"]
 ) -> None:
     script = "if action: os._exit(3)"
@@ -221,7 +221,7 @@ def test_file_says_whether_the_env_was_touched(
     assert load_repro(path).played.is_touched is (kind != "get")
 
 
-def test_crash_in_a_call_is_named_and_gives_no_file(
+def test_crash_in_a_call_is_logged_and_writes_no_file(
     make_pool: PoolMaker, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     pool = make_pool.and_reset(SCRIPT, 2, 1, crash_dir=str(tmp_path))
@@ -257,7 +257,7 @@ def test_crash_in_a_reset_names_the_env(
     assert len(played.actions[0]) == (1 if autoreset == "same_step" else 0)
 
 
-def test_last_words_are_printable_and_on_one_line(
+def test_end_of_stderr_is_printable_and_on_one_line(
     make_pool: PoolMaker, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     script = "os.write(2, b'\\x1b[31mred\\xff\\r\\xed\\xa0\\x80\\n\\n'); os._exit(3)"
@@ -271,7 +271,7 @@ def test_last_words_are_printable_and_on_one_line(
     assert "\\x1b[31mred\\xff" in outcome.faults[0].text
 
 
-def test_storm_of_crashes_writes_a_file_and_a_line_for_each(
+def test_storm_of_crashes_writes_one_file_and_a_line_for_each_crash(
     make_pool: PoolMaker, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     pool = make_pool(FAULTY, 64, 1, crash_dir=str(tmp_path))
@@ -286,7 +286,7 @@ def test_storm_of_crashes_writes_a_file_and_a_line_for_each(
     pool._clock = clock
 
 
-def test_server_keeps_files_where_it_is_told_to(tmp_path: Path) -> None:
+def test_server_writes_files_to_its_crash_dir(tmp_path: Path) -> None:
     folder = tmp_path / "crashes"
     with ServerProcess(tmp_path, "--crash-dir", str(folder)) as server:
         with BatchEnv.connect(FAULTY, [server.address], 2, seed=1) as batch:
@@ -314,10 +314,10 @@ def test_folder_that_cannot_be_written_costs_a_line_and_no_step(
     assert np.isfinite(pool.rows.reward).all()
 
 
-def test_options_that_envs_do_not_take_cost_a_line(
+def test_options_that_envs_reject_are_logged_in_one_line(
     make_pool: PoolMaker, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """However many resets and envs: the caller has been told."""
+    """One line is sufficient for many resets, because the caller has the error."""
     pool = make_pool.and_reset("envserve/Reset-v0", 8, 1, crash_dir=str(tmp_path))
     frozen = pool._clock()
     pool._clock = lambda: frozen

@@ -1,4 +1,4 @@
-"""Env code that attacks its host: it costs its own lease, and nobody else's."""
+"""Env code that attacks its host can harm its own lease, but no other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.lab.processes import is_running
 from envserve.settings import HostSettings
 from envserve.slab import Status
 from tests.envserve.conftest import Join, Serve, WaitUntil
-from tests.envserve.limits import descriptors_of
+from tests.envserve.limits import open_descriptors
 from tests.envserve.server_process import ServerProcess
 from tests.envserve.session_client import SessionClient
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="finds descriptors and processes by /proc"
 )
 
-#: Modules of attackers; a step whose action is not 0 attacks.
+#: Modules with hostile envs, which attack in a step whose action is not 0.
 _MODULES = {
     "without_gc": "import gc; gc.disable()",
     "vandals": """
@@ -133,8 +133,8 @@ gymnasium.register("Spy-v0", SpyEnv)
 
 
 @pytest.fixture
-def serve_them(tmp_path: Path, serve: Serve) -> Serve:
-    """Starts servers that offer them."""
+def serve_hostile(tmp_path: Path, serve: Serve) -> Serve:
+    """Start servers that offer the hostile envs."""
     imports = []
     for name, text in _MODULES.items():
         (tmp_path / f"{name}.py").write_text(text)
@@ -143,15 +143,15 @@ def serve_them(tmp_path: Path, serve: Serve) -> Serve:
 
 
 @pytest.fixture
-def server(serve_them: Serve) -> Iterator[ServerProcess]:
-    """It must survive the test."""
-    server = serve_them()
+def server(serve_hostile: Serve) -> Iterator[ServerProcess]:
+    """Start a server, and assert at the end that it has survived."""
+    server = serve_hostile()
     yield server
     assert server.process.poll() is None, server.log
 
 
 def check_steps(client: SessionClient, num_steps: int = 3) -> None:
-    """A ledger's rewards are its actions."""
+    """Step a ledger, and assert that its rewards equal its actions."""
     for action in range(1, 1 + num_steps):
         assert not any(outcome.faults for outcome in client.step(action))
         np.testing.assert_array_equal(client.session.rows.reward, [action] * 4)
@@ -173,7 +173,7 @@ def test_attacks_on_every_descriptor_end_the_attackers_episode_at_most(
     assert ends == [[], *[[Status.WORKER_DIED]] * 3]
 
 
-def test_infos_that_are_long_to_read_are_left_out(
+def test_infos_that_take_long_to_decode_are_omitted(
     server: ServerProcess, join: Join
 ) -> None:
     chatty = join(server, 1, "Chatty-v0", session=6, infos="all")
@@ -183,14 +183,14 @@ def test_infos_that_are_long_to_read_are_left_out(
         assert outcome.infos == {0: {"omitted": ["lists"]}}
 
 
-def test_what_a_lease_held_is_free_when_it_has_ended(
+def test_resources_of_a_lease_are_freed_when_it_ends(
     server: ServerProcess, join: Join, wait_until: WaitUntil
 ) -> None:
     pid = server.process.pid
 
     def held() -> tuple[int, int]:
-        """Descriptors, and slabs that are mapped."""
-        num_files = len(descriptors_of(pid))
+        """Return the number of descriptors, and of mapped slabs."""
+        num_files = len(open_descriptors(pid))
         return num_files, Path(f"/proc/{pid}/maps").read_text().count("envserve-slab")
 
     before = held()
@@ -203,21 +203,21 @@ def test_what_a_lease_held_is_free_when_it_has_ended(
         wait_until(lambda: all(map(operator.le, held(), before)))
 
 
-def _can_all_use(path: str) -> bool:
-    """Whether it is there, and everybody can search the folders on the way."""
+def _is_public(path: str) -> bool:
+    """Return whether a file exists and other users may search its folders."""
     found = Path(path).resolve()
     return found.exists() and all(p.stat().st_mode & 0o001 for p in found.parents)
 
 
-def spied(client: SessionClient, action: int = 0) -> Any:
-    """What a spy has found."""
+def spy_report(client: SessionClient, action: int = 0) -> Any:
+    """Step a spy; return its report."""
     (outcome,) = client.step(action)
     assert not outcome.faults
     return outcome.infos[0]
 
 
-def test_env_sees_neither_the_servers_memory_nor_its_settings(
-    serve_them: Serve, join: Join
+def test_env_can_read_neither_the_servers_memory_nor_its_settings(
+    serve_hostile: Serve, join: Join
 ) -> None:
     secrets = {"ENVSERVE_PLANTED": "0", "PLANTED": "1"}
     limits = (
@@ -229,10 +229,10 @@ def test_env_sees_neither_the_servers_memory_nor_its_settings(
         ((), (resource.RLIM_INFINITY, processes), {"PLANTED"}),
         (limits, (3000 << 20, 4000), set()),
     ):
-        server = serve_them(*options, environment=secrets)
+        server = serve_hostile(*options, environment=secrets)
         spy = join(server, 1, "Spy-v0", infos="all")
         spy.reset()
-        found = spied(spy)
+        found = spy_report(spy)
         assert found["seen"] == []
         assert found["environ"]["PATH"] == os.environ["PATH"]
         assert secrets.keys() & found["environ"].keys() == expected
@@ -245,22 +245,22 @@ def test_env_sees_neither_the_servers_memory_nor_its_settings(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root starts others' processes")
 def test_workers_run_as_another_user(
-    tmp_path: Path, serve_them: Serve, join: Join, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, serve_hostile: Serve, join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for folder in (tmp_path, *tmp_path.parents):  # those that pytest made
+    for folder in (tmp_path, *tmp_path.parents):  # folders that pytest has created
         if not folder.stat().st_mode & 0o001:
             folder.chmod(0o755)
     pythons = (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}")
-    public = next(filter(_can_all_use, pythons), None)
+    public = next(filter(_is_public, pythons), None)
     if public is None:
         pytest.skip("other users of this machine have no Python")
     monkeypatch.setattr(sys, "executable", public)
     packages = [path for path in sys.path if path.endswith("-packages")]
     path = os.pathsep.join([os.environ["PYTHONPATH"], *packages])
-    server = serve_them("--worker-user", "nobody", environment={"PYTHONPATH": path})
+    server = serve_hostile("--worker-user", "nobody", environment={"PYTHONPATH": path})
     spy = join(server, 1, "Spy-v0", infos="all")
     spy.reset()
-    found = spied(spy)
+    found = spy_report(spy)
     nobody = pwd.getpwnam("nobody")
     assert found["user"] == nobody.pw_uid
     assert found["groups"] == os.getgrouplist("nobody", nobody.pw_gid)
@@ -270,7 +270,7 @@ def test_workers_run_as_another_user(
 
 
 @pytest.mark.parametrize(("user", "uid"), [("no-such-user", 0), ("nobody", 1)])
-def test_user_that_workers_cannot_have_is_refused(
+def test_unusable_worker_user_is_rejected(
     monkeypatch: pytest.MonkeyPatch, user: str, uid: int
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: uid)
@@ -285,7 +285,7 @@ def test_processes_that_left_their_group_end_with_their_lease_or_the_server(
     left = []
     for spy in (first, second):
         spy.reset()
-        left.append(spied(spy, 1)["left"])
+        left.append(spy_report(spy, 1)["left"])
         assert all(map(is_running, left[-1]))
     first.close()
     wait_until(lambda: not any(map(is_running, left[0])))

@@ -14,8 +14,8 @@ from envserve.lane import Block
 from envserve.spaces import codec
 from envserve.spaces.infos import InfoBudget, PackedInfo, encode_infos, join_infos
 from envserve.wire.result_report import ResultReport
-from envserve.worker.worker_report import encode_report, max_infos, read_report
-from tests.envserve.stalls import soonest
+from envserve.worker.worker_report import decode_report, encode_report, info_budgets
+from tests.envserve.stalls import fastest
 
 ROW = InfoBudget(64 << 10, 16 << 10)
 ALL = InfoBudget(1 << 20, 20 << 10)
@@ -83,13 +83,13 @@ def test_infos_within_the_budget_are_accepted_by_the_pool(info: dict[Any, Any]) 
     """This includes many rows with very small values."""
     infos: dict[int, Mapping[str, Any]] = dict.fromkeys(range(200), info)
     payload = encode_report(200, 64, infos=infos)
-    found = read_report(payload, Block(0, 0, 200, 0, 0), 64)[0].infos
+    found = decode_report(payload, Block(0, 0, 200, 0, 0), 64)[0].infos
     assert found.keys() == infos.keys()
     assert all(each.keys() == info.keys() for each in found.values())
 
 
 def test_the_budget_of_a_block_suffices_for_16_full_rows() -> None:
-    rows = [max_infos(num_rows, 64)[1].num_bytes >> 16 for num_rows in (1, 16, 1000)]
+    rows = [info_budgets(num_rows, 64)[1].num_bytes >> 16 for num_rows in (1, 16, 1000)]
     assert rows == [1, 16, 16]
 
 
@@ -129,7 +129,7 @@ def test_a_result_with_many_infos_is_encoded_quickly() -> None:
     info = {f"k{number}": number for number in range(150)}
     infos: dict[int, Mapping[str, Any]] = dict.fromkeys(range(64), info)
     block = Block(0, 0, 64, 0, 0)
-    report, _ = read_report(encode_report(64, 64, infos=infos), block, 64)
+    report, _ = decode_report(encode_report(64, 64, infos=infos), block, 64)
     rows = range(64 * 16)
     many = ResultReport(
         infos={row: report.infos[row % 64] for row in rows},
@@ -141,19 +141,19 @@ def test_a_result_with_many_infos_is_encoded_quickly() -> None:
         many.encode()
         return time.thread_time() - start
 
-    assert soonest(attempt, 0.1) < 0.1
+    assert fastest(attempt, 0.1) < 0.1
     assert ResultReport.decode(many.encode()).infos.keys() == {*rows}
 
 
 FAULT = [0, 2, "it fell", False]
-EMPTY: dict[str, Any] = {"faults": [], "rebuilt": [], "infos": {}, "notes": []}
+EMPTY: dict[str, Any] = {"faults": [], "rebuilt": [], "infos": {}, "warnings": []}
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"faults": [FAULT, FAULT]}, "at most one fault of a row"),
-        ({"faults": [FAULT] * 700}, "at most one fault of a row"),
+        ({"faults": [FAULT, FAULT]}, "at most one fault per row"),
+        ({"faults": [FAULT] * 700}, "at most one fault per row"),
         ({"faults": [[0, 2, 5, False]]}, "Expected `str`"),
         ({"faults": [[0, 2, "it fell", "no"]]}, "Expected `bool`"),
         ({"faults": [[0, 99, "it fell", False]]}, "Invalid enum value 99"),
@@ -161,8 +161,8 @@ EMPTY: dict[str, Any] = {"faults": [], "rebuilt": [], "infos": {}, "notes": []}
         ({"rebuilt": [0] * 5}, "5 envs of 2 rows were rebuilt"),
         ({"infos": {0: [1]}}, "expected a dict"),
         ({"infos": {0: {"k": [0] * 60_000}}}, "expected at most .* values"),
-        ({"notes": [1]}, "Expected `str`"),
-        ({"notes": ["long" * 50_000]}, "bytes are too many for 2 rows"),
+        ({"warnings": [1]}, "Expected `str`"),
+        ({"warnings": ["long" * 50_000]}, "bytes are too many for 2 rows"),
     ],
 )
 def test_an_invalid_worker_report_raises_value_error(
@@ -170,6 +170,6 @@ def test_an_invalid_worker_report_raises_value_error(
 ) -> None:
     """The pool replaces the worker that sent it, and no other."""
     block = Block(0, 0, 2, 0, 0)
-    read_report(codec.encode({**EMPTY, "faults": [FAULT]}), block, 64)
+    decode_report(codec.encode({**EMPTY, "faults": [FAULT]}), block, 64)
     with pytest.raises(ValueError, match=text):
-        read_report(codec.encode({**EMPTY, **changes}), block, 64)
+        decode_report(codec.encode({**EMPTY, **changes}), block, 64)

@@ -1,4 +1,4 @@
-"""What every lane promises, through the eyes of a BatchEnv over it."""
+"""The guarantees of every lane, tested through a BatchEnv."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from tests.oracle.probe_envs import SPACES
 
 from .conftest import MakeBatch
 from .pool_driver import FAULTY, LEDGER
-from .stalls import soonest
+from .stalls import fastest
 
-#: What holds whether or not each row has a spare env.
-either = pytest.mark.parametrize("spare_envs", [False, True], ids=["", "spares"])
+#: Runs a test with and without spare envs.
+with_and_without_spares = pytest.mark.parametrize(
+    "spare_envs", [False, True], ids=["", "spares"]
+)
 
 
 def zeros(batch: BatchEnv) -> np.ndarray[Any, Any]:
@@ -58,7 +60,7 @@ def test_every_kind_of_space_makes_the_round_trip(make_batch: MakeBatch) -> None
 # Steps and episodes.
 
 
-def test_rewards_and_hashes_answer_the_actions_of_their_own_row(
+def test_rewards_and_hashes_follow_from_the_actions_of_their_row(
     make_batch: MakeBatch, random_generator: np.random.Generator
 ) -> None:
     batch = make_batch(LEDGER, 5, 2, seed=3, env_kwargs={"length": 7})
@@ -75,7 +77,7 @@ def test_rewards_and_hashes_answer_the_actions_of_their_own_row(
         np.testing.assert_array_equal(result.observation[:, 0], observation[:, 0])
 
 
-def test_an_ended_episode_gives_its_last_observation_and_the_next_first_one(
+def test_an_ended_episode_returns_its_last_observation_and_the_next_first_one(
     make_batch: MakeBatch,
 ) -> None:
     batch = make_batch.and_reset(LEDGER, 3, 2, env_kwargs={"length": 2})
@@ -106,7 +108,9 @@ def test_next_step_autoreset_takes_the_step_after_an_end(make_batch: MakeBatch) 
     assert not (reset.terminated | reset.truncated).any()
 
 
-def test_disabled_autoreset_asks_to_reset_ended_envs(make_batch: MakeBatch) -> None:
+def test_disabled_autoreset_requires_a_reset_of_ended_envs(
+    make_batch: MakeBatch,
+) -> None:
     batch = make_batch(LEDGER, 2, 1, env_kwargs={"length": 2}, autoreset="disabled")
     batch.reset()
     batch.step(zeros(batch))
@@ -139,7 +143,7 @@ def test_given_seeds_reach_their_rows(make_batch: MakeBatch) -> None:
     assert batch.reset([2, 0], seeds=[9, 10])[:, 0].tolist() == [9, 10]
 
 
-def test_results_are_the_callers_to_keep_or_give_again(make_batch: MakeBatch) -> None:
+def test_results_are_copies_unless_arrays_are_passed(make_batch: MakeBatch) -> None:
     batch = make_batch.and_reset(LEDGER, 2, 1)
     first = batch.step(np.array([1, 2]))
     kept = first.observation.copy()
@@ -152,7 +156,7 @@ def test_results_are_the_callers_to_keep_or_give_again(make_batch: MakeBatch) ->
     assert first.observation[:, 2].tolist() == [3, 3]
 
 
-def test_infos_come_at_the_end_of_episodes_unless_all_or_none_are_wanted(
+def test_infos_are_reported_at_the_end_of_episodes_always_or_never(
     make_batch: MakeBatch,
 ) -> None:
     seen = {}
@@ -207,7 +211,7 @@ def test_wrong_actions_step_nothing(make_batch: MakeBatch) -> None:
 
 
 @pytest.mark.parametrize("autoreset", ["same_step", "next_step", "disabled"])
-def test_the_two_envs_of_a_row_play_in_turns(
+def test_the_two_envs_of_a_row_take_turns(
     make_batch: MakeBatch, random_generator: np.random.Generator, autoreset: str
 ) -> None:
     batch = make_batch(
@@ -246,7 +250,7 @@ def test_the_two_envs_of_a_row_play_in_turns(
         assert (first[:, 2] == 0).all()
 
 
-def test_seeds_that_are_given_seed_the_spares_as_well(make_batch: MakeBatch) -> None:
+def test_seeds_of_a_reset_also_seed_the_spares(make_batch: MakeBatch) -> None:
     batch = make_batch(LEDGER, 3, 2, env_kwargs={"length": 1}, spare_envs=True)
     batch.reset()
     batch.step(zeros(batch))
@@ -256,7 +260,7 @@ def test_seeds_that_are_given_seed_the_spares_as_well(make_batch: MakeBatch) -> 
         assert result.observation[[0, 2], 0].tolist() == expected
 
 
-def test_what_is_set_holds_for_episodes_that_begin_later(make_batch: MakeBatch) -> None:
+def test_set_attributes_apply_to_later_episodes(make_batch: MakeBatch) -> None:
     batch = make_batch(LEDGER, 2, 1, env_kwargs={"length": 1}, spare_envs=True)
     batch.reset()
     for _ in range(2):
@@ -270,7 +274,7 @@ def test_what_is_set_holds_for_episodes_that_begin_later(make_batch: MakeBatch) 
 # Attributes.
 
 
-@either
+@with_and_without_spares
 def test_attributes_are_called_and_set(make_batch: MakeBatch, spare_envs: bool) -> None:
     batch = make_batch.and_reset(
         LEDGER, 3, 2, env_kwargs={"render_mode": "rgb_array"}, spare_envs=spare_envs
@@ -289,7 +293,7 @@ def test_attributes_are_called_and_set(make_batch: MakeBatch, spare_envs: bool) 
     np.testing.assert_array_equal(image, np.ones((2, 3, 3)))
 
 
-def test_a_remote_exception_brings_its_traceback(make_batch: MakeBatch) -> None:
+def test_an_exception_of_a_call_contains_its_traceback(make_batch: MakeBatch) -> None:
     batch = make_batch(LEDGER, 2, 1)
     text = r"Env 1 \(.+\): complain: ValueError: too dark"
     with pytest.raises(CallError, match=text) as caught:
@@ -315,11 +319,11 @@ def test_an_env_index_out_of_range_is_an_error(make_batch: MakeBatch) -> None:
         batch.reset([1, 1])
 
 
-# The end of calls, and of the batch.
+# Interrupted calls, and the end of the batch.
 
 
-@either
-def test_a_call_that_was_cut_short_does_not_leak_into_the_next(
+@with_and_without_spares
+def test_an_interrupted_call_does_not_affect_the_next(
     make_batch: MakeBatch, spare_envs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = make_batch.and_reset(LEDGER, 3, 2, spare_envs=spare_envs)
@@ -348,14 +352,14 @@ def test_closing_does_not_wait_for_an_env_that_hangs(make_batch: MakeBatch) -> N
         batches[-1].close()
         return time.monotonic() - start
 
-    assert soonest(attempt, 2.0) < 2.0
+    assert fastest(attempt, 2.0) < 2.0
     batch = batches[-1]
     with pytest.raises(LocalProtocolError, match="closed"):
         batch.step(zeros(batch))
     batch.close()
 
 
-def test_a_batch_tells_what_it_is(make_batch: MakeBatch) -> None:
+def test_a_batch_has_a_readable_repr(make_batch: MakeBatch) -> None:
     batch = make_batch(LEDGER, 3, 2)
     assert repr(batch).startswith("<BatchEnv envserve/Ledger-v0, 3 envs: 3 ")
     batch.close()

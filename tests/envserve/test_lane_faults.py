@@ -1,4 +1,4 @@
-"""What every lane promises when envs fail, hang, and die with their worker."""
+"""The guarantees of every lane when envs fail, hang or kill their worker."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from envserve.errors import EnvError, EnvStartError, LocalProtocolError, Unknown
 
 from .conftest import MakeBatch
 from .pool_driver import FAULTY, LEDGER
-from .test_lane_contract import either
+from .test_lane_contract import with_and_without_spares
 
 
 def actions_of(batch: BatchEnv, failing: int | None = None) -> np.ndarray[Any, Any]:
-    """Zeros, but for a row whose env is to fail."""
+    """Return zeros, or 1 for the row whose env is to fail."""
     actions = np.zeros(batch.num_envs, np.int64)
     if failing is not None:
         actions[failing] = 1
@@ -32,7 +32,7 @@ def actions_of(batch: BatchEnv, failing: int | None = None) -> np.ndarray[Any, A
         ("kill", "was killed by SIGKILL"),
     ],
 )
-@either
+@with_and_without_spares
 def test_a_worker_that_dies_costs_its_rows_one_invalid_transition(
     make_batch: MakeBatch, spare_envs: bool, fault: str, text: str
 ) -> None:
@@ -55,8 +55,8 @@ def test_a_worker_that_dies_costs_its_rows_one_invalid_transition(
     assert again.observation[:, 0].tolist() == [1, 1, 3, 3]
 
 
-@either
-def test_a_raising_env_costs_its_row_alone(
+@with_and_without_spares
+def test_an_env_that_raises_affects_only_its_row(
     make_batch: MakeBatch, spare_envs: bool
 ) -> None:
     batch = make_batch.and_reset(
@@ -71,7 +71,7 @@ def test_a_raising_env_costs_its_row_alone(
             1,
             2,
             3,
-        ]  # of the env that is new, too
+        ]  # also of the rebuilt env
     assert lost.valid.tolist() == [True, False, True, True]
     assert lost.truncated.tolist() == [False, True, False, False]
     fault = lost.infos[1]["fault"]
@@ -90,8 +90,8 @@ def test_a_raising_env_costs_its_row_alone(
         ("exit", "exited with code 3"),
     ],
 )
-@either
-def test_a_fault_can_raise_here(
+@with_and_without_spares
+def test_a_fault_can_raise_in_the_caller(
     make_batch: MakeBatch, spare_envs: bool, fault: str, cause: str
 ) -> None:
     options = {"env_kwargs": {"fault": fault}, "spare_envs": spare_envs}
@@ -118,8 +118,8 @@ def test_a_fault_can_raise_here(
         ("wrong_dtype", r"Env 1 \(.+\): expected .* float32\[3\]; got complex128\[3\]"),
     ],
 )
-@either
-def test_an_env_that_breaks_its_spaces_is_an_error_and_the_batch_goes_on(
+@with_and_without_spares
+def test_a_value_outside_the_spaces_is_an_error_and_the_batch_remains_usable(
     make_batch: MakeBatch, spare_envs: bool, fault: str, message: str
 ) -> None:
     batch = make_batch(FAULTY, 3, 2, env_kwargs={"fault": fault}, spare_envs=spare_envs)
@@ -135,8 +135,8 @@ def test_an_env_that_breaks_its_spaces_is_an_error_and_the_batch_goes_on(
 
 
 @pytest.mark.parametrize("fault", ["nan", "inf_reward"])
-@either
-def test_what_is_not_finite_can_be_masked(
+@with_and_without_spares
+def test_values_that_are_not_finite_can_be_masked(
     make_batch: MakeBatch, spare_envs: bool, fault: str
 ) -> None:
     kwargs = {"fault": fault}
@@ -153,8 +153,8 @@ def test_what_is_not_finite_can_be_masked(
 
 
 @pytest.mark.parametrize("fault", ["nan", "inf_reward"])
-@either
-def test_what_is_not_finite_can_pass(
+@with_and_without_spares
+def test_values_that_are_not_finite_can_be_passed_on(
     make_batch: MakeBatch, spare_envs: bool, fault: str
 ) -> None:
     kwargs = {"fault": fault}
@@ -184,7 +184,7 @@ def test_an_env_that_hangs_is_replaced_at_the_step_timeout(
     assert batch.step(actions_of(batch)).valid.all()
 
 
-def test_a_slow_reset_is_not_taken_for_a_hang(make_batch: MakeBatch) -> None:
+def test_a_slow_reset_is_not_mistaken_for_a_hang(make_batch: MakeBatch) -> None:
     batch = make_batch.and_reset(
         LEDGER, 2, 2, env_kwargs={"length": 2, "reset_seconds": 1.5}, step_timeout=1.0
     )
@@ -204,12 +204,12 @@ def test_an_env_that_cannot_be_built_or_reset_is_an_error_with_its_traceback(
         batch.reset()
 
 
-def test_a_process_that_ends_in_constructors_is_an_error(make_batch: MakeBatch) -> None:
+def test_a_constructor_that_ends_the_process_is_an_error(make_batch: MakeBatch) -> None:
     with pytest.raises(EnvStartError, match=r"6 times in a row.*exited with code 7"):
         make_batch(FAULTY, 2, 2, env_kwargs={"fault": "exit_in_init"})
 
 
-def test_an_env_that_always_kills_its_worker_is_given_up(make_batch: MakeBatch) -> None:
+def test_an_env_that_always_kills_its_worker_fails(make_batch: MakeBatch) -> None:
     batch = make_batch.and_reset(FAULTY, 2, 2, env_kwargs={"fault": "exit"})
     for _ in range(5):
         assert not batch.step(actions_of(batch, failing=0)).valid[0]

@@ -1,4 +1,4 @@
-"""Workers are forked by a template process, and leave nothing behind."""
+"""Workers are forked by a template process and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from envserve.pool.launcher import Launcher
 from envserve.pool.worker_states import Exit
 from envserve.worker import process
 
-from .limits import limited, room_for_descriptors
+from .limits import limit_for_descriptors, resource_limit
 from .pool_driver import kill
 
 
-class Started:
-    """A worker that a launcher was asked for, and what was heard of it."""
+class RequestedWorker:
+    """A worker that was requested from a launcher, and the reports about it."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -41,7 +41,7 @@ class Started:
     def exits(self) -> list[Exit]:
         return [] if self.process.exit is None else [self.process.exit]
 
-    def wait_for_start(self) -> Started:
+    def wait_for_start(self) -> RequestedWorker:
         self.wait_for(lambda: self.pids)
         return self
 
@@ -50,15 +50,15 @@ class Started:
         return self.exits[0]
 
     def wait_for(self, condition: Callable[[], object]) -> None:
-        give_up_at = time.monotonic() + 40.0
+        deadline = time.monotonic() + 40.0
         self._launcher.poll()
         while not condition():
-            assert time.monotonic() < give_up_at
+            assert time.monotonic() < deadline
             self._launcher.wait(40.0)
             self._launcher.poll()
 
-    def assert_hung_up(self) -> None:
-        """The other end of its socket is closed, or soon will be."""
+    def assert_closed(self) -> None:
+        """Assert that the other end of its socket is closed, or soon will be."""
         self.socket.settimeout(20.0)
         assert self.socket.recv(1) == b""
 
@@ -67,12 +67,12 @@ class Started:
 
 
 Make = Callable[..., Launcher]
-Start = Callable[..., Started]
+Start = Callable[..., RequestedWorker]
 
 
 @pytest.fixture
 def make_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Makes launchers whose templates import modules of these texts."""
+    """Make launchers whose templates import modules with the given source code."""
     monkeypatch.syspath_prepend(tmp_path)
     with contextlib.ExitStack() as stack:
 
@@ -92,10 +92,10 @@ def launcher(make_launcher: Make) -> Launcher:
 
 @pytest.fixture
 def start(make_launcher: Make) -> Iterator[Start]:
-    """Asks launchers for workers, which end with the test."""
+    """Request workers from launchers; they end with the test."""
     with contextlib.ExitStack() as stack:
         yield lambda launcher: stack.enter_context(
-            contextlib.closing(Started(launcher))
+            contextlib.closing(RequestedWorker(launcher))
         )
 
 
@@ -105,7 +105,7 @@ FATAL = "Fatal Python error: Aborted\n\n"
 
 
 @pytest.mark.parametrize(
-    ("code", "tail", "last_words", "excerpt"),
+    ("code", "tail", "stderr_summary", "excerpt"),
     [
         (3, "", "", ""),
         (3, "a\n\x1b[1m\tb\n\n", "\\x1b[1m\\tb", "a\n\\x1b[1m\\tb"),
@@ -130,10 +130,12 @@ FATAL = "Fatal Python error: Aborted\n\n"
         (3, "x" * 500, "x" * 500, "x" * 200),
     ],
 )
-def test_stderr_tells_why(code: int, tail: str, last_words: str, excerpt: str) -> None:
+def test_stderr_is_summarised(
+    code: int, tail: str, stderr_summary: str, excerpt: str
+) -> None:
     end = Exit(1, code, stderr_tail=tail)
-    assert end.last_words == last_words
-    assert end.excerpt == excerpt
+    assert end.stderr_summary == stderr_summary
+    assert end.stderr_excerpt == excerpt
 
 
 @pytest.mark.parametrize(
@@ -147,11 +149,11 @@ def test_stderr_tells_why(code: int, tail: str, last_words: str, excerpt: str) -
         (Exit(0, 1, "out of memory"), "could not be started: out of memory"),
     ],
 )
-def test_end_is_said_in_words(end: Exit, text: str) -> None:
+def test_exit_has_a_readable_description(end: Exit, text: str) -> None:
     assert str(end) == text
 
 
-def test_start_and_end_of_workers_are_told_once(
+def test_start_and_end_of_workers_are_reported_once(
     launcher: Launcher, start: Start
 ) -> None:
     workers = [start(launcher) for _ in range(3)]
@@ -160,12 +162,12 @@ def test_start_and_end_of_workers_are_told_once(
     assert len({worker.pids[0] for worker in workers}) == 3
     launcher.kill(workers[1].process)
     workers[1].wait_for_end()
-    workers[0].close()  # a worker whose pool is gone ends by itself
+    workers[0].close()  # a worker exits when its pool closes the socket
     assert workers[0].wait_for_end() == Exit(workers[0].pids[0], 0)
     assert workers[1].exits == [Exit(workers[1].pids[0], -9)]
-    workers[1].assert_hung_up()
+    workers[1].assert_closed()
     assert workers[2].exits == []
-    launcher.kill(workers[1].process)  # that one is no more: nobody is hit
+    launcher.kill(workers[1].process)  # it has already ended, so nothing is killed
     assert repr(launcher).endswith("1 workers>")
 
 
@@ -187,13 +189,13 @@ def test_end_of_the_template_ends_its_workers_and_is_reported_for_each(
     kill(launcher._process.pid)
     for worker in workers:
         assert worker.wait_for_end() == Exit(worker.pids[0], -9)
-        worker.assert_hung_up()
+        worker.assert_closed()
     assert "was killed by SIGKILL" in repr(launcher)
     launcher.kill(workers[0].process)
     start(launcher).wait_for_start()
 
 
-def test_worker_that_ends_after_its_template_has_closed_leaves_no_complaint() -> None:
+def test_sigchld_after_the_template_has_closed_prints_nothing() -> None:
     code = """
 import os, signal, socket
 from envserve.worker import template
@@ -204,7 +206,7 @@ template.main(fd.detach())
 os.kill(os.getpid(), signal.SIGCHLD)
 """
     result = subprocess.run(
-        [sys.executable, "-X", "dev", "-c", code],  # which complains of open sockets
+        [sys.executable, "-X", "dev", "-c", code],  # warns about unclosed sockets
         capture_output=True,
         text=True,
         timeout=100,
@@ -222,20 +224,20 @@ def test_template_that_cannot_run_is_reported_as_a_failed_start(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits a process by prlimit")
-def test_template_without_room_for_a_workers_socket_says_so_and_lives_on(
+def test_template_without_free_descriptors_reports_that_and_survives(
     launcher: Launcher, start: Start
 ) -> None:
     first = start(launcher).wait_for_start()
     template = launcher._process.pid
-    limit = room_for_descriptors(template, 0)
-    with limited(template, resource.RLIMIT_NOFILE, limit):
+    limit = limit_for_descriptors(template, 0)
+    with resource_limit(template, resource.RLIMIT_NOFILE, limit):
         for _ in range(2):
             assert "no descriptor left" in str(start(launcher).wait_for_end())
     start(launcher).wait_for_start()
     assert first.exits == []
 
 
-def test_lack_of_descriptors_is_an_error_of_ours(
+def test_lack_of_descriptors_is_a_worker_error(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse() -> None:
@@ -248,7 +250,7 @@ def test_lack_of_descriptors_is_an_error_of_ours(
 
 @contextlib.contextmanager
 def stopped_template(launcher: Launcher) -> Iterator[None]:
-    """It reads nothing meanwhile, and few messages fit into its socket."""
+    """Stop the template, so that it reads nothing; its socket buffer is small."""
     launcher._channel.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     os.kill(launcher._process.pid, signal.SIGSTOP)
     try:
@@ -257,7 +259,9 @@ def stopped_template(launcher: Launcher) -> Iterator[None]:
         os.kill(launcher._process.pid, signal.SIGCONT)
 
 
-def test_nobody_waits_for_a_stopped_template(launcher: Launcher, start: Start) -> None:
+def test_launching_and_killing_do_not_wait_for_a_stopped_template(
+    launcher: Launcher, start: Start
+) -> None:
     start(launcher).wait_for_start()
     with stopped_template(launcher):
         workers = [start(launcher) for _ in range(20)]
@@ -272,7 +276,7 @@ def test_nobody_waits_for_a_stopped_template(launcher: Launcher, start: Start) -
 
 
 @pytest.mark.parametrize("end", ["close", "death"])
-def test_forks_that_wait_for_the_template_are_bounded_and_end_with_it(
+def test_queued_forks_are_limited_and_end_with_the_template(
     launcher: Launcher, start: Start, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     monkeypatch.setattr("envserve.pool.launcher._MAX_UNSENT", 2)
@@ -290,7 +294,7 @@ def test_forks_that_wait_for_the_template_are_bounded_and_end_with_it(
     launcher.close() if end == "close" else kill(launcher._process.pid)
     for worker in workers:
         worker.wait_for_end()
-        worker.assert_hung_up()  # also of those that were never sent
+        worker.assert_closed()  # also for requests that were never sent
 
 
 def test_template_that_does_not_fork_in_time_is_replaced(
@@ -301,16 +305,16 @@ def test_template_that_does_not_fork_in_time_is_replaced(
         f"import os, time; mark = {str(mark)!r}\n"
         "if not os.path.exists(mark): open(mark, 'w').close(); time.sleep(60)"
     )
-    frozen, seconds_gone = time.monotonic(), 0.0
+    frozen, extra_seconds = time.monotonic(), 0.0
     launcher = make_launcher(sleeps_once=sleeps_once)
-    monkeypatch.setattr(launcher, "_clock", lambda: frozen + seconds_gone)
+    monkeypatch.setattr(launcher, "_clock", lambda: frozen + extra_seconds)
     worker = start(launcher)
     while not mark.exists():
         launcher.poll()
-    seconds_gone = 110.0
+    extra_seconds = 110.0
     launcher.poll()
     assert worker.exits == []
-    seconds_gone = 121.0
+    extra_seconds = 121.0
     launcher.poll()
     (end,) = worker.exits
     assert "longer than 120 s to fork a worker" in str(end)
@@ -327,14 +331,14 @@ def test_template_whose_socket_an_import_has_closed_is_killed(
     assert str(end).endswith("the template process was killed by SIGKILL")
 
 
-def test_reports_that_nobody_has_read_for_long_are_no_sign_of_a_stuck_template(
+def test_unread_reports_do_not_make_the_template_look_stuck(
     launcher: Launcher, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with stopped_template(launcher):
         workers = [start(launcher) for _ in range(20)]
     assert select.select([launcher._channel.socket], [], [], 20.0)[0]
     monkeypatch.setattr(launcher, "_clock", lambda: time.monotonic() + 1000.0)
-    for worker in workers:  # most of which have not even been sent
+    for worker in workers:  # most of these requests were not even sent before
         assert worker.wait_for_start().exits == []
 
 
@@ -353,7 +357,7 @@ def test_modules_of_named_envs_are_imported_once_and_before_the_first_fork(
     assert log.read_text() == f"{launcher._process.pid} "
 
 
-def test_worker_runs_where_its_scheduling_must_not_be_changed(
+def test_worker_runs_where_changing_its_scheduling_is_not_permitted(
     make_launcher: Make, start: Start
 ) -> None:
     refuses = (

@@ -1,4 +1,4 @@
-"""Blocks that are lost, and absent while something runs on them."""
+"""Blocks that are lost, and blocks that are absent while an operation waits."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .pool_driver import (
     call,
     gather,
     kill,
-    once,
     reset,
+    run_once,
     seeds,
     step,
     wait_for,
@@ -38,13 +38,13 @@ MakePool = Callable[..., Pool]
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Path:
-    """Closed while it exists."""
+    """Return the path of a gate, which is closed while the file exists."""
     return tmp_path / "gate"
 
 
 @pytest.fixture
 def make_gated(make_pool: PoolMaker, gate: Path) -> MakePool:
-    """Makes pools whose envs wait for the gate when they are built, and resets them."""
+    """Make pools, already reset, whose envs wait for the gate when they are built."""
     wait = f"while os.path.exists({str(gate)!r}): time.sleep(0.005)"
     return lambda envs, workers: make_pool.and_reset(
         SCRIPT, envs, workers, env_kwargs={"init": wait}
@@ -56,7 +56,7 @@ def final_seeds(pool: Pool) -> list[int]:
 
 
 def lose_worker(pool: Pool, gate: Path) -> None:
-    """Kills worker 0, whose successor will not be ready before the gate opens."""
+    """Kill worker 0; its successor will not be ready until the gate opens."""
     gate.touch()
     kill(pool.worker_pids[0])
     wait_for(pool, lambda: pool.stats()["restarts"] > 0)
@@ -71,13 +71,13 @@ def is_serving(pool: Pool) -> bool:
     return pool._workers.all[0].state is WorkerState.SERVING
 
 
-def test_a_lost_block_is_absent_until_its_envs_are_back_and_then_lost_once(
+def test_a_lost_block_is_absent_until_its_envs_are_back_and_costs_one_transition(
     make_gated: MakePool, gate: Path
 ) -> None:
     pool = make_gated(4, 2)
     before = seeds(pool)
     lose_worker(pool, gate)
-    assert set(pool.absent) == set()  # nothing is in flight
+    assert set(pool.absent) == set()  # no operation is in flight
     submit(pool, 0)
     assert set(pool.absent) == {0}
     for _ in range(3):
@@ -96,19 +96,19 @@ def test_a_lost_block_is_absent_until_its_envs_are_back_and_then_lost_once(
     assert pool.rows.reward.tolist() == [1.0] * 4
 
 
-def test_collect_tells_once_that_a_block_has_become_absent(
+def test_collect_returns_once_when_a_block_becomes_absent(
     make_gated: MakePool, gate: Path
 ) -> None:
     pool = make_gated(2, 2)
     lose_worker(pool, gate)
     submit(pool, 0)
     began = time.monotonic()
-    assert pool.collect(60.0) == []  # it was lost before
+    assert pool.collect(60.0) == []  # the block was lost before
     submit(pool, 1)
     assert [outcome.block for outcome in pool.collect(60.0)] == [1]
     kill(pool.worker_pids[1])
     submit(pool, 1)
-    assert pool.collect(60.0, 2) == []  # it is lost while it runs
+    assert pool.collect(60.0, 2) == []  # the block is lost during its step
     assert set(pool.absent) == {0, 1}
     assert time.monotonic() - began < 30.0
     began = time.monotonic()
@@ -118,7 +118,7 @@ def test_collect_tells_once_that_a_block_has_become_absent(
     assert all(outcome.faults for outcome in gather(pool, [0, 1]))
 
 
-def test_rows_that_were_answered_stay_when_their_worker_dies_before_they_are_read(
+def test_finished_rows_stay_when_their_worker_dies_before_they_are_read(
     make_pool: PoolMaker,
 ) -> None:
     pool = make_pool.and_reset(LEDGER, 2, 1, env_kwargs={"length": 1})
@@ -137,7 +137,7 @@ def test_rows_that_were_answered_stay_when_their_worker_dies_before_they_are_rea
 
 @pytest.mark.parametrize("is_noticed", [True, False])
 @pytest.mark.parametrize("given", [None, 77])
-def test_a_row_that_is_reset_while_its_block_is_lost_ends_with_what_that_gave(
+def test_a_row_that_is_reset_while_lost_ends_with_the_observation_of_that_reset(
     make_pool: PoolMaker, is_noticed: bool, given: int | None
 ) -> None:
     pool = make_pool.and_reset(LEDGER, 2, 1)
@@ -156,7 +156,9 @@ def test_a_row_that_is_reset_while_its_block_is_lost_ends_with_what_that_gave(
     assert not step(pool, 3)[0].faults
 
 
-def test_nothing_is_shown_of_envs_dead_in_their_reset(make_pool: PoolMaker) -> None:
+def test_no_observation_of_an_interrupted_reset_is_returned(
+    make_pool: PoolMaker,
+) -> None:
     pool = make_pool.and_reset(LEDGER, 2, 1)
     step(pool, 9)
     rows = pool.rows
@@ -168,7 +170,7 @@ def test_nothing_is_shown_of_envs_dead_in_their_reset(make_pool: PoolMaker) -> N
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     pool.submit_step([0])
-    rows.observation[0][1] = 7  # half of what the worker would have written
+    rows.observation[0][1] = 7  # a part of what the worker would have written
     os.kill(pid, signal.SIGKILL)
     finished: list[Outcome] = []
     while not finished:
@@ -180,16 +182,16 @@ def test_nothing_is_shown_of_envs_dead_in_their_reset(make_pool: PoolMaker) -> N
 
 
 @pytest.mark.parametrize("dies_in", ["its reset", "the next env's step"])
-def test_an_env_that_was_replaced_by_a_worker_that_died_ends_with_what_was_seen(
+def test_a_row_rebuilt_before_its_worker_died_ends_with_its_last_observation(
     make_pool: PoolMaker, gate: Path, dies_in: str
 ) -> None:
-    """Row 0 raises, and shows its next episode before its worker is killed."""
+    """Row 0 raises and is rebuilt before its worker is killed."""
     own, new = env_seed(SEED, 0, 0), env_seed(SEED, 0, 1)
     die = "os.kill(os.getpid(), signal.SIGKILL)"
     fail = f"if self.last_seed == {own}: raise RuntimeError('lost')\n"
     scripts = {"step": f"{fail}if action: {die}"}
     if dies_in == "its reset":
-        scripts = {"step": fail, "reset": once(gate, die, f"seed == {new}")}
+        scripts = {"step": fail, "reset": run_once(gate, die, f"seed == {new}")}
     pool = make_pool.and_reset(SCRIPT, 2, 1, env_kwargs=scripts)
     before = seeds(pool)
     pool.rows.action[0][:] = [0, 1]
@@ -226,7 +228,7 @@ def test_a_worker_that_is_lost_again_costs_no_second_transition(
 
 @pytest.mark.parametrize("loss", ["unnoticed", "absent", "back"])
 @pytest.mark.parametrize("given", [None, (5, 6)])
-def test_reset_of_a_whole_lost_block_leaves_nothing_to_pay(
+def test_reset_of_a_whole_lost_block_costs_no_transition(
     make_gated: MakePool, gate: Path, loss: str, given: tuple[int, int] | None
 ) -> None:
     pool = make_gated(4, 2)
@@ -252,10 +254,10 @@ def test_reset_of_a_whole_lost_block_leaves_nothing_to_pay(
     assert pool.rows.reward.tolist() == [1.0] * 4
 
 
-def test_reset_in_flight_at_a_loss_is_carried_out_when_the_envs_are_back(
+def test_reset_in_flight_at_a_loss_is_executed_when_the_envs_are_back(
     make_pool: PoolMaker, gate: Path
 ) -> None:
-    die = once(gate, "os.kill(os.getpid(), signal.SIGKILL)", "seed == 5")
+    die = run_once(gate, "os.kill(os.getpid(), signal.SIGKILL)", "seed == 5")
     pool = make_pool.and_reset(SCRIPT, 2, 1, env_kwargs={"reset": die})
     (outcome,) = reset(pool, Reset(0, seeds=(5, 6)))
     assert gate.exists()
@@ -270,12 +272,12 @@ def test_call_on_lost_block_reaches_new_env(make_gated: MakePool, gate: Path) ->
     assert call(pool, 0, "last_seed")["value"] == env_seed(SEED, 0, 0)
     lose_worker(pool, gate)
     gate.unlink()
-    assert call(pool, 0, "last_seed")["value"] == -1  # it was never reset
+    assert call(pool, 0, "last_seed")["value"] == -1  # the new env was never reset
     step(pool, 1)
     assert pool.rows.status[0] == Status.WORKER_DIED
 
 
-def test_all_that_is_lost_on_purpose_costs_one_transition(make_pool: PoolMaker) -> None:
+def test_invalidating_all_blocks_costs_one_transition(make_pool: PoolMaker) -> None:
     pool = make_pool.and_reset(LEDGER, 4, 2)
     step(pool, 7)
     before = pool.rows.observation[0].copy()
@@ -295,7 +297,7 @@ def test_all_that_is_lost_on_purpose_costs_one_transition(make_pool: PoolMaker) 
     assert pool.rows.reward.tolist() == [9.0] * 4
 
 
-def test_a_block_that_is_lost_on_purpose_while_it_is_absent_shows_what_was_seen(
+def test_an_absent_block_that_is_invalidated_ends_with_the_last_observation(
     make_gated: MakePool, gate: Path
 ) -> None:
     pool = make_gated(2, 2)
@@ -303,7 +305,7 @@ def test_a_block_that_is_lost_on_purpose_while_it_is_absent_shows_what_was_seen(
     lose_worker(pool, gate)
     submit(pool, 0, 1)
     gather(pool, [1])
-    pool.rows.observation[0][0] = 7  # as far as its next episode has been written
+    pool.rows.observation[0][0] = 7  # a part of its next episode
     pool.lose("somebody said so")
     gate.unlink()
     step(pool, 1)

@@ -1,4 +1,4 @@
-"""Processes that envs leave behind: adopted ones are reaped, an env's own are not."""
+"""Adopted processes are reaped; an env's direct children are not."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ ENV = '''
 import os, subprocess
 import gymnasium, numpy as np
 from envserve.worker import orphans
+
+
+def states():
+    """The state of each child process, by process id."""
+    return {pid: state for pid, state, _ in orphans.child_processes()}
+
 
 class LeavingEnv(gymnasium.Env):
     """Leaves a process behind in each step; observes how many have ended, and codes."""
@@ -32,9 +38,9 @@ class LeavingEnv(gymnasium.Env):
         found = subprocess.run(line, stdout=subprocess.PIPE, text=True)
         self.num_steps += 1
         pid = int(found.stdout)
-        while dict((p, s) for p, s, _ in orphans.children()).get(pid, b"Z") != b"Z":
+        while states().get(pid, b"Z") != b"Z":
             pass
-        ended = [p for p, s, _ in orphans.children() if s == b"Z" and p != self.own.pid]
+        ended = [p for p, s in states().items() if s == b"Z" and p != self.own.pid]
         code = self.own.wait() if self.num_steps == 20 else 0
         return np.array([len(ended), code]), 0.0, False, False, {}
 
@@ -47,7 +53,7 @@ def test_adopted_processes_are_reaped_and_an_envs_own_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    quick = "from envserve.worker import orphans; orphans._EVERY = 4\n"
+    quick = "from envserve.worker import orphans; orphans._REAP_INTERVAL = 4\n"
     with launcher_with(tmp_path, leaving=quick + ENV) as launcher:
         make = PoolMaker(launcher)
         try:

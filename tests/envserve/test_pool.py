@@ -1,4 +1,4 @@
-"""Pools of real worker processes: what they do, and what they refuse to."""
+"""Pools of real worker processes: operations, calls and rejected requests."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.envserve.session_fakes import make_call
 
 from .pool_driver import LEDGER, SCRIPT, PoolMaker, call, gather, kill, reset, step
 
-# When all goes well.
+# Ordinary operation.
 
 
-def test_workers_build_envs_side_by_side(make_pool: PoolMaker, tmp_path: Path) -> None:
+def test_workers_build_envs_in_parallel(make_pool: PoolMaker, tmp_path: Path) -> None:
     meet = (
         f"folder = {str(tmp_path)!r}\n"
         "open(f'{folder}/{os.getpid()}', 'w').close()\n"
@@ -31,7 +31,9 @@ def test_workers_build_envs_side_by_side(make_pool: PoolMaker, tmp_path: Path) -
     assert pool.is_ready
 
 
-def test_collect_waits_for_as_many_as_asked_or_there_are(make_pool: PoolMaker) -> None:
+def test_collect_waits_for_the_requested_number_or_all_in_flight(
+    make_pool: PoolMaker,
+) -> None:
     pool = make_pool.and_reset(LEDGER, 3, 3)
     pool.submit_step([0, 1, 2])
     assert sorted(outcome.block for outcome in pool.collect(20.0, 3)) == [0, 1, 2]
@@ -50,12 +52,12 @@ def test_collect_of_all_returns_what_has_ended_at_the_timeout(
     pool.rows.action[0][slow] = 1
     pool.submit_step([0, 1])
     finished: list[Outcome] = []
-    while not finished:  # each look is short, the first may come too early
+    while not finished:  # the first of these short calls may return too early
         finished = pool.collect(0.2, 2)
     assert [outcome.block for outcome in finished] == [1 - slow]
 
 
-def test_pool_that_starts_has_neither_spec_nor_rows(launcher: Launcher) -> None:
+def test_a_starting_pool_has_neither_spec_nor_rows(launcher: Launcher) -> None:
     config = PoolMaker.config(LEDGER, 1, 1)
     with contextlib.closing(Pool(config, launcher=launcher)) as pool:
         for use in (lambda: pool.spec, lambda: pool.rows):
@@ -72,7 +74,7 @@ def test_worker_imports_no_zmq_asyncio_or_tensorflow(make_pool: PoolMaker) -> No
     assert not {"zmq", "asyncio", "tensorflow"} & set(modules)
 
 
-def test_what_envs_print_goes_to_standard_error(
+def test_output_of_envs_goes_to_standard_error(
     launcher: Launcher, make_pool: PoolMaker, capfd: pytest.CaptureFixture[str]
 ) -> None:
     scripts = {"init": "print('built')", "step": "os.system('echo stepped')"}
@@ -86,14 +88,14 @@ def test_what_envs_print_goes_to_standard_error(
     assert "stepped" in err
 
 
-def test_worker_leaves_its_descriptors_to_nobody(make_pool: PoolMaker) -> None:
+def test_processes_of_envs_inherit_no_descriptors(make_pool: PoolMaker) -> None:
     pool = make_pool(SCRIPT, 1, 1, env_kwargs={"info": "{'fds': inheritable_fds()}"})
     reset(pool)
     (outcome,) = step(pool, 0)
     assert set(outcome.infos[0]["fds"]) <= {0, 1, 2}
 
 
-def test_two_pools_of_a_launcher_leave_each_other_alone(make_pool: PoolMaker) -> None:
+def test_two_pools_of_a_launcher_do_not_affect_each_other(make_pool: PoolMaker) -> None:
     ours, theirs = make_pool(LEDGER, 2, 2), make_pool(LEDGER, 2, 2)
     reset(ours)
     reset(theirs)
@@ -105,7 +107,7 @@ def test_two_pools_of_a_launcher_leave_each_other_alone(make_pool: PoolMaker) ->
     assert ours.rows.reward.tolist() == [7.0, 7.0]
 
 
-# What is refused.
+# Rejected requests.
 
 
 def test_block_in_flight_cannot_be_submitted_again(make_pool: PoolMaker) -> None:
@@ -138,7 +140,7 @@ def test_block_in_flight_cannot_be_submitted_again(make_pool: PoolMaker) -> None
     ],
     ids=repr,
 )
-def test_what_is_refused_starts_nothing(
+def test_an_invalid_submission_starts_nothing(
     make_pool: PoolMaker, refused: list[int] | Reset
 ) -> None:
     pool = make_pool.and_reset(LEDGER, 4, 2)
@@ -151,14 +153,14 @@ def test_what_is_refused_starts_nothing(
     assert pool.rows.observation[0][:, 2].tolist() == [1, 1, 1, 1]
 
 
-def test_rows_beyond_the_limit_get_no_memory(make_pool: PoolMaker) -> None:
+def test_rows_beyond_the_limit_are_not_allocated(make_pool: PoolMaker) -> None:
     pool = make_pool(LEDGER, 4, 1, max_row_mib=0)
     assert pool.error is not None
-    assert str(pool.error).startswith("rows of 4 envs need 1 MiB, and 0 are left for")
+    assert str(pool.error).startswith("rows of 4 envs need 1 MiB, and 0 MiB are left")
     assert pool._workers.slab is None
 
 
-def test_env_kwargs_that_cannot_be_sent_are_an_error_of_ours() -> None:
+def test_env_kwargs_that_cannot_be_encoded_raise_an_envserve_error() -> None:
     with pytest.raises(EnvserveError, match="builtin_function_or_method"):
         Pool(PoolMaker.config(LEDGER, 1, 1, env_kwargs={"f": print}))
 
@@ -215,7 +217,9 @@ def test_any_exception_of_an_env_costs_only_its_own_row(
     ],
     ids=lambda info: info[:12],
 )
-def test_info_that_cannot_be_sent_is_free(make_pool: PoolMaker, info: str) -> None:
+def test_info_that_cannot_be_encoded_costs_nothing(
+    make_pool: PoolMaker, info: str
+) -> None:
     pool = make_pool.and_reset(SCRIPT, 1, 1, env_kwargs={"info": info})
     pids = pool.worker_pids
     for _ in range(2):

@@ -18,14 +18,14 @@ from envserve.slab import Status
 
 from .interrupts import run_traced
 from .pool_driver import LEDGER, PoolMaker, gather, kill, reset, step
-from .test_launcher import Started
+from .test_launcher import RequestedWorker
 
 
-def test_an_interrupt_while_it_waits_costs_nothing(
+def test_an_interrupt_while_waiting_costs_nothing(
     make_pool: PoolMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = make_pool.and_reset(LEDGER, 2, 2)
-    for ways in range(2):  # until one is done, or both
+    for ways in range(2):  # wait for one outcome, then for both
         with monkeypatch.context() as patch:
             pool.submit_step([0, 1])
             patch.setattr(pool._workers.selector, "select", interrupt)
@@ -43,23 +43,23 @@ def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-# A socket that is not anybody's yet is closed with the frame that has made it.
+# An interrupt may leave a new socket without an owner, which is closed with its frame.
 @pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 @pytest.mark.parametrize("during", ["a step", "a loss"])
 def test_an_interrupt_at_any_line_costs_an_episode_but_never_a_wrong_row(
     make_own_pool: PoolMaker, during: str
 ) -> None:
-    """The launcher may be interrupted, too."""
+    """The launcher may be interrupted as well."""
 
     def play(line: int) -> int:
-        """Interrupts a step there, and checks the next ones; returns the lines."""
+        """Interrupt a step at a line and check the next steps; return all lines."""
         pool = make_own_pool.and_reset(LEDGER, 2, 2)
         if during == "a loss":
             kill(pool.worker_pids[0])
         num_lines = len(run_traced(lambda: step(pool, 50), line))
         if num_lines == line and not pool.is_waiting:
             pool.lose("a call was interrupted")
-        while pool.is_busy:  # as far as it is in flight still
+        while pool.is_busy:  # operations that are still in flight
             pool.collect(20.0)
         for action in (101, 102):
             step(pool, action)
@@ -74,7 +74,7 @@ def test_an_interrupt_at_any_line_costs_an_episode_but_never_a_wrong_row(
 
 
 @pytest.mark.parametrize("during", ["_on_ready", "attach"])
-def test_a_pool_that_is_interrupted_as_it_starts_starts_anew(
+def test_a_pool_that_is_interrupted_during_its_start_can_start_again(
     make_pool: PoolMaker, monkeypatch: pytest.MonkeyPatch, during: str
 ) -> None:
     before = num_slabs()
@@ -95,7 +95,7 @@ def test_a_pool_that_is_interrupted_as_it_starts_starts_anew(
 
 
 def num_slabs() -> int:
-    """Descriptors of shared memory; on Linux only."""
+    """Return the number of descriptors of slabs; on Linux only."""
     if sys.platform != "linux":
         return 0
     files = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
@@ -105,15 +105,15 @@ def num_slabs() -> int:
 @pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 def test_an_interrupted_poll_is_reported_as_the_end_of_all_workers() -> None:
     def play(line: int) -> int:
-        """Interrupts the wait for a fork there; returns the lines."""
+        """Interrupt the wait for a fork at a line; return the number of lines."""
         with contextlib.closing(Launcher()) as launcher:
-            with contextlib.closing(Started(launcher)) as worker:
+            with contextlib.closing(RequestedWorker(launcher)) as worker:
                 num_lines = len(run_traced(worker.wait_for_start, line))
                 worker.wait_for(lambda: worker.pids or worker.exits)
                 launcher.kill(worker.process)
                 worker.wait_for_end()
-                worker.assert_hung_up()
-            with contextlib.closing(Started(launcher)) as again:
+                worker.assert_closed()
+            with contextlib.closing(RequestedWorker(launcher)) as again:
                 again.wait_for_start()
         return num_lines
 

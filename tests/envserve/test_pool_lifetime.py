@@ -1,4 +1,4 @@
-"""Pools and their workers from the first start to the last end."""
+"""Pools and their workers from the start to the end."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from .pool_driver import (
     assert_lost,
     kill,
     launcher_with,
-    once,
     reset,
+    run_once,
     seeds,
     step,
     wait_for,
 )
-from .stalls import soonest
+from .stalls import fastest
 
 # Starting.
 
@@ -65,13 +65,15 @@ def test_constructor_that_always_dies_is_an_error_in_time(make_pool: PoolMaker) 
 
 
 def test_constructor_that_died_is_retried(make_pool: PoolMaker, tmp_path: Path) -> None:
-    dies = once(tmp_path / "mark", "os._exit(1)")
+    dies = run_once(tmp_path / "mark", "os._exit(1)")
     pool = make_pool(SCRIPT, 1, 1, env_kwargs={"init": dies})
     assert pool.error is None
     assert pool.is_ready
 
 
-def test_constructor_that_hangs_has_the_reset_timeout(make_pool: PoolMaker) -> None:
+def test_constructor_that_hangs_is_killed_at_the_reset_timeout(
+    make_pool: PoolMaker,
+) -> None:
     pool = make_pool(
         SCRIPT,
         1,
@@ -83,7 +85,7 @@ def test_constructor_that_hangs_has_the_reset_timeout(make_pool: PoolMaker) -> N
     assert "took longer than 0.3 s to build an env" in str(pool.error)
 
 
-def test_worker_that_dies_in_every_step_is_given_up_and_the_others_go_on(
+def test_worker_that_dies_in_every_step_fails_and_the_others_continue(
     make_pool: PoolMaker,
 ) -> None:
     options: dict[str, Any] = {"env_kwargs": {"fault": "kill"}, "max_restarts": 1}
@@ -98,7 +100,7 @@ def test_worker_that_dies_in_every_step_is_given_up_and_the_others_go_on(
     assert not others.faults
 
 
-def test_worker_that_is_killed_again_and_again_at_rest_is_not_given_up(
+def test_worker_that_is_killed_repeatedly_while_idle_is_always_restarted(
     make_pool: PoolMaker,
 ) -> None:
     pool = make_pool.and_reset(LEDGER, 2, 2, max_restarts=1)
@@ -110,7 +112,7 @@ def test_worker_that_is_killed_again_and_again_at_rest_is_not_given_up(
     assert not any(outcome.faults for outcome in step(pool, 0))
 
 
-def test_module_that_is_not_there_is_an_error_at_once(make_pool: PoolMaker) -> None:
+def test_missing_module_is_an_error_at_once(make_pool: PoolMaker) -> None:
     with contextlib.closing(Launcher(["no_such_envs"])) as own:
         pool = make_pool(LEDGER, 1, 1, launcher=own)
         assert isinstance(pool.error, EnvStartError)
@@ -121,7 +123,9 @@ def test_module_that_is_not_there_is_an_error_at_once(make_pool: PoolMaker) -> N
 # The template process.
 
 
-def test_after_death_of_the_template_all_recovers(make_own_pool: PoolMaker) -> None:
+def test_all_workers_recover_from_the_death_of_the_template(
+    make_own_pool: PoolMaker,
+) -> None:
     pool = make_own_pool.and_reset(LEDGER, 4, 2)
     step(pool, 1)
     before = pool.worker_pids
@@ -133,7 +137,7 @@ def test_after_death_of_the_template_all_recovers(make_own_pool: PoolMaker) -> N
     assert seeds(pool) == [env_seed(SEED, row, 1) for row in range(4)]
 
 
-def test_template_that_dies_just_before_a_restart_costs_a_try(
+def test_template_that_dies_just_before_a_restart_costs_one_attempt(
     make_own_pool: PoolMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = make_own_pool.and_reset(LEDGER, 1, 1)
@@ -152,7 +156,7 @@ def test_template_that_dies_just_before_a_restart_costs_a_try(
     assert not step(pool, 1)[0].faults
 
 
-def test_env_whose_import_never_returns_stalls_no_other_pool(tmp_path: Path) -> None:
+def test_env_whose_import_hangs_does_not_stall_other_pools(tmp_path: Path) -> None:
     (tmp_path / "stuck_envs.py").write_text("import time; time.sleep(60)")
     offer = "import gymnasium; gymnasium.register('Stuck-v0', 'stuck_envs:Env')"
     with (
@@ -173,13 +177,15 @@ def test_env_whose_import_never_returns_stalls_no_other_pool(tmp_path: Path) -> 
 
 @pytest.fixture
 def without_gc() -> Iterator[None]:
-    """What goes, goes with its last reference."""
+    """Disable cyclic garbage collection, so that only reference counts free objects."""
     gc.disable()
     yield
     gc.enable()
 
 
-def test_closing_takes_two_seconds_at_most_in_a_hang(make_pool: PoolMaker) -> None:
+def test_closing_takes_two_seconds_at_most_if_an_env_hangs(
+    make_pool: PoolMaker,
+) -> None:
     def attempt() -> float:
         pool = make_pool.and_reset(FAULTY, 2, 2, env_kwargs={"fault": "hang"})
         pool.rows.action[0][:] = [1, 0]
@@ -191,10 +197,10 @@ def test_closing_takes_two_seconds_at_most_in_a_hang(make_pool: PoolMaker) -> No
         pool.close()
         return seconds
 
-    assert soonest(attempt, 2.0) < 2.0
+    assert fastest(attempt, 2.0) < 2.0
 
 
-def test_closing_can_be_hastened_but_not_slowed_down(make_pool: PoolMaker) -> None:
+def test_the_deadline_of_closing_can_only_be_shortened(make_pool: PoolMaker) -> None:
     pool = make_pool(FAULTY, 1, 1, env_kwargs={"fault": "hang_in_close"})
     pool.begin_close(3600.0)
     pool.begin_close(0.0)
@@ -202,7 +208,7 @@ def test_closing_can_be_hastened_but_not_slowed_down(make_pool: PoolMaker) -> No
     wait_for(pool, lambda: pool.is_closed)
 
 
-def test_pool_that_is_closed_holds_neither_memory_nor_descriptors(
+def test_closed_pool_keeps_neither_memory_nor_descriptors(
     make_own_pool: PoolMaker, without_gc: None
 ) -> None:
     def play() -> tuple[Pool, weakref.ref[Any]]:
@@ -259,10 +265,10 @@ def test_kill_of_the_owner_ends_workers_and_their_children(launcher: Launcher) -
         [sys.executable, "-c", OWNER],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,  # held by every process that comes from the owner
+        stderr=subprocess.PIPE,  # inherited by all processes that the owner starts
         text=True,
     )
     assert owner.stdout is not None
     assert owner.stdout.readline() == "ready\n"
     owner.send_signal(signal.SIGKILL)
-    owner.communicate(timeout=30.0)  # end of file: nobody is left
+    owner.communicate(timeout=30.0)  # end of file: all these processes have ended

@@ -1,4 +1,4 @@
-"""A crash is played again from its file: the same fault at the same action."""
+"""A crash is replayed from its file: the same fault in the same action."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def files_in(folder: Path) -> list[Path]:
 def crash(
     pool: Pool, folder: Path, generator: np.random.Generator, num_files: int
 ) -> list[Path]:
-    """Steps with random actions until so many files are there."""
+    """Step with random actions until there are `num_files` repro files."""
     reset(pool)
     while len(files_in(folder)) < num_files:
         for array in pool.rows.action:
@@ -132,7 +132,7 @@ def crash(
         ("hang", 1, {"step_timeout_seconds": 4.0, "reset_timeout_seconds": 4.0}),
     ],
 )
-def test_crashes_by_chance_are_reproduced_at_the_same_action(
+def test_random_crashes_are_reproduced_at_the_same_action(
     make_pool: PoolMaker,
     launcher: Launcher,
     crash_dir: Path,
@@ -150,11 +150,11 @@ def test_crashes_by_chance_are_reproduced_at_the_same_action(
         timeout = 5.0 if fault == "hang" else None
         ending = replay(repro, launcher, timeout)
         assert ending.is_reproduced, (ending, describe_repro(repro))
-        assert ending.number == len(repro.played.actions[0])
+        assert ending.num_actions == len(repro.played.actions[0])
 
 
 @pytest.mark.parametrize("doom", ["reset", "step"])
-def test_a_crash_that_options_lead_to_is_reproduced_once_an_episode_has_begun(
+def test_a_crash_caused_by_reset_options_is_reproduced(
     make_pool: PoolMaker, launcher: Launcher, crash_dir: Path, doom: str
 ) -> None:
     kwargs = {"fault": "raise", "chance": 0.0}
@@ -165,7 +165,7 @@ def test_a_crash_that_options_lead_to_is_reproduced_once_an_episode_has_begun(
     assert (outcome.error is not None) is (doom == "reset")
     pool.submit_step([0])
     gather(pool, [0])
-    if doom == "reset":  # who asked for it is told, and files are for what nobody saw
+    if doom == "reset":  # the caller gets the error, so there is no file
         assert not files_in(crash_dir)
         return
     (path,) = files_in(crash_dir)
@@ -173,10 +173,10 @@ def test_a_crash_that_options_lead_to_is_reproduced_once_an_episode_has_begun(
     assert repro.env_index == 1
     ending = replay(repro, launcher)
     assert ending.is_reproduced, (ending, describe_repro(repro))
-    assert ending.number == 1
+    assert ending.num_actions == 1
     played = replace(repro.played, options=b"", misses_options=True)
     forgetful = replace(repro, played=played)
-    assert "options of its reset, or of an earlier" in describe_repro(forgetful)
+    assert "options of this reset or an earlier one" in describe_repro(forgetful)
     assert not replay(forgetful, launcher).is_reproduced
 
 
@@ -243,7 +243,7 @@ def make_repro(fault: str = "segfault", **changes: Any) -> Repro:
         ),
     ],
 )
-def test_another_ending_is_told_from_the_same_one(
+def test_a_different_end_is_not_a_reproduction(
     launcher: Launcher, repro: Repro, text: str
 ) -> None:
     ending = replay(repro, launcher)
@@ -251,28 +251,30 @@ def test_another_ending_is_told_from_the_same_one(
     assert text in ending.text
 
 
-def test_same_ending_at_an_earlier_action_is_not_the_same(launcher: Launcher) -> None:
+def test_the_same_end_at_an_earlier_action_is_not_a_reproduction(
+    launcher: Launcher,
+) -> None:
     repro = make_repro()
     assert replay(repro, launcher).is_reproduced
     longer = (np.array([0, 1, 0], np.int64),)
     repro = replace(repro, played=replace(repro.played, actions=longer))
     ending = replay(repro, launcher)
-    assert (ending.is_reproduced, ending.number) == (False, 2)
+    assert (ending.is_reproduced, ending.num_actions) == (False, 2)
 
 
-def test_doubts_about_a_file_are_said() -> None:
-    assert "not end alike" not in describe_repro(make_repro())
+def test_reasons_why_a_replay_may_differ_are_described() -> None:
+    assert "may end differently" not in describe_repro(make_repro())
     played = replace(make_repro().played, seed=None, num_missing=1, is_touched=True)
     text = describe_repro(make_repro(played=played))
-    assert "1 action before these are not known" in text
+    assert "1 action before these are not recorded" in text
     assert "its random numbers are not" in text
-    assert "attributes or methods" in text
+    assert "set attributes are not recorded" in text
 
 
-# Files from elsewhere.
+# Files from other sources.
 
 
-def test_a_file_says_nothing_to_the_terminal_that_shows_it() -> None:
+def test_a_description_contains_no_control_characters() -> None:
     rude = "\x1b]0;owned\x07\x1b[2J"
     end = End(status=Status.ENV_ERROR, text=rude)
     text = describe_repro(make_repro(env_name=rude, end=end))
@@ -280,7 +282,7 @@ def test_a_file_says_nothing_to_the_terminal_that_shows_it() -> None:
     assert "owned" in text
 
 
-def test_file_says_what_was_written() -> None:
+def test_file_is_decoded_as_it_was_encoded() -> None:
     repro = make_repro(played=replace(make_repro().played, generator=(1,) * 6))
     again = decode_repro(encode_repro(repro))
     assert again.played.actions[0].tolist() == [0, 0, 1]
@@ -290,7 +292,7 @@ def test_file_says_what_was_written() -> None:
     )
 
 
-def test_wrappers_are_said() -> None:
+def test_wrappers_are_described() -> None:
     plain, wrapped = make_repro(), make_repro(wrappers=WRAPPERS)
     assert decode_repro(encode_repro(wrapped)).wrappers == WRAPPERS
     said = "env 0 of envserve/Faulty-v0 in RandomStart(max_steps=5), ActionRepeat("
@@ -324,7 +326,7 @@ def test_wrappers_are_said() -> None:
     ],
     ids=str,
 )
-def test_files_with_odd_values_are_refused(changes: dict[str, Any]) -> None:
+def test_files_with_invalid_values_are_rejected(changes: dict[str, Any]) -> None:
     value = codec.decode(encode_repro(make_repro()))
     for name, odd in changes.items():
         *outer, inner = name.split(".")
@@ -334,7 +336,9 @@ def test_files_with_odd_values_are_refused(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\x00", b"\xc1", b"rubbish" * 100])
-def test_files_that_are_none_of_ours_are_refused(tmp_path: Path, data: bytes) -> None:
+def test_files_that_are_not_repro_files_are_rejected(
+    tmp_path: Path, data: bytes
+) -> None:
     (tmp_path / "file").write_bytes(data)
     with pytest.raises(ReproError, match="expected a repro file"):
         load_repro(tmp_path / "file")
@@ -356,7 +360,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_command_says_whether_the_crash_is_reproduced(tmp_path: Path) -> None:
+def test_command_prints_whether_the_crash_is_reproduced(tmp_path: Path) -> None:
     path = tmp_path / "a.repro"
     path.write_bytes(encode_repro(make_repro()))
     result = run(str(path), "--import", "tests.oracle.probe_envs")
@@ -365,7 +369,7 @@ def test_command_says_whether_the_crash_is_reproduced(tmp_path: Path) -> None:
     assert "\nreproduced in action 3: was killed by SIGSEGV" in result.stdout
     assert "\nFatal Python error: Segmentation fault\n" in result.stdout
     assert result.stderr == ""
-    result = run(str(path))  # where the env is not known
+    result = run(str(path))  # the env is not registered
     assert result.returncode == 1
     assert "not reproduced: could not be played: no env named" in result.stdout
     assert "written where tests.oracle.probe_envs had been imported" in result.stdout

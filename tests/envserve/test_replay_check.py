@@ -1,4 +1,4 @@
-"""The checker counts what is wrong, each kind of it, and nothing that is right."""
+"""The checker counts every kind of wrong result, and no correct one."""
 
 from __future__ import annotations
 
@@ -27,47 +27,51 @@ def make() -> gymnasium.Env[Any, Any]:
     return make_env("CartPole-v1", {})
 
 
-class HonestBatch:
-    """What a batch gives, without processes; faults come to row 1, when told."""
+class CorrectBatch:
+    """A correct batch without processes; row 1 has faults on request."""
 
     def __init__(self) -> None:
         self.envs = [make() for _ in ROWS]
         self.incarnation = 0
-        self.owed: Any = None
-        self.seen = np.array([self.begin(row, 0) for row in range(NUM_ENVS)])
+        self.late_action: Any = None
+        self.observation = np.array([self.begin(row, 0) for row in range(NUM_ENVS)])
 
     def begin(self, row: int, incarnation: int) -> Array:
         seed = env_seed(ROOT_SEED, row, incarnation)
         return np.asarray(self.envs[row].reset(seed=seed)[0])
 
     def step(self, actions: Array, status: Status = Status.OK) -> StepResult:
-        """Steps all rows; what comes of row 1 has this status."""
+        """Step all rows; row 1 gets the given status."""
         reward, ended = np.zeros(NUM_ENVS), np.zeros((2, NUM_ENVS), np.bool_)
-        final, statuses = np.zeros_like(self.seen), np.zeros(NUM_ENVS, np.uint8)
+        final, statuses = np.zeros_like(self.observation), np.zeros(NUM_ENVS, np.uint8)
         statuses[1] = status
         for row in range(NUM_ENVS):
             if statuses[row] == Status.PENDING:
-                self.owed = actions[row] if self.owed is None else self.owed
+                self.late_action = (
+                    actions[row] if self.late_action is None else self.late_action
+                )
             elif statuses[row] in (Status.OK, Status.LATE):
-                action = self.owed if statuses[row] == Status.LATE else actions[row]
+                action = (
+                    self.late_action if statuses[row] == Status.LATE else actions[row]
+                )
                 observation, reward[row], *ended[:, row], _ = self.envs[row].step(
                     action
                 )
                 if ended[:, row].any():
                     final[row], (observation, _) = observation, self.envs[row].reset()
-                self.seen[row] = observation
+                self.observation[row] = observation
             else:
-                self.incarnation += 2  # once more often than was seen
-                final[row], ended[1, row] = self.seen[row], True
-                self.seen[row] = self.begin(row, self.incarnation)
+                self.incarnation += 2  # one rebuild more than the caller has observed
+                final[row], ended[1, row] = self.observation[row], True
+                self.observation[row] = self.begin(row, self.incarnation)
         if status != Status.PENDING:
-            self.owed = None
+            self.late_action = None
         valid = statuses == Status.OK
-        seen = self.seen.copy()
+        seen = self.observation.copy()
         return StepResult(seen, reward, ended[0], ended[1], valid, final, statuses, {})
 
 
-#: The status of row 1 in each of many steps: faults, padding, and what follows it.
+#: Statuses of row 1: faults, padding, and the steps after it.
 COURSE = [Status.OK] * 30
 COURSE[4], COURSE[14], COURSE[20] = Status.WORKER_DIED, Status.TIMEOUT, Status.ENV_ERROR
 COURSE[7:10] = [Status.PENDING, Status.PENDING, Status.LATE]
@@ -78,15 +82,15 @@ def play(
     spoil: Callable[[int, StepResult], object] = lambda step, result: None,
     sent: Callable[[int, Array], Array] = lambda step, actions: actions,
 ) -> ReplayCheck:
-    """Plays the course before a checker.
+    """Play the course and check it.
 
     Args:
-      spoil: Changes what a step gave.
-      sent: What the envs get for the actions that the checker knows.
+      spoil: Changes the result of a step.
+      sent: Returns the actions that the envs get instead of the checked ones.
     """
-    random, batch = np.random.default_rng(3), HonestBatch()
+    random, batch = np.random.default_rng(3), CorrectBatch()
     checker = ReplayCheck(make, NUM_ENVS, ROOT_SEED)
-    checker.reset(batch.seen)
+    checker.reset(batch.observation)
     for step, status in enumerate(COURSE):
         actions = random.integers(0, 2, NUM_ENVS)
         result = batch.step(sent(step, actions), status)
@@ -95,7 +99,7 @@ def play(
     return checker
 
 
-def test_what_is_right_is_not_counted() -> None:
+def test_correct_results_are_not_counted() -> None:
     checker = play()
     assert checker.num_wrong == 0
     assert checker.num_checked == (len(COURSE) + 1) * NUM_ENVS
@@ -105,8 +109,8 @@ def add_one_bit(array: Array, row: int) -> None:
     array[row] = np.nextafter(array[row], np.inf)
 
 
-#: What is spoiled, and in which step.
-WRONGS: dict[str, tuple[int, Callable[[StepResult], object]]] = {
+#: For each kind of wrong result, the step and how to spoil it.
+WRONG_RESULTS: dict[str, tuple[int, Callable[[StepResult], object]]] = {
     "observation": (2, lambda r: add_one_bit(r.observation, 1)),
     "reward": (2, lambda r: add_one_bit(r.reward, 1)),
     "terminated": (2, lambda r: r.terminated.__setitem__(1, True)),
@@ -127,9 +131,9 @@ WRONGS: dict[str, tuple[int, Callable[[StepResult], object]]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONGS)
+@pytest.mark.parametrize("name", WRONG_RESULTS)
 def test_one_wrong_row_is_counted_once(name: str) -> None:
-    at, spoil = WRONGS[name]
+    at, spoil = WRONG_RESULTS[name]
     checker = play(lambda step, result: spoil(result) if step == at else None)
     assert checker.num_wrong == 1
 
@@ -184,14 +188,14 @@ def test_envs_of_a_later_lease_are_known() -> None:
     assert checker.num_wrong == 0
 
 
-def test_it_agrees_with_workers_about_actions_of_numbers() -> None:
+def test_it_agrees_with_workers_about_continuous_actions() -> None:
     name, random = "Pendulum-v1", np.random.default_rng(1)
     with BatchEnv.local(name, 2, 1, seed=ROOT_SEED) as batch:
         checker = ReplayCheck(lambda: make_env(name, {}), 2, ROOT_SEED)
         checker.reset(batch.reset())
         learner = Learner(name, make_env(name, {}), 2, 0)
         observation = random.normal(size=(2, 3))
-        for _ in range(210):  # beyond the end of an episode
+        for _ in range(210):  # more than one episode
             actions = learner.act(observation, np.arange(2))
             result = batch.step(actions)
             checker.step(np.arange(2), actions, result)

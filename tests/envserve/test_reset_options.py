@@ -1,4 +1,4 @@
-"""What envs are given at a reset, and what they say of it, over every kind of lane."""
+"""Seeds, options and infos of resets, over every kind of lane."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ RESET = "envserve/Reset-v0"
 
 @pytest.fixture
 def batch(make_batch: MakeBatch) -> BatchEnv:
-    """Three envs that show what they get, in two blocks."""
+    """Make three envs that return their reset arguments as info, in two blocks."""
     return make_batch(RESET, 3, 2, seed=1, infos="all")
 
 
-def seen(batch: BatchEnv, what: str) -> dict[int, Any]:
+def reset_info(batch: BatchEnv, what: str) -> dict[int, Any]:
     return {row: info[what] for row, info in batch.reset_infos.items()}
 
 
@@ -33,17 +33,17 @@ def step(batch: BatchEnv, action: int = 0) -> Any:
 def test_every_env_of_a_reset_gets_its_options(batch: BatchEnv) -> None:
     assert batch.reset_infos == {}
     batch.reset()
-    assert seen(batch, "options") == {0: None, 1: None, 2: None}
+    assert reset_info(batch, "options") == {0: None, 1: None, 2: None}
     batch.reset([2, 0], options={"level": 3, "sizes": np.arange(2)})
     assert batch.reset_infos.keys() == {0, 2}
-    for options in seen(batch, "options").values():
+    for options in reset_info(batch, "options").values():
         assert options.pop("sizes").tolist() == [0, 1]
         assert options == {"level": 3}
     batch.reset([1], options={})
-    assert seen(batch, "options") == {1: {}}
+    assert reset_info(batch, "options") == {1: {}}
 
 
-def test_a_reset_by_itself_gets_no_options(batch: BatchEnv) -> None:
+def test_an_autoreset_gets_no_options(batch: BatchEnv) -> None:
     batch.reset(options={"level": 3})
     result = step(batch, action=1)
     infos = [info["reset_info"] for info in result.infos.values()]
@@ -52,9 +52,9 @@ def test_a_reset_by_itself_gets_no_options(batch: BatchEnv) -> None:
 
 def test_each_row_has_a_seed_or_none(batch: BatchEnv) -> None:
     batch.reset(seeds=[None, 5, None])
-    assert seen(batch, "seed") == {0: None, 1: 5, 2: None}
+    assert reset_info(batch, "seed") == {0: None, 1: 5, 2: None}
     batch.reset()
-    assert seen(batch, "seed") == dict.fromkeys(range(3))
+    assert reset_info(batch, "seed") == dict.fromkeys(range(3))
 
 
 @pytest.mark.parametrize("spare_envs", [False, True])
@@ -65,23 +65,23 @@ def test_first_resets_have_seeds_if_the_batch_is_seeded(
     options: dict[str, Any] = {"infos": "all", "spare_envs": spare_envs}
     batch = make_batch(RESET, 1, 1, seed=1, seeded=seeded, **options)
     batch.reset()
-    assert seen(batch, "seed") == {0: env_seed(1, 0, 0) if seeded else None}
+    assert reset_info(batch, "seed") == {0: env_seed(1, 0, 0) if seeded else None}
     next_seed = step(batch, action=1).infos[0]["reset_info"]["seed"]
     assert (next_seed is not None) is (seeded and spare_envs)
 
 
-def test_with_a_spare_the_options_are_of_the_next_episode(
+def test_with_a_spare_the_options_apply_to_the_next_episode(
     make_batch: MakeBatch,
 ) -> None:
     batch = make_batch(RESET, 1, 1, infos="all", spare_envs=True)
-    for level in range(3):  # each turn that is taken drops what was made ready
+    for level in range(3):  # each reset discards the prepared episode
         batch.reset(options={"level": level})
-        assert seen(batch, "options") == {0: {"level": level}}
+        assert reset_info(batch, "options") == {0: {"level": level}}
     batch.reset()
-    assert seen(batch, "options") == {0: None}
+    assert reset_info(batch, "options") == {0: None}
 
 
-def test_what_an_env_does_not_take_is_an_error_and_costs_no_more(
+def test_options_that_an_env_rejects_are_an_error_and_cost_nothing_else(
     batch: BatchEnv,
 ) -> None:
     batch.reset()
@@ -91,7 +91,7 @@ def test_what_an_env_does_not_take_is_an_error_and_costs_no_more(
     with pytest.raises(LocalProtocolError, match=r"reset\(\) of all envs"):
         step(batch)
     batch.reset(options={"level": 1})
-    assert [*seen(batch, "options").values()] == [{"level": 1}] * 3
+    assert [*reset_info(batch, "options").values()] == [{"level": 1}] * 3
     assert step(batch).valid.all()
 
 
@@ -123,14 +123,14 @@ def test_options_that_cannot_be_sent_reset_nothing(
         ("BareReset", False, ("seed", "options")),
     ],
 )
-def test_an_env_gets_what_its_reset_takes(
+def test_an_env_gets_the_arguments_that_its_reset_declares(
     make_batch: MakeBatch, kind: str, seeded: bool, lacks: tuple[str, ...]
 ) -> None:
     name = f"envserve/{kind}-v0"
     wrappers = [{"name": "TimeLimit", "max_episode_steps": 9}]
     batch = make_batch(name, 2, 1, seeded=seeded, infos="all", wrappers=wrappers)
     batch.reset()
-    assert (seen(batch, "seed")[0] is not None) is seeded
+    assert (reset_info(batch, "seed")[0] is not None) is seeded
     asked: dict[str, dict[str, Any]]
     asked = {"seed": {"seeds": [5, None]}, "options": {"options": {"level": 1}}}
     for what, more in asked.items():
@@ -139,12 +139,12 @@ def test_an_env_gets_what_its_reset_takes(
                 batch.reset(**more)
         else:
             batch.reset(**more)
-            assert seen(batch, what)[0] is not None
+            assert reset_info(batch, what)[0] is not None
     batch.reset()
     assert step(batch).valid.all()
 
 
-def test_an_env_without_seeds_is_refused_where_each_gets_one(
+def test_an_env_without_seeds_is_rejected_if_seeds_are_required(
     make_batch: MakeBatch,
 ) -> None:
     with pytest.raises(EnvStartError, match=r"takes no seed, .* with seeded=False"):

@@ -18,7 +18,7 @@ from benchmarks.lab.processes import with_descendants
 from envserve.errors import EnvStartError
 from envserve.slab import Status
 from tests.envserve.conftest import Join, Serve
-from tests.envserve.limits import limited
+from tests.envserve.limits import resource_limit
 from tests.envserve.server_process import ServerProcess, command
 from tests.envserve.session_client import SessionClient
 
@@ -72,7 +72,7 @@ def test_no_memory_is_left_for_rows(serve: Serve, join: Join, refused: Refused) 
     client = join(server := serve("--allow-kwarg", "space:any"))
     client.reset()
     images = {"env_name": "envserve/Echo-v0", "env_kwargs": {"space": "image"}}
-    with limited(server.process.pid, resource.RLIMIT_FSIZE, 1 << 20):
+    with resource_limit(server.process.pid, resource.RLIMIT_FSIZE, 1 << 20):
         assert "no shared memory for the rows" in str(refused(server, 16, **images))
         check_steps(client)
     assert join(server, 16, session=79, **images).session.error is None
@@ -130,7 +130,7 @@ def test_no_memory_is_left_in_worker(tmp_path: Path, serve: Serve, join: Join) -
     worker, _ = sorted(set(with_descendants(server.process.pid)) - others)
     status = Path(f"/proc/{worker}/statm").read_text().split()
     used = int(status[0]) * resource.getpagesize()
-    with limited(worker, resource.RLIMIT_AS, used + (1 << 26)):
+    with resource_limit(worker, resource.RLIMIT_AS, used + (1 << 26)):
         (fault,) = (fault for outcome in hungry.step(1) for fault in outcome.faults)
         assert fault.status is Status.ENV_ERROR
         assert "MemoryError" in fault.text or "Unable to allocate" in fault.text

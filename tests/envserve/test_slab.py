@@ -1,4 +1,4 @@
-"""Rows in shared memory: the same for all who map them, and gone with them."""
+"""Rows in shared memory: one memory for all processes, freed with the last of them."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def test_arrays_start_on_cache_lines_and_do_not_overlap(spec: EnvSpec) -> None:
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
 
 
-def test_each_worker_beats_in_its_own_cache_line(slab: Slab) -> None:
+def test_each_worker_has_its_heartbeat_in_its_own_cache_line(slab: Slab) -> None:
     first, second = slab.heartbeats
     assert address(second) - address(first) == 8 * 64
 
 
-def test_private_rows_are_laid_out_as_the_slab_is(slab: Slab) -> None:
+def test_private_rows_have_the_layout_of_the_slab(slab: Slab) -> None:
     private = Rows.allocate(SPEC, 6)
     for ours, shared in zip(arrays_of(private), arrays_of(slab.rows), strict=True):
         offset = address(ours) - address(private.observation[0])
@@ -85,7 +85,7 @@ def test_private_rows_are_laid_out_as_the_slab_is(slab: Slab) -> None:
         assert ours.flags.writeable
 
 
-def test_rows_need_exactly_the_bytes_that_are_said() -> None:
+def test_rows_need_exactly_the_calculated_bytes() -> None:
     nbytes = rows_nbytes(ODD_SPEC, 3)
     Rows.map(ODD_SPEC, 3, bytearray(nbytes))
     with pytest.raises(TypeError):
@@ -134,7 +134,7 @@ def test_rows_of_two_processes_are_the_same_memory() -> None:
             [1, 2, 3, 4, 5],
             [0] * 5,
         ]
-        child.kill()  # what it wrote outlives it
+        child.kill()  # its writes remain
         child.wait(timeout=60)
     assert slab.rows.reward.tolist() == [0.0, 0.0, 0.0, -0.5]
     assert slab.heartbeats[:, 0].tolist() == [0, 7]
@@ -162,7 +162,7 @@ def test_slab_has_no_name_in_any_file_system(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="seals are Linux's")
-def test_who_has_the_descriptor_cannot_take_the_memory_away(slab: Slab) -> None:
+def test_the_descriptor_cannot_be_used_to_resize_the_memory(slab: Slab) -> None:
     size = os.fstat(slab.fd).st_size
     for other in (0, size - 1, size + 1):
         with pytest.raises(PermissionError):

@@ -26,7 +26,7 @@ from envserve.spaces.leaves import unflatten
 from envserve.spaces.variable_length import decode_actions, decode_observation
 from envserve.wire.rows import RowCodec, RowPart
 from envserve.worker.env_row import EnvRow
-from envserve.worker.worker_report import encode_spaces, read_spaces
+from envserve.worker.worker_report import decode_spaces, encode_spaces
 
 from .conftest import servers_in
 from .space_table import ALL_SPACES, ENCODED, UNSUPPORTED, Space
@@ -55,7 +55,7 @@ class WorkerAndClient:
         )
         self.envs = [EnvRow(request, row) for row in range(NUM_ENVS)]
         self.worker_spec, _ = (env.build() for env in self.envs)
-        self.client_spec = read_spaces(encode_spaces(self.worker_spec), "Table-v0")
+        self.client_spec = decode_spaces(encode_spaces(self.worker_spec), "Table-v0")
         self.worker_rows = Rows.allocate(self.worker_spec, NUM_ENVS)
         self.client_rows = Rows.allocate(self.client_spec, NUM_ENVS)
         everything = [(0, NUM_ENVS)]

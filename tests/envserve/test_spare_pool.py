@@ -1,4 +1,4 @@
-"""Pools whose rows have spare envs: faults and hangs where nobody is looking."""
+"""Pools with spare envs: faults and hangs in background resets."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from .pool_driver import (
     call,
     gather,
     kill,
-    once,
     reset,
+    run_once,
     seeds,
     step,
 )
-from .stalls import soonest
+from .stalls import fastest
 
 IS_MAIN = "import threading as t; is_main = t.current_thread() is t.main_thread()\n"
 
 
-def once_in_background(folder: Path, script: str) -> dict[str, str]:
-    """Has the first reset that a thread does in row 0 do something else as well."""
+def run_once_in_background(folder: Path, script: str) -> dict[str, str]:
+    """Run a script in the first background reset of row 0."""
     own = env_seed(SEED, 0, 0)
     when = f"not is_main and seed == {spare_seed(own)}"
-    return {"reset": IS_MAIN + once(folder / "mark", script, when)}
+    return {"reset": IS_MAIN + run_once(folder / "mark", script, when)}
 
 
 def test_a_reset_that_failed_in_the_background_costs_its_own_row_one_transition(
     make_pool: PoolMaker, tmp_path: Path
 ) -> None:
-    raises = once_in_background(tmp_path, "raise RuntimeError('no level to load')")
+    raises = run_once_in_background(tmp_path, "raise RuntimeError('no level to load')")
     pool = make_pool(SCRIPT, 2, 1, env_kwargs=raises, spare_envs=True)
     assert not reset(pool)[0].faults
     (outcome,) = step(pool, 0)
@@ -60,10 +60,10 @@ def test_a_reset_that_failed_in_the_background_costs_its_own_row_one_transition(
         assert seeds(pool) == expected
 
 
-def test_a_reset_that_hangs_in_the_background_is_killed_when_its_row_has_waited(
+def test_a_reset_that_hangs_in_the_background_is_killed_once_its_row_waits_for_it(
     make_pool: PoolMaker, tmp_path: Path
 ) -> None:
-    hangs = once_in_background(tmp_path, "time.sleep(60)")
+    hangs = run_once_in_background(tmp_path, "time.sleep(60)")
     pool = make_pool(
         SCRIPT,
         2,
@@ -84,7 +84,7 @@ def test_a_reset_that_hangs_in_the_background_is_killed_when_its_row_has_waited(
     assert not any(outcome.faults for outcome in step(pool, 0))
 
 
-def test_a_spare_that_is_late_is_not_taken_for_a_hang(make_pool: PoolMaker) -> None:
+def test_a_slow_spare_is_not_mistaken_for_a_hang(make_pool: PoolMaker) -> None:
     pool = make_pool.and_reset(
         LEDGER,
         1,
@@ -102,7 +102,7 @@ def test_a_process_that_ends_in_a_background_reset_is_replaced_with_both_envs(
     make_pool: PoolMaker, tmp_path: Path
 ) -> None:
     go_on = tmp_path / "go on"
-    exits = once_in_background(tmp_path, f"wait_for({str(go_on)!r}); os._exit(5)")
+    exits = run_once_in_background(tmp_path, f"wait_for({str(go_on)!r}); os._exit(5)")
     pool = make_pool.and_reset(SCRIPT, 1, 1, env_kwargs=exits, spare_envs=True)
     go_on.touch()
     (outcome,) = step(pool, 0)
@@ -119,7 +119,7 @@ def test_a_process_that_ends_in_a_background_reset_is_replaced_with_both_envs(
 def test_envs_that_begin_episodes_together_are_reset_together(
     make_pool: PoolMaker, tmp_path: Path
 ) -> None:
-    """Each background reset waits until that of every other row has begun."""
+    """Each background reset waits until those of all other rows have begun."""
     meet = (
         f"{IS_MAIN}if not is_main:\n folder = {str(tmp_path)!r}\n"
         " open(f'{folder}/{id(self)}', 'w').close()\n"
@@ -154,20 +154,20 @@ def test_closing_does_not_wait_for_a_background_reset_that_hangs(
 ) -> None:
     def attempt() -> float:
         (tmp_path / "mark").unlink(missing_ok=True)
-        hangs = once_in_background(tmp_path, "time.sleep(60)")
+        hangs = run_once_in_background(tmp_path, "time.sleep(60)")
         pool = make_pool.and_reset(SCRIPT, 2, 1, env_kwargs=hangs, spare_envs=True)
-        assert call(pool, 1, "value") == {"value": None}  # nobody waits for row 0
+        assert call(pool, 1, "value") == {"value": None}  # does not wait for row 0
         began = time.monotonic()
         pool.close()
         seconds = time.monotonic() - began
         assert pool.worker_pids == (None,)
         return seconds
 
-    assert soonest(attempt, 2.0) < 2.0
+    assert fastest(attempt, 2.0) < 2.0
 
 
-class TurnBooks:
-    """A second set of books beside the two ledgers of every row."""
+class RowLedgers:
+    """The test's own record of the two ledgers of every row."""
 
     def __init__(self, pool: Pool) -> None:
         reset(pool)
@@ -180,7 +180,7 @@ class TurnBooks:
 
     @staticmethod
     def new_ledgers(own: int) -> list[list[int]]:
-        """What the active env and its spare will observe at the start of their turn."""
+        """Return the first observations of the active env and of its spare."""
         return [[own, 0, 0, 0], [spare_seed(own), 0, 0, 0]]
 
     def step(self, actions: Any) -> None:
@@ -219,21 +219,21 @@ class TurnBooks:
         assert self.pool.rows.observation[0][row].tolist() == self.ledgers[row][0]
 
 
-def test_books_of_both_envs_balance_while_random_workers_are_killed(
+def test_both_ledgers_of_each_row_balance_while_random_workers_are_killed(
     make_pool: PoolMaker, random_generator: np.random.Generator
 ) -> None:
     pool = make_pool(
         LEDGER, 6, 3, num_splits=2, env_kwargs={"length": 5}, spare_envs=True
     )
-    books = TurnBooks(pool)
+    ledgers = RowLedgers(pool)
     for _ in range(700):
-        books.step(random_generator.integers(0, 1000, 6))
+        ledgers.step(random_generator.integers(0, 1000, 6))
         if random_generator.random() < 0.03:
             victim = pool.worker_pids[random_generator.integers(3)]
             if victim is not None:
                 kill(victim)
-    assert books.losses >= 5
-    assert books.valid >= 3500
+    assert ledgers.losses >= 5
+    assert ledgers.valid >= 3500
 
 
 # Threads.
@@ -246,7 +246,7 @@ def test_every_env_has_a_thread_so_that_none_waits_for_another() -> None:
         assert {seat.result(10) for seat in seats} == set(range(8))
 
 
-def test_threads_are_not_without_number_and_give_way_soon() -> None:
+def test_threads_are_limited_in_number_and_yield_quickly() -> None:
     before = {*threading.enumerate()}
     interval = sys.getswitchinterval()
     together = threading.Barrier(17)
@@ -259,7 +259,7 @@ def test_threads_are_not_without_number_and_give_way_soon() -> None:
     sys.setswitchinterval(interval)
 
 
-def test_a_reset_that_exits_ends_the_worker_where_it_is_waited_for() -> None:
+def test_a_reset_that_exits_raises_in_the_thread_that_waits_for_it() -> None:
     with ResetThreads(1) as threads:
         with pytest.raises(SystemExit):
             threads.submit(sys.exit, 3).result(10)

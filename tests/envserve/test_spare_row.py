@@ -1,4 +1,4 @@
-"""Two envs that take turns: whose turn it is, with which seed, and after a fault."""
+"""Rows with two envs: their turns, their seeds, and their faults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from envserve.crashes.action_ring import RowRecord
 from envserve.envs.seeding import env_seed, spare_seed
 from envserve.settings import Autoreset, EnvRequest
-from envserve.slab import BEAT, Rows, private_heartbeat
+from envserve.slab import BEAT_INCREMENT, Rows, private_heartbeat
 from envserve.worker.env_checks import SpaceViolation
 from envserve.worker.env_row import EnvRow
 from envserve.worker.spare_row import ResetThreads, SpareRow
@@ -26,9 +26,9 @@ WAIT = 60.0
 
 
 class ProbeEnv(LedgerEnv):
-    """A ledger whose resets wait at a gate, and that notices two threads at once.
+    """A ledger whose resets can be blocked, and that detects concurrent use.
 
-    `gates` has one per reset, counted over this env's life; there is none by default.
+    `gates` maps the number of a reset of this env to the event that it waits for.
     """
 
     made: list[ProbeEnv]
@@ -84,7 +84,7 @@ class ProbeEnv(LedgerEnv):
 
 
 class Bench:
-    """A row of three before it, its threads, and where it writes."""
+    """The fourth row of a pool with its threads, and the arrays that it writes."""
 
     def __init__(self, autoreset: Autoreset = "same_step", length: int = 2) -> None:
         self.threads = ResetThreads(4)
@@ -108,12 +108,12 @@ class Bench:
         return self.observed()
 
     def observed(self) -> list[int]:
-        """Seed, episode and step that the row shows."""
+        """Return seed, episode and step that the row observes."""
         seen: list[int] = self.rows.observation[0][3, :3].tolist()
         return seen
 
     def play(self, action: int = 1) -> list[int]:
-        """Plays an episode of two steps; returns what the next one begins with."""
+        """Play an episode of two steps; return the first observation of the next."""
         assert self.row.step(action)[1:3] == (False, False)
         _, terminated, truncated, _ = self.row.step(action)
         assert terminated is not truncated
@@ -129,7 +129,7 @@ def probe_env() -> Iterator[None]:
 
 
 @pytest.fixture
-def bench() -> Iterator[Callable[..., Bench]]:
+def make_bench() -> Iterator[Callable[..., Bench]]:
     made: list[Bench] = []
 
     def make(**options: Any) -> Bench:
@@ -148,254 +148,260 @@ Make = Callable[..., Bench]
 
 
 @pytest.fixture
-def table(bench: Make) -> Bench:
-    return bench()
+def bench(make_bench: Make) -> Bench:
+    return make_bench()
 
 
 # Turns and seeds.
 
 
-def test_only_the_very_first_reset_is_done_by_the_caller(table: Bench) -> None:
-    table.reset()
+def test_only_the_very_first_reset_is_done_by_the_caller(bench: Bench) -> None:
+    bench.reset()
     for _ in range(6):
-        table.play()
-    table.threads.shutdown()
+        bench.play()
+    bench.threads.shutdown()
     here = threading.get_ident()
-    first, second = (env.reset_by for env in table.envs)
+    first, second = (env.reset_by for env in bench.envs)
     assert first[0] == here
     assert here not in [*first[1:], *second]
 
 
-def test_final_observation_and_infos_are_of_the_ended_episode(table: Bench) -> None:
-    table.reset()
-    table.row.step(5)
-    reward, terminated, truncated, info = table.row.step(6)
+def test_final_observation_and_infos_are_of_the_ended_episode(bench: Bench) -> None:
+    bench.reset()
+    bench.row.step(5)
+    reward, terminated, truncated, info = bench.row.step(6)
     assert (reward, terminated, truncated) == (6.0, True, False)
-    assert table.rows.final_observation[0][3, :3].tolist() == [SEED, 0, 2]
+    assert bench.rows.final_observation[0][3, :3].tolist() == [SEED, 0, 2]
     assert info["step"] == 2
     assert info["reset_info"] == {"reset_of_episode": 0, "env": 1}
 
 
-def test_a_step_does_not_wait_for_the_env_that_is_relieved(
-    table: Bench, wait_until: WaitUntil
+def test_a_step_does_not_wait_for_the_reset_of_the_previous_env(
+    bench: Bench, wait_until: WaitUntil
 ) -> None:
-    first = table.envs[0]
+    first = bench.envs[0]
     first.gates[1] = threading.Event()
-    table.reset()
-    assert table.play() == [spare_seed(SEED), 0, 0]
+    bench.reset()
+    assert bench.play() == [spare_seed(SEED), 0, 0]
     wait_until(lambda: len(first.reset_by) == 2)
-    table.row.step(1)
+    bench.row.step(1)
     assert first.difficulties == [1], "its second reset has not ended"
 
 
-def test_a_step_that_needs_the_spare_waits_and_says_that_it_may_take_long(
-    table: Bench, wait_until: WaitUntil
+def test_a_step_that_needs_the_spare_waits_and_sets_the_slow_flag(
+    bench: Bench, wait_until: WaitUntil
 ) -> None:
-    gate = table.envs[1].gates[0] = threading.Event()
-    table.reset()
-    table.row.step(1)
-    assert table.beats[1] == 0
-    beats = table.beats[0]
+    gate = bench.envs[1].gates[0] = threading.Event()
+    bench.reset()
+    bench.row.step(1)
+    assert bench.beats[1] == 0
+    beats = bench.beats[0]
     seen: list[Any] = []
-    stepping = threading.Thread(target=lambda: seen.append(table.row.step(1)))
+    stepping = threading.Thread(target=lambda: seen.append(bench.row.step(1)))
     stepping.start()
-    wait_until(lambda: table.beats[1] == 1)
+    wait_until(lambda: bench.beats[1] == 1)
     assert not seen
-    assert table.beats[0] == beats + 2 * BEAT, (
+    assert bench.beats[0] == beats + 2 * BEAT_INCREMENT, (
         "the step, and the reset that it waits for"
     )
     gate.set()
     stepping.join(WAIT)
     assert seen[0][1] is True
-    assert table.beats[1] == 0
-    assert table.observed() == [spare_seed(SEED), 0, 0]
+    assert bench.beats[1] == 0
+    assert bench.observed() == [spare_seed(SEED), 0, 0]
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_being_ready_early_or_late_decides_nothing(
-    table: Bench, wait_until: WaitUntil, is_late: bool
+def test_results_do_not_depend_on_when_the_spare_is_ready(
+    bench: Bench, wait_until: WaitUntil, is_late: bool
 ) -> None:
-    for env in table.envs:
+    for env in bench.envs:
         env.gates = {index: threading.Event() for index in range(4)}
-    table.envs[0].gates[0].set()
+    bench.envs[0].gates[0].set()
 
     def open_gate(gate: threading.Event) -> None:
-        wait_until(lambda: not is_late or bool(table.beats[1]))
+        wait_until(lambda: not is_late or bool(bench.beats[1]))
         gate.set()
 
-    seen = [table.reset()]
+    seen = [bench.reset()]
     for turn in range(1, 8):
-        env, count = table.envs[turn % 2], turn // 2
+        env, count = bench.envs[turn % 2], turn // 2
         helper = threading.Thread(target=open_gate, args=(env.gates[count],))
         helper.start()
         if not is_late:
             wait_until(lambda env=env, count=count: len(env.difficulties) > count)
-        seen.append(table.play(turn))
+        seen.append(bench.play(turn))
         helper.join(WAIT)
     spare = spare_seed(SEED)
     assert seen == [[(SEED, spare)[turn % 2], turn // 2, 0] for turn in range(8)]
 
 
-def test_a_reset_without_a_seed_takes_what_is_ready(table: Bench) -> None:
-    table.reset()
-    table.row.step(1)
-    assert table.reset() == [spare_seed(SEED), 0, 0]
-    assert table.reset() == [SEED, 1, 0]
-    assert table.reset() == [spare_seed(SEED), 1, 0]
+def test_a_reset_without_a_seed_uses_the_prepared_spare(bench: Bench) -> None:
+    bench.reset()
+    bench.row.step(1)
+    assert bench.reset() == [spare_seed(SEED), 0, 0]
+    assert bench.reset() == [SEED, 1, 0]
+    assert bench.reset() == [spare_seed(SEED), 1, 0]
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_given_seed_drops_what_was_ready(table: Bench, is_first: bool) -> None:
+def test_a_seed_discards_the_prepared_episode(bench: Bench, is_first: bool) -> None:
     if not is_first:
-        table.reset()
-        table.play()
+        bench.reset()
+        bench.play()
     for _ in range(2):
-        seen = [table.reset(42), table.play(), table.play(), table.play()]
+        seen = [bench.reset(42), bench.play(), bench.play(), bench.play()]
         spare = spare_seed(42)
         assert seen == [[42, 0, 0], [spare, 0, 0], [42, 1, 0], [spare, 1, 0]]
 
 
-def test_next_step_autoreset_takes_turns_in_the_step_after_it(bench: Make) -> None:
-    table = bench(autoreset="next_step")
-    table.reset()
-    assert table.play() == [SEED, 0, 2]
-    reward, terminated, truncated, info = table.row.step(9)
+def test_next_step_autoreset_switches_envs_in_the_step_after_the_end(
+    make_bench: Make,
+) -> None:
+    bench = make_bench(autoreset="next_step")
+    bench.reset()
+    assert bench.play() == [SEED, 0, 2]
+    reward, terminated, truncated, info = bench.row.step(9)
     assert (reward, terminated, truncated) == (0.0, False, False)
     assert info == {"reset_of_episode": 0, "env": 1}
-    assert table.observed() == [spare_seed(SEED), 0, 0]
-    table.row.step(9)
-    assert table.observed() == [spare_seed(SEED), 0, 1]
+    assert bench.observed() == [spare_seed(SEED), 0, 0]
+    bench.row.step(9)
+    assert bench.observed() == [spare_seed(SEED), 0, 1]
 
 
-def test_no_env_is_ever_in_two_threads(bench: Make) -> None:
-    table = bench(length=1)
-    table.reset()
+def test_no_env_is_ever_used_by_two_threads(make_bench: Make) -> None:
+    bench = make_bench(length=1)
+    bench.reset()
     for turn in range(500):
         if turn % 50 == 7:
-            table.row.reset(turn)
+            bench.row.reset(turn)
         if turn % 20 == 3:
-            table.row.call("set", "difficulty", [turn])
-        table.row.step(1)  # the envs raise if it happens
-    assert table.row.incarnation == 0
+            bench.row.call("set", "difficulty", [turn])
+        bench.row.step(1)  # raises if an env is used by two threads
+    assert bench.row.incarnation == 0
 
 
 # Attributes.
 
 
-def test_an_attribute_is_set_on_both_envs_and_got_from_one(table: Bench) -> None:
-    table.row.call("set", "difficulty", [[4]])
-    table.reset()
-    assert table.row.call("get", "difficulty", []) == [4]
-    table.play()
-    assert table.row.call("get", "difficulty", []) == [4]
-    assert table.row.call("call", "echo", [1]) == [1]
-    first, second = (env.unwrapped.difficulty for env in table.envs)  # type: ignore[attr-defined]
+def test_an_attribute_is_set_on_both_envs_and_read_from_one(bench: Bench) -> None:
+    bench.row.call("set", "difficulty", [[4]])
+    bench.reset()
+    assert bench.row.call("get", "difficulty", []) == [4]
+    bench.play()
+    assert bench.row.call("get", "difficulty", []) == [4]
+    assert bench.row.call("call", "echo", [1]) == [1]
+    first, second = (env.unwrapped.difficulty for env in bench.envs)  # type: ignore[attr-defined]
     assert first is not second, "a value that one changes must not change the other's"
 
 
 def test_an_episode_never_begins_from_a_reset_before_the_last_set(
-    table: Bench, wait_until: WaitUntil
+    bench: Bench, wait_until: WaitUntil
 ) -> None:
-    table.reset()
+    bench.reset()
     for difficulty in (5, 6):
-        table.row.call("set", "difficulty", [difficulty - 3])
-        table.row.call("set", "difficulty", [difficulty])
-        table.play()
-        active = table.envs[1 if difficulty == 5 else 0]
+        bench.row.call("set", "difficulty", [difficulty - 3])
+        bench.row.call("set", "difficulty", [difficulty])
+        bench.play()
+        active = bench.envs[1 if difficulty == 5 else 0]
         assert active.difficulties[-1] == difficulty
-        assert table.row.call("get", "difficulty", []) == difficulty
-    # Each has been reset once in vain, before the set that followed.
-    wait_until(lambda: table.envs[1].difficulties == [1, 5, 6])
-    assert table.envs[0].difficulties == [1, 5, 6]
+        assert bench.row.call("get", "difficulty", []) == difficulty
+    # Each env was reset once before the last set, and once more after it.
+    wait_until(lambda: bench.envs[1].difficulties == [1, 5, 6])
+    assert bench.envs[0].difficulties == [1, 5, 6]
 
 
-def test_setting_does_not_wait_for_the_spare(table: Bench) -> None:
-    table.envs[1].gates[0] = threading.Event()
-    table.reset()
-    table.row.call("set", "difficulty", [8])
-    assert table.envs[1].difficulties == []
-    table.envs[1].gates[0].set()
-    table.play()
-    assert table.envs[1].difficulties == [1, 8]
+def test_setting_does_not_wait_for_the_spare(bench: Bench) -> None:
+    bench.envs[1].gates[0] = threading.Event()
+    bench.reset()
+    bench.row.call("set", "difficulty", [8])
+    assert bench.envs[1].difficulties == []
+    bench.envs[1].gates[0].set()
+    bench.play()
+    assert bench.envs[1].difficulties == [1, 8]
 
 
-def test_what_could_be_set_survives_the_rebuilding_of_its_env(table: Bench) -> None:
-    table.reset()
-    table.row.call("set", "difficulty", [3])
+def test_attributes_are_set_again_on_a_rebuilt_env(bench: Bench) -> None:
+    bench.reset()
+    bench.row.call("set", "difficulty", [3])
     with pytest.raises(AttributeError):
-        table.row.call("set", "np_random_seed", [3])
-    table.row.rebuild()  # sets all that has been set
-    table.reset()
-    assert table.envs[2].difficulties == [3]
+        bench.row.call("set", "np_random_seed", [3])
+    bench.row.rebuild()  # sets all attributes again
+    bench.reset()
+    assert bench.envs[2].difficulties == [3]
 
 
 # Faults.
 
 
-def test_what_a_reset_raises_shows_only_when_the_row_needs_it(table: Bench) -> None:
-    table.envs[1].faults[0] = RuntimeError("no level to load")
-    table.reset()
-    table.row.step(1)
+def test_an_exception_of_a_background_reset_is_raised_when_the_row_needs_the_env(
+    bench: Bench,
+) -> None:
+    bench.envs[1].faults[0] = RuntimeError("no level to load")
+    bench.reset()
+    bench.row.step(1)
     with pytest.raises(RuntimeError, match="no level to load"):
-        table.row.step(1)
-    table.row.rebuild()
-    assert table.row.incarnation == 1
-    assert table.envs[1].closed == 1
-    assert table.reset() == [env_seed(0, 3, 1), 0, 0]
-    assert table.play() == [SEED, 1, 0], "the other env has lost nothing"
-    assert table.play() == [env_seed(0, 3, 1), 1, 0]
+        bench.row.step(1)
+    bench.row.rebuild()
+    assert bench.row.incarnation == 1
+    assert bench.envs[1].closed == 1
+    assert bench.reset() == [env_seed(0, 3, 1), 0, 0]
+    assert bench.play() == [SEED, 1, 0], "the other env has lost nothing"
+    assert bench.play() == [env_seed(0, 3, 1), 1, 0]
 
 
-def test_a_violation_in_the_reset_of_a_spare_is_one_of_the_row(table: Bench) -> None:
-    table.envs[1].faults[0] = "wrong_shape"
-    table.reset()
-    table.row.step(1)
+def test_a_violation_in_a_background_reset_is_raised_by_the_step(bench: Bench) -> None:
+    bench.envs[1].faults[0] = "wrong_shape"
+    bench.reset()
+    bench.row.step(1)
     with pytest.raises(SpaceViolation, match=r"expected observation int64\[4\]"):
-        table.row.step(1)
+        bench.row.step(1)
 
 
-def test_what_was_dropped_for_a_seed_does_not_hide_its_fault(table: Bench) -> None:
-    table.envs[1].faults[0] = RuntimeError("no level to load")
-    table.reset()
+def test_a_discarded_episode_does_not_hide_its_fault(bench: Bench) -> None:
+    bench.envs[1].faults[0] = RuntimeError("no level to load")
+    bench.reset()
     with pytest.raises(RuntimeError, match="no level to load"):
-        table.reset(5)
-    table.row.rebuild()
-    assert table.envs[1].closed == 1
-    assert [table.reset(5), table.play()] == [[5, 0, 0], [spare_seed(5), 0, 0]]
+        bench.reset(5)
+    bench.row.rebuild()
+    assert bench.envs[1].closed == 1
+    assert [bench.reset(5), bench.play()] == [[5, 0, 0], [spare_seed(5), 0, 0]]
 
 
 @pytest.mark.parametrize(
     ("num_steps_before", "action", "error", "text"),
     [
         (0, 666, RuntimeError, "lost its balance"),
-        (1, 667, SpaceViolation, "expected a finite reward; got inf"),  # at the end
+        (1, 667, SpaceViolation, "expected a finite reward; got inf"),  # last step
     ],
 )
-def test_a_step_that_fails_costs_the_env_that_took_it_alone(
-    table: Bench, num_steps_before: int, action: int, error: type[Exception], text: str
+def test_a_failed_step_affects_only_the_active_env(
+    bench: Bench, num_steps_before: int, action: int, error: type[Exception], text: str
 ) -> None:
-    table.reset()
+    bench.reset()
     for _ in range(num_steps_before):
-        table.row.step(1)
+        bench.row.step(1)
     with pytest.raises(error, match=text):
-        table.row.step(action)
-    table.row.rebuild()
-    assert [env.closed for env in table.envs] == [1, 0, 0]
-    assert table.reset() == [env_seed(0, 3, 1), 0, 0]
-    assert table.play() == [spare_seed(SEED), 0, 0]
+        bench.row.step(action)
+    bench.row.rebuild()
+    assert [env.closed for env in bench.envs] == [1, 0, 0]
+    assert bench.reset() == [env_seed(0, 3, 1), 0, 0]
+    assert bench.play() == [spare_seed(SEED), 0, 0]
 
 
-# The end.
+# Closing.
 
 
 @pytest.mark.parametrize("is_away", [False, True])
-def test_both_are_closed_but_none_that_is_away(table: Bench, is_away: bool) -> None:
-    spare = table.envs[1]
+def test_both_envs_are_closed_except_one_in_its_reset(
+    bench: Bench, is_away: bool
+) -> None:
+    spare = bench.envs[1]
     if is_away:
         spare.gates[0] = threading.Event()
-    table.reset()
+    bench.reset()
     assert spare.entered.wait(WAIT)
     if not is_away:
-        table.threads.shutdown()
-    table.row.close()
-    assert [env.closed for env in table.envs] == [1, 0 if is_away else 1]
+        bench.threads.shutdown()
+    bench.row.close()
+    assert [env.closed for env in bench.envs] == [1, 0 if is_away else 1]

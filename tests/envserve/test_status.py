@@ -32,8 +32,8 @@ class SeenPool:
         self.metrics = PoolMetrics(pool.blocks)
         self.inspector, self.num_in_flight = self, 2
 
-    def status(self, most_episodes: int, **known: Any) -> LeaseStatus:
-        return self.metrics.status(most_episodes, **known)
+    def status(self, max_episodes: int, **known: Any) -> LeaseStatus:
+        return self.metrics.status(max_episodes, **known)
 
 
 class Board:
@@ -150,7 +150,7 @@ def test_many_leases_are_cut_to_what_fits(board: Board) -> None:
         tally = board.attach("ann", number)
         tally.episodes.extend((serial, 1, 1e9 / 7, 1 << 20) for serial in range(256))
         tally.recoveries.extend((1 << 20, 1, 1 << 20) for _ in range(64))
-        tally._sorted[:] = 1 << 40
+        tally._binned[:] = 1 << 40
     status = board.status("local", 1.0)
     assert status.num_leases == num_leases
     assert 20 <= len(status.leases) < num_leases

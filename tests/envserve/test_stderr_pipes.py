@@ -1,4 +1,4 @@
-"""What workers write to stderr comes through, and they never wait for its reader."""
+"""The stderr of workers is forwarded, and they never wait for its reader."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .pool_driver import ODD_ENVS, SCRIPT, PoolMaker, step
 
 
 class Pipes(StderrPipes):
-    """Pipes that pass on to a pipe of the test's, of which `out` is the reading end."""
+    """Pipes that forward to a pipe of the test; `out` is its read end."""
 
     def __init__(self) -> None:
         self.out, self.write_fd = os.pipe()
@@ -36,11 +36,11 @@ def pipes() -> Iterator[Pipes]:
         os.close(fd)
 
 
-def test_worker_forgets_what_is_the_templates() -> None:
+def test_worker_closes_the_descriptors_of_the_template() -> None:
     before = {*os.listdir("/dev/fd")}
     pipes = Pipes()
     os.close(open_for(pipes, 1))
-    pipes.forget()
+    pipes.close_in_worker()
     for fd in (pipes.out, pipes.write_fd):
         os.close(fd)
     assert {*os.listdir("/dev/fd")} <= before
@@ -68,7 +68,7 @@ def read_all(fd: int) -> bytes:
     return data
 
 
-def test_bytes_are_passed_on_and_the_last_kept_per_worker(pipes: Pipes) -> None:
+def test_bytes_are_forwarded_and_the_last_are_kept_per_worker(pipes: Pipes) -> None:
     writers = {worker: open_for(pipes, worker) for worker in (7, 8)}
     texts = {7: b"\xff\x00rubbish \xed\xa0\x80\n", 8: b"x" * 5000 + b"end\n"}
     for worker, fd in writers.items():
@@ -76,10 +76,10 @@ def test_bytes_are_passed_on_and_the_last_kept_per_worker(pipes: Pipes) -> None:
         handle_all(pipes, pipes.poller)
         assert read_all(pipes.out) == texts[worker]
         os.close(fd)
-    assert pipes.end(7) == texts[7]
-    assert pipes.end(8) == texts[8][-TAIL_BYTES:]
+    assert pipes.finish(7) == texts[7]
+    assert pipes.finish(8) == texts[8][-TAIL_BYTES:]
     assert pipes.poller.poll(0) == []
-    assert pipes.end(7) == b""  # forgotten
+    assert pipes.finish(7) == b""  # the tail is returned only once
 
 
 def test_lines_and_stacks_of_several_workers_do_not_mix(pipes: Pipes) -> None:
@@ -99,7 +99,7 @@ def test_lines_and_stacks_of_several_workers_do_not_mix(pipes: Pipes) -> None:
     for end in ends:
         os.close(end)
     whole = b"".join(parts)
-    assert pipes.end(1) == pipes.end(2) == whole
+    assert pipes.finish(1) == pipes.finish(2) == whole
     assert read_all(pipes.out) == whole.removeprefix(b"hello\n") * 2
 
 
@@ -111,19 +111,19 @@ def test_the_stack_of_a_crash_is_shown_once(pipes: Pipes, is_told: bool) -> None
         os.write(end, b"hello\n" + stack)
         handle_all(pipes, pipes.poller)
     assert read_all(pipes.out) == b"hello\n" * 3
-    os.close(ends[1])  # seen before its exit is known
+    os.close(ends[1])  # detected before its exit is known
     handle_all(pipes, pipes.poller)
-    for worker in (1, 2):  # a process that 2 has left behind may hold its pipe
-        assert pipes.end(worker, is_reported=is_told) == b"hello\n" + stack
+    for worker in (1, 2):  # a process that worker 2 has left behind holds its pipe
+        assert pipes.finish(worker, is_reported=is_told) == b"hello\n" + stack
     assert read_all(pipes.out) == (b"" if is_told else 2 * stack)
     for worker in (2, 3):
         os.close(ends[worker])
     handle_all(pipes, pipes.poller)
-    pipes.close()  # before it is known how 3 has ended
+    pipes.close()  # before the exit of worker 3 is known
     assert read_all(pipes.out) == stack
 
 
-def test_what_has_no_end_of_a_line_is_held_for_a_while_only(pipes: Pipes) -> None:
+def test_an_incomplete_line_is_buffered_up_to_a_limit(pipes: Pipes) -> None:
     end = open_for(pipes, 1)
     os.write(end, b"10 %\r20 %")
     handle_all(pipes, pipes.poller)
@@ -132,13 +132,15 @@ def test_what_has_no_end_of_a_line_is_held_for_a_while_only(pipes: Pipes) -> Non
     handle_all(pipes, pipes.poller)
     assert read_all(pipes.out) == b"20 %" + bytes(20_000)
     os.close(end)
-    pipes.end(1)
+    pipes.finish(1)
 
 
-def test_output_of_what_a_worker_leaves_behind_is_passed_on(pipes: Pipes) -> None:
+def test_output_of_processes_that_a_worker_leaves_behind_is_forwarded(
+    pipes: Pipes,
+) -> None:
     fd = open_for(pipes, 1)
     os.write(fd, b"worker")
-    assert pipes.end(1) == b"worker"  # without waiting for the end of the pipe
+    assert pipes.finish(1) == b"worker"  # does not wait for the end of the pipe
     os.write(fd, b", its child")
     handle_all(pipes, pipes.poller)
     assert read_all(pipes.out) == b"worker, its child"
@@ -148,10 +150,12 @@ def test_output_of_what_a_worker_leaves_behind_is_passed_on(pipes: Pipes) -> Non
 
 
 @pytest.mark.parametrize("kind", ["pipe", "socket"])
-def test_writer_goes_on_unread_and_what_is_left_out_is_said(kind: str) -> None:
+def test_writers_do_not_wait_for_the_reader_and_dropped_bytes_are_reported(
+    kind: str,
+) -> None:
     if kind == "pipe":
         out, write_fd = os.pipe()
-    else:  # one that cannot be opened anew
+    else:  # a socket cannot be opened again
         ours, theirs = socket.socketpair()
         out, write_fd = ours.detach(), theirs.detach()
     os.set_blocking(out, False)
@@ -159,9 +163,9 @@ def test_writer_goes_on_unread_and_what_is_left_out_is_said(kind: str) -> None:
     pipes = StderrPipes(poller, write_fd)
     fd = open_for(pipes, 1)
     for _ in range(64):
-        os.write(fd, b"." * 0x10000)  # blocks, and fails the test, if nobody reads
+        os.write(fd, b"." * 0x10000)  # would block if the pipe were not read
         handle_all(pipes, poller)
-    assert pipes.end(1) == b"." * TAIL_BYTES
+    assert pipes.finish(1) == b"." * TAIL_BYTES
     os.close(fd)
     passed_on = read_all(out)
     while pipes._unsent:
@@ -174,15 +178,15 @@ def test_writer_goes_on_unread_and_what_is_left_out_is_said(kind: str) -> None:
     note, _, rest = read_all(out).partition(b"\n")
     assert rest == b"again\n"
     dropped = 64 * 0x10000 - len(passed_on)
-    assert note == f"[envserve: {dropped} bytes of workers left out here]".encode()
-    assert os.get_blocking(write_fd)  # it is shared with others
+    assert note == f"[envserve: {dropped} bytes of worker output dropped]".encode()
+    assert os.get_blocking(write_fd)  # the open file is shared with others
     os.close(fd)
     handle_all(pipes, poller)
     for each in (out, write_fd):
         os.close(each)
 
 
-def test_the_end_does_not_wait_for_a_reader_that_is_slow(
+def test_closing_does_not_wait_for_a_slow_reader(
     pipes: Pipes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("envserve.worker.stderr_pipes._LAST_FLUSH_MS", 0)
@@ -202,7 +206,7 @@ def test_reader_that_is_gone_and_a_closed_stderr_cost_only_the_output() -> None:
         fd = open_for(each, 1)
         os.write(fd, b"lost")
         os.close(fd)
-        assert each.end(1) == b"lost"
+        assert each.finish(1) == b"lost"
     assert poller.poll(0) == []
     os.close(write_fd)
 
@@ -216,7 +220,7 @@ def test_lack_of_descriptors_costs_a_worker_only_its_own_pipe(
     monkeypatch.setattr(os, "pipe", refuse)
     pipes = StderrPipes(select.poll())
     assert pipes.open(1) is None
-    assert pipes.end(1) == b""
+    assert pipes.finish(1) == b""
 
 
 # With real workers.
@@ -232,7 +236,7 @@ def test_lack_of_descriptors_costs_a_worker_only_its_own_pipe(
         ("os.system('echo of a child >&2'); os._exit(3)", 3, "of a child\n"),
     ],
 )
-def test_exit_of_a_worker_brings_the_end_of_its_stderr(
+def test_exit_of_a_worker_includes_the_end_of_its_stderr(
     make_pool: PoolMaker, script: str, exit_code: int, tail: str
 ) -> None:
     pool = make_pool.and_reset(SCRIPT, 1, 1, env_kwargs={"step": script})
@@ -244,8 +248,8 @@ def test_exit_of_a_worker_brings_the_end_of_its_stderr(
     assert tail in process.exit.stderr_tail
 
 
-def test_worker_holds_no_reading_end_of_the_others(make_pool: PoolMaker) -> None:
-    # Else they would wait for it, and not for the template, when that is gone.
+def test_worker_inherits_no_read_end_of_the_others(make_pool: PoolMaker) -> None:
+    # With read ends of each other, they would wait for a reader without end.
     pool = make_pool.and_reset(
         SCRIPT,
         3,
@@ -283,12 +287,14 @@ launcher.close()
 """
 
 
-def test_chatty_workers_step_on_while_nobody_reads_them(tmp_path: Path) -> None:
+def test_chatty_workers_keep_stepping_while_their_output_is_not_read(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "odd_envs.py").write_text(ODD_ENVS)
     process = subprocess.Popen(
         [sys.executable, "-c", CHATTY],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,  # and never read
+        stderr=subprocess.PIPE,  # never read
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.pathsep.join(sys.path)}"},
     )
     with process:

@@ -1,6 +1,6 @@
-"""How many Python functions a step takes in the process that calls it.
+"""The number of Python function calls of a step, in the process that makes it.
 
-Around simulation caches are cold, and what costs is the number of calls; see
+With cold caches, as during a simulation, the number of calls determines the time; see
 docs/decisions.md: "A step makes few Python calls and few copies".
 """
 
@@ -22,7 +22,7 @@ NUM_STEPS = 20
 
 
 class Calls(NamedTuple):
-    """Of one step: different functions, calls of them, and the files they are in."""
+    """The different functions, the calls, and the source files of one step."""
 
     functions: int
     calls: int
@@ -30,7 +30,7 @@ class Calls(NamedTuple):
 
 
 def fewest_calls(batch: BatchEnv) -> Calls:
-    """Counts the calls of some steps; returns those of the cheapest."""
+    """Count the calls of some steps; return the step with the fewest."""
     batch.reset()
     actions = np.zeros(batch.num_envs, np.int64)
     for _ in range(NUM_STEPS):
@@ -39,11 +39,11 @@ def fewest_calls(batch: BatchEnv) -> Calls:
     for _ in range(NUM_STEPS):
         called: Counter[CodeType] = Counter()
 
-        def note(frame: FrameType, event: str, argument: object) -> None:
+        def record_call(frame: FrameType, event: str, argument: object) -> None:
             if event == "call":
                 called[frame.f_code] += 1  # noqa: B023
 
-        sys.setprofile(note)
+        sys.setprofile(record_call)
         try:
             batch.step(actions)
         finally:
@@ -53,7 +53,7 @@ def fewest_calls(batch: BatchEnv) -> Calls:
     return min(counts, key=lambda count: count.calls)
 
 
-def test_a_step_in_this_host_is_few_calls() -> None:
+def test_a_local_step_makes_few_calls() -> None:
     with BatchEnv.local("CartPole-v1", NUM_ENVS, 2, seed=0) as batch:
         found = fewest_calls(batch)
     assert found.functions <= 28, found
@@ -61,7 +61,7 @@ def test_a_step_in_this_host_is_few_calls() -> None:
     assert found.files <= 9, found
 
 
-def test_a_step_over_tcp_is_few_calls(start_server: StartServer) -> None:
+def test_a_step_over_tcp_makes_few_calls(start_server: StartServer) -> None:
     address = start_server("tcp://127.0.0.1:0", "--workers", "2")
     with BatchEnv.connect("CartPole-v1", [address], NUM_ENVS, seed=0) as batch:
         found = fewest_calls(batch)

@@ -1,4 +1,4 @@
-"""What dying, hanging and failing workers cost: their own blocks one transition."""
+"""The cost of workers that die, hang or fail: one transition of their own blocks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .pool_driver import (
     assert_lost,
     call,
     kill,
-    once,
     reset,
+    run_once,
     seeds,
     step,
     wait_for,
@@ -32,7 +32,7 @@ from .pool_driver import (
 # Death.
 
 
-def test_idle_death_is_noticed_and_costs_one_transition_at_the_next_step(
+def test_death_while_idle_is_detected_and_costs_one_transition_at_the_next_step(
     make_pool: PoolMaker,
 ) -> None:
     pool = make_pool.and_reset(LEDGER, 4, 2)
@@ -64,7 +64,7 @@ def test_dead_workers_blocks_of_all_splits_are_lost(make_pool: PoolMaker) -> Non
     assert not third.faults
 
 
-def test_each_death_gives_the_next_incarnations_seed(make_pool: PoolMaker) -> None:
+def test_each_death_uses_the_seed_of_the_next_incarnation(make_pool: PoolMaker) -> None:
     pool = make_pool.and_reset(LEDGER, 2, 1)
     for incarnation in range(1, 4):
         kill(pool.worker_pids[0])
@@ -85,7 +85,7 @@ def test_call_that_kills_its_worker_fails_and_is_not_repeated(
     assert mark.read_text() == "x"
 
 
-def test_death_is_noticed_though_a_child_holds_the_socket_open(
+def test_death_is_detected_although_a_child_keeps_the_socket_open(
     make_pool: PoolMaker, tmp_path: Path
 ) -> None:
     fork = (
@@ -100,11 +100,11 @@ def test_death_is_noticed_though_a_child_holds_the_socket_open(
         assert_lost(pool, step(pool, 1)[0], "killed by SIGKILL")
         assert not step(pool, 0)[0].faults
     finally:
-        with contextlib.suppress(ProcessLookupError):  # it has ended with its worker
+        with contextlib.suppress(ProcessLookupError):  # killed together with its worker
             os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
 
 
-def test_worker_that_closes_its_socket_and_goes_on_is_killed_before_it_is_replaced(
+def test_worker_that_closes_its_socket_is_killed_before_it_is_replaced(
     make_pool: PoolMaker, tmp_path: Path
 ) -> None:
     deserts = (
@@ -117,7 +117,7 @@ def test_worker_that_closes_its_socket_and_goes_on_is_killed_before_it_is_replac
     (deserter,) = pool.worker_pids
     assert deserter is not None
     (outcome,) = step(pool, 1)
-    text = "closed its socket without ending; it was killed by SIGKILL"
+    text = "closed its socket without exiting; it was killed by SIGKILL"
     assert_lost(pool, outcome, text)
     with pytest.raises(ProcessLookupError):
         os.kill(deserter, 0)
@@ -125,10 +125,12 @@ def test_worker_that_closes_its_socket_and_goes_on_is_killed_before_it_is_replac
     assert not (tmp_path / "went_on").exists()
 
 
-def test_failed_reset_gives_a_new_incarnation_whose_seed_is_not_used_again(
+def test_failed_reset_starts_a_new_incarnation_whose_seed_is_not_used_again(
     make_pool: PoolMaker, tmp_path: Path
 ) -> None:
-    raises = once(tmp_path / "mark", "raise RuntimeError('no level')", "seed is None")
+    raises = run_once(
+        tmp_path / "mark", "raise RuntimeError('no level')", "seed is None"
+    )
     pool = make_pool.and_reset(SCRIPT, 1, 1, env_kwargs={"reset": raises})
     (outcome,) = reset(pool)
     assert outcome.error is None
@@ -177,7 +179,7 @@ def test_env_rebuilt_while_its_lost_block_is_reset_uses_no_seed_twice(
 def test_reset_that_hangs_is_killed_at_its_own_timeout(
     make_pool: PoolMaker, tmp_path: Path
 ) -> None:
-    hangs = once(tmp_path / "mark", "time.sleep(60)")
+    hangs = run_once(tmp_path / "mark", "time.sleep(60)")
     pool = make_pool(
         SCRIPT, 1, 1, env_kwargs={"reset": hangs}, reset_timeout_seconds=2.0
     )

@@ -15,7 +15,7 @@ import pytest
 
 from envserve.server.systemd import Notifier
 from tests.envserve.conftest import Serve
-from tests.envserve.limits import limited
+from tests.envserve.limits import resource_limit
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ async def test_a_server_without_a_free_descriptor_for_a_while_is_alive_after_it(
     monkeypatch.setenv("NOTIFY_SOCKET", systemd.getsockname())
     monkeypatch.setenv("WATCHDOG_USEC", "500000")
     with closing(Notifier(asyncio.get_running_loop())) as notifier:
-        with limited(os.getpid(), resource.RLIMIT_NOFILE, 0):
+        with resource_limit(os.getpid(), resource.RLIMIT_NOFILE, 0):
             notifier.ready("here")
             notifier.stopping()
         told = [message.partition(": ")[0] for message in caplog.messages]

@@ -145,9 +145,9 @@ def test_an_invalid_reset_is_not_repeated() -> None:
 
 def test_a_cast_is_logged_once(result: StepOfAllCases) -> None:
     """The number of workers, rows and leaves does not matter."""
-    (line,) = [text for text in result.warnings if "OddValuesEnv gives" in text]
+    (line,) = [text for text in result.warnings if "OddValuesEnv returns" in text]
     assert "observation '" in line
-    assert "its space says" in line
+    assert "its space declares" in line
 
 
 @pytest.mark.parametrize("is_strict", [False, True], ids=["", "strict"])
@@ -180,7 +180,7 @@ def test_a_single_leaf_is_checked_like_a_leaf_of_a_dict(
     else:
         play()
         np.testing.assert_array_equal(rows.observation[0][0], case.expected)
-        assert bool(checks.notes) == bool(is_odd)
+        assert bool(checks.take_warnings()) == bool(is_odd)
 
 
 def test_the_table_is_long_enough() -> None:

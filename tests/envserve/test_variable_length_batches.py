@@ -26,19 +26,19 @@ from envserve.client import BatchEnv
 from envserve.crashes.action_ring import ActionRing, ring_nbytes
 from envserve.crashes.repro_file import End, Repro, decode_repro, encode_repro
 from envserve.errors import ActionError, CodecError, SpaceError
-from envserve.pool.fault_log import _action_text
+from envserve.pool.fault_log import _format_action
 from envserve.settings import EnvRequest
 from envserve.slab import Rows, Status, private_heartbeat
 from envserve.spaces.action_checks import ActionBounds, check_action_rows, check_actions
 from envserve.spaces.env_spec import EnvSpec, describe, restore
 from envserve.spaces.variable_length import decode_actions, encode_row
 from envserve.worker.env_row import EnvRow
-from envserve.worker.replay_worker import play
-from envserve.worker.worker_report import encode_spaces, read_spaces
+from envserve.worker.replay_worker import apply_actions
+from envserve.worker.worker_report import decode_spaces, encode_spaces
 
 from .space_table import TableEnv
 from .space_table import __name__ as MODULE
-from .stalls import soonest
+from .stalls import fastest
 from .test_space_table import assert_same, batch_values, make_batch
 from .test_variable_length import FLOATS, leaf_of, row_of
 
@@ -105,7 +105,9 @@ def test_a_repro_file_replays_the_same_actions(name: str) -> None:
     )
     again = EnvRow(request, 0)
     numbers: list[int] = []
-    seen = play(decode_repro(encode_repro(repro)), again, again.build(), numbers.append)
+    seen = apply_actions(
+        decode_repro(encode_repro(repro)), again, again.build(), numbers.append
+    )
     assert numbers == [0, 1, 2]
     for left, right in zip(rows.observation, seen.observation, strict=True):
         np.testing.assert_array_equal(left, right)
@@ -126,11 +128,11 @@ def test_uniform_bounds_of_a_box_of_80_mib_take_no_memory() -> None:
 
     def attempt() -> float:
         began = time.thread_time()
-        read_spaces(payload, "A")
+        decode_spaces(payload, "A")
         return time.thread_time() - began
 
-    assert soonest(attempt, 0.05) < 0.05
-    space = read_spaces(payload, "A").observation_space
+    assert fastest(attempt, 0.05) < 0.05
+    space = decode_spaces(payload, "A").observation_space
     assert isinstance(space, Box)
     assert space.shape == box.shape
     assert space.low.base is not None
@@ -162,7 +164,7 @@ with BatchEnv.local("Table-v0", 4, 2, import_modules=[{MODULE!r}],
 def test_the_treatment_of_a_users_space_class_is_logged_once() -> None:
     command = [sys.executable, "-c", USER_CLASS]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert run.stderr.count("a space of class Missions is taken as a text") == 1
+    assert run.stderr.count("a space of class Missions is treated as a text") == 1
 
 
 @pytest.fixture
@@ -227,7 +229,7 @@ def test_the_log_line_of_a_fault_shows_decoded_actions() -> None:
     leaf = spec.action_leaves[0]
     for row, text in ((encode_row(leaf, "ab"), "(ab, 1)"), (row_of(leaf, [1]), " 0 ")):
         played: Any = SimpleNamespace(actions=(row[None], np.ones(1, np.int64)))
-        assert text in _action_text(spec, played)
+        assert text in _format_action(spec, played)
 
 
 def test_out_must_be_none_for_observations_with_texts(batch: BatchEnv) -> None:

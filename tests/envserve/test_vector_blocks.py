@@ -1,4 +1,4 @@
-"""Blocks of which each is one vector env: the data, the modes, the faults."""
+"""Blocks that are vector envs: their data, autoreset modes and faults."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def lane_kind(request: pytest.FixtureRequest) -> str:
 
 
 def play(batch: BatchEnv, num_steps: int = 40) -> list[Any]:
-    """What random actions lead to, all of it; rows that have ended are reset."""
+    """Return the results of random actions; reset ended rows if autoreset is off."""
     draws = np.random.default_rng(7)
     seen: list[Any] = [batch.reset()]
     for _ in range(num_steps):
@@ -38,12 +38,12 @@ def play(batch: BatchEnv, num_steps: int = 40) -> list[Any]:
     return seen
 
 
-#: A vector env's mode, and what is asked of it, where that can be.
+#: Possible pairs of a vector env's mode and the requested mode.
 POSSIBLE = [*((mode, mode) for mode in MODES), ("disabled", "same_step")]
 
 
 @pytest.mark.parametrize(("own", "asked"), POSSIBLE)
-def test_a_block_gives_the_data_of_its_envs_alone(
+def test_a_vector_block_returns_the_same_data_as_single_envs(
     make_batch: MakeBatch, own: str, asked: str
 ) -> None:
     infos = "episode_end" if own == asked == "disabled" else "all"
@@ -59,7 +59,7 @@ def test_a_block_gives_the_data_of_its_envs_alone(
         np.testing.assert_equal(vector, single)
 
 
-def test_rows_do_not_depend_on_how_many_make_a_block(make_batch: MakeBatch) -> None:
+def test_rows_do_not_depend_on_the_size_of_blocks(make_batch: MakeBatch) -> None:
     batches = [
         make_batch(MODES["same_step"], 6, workers, vectorized=True, seed=3)
         for workers in (1, 3)
@@ -72,7 +72,7 @@ def test_rows_do_not_depend_on_how_many_make_a_block(make_batch: MakeBatch) -> N
     ("own", "asked"),
     [(own, asked) for own in MODES for asked in MODES if (own, asked) not in POSSIBLE],
 )
-def test_a_mode_that_cannot_be_is_refused_at_start(
+def test_an_unsupported_autoreset_mode_is_rejected_at_start(
     make_batch: MakeBatch, own: str, asked: str
 ) -> None:
     text = rf"expected autoreset=.*{own}.* resets in mode {own.upper()}; got {asked}"
@@ -98,7 +98,7 @@ def test_a_mode_that_cannot_be_is_refused_at_start(
         ),
     ],
 )
-def test_what_a_vector_env_cannot_be_is_refused_at_start(
+def test_unsupported_settings_of_a_vector_env_are_rejected_at_start(
     make_batch: MakeBatch, options: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
@@ -128,7 +128,7 @@ def faulty(make_batch: MakeBatch, fault: str, **options: Any) -> BatchEnv:
         ("hang", Status.TIMEOUT),
     ],
 )
-def test_a_fault_costs_the_rows_of_its_block_an_episode(
+def test_a_fault_ends_the_episodes_of_all_rows_of_its_block(
     make_batch: MakeBatch, fault: str, status: Status
 ) -> None:
     more = {"step_timeout": 1.0} if fault == "hang" else {}
@@ -144,7 +144,7 @@ def test_a_fault_costs_the_rows_of_its_block_an_episode(
     assert batch.step([0] * 4).valid.all()
 
 
-def test_a_fault_is_one_line_and_a_file_that_cannot_be_played(
+def test_a_fault_is_logged_once_and_its_file_cannot_be_replayed(
     make_pool: PoolMaker, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     options: dict[str, Any] = {"autoreset": "next_step", "vectorized": True}
@@ -162,11 +162,11 @@ def test_a_fault_is_one_line_and_a_file_that_cannot_be_played(
     ending = replay(repro, make_pool.launcher)
     assert not ending.is_reproduced
     assert ending.text.startswith(
-        "could not be played: its vector env stepped other rows"
+        "could not be played: its vector env also stepped other rows"
     )
 
 
-def test_a_host_may_step_an_env_so_unasked() -> None:
+def test_a_host_may_choose_vector_envs_by_itself() -> None:
     host = HostSettings(vector_envs=("A-v0",))
     settings = [
         PoolSettings.of(EnvRequest(env_name=name, num_envs=1, seed=0), host)
@@ -175,7 +175,7 @@ def test_a_host_may_step_an_env_so_unasked() -> None:
     assert [each.vectorized for each in settings] == [True, False]
 
 
-def test_a_value_that_breaks_the_spaces_raises(make_batch: MakeBatch) -> None:
+def test_a_value_outside_the_spaces_raises(make_batch: MakeBatch) -> None:
     for fault, text in {
         "nan": "expected observation 'x' to be finite; got nan",
         "wrong_shape": r"expected observation 'x' float32\[2, 2\]; got float32\[1, 2\]",
@@ -188,7 +188,7 @@ def test_a_value_that_breaks_the_spaces_raises(make_batch: MakeBatch) -> None:
         assert batch.step([0] * 4).valid.all()
 
 
-def test_nan_is_masked_or_passed_on_if_so_asked(make_batch: MakeBatch) -> None:
+def test_nan_is_masked_or_passed_on_if_configured(make_batch: MakeBatch) -> None:
     masked = faulty(make_batch, "nan", nonfinite="mask").step([3, 0, 0, 0])
     assert masked.valid.tolist() == [False, False, True, True]
     passed = faulty(make_batch, "nan", nonfinite="pass").step([3, 0, 0, 0])
@@ -196,18 +196,18 @@ def test_nan_is_masked_or_passed_on_if_so_asked(make_batch: MakeBatch) -> None:
     assert np.isnan(passed.observation["x"][:2]).all()
 
 
-def test_attributes_are_the_vector_envs(make_batch: MakeBatch) -> None:
+def test_attributes_belong_to_the_vector_env(make_batch: MakeBatch) -> None:
     batch = faulty(make_batch, "")
     assert batch.call(3, "render_mode") is None
     if batch.lanes[0].name == "local":
         batch.set_attr("level", [2, 2, 4, 4])
         assert batch.get_attr("level") == [2, 2, 4, 4]
-        with pytest.raises(CallError, match="one value for a vector env; got several"):
+        with pytest.raises(CallError, match="the same value for all rows of a"):
             batch.set_attr("level", [1, 2, 4, 4])
         assert batch.call(0, "double", 4) == 8
 
 
-def test_some_rows_of_a_block_are_reset_only_by_a_mask(make_batch: MakeBatch) -> None:
+def test_some_rows_of_a_block_are_reset_by_a_mask(make_batch: MakeBatch) -> None:
     batch = make_batch(MODES["disabled"], 4, 1, vectorized=True, autoreset="disabled")
     batch.reset()
     before = batch.step([0] * 4).observation["x"]
@@ -218,7 +218,7 @@ def test_some_rows_of_a_block_are_reset_only_by_a_mask(make_batch: MakeBatch) ->
     assert not np.isin(after, before).any()
 
 
-def test_where_there_is_no_mask_some_rows_are_refused(make_batch: MakeBatch) -> None:
+def test_without_a_mask_a_partial_reset_is_rejected(make_batch: MakeBatch) -> None:
     batch = faulty(make_batch, "")
     text = "its reset failed: .*a whole block of 2 rows.*takes no reset_mask"
     with pytest.raises(EnvError, match=text):
@@ -226,7 +226,7 @@ def test_where_there_is_no_mask_some_rows_are_refused(make_batch: MakeBatch) -> 
     batch.reset([0, 1])
 
 
-def test_resets_take_options_and_no_seeds(make_batch: MakeBatch) -> None:
+def test_resets_accept_options_and_missing_seeds(make_batch: MakeBatch) -> None:
     batch = faulty(make_batch, "", seeded=False, infos="all")
     first = batch.reset(options={"x": 3.0})["x"]
     np.testing.assert_equal(first, np.full((4, 2), 3.0, np.float32))

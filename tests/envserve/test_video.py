@@ -10,7 +10,7 @@ import pytest
 
 from envserve.errors import VideoError
 from envserve.monitoring.video import VideoWriter, find_ffmpeg
-from envserve.worker.rendering import headless_settings
+from envserve.worker.rendering import headless_variables
 from tests.ppo.film_env import read_video
 
 
@@ -108,14 +108,14 @@ def test_where_no_screen_is_pygame_seeks_none_and_mujoco_draws_by_what_is_there(
     )
     monkeypatch.setattr(sys, "platform", "linux")
     quiet = {"SDL_VIDEODRIVER": "dummy"}
-    assert headless_settings({}) == quiet | {"MUJOCO_GL": "egl"}
-    assert headless_settings({"DISPLAY": ":0"}) == {}
-    assert headless_settings({"MUJOCO_GL": "osmesa"}) == quiet
+    assert headless_variables({}) == quiet | {"MUJOCO_GL": "egl"}
+    assert headless_variables({"DISPLAY": ":0"}) == {}
+    assert headless_variables({"MUJOCO_GL": "osmesa"}) == quiet
     installed.remove("EGL")
-    assert headless_settings({}) == quiet | {"MUJOCO_GL": "osmesa"}
+    assert headless_variables({}) == quiet | {"MUJOCO_GL": "osmesa"}
     installed.clear()
-    assert headless_settings({}) == quiet
+    assert headless_variables({}) == quiet
     monkeypatch.setattr(
         ctypes.util, "find_library", mock.Mock(side_effect=FileNotFoundError)
     )
-    assert headless_settings({}) == quiet
+    assert headless_variables({}) == quiet

@@ -79,7 +79,7 @@ OBSERVATIONS: Final = {
     "Fortran order, strides": Case("f", np.ones((4, 4), F4, "F")[::2, 1], [1, 1]),
     "read-only": Case("f", np.broadcast_to(F4(1), 2), [1, 1]),
     "masked": Case("f", np.ma.array(ones(F4)), [1, 1]),
-    "complex": Case("f", ones(complex), "got complex128[2]; mend"),
+    "complex": Case("f", ones(complex), "got complex128[2]; fix"),
     "text": Case("f", "north", "float32[2]; got a str"),
     "None": Case("f", None, "expected observation 'f' float32[2]; got None"),
     "objects": Case("f", np.array([{}, 1]), "float32[2]; got object[2]"),

@@ -55,7 +55,7 @@ def ppo(*arguments: object) -> tuple[int, str, str]:
         # Once TensorFlow has computed something, it refuses another number of threads.
         mock.patch("ppo.cli.options.start_tensorflow"),
         mock.patch("ppo.cli.train.start_tensorflow"),
-        mock.patch("envserve.worker.rendering.headless_settings", return_value={}),
+        mock.patch("envserve.worker.rendering.headless_variables", return_value={}),
         mock.patch.dict(Screen.__init__.__kwdefaults__, seconds_between_lines=1e6),
     ):
         result = CliRunner().invoke(app, list(map(str, arguments)))

@@ -18,7 +18,7 @@ from envserve.errors import EnvserveError
 from envserve.lane import Call, Outcome, Reset
 from envserve.session.server.decisions import RunStep
 from envserve.settings import PoolSettings
-from envserve.slab import Status, keep_last_observation
+from envserve.slab import Status, copy_observation_to_final
 from envserve.spaces.env_spec import EnvSpec
 from tests.worlds.pool import MemoryPool
 
@@ -121,7 +121,7 @@ class FakeLane(MemoryPool):
                 continue
             if draw() < faults.silence:
                 if isinstance(self.running[index], RunStep):
-                    keep_last_observation(self.rows, part)
+                    copy_observation_to_final(self.rows, part)
                 self._silent.add(index)
             elif index in self._silent:
                 if draw() >= 0.7:
@@ -133,7 +133,7 @@ class FakeLane(MemoryPool):
         if index not in self._lost:
             self.losses[index] += 1
             if isinstance(self.running.get(index), RunStep):
-                keep_last_observation(self.rows, self.parts[index])
+                copy_observation_to_final(self.rows, self.parts[index])
         if isinstance(self.running.get(index), Call):
             self._silent.discard(index)
             self._outcomes.append(self.fail(index))

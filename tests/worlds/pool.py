@@ -15,7 +15,7 @@ from envserve.errors import CallError, EnvError, EnvserveError
 from envserve.lane import Call, Fault, Outcome, Reset, make_blocks
 from envserve.session.server.decisions import RunCall, RunReset, RunStep
 from envserve.settings import PoolSettings
-from envserve.slab import Rows, Status, keep_last_observation, write_lost
+from envserve.slab import Rows, Status, copy_observation_to_final, write_lost
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from tests.oracle.ledger_env import LedgerEnv
@@ -102,7 +102,7 @@ class MemoryPool:
         elif isinstance(operation, Reset) and operation.options:
             self._note_options(block, operation.options)
         elif isinstance(operation, RunStep) and block in self._lost:
-            keep_last_observation(self.rows, self.parts[block])
+            copy_observation_to_final(self.rows, self.parts[block])
 
     def _note_call(self, call: Call) -> None:
         for row, number in answers_to(call):
@@ -176,7 +176,7 @@ class MemoryPool:
     def _end_with_error(self, row: int) -> Fault:
         self._rebuild(row)
         part = slice(row, row + 1)
-        keep_last_observation(self.rows, part)
+        copy_observation_to_final(self.rows, part)
         write_lost(self.rows, part, Status.ENV_ERROR)
         self._reset(row)
         return Fault(row, Status.ENV_ERROR, "the env raised")
@@ -229,7 +229,7 @@ class MemoryPool:
             elif isinstance(operation, RunStep) and block.index not in self._lost:
                 if applied:
                     self._apply(block.index)
-                keep_last_observation(self.rows, self.parts[block.index])
+                copy_observation_to_final(self.rows, self.parts[block.index])
             self._mark_lost(block.index, status)
         return ended
 

@@ -15,7 +15,7 @@ from envserve.errors import EnvserveError, LocalProtocolError, RemoteProtocolErr
 from envserve.lane import Block, Call, Fault, Outcome, Reset
 from envserve.session.client.liveness import Liveness
 from envserve.session.client.requests import Request, pack_calls
-from envserve.slab import Rows, Status, keep_last_observation, write_lost
+from envserve.slab import Rows, Status, copy_observation_to_final, write_lost
 from envserve.spaces.env_spec import EnvSpec
 from envserve.wire.bodies import ResetBody
 from envserve.wire.constants import MAX_ARGUMENT_BLOCKS, MessageType
@@ -92,7 +92,7 @@ class _RowWriter:
         if index not in self.kept:
             self.kept.add(index)
             block = self._blocks[index]
-            keep_last_observation(self.rows, slice(block.start, block.stop))
+            copy_observation_to_final(self.rows, slice(block.start, block.stop))
 
 
 class ClientBlocks:
@@ -243,7 +243,7 @@ class ClientBlocks:
             reported = report.outcomes(
                 message.entries, self._block_of_row, self.address
             )
-            for note in [n for each in reported.values() for n in each.notes]:
+            for note in [n for each in reported.values() for n in each.warnings]:
                 if len(self._warned) < _MAX_WARNED and note not in self._warned:
                     self._warned.add(note)
                     _LOGGER.warning("%s: %s", self.address, note)

@@ -380,7 +380,7 @@ class Lease:
         report = b""
         for block in blocks:
             outcome = request.outcomes[block]
-            if outcome.infos or outcome.faults or outcome.notes or outcome.error:
+            if outcome.infos or outcome.faults or outcome.warnings or outcome.error:
                 report = self._report([request.outcomes[b] for b in blocks])
                 break
         kind = MessageType.RESULT
@@ -417,7 +417,7 @@ class Lease:
                 for outcome in outcomes
                 if outcome.error is not None
             },
-            notes=[note for outcome in outcomes for note in outcome.notes],
+            notes=[note for outcome in outcomes for note in outcome.warnings],
         ).encode()
 
     def _absent_reply(self, request: _BlockRequest, blocks: Collection[int]) -> Reply:

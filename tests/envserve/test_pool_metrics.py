@@ -1,4 +1,4 @@
-"""What a pool counts: exactly what was played and planted, and at next to no cost."""
+"""The counters of a pool are exact, and cost almost nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from envserve.lane import Reset
 from envserve.pool.pool import Pool
-from envserve.pool.pool_metrics import add, status_fields
+from envserve.pool.pool_metrics import status_fields, sum_counts
 from envserve.slab import Status
 from envserve.wire.status import LeaseStatus, ServerStatus
 from envserve.worker.step_timings import BOUNDS
@@ -22,19 +22,19 @@ from .pool_driver import SCRIPT, PoolMaker, kill, reset, step
 RAISES = "if action == 1: raise ValueError('planted')"
 
 
-def told(pool: Pool) -> LeaseStatus:
+def lease_status(pool: Pool) -> LeaseStatus:
     return pool.inspector.status(256, number=1)
 
 
 def totals(pool: Pool) -> ServerStatus:
-    return ServerStatus(**status_fields(add([pool.metrics.counts])))
+    return ServerStatus(**status_fields(sum_counts([pool.metrics.counts])))
 
 
-def test_steps_rows_and_faults_are_those_that_were_played_and_planted(
+def test_steps_rows_and_faults_are_counted(
     make_pool: PoolMaker,
 ) -> None:
     pool = make_pool.and_reset(SCRIPT, 4, 2, env_kwargs={"step": RAISES})
-    books: Counter[str] = Counter()
+    expected: Counter[str] = Counter()
     random = np.random.default_rng(5)
     num_raised = 0
     for turn in range(30):
@@ -47,18 +47,18 @@ def test_steps_rows_and_faults_are_those_that_were_played_and_planted(
         found = Counter(Status(status).name for status in pool.rows.status)
         assert found["WORKER_DIED"] == num_killed
         num_raised += found["ENV_ERROR"]
-        books += found
-    status, whole = told(pool), totals(pool)
-    assert status.rows == dict(books)
-    assert status.steps == books["OK"]
+        expected += found
+    status, whole = lease_status(pool), totals(pool)
+    assert status.rows == dict(expected)
+    assert status.steps == expected["OK"]
     assert status.faults == {"ENV_ERROR": num_raised, "WORKER_DIED": 2}
     assert status.restarts == pool.stats()["restarts"] == 2
     assert (whole.rows, whole.faults) == (status.rows, status.faults)
-    # Blocks of two rows, of which two steps were lost with their worker.
+    # Blocks of two rows; two of their steps were lost with their worker.
     assert status.batch_seconds.count == 60 - 2
-    assert whole.env_step_seconds.count == books["OK"] + books["ENV_ERROR"]
+    assert whole.env_step_seconds.count == expected["OK"] + expected["ENV_ERROR"]
     # Each step ends an episode here, and each lost row begins one.
-    assert whole.resets == 4 + sum(books.values())
+    assert whole.resets == 4 + sum(expected.values())
     assert 0 < status.env_seconds == whole.env_step_seconds.sum
     assert status.batch_seconds.bounds == BOUNDS
 
@@ -70,11 +70,11 @@ def test_an_env_that_hangs_is_one_fault_and_costs_a_row_of_each_env(
     pool = make_pool.and_reset(SCRIPT, 3, 1, env_kwargs=hangs, step_timeout_seconds=3.0)
     step(pool, [0, 1, 0])
     step(pool, 0)
-    status = told(pool)
+    status = lease_status(pool)
     assert (status.rows, status.faults) == ({"OK": 3, "TIMEOUT": 3}, {"TIMEOUT": 1})
 
 
-def test_rows_that_come_back_are_told_with_how_long_they_were_away(
+def test_recoveries_are_reported_with_their_durations(
     make_pool: PoolMaker,
 ) -> None:
     pool = make_pool.and_reset(SCRIPT, 4, 2)
@@ -82,7 +82,7 @@ def test_rows_that_come_back_are_told_with_how_long_they_were_away(
     began = time.monotonic()
     step(pool, 0)
     most = 1000 * (time.monotonic() - began) + 1
-    status = told(pool)
+    status = lease_status(pool)
     assert [(serial, row) for serial, row, _ in status.recoveries] == [(1, 2), (2, 3)]
     assert all(0 <= milliseconds <= most for _, _, milliseconds in status.recoveries)
     assert status.num_recoveries == 2
@@ -92,25 +92,25 @@ def test_rows_of_a_worker_that_is_being_replaced_are_absent(
     make_pool: PoolMaker,
 ) -> None:
     pool = make_pool.and_reset(SCRIPT, 4, 2)
-    assert told(pool).absent == ()
+    assert lease_status(pool).absent == ()
     pool.submit_step([0])
-    assert told(pool).in_flight == 2
+    assert lease_status(pool).in_flight == 2
     while not pool.collect(1.0):
         pass
     kill(pool.worker_pids[0])
-    while not told(pool).absent:
+    while not lease_status(pool).absent:
         pool.collect(0.05)
-    assert told(pool).absent == (0, 1)
+    assert lease_status(pool).absent == (0, 1)
     step(pool, 0)
-    assert (told(pool).absent, told(pool).in_flight) == ((), 0)
+    assert (lease_status(pool).absent, lease_status(pool).in_flight) == ((), 0)
 
 
 @pytest.mark.parametrize("autoreset", ["same_step", "next_step", "disabled"])
-def test_whole_episodes_are_told_while_somebody_watches(
+def test_whole_episodes_are_reported_while_they_are_watched(
     make_pool: PoolMaker, autoreset: str
 ) -> None:
     pool = make_pool.and_reset("CartPole-v1", 4, 2, autoreset=autoreset)
-    books: list[tuple[int, float, int]] = []
+    expected: list[tuple[int, float, int]] = []
     begun: list[tuple[float, int] | None] = [None] * 4
     is_over = [False] * 4
     random = np.random.default_rng(3)
@@ -126,11 +126,13 @@ def test_whole_episodes_are_told_while_somebody_watches(
                 )
                 if was_over and autoreset == "next_step":
                     continue  # this step was the reset
-                if (so_far := begun[row]) is not None:
-                    total, length = so_far
+                if (running := begun[row]) is not None:
+                    total, length = running
                     begun[row] = total + float(rows.reward[row]), length + 1
                     if is_over[row]:
-                        books.append((row, total + float(rows.reward[row]), length + 1))
+                        expected.append(
+                            (row, total + float(rows.reward[row]), length + 1)
+                        )
                 if is_over[row]:
                     begun[row] = (0.0, 0)
             if autoreset == "disabled" and any(is_over):
@@ -139,28 +141,28 @@ def test_whole_episodes_are_told_while_somebody_watches(
                 reset(pool, *(Reset(b, tuple(r)) for b, r in by_block.items() if r))
 
     play(30)
-    assert told(pool).num_episodes == 0
-    begun = [None] * 4  # nobody knows how those that run have begun
-    pool.metrics.watch(time.monotonic() + 60.0)  # however long it takes
+    assert lease_status(pool).num_episodes == 0
+    begun = [None] * 4  # the start of the running episodes was not tracked
+    pool.metrics.watch(time.monotonic() + 60.0)  # long enough for any machine
     play(120)
-    status = told(pool)
-    assert status.num_episodes == len(books) > 10
-    assert sorted(episode[1:] for episode in status.episodes) == sorted(books)
-    assert [episode[0] for episode in status.episodes] == [*range(1, len(books) + 1)]
+    status = lease_status(pool)
+    assert status.num_episodes == len(expected) > 10
+    assert sorted(episode[1:] for episode in status.episodes) == sorted(expected)
+    assert [episode[0] for episode in status.episodes] == [*range(1, len(expected) + 1)]
     pool.metrics.watch(time.monotonic() - 11.0)
     play(1)
     assert not pool.metrics.is_watched
 
 
-def test_an_unwatched_step_calls_nothing_to_be_counted(make_pool: PoolMaker) -> None:
+def test_an_unwatched_step_makes_no_call_for_its_metrics(make_pool: PoolMaker) -> None:
     pool = make_pool.and_reset(SCRIPT, 4, 2)
     called: set[str] = set()
 
-    def note(frame: FrameType, event: str, argument: object) -> None:
+    def record_call(frame: FrameType, event: str, argument: object) -> None:
         if event == "call":
             called.add(frame.f_code.co_filename)
 
-    sys.setprofile(note)
+    sys.setprofile(record_call)
     try:
         step(pool, 0)
     finally:
@@ -169,40 +171,40 @@ def test_an_unwatched_step_calls_nothing_to_be_counted(make_pool: PoolMaker) -> 
     assert not any(
         name.endswith(("pool_metrics.py", "step_timings.py")) for name in called
     )
-    assert told(pool).steps == 4
+    assert lease_status(pool).steps == 4
 
 
-def test_a_watched_step_is_one_call_for_each_block(make_pool: PoolMaker) -> None:
+def test_a_watched_step_makes_one_call_per_block(make_pool: PoolMaker) -> None:
     pool = make_pool.and_reset(SCRIPT, 4, 2)
-    pool.metrics.watch(time.monotonic() + 60.0)  # however long it takes
+    pool.metrics.watch(time.monotonic() + 60.0)  # long enough for any machine
     called: list[str] = []
 
-    def note(frame: FrameType, event: str, argument: object) -> None:
+    def record_call(frame: FrameType, event: str, argument: object) -> None:
         if event == "call" and frame.f_code.co_filename.endswith("pool_metrics.py"):
             called.append(frame.f_code.co_name)
 
-    sys.setprofile(note)
+    sys.setprofile(record_call)
     try:
         for _ in range(20):
             step(pool, 1)
     finally:
         sys.setprofile(None)
-    assert told(pool).num_episodes > 0
-    assert called == ["follow_episodes"] * 40
+    assert lease_status(pool).num_episodes > 0
+    assert called == ["track_episodes"] * 40
 
 
 def test_resets_of_spare_envs_are_counted_too(make_pool: PoolMaker) -> None:
     pool = make_pool.and_reset(SCRIPT, 2, 1, spare_envs=True)
     for _ in range(10):
         step(pool, 0)
-    # Of each row: the first reset, one a step, and maybe one that is under way.
+    # For each row: the first reset, one per step, and possibly one in progress.
     assert 2 * 10 <= totals(pool).resets <= 2 * 12
 
 
-def test_rubbish_in_the_cells_of_many_leases_is_still_a_status() -> None:
-    cells = np.full(len(add(())), 2**62)
-    total = add(())
+def test_corrupt_counters_of_many_leases_still_fit_into_a_status() -> None:
+    cells = np.full(len(sum_counts(())), 2**62)
+    total = sum_counts(())
     for _ in range(1000):
-        total = add([total, cells])
+        total = sum_counts([total, cells])
     body = ServerStatus(**status_fields(total)).encode()
     assert ServerStatus.decode(body).resets > 0

@@ -1,4 +1,4 @@
-"""Who sees what of whose envs, and how often; over the wire, and what comes of it."""
+"""FRAME requests: permissions, rate limits, and frames from real workers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LOCAL: Peer = (0, b"c", "local")
 
 @dataclass
 class SeenServer(FakeServer):
-    """Shows a record, or no pictures at all; and what it was asked for."""
+    """Returns a flight record or no frames, and records the requests."""
 
     looks: list[tuple[SessionId, FrameRequest]] = field(default_factory=list)
 
@@ -55,7 +55,7 @@ class SeenServer(FakeServer):
 
 
 class Host:
-    """A server half with leases of Ann and Bob, 1 and 2, and who asks for pictures."""
+    """A server with leases of Ann (1) and Bob (2), and clients that request frames."""
 
     def __init__(self) -> None:
         self.server = SeenServer()
@@ -89,7 +89,7 @@ def host() -> Host:
     ("peer", "lease", "owner"),
     [(ANN, 1, "ann"), (BOB, 2, "bob"), (LOCAL, 1, "ann"), (LOCAL, 2, "bob")],
 )
-def test_own_leases_are_seen_and_all_by_who_runs_the_server(
+def test_users_see_their_leases_and_the_server_user_sees_all(
     host: Host, peer: Peer, lease: int, owner: str
 ) -> None:
     answer = host.ask(peer, lease)
@@ -100,7 +100,7 @@ def test_own_leases_are_seen_and_all_by_who_runs_the_server(
 
 
 @pytest.mark.parametrize("lease", [2, 3])
-def test_others_leases_are_as_if_there_were_none(host: Host, lease: int) -> None:
+def test_leases_of_other_users_look_like_missing_ones(host: Host, lease: int) -> None:
     answer = host.ask(ANN, lease)
     assert answer is not None
     error = ErrorBody.decode(answer.body)
@@ -109,7 +109,7 @@ def test_others_leases_are_as_if_there_were_none(host: Host, lease: int) -> None
     assert host.looks == []
 
 
-def test_who_asks_too_often_is_not_answered_and_others_are(host: Host) -> None:
+def test_requests_are_rate_limited_per_user(host: Host) -> None:
     answers = []
     for _ in range(3000):
         answers.append(host.ask(ANN, 1, width=1024))
@@ -120,7 +120,7 @@ def test_who_asks_too_often_is_not_answered_and_others_are(host: Host) -> None:
     assert host.ask(ANN, 1) is not None
 
 
-def test_a_record_counts_as_a_second_of_pictures(host: Host) -> None:
+def test_a_flight_record_counts_as_a_second_of_requests(host: Host) -> None:
     answer = host.ask(ANN, 1, record=True)
     assert answer is not None
     assert answer.payload == b"record"
@@ -133,7 +133,7 @@ def test_a_record_counts_as_a_second_of_pictures(host: Host) -> None:
     "change",
     [{"rows": (0,) * 65}, {"width": 7}, {"width": 1025}, {"rows": (1 << 16,)}],
 )
-def test_what_is_malformed_is_refused(host: Host, change: dict[str, Any]) -> None:
+def test_malformed_requests_are_rejected(host: Host, change: dict[str, Any]) -> None:
     body = FrameRequest(**{"lease": 1, "rows": (0,), **change}).encode()
     (answer,) = host.say(ANN, MessageType.FRAME, body)
     assert ErrorBody.decode(answer.body).code is ErrorCode.BAD_MESSAGE
@@ -148,7 +148,7 @@ def test_the_longest_answer_fits_into_a_body() -> None:
     assert num_bytes < MAX_BODY_BYTES
 
 
-# Over the wire.
+# With a real server.
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +165,7 @@ def number_of(observer: Observer) -> int:
 def step_until(
     batch: BatchEnv, look: Callable[[], list[RenderedFrame]], num_rows: int
 ) -> dict[int, RenderedFrame]:
-    """Steps until there is a picture of each row."""
+    """Step until there is a frame of each row."""
     seen: dict[int, RenderedFrame] = {}
     actions = np.zeros(batch.num_envs, np.int64)
     while len(seen) < num_rows:
@@ -175,7 +175,7 @@ def step_until(
     return seen
 
 
-def test_a_lease_is_looked_at_and_a_record_replayed(
+def test_a_lease_is_observed_and_its_flight_record_replayed(
     address: str, tmp_path: Path
 ) -> None:
     with (
@@ -206,7 +206,7 @@ def test_a_lease_is_looked_at_and_a_record_replayed(
     file.write_bytes(record)
     result = CliRunner().invoke(app, ["replay", str(file)])
     assert result.exit_code == 0, result.output
-    assert "went on when this was recorded" in result.output
+    assert "was running when this was recorded" in result.output
     assert "reproduced to its end: did not crash in" in result.output
 
 
@@ -227,7 +227,7 @@ def test_watched_or_not_a_batch_has_the_same_rows(address: str) -> None:
 
 
 def picture_of(pool: Pool, *, known: int = 0) -> tuple[RenderedFrame, list[Status]]:
-    """Steps until row 0 shows something new; returns that, and statuses that came."""
+    """Step until row 0 has a new frame; return it and the statuses of the steps."""
     statuses: list[Status] = []
     request = FrameRequest(lease=0, rows=(0,), after=(known,))
     while not (found := pool.inspector.read_frames(request)[0].pictures):
@@ -236,7 +236,7 @@ def picture_of(pool: Pool, *, known: int = 0) -> tuple[RenderedFrame, list[Statu
     return found[0], statuses
 
 
-def test_a_worker_that_is_killed_while_somebody_looks_shows_its_envs_again(
+def test_frames_continue_after_a_watched_worker_is_killed(
     make_pool: PoolMaker,
 ) -> None:
     pool = make_pool.and_reset(LEDGER, 1, 1)
@@ -265,5 +265,5 @@ def test_a_render_that_never_returns_costs_two_episodes_and_no_wrong_row(
         SCRIPT, 1, 1, env_kwargs=kwargs, step_timeout_seconds=timeout
     )
     picture, statuses = picture_of(pool)
-    assert picture.text == "no picture: render has ended its worker 2 times"
+    assert picture.text == "no picture: render() crashed or hung 2 times"
     assert [s for s in statuses if s is not Status.OK] == [status] * 2

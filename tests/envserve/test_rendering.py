@@ -1,4 +1,4 @@
-"""Pictures of envs: made by workers, for who looks, and for nobody else."""
+"""Workers render watched envs, and only those."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SECOND = 10**9
 
 
 class Clock:
-    """Time goes on only when somebody says so."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 100 * SECOND
@@ -39,7 +39,7 @@ class Clock:
 
 
 class Shown:
-    """An env that takes so long to draw what it is told, or raises it."""
+    """An env whose frames, exceptions and rendering times are set by the test."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -56,7 +56,7 @@ class Shown:
 
 
 class Studio:
-    """A worker's renderer and its only block, who looks at the rows, and a clock."""
+    """The renderer of a worker with one block, its frame board, and a clock."""
 
     def __init__(self, num_envs: int = 3) -> None:
         extra = ring_nbytes(SPEC, num_envs) + board_bytes(num_envs, 1)
@@ -69,7 +69,7 @@ class Studio:
         self.renderer = self.start()
 
     def start(self) -> FrameRenderer:
-        """Begins a process of the worker."""
+        """Start a process of the worker."""
         ring = ActionRing(SPEC, len(self.envs), self.slab.extra)
         return FrameRenderer(self.board, 0, self.slab.heartbeats[0].data, ring, [self])
 
@@ -81,9 +81,9 @@ class Studio:
         self.board.watch(rows, width, now + int(seconds * SECOND))
 
     def look(self, after_seconds: float = 0.0) -> None:
-        """Does what a worker does after each operation."""
+        """Do what a worker does after each operation."""
         self.clock.now += int(after_seconds * SECOND)
-        if self.renderer.until[0]:
+        if self.renderer.watched_until[0]:
             self.renderer.render_due_row()
 
     def see(self, row: int = 0) -> RenderedFrame:
@@ -102,24 +102,24 @@ def studio(monkeypatch: pytest.MonkeyPatch) -> Iterator[Studio]:
 
 @pytest.fixture(autouse=True)
 def keep_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering, "headless_settings", lambda _: {})
+    monkeypatch.setattr(rendering, "headless_variables", lambda _: {})
 
 
 def size_of(jpeg: bytes) -> tuple[int, int]:
     return Image.open(io.BytesIO(jpeg)).size
 
 
-# Who looks.
+# Watching.
 
 
-def test_nobody_looks_and_nothing_is_drawn(studio: Studio) -> None:
+def test_without_watchers_nothing_is_rendered(studio: Studio) -> None:
     for _ in range(100):
         studio.look(1.0)
     assert not any(env.asked for env in studio.envs)
     assert studio.board.latest(0) is None
 
 
-def test_who_looks_gets_a_picture(studio: Studio) -> None:
+def test_a_watched_row_has_a_frame(studio: Studio) -> None:
     studio.watch(1)
     studio.look()
     picture = studio.see(1)
@@ -130,11 +130,11 @@ def test_who_looks_gets_a_picture(studio: Studio) -> None:
     assert [env.asked for env in studio.envs] == [[], [1], []]
 
 
-def test_it_ends_when_nobody_looks_any_more(studio: Studio) -> None:
+def test_rendering_ends_with_the_last_watch(studio: Studio) -> None:
     studio.watch(0)
     studio.look()
     studio.look(4.0)
-    assert studio.renderer.until[0] == 0
+    assert studio.renderer.watched_until[0] == 0
     studio.look(1.0)
     assert len(studio.envs[0].asked) == 1
     studio.watch(0)
@@ -142,7 +142,7 @@ def test_it_ends_when_nobody_looks_any_more(studio: Studio) -> None:
     assert len(studio.envs[0].asked) == 2
 
 
-def test_drawing_takes_a_sixtieth_of_the_time_and_rows_take_turns(
+def test_rendering_takes_a_sixtieth_of_the_time_and_rows_take_turns(
     studio: Studio,
 ) -> None:
     begin = studio.clock.now
@@ -155,12 +155,12 @@ def test_drawing_takes_a_sixtieth_of_the_time_and_rows_take_turns(
     drawn = sum(n * env.seconds for n, env in zip(counts, studio.envs, strict=True))
     assert (
         drawn - 0.251 <= 240 / 60 + 0.2
-    )  # but for first pictures, and the one that is due
+    )  # except for first frames, and the one that is due
     assert min(counts) >= 14
     assert max(counts) - min(counts) <= 1
 
 
-def test_what_is_loaded_for_first_pictures_does_not_keep_others_waiting(
+def test_slow_first_frames_do_not_delay_other_rows(
     studio: Studio,
 ) -> None:
     for env in studio.envs:
@@ -177,43 +177,45 @@ def test_what_is_loaded_for_first_pictures_does_not_keep_others_waiting(
     assert [len(env.asked) for env in studio.envs] == [2, 1, 1]
 
 
-def test_slots_are_few_and_go_to_who_is_wanted_last() -> None:
+def test_the_slot_of_the_row_requested_least_recently_is_reused() -> None:
     num_envs = MAX_WATCHED + 10
     board = FrameBoard(num_envs, 1, bytearray(board_bytes(num_envs, 1)))
     board.watch(range(MAX_WATCHED), 100, 50)
     board.watch(range(1, MAX_WATCHED), 100, 60)
     board.watch([num_envs - 1, num_envs], 100, 70)
-    watched = {*board.wanted[:, 0].tolist()}
+    watched = {*board.watched[:, 0].tolist()}
     assert watched == {*range(1, MAX_WATCHED), num_envs - 1}
     assert board_bytes(1 << 16, 1) < 16 << 20
 
 
-def test_rubbish_where_wanted_rows_stand_keeps_nobody_from_looking() -> None:
+def test_corrupt_requests_do_not_prevent_new_ones() -> None:
     num_envs = MAX_WATCHED + 1
     board = FrameBoard(num_envs, 1, bytearray(board_bytes(num_envs, 1)))
     board.watch(range(MAX_WATCHED), 100, 50)
-    board.wanted[:] = -7  # as code of an env can
+    board.watched[:] = -7  # an env may overwrite it
     board.watch([MAX_WATCHED], 100, 60)
-    assert board.wanted[0].tolist() == [MAX_WATCHED, 60, 100]
+    assert board.watched[0].tolist() == [MAX_WATCHED, 60, 100]
 
 
-# What envs draw.
+# Frames of envs.
 
 
 @pytest.mark.parametrize(
     ("frame", "says"),
     [
         ("S F\nH G", "S F\nH G"),
-        (None, "got nothing"),
+        (None, "got None"),
         (7, "got int"),
         (np.zeros((4, 4, 3)), "got float64[4, 4, 3]"),
-        (np.zeros((0, 4, 3), np.uint8), "render raised"),
+        (np.zeros((0, 4, 3), np.uint8), "render() raised"),
         (ZeroDivisionError("by /srv/sim/env.py"), "ZeroDivisionError: by env.py"),
         ("\x1b[31;1mS\x1b[0m F", "S F"),
         ("\x1b[H" + "a" * 5000, "\\x1b[Ha"),
     ],
 )
-def test_what_is_no_picture_is_told(studio: Studio, frame: Any, says: str) -> None:
+def test_frames_that_are_no_pictures_are_described(
+    studio: Studio, frame: Any, says: str
+) -> None:
     studio.envs[0].frame = frame
     studio.watch(0, 1)
     studio.look()
@@ -239,7 +241,7 @@ def test_pictures_of_all_sizes(frame: Any, width: int, size: Any) -> None:
     assert found == size or found[1] == size[1] <= 2 * width
 
 
-def test_what_does_not_fit_is_made_smaller(random_generator: Any) -> None:
+def test_frames_are_scaled_down_until_they_fit(random_generator: Any) -> None:
     noise = random_generator.integers(0, 256, (1024, 1024, 3), np.uint8)
     assert len(encode_jpeg(noise, 1024)) <= MAX_JPEG_BYTES
 
@@ -253,11 +255,11 @@ def test_without_pillow_the_extra_is_named(
     assert "pip install 'envserve[page]'" in studio.see().text
 
 
-def test_an_env_whose_render_ends_its_process_is_left_alone_after_two(
+def test_an_env_whose_render_ends_its_process_twice_is_not_rendered_again(
     studio: Studio,
 ) -> None:
     for row, env in enumerate(studio.envs):
-        env.frame = GREY if row else SystemExit()  # nothing of ours lives on
+        env.frame = GREY if row else SystemExit()  # ends the process
     studio.watch(0, 1, seconds=1000.0)
     for _ in range(2):
         with pytest.raises(SystemExit):
@@ -266,20 +268,20 @@ def test_an_env_whose_render_ends_its_process_is_left_alone_after_two(
     for _ in range(5):
         studio.look(100.0)
     assert studio.envs[0].asked == [0, 0]
-    assert "render has ended its worker" in studio.see(0).text
-    assert "render has ended its worker" in studio.see(1).text
+    assert "render() crashed or hung" in studio.see(0).text
+    assert "render() crashed or hung" in studio.see(1).text
 
 
-# What is read.
+# Corrupt frames.
 
 
 @pytest.mark.parametrize(
     ("before", "after", "byte"), [(0, 1, 255), (64, 0, 255), (64, 500, 7)]
 )
-def test_what_is_half_written_is_no_picture(
+def test_a_half_written_frame_is_ignored(
     studio: Studio, before: int, after: int, byte: int
 ) -> None:
-    """In the JPEG, in what stands before it, and in both."""
+    """Corrupt the JPEG, the header, or both."""
     studio.watch(0)
     studio.look()
     at = bytes(studio.memory).index(studio.see(0).jpeg) + (after == 1) * 100
@@ -287,7 +289,7 @@ def test_what_is_half_written_is_no_picture(
     assert studio.board.latest(0) is None
 
 
-def test_a_picture_of_another_row_is_no_picture(studio: Studio) -> None:
+def test_a_frame_of_another_row_is_ignored(studio: Studio) -> None:
     studio.watch(0)
     studio.board.write(0, RenderedFrame(row=0, serial=5))
     assert studio.see(0)
@@ -299,7 +301,7 @@ def test_a_picture_of_another_row_is_no_picture(studio: Studio) -> None:
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "FrozenLake-v1"])
-def test_what_can_draw_is_drawn_and_stays_as_it_is(name: str) -> None:
+def test_an_env_without_render_mode_is_rendered_and_not_changed(name: str) -> None:
     env = gymnasium.make(name, disable_env_checker=True)
     twin = gymnasium.make(name, disable_env_checker=True)
     env.reset(seed=3), twin.reset(seed=3)
@@ -314,7 +316,7 @@ def test_what_can_draw_is_drawn_and_stays_as_it_is(name: str) -> None:
     env.close()
 
 
-def test_frames_that_are_kept_for_others_stay_theirs() -> None:
+def test_frames_collected_for_the_env_user_are_not_changed() -> None:
     env = gymnasium.make("CartPole-v1", render_mode="rgb_array_list")
     env.reset(seed=0)
     assert encode_jpeg(render(env), 100)
@@ -323,7 +325,7 @@ def test_frames_that_are_kept_for_others_stay_theirs() -> None:
     env.close()
 
 
-def test_what_cannot_draw_is_not_told_to() -> None:
+def test_an_env_that_cannot_render_arrays_keeps_its_render_mode() -> None:
     asked = []
     inner = SimpleNamespace(render_mode=None, metadata={"render_modes": ["human"]})
     env = SimpleNamespace(unwrapped=inner, render=lambda: asked.append(1))

@@ -1,4 +1,4 @@
-"""A crash in the debugger, and as a film of what came before it."""
+"""The options of `envserve replay`: the debugger, and videos of the last steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from envserve.slab import Status
 from tests.envserve.test_replay import make_repro
 from tests.ppo.film_env import read_video
 
-#: What fails when it is given 1, and shows how many steps it has had.
+#: An env that fails on action 1, and renders the number of its steps.
 FILMY_ENVS = """
 import gymnasium, numpy as np
 from tests.oracle.probe_envs import FaultyEnv
@@ -53,7 +53,7 @@ BROKEN = End(status=Status.ENV_ERROR, text="...", is_violation=True)
 
 
 def filmy_repro(fault: str, length: int = 8, **changes: Any) -> Repro:
-    """Of an env that fails in the last of its steps."""
+    """Return the repro file of an env that fails in its last step."""
     repro = make_repro(fault)
     actions = np.zeros(length, np.int64)
     actions[-1:] = 1
@@ -88,13 +88,13 @@ def replay(repro: Repro, *options: str) -> Result:
 def test_a_film_shows_the_last_steps_before_the_crash(
     filmy: Path, fault: str, end: End
 ) -> None:
-    repro = filmy_repro(fault, end=end)  # written without render_mode
+    repro = filmy_repro(fault, end=end)  # recorded without render_mode
     result = replay(repro, "--film", "film.mp4", "--last", "5")
     assert "film.mp4: 5 frames" in result.output
     assert "\nreproduced in action 8" in result.output
     assert result.exit_code == 0
     seen = read_video(filmy / "film.mp4", 16, 16).mean(axis=(1, 2, 3))
-    # Before action 4, and up to before the last one.
+    # The frames before action 4 and up to the last action.
     np.testing.assert_allclose(seen, 20 * np.arange(3, 8), atol=4)
 
 
@@ -106,7 +106,7 @@ def test_a_film_of_a_hang_ends_where_it_hangs(filmy: Path) -> None:
     assert len(read_video(filmy / "film.gif", 16, 16)) == 8
 
 
-def test_a_film_of_what_does_not_crash_any_more_has_its_end_as_well(
+def test_a_film_of_an_env_that_no_longer_crashes_includes_its_end(
     filmy: Path,
 ) -> None:
     result = replay(filmy_repro("none", end=RAISED), "--film", "film.mp4")
@@ -123,7 +123,7 @@ def test_a_film_of_what_does_not_crash_any_more_has_its_end_as_well(
         ("grows", 2, "film.mp4: expected frames of one size, (16, 16, 3), got (18, 16"),
     ],
 )
-def test_what_cannot_be_filmed_is_said(
+def test_frames_that_cannot_be_filmed_are_an_error(
     filmy: Path, look: str, code: int, text: str
 ) -> None:
     repro = filmy_repro("raise", end=RAISED, kwargs={"look": look})
@@ -141,7 +141,7 @@ def test_an_env_that_takes_no_render_mode_is_named(filmy: Path) -> None:
     assert "'render_mode'; Blind-v0 takes fault" in result.output
 
 
-def test_what_makes_videos_is_asked_for_before_anything_starts(
+def test_missing_video_libraries_are_reported_before_anything_starts(
     filmy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repro = filmy_repro("raise")
@@ -172,7 +172,7 @@ def debug(
 @pytest.mark.parametrize(
     ("fault", "end"), [("segfault", make_repro().end), ("hang", HUNG), ("nan", BROKEN)]
 )
-def test_what_cannot_be_looked_at_afterwards_is_stepped_into_before(
+def test_the_debugger_stops_before_a_crash_that_ends_the_process(
     filmy: Path, monkeypatch: pytest.MonkeyPatch, fault: str, end: End
 ) -> None:
     shown = ("p self._steps", "p int(action)", "q")
@@ -181,10 +181,10 @@ def test_what_cannot_be_looked_at_afterwards_is_stepped_into_before(
     assert "n goes on by a line" in text
     assert "probe_envs.py" in text
     assert "-> self._steps += 1" in text  # the first line of its step
-    assert "(Pdb) 7\n(Pdb) 1\n" in text  # before it, with the action that ended it
+    assert "(Pdb) 7\n(Pdb) 1\n" in text  # the state before the crash, and its action
 
 
-def test_a_violation_is_said_when_its_step_has_been_gone_through(
+def test_a_violation_is_reported_after_its_step_in_the_debugger(
     filmy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repro = filmy_repro("nan", end=BROKEN)
@@ -193,7 +193,7 @@ def test_a_violation_is_said_when_its_step_has_been_gone_through(
     assert "expected observation to be finite" in text
 
 
-def test_a_crash_of_a_reset_is_stepped_into(
+def test_the_debugger_stops_in_a_reset_that_crashes(
     filmy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repro = filmy_repro("none", 0, end=HUNG)
@@ -202,7 +202,7 @@ def test_a_crash_of_a_reset_is_stepped_into(
     assert "-> self, *, seed" in text or "-> super().reset(seed=seed)" in text
 
 
-def test_the_debugger_has_nothing_to_show_of_what_does_not_crash(
+def test_the_debugger_exits_if_nothing_crashes(
     filmy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, text = debug(monkeypatch, filmy_repro("none", end=RAISED))
@@ -210,7 +210,7 @@ def test_the_debugger_has_nothing_to_show_of_what_does_not_crash(
     assert "it did not crash" in text
 
 
-def test_an_exception_is_looked_at_on_a_terminal_where_it_was(filmy: Path) -> None:
+def test_the_debugger_opens_where_an_exception_was_raised(filmy: Path) -> None:
     Path("a.repro").write_bytes(encode_repro(filmy_repro("raise", end=RAISED)))
     ours, theirs = pty.openpty()
     command = ["replay", "a.repro", "--import", "filmy_envs", "--pdb"]

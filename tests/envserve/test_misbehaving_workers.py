@@ -1,0 +1,293 @@
+"""How a pool reacts to workers that misbehave; the test controls fake workers."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from gymnasium import spaces
+
+from envserve.errors import EnvStartError, WorkerError
+from envserve.lane import Outcome
+from envserve.pool.worker_states import WorkerState
+from envserve.slab import Status
+from envserve.spaces import codec
+from envserve.spaces.env_spec import describe
+from envserve.worker import channel
+from envserve.worker.channel import ChannelMessage, MessageKind, pack_message
+
+from .fake_workers import DISCRETE, FakePool
+from .pool_driver import gather, wait_for
+from .stalls import fastest
+
+
+@contextlib.contextmanager
+def open_fake_pool() -> Iterator[FakePool]:
+    made = FakePool()
+    yield made
+    for worker in made.launcher.workers:
+        with contextlib.suppress(OSError):
+            worker.die(0)
+    made.pool.close()
+
+
+@pytest.fixture
+def fake_pool() -> Iterator[FakePool]:
+    with open_fake_pool() as made:
+        yield made
+
+
+def report(**changes: Any) -> bytes:
+    plain: dict[str, Any] = {"faults": [], "infos": {}, "rebuilt": [], "warnings": []}
+    return codec.encode(plain | changes)
+
+
+def fault(row: int = 0, status: int = 1) -> list[Any]:
+    return [row, status, "", False]
+
+
+def test_answer_with_the_right_sequence_number_finishes_the_step(
+    fake_pool: FakePool,
+) -> None:
+    message = fake_pool.start_step()
+    fake_pool.worker.send(MessageKind.DONE, 0, message.sequence)
+    assert gather(fake_pool.pool, [0]) == [Outcome(0)]
+
+
+def test_every_submission_has_a_new_sequence_number(fake_pool: FakePool) -> None:
+    numbers = {fake_pool.start_step().sequence}
+    fake_pool.worker.send(MessageKind.DONE, 0, max(numbers))
+    gather(fake_pool.pool, [0])
+    fake_pool.pool.submit_step([1, 0])
+    numbers |= {
+        fake_pool.worker.receive().sequence,
+        fake_pool.worker.receive().sequence,
+    }
+    assert len(numbers) == 3
+
+
+INVALID_MESSAGES: dict[str, Callable[[ChannelMessage], bytes]] = {
+    "no message": lambda message: b"\xff" * 64,
+    "endless message": lambda message: b"\x09" + b"\xff" * 11,
+    "long traceback": lambda message: channel.HEADER.pack(
+        MessageKind.FAILED, 0, 0, 1 << 20
+    ),
+    "text": lambda message: b"Traceback (most recent call last):\n",
+    "another number": lambda message: pack_message(
+        MessageKind.DONE, 0, message.sequence + 1
+    ),
+    "an old number": lambda message: pack_message(
+        MessageKind.DONE, 0, message.sequence - 1
+    ),
+    "idle block": lambda message: pack_message(MessageKind.DONE, 1, message.sequence),
+    "no block": lambda message: pack_message(MessageKind.DONE, 9, message.sequence),
+    "ready again": lambda message: pack_message(MessageKind.READY),
+    "a command": lambda message: pack_message(MessageKind.STEP, 0, message.sequence),
+    **{
+        f"report {name}": lambda message, payload=payload: pack_message(  # type: ignore[misc]
+            MessageKind.DONE, 0, message.sequence, payload
+        )
+        for name, payload in {
+            "of garbage": b"\xff\xff",
+            "that is a list": codec.encode([1]),
+            "without infos": codec.encode({"faults": [], "rebuilt": []}),
+            "of a far row": report(faults=[fault(row=10**9)]),
+            "of another block": report(faults=[fault(row=1)]),
+            "of a negative row": report(rebuilt=[-1]),
+            "of a named row": report(infos={"x": {}}),
+            "of a list as row": report(rebuilt=[[0]]),
+            "of no status": report(faults=[fault(status=77)]),
+            "of half a fault": report(faults=[[0]]),
+            "of no list": report(faults=3),
+            "of too many bytes": report(infos={0: {"": bytes(180 << 10)}}),
+            "of too many values": report(infos={0: {"": [[]] * 20_000}}),
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", INVALID_MESSAGES)
+def test_worker_that_sends_an_invalid_message_is_replaced(
+    fake_pool: FakePool, name: str
+) -> None:
+    message = fake_pool.start_step()
+    culprit = fake_pool.worker
+    culprit.theirs.sendall(INVALID_MESSAGES[name](message))
+    outcome = fake_pool.replace_and_collect(culprit)
+    assert culprit.was_killed
+    (lost,) = outcome.faults
+    assert (
+        "sent " in lost.text
+        or "answered an operation that was not submitted" in lost.text
+    )
+    assert lost.text.endswith("it was killed by SIGKILL")
+
+
+def test_report_on_the_reset_of_a_lost_block_is_checked_too(
+    fake_pool: FakePool,
+) -> None:
+    fake_pool.start_step()
+    first = fake_pool.worker
+    first.die(1)
+    second = fake_pool.replace(first)
+    second.answer(report(rebuilt=[1]))  # row 1 belongs to another block
+    fake_pool.replace_and_collect(second)
+    assert second.was_killed
+
+
+def test_a_transition_that_is_not_in_the_table_is_an_error(fake_pool: FakePool) -> None:
+    fake_pool.start_step()
+    (worker,) = fake_pool.pool._workers.all
+    with pytest.raises(AssertionError, match=r"SERVING.* cannot become STARTING"):
+        worker._set_state(WorkerState.STARTING)
+    assert worker.state is WorkerState.SERVING
+
+
+def test_second_answer_to_the_same_step_is_invalid(fake_pool: FakePool) -> None:
+    message = fake_pool.start_step()
+    culprit = fake_pool.worker
+    for _ in range(2):
+        culprit.send(MessageKind.DONE, 0, message.sequence)
+    assert gather(fake_pool.pool, [0]) == [Outcome(0)]
+    fake_pool.replace(culprit)
+    assert culprit.was_killed
+
+
+def test_answer_written_before_the_end_still_counts(fake_pool: FakePool) -> None:
+    message = fake_pool.start_step()
+    fake_pool.worker.send(MessageKind.DONE, 0, message.sequence)
+    fake_pool.worker.die(1)
+    assert gather(fake_pool.pool, [0]) == [Outcome(0)]
+    assert fake_pool.pool.rows.status[0] == Status.OK
+
+
+def test_traceback_is_reported_although_the_pool_has_written_first(
+    fake_pool: FakePool,
+) -> None:
+    fake_pool.start_step()
+    culprit = fake_pool.worker
+    culprit.send(MessageKind.FAILED, 0, 0, b"Traceback: no licence")
+    culprit.die(0)
+    fake_pool.pool.submit_step([1])
+    fake_pool.replace(culprit).take_over(fake_pool.pool, *[MessageKind.RESET] * 2)
+    for outcome in gather(fake_pool.pool, [0, 1]):
+        assert "Traceback: no licence" in outcome.faults[0].text
+
+
+@pytest.mark.parametrize("comes_first", ["end of file", "exit status"])
+def test_death_is_reported_once_both_signs_are_there(
+    fake_pool: FakePool, comes_first: str
+) -> None:
+    fake_pool.start_step()
+    culprit = fake_pool.worker
+    culprit.close() if comes_first == "end of file" else culprit.exit(-11)
+    assert fake_pool.pool.collect(0.0) == []
+    assert fake_pool.worker is culprit
+    culprit.exit(-11) if comes_first == "end of file" else culprit.close()
+    (lost,) = fake_pool.replace_and_collect(culprit).faults
+    assert lost.text == "worker 0 (of envs 0 to 0, 1 to 1) was killed by SIGSEGV"
+
+
+def test_worker_that_closes_its_socket_without_exiting_is_killed(
+    fake_pool: FakePool,
+) -> None:
+    fake_pool.start_step()
+    culprit = fake_pool.worker
+    culprit.close()
+    (lost,) = fake_pool.replace_and_collect(culprit).faults
+    assert culprit.was_killed
+    text = "closed its socket without exiting; it was killed by SIGKILL"
+    assert lost.text.endswith(text)
+
+
+@pytest.mark.parametrize("sign", ["end of file", "wrong answer"])
+def test_worker_that_cannot_be_killed_fails_and_is_never_replaced(
+    fake_pool: FakePool, sign: str
+) -> None:
+    message = fake_pool.start_step()
+    culprit = fake_pool.worker
+    fake_pool.launcher.can_kill = False
+    if sign == "end of file":
+        culprit.close()
+    else:
+        culprit.send(MessageKind.DONE, 0, message.sequence + 1)
+    wait_for(fake_pool.pool, lambda: culprit.was_killed)
+    # Count from the kill, however long this test has waited for the processor.
+    fake_pool.extra_seconds = culprit.process._killed_at + 2.0 - time.monotonic()
+    assert fake_pool.pool.collect(0.1) == []
+    fake_pool.extra_seconds += 3.0
+    (outcome,) = gather(fake_pool.pool, [0])
+    assert isinstance(outcome.error, WorkerError)
+    assert "its process 1000 was killed, but has not exited" in str(outcome.error)
+    fake_pool.pool.submit_step([1])
+    (outcome,) = gather(fake_pool.pool, [1])
+    assert isinstance(outcome.error, WorkerError)
+    assert fake_pool.worker is culprit
+
+
+def test_closing_does_not_wait_for_worker_that_cannot_be_killed() -> None:
+    def attempt() -> float:
+        with open_fake_pool() as fake_pool:
+            fake_pool.start_step()
+            fake_pool.launcher.can_kill = False
+            began = time.monotonic()
+            fake_pool.pool.close()
+            seconds = time.monotonic() - began
+            assert fake_pool.pool.is_closed
+        return seconds
+
+    assert fastest(attempt, 4.0) < 4.0
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xff",
+        codec.encode([1]),
+        codec.encode({"observation": DISCRETE}),
+        codec.encode({"observation": DISCRETE, "action": {"kind": "film"}}),
+    ],
+    ids=["empty", "garbage", "list", "no action", "unknown"],
+)
+def test_worker_whose_spaces_cannot_be_read_is_an_error_at_once(
+    fake_pool: FakePool, payload: bytes
+) -> None:
+    workers = fake_pool.launcher.workers
+    wait_for(fake_pool.pool, lambda: len(workers) == 1)
+    assert workers[0].receive().kind is MessageKind.BUILD
+    workers[0].send(MessageKind.READY, 0, 0, payload)
+    wait_for(fake_pool.pool, lambda: fake_pool.pool.error is not None)
+    assert "failed to get its" in str(fake_pool.pool.error)
+    assert "sent spaces that cannot be read" in str(fake_pool.pool.error)
+    assert [worker.was_killed for worker in workers] == [True]
+
+
+def test_worker_that_comes_back_with_other_spaces_is_killed(
+    fake_pool: FakePool,
+) -> None:
+    fake_pool.start_step()
+    first = fake_pool.worker
+    first.die(1)
+    second = fake_pool.replace(first, action=describe(spaces.Discrete(4)))
+    assert len(fake_pool.replace_and_collect(second).faults) == 1
+    assert second.was_killed
+
+
+def test_workers_with_different_spaces_are_an_error_that_names_them() -> None:
+    fake_pool = FakePool(num_workers=2, num_splits=1)
+    first, second = fake_pool.launcher.workers
+    first.become_ready()
+    second.become_ready(describe(spaces.Discrete(4)))
+    wait_for(fake_pool.pool, lambda: fake_pool.pool.error is not None)
+    assert isinstance(fake_pool.pool.error, EnvStartError)
+    text = "worker 1 (of envs 1 to 1) has other spaces than the first worker: "
+    assert text + "action space: expected Discrete(3), got Discrete(4)" in str(
+        fake_pool.pool.error
+    )
+    first.die(0)
+    second.die(0)
+    fake_pool.pool.close()
