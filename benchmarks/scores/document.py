@@ -123,8 +123,9 @@ def _label(task: Task, scores: Sequence[Score]) -> list[str]:
 def _remarks(scores: Mapping[str, Sequence[Score]]) -> str:
     lossy = [name for name, runs in scores.items() if runs and _loses(runs)]
     return (
-        "†: measured with other settings than today's, or before they were noted.\n\n"
-        "E is below 0.95 of B, or a seed's E below half of the mean, in: "
+        "†: measured with settings that differ from the current ones, or that were not "
+        "recorded.\n\n"
+        "E is below 0.95 of B, or the E of a seed is below half of the mean, in: "
         f"{', '.join(lossy) or 'no row'}.\n"
     )
 
