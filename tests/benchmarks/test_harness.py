@@ -71,7 +71,7 @@ def test_a_case_that_fails_ends_the_benchmark(
         take_turns([counting("a", log), bad], 1)
     message = str(caught.value)
     assert message.startswith("bad")
-    assert "leave it out by naming the others with --only" in message
+    assert "exclude it by selecting other cases with --only" in message
     assert log.read_text().endswith("end of a\n")  # the others are closed all the same
 
 
