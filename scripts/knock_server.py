@@ -49,7 +49,7 @@ OPENINGS: Final = ("--allow-kwarg", "length", "--metrics-port", "0")
 JOIN: Final = Message(MessageType.JOIN, body=Join(public=bytes(32)).encode())
 _AT_ONCE: Final = 50
 _PATIENCE_MS: Final = 20_000
-#: Maximum age of metrics.
+#: Maximum age of metrics in seconds.
 _QUIET_SECONDS: Final = 1.5
 
 
