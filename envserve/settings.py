@@ -7,14 +7,13 @@ these gets a ValueError that names the setting, what was expected, and what came
 
 from __future__ import annotations
 
-import contextlib
+import ast
+import inspect
 import os
-import re
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
-from pathlib import Path
+from itertools import pairwise
 from typing import (
     Annotated,
     Any,
@@ -23,6 +22,7 @@ from typing import (
     Self,
     TypedDict,
     TypeVar,
+    cast,
     get_args,
     get_origin,
     get_type_hints,
@@ -32,7 +32,8 @@ import msgspec
 from msgspec import Meta
 
 from envserve.address import is_private
-from envserve.envs.user_envs import absolute, is_own, name_of
+from envserve.envs.user_envs import absolute, is_user_env, name_of
+from envserve.host_resources import num_cores
 from envserve.text import Name
 from envserve.wrappers.specs import Wrappers
 
@@ -48,10 +49,10 @@ __all__ = [
     "NonFinite",
     "PoolSettings",
     "WorkerSettings",
-    "cgroup_limits",
     "check_ranges",
     "convert",
-    "num_cores",
+    "convert_fields",
+    "field_docs",
 ]
 
 Type = TypeVar("Type")
@@ -122,62 +123,57 @@ def check_ranges(rules: Iterable[KwargRule]) -> None:
             raise ValueError(f"expected a range from low to high; got {rule!r:.200}")
 
 
+def convert_fields(settings: Any) -> list[str]:
+    """Convert each field of a dataclass in place to its annotated type.
+
+    Returns:
+      One message for each field that does not fit: the name, what was expected, and
+      what was found.
+    """
+    errors, kind = [], cast(Any, type(settings))
+    for name, hint in _hints_of(kind).items():
+        value = getattr(settings, name)
+        if getattr(value, "shape", None) == ():  # a NumPy scalar
+            value = value.item()
+        try:
+            vars(settings)[name] = convert(value, hint)
+        except ValueError as error:
+            expected, _, where = str(error).partition(" - at ")
+            expected = expected.partition(", got ")[0]
+            if get_origin(hint) is Literal:
+                expected = f"expected one of {', '.join(get_args(hint))}"
+            if where.startswith("`key` in "):
+                expected += " as a key"
+            for meta in getattr(hint, "__metadata__", ()):
+                expected += f", such as {meta.examples[0]}" if meta.examples else ""
+            index = where.rpartition("$")[2].rstrip("`")
+            errors.append(f"{name}{index}: {expected}; got {value!r:.200}")
+    return errors
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """Return the docstring below each field that a class declares, by field name."""
+    (body,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for pair in pairwise(body.body):
+        match pair:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                docs[name] = " ".join(text.split())
+    return docs
+
+
 class _Checked:
     def __post_init__(self) -> None:
         """Checks every field, and brings it to its type; raises ValueError."""
-        kind: Any = type(self)
-        for name, hint in _hints_of(kind).items():
-            value = getattr(self, name)
-            if getattr(value, "shape", None) == ():  # a number of NumPy's
-                value = value.item()
-            try:
-                vars(self)[name] = convert(value, hint)
-            except ValueError as error:
-                text = re.sub(r", got .*?(?= - at |$)", "", str(error))
-                if get_origin(hint) is Literal:
-                    text = f"expected one of {', '.join(get_args(hint))}"
-                raise ValueError(f"{name}: {text}; got {value!r:.200}") from None
+        for error in convert_fields(self)[:1]:
+            raise ValueError(error)
 
 
 _hints_of: Final = cache(partial(get_type_hints, include_extras=True))
-
-
-def num_cores(root: Path = Path("/")) -> int:
-    """Returns how many cores this process may use: not all, if pinned or by a quota."""
-    pinned = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    return max(1, min(pinned or 1, _quota(root)))
-
-
-@cache
-def _quota(root: Path) -> int:
-    """Returns the cores that Linux's cgroups, v1 or v2, leave to a container."""
-    least = 1 << 16
-    for numbers in cgroup_limits(root, "cpu", ("cfs_quota_us", "cfs_period_us")):
-        quota, period = numbers
-        if quota > 0:
-            least = min(least, -(-quota // period))
-    return least
-
-
-def cgroup_limits(root: Path, what: str, names: tuple[str, ...]) -> Iterator[list[int]]:
-    """Yields the limits that Linux's cgroups set for this process, its own first.
-
-    Args:
-      root: Of the file system.
-      what: "cpu" or "memory".
-      names: Of the files in which v1 says what v2 says in `max`.
-    """
-    with contextlib.suppress(OSError, ValueError):  # there are none
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, kinds, path = line.split(":", 2)
-            if kinds and what not in kinds.split(","):
-                continue
-            files = names if kinds else ("max",)
-            group = root / "sys/fs/cgroup" / (what if kinds else "") / path.lstrip("/")
-            for folder in (group, *group.parents):
-                with contextlib.suppress(OSError, ValueError):  # it sets none
-                    texts = [(folder / f"{what}.{name}").read_text() for name in files]
-                    yield [int(word) for word in " ".join(texts).split()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,7 +311,7 @@ class HostSettings(WorkerSettings):
         """Checks everything; raises ValueError."""
         super().__post_init__()
         names = tuple(map(absolute, self.env_names or ()))
-        own = filter(is_own, (*names, *map(absolute, self.vector_envs)))
+        own = filter(is_user_env, (*names, *map(absolute, self.vector_envs)))
         words = (*map(absolute, self.import_modules), *own)
         vars(self)["env_names"] = names or self.env_names
         vars(self)["import_modules"] = tuple(dict.fromkeys(words))

@@ -67,46 +67,42 @@ def env_maker(
             f"address now; got {config.min_servers}; ask for fewer, or name more "
             "servers."
         )
-    shared: dict[str, Any] = {
-        "num_splits": config.num_splits,
-        "env_kwargs": dict(config.env_kwargs),
-        "autoreset": autoreset,
-        "spare_envs": config.spare_envs,
-        "on_fault": config.on_fault,
-        "padding_after": config.padding_after_seconds,
-    }
 
     def make_env(*, num_envs: int, seed: int, is_training: bool = False) -> BatchEnv:
-        wrappers = _shortened(config) if is_training else config.wrappers
-        shared["first_env_index"] = first_env_index if is_training else 0
-        if servers:
-            words, least = list(addresses or ()), config.min_servers or None
-            counts: dict[str, Any] = {"num_servers": count, "min_servers": least}
-            if not is_training:  # it may have fewer rows, and is over before more come
-                words, counts = living(words, insecure=config.insecure)[:num_envs], {}
-            return BatchEnv.connect(
+        options: dict[str, Any] = {
+            "num_envs": num_envs,
+            "num_splits": config.num_splits,
+            "seed": seed,
+            "env_kwargs": dict(config.env_kwargs),
+            "wrappers": _shortened(config) if is_training else config.wrappers,
+            "autoreset": autoreset,
+            "spare_envs": config.spare_envs,
+            "on_fault": config.on_fault,
+            "padding_after": config.padding_after_seconds,
+            "first_env_index": first_env_index if is_training else 0,
+        }
+        if not servers:
+            return BatchEnv.local(
                 config.env_name,
-                words,
-                num_envs=num_envs,
-                **counts,
-                seed=seed,
-                wrappers=wrappers,
-                server_lost_after=config.server_lost_after_seconds,
-                on_server_lost=config.on_server_lost,
-                insecure=config.insecure,
-                **shared,
+                num_workers=num_workers,
+                import_modules=(*config.import_modules, *(import_modules or ())),
+                step_timeout=config.step_timeout_seconds,
+                reset_timeout=config.reset_timeout_seconds,
+                max_restarts=config.max_restarts,
+                **options,
             )
-        return BatchEnv.local(
+        words = list(addresses or ())
+        if is_training:
+            options |= {"num_servers": count, "min_servers": config.min_servers or None}
+        else:  # it may have fewer rows, and is over before more servers come
+            words = living(words, insecure=config.insecure)[:num_envs]
+        return BatchEnv.connect(
             config.env_name,
-            num_envs=num_envs,
-            num_workers=num_workers,
-            seed=seed,
-            wrappers=wrappers,
-            import_modules=(*config.import_modules, *(import_modules or ())),
-            step_timeout=config.step_timeout_seconds,
-            reset_timeout=config.reset_timeout_seconds,
-            max_restarts=config.max_restarts,
-            **shared,
+            words,
+            server_lost_after=config.server_lost_after_seconds,
+            on_server_lost=config.on_server_lost,
+            insecure=config.insecure,
+            **options,
         )
 
     return make_env

@@ -19,15 +19,12 @@ from ppo.errors import DivergedError
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.rollout import Rollout, SplitRows, allocate_rollout
 
-__all__ = ["DrawNoise", "Policy", "Simulation", "simulate"]
+__all__ = ["Policy", "Simulation", "simulate"]
 
 Policy = Callable[..., tuple[tf.Tensor, ...]]
 """Maps a raw observation `[n, ...]` and noise `[n, ...]`, or a seed (int32 pair) where
 none is drawn, to actions and their log-probabilities `[n]`. One with memory takes its
 states `[n, units]` besides, and gives them as they are after that observation."""
-
-DrawNoise = Callable[[int, tf.Tensor], tf.Tensor]
-"""Maps a number of rows and a seed (int32 pair) to noise `[rows, ...]`."""
 
 
 class Simulation:
@@ -46,9 +43,9 @@ class Simulation:
             log-probabilities, to these; once per rollout.
         horizon: T, batch steps per rollout.
         on_step: called after every batch step; what it raises ends the rollout.
-        draw_noise: draws what the policy needs for so many rows, given a seed. It is
-            called once per rollout, so that a row's noise does not depend on splits,
-            and the policy gets its rows of it. By default the policy gets a seed.
+        noise: maps a number of rows and a seed (int32 pair) to noise `[rows, ...]`. It
+            is called once per rollout, so that the noise of a row does not depend on
+            the splits. By default, the policy gets a seed instead of noise.
         state_sizes: units of each memory of the policy. Their states are zero where an
             episode begins, and go on from rollout to rollout.
         sequence_length: batch steps between the states that the rollout tells; divides
@@ -68,7 +65,7 @@ class Simulation:
         *,
         snapshot: Callable[[], Any] | None = None,
         log_prob: Callable[[tf.Tensor, Any], tf.Tensor] = lambda _, log_prob: log_prob,
-        draw_noise: DrawNoise | None = None,
+        noise: Callable[[int, tf.Tensor], tf.Tensor] | None = None,
         state_sizes: Sequence[int] = (),
         sequence_length: int = 0,
         num_rollouts: int = 1,
@@ -79,7 +76,7 @@ class Simulation:
         self._on_step = on_step
         self._snapshot = snapshot
         self._log_prob = log_prob
-        self._draw_noise = draw_noise
+        self._noise = noise
         self._sequence_length = sequence_length or horizon
         num_sequences = horizon // self._sequence_length
         self._turns = collections.deque[tuple[Rollout, list[SplitRows]]]()
@@ -184,7 +181,7 @@ class Simulation:
     ) -> Any:
         """Run the loop.
 
-        Returns T and, by split, last states and what there is to record, see `_judged`.
+        Returns T and, by split, the last states and the values of `_recorded`.
         """
         act = self._policy
         if self._snapshot is not None:
@@ -192,27 +189,27 @@ class Simulation:
             act = functools.partial(act, tf.nest.map_structure(tf.identity, taken))
 
         def choose(
-            rows: Any, draw: tf.Tensor, state: tuple[tf.Tensor, ...]
+            rows: Any, noise: tf.Tensor, state: tuple[tf.Tensor, ...]
         ) -> tuple[tf.Tensor, Any, tuple[tf.Tensor, ...]]:
-            action, evidence, *after = act(rows, draw, *state)
-            return action, evidence, tuple(after)
+            action, policy_params, *after = act(rows, noise, *state)
+            return action, policy_params, tuple(after)
 
-        draws = self._draw(seed)
+        noise_by_split = self._noise_by_split(seed)
         given = [
-            tf.nest.map_structure(self._array, choose(rows, draw[0], state.after))
-            for rows, draw, state in zip(first, draws, states, strict=True)
+            tf.nest.map_structure(self._array, choose(rows, noise[0], state.after))
+            for rows, noise, state in zip(first, noise_by_split, states, strict=True)
         ]  # only the shapes are needed: the graph drops what is not used
 
         def body(step: tf.Tensor, *parts: Any) -> tuple[tf.Tensor, Any, Any, Any]:
             observations, states, given = map(list, parts)
-            for index, draw_by_step in enumerate(draws):
-                draw = tf.gather(draw_by_step, step)
+            for index, noise_by_step in enumerate(noise_by_split):
+                noise = tf.gather(noise_by_step, step)
                 state = states[index].after
-                action, evidence, after = choose(observations[index], draw, state)
+                action, policy_params, after = choose(observations[index], noise, state)
                 given[index] = tf.nest.map_structure(
                     lambda array, rows: array.write(step, rows),
                     given[index],
-                    (action, evidence, state),
+                    (action, policy_params, state),
                 )
                 states[index] = States(state, after)
                 following = (index + 1) % len(self._splits)
@@ -236,35 +233,35 @@ class Simulation:
             parallel_iterations=1,
         )
         given = tf.nest.map_structure(lambda array: array.stack(), given)
-        return step, states, list(map(self._judged, given))
+        return step, states, list(map(self._recorded, given))
 
     def _array(self, rows: tf.Tensor) -> tf.TensorArray:
         """Return an array for as many such rows as there are steps."""
         return tf.TensorArray(rows.dtype, self._horizon, element_shape=rows.shape)
 
-    def _judged(self, given: Any) -> tuple[tf.Tensor, tf.Tensor, Any]:
+    def _recorded(self, given: Any) -> tuple[tf.Tensor, tf.Tensor, Any]:
         """Return what a rollout keeps of a split, as `SplitRows.record` takes it."""
         *chosen, states = given
-        action, evidence = tf.nest.map_structure(
+        action, policy_params = tf.nest.map_structure(
             lambda rows: tf.reshape(rows, [-1, *rows.shape[2:]]), chosen
         )  # [T, n, ...] -> [T * n, ...]
-        log_prob = self._log_prob(action, evidence)
+        log_prob = self._log_prob(action, policy_params)
         first_states = tf.nest.map_structure(
             lambda rows: rows[:: self._sequence_length], states
         )
         return given[0], tf.reshape(log_prob, given[0].shape[:2]), first_states
 
     # All of it before the loop: drawing takes more operations than acting does.
-    def _draw(self, seed: tf.Tensor) -> list[tf.Tensor]:
+    def _noise_by_split(self, seed: tf.Tensor) -> list[tf.Tensor]:
         """Return for each split noise `[T, n, ...]`, or a seed per step `[T, 2]`."""
         horizon, num_envs = self._horizon, self._env.num_envs
-        if self._draw_noise is None:
+        if self._noise is None:
             shape = [len(self._splits), horizon, 2]
             seeds = tf.random.stateless_uniform(
                 shape, seed, minval=None, maxval=None, dtype=tf.int32
             )
             return tf.unstack(seeds)
-        noise = self._draw_noise(horizon * num_envs, seed)
+        noise = self._noise(horizon * num_envs, seed)
         noise = tf.reshape(noise, [horizon, num_envs, *noise.shape[1:]])
         return [tf.gather(noise, split.env_indices, axis=1) for split in self._splits]
 

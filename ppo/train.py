@@ -4,6 +4,7 @@ A library function without a command line. Same config, same envs, same machine:
 result. All random seeds derive from the config's seed and the iteration.
 """
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -110,11 +111,9 @@ def train(
         run = TrainingRun(config, env, first, policy_loss, on_step, learners)
         if resume:
             if run_folder.has_checkpoint():
-                checkpoint.restore(
-                    run_folder.checkpoints, run.agent, run.updater, run.return_scale
-                )
+                checkpoint.restore(run_folder.checkpoints, run.state)
             run_folder.save_config(config)
-        learners.align(checkpoint.variables(run.agent, run.updater, run.return_scale))
+        learners.align(checkpoint.variables(run.state))
         evaluator = CurveEvaluator(run.agent, config, make_env, on_step)
         resumed_from = first if resume else None
         with MetricsWriter(
@@ -125,6 +124,7 @@ def train(
     return _result(run, run_folder)
 
 
+@dataclasses.dataclass
 class _Loop:
     """Iterations until the steps are used up, and what is due between them.
 
@@ -133,25 +133,19 @@ class _Loop:
     killed thus has reported all that its newest checkpoint knows.
     """
 
-    def __init__(
-        self,
-        run: TrainingRun,
-        callbacks: Callbacks,
-        run_folder: RunFolder,
-        writer: MetricsWriter,
-        evaluator: CurveEvaluator,
-    ) -> None:
-        self._callbacks = callbacks
-        self._run = run
-        self._config, self._learners = run.config, run.learners
-        self._run_folder = run_folder
-        self._writer = writer
-        self._evaluator = evaluator
+    _run: TrainingRun
+    _callbacks: Callbacks
+    _run_folder: RunFolder
+    _writer: MetricsWriter
+    _evaluator: CurveEvaluator
+
+    def __post_init__(self) -> None:
+        self._config, self._learners = self._run.config, self._run.learners
         self._last_saved = -math.inf  # the first iteration is saved, however soon
-        self._saved_iteration = run.counters.iteration  # what it goes on from
+        self._saved_iteration = self._run.counters.iteration  # what it goes on from
         self._window = ReportWindow()
         self._evaluated: dict[str, float] = {}
-        self._best_return = checkpoint.best_return(run_folder.checkpoints)
+        self._best_return = checkpoint.best_return(self._run_folder.checkpoints)
 
     def run(
         self, on_progress: Callable[[Progress], None], should_stop: Callable[[], bool]
@@ -257,9 +251,7 @@ class _Loop:
             checkpoint.save(
                 self._run_folder.checkpoints,
                 self._run.counters,
-                self._run.agent,
-                self._run.updater,
-                self._run.return_scale,
+                self._run.state,
                 keep=self._config.checkpoints_to_keep,
                 evaluation_return=evaluation and evaluation.mean_return,
             )

@@ -16,7 +16,7 @@ from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.learners import ALONE, Learners
 from ppo.learning.update import Updater
 from ppo.rollout import Episode, EpisodeTracker, LostSteps, Rollout, info_means
-from ppo.run_folder.checkpoint import Counters
+from ppo.run_folder.checkpoint import Counters, training_state
 from ppo.simulate import Simulation
 
 __all__ = ["TrainingRun"]
@@ -57,11 +57,12 @@ class TrainingRun:
             on_step,
             snapshot=self.agent.snapshot,
             log_prob=self.agent.log_prob,
-            draw_noise=self._draw_noise,
+            noise=self._noise,
             state_sizes=self.agent.state_sizes,
             sequence_length=config.sequence_length,
             num_rollouts=1 + config.overlap,
         )
+        self.state = training_state(self.agent, self.updater, self.return_scale)
         self._waiting: Future[Rollout] | None = None
         self.tracker = EpisodeTracker(share.num_envs)
         self.recent = collections.deque[Episode](maxlen=_RECENT_EPISODES)
@@ -71,10 +72,10 @@ class TrainingRun:
         """End the training after this iteration, as if its steps were used up."""
         self.is_stopped = True
 
-    def _draw_noise(self, num_rows: int, seed: tf.Tensor) -> tf.Tensor:
+    def _noise(self, num_rows: int, seed: tf.Tensor) -> tf.Tensor:
         """Draw what all learners' rows need, and return what is for these."""
         learners = self.learners
-        noise = self.agent.actions.draw_noise(num_rows * learners.num, seed)
+        noise = self.agent.actions.noise(num_rows * learners.num, seed)
         if learners.num == 1:
             return noise
         inner = noise.shape[1:]

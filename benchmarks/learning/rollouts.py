@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.harness import Skip
 from envserve.bench.cases import batch_env
 from envserve.bench.interleaved import MICROSECONDS, Measure
-from envserve.bench.workload import Load
+from envserve.bench.workload import Workload
 from envserve.client import BatchEnv
 from ppo.cli.options import start_tensorflow
 from ppo.config import Config
@@ -31,7 +31,7 @@ class RolloutLoad:
         binds: addresses of the servers; if empty, the envs run in-process.
     """
 
-    load: Load
+    load: Workload
     horizon: int
     binds: tuple[str, ...] = ()
 
@@ -93,7 +93,7 @@ def simulating(work: RolloutLoad) -> Iterator[Measure]:
             work.horizon,
             snapshot=agent.snapshot,
             log_prob=agent.log_prob,
-            draw_noise=agent.actions.draw_noise,
+            noise=agent.actions.noise,
         )
         seeds = itertools.count()
         yield work.repeating(lambda: simulation.run((0, next(seeds))))

@@ -4,6 +4,7 @@ Each published score (anchor) has its conditions, which `docs/scores.md` states:
 measure, the version of the env, and the number of seeds.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -63,7 +64,7 @@ class Task:
     @property
     def settings(self) -> dict[str, Any]:
         """Current settings that influence learning and are not 0, false or empty."""
-        every = self.make_config(0).model_dump(mode="json").items()
+        every = json.loads(json.dumps(vars(self.make_config(0)))).items()
         return {key: value for key, value in every if value and not _ASIDE.match(key)}
 
     def is_made_by(self, settings: Mapping[str, Any] | None) -> bool:

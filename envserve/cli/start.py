@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import inspect
@@ -12,7 +11,6 @@ import signal
 import sys
 from collections.abc import Callable, Container, Mapping
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Final, cast, get_type_hints
 
@@ -20,7 +18,7 @@ import typer
 
 from envserve.cli.options import look_for_modules_here, names_here
 from envserve.cli.terminal import ConfigFile, LogFormat, LogLevel, fail, set_up_logs
-from envserve.envs.user_envs import absolute, is_own
+from envserve.envs.user_envs import absolute, is_user_env
 from envserve.errors import (
     AddressError,
     EnvserveError,
@@ -30,7 +28,7 @@ from envserve.errors import (
     ServerError,
     UnknownEnv,
 )
-from envserve.settings import HostSettings, WorkerSettings, convert
+from envserve.settings import HostSettings, WorkerSettings, convert, field_docs
 
 __all__ = ["Resources", "start", "words_of"]
 
@@ -92,7 +90,7 @@ def _panel_number(field: dataclasses.Field[Any]) -> int:
 def _with_host_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command an option for each of a host's settings, in place of `given`."""
     hints = get_type_hints(HostSettings)
-    helps = _lines_below_fields(WorkerSettings) | _lines_below_fields(HostSettings)
+    helps = field_docs(WorkerSettings) | field_docs(HostSettings)
     parameters = []
     for field in sorted(dataclasses.fields(HostSettings), key=_panel_number):
         name, hint, default = field.name, hints[field.name], field.default
@@ -124,20 +122,6 @@ def _with_host_settings(command: Callable[..., None]) -> Callable[..., None]:
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, kind, default=default, annotation=annotation)
-
-
-def _lines_below_fields(kind: type) -> dict[str, str]:
-    (body,) = ast.parse(inspect.getsource(kind)).body
-    assert isinstance(body, ast.ClassDef)
-    found = {}
-    for pair in pairwise(body.body):
-        match pair:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name)),
-                ast.Expr(value=ast.Constant(value=str(text))),
-            ):
-                found[name] = " ".join(text.split())
-    return found
 
 
 @_with_host_settings
@@ -187,7 +171,7 @@ def start(
         flag = "--servers" if servers > 1 else "--resources"
         fail(f"{flag}: expected --on ray beside it, got none; say that, or leave it", 2)
     names = [*(own or ()), *(given["env_names"] or ())]
-    look_for_modules_here([*filter(is_own, names)])
+    look_for_modules_here([*filter(is_user_env, names)])
     host = _host_settings({**given, "env_names": names})
     serve = partial(_serve, address_file)
     if not reload:
@@ -262,13 +246,13 @@ def _serve_on_ray(words: list[str], on: str, number: int, resources: Any) -> Non
 
 def _host_settings(given: Mapping[str, Any]) -> HostSettings:
     """Checks options; ends with an error that names the option."""
-    from envserve.crashes.crash_folder import CrashFiles
+    from envserve.crashes.crash_folder import CrashFolder
 
     folder = given["crash_dir"]
     given = {name: value for name, value in given.items() if value not in (None, [])}
     try:
         if folder not in ("", "none"):
-            CrashFiles(Path(folder)).check()
+            CrashFolder(Path(folder)).check()
         return HostSettings(
             **given | {"crash_dir": None if folder == "none" else folder}
         )

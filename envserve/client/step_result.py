@@ -15,7 +15,8 @@ from envserve.client.row_set import BatchBlock, RowSet
 from envserve.errors import EnvError, EnvserveError
 from envserve.lane import Outcome
 from envserve.slab import Rows, Status
-from envserve.spaces.env_spec import EnvSpec, flatten, unflatten
+from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.leaves import flatten, unflatten
 from envserve.spaces.variable_length import decode_observation
 
 __all__ = ["StepResult", "add_infos", "decode_result", "gather_result", "last_rows"]

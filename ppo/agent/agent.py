@@ -30,6 +30,10 @@ class Agent:
         actions: what policy and envs call an action.
         preprocess: turns raw observations into features.
         memories: that of the policy and that of the value; none without recurrence.
+        state_sizes: Units of each of the memories.
+        trainable_variables: The Keras variables that the optimizer changes; those of
+            the memories last.
+        trackables: Objects that a checkpoint must store, by name.
     """
 
     def __init__(
@@ -47,6 +51,15 @@ class Agent:
         )
         self._networks = build_networks(self.preprocess, self.actions, config)
         self.memories = self._networks.memories
+        self.state_sizes = tuple(memory.units for memory in self.memories)
+        parts = self._networks.parts
+        self.trainable_variables: list[Any] = [
+            variable for part in parts.values() for variable in part.trainable_variables
+        ]
+        self.trackables = {
+            name: tf.train.Checkpoint(**part.trackables)
+            for name, part in {**parts, "preprocess": self.preprocess}.items()
+        }
 
     def act(
         self, observation: Any, seed: tf.Tensor, *state: tf.Tensor
@@ -65,7 +78,7 @@ class Agent:
         """
         rows = tf.nest.flatten(observation)[0]
         num_rows = rows.shape[0] or tf.shape(rows)[0]  # the latter in exported graphs
-        noise = self.actions.draw_noise(num_rows, seed)
+        noise = self.actions.noise(num_rows, seed)
         distribution, state = self._perceive(observation, state)
         action = distribution.sample(noise)
         return action, distribution.log_prob(action), *state
@@ -80,7 +93,7 @@ class Agent:
     ) -> tuple[Any, ...]:
         """Sample as `act` does, as the agent was when `snapshot` was taken.
 
-        It takes N rows of what `actions.draw_noise` gave in place of a seed, and
+        It takes N rows of what `actions.noise` gave in place of a seed, and
         returns the distribution's parameters in place of log-probabilities; what takes
         `log_prob` of many steps at once is sooner done.
         """
@@ -102,11 +115,6 @@ class Agent:
         distribution, state = self._perceive(observation, state)
         action = distribution.mode()
         return action, distribution.log_prob(action), *state
-
-    @property
-    def state_sizes(self) -> tuple[int, ...]:
-        """Units of each of the memories."""
-        return tuple(memory.units for memory in self.memories)
 
     def distribution(
         self, features: Any, remembered: tf.Tensor | None = None
@@ -180,12 +188,6 @@ class Agent:
         return self.actions.distribution(self._networks.policy(seen), mask)
 
     @property
-    def trainable_variables(self) -> list[Any]:
-        """The Keras variables that the optimizer changes, memories' last."""
-        parts = self._networks.parts.values()
-        return [variable for part in parts for variable in part.trainable_variables]
-
-    @property
     def policy_variables(self) -> list[Any]:
         """Those of them that actions depend on: all, if policy and value share some."""
         parts = self._networks.parts
@@ -193,11 +195,3 @@ class Agent:
             return self.trainable_variables
         names = [name for name in parts if name.startswith("policy")]
         return [each for name in names for each in parts[name].trainable_variables]
-
-    @property
-    def trackables(self) -> dict[str, Any]:
-        """What a checkpoint must hold, by name."""
-        parts = {**self._networks.parts, "preprocess": self.preprocess}
-        return {
-            name: tf.train.Checkpoint(**part.trackables) for name, part in parts.items()
-        }

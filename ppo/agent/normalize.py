@@ -4,8 +4,6 @@ Statistics never change while a rollout is collected and learned from; they are 
 in between, from valid rows only. What a masked row holds has no influence.
 """
 
-from typing import Any
-
 import numpy as np
 import tensorflow as tf
 
@@ -15,12 +13,21 @@ __all__ = ["ReturnScale", "RunningMoments"]
 
 
 class RunningMoments:
-    """Mean and variance of all rows seen so far, kept in TensorFlow variables."""
+    """Mean and variance of all rows seen so far, kept in TensorFlow variables.
+
+    Attributes:
+        trackables: Objects that a checkpoint must store, by name.
+    """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._count = tf.Variable(tf.zeros([], tf.float64), trainable=False)
         self._mean = tf.Variable(tf.zeros(shape, tf.float64), trainable=False)
         self._squares = tf.Variable(tf.zeros(shape, tf.float64), trainable=False)
+        self.trackables = {
+            "count": self._count,
+            "mean": self._mean,
+            "squares": self._squares,
+        }
         # One graph call; rows may come in any number without a new trace.
         self._merge = tf.function(self._take_in, reduce_retracing=True)
 
@@ -34,11 +41,6 @@ class RunningMoments:
         """Population variance per element, float64; 1 before the first row."""
         variance = self._squares / tf.maximum(self._count, 1.0)
         return tf.where(self._count > 0, variance, tf.ones_like(variance))
-
-    @property
-    def trackables(self) -> dict[str, Any]:
-        """What a checkpoint must hold, by name."""
-        return {"count": self._count, "mean": self._mean, "squares": self._squares}
 
     def update(
         self, values: tf.Tensor, mask: tf.Tensor, learners: Learners = ALONE
@@ -87,25 +89,22 @@ class ReturnScale:
 
     The return is summed forward per env, `R = discount * R + r`, and starts at 0 with
     each episode (Engstrom et al. 2020). No mean is subtracted.
+
+    Attributes:
+        trackables: Objects that a checkpoint must store, by name. The running returns
+            are not among them, because a restored run begins new episodes.
     """
 
     def __init__(self, num_envs: int, discount: float) -> None:
         self._discount = discount
         self._carried = np.zeros(num_envs)  # discounted, and 0 after an episode's end
         self._moments = RunningMoments(())
+        self.trackables = self._moments.trackables
 
     @property
     def factor(self) -> tf.Tensor:
         """What to multiply rewards by, float32; 1 before the first row."""
         return tf.cast(tf.math.rsqrt(self._moments.variance + 1e-8), tf.float32)
-
-    @property
-    def trackables(self) -> dict[str, Any]:
-        """What a checkpoint must hold, by name.
-
-        Running returns are left out: whoever restores a checkpoint has new episodes.
-        """
-        return self._moments.trackables
 
     def update(
         self,

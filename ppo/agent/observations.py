@@ -47,7 +47,11 @@ def space_leaves(space: gymnasium.Space[Any], path: str = "observation") -> Any:
 
 
 class ObservationPreprocessor:
-    """Maps raw observations to network inputs, and keeps the statistics for it."""
+    """Maps raw observations to network inputs, and keeps the statistics for it.
+
+    Attributes:
+        trackables: Objects that a checkpoint must store, by name.
+    """
 
     def __init__(
         self, space: gymnasium.Space[Any], *, normalize: bool, clip: float
@@ -60,6 +64,11 @@ class ObservationPreprocessor:
             _Leaf(leaf, normalize=normalize, clip=clip)
             for leaf in tf.nest.flatten(self._spaces)
         ]
+        self.trackables = {
+            f"leaf_{index}": tf.train.Checkpoint(**leaf.moments.trackables)
+            for index, leaf in enumerate(self._leaves)
+            if leaf.moments is not None
+        }
 
     @property
     def size(self) -> int:
@@ -76,15 +85,6 @@ class ObservationPreprocessor:
         """What a network gets: Boxes of float32 in the structure of observations."""
         boxes = [leaf.input_space for leaf in self._leaves]
         return _as_space(tf.nest.pack_sequence_as(self._spaces, boxes))
-
-    @property
-    def trackables(self) -> dict[str, Any]:
-        """What a checkpoint must hold, by name."""
-        return {
-            f"leaf_{index}": tf.train.Checkpoint(**leaf.moments.trackables)
-            for index, leaf in enumerate(self._leaves)
-            if leaf.moments is not None
-        }
 
     def scales(self) -> list[tuple[tf.Tensor, ...]]:
         """Return what leaves are normalised by now; empty where one is not."""

@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from envserve.cli.terminal import console
+from envserve.settings import field_docs
 from ppo.cli.options import reported_errors
 from ppo.config.config import Config
 from ppo.config.named_configs import CONFIGS, EXPECTED_RETURNS, load_config
@@ -60,9 +61,9 @@ def _print_keys(config: Config) -> None:
 
     The meaning is the first sentence of its description.
     """
-    changed = config.model_dump(exclude_defaults=True)
+    changed = config.non_defaults()
     _print_group("Differs from the defaults", config, changed, "bold cyan")
-    keys = list(Config.model_fields)
+    keys = list(vars(config))
     starts = [*map(keys.index, _GROUPS), len(keys)]
     for title, (start, end) in zip(_GROUPS.values(), pairwise(starts), strict=True):
         same = [key for key in keys[start:end] if key not in changed]
@@ -71,14 +72,13 @@ def _print_keys(config: Config) -> None:
 
 def _print_group(title: str, config: Config, keys: Iterable[str], style: str) -> None:
     # Plain lines: a table would cut values and meanings to the terminal's width.
-    out = console()
+    out, docs = console(), field_docs(Config)
     out.print(f"{title}\n", style=style, soft_wrap=True)
     for key in keys:
         value = getattr(config, key)
-        meaning = " ".join((Config.model_fields[key].description or "").split())
         text = value if isinstance(value, str) else json.dumps(value)
         out.print(f"{key} = {text}", style=style, markup=False, soft_wrap=True)
-        text = f"    {meaning.split('. ')[0].rstrip('.')}."
+        text = f"    {docs[key].split('. ')[0].rstrip('.')}."
         if out.is_terminal:
             text = textwrap.fill(text, out.width, subsequent_indent="    ")
         out.print(text, markup=False, soft_wrap=True)

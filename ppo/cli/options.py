@@ -29,7 +29,7 @@ from ppo.cli.compilation_cache import keep_compiled_code
 from ppo.cli.progress import Screen
 from ppo.config.config import Config
 from ppo.errors import BadInputError, PpoError, RunFolderError
-from ppo.run_folder.folder import Place, RunFolder
+from ppo.run_folder.folder import EnvSource, RunFolder
 
 if TYPE_CHECKING:
     from ppo.run_folder.checkpoint import Which
@@ -196,7 +196,7 @@ def opened_run(
     import_modules: list[str] | None,
     intra_op_threads: int = 1,
     inter_op_threads: int = 1,
-) -> Iterator[tuple[RunFolder, Config, "Which", Place, Screen]]:
+) -> Iterator[tuple[RunFolder, Config, "Which", EnvSource, Screen]]:
     """Check what a command was given of a run, then start TensorFlow.
 
     Errors within are reported. Yields folder, config, checkpoint, place and screen; the
@@ -210,7 +210,7 @@ def opened_run(
                 f"{run}: expected one run, got several; name a seed's."
             )
         config = config.replace(min_servers=0, num_servers=0)
-        place = place_of(run_folder.place(), connect, import_modules)
+        place = place_of(run_folder.env_source(), connect, import_modules)
         if place.addresses and connect is None:
             print(f"Env servers of the run: {', '.join(place.addresses)}")
         with Screen(console()) as screen:
@@ -220,8 +220,8 @@ def opened_run(
 
 
 def place_of(
-    place: Place, connect: list[str] | None, import_modules: list[str] | None
-) -> Place:
+    place: EnvSource, connect: list[str] | None, import_modules: list[str] | None
+) -> EnvSource:
     """Return where envs are; raises AddressError if nobody knows a server.
 
     That is as options say, else as it was.
@@ -233,7 +233,7 @@ def place_of(
         addresses = () if connect == ["local"] else tuple(connect)
     if import_modules is not None:
         modules = tuple(map(absolute, import_modules))
-    place = Place(addresses=addresses, import_modules=modules)
+    place = EnvSource(addresses=addresses, import_modules=modules)
     try:
         for word in place.addresses:
             resolve(word)

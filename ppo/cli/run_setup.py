@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from envserve.envs.user_envs import absolute, name_of
-from envserve.settings import num_cores
+from envserve.host_resources import num_cores
 from ppo.cli.options import place_of
 from ppo.cli.progress import Screen
 from ppo.config.config import Config
@@ -22,7 +22,7 @@ from ppo.config.named_configs import (
     suited,
 )
 from ppo.errors import ConfigError
-from ppo.run_folder.folder import Place, RunFolder
+from ppo.run_folder.folder import EnvSource, RunFolder
 
 __all__ = ["Plan", "cluster", "new_folder", "new_plan", "resumed_plan"]
 
@@ -38,7 +38,7 @@ class Plan(NamedTuple):
     run_folder: RunFolder
     config: Config
     origin: str
-    place: Place
+    place: EnvSource
     earlier: Config | None = None
     """What the run has had until now, if it is resumed."""
     learners: Any = None
@@ -122,9 +122,9 @@ def resumed_plan(
             f"--resume takes the config from the earlier run, whose env is "
             f"{earlier.env_name}: leave out CONFIG; use --set to change a setting."
         )
-    place = place_of(run_folder.place(), connect, import_modules)
+    place = place_of(run_folder.env_source(), connect, import_modules)
     config = apply_settings(earlier, changes)
-    run_folder.save_place(place)
+    run_folder.save_env_source(place)
     return Plan(run_folder, config, "of the run", place, earlier)
 
 
@@ -133,7 +133,7 @@ def new_plan(
     name: str | None,
     changes: list[str],
     run_dir: Path | None,
-    place: Place,
+    place: EnvSource,
 ) -> Plan:
     """Find out what to run, look at its env, and then make a folder."""
     if name is None:

@@ -18,7 +18,7 @@ from ppo.cli.options import (
 )
 from ppo.cli.progress import Screen
 from ppo.config.config import Config
-from ppo.run_folder.folder import Place, RunFolder
+from ppo.run_folder.folder import EnvSource, RunFolder
 
 if TYPE_CHECKING:
     from ppo.rollout import Episode
@@ -134,7 +134,7 @@ def film(
     screen: Screen,
     run_folder: RunFolder,
     config: Config,
-    place: Place,
+    place: EnvSource,
     *,
     episodes: int,
     outdir: Path | None = None,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import typer
 
-from envserve.settings import num_cores
+from envserve.host_resources import num_cores
 from envserve.worker.orphans import until_parent_ends
 from ppo.cli.progress import Screen
 from ppo.cli.run_setup import Plan
@@ -46,7 +46,7 @@ def train_seeds(
     for seed, run in runs.items():
         run.path.mkdir(exist_ok=True)
         run.save_config(plan.config.replace(seed=seed))
-        run.save_place(plan.place)
+        run.save_env_source(plan.place)
     at_once = min(at_once or num_cores(), len(runs))
     share = max(1, num_cores() // at_once)
     for line in plan.header(workers or share):

@@ -1,6 +1,7 @@
 """`ppo train`: a run from its config to its evaluation."""
 
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
@@ -33,7 +34,7 @@ from ppo.cli.seeds import train_seeds
 from ppo.cli.stop_signals import StopSignals
 from ppo.config.config import Config
 from ppo.errors import BadInputError, ConfigError, PpoError
-from ppo.run_folder.folder import Place, RunFolder
+from ppo.run_folder.folder import EnvSource, RunFolder
 
 if TYPE_CHECKING:
     from envserve.client import BatchEnv
@@ -155,7 +156,7 @@ def train(
         if resume is not None:
             plan = resumed_plan(resume, config, changes, connect, import_modules)
         else:
-            place = place_of(Place(), connect, import_modules)
+            place = place_of(EnvSource(), connect, import_modules)
             if index:  # only the first leaves a run
                 folder = tempfile.TemporaryDirectory(prefix="ppo-learner-")
                 run_dir = Path(watchers.enter_context(folder))
@@ -222,7 +223,7 @@ def _agreed_plan(
         return plan._replace(learners=learners)
     screen.phase(f"learner {index} waits for {learners.num - 1} more")
     learners.meet()
-    own = (plan.is_resumed, plan.config.model_dump(mode="json"))
+    own = (plan.is_resumed, dataclasses.asdict(plan.config))
     (is_resumed, first), *others = learners.gather(own)
     for number, (_, other) in enumerate(others, 1):
         names = [name for name in first if first[name] != other.get(name)]
@@ -232,7 +233,7 @@ def _agreed_plan(
                 f"Learner {number}: expected the settings of learner 0, got another "
                 f"{', '.join(names)}; start all with the same CONFIG and --set."
             )
-    return plan._replace(config=Config.model_validate(first), learners=learners)
+    return plan._replace(config=Config(**first), learners=learners)
 
 
 def _train(
@@ -333,10 +334,12 @@ class Watchers(contextlib.ExitStack):
         """Let others look from now on; `env` is what the run trains on."""
         self._env = env
         if self._has_page:
-            from envserve.monitoring.local_status_server import Lookout
+            from envserve.monitoring.local_status_server import LocalStatusServer
             from envserve.monitoring.page.serve import page_process
 
-            servers = plan.place.addresses or [self.enter_context(Lookout(env)).address]
+            servers = plan.place.addresses or [
+                self.enter_context(LocalStatusServer(env)).address
+            ]
             run, insecure = plan.run_folder.path, plan.config.insecure
             process, url = page_process(servers, run, insecure=insecure)
             self.enter_context(process)

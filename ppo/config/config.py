@@ -1,321 +1,382 @@
-"""The settings of a training run: one frozen value, checked when it is made.
+"""The settings of a training run: one frozen value, checked when it is created.
 
-The defaults suit continuous control; `named_configs` holds what other tasks
-change, and reads configs from files.
+The defaults suit continuous control. `named_configs` holds the settings that work
+better for particular tasks, and reads configs from files.
 """
 
+import dataclasses
 import re
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ModelWrapValidatorHandler,
-    ValidationError,
-    model_validator,
-)
+from msgspec import Meta
 
 from envserve.errors import WrapperError
+from envserve.settings import convert_fields
 from envserve.wrappers.specs import parse_wrappers
-from ppo.config.values import Table, Tables, in_words
-from ppo.errors import ConfigError
+from ppo.errors import ConfigError, suggestion
 
 __all__ = ["Config"]
 
 _NETWORKS = ("auto", "mlp", "cnn")
+_OBJECTIVES = ("clip", "penalty", "clip_and_penalty")
 _FUNCTION = re.compile(r"(.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*")
 
-_Count = Annotated[int, Field(ge=1, le=2**53)]
-_Steps = Annotated[int, Field(ge=0, le=2**53)]
-_Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-_Positive = Annotated[float, Field(ge=1e-12, le=1e9)]
-_Loss = Annotated[str, Field(pattern=r"^(clip|penalty|clip_and_penalty|.+:\w+)$")]
-_Seconds = Annotated[float, Field(ge=1e-3, le=1e6)]
-_Weight = Annotated[float, Field(ge=0.0, le=1e6)]
-_LayerSize = Annotated[int, Field(ge=1, le=65_536)]
-# Not strict: files and settings have lists where Python has tuples.
-_Layers = Annotated[tuple[_LayerSize, ...], Field(strict=False, examples=["64,64"])]
-_Words = Annotated[tuple[str, ...], Field(strict=False, examples=["ale_py"])]
+_Count = Annotated[int, Meta(ge=1, le=2**53)]
+_Steps = Annotated[int, Meta(ge=0, le=2**53)]
+_Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
+_Positive = Annotated[float, Meta(ge=1e-12, le=1e9)]
+_Seconds = Annotated[float, Meta(ge=1e-3, le=1e6)]
+_Weight = Annotated[float, Meta(ge=0.0, le=1e6)]
+_LayerSize = Annotated[int, Meta(ge=1, le=65_536)]
+_Layers = Annotated[tuple[_LayerSize, ...], Meta(examples=["64,64"])]
+_Names = Annotated[tuple[str, ...], Meta(examples=["ale_py"])]
+_Table = Mapping[str, Any]
+
+#: Names of settings in other libraries, with the name here.
+_ALIASES = {
+    **{"lr": "learning_rate", "gamma": "discount", "lam": "gae_lambda"},
+    **{"env": "env_name", "env_id": "env_name", "n_envs": "num_envs"},
+    **{"timesteps": "total_steps", "total_timesteps": "total_steps"},
+    **{"n_steps": "horizon", "num_steps": "horizon", "rollout_length": "horizon"},
+    **{"n_epochs": "epochs", "update_epochs": "epochs", "batch_size": "minibatch_size"},
+    **{"ent_coef": "entropy_coefficient", "vf_coef": "value_coefficient"},
+    **{"clip_coef": "clip_range", "clip_range_vf": "value_clip_range"},
+    **{"max_grad_norm": "max_gradient_norm", "target_kl": "max_kl"},
+    **{"hidden_sizes": "policy_layers", "net_arch": "policy_layers"},
+}
 
 
-class Config(BaseModel, frozen=True):
-    """Everything that decides what a run learns from and how.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """All settings of a training run: the environments, the algorithm, the reports.
 
     Raises:
-        ConfigError: a key is unknown, or a value has the wrong type or range; names
-            each.
+        ConfigError: A key is unknown, or a value has the wrong type or is out of range.
+            The message names each of them.
     """
 
-    model_config = ConfigDict(
-        allow_inf_nan=False,
-        ser_json_inf_nan="constants",  # in env_kwargs
-        extra="forbid",
-        strict=True,  # JSON, which run folders hold, tells numbers from text and truth
-        use_attribute_docstrings=True,
+    env_name: Annotated[str, Meta(min_length=1, examples=["CartPole-v1"])]
+    """Environment: a name registered with Gymnasium, such as HalfCheetah-v5, or your
+    own, such as my_env.py:Walk or my_package:Walk-v0."""
+
+    env_kwargs: Annotated[_Table, Meta(examples=['{"name": 1}'])] = dataclasses.field(
+        default_factory=dict
     )
+    """Keyword arguments for the environment's constructor, as in `gymnasium.make`.
+    Values are numbers, strings, booleans, None, lists and dicts; tuples become lists.
+    """
 
-    env_name: Annotated[str, Field(min_length=1)]
-    """Registered Gymnasium name, such as "HalfCheetah-v5"."""
+    import_modules: _Names = ()
+    """Modules that local worker processes import because they register environments or
+    wrappers. Env servers import the modules of their own `--import`."""
 
-    env_kwargs: Table = {}
-    """Keyword arguments for the env's constructor."""
-
-    import_modules: _Words = ()
-    """Modules that register envs or wrappers, for local workers; servers import their
-    own."""
-
-    wrappers: Tables = ()
-    """What each env is wrapped in, the innermost first. Tables with a name and
-    arguments, such as `{name = "ActionRepeat", amount = 4}`; see docs/wrappers.md."""
+    wrappers: Annotated[
+        tuple[_Table, ...], Meta(examples=['[{name = "ActionRepeat", amount = 4}]'])
+    ] = ()
+    """Wrappers of each environment, the innermost first. Each is a table of the
+    wrapper's name and arguments, such as `{name = "ActionRepeat", amount = 4}`; see
+    docs/wrappers.md."""
 
     spare_envs: bool = False
-    """Whether each row has a second env that is reset while the first is stepped: for
-    envs whose resets are slow. Twice the memory."""
+    """Whether to keep a second copy of each environment and reset it in the background,
+    so that slow resets do not delay the batch. Doubles the memory that environments
+    take."""
 
     stagger_episodes: bool = False
-    """Whether training cuts each env's first episode at a random step up to its time
-    limit, so that envs that end by theirs do not all begin anew at once."""
+    """Whether to truncate the first training episode of each environment at a random
+    step, so that environments with a time limit do not all reset at the same step. The
+    step is at most the time limit; without a limit nothing is truncated."""
 
     training_time_limit: _Steps = 0
-    """Steps after which training truncates an episode, if the env's own limit comes
-    later: more beginnings are seen. Evaluations play whole episodes. 0 for none."""
+    """Steps after which training truncates an episode, if the environment does not end
+    it sooner; 0 means no such limit. With a low limit the agent sees more initial
+    states. Evaluations always play complete episodes."""
 
     total_steps: _Count = 1_000_000
-    """Valid env steps to train for. Whole iterations that fit are run, never more."""
+    """Environment steps to train for, over all environments. Training ends before the
+    first iteration that would exceed this number. Steps that are lost because an
+    environment failed do not count."""
 
-    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    """Root of all randomness: networks, actions, shuffling, envs."""
+    seed: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    """Seed of all randomness: initial weights, sampled actions, the shuffling of
+    minibatches, and the environments."""
 
-    num_envs: Annotated[int, Field(ge=1, le=65_536)] = 16
-    """Rows of the batch of envs."""
+    num_envs: Annotated[int, Meta(ge=1, le=65_536)] = 16
+    """Number of environments, which are stepped together as one batch."""
 
-    num_splits: Annotated[int, Field(ge=1, le=64)] = 1
-    """Parts of the batch that step in turn: with 2, the policy thinks about one part's
-    rows while the other part's envs step. Worth it where a step takes the envs longer
-    than the policy, or where cores are to spare. A run's data do not depend on it but
-    for the rounding of the policy's numbers."""
+    num_splits: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Number of groups that the batch is divided into; 1 steps all environments at the
+    same time. With 2, the policy computes the actions of one group while the
+    environments of the other group step. This is faster if a step of the environments
+    takes longer than the policy, or if CPU cores are idle. It changes the collected
+    data only by floating-point rounding in the policy."""
 
-    horizon: Annotated[int, Field(ge=1, le=1_000_000)] = 128
-    """Batch steps per iteration; an iteration collects num_envs * horizon steps."""
+    horizon: Annotated[int, Meta(ge=1, le=1_000_000)] = 128
+    """Steps of each environment per iteration, that is, the length of a rollout. One
+    iteration collects num_envs * horizon steps."""
 
     overlap: bool = False
-    """Whether the next rollout is collected while an update runs, by the policy before
-    that update; see docs/training.md. Not to be changed when a run is resumed."""
+    """Whether to collect the next rollout during the update, with the policy from
+    before that update. See docs/training.md. Do not change it when you resume a run."""
 
-    epochs: Annotated[int, Field(ge=1, le=10_000)] = 10
-    """Passes over the collected steps per iteration."""
+    epochs: Annotated[int, Meta(ge=1, le=10_000)] = 10
+    """Number of passes over the steps of an iteration."""
 
     minibatch_size: _Count = 64
     """Steps per gradient step; must divide num_envs * horizon."""
 
     learning_rate: _Fraction = 3e-4
-    """Step size of Adam in the first iteration."""
+    """Learning rate of Adam in the first iteration."""
 
     learning_rate_schedule: Literal["constant", "linear", "kl_adaptive"] = "linear"
-    """How the learning rate goes on: "constant"; "linear", to 0 at the end of the run;
-    "kl_adaptive", divided by 1.5 after an iteration whose divergence is more than
-    2 kl_target, and multiplied by 1.5 after less than half of it, from 1e-6 to
-    learning_rate, but left alone after less than 1e-4."""
+    """Schedule of the learning rate: constant, linear or kl_adaptive. "linear" decays
+    it to 0 at the end of the run. "kl_adaptive" adapts it after each iteration: it is
+    divided by 1.5 if the KL divergence exceeded 2 * kl_target, and multiplied by 1.5 if
+    the divergence was below 0.5 * kl_target, but not if it was below 1e-4 nats. It
+    stays between 1e-6 and learning_rate."""
 
-    adam_epsilon: Annotated[float, Field(ge=1e-12, le=1.0)] = 1e-5
-    """Added to the root of Adam's second moment."""
+    adam_epsilon: Annotated[float, Meta(ge=1e-12, le=1.0)] = 1e-5
+    """Epsilon of Adam, which is added to the square root of the second moment."""
 
     max_gradient_norm: _Positive = 0.5
-    """The gradient of each network is scaled down to this norm."""
+    """Maximum gradient norm; larger gradients are scaled down to it. The gradients of
+    the policy network and of the value network are clipped separately, unless the two
+    networks share variables."""
 
     discount: _Fraction = 0.99
-    """Gamma: weight of the next step's reward against this one's."""
+    """Discount factor gamma."""
 
     gae_lambda: _Fraction = 0.95
-    """Lambda of generalised advantage estimation."""
+    """Lambda of generalised advantage estimation (GAE)."""
 
-    objective: _Loss = "clip"
-    """What keeps the policy near the one that collected the steps: clip (its ratios),
-    penalty (on KL(old || new)) or clip_and_penalty; or a loss of yours, my.py:loss."""
+    objective: str = "clip"
+    """Policy loss: clip, penalty, clip_and_penalty, or a function of yours, such as
+    my.py:loss. "clip" clips the probability ratios, "penalty" adds a penalty on
+    KL(old || new), and "clip_and_penalty" does both. See docs/research.md for a loss of
+    your own."""
 
-    clip_range: Annotated[float, Field(ge=1e-6, le=1.0)] = 0.2
-    """Ratios earn nothing beyond 1 +- clip_range. Only used with a loss that clips."""
+    clip_range: Annotated[float, Meta(ge=1e-6, le=1.0)] = 0.2
+    """Clip range epsilon: the objective does not reward probability ratios outside
+    1 +- epsilon. Not used with the objective "penalty"."""
 
     decay_clip_range: bool = False
-    """Whether the clip range falls linearly to 0 over the run."""
+    """Whether to decay clip_range linearly to 0 over the run."""
 
-    kl_target: Annotated[float, Field(ge=1e-9, le=1000.0)] = 0.01
-    """Divergence per iteration, in nats, that the KL penalty and a kl_adaptive learning
-    rate aim at."""
+    kl_target: Annotated[float, Meta(ge=1e-9, le=1000.0)] = 0.01
+    """Target of the KL divergence per iteration, in nats. Only used with a KL penalty
+    and with the learning rate schedule "kl_adaptive"."""
 
-    initial_kl_penalty: Annotated[float, Field(ge=1e-3, le=1e6)] = 1.0
-    """Weight of the KL penalty at first; multiplied by 1.5 after an iteration whose
-    divergence is more than 1.3 kl_target, divided by 1.5 after less than 0.7 of it,
-    from 1e-3 to 1e6. Only used with an objective that has one."""
+    initial_kl_penalty: Annotated[float, Meta(ge=1e-3, le=1e6)] = 1.0
+    """Coefficient of the KL penalty in the first iteration. After each iteration it is
+    multiplied by 1.5 if the KL divergence exceeded 1.3 * kl_target, and divided by 1.5
+    if the divergence was below 0.7 * kl_target. It stays between 1e-3 and 1e6. Only
+    used with the objectives "penalty" and "clip_and_penalty"."""
 
     kl_cutoff_factor: _Weight = 2.0
-    """Times kl_target: divergence of a minibatch beyond which its square is penalised
-    too. Only used with a KL penalty."""
+    """Multiple of kl_target above which the KL divergence of a minibatch also costs a
+    quadratic penalty. The excess is squared and multiplied by kl_cutoff_coefficient.
+    Only used with a KL penalty."""
 
-    kl_cutoff_coefficient: Annotated[float, Field(ge=0.0, le=1e9)] = 1000.0
-    """Weight of that square; 0 leaves it out. Only used with a KL penalty."""
+    kl_cutoff_coefficient: Annotated[float, Meta(ge=0.0, le=1e9)] = 1000.0
+    """Coefficient of the quadratic KL penalty; 0 disables it. Only used with a KL
+    penalty."""
 
     max_kl: _Weight = 0.05
-    """Divergence KL(old || new) of an iteration, in nats, beyond which an epoch is
-    undone: the policy then stays as it was before it, and only the value goes on to
-    learn. 0 for no limit."""
+    """Maximum KL divergence, KL(old || new) in nats, of an iteration; 0 means no limit.
+    An epoch that exceeds it is undone: the policy gets the weights back that it had
+    before this epoch, and the remaining epochs only train the value network."""
 
     value_coefficient: _Weight = 0.5
-    """Weight of the value loss."""
+    """Coefficient of the value loss."""
 
     value_clip_range: _Weight = 0.0
-    """Values earn nothing by moving further than this in one iteration, in units of
-    scaled rewards; 0 for no limit, which is usually better."""
+    """Clip range of values, in units of scaled rewards; 0 disables clipping, which
+    usually works better. Within one iteration, the loss does not reward values that
+    move further than this."""
 
     entropy_coefficient: _Weight = 0.0
-    """Weight of the entropy bonus."""
+    """Coefficient of the entropy bonus; 0 disables it."""
 
     decay_entropy_coefficient: bool = False
-    """Whether the weight of the entropy bonus falls linearly to 0 over the run."""
+    """Whether to decay entropy_coefficient linearly to 0 over the run."""
 
     normalize_advantages: bool = False
-    """Whether each minibatch's advantages get mean 0 and standard deviation 1. With
-    scaled rewards they are of order 1 anyway, and shrink when little is to be gained.
-    """
+    """Whether to normalise the advantages of each minibatch to mean 0 and standard
+    deviation 1. With scaled rewards they are of order 1 without it, and become smaller
+    when there is little left to learn."""
 
     recompute_advantages: bool = True
-    """Whether advantages are computed anew for each epoch, or once per iteration."""
+    """Whether to recompute advantages and value targets before each epoch, instead of
+    once per iteration."""
 
     normalize_observations: bool = True
-    """Whether Box observations are normalised by running statistics."""
+    """Whether to normalise Box observations by running means and standard deviations.
+    Images are scaled to [0, 1] instead."""
 
     observation_clip: _Positive = 10.0
-    """Normalised observations are clipped to +- this."""
+    """Normalised observations are clipped to +- this value. Only used with
+    normalize_observations."""
 
     scale_rewards: bool = True
-    """Whether rewards are divided by the running std of the discounted return."""
+    """Whether to divide rewards by the running standard deviation of the discounted
+    return."""
 
     reward_clip: _Positive = 10.0
-    """Scaled rewards are clipped to +- this. Only used with scale_rewards."""
+    """Scaled rewards are clipped to +- this value. Only used with scale_rewards."""
 
     network: str = "auto"
-    """Kind of networks: auto, mlp, cnn, or a function of your own. "mlp" joins all that
-    is observed into a vector, "cnn" has convolutions for images, and "auto" is "cnn"
-    where there are any. "package.module:function" and "path/to/file.py:function" name
-    a function that makes a model, see docs/networks.md."""
+    """Network architecture: auto, mlp, cnn, or a function of yours. "mlp" concatenates
+    all observations to one vector. "cnn" processes images with convolutions. "auto"
+    means "cnn" if an image is observed, and "mlp" otherwise. A function, which builds a
+    model, is named as package.module:function or path/to/file.py:function; see
+    docs/networks.md."""
 
     shared_torso: bool = True
-    """Whether policy and value share the convolutions of a "cnn"."""
+    """Whether policy and value share the convolutional layers of a "cnn"."""
 
     policy_layers: _Layers = (64, 64)
-    """Hidden layers of the policy network; those of a "cnn" follow its torso."""
+    """Sizes of the policy network's hidden layers; in a "cnn" they follow the
+    convolutional layers."""
 
     value_layers: _Layers = (64, 64)
-    """Hidden layers of the value network."""
+    """Sizes of the value network's hidden layers; in a "cnn" they follow the
+    convolutional layers."""
 
-    recurrent_size: Annotated[int, Field(ge=0, le=65_536)] = 0
-    """Units of a GRU between hidden layers and heads, one in the policy and one in the
-    value network: for tasks in which an observation does not tell all; see
-    docs/recurrent.md. 0 is none."""
+    recurrent_size: Annotated[int, Meta(ge=0, le=65_536)] = 0
+    """GRU units in the policy network and in the value network, each of which has a GRU
+    after its hidden layers; 0 means no recurrence. Recurrence helps if one observation
+    does not show the complete state; see docs/recurrent.md."""
 
-    sequence_length: Annotated[int, Field(ge=0, le=1_000_000)] = 0
-    """Batch steps through which a gradient step of a recurrent policy looks back; 0 is
-    the horizon, and else it must divide it. Minibatches are made of whole sequences, so
-    minibatch_size must be a multiple of it. Only used with recurrent_size."""
+    sequence_length: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    """Steps of backpropagation through time; 0 means the horizon. It must divide the
+    horizon. Minibatches consist of complete sequences, so minibatch_size must be a
+    multiple of it. Only used with recurrent_size."""
 
     activation: Literal["elu", "gelu", "relu", "silu", "tanh"] = "tanh"
-    """Activation of the hidden layers: elu, gelu, relu, silu or tanh."""
+    """Activation function of the hidden layers: elu, gelu, relu, silu or tanh."""
 
-    initial_log_std: Annotated[float, Field(ge=-20.0, le=2.0)] = -0.5
-    """Log standard deviation of a Gaussian policy at the start."""
+    initial_log_std: Annotated[float, Meta(ge=-20.0, le=2.0)] = -0.5
+    """Initial log standard deviation of a Gaussian policy."""
 
     state_dependent_std: bool = False
-    """Whether a Gaussian policy's network gives standard deviations, too, or they are
-    parameters that do not depend on what is observed."""
+    """Whether the policy network outputs the standard deviations of a Gaussian policy,
+    so that they depend on the observation. Otherwise they are trained parameters that
+    are the same for all observations."""
 
     action_distribution: Literal["gaussian", "squashed_gaussian"] = "gaussian"
-    """What Box actions are drawn from: "gaussian", clipped to the bounds; or
-    "squashed_gaussian", brought within them by tanh, for Boxes with finite bounds."""
+    """Distribution of Box actions: gaussian or squashed_gaussian. "gaussian" clips the
+    actions to the bounds of the action space. "squashed_gaussian" maps them into the
+    bounds with tanh; all bounds must be finite."""
 
     jit_compile: bool = True
-    """Whether updates are compiled with XLA: slow to start, several times faster."""
+    """Whether to compile the update with XLA, which delays the start and makes updates
+    several times faster."""
 
     use_gpu: bool = False
-    """Whether a GPU, if there is one, learns and acts: networks without convolutions
-    are sooner done without."""
+    """Whether to use a GPU for the networks, if there is one. Networks without
+    convolutions are usually faster on the CPU."""
 
     evaluation_episodes: _Count = 100
-    """Complete episodes of the evaluation that ends a run."""
+    """Number of complete episodes in the final evaluation of a run."""
 
     evaluate_every: _Steps = 0
-    """Env steps of training between evaluations on the way; 0 for none. They take envs
-    of their own meanwhile, count as no steps, and change nothing of the training. There
-    is one after the last iteration besides."""
+    """Environment steps between evaluations during training; 0 means none. Such an
+    evaluation uses separate environments and does not change the training; its steps do
+    not count. One more follows the last iteration."""
 
     curve_episodes: _Count = 20
-    """Complete episodes of each evaluation on the way: the same ones every time."""
+    """Number of complete episodes in each evaluation during training. All evaluations
+    use the same seeds."""
 
     report_every: _Steps = 0
-    """Env steps between rows of metrics, which cover all that lies between; 0 for a row
-    per iteration. An evaluation is reported at once."""
+    """Environment steps between rows of metrics; 0 means a row per iteration. A row
+    covers all iterations since the row before. An evaluation is always followed by a
+    row."""
 
     checkpoint_every: _Steps = 0
-    """Env steps between checkpoints; 0 leaves it to checkpoint_seconds. There is one
-    after the first and the last iteration and after the best evaluation besides."""
+    """Environment steps between checkpoints; 0 means that checkpoint_seconds alone
+    decides. Further checkpoints follow the first iteration, the last iteration, and the
+    best evaluation so far."""
 
-    checkpoint_seconds: Annotated[float, Field(ge=0.0, le=1e9)] = 60.0
-    """Seconds after which an iteration ends with a checkpoint in any case."""
+    checkpoint_seconds: Annotated[float, Meta(ge=0.0, le=1e9)] = 60.0
+    """Seconds since the last checkpoint after which another one is written, at the end
+    of the iteration."""
 
     checkpoints_to_keep: _Count = 3
-    """How many of the newest checkpoints stay on disk, besides the best."""
+    """Number of newest checkpoints to keep. The checkpoint of the best evaluation is
+    kept as well."""
 
-    callbacks: _Words = ()
-    """Your functions or classes that each iteration calls; see docs/research.md."""
+    callbacks: _Names = ()
+    """Functions or classes of yours that are called after each iteration, such as
+    my.py:callback. See docs/research.md."""
 
     step_timeout_seconds: _Seconds = 30.0
-    """Seconds that a step of an env may take; servers have a limit of their own."""
+    """Seconds that a step of a local environment may take. Env servers have a limit of
+    their own."""
 
     reset_timeout_seconds: _Seconds = 120.0
-    """Seconds that a reset of an env may take; servers have a limit of their own."""
+    """Seconds that a reset of a local environment may take. Env servers have a limit of
+    their own."""
 
     server_lost_after_seconds: _Seconds = 60.0
-    """Seconds of silence after which an env server is given up."""
+    """Seconds without a message after which an env server is considered lost."""
 
     on_server_lost: Literal["raise", "pad"] = "raise"
-    """What a server that was given up does: "raise" ends the training; "pad" leaves its
-    rows out of it until the server is back."""
+    """What happens when an env server is lost: raise or pad. "raise" ends the training
+    with an error. "pad" continues without its environments until it is back."""
 
-    min_servers: Annotated[int, Field(ge=0, le=65_536)] = 0
-    """Env servers that must be there to begin; 0 for all."""
+    min_servers: Annotated[int, Meta(ge=0, le=65_536)] = 0
+    """Number of env servers that must be available at the start; 0 means all."""
 
-    num_servers: Annotated[int, Field(ge=0, le=65_536)] = 0
-    """Env servers to spread the envs over, if more than have an address at first."""
+    num_servers: Annotated[int, Meta(ge=0, le=65_536)] = 0
+    """Number of env servers to spread the environments over, if more will join than
+    have an address at the start; 0 means those that have an address."""
 
     insecure: bool = False
-    """Whether env servers are spoken to without keys, in a network that you trust."""
+    """Whether to connect to env servers without keys, that is, without encryption and
+    authentication. Only for a network that you trust."""
 
-    padding_after_seconds: Annotated[float, Field(ge=0.0, le=1e6)] = 0.1
-    """Seconds that a step waits for envs that are not there (their worker is being
-    replaced, or their server is silent) before the others go on without them."""
+    padding_after_seconds: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.1
+    """Seconds that a step waits for absent environments before it continues without
+    them. Environments are absent while their worker is restarted or their server does
+    not respond."""
 
-    max_restarts: Annotated[int, Field(ge=0, le=2**31)] = 5
-    """How often a worker that ends without a step in between is replaced; servers have
-    a limit of their own."""
+    max_restarts: Annotated[int, Meta(ge=0, le=2**31)] = 5
+    """Maximum number of restarts of a local worker that does not complete a step in
+    between. Env servers have a limit of their own."""
 
     on_fault: Literal["truncate", "raise"] = "truncate"
-    """What a failed env does: "truncate" ends its episode, "raise" the training."""
+    """What happens when an environment fails: truncate or raise. "truncate" ends its
+    episode and continues, "raise" ends the training with an error."""
 
-    @model_validator(mode="wrap")
-    @classmethod
-    def _check(cls, content: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def __new__(cls, /, **values: Any) -> Self:
+        """Reject unknown keys, which the generated `__init__` would not explain."""
+        known = cls.__dataclass_fields__
+        if unknown := [key for key in values if key not in known]:
+            raise ConfigError(
+                " ".join(
+                    f"unknown key {key!r}.{suggestion(_ALIASES.get(key, key), known)} "
+                    "`ppo configs NAME` lists all keys."
+                    for key in unknown
+                )
+            )
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Check all values, first each on its own and then together."""
+        if errors := convert_fields(self):
+            raise ConfigError(" ".join(f"{error}." for error in errors))
+        vars(self)["env_kwargs"] = _plain(self.env_kwargs, "env_kwargs")
+        vars(self)["wrappers"] = tuple(_plain(self.wrappers, "wrappers"))
         try:
-            config = handler(content)
-            parse_wrappers(config.wrappers)
-        except ValidationError as error:
-            words = [in_words(each, cls.model_fields) for each in error.errors()]
-            raise ConfigError(" ".join(words)) from None
+            parse_wrappers(self.wrappers)
         except WrapperError as error:
             raise ConfigError(f"{error}.") from None
-        misfit = _misfit(config)
-        if misfit is not None:
-            raise ConfigError(misfit)
-        return config
+        for key, expected in _conflicts(self):
+            raise ConfigError(
+                f"{key}: expected {expected}, got {getattr(self, key)!r}."
+            )
 
     @property
     def clips_ratios(self) -> bool:
@@ -342,7 +403,11 @@ class Config(BaseModel, frozen=True):
         return steps + self.steps_per_iteration > self.total_steps
 
     def share_of(self, num_learners: int) -> Self:
-        """Return what each of so many learners has, or raise if it is not the same."""
+        """Return the config of one of several learners: its envs, its minibatch size.
+
+        Raises:
+            ConfigError: Envs or minibatches cannot be divided equally.
+        """
         num_envs, size = self.num_envs, self.minibatch_size
         if num_envs % num_learners or size % num_learners:
             raise ConfigError(
@@ -353,48 +418,56 @@ class Config(BaseModel, frozen=True):
         return self.replace(num_envs=num_envs // num_learners, minibatch_size=size)
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with some values changed, checked like any other."""
-        return self.model_validate({**dict(self), **changes})
+        """Return a copy with some values changed; it is checked like any other."""
+        return dataclasses.replace(self, **changes)
+
+    def non_defaults(self) -> dict[str, Any]:
+        """Return the settings that differ from their defaults, by name."""
+        defaults = vars(Config(env_name="-"))
+        return {k: value for k, value in vars(self).items() if value != defaults[k]}
 
 
-def _misfit(config: Config) -> str | None:
-    """Say which setting does not fit the others, if one does not."""
-    steps = config.steps_per_iteration
-    if config.network not in _NETWORKS and not _FUNCTION.fullmatch(config.network):
-        return (
-            f"network: expected {', '.join(_NETWORKS)}, package.module:function or "
-            f"path/to/file.py:function, got {config.network!r}."
-        )
-    if steps % config.minibatch_size:
-        return (
-            f"minibatch_size: expected a divisor of num_envs * horizon = {steps}, "
-            f"got {config.minibatch_size}."
-        )
+def _plain(value: Any, where: str) -> Any:
+    """Return a copy of a value as JSON returns it: with lists instead of tuples.
+
+    Raises:
+        ConfigError: It contains something that JSON cannot represent.
+    """
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _plain(each, f"{where}[{key!r}]") for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each, f"{where}[{index}]") for index, each in enumerate(value)]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ConfigError(
+        f"{where}: expected a number, string, boolean, None, list, or dict with "
+        f"strings as keys, got {value!r:.200}."
+    )
+
+
+def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the settings that do not fit the others, each with what was expected."""
+    for key, known in (("network", _NETWORKS), ("objective", _OBJECTIVES)):
+        name = getattr(config, key)
+        if name not in known and not _FUNCTION.fullmatch(name):
+            forms = "package.module:function or path/to/file.py:function"
+            yield key, f"{', '.join(known)}, {forms}"
+    steps, size = config.steps_per_iteration, config.minibatch_size
+    if steps % size:
+        yield "minibatch_size", f"a divisor of num_envs * horizon = {steps}"
     if config.total_steps < steps:
-        return (
-            "total_steps: expected at least one iteration, num_envs * horizon = "
-            f"{steps}, got {config.total_steps}."
-        )
-    return _recurrent_misfit(config) if config.recurrent_size else None
-
-
-def _recurrent_misfit(config: Config) -> str | None:
-    length = config.sequence_length or config.horizon
+        yield "total_steps", f"at least one iteration, num_envs * horizon = {steps}"
+    if not config.recurrent_size:
+        return
+    origin = "sequence_length" if config.sequence_length else "horizon"
+    length = getattr(config, origin)
     if ":" in config.network:
-        return (
-            "recurrent_size: expected 0 with a custom network, "
-            f"{config.network}, got {config.recurrent_size}."
-        )
+        yield "recurrent_size", f"0 with a custom network, {config.network}"
     if config.horizon % length:
-        return (
-            "sequence_length: expected 0 or a divisor of horizon = "
-            f"{config.horizon}, got {length}."
+        yield "sequence_length", f"0 or a divisor of horizon = {config.horizon}"
+    if size % length:
+        yield (
+            "minibatch_size",
+            "a multiple of the length of a recurrent policy's sequences, "
+            f"{origin} = {length}, or a sequence_length that divides both",
         )
-    if config.minibatch_size % length:
-        origin = "sequence_length" if config.sequence_length else "horizon"
-        return (
-            "minibatch_size: expected a multiple of the length of a recurrent "
-            f"policy's sequences, {origin} = {length}, got {config.minibatch_size}; "
-            "change it, or set sequence_length to a divisor of both."
-        )
-    return None

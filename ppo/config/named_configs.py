@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from envserve.envs.user_envs import is_own
+from envserve.envs.user_envs import is_user_env
 from ppo.config.config import Config
 from ppo.errors import ConfigError, suggestion
 
@@ -210,7 +210,7 @@ and over seeds; docs/scores.md says more. Empty where it was not measured."""
 
 def is_env(name: str) -> bool:
     """Whether a name is that of an env: registered, `MODULE:NAME` or `FILE.py:NAME`."""
-    if is_own(name):
+    if is_user_env(name):
         return ":" in name
     return re.search(r"-v\d+$", name) is not None
 
@@ -278,8 +278,13 @@ def read_config(path: Path) -> Config:
         content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except ValueError as error:
         raise ConfigError(f"{path}: expected TOML or JSON; {error}.") from error
+    if not isinstance(content, dict) or "env_name" not in content:
+        raise ConfigError(
+            f"{path}: expected a table of settings with a key env_name, such as "
+            f'env_name = "CartPole-v1", got {content!r:.200}.'
+        )
     try:
-        return Config.model_validate(content)
+        return Config(**content)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
@@ -298,8 +303,7 @@ def apply_settings(config: Config, settings: Iterable[str]) -> Config:
         key, equals, text = setting.partition("=")
         if not equals:
             raise ConfigError(f"--set: expected key=value, got {setting!r}.")
-        default = getattr(config, key, "") if key in Config.model_fields else ""
-        changes[key] = _parsed(text.strip(), type(default))
+        changes[key] = _parsed(text.strip(), type(vars(config).get(key, "")))
     try:
         return config.replace(**changes)
     except ConfigError as error:

@@ -89,8 +89,7 @@ def export_policy(agent: Agent, env: InGraphBatchEnv, folder: Path) -> None:
 
 def _model(agent: Agent, env: InGraphBatchEnv) -> tuple[tf.Module, dict[str, Any]]:
     """Return what is saved, and its signatures."""
-    functions = _recurrent_functions if agent.state_sizes else _functions
-    mode, sample = functions(agent, env)
+    mode, sample = _functions(agent, env)
     inputs = [_named_inputs(env.observation_spec)]
     model = tf.Module()
     if agent.state_sizes:
@@ -117,28 +116,23 @@ def _model(agent: Agent, env: InGraphBatchEnv) -> tuple[tf.Module, dict[str, Any
 
 
 def _functions(agent: Agent, env: InGraphBatchEnv) -> tuple[Any, Any]:
-    def mode(observation: Any) -> tf.Tensor:
-        action, _ = agent.mode(observation, tf.constant([0, 0]))
-        return env.to_env_action(action)
+    """Return `mode` and `sample`; those of a recurrent policy have a state."""
 
-    def sample(observation: Any, seed: tf.Tensor) -> tf.Tensor:
-        return env.to_env_action(agent.act(observation, seed)[0])
+    def act(choose: Any, observation: Any, seed: Any, *state: tf.Tensor) -> Any:
+        action, _, *state_after = choose(observation, seed, *state)
+        action = env.to_env_action(action)
+        return (action, *state_after) if state else action
 
-    return mode, sample
-
-
-def _recurrent_functions(agent: Agent, env: InGraphBatchEnv) -> tuple[Any, Any]:
-    def mode(observation: Any, state: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        action, _, state = agent.mode(observation, tf.constant([0, 0]), state)
-        return env.to_env_action(action), state
-
-    def sample(
-        observation: Any, state: tf.Tensor, seed: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        action, _, state = agent.act(observation, seed, state)
-        return env.to_env_action(action), state
-
-    return mode, sample
+    no_seed = (0, 0)
+    if agent.state_sizes:
+        return (
+            lambda observation, state: act(agent.mode, observation, no_seed, state),
+            lambda observation, state, seed: act(agent.act, observation, seed, state),
+        )
+    return (
+        lambda observation: act(agent.mode, observation, no_seed),
+        lambda observation, seed: act(agent.act, observation, seed),
+    )
 
 
 def _with_named_outputs(function: Any, specs: list[Any]) -> Any:

@@ -98,16 +98,11 @@ def draw_curves(curves: Sequence[Curve], metric: str, out: Path) -> None:
 
 
 def _grouped(runs: Sequence[Path]) -> list[_Group]:
-    groups: list[_Group] = []
+    groups: dict[str, _Group] = {}
     for path in runs:
         config = RunFolder.open(path)[1].replace(seed=0)
-        for group in groups:
-            if group.config == config:
-                group.paths.append(path)
-                break
-        else:
-            groups.append(_Group(config, [path]))
-    return groups
+        groups.setdefault(repr(config), _Group(config, [])).paths.append(path)
+    return list(groups.values())
 
 
 def _labels(groups: Sequence[_Group]) -> list[str]:

@@ -29,7 +29,6 @@ from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.rollout import Episode
 from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import Which
-from ppo.run_folder.disk_errors import disk_errors
 from ppo.run_folder.folder import RunFolder
 
 __all__ = ["play_episode", "rendering_env_maker", "visualize_run"]
@@ -228,11 +227,10 @@ def _show_in_tensorboard(film: Path, folder: Path, steps: int) -> None:
     image = [str(width).encode(), str(height).encode(), made.stdout]
     images = tf.compat.v1.SummaryMetadata.PluginData(plugin_name="images")
     metadata = tf.compat.v1.SummaryMetadata(plugin_data=images)
-    with disk_errors(folder):
-        events = tf.summary.create_file_writer(str(folder))
-        with events.as_default(step=steps):
-            tf.summary.write("evaluation/film", image, metadata=metadata)
-        events.close()
+    events = tf.summary.create_file_writer(str(folder))
+    with events.as_default(step=steps):
+        tf.summary.write("evaluation/film", image, metadata=metadata)
+    events.close()
 
 
 def _film(

@@ -71,7 +71,12 @@ class AdaptiveCoefficient:
 
 
 class Schedules:
-    """Gives the coefficients of each iteration, as the config wants them."""
+    """Gives the coefficients of each iteration, as the config wants them.
+
+    Attributes:
+        trackables: Objects that a checkpoint must store, by name. They do not depend on
+            the config, because a run may be resumed with other settings.
+    """
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -94,6 +99,10 @@ class Schedules:
             bounds=(min(1e-6, config.learning_rate), config.learning_rate),
             idle_kl=1e-4,
         )
+        self.trackables = {
+            "kl_penalty": self._kl_penalty.variable,
+            "kl_learning_rate": self._kl_learning_rate.variable,
+        }
 
     def at(self, progress: float) -> Coefficients:
         """Return the coefficients of the next iteration.
@@ -123,14 +132,3 @@ class Schedules:
             self._kl_penalty.update(kl)
         if self._config.learning_rate_schedule == "kl_adaptive":
             self._kl_learning_rate.update(kl)
-
-    @property
-    def trackables(self) -> dict[str, Any]:
-        """What a checkpoint must hold, by name.
-
-        All of it, whatever the config says: a run may be resumed with other settings.
-        """
-        return {
-            "kl_penalty": self._kl_penalty.variable,
-            "kl_learning_rate": self._kl_learning_rate.variable,
-        }

@@ -12,17 +12,17 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-__all__ = ["Guard", "clip_by_network"]
+__all__ = ["EpochRollback", "clip_by_network"]
 
 
-class Guard:
-    """Puts variables back to what they were before an epoch.
+class EpochRollback:
+    """Restores variables to their values before an epoch.
 
-    Adam's first moments go back with them, or they would go on in the direction that
-    was wrong. Its second moments stay: they make the steps that follow smaller.
+    Adam's first moments are restored as well, because they would continue in the wrong
+    direction. Its second moments stay: they make the following steps smaller.
 
     Args:
-        variables: those to be put back.
+        variables: The variables to restore.
         optimizer: Adam, built for these variables among others.
     """
 
@@ -33,14 +33,14 @@ class Guard:
         ]
         self._variables = [variable.value for variable in (*variables, *momentums)]
 
-    def keep(self) -> list[tf.Tensor]:
-        """Return what `put_back` takes."""
+    def save(self) -> list[tf.Tensor]:
+        """Return the current values, for `restore`."""
         return [variable.read_value() for variable in self._variables]
 
-    def put_back(self, kept: Sequence[tf.Tensor], is_wanted: tf.Tensor) -> None:
-        """Put everything back, if a bool scalar says so."""
-        for variable, before in zip(self._variables, kept, strict=True):
-            variable.assign(tf.where(is_wanted, before, variable))
+    def restore(self, saved: Sequence[tf.Tensor], condition: tf.Tensor) -> None:
+        """Restore all values if `condition`, a bool scalar, is true."""
+        for variable, before in zip(self._variables, saved, strict=True):
+            variable.assign(tf.where(condition, before, variable))
 
 
 def clip_by_network(

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from ppo.agent.agent import Agent
@@ -21,7 +20,7 @@ from ppo.learning import losses
 from ppo.learning.returns import advantages_and_targets, next_values
 from ppo.learning.samples import Sequences, Steps
 from ppo.learning.schedules import Coefficients, Schedules
-from ppo.learning.trust_region import Guard, clip_by_network
+from ppo.learning.trust_region import EpochRollback, clip_by_network
 from ppo.rollout import Rollout
 
 __all__ = ["METRICS", "Updater"]
@@ -53,7 +52,8 @@ class Updater:
 
     Attributes:
         acting: with `overlap`, variables for the snapshot of the agent that rollouts
-            are collected with; a checkpoint needs them.
+            are collected with.
+        trackables: Objects that a checkpoint must store, by name.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Updater:
         )
         self.optimizer.build(self._variables)
         policy = agent.policy_variables
-        self._guard = Guard(policy, self.optimizer)
+        self._rollback = EpochRollback(policy, self.optimizer)
         # Where all variables are the policy's, the value cannot go on without it.
         self._can_go_on = len(policy) < len(self._variables)
         is_policy = [any(each is own for own in policy) for each in self._variables]
@@ -84,22 +84,18 @@ class Updater:
             if of_policy in is_policy
         ]
         self._schedules = Schedules(config)
+        self.trackables: dict[str, Any] = {
+            "optimizer": self.optimizer,
+            "schedules": tf.train.Checkpoint(**self._schedules.trackables),
+        }
         self.acting: Any = None
         if config.overlap:
             self.acting = tf.nest.map_structure(
                 lambda value: tf.Variable(value, trainable=False), agent.snapshot()
             )
+            self.trackables["acting"] = tf.nest.flatten(self.acting)
         is_whole = config.jit_compile and learners.num == 1
         self._compiled = tf.function(self._update, jit_compile=is_whole)
-
-    @property
-    def trackables(self) -> dict[str, Any]:
-        """What a checkpoint must hold, by name."""
-        return {
-            "optimizer": self.optimizer,
-            "schedules": tf.train.Checkpoint(**self._schedules.trackables),
-            **({"acting": tf.nest.flatten(self.acting)} if self.acting else {}),
-        }
 
     def update(
         self,
@@ -139,12 +135,10 @@ class Updater:
             ),
             tf.constant(seed, tf.int32),
         )
-        looks = ("ratio_deviation", "explained_variance")
-        names = (*METRICS, *looks, "epochs_run", "undone_epochs", "kl")
-        numbers = np.asarray(values, np.float64).tolist()
-        metrics = dict(zip(names, numbers, strict=True))
+        metrics = {name: float(value) for name, value in values.items()}
         norm = metrics["gradient_norm"]
-        if not math.isfinite(norm):  # of an earlier step, it shows in the last ones
+        # Non-finite gradients poison all later steps, so the last epoch is enough.
+        if not math.isfinite(norm):
             raise DivergedError(
                 f"Update: expected gradients whose norm is finite, got {norm}; "
                 "training has diverged, try a lower learning_rate, or smaller rewards."
@@ -152,13 +146,16 @@ class Updater:
         metrics["learning_rate"] = coefficients.learning_rate
         if config.penalizes_kl:
             metrics["kl_penalty"] = coefficients.kl_penalty
-        # Of an epoch that was undone at once nothing is left, but it went too far.
+        # If the first epoch was undone, the policy has not moved, but it went too far.
         has_moved = metrics["epochs_run"] > 0
         self._schedules.update(metrics["kl"] if has_moved else math.inf)
         return metrics
 
     def _piece(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile what lies between sums of several learners; XLA has no such sums."""
+        """Compile a part of the update between two sums over learners.
+
+        XLA has no such sums on CPUs. A single learner compiles the update as a whole.
+        """
         if self._learners.num == 1:
             return function
         return tf.function(function, jit_compile=self._config.jit_compile)
@@ -169,40 +166,53 @@ class Updater:
         reward_scale: tf.Tensor,
         coefficients: Coefficients,
         seed: tf.Tensor,
-    ) -> tf.Tensor:
+    ) -> dict[str, tf.Tensor]:
+        """Return the metrics by name."""
         config = self._config
         self.optimizer.learning_rate.assign(coefficients.learning_rate)
-        begin = self._piece(self._begin)
-        samples, seen, judged, (deviation, value) = begin(rollout, reward_scale)
-        # A first look: the agent, before any gradient step, and what it collected.
-        explained = losses.explained_variance(
-            value, judged["target"], samples["weight"], self._mean
+        samples, inputs, advantages, (value, deviation) = self._piece(self._begin)(
+            rollout, reward_scale
         )
-        looks = [self._learners.max(deviation), explained]
+        first_metrics = {  # of the agent that collected the rollout
+            "ratio_deviation": self._learners.max(deviation),
+            "explained_variance": losses.explained_variance(
+                value, advantages["target"], samples["weight"], self._mean
+            ),
+        }
         metrics = tf.zeros([len(METRICS)])
         kl = tf.zeros([])
         epoch = num_kept = tf.constant(0)
         is_too_far = tf.constant(False)
         while epoch < config.epochs and (self._can_go_on or not is_too_far):
             if config.recompute_advantages:
-                _, judged = self._piece(self._judge)(rollout, *seen)
-            kept = self._guard.keep()
+                _, advantages = self._piece(self._advantages)(rollout, *inputs)
+            before = self._rollback.save()
             epoch_seed = tf.random.experimental.stateless_fold_in(seed, epoch)
-            news = self._epoch(samples | judged, coefficients, epoch_seed)
+            news = self._epoch(samples | advantages, coefficients, epoch_seed)
             moved = self._divergence(samples)
             if config.max_kl > 0:
                 is_too_far |= ~(moved <= config.max_kl)
-                self._guard.put_back(kept, is_too_far)
+                self._rollback.restore(before, is_too_far)
             is_old = is_too_far & (epoch > 0) & _OF_POLICY
             metrics = tf.where(is_old, metrics, news)
             kl = tf.where(is_too_far, kl, moved)
             num_kept += tf.cast(~is_too_far, tf.int32)
             epoch += 1
-        counts = [tf.cast(num_kept, tf.float32), tf.cast(is_too_far, tf.float32)]
-        return tf.concat([metrics, tf.stack([*looks, *counts, kl])], axis=0)
+        return {
+            **dict(zip(METRICS, tf.unstack(metrics), strict=True)),
+            **first_metrics,
+            "epochs_run": num_kept,
+            "undone_epochs": is_too_far,
+            "kl": kl,
+        }
 
     def _begin(self, rollout: Rollout, reward_scale: tf.Tensor) -> tuple[Any, ...]:
-        """Return samples, what `_judge` takes and gives, and a first look's numbers."""
+        """Prepare the rollout for learning.
+
+        Returns:
+            The samples; inputs of `_advantages`, after the rollout; advantages and
+            targets; the values of the samples, and the largest `ratio_deviation`.
+        """
         features, final_features = [
             self._agent.preprocess(tf.nest.map_structure(_flat, observation))
             for observation in (rollout.observation, rollout.final_observation)
@@ -212,13 +222,14 @@ class Updater:
         if self._config.scale_rewards:
             limit = self._config.reward_clip
             reward = tf.clip_by_value(reward * reward_scale, -limit, limit)
-        value, judged = self._judge(rollout, features, final_features, reward)
+        inputs = features, final_features, reward
+        value, advantages = self._advantages(rollout, *inputs)
         distribution = self._view.distribution(samples)
         log_ratio = distribution.log_prob(samples["action"]) - samples["log_prob"]
         ratio = tf.exp(log_ratio * samples["weight"])
         deviation = tf.reduce_max(tf.abs(ratio - 1.0))
         value = self._view.rows(_zero_unless(_flat(rollout.valid), _flat(value[:-1])))
-        return samples, (features, final_features, reward), judged, (deviation, value)
+        return samples, inputs, advantages, (value, deviation)
 
     def _mean(self, values: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
         """Return the mean over valid rows of all learners."""
@@ -240,7 +251,7 @@ class Updater:
         """Take one gradient step per minibatch.
 
         Returns:
-            The mean of `METRICS` over valid rows.
+            The means of `METRICS` over valid rows, in this order.
         """
         config = self._config
         count = config.steps_per_iteration // config.minibatch_size
@@ -266,8 +277,8 @@ class Updater:
             self._piece(self._gradients)(minibatch, coefficients),
             tf.reduce_sum(weight),
         )
-        norm = self._piece(self._apply)(gradients)
-        return tf.concat([metrics, [norm]], axis=0)
+        metrics["gradient_norm"] = self._piece(self._apply)(gradients)
+        return tf.stack([metrics[name] for name in METRICS])
 
     def _apply(self, gradients: list[tf.Tensor]) -> tf.Tensor:
         """Take the step, and return the norm of all gradients."""
@@ -279,8 +290,8 @@ class Updater:
 
     def _gradients(
         self, minibatch: dict[str, Any], coefficients: Coefficients
-    ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Return the gradients and all `METRICS` but their norm."""
+    ) -> tuple[list[tf.Tensor], dict[str, tf.Tensor]]:
+        """Return the gradients, and all `METRICS` except for their norm."""
         config = self._config
         clip_range = coefficients.clip_range
         # A constant 0 lets the compiler leave the entropy's gradient out.
@@ -327,10 +338,13 @@ class Updater:
                 - entropy_coefficient * entropy
             )
         gradients = tape.gradient(loss, [v.value for v in self._variables])
-        kl = losses.approximate_kl(log_ratio, weight)
-        clipped = losses.clip_fraction(log_ratio, weight, clip_range)
-        metrics = tf.stack([policy_loss, value_loss, entropy, kl, clipped])
-        return gradients, metrics
+        return gradients, {
+            "policy_loss": policy_loss,
+            "value_loss": value_loss,
+            "entropy": entropy,
+            "approximate_kl": losses.approximate_kl(log_ratio, weight),
+            "clip_fraction": losses.clip_fraction(log_ratio, weight, clip_range),
+        }
 
     def _samples(self, rollout: Rollout, features: Any) -> dict[str, Any]:
         """Collect what does not change between epochs, rows `[T * B, ...]`."""
@@ -352,7 +366,7 @@ class Updater:
             _, samples["old_value"] = self._view.distribution_and_value(samples)
         return samples
 
-    def _judge(
+    def _advantages(
         self, rollout: Rollout, features: Any, final_features: Any, reward: tf.Tensor
     ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
         """Compute values `[T + 1, B]`, and advantages and targets, rows `[T * B]`."""
@@ -369,8 +383,10 @@ class Updater:
             gae_lambda=config.gae_lambda,
         )
         rows = self._view.rows
-        judged = {"advantage": rows(_flat(advantage)), "target": rows(_flat(target))}
-        return value, judged
+        return value, {
+            "advantage": rows(_flat(advantage)),
+            "target": rows(_flat(target)),
+        }
 
 
 def _flat(rows: tf.Tensor) -> tf.Tensor:

@@ -11,7 +11,7 @@ import operator
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import tensorflow as tf
 
@@ -19,7 +19,6 @@ from ppo.agent.agent import Agent
 from ppo.agent.normalize import ReturnScale
 from ppo.errors import CheckpointError
 from ppo.learning.update import Updater
-from ppo.run_folder.disk_errors import disk_errors
 
 __all__ = [
     "Counters",
@@ -30,6 +29,7 @@ __all__ = [
     "read_counters",
     "restore",
     "save",
+    "training_state",
     "variables",
 ]
 
@@ -48,31 +48,47 @@ class Counters(NamedTuple):
     steps: int = 0
 
 
+def training_state(
+    agent: Agent, updater: Updater, return_scale: ReturnScale
+) -> tf.train.Checkpoint:
+    """Return all objects that a checkpoint must store, so that a run can continue."""
+    return tf.train.Checkpoint(
+        agent=tf.train.Checkpoint(**agent.trackables),
+        return_scale=tf.train.Checkpoint(**return_scale.trackables),
+        **updater.trackables,
+    )
+
+
 def save(
     folder: Path,
     counters: Counters,
-    agent: Agent,
-    updater: Updater,
-    return_scale: ReturnScale,
+    state: tf.train.Checkpoint,
     *,
     keep: int,
     evaluation_return: float | None = None,
 ) -> Path:
     """Write a checkpoint, then remove all but the newest `keep` and the best.
 
-    Makes the folder if it is missing, and returns the checkpoint's own.
-    `evaluation_return` is the mean return of the agent's evaluation, if there was one.
+    Args:
+        folder: The checkpoints of a run; created if it is missing.
+        counters: How far the run has come.
+        state: All objects that the checkpoint stores.
+        keep: Number of newest checkpoints that are not removed.
+        evaluation_return: Mean return of the agent's evaluation, if there was one.
+
+    Returns:
+        The folder of the new checkpoint.
 
     Raises:
-        OSError: it cannot be written; earlier checkpoints are untouched.
+        OSError, tf.errors.OpError: It cannot be written, see `RunFolder.writing`;
+            earlier checkpoints are untouched.
     """
     final = folder / f"{counters.iteration:08d}"
     partial = folder / f"{final.name}.partial"
     for leftover in folder.glob("*.partial"):  # of a run that was killed
         shutil.rmtree(leftover)
     partial.mkdir(parents=True)
-    with disk_errors(partial):
-        _checkpoint(agent, updater, return_scale).write(str(partial / "state"))
+    state.write(str(partial / "state"))
     (partial / "counters.json").write_text(json.dumps(counters._asdict()) + "\n")
     if evaluation_return is not None:
         text = json.dumps({"mean_return": evaluation_return}) + "\n"
@@ -91,25 +107,20 @@ def save(
     return final
 
 
-def restore(
-    folder: Path, agent: Agent, updater: Updater, return_scale: ReturnScale
-) -> Counters:
+def restore(folder: Path, state: tf.train.Checkpoint) -> Counters:
     """Load the newest checkpoint of a folder into the objects of a run.
 
     Raises:
         CheckpointError: there is none, or it belongs to other networks.
     """
     path = checkpoint_at(folder)
-    _read(path, _checkpoint(agent, updater, return_scale), is_complete=True)
+    _read(path, state, is_complete=True)
     return read_counters(folder)
 
 
-def variables(
-    agent: Agent, updater: Updater, return_scale: ReturnScale
-) -> list[tf.Variable]:
-    """Return all that a checkpoint holds, in an order that is always the same."""
-    root = _checkpoint(agent, updater, return_scale)
-    parts = tf.train.TrackableView(root).descendants()
+def variables(state: tf.train.Checkpoint) -> list[tf.Variable]:
+    """Return all variables that a checkpoint stores, in a fixed order."""
+    parts = tf.train.TrackableView(state).descendants()
     return [part for part in parts if isinstance(part, tf.Variable)]
 
 
@@ -204,15 +215,7 @@ def _evaluation_return(path: Path) -> float:
         ) from error
 
 
-def _checkpoint(agent: Agent, updater: Updater, return_scale: ReturnScale) -> Any:
-    return tf.train.Checkpoint(
-        agent=tf.train.Checkpoint(**agent.trackables),
-        return_scale=tf.train.Checkpoint(**return_scale.trackables),
-        **updater.trackables,
-    )
-
-
-def _read(path: Path, checkpoint: Any, *, is_complete: bool) -> None:
+def _read(path: Path, checkpoint: tf.train.Checkpoint, *, is_complete: bool) -> None:
     try:
         status = checkpoint.read(str(path / "state"))
         status.assert_existing_objects_matched()

@@ -9,36 +9,39 @@ evaluation.json    the evaluation at the end
 """
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+import msgspec
 
 from ppo.config.config import Config
 from ppo.config.named_configs import read_config
 from ppo.errors import ConfigError, RunFolderError, RunWriteError
 
-__all__ = ["Place", "RunFolder"]
+__all__ = ["EnvSource", "RunFolder"]
 
 _FIRST_FILES = ("config.json", "envs.json", "config.json.partial", "envs.json.partial")
 
 
-class Place(BaseModel, frozen=True):
-    """Where the envs of a run are; its folder remembers that."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EnvSource:
+    """Where the environments of a run come from; stored in the run folder."""
 
     addresses: tuple[str, ...] = ()
-    """Words for env servers; with none, envs run in worker processes of this host."""
+    """Env servers; if empty, environments run in worker processes of this host."""
     import_modules: tuple[str, ...] = ()
-    """Modules or files that local workers import."""
+    """Modules or files that local worker processes import."""
 
 
-_HERE = Place()
+_LOCAL = EnvSource()
 
 
 class RunFolder:
@@ -47,7 +50,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config_path = path / "config.json"
-        self.place_path = path / "envs.json"
+        self.env_source_path = path / "envs.json"
         self.metrics_path = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
 
@@ -61,8 +64,10 @@ class RunFolder:
         return any(path.name.isdigit() for path in self.checkpoints.glob("*"))
 
     @classmethod
-    def create(cls, path: Path, config: Config, place: Place = _HERE) -> "RunFolder":
-        """Make a new folder, and save in it the config and where the envs are.
+    def create(
+        cls, path: Path, config: Config, env_source: EnvSource = _LOCAL
+    ) -> "RunFolder":
+        """Create a new folder, and save the config and the source of the envs in it.
 
         A folder with nothing but these of a run that never began counts as new.
 
@@ -89,7 +94,7 @@ class RunFolder:
             )
         try:
             _write_atomically(run.config_path, _as_json(config))
-            _write_atomically(run.place_path, _as_json(place))
+            _write_atomically(run.env_source_path, _as_json(env_source))
         except OSError as error:
             raise RunFolderError(
                 f"{path}: cannot be written; {_reason(error)}."
@@ -128,26 +133,27 @@ class RunFolder:
         shutil.rmtree(self.path)
         return True
 
-    def place(self) -> Place:
-        """Return where the run's envs are; of an older run, which does not tell, here.
+    def env_source(self) -> EnvSource:
+        """Return the source of the run's envs; runs without `envs.json` ran locally.
 
         Raises:
-            RunFolderError: the file that says so is damaged.
+            RunFolderError: `envs.json` cannot be read.
         """
         try:
-            return Place.model_validate_json(self.place_path.read_bytes())
+            text = self.env_source_path.read_bytes()
+            return msgspec.json.decode(text, type=EnvSource)
         except FileNotFoundError:
-            return Place()
-        except (OSError, ValueError) as error:
+            return EnvSource()
+        except (OSError, msgspec.DecodeError) as error:
             raise RunFolderError(
-                f"{self.place_path}: expected what the run was told by --connect and "
-                f"--import; {error!r:.200}. Remove this file, and say them again."
+                f"{self.env_source_path}: expected what the run was told by --connect "
+                f"and --import; {error!r:.200}. Remove this file, and say them again."
             ) from error
 
-    def save_place(self, place: Place) -> None:
-        """Remember where the envs are."""
+    def save_env_source(self, env_source: EnvSource) -> None:
+        """Replace the saved source of the envs."""
         with self.writing():
-            _write_atomically(self.place_path, _as_json(place))
+            _write_atomically(self.env_source_path, _as_json(env_source))
 
     def save_config(self, config: Config) -> None:
         """Replace the saved config, for a run that goes on with changed settings."""
@@ -162,19 +168,28 @@ class RunFolder:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Turn an `OSError` within into a `RunWriteError` that names the folder."""
+        """Turn a write error of Python or TensorFlow into a `RunWriteError`."""
         try:
             yield
-        except OSError as error:
-            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        except Exception as error:
+            tf = sys.modules.get("tensorflow")  # not worth loading for its exceptions
+            if isinstance(error, OSError):
+                is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                reason = _reason(error)
+            elif tf is not None and isinstance(error, tf.errors.OpError):
+                is_full = isinstance(error, tf.errors.ResourceExhaustedError)
+                reason = os.strerror(errno.ENOSPC) if is_full else error.message
+            else:
+                raise
             remedy = "free some space" if is_full else "make it writable"
             raise RunWriteError(
-                f"{self.path}: cannot be written, {_reason(error)}; {remedy}."
+                f"{self.path}: cannot be written, {reason}; {remedy}."
             ) from error
 
 
-def _as_json(values: BaseModel) -> str:
-    return values.model_dump_json(indent=2) + "\n"
+def _as_json(values: Config | EnvSource) -> str:
+    values_by_name = dataclasses.asdict(values)
+    return json.dumps(values_by_name, indent=2, ensure_ascii=False) + "\n"
 
 
 def _reason(error: OSError) -> str:

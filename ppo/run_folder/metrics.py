@@ -5,18 +5,17 @@ is a state is that of the last iteration, of what must not be large the largest 
 and all else is averaged over iterations.
 """
 
-import contextlib
+import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
 import tensorflow as tf
 
 from ppo.config.config import Config
-from ppo.run_folder.disk_errors import disk_errors
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics_file import cut_off_after
 
@@ -53,7 +52,8 @@ class MetricsWriter:
         *,
         resumed_from: tuple[int, int] | None = None,
     ) -> None:
-        self._folder, events = folder, folder / "tensorboard"
+        self._writing = RunFolder(folder).writing
+        events = folder / "tensorboard"
         iteration, steps = resumed_from or (0, 0)
         with self._writing():
             if resumed_from is not None:
@@ -65,11 +65,6 @@ class MetricsWriter:
                     _write_config(config)
             # Unbuffered: what a full disk has refused must not come up again later.
             self._lines = (folder / "metrics.jsonl").open("ab", buffering=0)
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        with RunFolder(self._folder).writing(), disk_errors(self._folder):
-            yield
 
     def __enter__(self) -> Self:
         return self
@@ -114,7 +109,7 @@ def _write_config(config: Config) -> None:
     """Write a config as a text and as hyperparameters, by which runs are compared."""
     from tensorboard.plugins.hparams import api as hparams
 
-    values = config.model_dump()
+    values = dataclasses.asdict(config)
     rows = [f"| {key} | `{value}` |" for key, value in values.items()]
     tf.summary.text("config", "\n".join(["| setting | value |", "|---|---|", *rows]))
     plain = {

@@ -22,6 +22,7 @@ from ppo.learners import ALONE, Learners
 from ppo.learning.update import Updater
 from ppo.rollout import Rollout
 from ppo.run_folder import checkpoint
+from ppo.run_folder.checkpoint import training_state
 from ppo.simulate import simulate
 from tests.ppo.fakes import ACTIONS, BOX, CountingBatchEnv, in_graph
 from tests.ppo.runs import SMALL, parameters
@@ -67,7 +68,7 @@ def updated(config: Config, learners: Learners, updater_of: Any = Updater) -> An
     metrics = updater.update(rollout, reward_scale=scale.factor, seed=(3, 4))
     acted_on = rollout.observation[:-1].reshape(-1, 2)
     agent.preprocess.update(acted_on, rollout.valid.reshape(-1), learners)
-    state = checkpoint.variables(agent, updater, scale)
+    state = checkpoint.variables(training_state(agent, updater, scale))
     return metrics, [parameters(agent), *(part.numpy().ravel() for part in state)]
 
 

@@ -22,7 +22,7 @@ from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.learning.update import Updater
 from ppo.rollout import Rollout
 from ppo.run_folder import checkpoint
-from ppo.run_folder.checkpoint import Counters
+from ppo.run_folder.checkpoint import Counters, training_state
 from ppo.run_folder.folder import RunFolder
 from ppo.simulate import Simulation
 from ppo.train import TrainResult, train
@@ -55,7 +55,7 @@ def ppo(*arguments: object) -> tuple[int, str, str]:
         # Once TensorFlow has computed something, it refuses another number of threads.
         mock.patch("ppo.cli.options.start_tensorflow"),
         mock.patch("ppo.cli.train.start_tensorflow"),
-        mock.patch("envserve.monitoring.video.headless_settings", return_value={}),
+        mock.patch("envserve.worker.rendering.headless_settings", return_value={}),
         mock.patch.dict(Screen.__init__.__kwdefaults__, seconds_between_lines=1e6),
     ):
         result = CliRunner().invoke(app, list(map(str, arguments)))
@@ -210,7 +210,7 @@ def acting(
         horizon,
         snapshot=agent.snapshot,
         log_prob=agent.log_prob,
-        draw_noise=agent.actions.draw_noise,
+        noise=agent.actions.noise,
         state_sizes=agent.state_sizes,
         **named,
     )
@@ -245,9 +245,11 @@ def save_run(folder: Path, config: Config, iterations: tuple[int, ...] = (1,)) -
         checkpoint.save(
             run_folder.checkpoints,
             Counters(iteration, 100 * iteration),
-            agent,
-            Updater(agent, config),
-            ReturnScale(config.num_envs, config.discount),
+            training_state(
+                agent,
+                Updater(agent, config),
+                ReturnScale(config.num_envs, config.discount),
+            ),
             keep=len(iterations),
         )
     env.close()

@@ -14,11 +14,12 @@ import tensorflow as tf
 from ppo.agent.agent import Agent
 from ppo.agent.normalize import ReturnScale
 from ppo.config import Config
-from ppo.errors import CheckpointError
+from ppo.errors import CheckpointError, RunWriteError
 from ppo.learning.update import Updater
 from ppo.rollout import Rollout
 from ppo.run_folder import checkpoint
-from ppo.run_folder.checkpoint import Counters, Which
+from ppo.run_folder.checkpoint import Counters, Which, training_state
+from ppo.run_folder.folder import RunFolder
 from tests.ppo.fakes import ACTIONS, BOX
 from tests.ppo.runs import SMALL, rollout_of
 
@@ -37,14 +38,14 @@ class Learner:
         self.agent = Agent(BOX, ACTIONS, config)
         self.updater = Updater(self.agent, config)
         self.return_scale = ReturnScale(config.num_envs, config.discount)
+        self.state = training_state(self.agent, self.updater, self.return_scale)
 
     def save(self, folder: Path, iteration: int, **named: Any) -> Path:
         counters = Counters(iteration, 100 * iteration)
-        subject = (self.agent, self.updater, self.return_scale)
-        return checkpoint.save(folder, counters, *subject, **{"keep": 3, **named})
+        return checkpoint.save(folder, counters, self.state, **{"keep": 3, **named})
 
     def restore(self, folder: Path) -> Counters:
-        return checkpoint.restore(folder, self.agent, self.updater, self.return_scale)
+        return checkpoint.restore(folder, self.state)
 
     def learn(self, rollout: Rollout, seed: int) -> None:
         self.return_scale.update(rollout.reward, rollout.done, rollout.valid)
@@ -231,7 +232,10 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_last_one(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
     try:
-        with pytest.raises(OSError, match="00000002"):
+        with (
+            pytest.raises(RunWriteError, match="00000002"),
+            RunFolder(tmp_path).writing(),
+        ):
             learner.save(tmp_path, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

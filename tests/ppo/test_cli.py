@@ -27,7 +27,7 @@ from ppo.config import Config
 from ppo.config.named_configs import CONFIGS
 from ppo.environments import env_maker
 from ppo.errors import RunFolderError
-from ppo.run_folder.folder import Place, RunFolder
+from ppo.run_folder.folder import EnvSource, RunFolder
 from tests.ppo.runs import ppo
 
 
@@ -39,13 +39,13 @@ from tests.ppo.runs import ppo
         (["cartpole", "--set", "learnin_rate=1"], "Did you mean learning_rate?"),
         (
             ["cartpole", "--set", "num_envs=zero"],
-            "expected a valid integer, got 'zero'",
+            "expected an int; got 'zero'",
         ),
         (
             ["cartpole", "--set", 'wrappers=[{name = "ActionRepeat", amount = 0}]'],
             "amount: expected an int from 1 to 1000; got 0",
         ),
-        (["cartpole", "--seed", "-1"], "seed: expected at least 0, got -1"),
+        (["cartpole", "--seed", "-1"], "seed: expected an int >= 0; got -1"),
         (
             ["--run-dir", "a", "--resume", "b"],
             "leave out --run-dir, --seed and --seeds",
@@ -124,19 +124,19 @@ def test_where_no_folder_can_be_made_that_is_said(
 
 def test_options_win_over_what_a_run_remembers(tmp_path: Path) -> None:
     config = Config(env_name="CartPole-v1")
-    made = Place(addresses=("127.0.0.1:7",), import_modules=("mine",))
+    made = EnvSource(addresses=("127.0.0.1:7",), import_modules=("mine",))
     run = RunFolder.create(tmp_path / "run", config, made)
-    assert run.place() == made
+    assert run.env_source() == made
     assert place_of(made, None, None) == made
     moved = place_of(made, ["127.0.0.2"], None)
-    assert moved == Place(addresses=("127.0.0.2",), import_modules=("mine",))
+    assert moved == EnvSource(addresses=("127.0.0.2",), import_modules=("mine",))
     here = place_of(made, ["local"], ["file.py", "module"])
-    assert here == Place(import_modules=(str(Path("file.py").absolute()), "module"))
-    run.place_path.unlink()  # as in the folders of older runs
-    assert run.place() == Place()
-    run.place_path.write_text("[]")
+    assert here == EnvSource(import_modules=(str(Path("file.py").absolute()), "module"))
+    run.env_source_path.unlink()  # as in the folders of older runs
+    assert run.env_source() == EnvSource()
+    run.env_source_path.write_text("[]")
     with pytest.raises(RunFolderError, match="Remove this file, and say them again"):
-        run.place()
+        run.env_source()
 
 
 def test_a_taken_run_folder_is_refused(tmp_path: Path) -> None:
@@ -184,7 +184,9 @@ def test_a_run_is_looked_at_with_fewer_servers_than_it_wanted(
 ) -> None:
     monkeypatch.setattr("ppo.cli.options.start_tensorflow", lambda *_: None)
     wanted = Config(env_name="CartPole-v1", min_servers=2, num_servers=4)
-    RunFolder.create(tmp_path, wanted, Place(addresses=("127.0.0.1:1", "127.0.0.1:2")))
+    RunFolder.create(
+        tmp_path, wanted, EnvSource(addresses=("127.0.0.1:1", "127.0.0.1:2"))
+    )
     with opened_run(tmp_path, None, ["local"], None) as (_, config, _, place, _):
         env_maker(config, place.addresses)  # would raise
 
@@ -217,12 +219,15 @@ def test_all_keys_of_a_config_are_shown_and_first_those_that_differ() -> None:
     code, output, _ = ppo("configs", "pendulum")
     assert code == 0
     keys = re.findall(r"^(\w+) = ", output, re.MULTILINE)
-    assert sorted(keys) == sorted(Config.model_fields)
-    changed = CONFIGS["pendulum"].model_dump(exclude_defaults=True)
+    assert sorted(keys) == sorted(Config.__dataclass_fields__)
+    changed = CONFIGS["pendulum"].non_defaults()
     assert keys[: len(changed)] == list(changed)
     assert "env_name = Pendulum-v1\n" in output
     assert "env_kwargs = {}\n" in output
-    assert "policy_layers = [64, 64]\n    Hidden layers of the policy" in output
+    assert (
+        "policy_layers = [64, 64]\n    Sizes of the policy network's hidden layers"
+        in output
+    )
     assert output.index("\nNetworks\n") < output.index("\npolicy_layers")
     assert ppo("configs", "pendulu")[0] == 2
 
@@ -288,7 +293,7 @@ def test_what_leaps_when_a_run_gets_longer_is_said(tmp_path: Path) -> None:
     longer = earlier.replace(total_steps=200 * 2048 + 1)
 
     def leap(config: Config, steps: int, before: Config | None = earlier) -> str:
-        return Plan(RunFolder(tmp_path), config, "", Place(), before).leap(steps)
+        return Plan(RunFolder(tmp_path), config, "", EnvSource(), before).leap(steps)
 
     assert leap(longer, 100 * 2048).endswith(
         "leaps from 0 % to 50 % of its first value: learning_rate, clip_range."

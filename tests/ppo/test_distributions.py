@@ -78,7 +78,7 @@ def test_gaussian_samples_have_its_mean_and_deviation() -> None:
     distribution = DiagonalGaussian(
         tf.tile([[1.0, -2.0]], [rows, 1]), tf.constant([0.0, math.log(3.0)])
     )
-    samples = distribution.sample(distribution.draw_noise(rows, 2, SEED)).numpy()
+    samples = distribution.sample(distribution.noise(rows, 2, SEED)).numpy()
     np.testing.assert_allclose(samples.mean(axis=0), [1.0, -2.0], atol=0.05)
     np.testing.assert_allclose(samples.std(axis=0), [1.0, 3.0], rtol=0.02)
     assert distribution.mode() is distribution.mean
@@ -160,7 +160,7 @@ def test_samples_have_the_frequencies_of_all_actions(name: str) -> None:
     make, logits, choices = DISCRETE[name]
     num_rows, num_numbers = 100_000, 6 if len(choices) == 2 else 3
     many = make(tf.repeat(tf.constant(logits, tf.float32), num_rows, axis=0))
-    samples = many.sample(many.draw_noise(num_rows, num_numbers, SEED)).numpy()
+    samples = many.sample(many.noise(num_rows, num_numbers, SEED)).numpy()
     assert samples.dtype == np.int64
     # Of all choices together, so that they are independent of each other.
     expected = of_all_actions(choices)
@@ -226,7 +226,7 @@ def test_choices_get_a_row_each(sizes: tuple[int, ...]) -> None:
     ],
 )
 def test_eager_and_compiled_agree(distribution: Any, shape: tuple[int, int]) -> None:
-    noise = distribution.draw_noise(*shape, SEED)
+    noise = distribution.noise(*shape, SEED)
 
     def numbers() -> list[tf.Tensor]:
         action = distribution.sample(noise)

@@ -44,7 +44,7 @@ def test_a_snapshot_stays_while_the_agent_learns_and_acts_as_it_did() -> None:
         SMALL.horizon,
         snapshot=agent.snapshot,
         log_prob=agent.log_prob,
-        draw_noise=agent.actions.draw_noise,
+        noise=agent.actions.noise,
         num_rollouts=2,
     )
     snapshot = agent.snapshot()

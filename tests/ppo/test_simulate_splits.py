@@ -67,7 +67,7 @@ def draw(num_rows: int, seed: tf.Tensor) -> tf.Tensor:
 def collect(batch: BatchEnv, on_step: Any = lambda: None) -> list[list[np.ndarray]]:
     with batch:
         simulation = Simulation(
-            InGraphBatchEnv(batch), act_by_row, HORIZON, on_step, draw_noise=draw
+            InGraphBatchEnv(batch), act_by_row, HORIZON, on_step, noise=draw
         )
         rollouts = [copy(simulation.run((1, seed))) for seed in range(3)]
     return [tf.nest.flatten(tuple(rollout)) for rollout in rollouts]
@@ -101,7 +101,7 @@ def test_a_rollout_that_was_cut_short_is_followed_by_a_whole_one() -> None:
 
     with local(2) as batch:
         simulation = Simulation(
-            InGraphBatchEnv(batch), act_by_row, HORIZON, on_step, draw_noise=draw
+            InGraphBatchEnv(batch), act_by_row, HORIZON, on_step, noise=draw
         )
         with pytest.raises(InterruptedError, match="enough"):
             simulation.run((0, 0))
@@ -122,7 +122,7 @@ def test_errors_name_the_row_of_the_batch() -> None:
 
     with local(2) as batch:
         simulation = Simulation(
-            InGraphBatchEnv(batch), diverged, HORIZON, draw_noise=draw_one_bad
+            InGraphBatchEnv(batch), diverged, HORIZON, noise=draw_one_bad
         )
         with pytest.raises(DivergedError, match="Env 4 "):
             simulation.run((0, 0))
@@ -136,7 +136,7 @@ def test_the_policy_sees_the_rows_of_one_split() -> None:
         return act_by_row(observation, noise)
 
     with local(2) as batch:
-        Simulation(InGraphBatchEnv(batch), policy, HORIZON, draw_noise=draw).run((0, 0))
+        Simulation(InGraphBatchEnv(batch), policy, HORIZON, noise=draw).run((0, 0))
     assert set(map(str, shapes)) == {"([3, 4], [3, 1])"}
 
 

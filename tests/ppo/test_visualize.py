@@ -18,7 +18,7 @@ from ppo.errors import CheckpointError, EnvDataError, EnvsLostError
 from ppo.evaluation.evaluate import evaluate, evaluation_seed
 from ppo.evaluation.videos import rendering_env_maker, visualize_run
 from ppo.run_folder import checkpoint
-from ppo.run_folder.folder import Place, RunFolder
+from ppo.run_folder.folder import EnvSource, RunFolder
 from tests.envserve.server_process import ServerProcess
 from tests.ppo.film_env import (
     MASKED,
@@ -149,8 +149,8 @@ def test_over_a_server(tmp_path: Path) -> None:
     save_run(tmp_path / "other", CONFIG.replace(env_kwargs={"length": 3}))
     other = tmp_path / "other"
     with ServerProcess(tmp_path, "--import", *MODULES) as server:
-        place = Place(addresses=(server.address,))  # which the run remembers
-        RunFolder(tmp_path / "run").save_place(place)
+        place = EnvSource(addresses=(server.address,))  # which the run remembers
+        RunFolder(tmp_path / "run").save_env_source(place)
         code, output, error = ppo("visualize", tmp_path / "run", "--episodes", 2)
         connect = "--connect", server.address
         other_code, _, other_error = ppo("visualize", other, *connect)

@@ -56,9 +56,9 @@ class ActionKind:
         self.output_size = self.noise_size = math.prod(space.shape)
         self._choice_sizes: list[int] = []  # options of each, which a mask may forbid
 
-    def draw_noise(self, num_rows: int, seed: tf.Tensor) -> tf.Tensor:
+    def noise(self, num_rows: int, seed: tf.Tensor) -> tf.Tensor:
         """Draw what sampling so many actions needs, `[num_rows, noise_size]`."""
-        return self.distribution_type.draw_noise(num_rows, self.noise_size, seed)
+        return self.distribution_type.noise(num_rows, self.noise_size, seed)
 
     def distribution(self, parameters: Sequence[tf.Tensor], allowed: Any) -> Any:
         """Return the distribution for logits, or means and log standard deviations.

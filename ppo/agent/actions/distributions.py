@@ -34,7 +34,7 @@ class Distribution(Protocol):
     """What a policy head hands to the rollout and to the losses."""
 
     @staticmethod
-    def draw_noise(num_rows: int, size: int, seed: tf.Tensor) -> tf.Tensor:
+    def noise(num_rows: int, size: int, seed: tf.Tensor) -> tf.Tensor:
         """Draw what `sample` needs, `[num_rows, size]`; `seed` is an int32 pair."""
 
     @property
@@ -70,7 +70,7 @@ class DiagonalGaussian:
     log_std: tf.Tensor
 
     @staticmethod
-    def draw_noise(num_rows: int, size: int, seed: tf.Tensor) -> tf.Tensor:
+    def noise(num_rows: int, size: int, seed: tf.Tensor) -> tf.Tensor:
         """Draw standard normal numbers `[num_rows, size]`; `seed` is an int32 pair."""
         return tf.random.stateless_normal([num_rows, size], seed)
 
@@ -151,7 +151,7 @@ class Categorical:
         return tf.nn.log_softmax(self.logits, axis=-1)
 
     @staticmethod
-    def draw_noise(num_rows: int, size: int, seed: tf.Tensor) -> tf.Tensor:
+    def noise(num_rows: int, size: int, seed: tf.Tensor) -> tf.Tensor:
         """Draw Gumbel noise `[num_rows, size]`; `seed` is an int32 pair."""
         uniform = tf.random.stateless_uniform(
             [num_rows, size], seed, minval=1e-20, maxval=1.0
@@ -242,7 +242,7 @@ class Bernoulli:
     logits: tf.Tensor
 
     @staticmethod
-    def draw_noise(num_rows: int, size: int, seed: tf.Tensor) -> tf.Tensor:
+    def noise(num_rows: int, size: int, seed: tf.Tensor) -> tf.Tensor:
         """Draw logistic noise `[num_rows, size]`; `seed` is an int32 pair."""
         uniform = tf.random.stateless_uniform(
             [num_rows, size], seed, minval=1e-20, maxval=1.0

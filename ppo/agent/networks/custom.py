@@ -25,7 +25,12 @@ _TRIAL_ROWS = 2
 
 
 class CustomModel:
-    """A custom model, checked once: observations to outputs and values."""
+    """A custom model, checked once: observations to outputs and values.
+
+    Attributes:
+        trackables: Objects that a checkpoint must store, by name.
+        trainable_variables: The Keras variables that the optimizer changes.
+    """
 
     def __init__(
         self, model: Any, name: str, input_space: gymnasium.Space[Any], size: int
@@ -48,7 +53,10 @@ class CustomModel:
                 f"network {name}: expected outputs of float32, got "
                 f"{_described(outputs)}; cast them."
             )
+        trackables = getattr(model, "trackables", None)
+        self.trackables = {"model": model} if trackables is None else dict(trackables)
         self._check_variables()
+        self.trainable_variables = list(model.trainable_variables)
         # As in training, whose graphs know no values; nothing is run again.
         tf.function(lambda rows: model(rows)).get_concrete_function(rows)
 
@@ -56,17 +64,6 @@ class CustomModel:
         """Return outputs for the actions, `[N, size]`, and values, `[N]`."""
         output, value = self._model(observation)
         return output, tf.reshape(value, [-1])
-
-    @property
-    def trackables(self) -> dict[str, Any]:
-        """What a checkpoint must hold, by name."""
-        trackables = getattr(self._model, "trackables", None)
-        return {"model": self._model} if trackables is None else dict(trackables)
-
-    @property
-    def trainable_variables(self) -> list[Any]:
-        """The Keras variables that the optimizer changes."""
-        return list(self._model.trainable_variables)
 
     def _check_variables(self) -> None:
         variables = getattr(self._model, "trainable_variables", None)
