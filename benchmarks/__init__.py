@@ -1,5 +1,5 @@
-"""How fast it is beside other projects; never shipped. See `scripts/bench.py`.
+"""Benchmarks against other projects, run by `scripts/bench.py`; not shipped.
 
-Packages in here stay empty on purpose: workers import `benchmarks.cases.envs`, and
-importing any module runs the files of its packages.
+The `__init__.py` files contain no code, because workers import `benchmarks.cases.envs`,
+and an import also runs the files of all packages above the module.
 """

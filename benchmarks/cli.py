@@ -1,4 +1,4 @@
-"""The benchmarks as sub-commands of one command. Importing it loads no TensorFlow."""
+"""The command with all benchmarks as sub-commands; importing it loads no TensorFlow."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _COMMANDS: dict[str, Command] = {
 def main(
     arguments: Sequence[str] | None = None, commands: Mapping[str, Command] = _COMMANDS
 ) -> None:
-    """Runs the sub-command that the arguments name."""
+    """Run the sub-command that the arguments name."""
     app = _make_app(commands)
     try:
         with own_keys():
@@ -59,7 +59,7 @@ def main(
 
 def _make_app(commands: Mapping[str, Command]) -> typer.Typer:
     app = typer.Typer(
-        help="Benchmarks, with peers beside us in the same run.",
+        help="Benchmarks of envserve and other projects in the same run.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,

@@ -1,4 +1,4 @@
-"""What all sub-commands share: options, turns, and where the result goes."""
+"""Common parts of the sub-commands: options, measuring in turns, saving results."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from envserve.bench.interleaved import Measurements
 from envserve.host_resources import num_cores
 
 CORES: Final = num_cores()
-EnvName = Annotated[str, typer.Option(help="Registered name.")]
-NumEnvs = Annotated[int, typer.Option(min=1, help="Rows of the batch.")]
-Workers = Annotated[int, typer.Option(min=1, help="Processes that step envs.")]
-Seconds = Annotated[float, typer.Option(min=0.001, help="Length of a measurement.")]
-Repetitions = Annotated[int, typer.Option(min=1, help="Turns that each case gets.")]
+EnvName = Annotated[str, typer.Option(help="Registered name of the env.")]
+NumEnvs = Annotated[int, typer.Option(min=1, help="Number of envs in the batch.")]
+Workers = Annotated[int, typer.Option(min=1, help="Worker processes that step envs.")]
+Seconds = Annotated[float, typer.Option(min=0.001, help="Seconds of one measurement.")]
+Repetitions = Annotated[int, typer.Option(min=1, help="Measurements of each case.")]
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Run:
     """One run of a sub-command.
 
     Attributes:
-      only: Words, of which a case's name must have one.
-      outdir: Where its result goes; None for a new folder.
+      only: Parts of the names of the cases to measure; empty for all cases.
+      outdir: Folder for the result; None for a new folder.
     """
 
     name: str
@@ -40,11 +40,15 @@ class Run:
     outdir: Path | None
 
     def measure(self, cases: Sequence[Case], repetitions: int) -> Measurements:
-        """Measures the cases that were chosen, in turns."""
+        """Measure the selected cases in turns."""
         return measure_cases(chosen(cases, self.only), repetitions, say)
 
     def measure_all(self, cases: Sequence[Case], repetitions: int) -> Measurements:
-        """Measures cases that make no sense without each other."""
+        """Measure cases whose results are only meaningful together.
+
+        Raises:
+          BenchmarkError: A case was skipped, or excluded by `only`.
+        """
         measured = self.measure(cases, repetitions)
         if len(measured.by_case) < len(cases):
             reasons = "; ".join(measured.skipped.values()) or "leave out --only"
@@ -52,23 +56,28 @@ class Run:
         return measured
 
     def publish(self, **fields: Any) -> None:
-        """Prints and saves the result; takes the other fields of `Result`."""
+        """Print and save the result; `fields` are the other fields of `Result`."""
         publish(Result(name=self.name, options=self.options, **fields), self.outdir)
 
 
 def say(text: str) -> None:
-    """Prints to stderr what is going on."""
+    """Print a progress message to stderr."""
     Console(stderr=True).print(text, markup=False, highlight=False)
 
 
 def sub_command(function: Callable[..., None]) -> Callable[..., None]:
-    """Gives a function that takes a `Run` and options the options that all have."""
+    """Return a command with the common options added.
+
+    The function takes a `Run`, followed by its own options.
+    """
 
     def common(
         context: typer.Context,
         only: Annotated[
             list[str] | None,
-            typer.Option(help="Part of the name of a case to measure; repeatable."),
+            typer.Option(
+                help="Part of the name of a case to measure; can be repeated."
+            ),
         ] = None,
         outdir: Annotated[
             Path | None,

@@ -1,7 +1,7 @@
-"""What the suite's numbers should be on two cores, and whether they are.
+"""Goals for the results of the suite on two cores, and the table that checks them.
 
-A goal is a ratio of cases that took turns, or a plain limit where that is what a user
-feels.
+Most goals are ratios of cases that were measured in turns. Quantities that users notice
+directly, such as the time to start, have absolute limits.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from benchmarks.lab.tables import as_markdown
 from envserve.bench.interleaved import MICROSECONDS, SPEED, Measurements
 
 Result = Mapping[str, Any]
-"""A result.json."""
+"""The contents of a `result.json`."""
 Value = Callable[[Result], float | None]
-"""Finds a number in a result; None where a case was skipped."""
+"""Extracts a number from a result; None if a case was skipped."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A number that should be reached.
+    """A goal for one number of a part of the suite.
 
     Attributes:
-      bound: What it should be at least; at most where `is_upper_bound`.
+      bound: Lower bound of the number, or upper bound if `is_upper_bound`.
     """
 
     part: str
@@ -46,12 +46,12 @@ class Goal:
     is_upper_bound: bool = False
 
     def is_met_by(self, value: float) -> bool:
-        """Returns whether a number is good enough."""
+        """Return whether a number meets the goal."""
         return value <= self.bound if self.is_upper_bound else value >= self.bound
 
 
 def _ratio(case: str, base: str, number: str = SPEED) -> Value:
-    """Returns what finds a case's ratio to another."""
+    """Return a function that extracts the ratio of a case to another case."""
     return lambda result: _measured(result).ratio(case, base, number)
 
 
@@ -176,7 +176,7 @@ GOALS: Final = (
     _of_sb3_on_ours(16, 1.5),
     _of_sb3_on_ours(64, 3),
     Goal("simulate-cartpole-16", "faster Python loop / simulate()", 2, _loop_ratio),
-    _at_most("simulate-cheetah-16", "simulate() beyond the lane, us", 150, _beyond),
+    _at_most("simulate-cheetah-16", "simulate() minus BatchEnv.step, us", 150, _beyond),
     Goal("overlap", "best possible / measured, 2 splits", 0.9, _overlap),
     _of_none_slow("in-process"),
     _of_none_slow("tcp"),
@@ -198,7 +198,7 @@ GOALS: Final = (
 
 
 def goals_table(results: Mapping[str, Result]) -> str:
-    """Returns a table in Markdown of the goals of those parts that there are."""
+    """Return a Markdown table of the goals of all parts that have results."""
     rows = []
     for goal in GOALS:
         if goal.part not in results:

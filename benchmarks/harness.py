@@ -1,7 +1,7 @@
-"""Each case runs in a process of its own, which measures when told to.
+"""Measuring cases in turns, each in its own process.
 
-Apart from each other, cases share neither threads nor imports nor an interpreter's
-lock, and one that is not having its turn waits for a byte.
+Separate processes do not share threads, imports or an interpreter lock. A process waits
+for a message on its pipe while other cases are measured.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from envserve.bench import interleaved
 from envserve.bench.interleaved import Measure, Measurements
 from envserve.errors import EnvserveError
 
-#: Closing 64 processes of a peer may take long.
+#: Closing 64 processes of another project can take long.
 _CLOSE_SECONDS: Final = 30.0
-_REMEDY: Final = "leave it out by naming the others with --only"
+_REMEDY: Final = "exclude it by selecting other cases with --only"
 
 
 class Skip(Exception):
-    """Raised by the opener of a case that cannot run here; says why."""
+    """Raised by `Case.open` if the case cannot run here; the message states why."""
 
 
 class BenchmarkError(RuntimeError):
-    """A benchmark cannot go on; says why, with the traceback of a case that failed."""
+    """A benchmark failed; the message has the traceback of the case, if any."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Something to measure.
+    """A case to measure.
 
     Attributes:
-      open: A function of a module, since it is called in another process; its context
-        manager gives a `Measure`.
+      open: A module-level function, because it is called in another process. It returns
+        a context manager that yields a `Measure`.
     """
 
     name: str
@@ -50,10 +50,10 @@ class Case:
 
 
 def chosen(cases: Sequence[Case], only: Sequence[str]) -> list[Case]:
-    """Returns the cases whose names have one of some words in them; without, all.
+    """Return the cases whose names contain one of the words; all if there are none.
 
     Raises:
-      BenchmarkError: There is no such case.
+      BenchmarkError: No case contains one of the words.
     """
     names = [case.name for case in cases]
     for word in only:
@@ -70,10 +70,10 @@ def measure_cases(
     repetitions: int,
     say: Callable[[str], None] = lambda text: None,
 ) -> Measurements:
-    """Measures every case once per repetition, in turns, with all open at once.
+    """Open all cases, and measure each of them once per repetition, in turns.
 
     Raises:
-      BenchmarkError: A case failed, or all must be skipped.
+      BenchmarkError: A case failed, or all cases were skipped.
     """
     with contextlib.ExitStack() as stack:
         running = [stack.enter_context(_CaseProcess(case)) for case in cases]
@@ -87,31 +87,31 @@ def measure_cases(
                 skipped[process.name] = reason
         if not ready:
             reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items())
-            raise BenchmarkError(f"nothing can be measured: {reasons}")
+            raise BenchmarkError(f"no case can be measured: {reasons}")
         return Measurements(
             interleaved.interleave(ready, repetitions, say).by_case, skipped
         )
 
 
 class _CaseProcess:
-    """Runs a case; a context manager that ends it."""
+    """Process that runs a case; a context manager that ends it."""
 
     def __init__(self, case: Case) -> None:
         context = multiprocessing.get_context("spawn")
         self.name = case.name
         self._connection, theirs = context.Pipe()
-        # Not a daemon, which could have no processes of its own.
+        # Not a daemon, because daemonic processes cannot start child processes.
         self._process = context.Process(target=_serve, args=(case, theirs))
         self._process.start()
         theirs.close()
 
     def wait_until_ready(self) -> str | None:
-        """Returns why the case must be skipped, or None once it can be measured."""
+        """Return why the case is skipped, or None once it can be measured."""
         kind, value = self._receive()
         return str(value) if kind == "skipped" else None
 
     def measure(self) -> dict[str, float]:
-        """Returns what one more measurement gives."""
+        """Return the numbers of one measurement."""
         self._connection.send("measure")
         return dict(self._receive()[1])
 
@@ -119,7 +119,7 @@ class _CaseProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._connection.close()  # it reads the end of file, and ends
+        self._connection.close()  # the process reads the end of file and ends
         self._process.join(_CLOSE_SECONDS)
         if self._process.is_alive():
             self._process.kill()
@@ -144,16 +144,18 @@ class _CaseProcess:
 
 
 def _serve(case: Case, connection: Connection) -> None:
-    """Serves measurements of a case until the other end is closed."""
-    # Ctrl-C reaches the whole group; the parent ends us, and we whom we have started.
+    """Measure a case on each request, until the other end is closed."""
+    # Ctrl-C reaches all processes of the group. The parent ends this process, which
+    # then ends those that it has started.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.simplefilter("ignore")
-    # Some peers load TensorFlow, which they have no use for here.
+    # Some projects load TensorFlow although it is not used here.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
-    # We were spawned, and would spawn by default; peers are to find Python's default.
+    # This process was spawned, so it would also spawn by default. Other projects must
+    # find the default of the platform.
     multiprocessing.set_start_method(None, force=True)
-    # The other end is closed where another case has failed: nobody wants to know.
+    # The other end is closed if another case has failed; the result is not needed then.
     with contextlib.suppress(BrokenPipeError):
         try:
             with case.open(**case.arguments) as measure:
@@ -162,7 +164,7 @@ def _serve(case: Case, connection: Connection) -> None:
                     connection.send(("measured", measure()))
         except Skip as reason:
             connection.send(("skipped", str(reason)))
-        except EnvserveError as error:  # its text says what to do
+        except EnvserveError as error:  # the message is complete without a traceback
             connection.send(("refused", str(error)))
         except Exception:
             connection.send(("failed", traceback.format_exc()))

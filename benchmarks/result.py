@@ -1,4 +1,4 @@
-"""A benchmark's result: a table on the screen, and a folder that keeps everything.
+"""Results of benchmarks: a table on the terminal, and a folder with these files.
 
 result.json    machine, options, all repetitions, medians, the table
 table.md       the table in Markdown
@@ -21,16 +21,16 @@ from benchmarks.lab.tables import TABLE_WIDTH, as_markdown, as_table
 from envserve.bench.interleaved import Measurements, Metric
 
 Column = Callable[[Measurements, str], str]
-"""Makes the cell of a case."""
+"""Returns the text of a case's cell."""
 
 
 def median(number: Metric, form: str = ",.0f") -> Column:
-    """Returns a column of medians."""
+    """Return a column of medians."""
     return lambda measured, case: f"{measured.median(case, number):{form}}"
 
 
 def spread(number: Metric, form: str = ",.0f") -> Column:
-    """Returns a column with the lowest and the highest."""
+    """Return a column with the lowest and the highest value."""
 
     def cell(measured: Measurements, case: str) -> str:
         values = measured.values(case, number)
@@ -40,9 +40,9 @@ def spread(number: Metric, form: str = ",.0f") -> Column:
 
 
 def ratio(base: str | Callable[[str], str], number: Metric) -> Column:
-    """Returns a column of ratios to another case, which may depend on the case.
+    """Return a column of ratios to a base case, which may depend on the case.
 
-    A dash stands where it was not measured.
+    The cell is a dash if the base case was not measured.
     """
 
     def cell(measured: Measurements, case: str) -> str:
@@ -55,12 +55,12 @@ def ratio(base: str | Callable[[str], str], number: Metric) -> Column:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a sub-command has found out.
+    """The result of a sub-command.
 
     Attributes:
-      columns: The table's, by head, without the first, which names the row.
-      shown: Whose numbers the table shows, where not those measured.
-      results: What else came out, for the JSON file.
+      columns: Columns of the table by heading, without the first, which names the case.
+      shown: Numbers that the table shows, if they are not the measured ones.
+      results: Additional results for `result.json`.
     """
 
     name: str
@@ -75,24 +75,24 @@ class Result:
 
     @property
     def heads(self) -> list[str]:
-        """Heads of the table."""
+        """Headings of the table."""
         return [self.heading, *self.columns]
 
     @property
     def rows(self) -> list[list[str]]:
-        """Cells of the table."""
+        """Rows of the table."""
         shown = self.shown or self.measured
         columns = self.columns.values()
         return [[c, *(cell(shown, c) for cell in columns)] for c in shown.by_case]
 
     @property
     def all_notes(self) -> list[str]:
-        """The notes, and what was left out."""
+        """The notes, and one for each case that was skipped."""
         skipped = self.measured.skipped.items()
         return [*self.notes, *(f"{name}: skipped, {why}" for name, why in skipped)]
 
     def as_json(self) -> dict[str, Any]:
-        """Returns everything, in plain values."""
+        """Return the contents of `result.json`."""
         medians = {
             case: {number: self.measured.median(case, number) for number in turns[0]}
             for case, turns in self.measured.by_case.items()
@@ -112,14 +112,14 @@ class Result:
         }
 
     def as_markdown(self) -> str:
-        """Returns the table in Markdown, with its title and notes."""
+        """Return the table in Markdown, with its title and notes."""
         table = as_markdown(self.heads, self.rows)
         notes = "\n".join(f"* {note}" for note in self.all_notes)
         return f"**{self.title}**\n\n{table}\n{notes}".strip() + "\n"
 
 
 def publish(result: Result, outdir: Path | None) -> None:
-    """Prints a result and saves it, by default in a new folder in runs/."""
+    """Print a result and save it, by default in a new folder in `runs/`."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = outdir or Path("runs", f"bench-{result.name}-{stamp}")
     folder.mkdir(parents=True, exist_ok=True)

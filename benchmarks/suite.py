@@ -1,6 +1,7 @@
-"""`suite`: every benchmark in turn, and one file with all tables.
+"""`suite`: run all benchmarks, and write one file with all tables.
 
-The folder can be filled piece by piece: the file holds what is there.
+The folder can be filled by several runs; the file contains the tables of all parts that
+are in it.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from benchmarks.lab.machine import in_words
 from envserve.errors import EnvserveError
 
 _CARTPOLE: Final = ("--env", "CartPole-v1", "--num-envs")
-#: Those of the peers that import little into each of 256 processes.
+#: Options that exclude the projects that import much into each of 256 processes.
 _LIGHT: Final = tuple(
     part
     for word in ("limit", "envserve", "gymnasium", "EnvPool")
     for part in ("--only", word)
 )
 
-#: With few of them, what a trainer waits for is mostly the envs.
+#: With large minibatches, a trainer waits mostly for the envs.
 _LARGE_MINIBATCHES: Final = ("--minibatch-size", "2048")
 
-#: Command lines by name, which is also the folder of the result.
+#: Command lines by name of the part, which is also the folder of its result.
 PARTS: Final[dict[str, tuple[str, ...]]] = {
     "step-cheetah-16": ("step", "--num-envs", "16"),
     "step-cheetah-64": ("step", "--num-envs", "64"),
@@ -56,18 +57,20 @@ PARTS: Final[dict[str, tuple[str, ...]]] = {
 
 
 def make_suite(run: Callable[[Sequence[str]], Any]) -> Callable[..., None]:
-    """Returns the sub-command; `run` carries out a command line."""
+    """Return the sub-command; `run` runs a command line."""
 
     def suite(
         part: Annotated[
-            list[str] | None, typer.Option(help="Run just this part; repeatable.")
+            list[str] | None, typer.Option(help="Run only this part; can be repeated.")
         ] = None,
         outdir: Annotated[
             Path | None,
-            typer.Option(help="Folder of all results. Default: runs/bench-suite-TIME."),
+            typer.Option(
+                help="Folder for all results. Default: runs/bench-suite-TIME."
+            ),
         ] = None,
     ) -> None:
-        """Run all benchmarks, in about ten minutes, and gather their tables."""
+        """Run all benchmarks (ten minutes), and write all tables into one file."""
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         folder = outdir or Path("runs", f"bench-suite-{stamp}")
         console = Console(stderr=True)
@@ -98,7 +101,7 @@ def make_suite(run: Callable[[Sequence[str]], Any]) -> Callable[..., None]:
 
 
 def write_tables(folder: Path) -> None:
-    """Writes tables.md: the goals and all tables of the parts in a folder."""
+    """Write `tables.md`: the goals, and the tables of all parts in a folder."""
     results = {
         name: json.loads((folder / name / "result.json").read_text())
         for name in PARTS

@@ -1,4 +1,6 @@
-"""PPO in one file in the manner of CleanRL, with Gymnasium's vector wrappers.
+"""Train CartPole with PPO in a single file, in the style of CleanRL.
+
+The envs are wrapped in Gymnasium's vector wrappers, and run here or on servers.
 
 python examples/cleanrl_ppo.py [--connect tcp://sim1:5555 tcp://sim2:5555]
 """
@@ -79,7 +81,7 @@ def main() -> None:
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - update / num_updates)
         is_real = torch.zeros(shape, dtype=torch.bool)
         for t in range(NUM_STEPS):
-            # An episode's last observation is followed by a step that only resets.
+            # The step after the end of an episode only resets the env.
             is_real[t] = has_ended == 0
             obs[t] = next_obs
             with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Optuna: a sweep over settings of our own PPO, which ends trials that are no good.
+"""Search settings of `ppo` for CartPole with Optuna, pruning unpromising trials.
 
 python examples/optuna_ppo.py [--connect sim1 sim2]
 """
@@ -18,12 +18,12 @@ from ppo.train import Progress, train
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--connect", nargs="+", metavar="ADDRESS")
-    parser.add_argument("--steps", type=int, default=40_960, help="of a trial")
+    parser.add_argument("--steps", type=int, default=40_960, help="env steps per trial")
     parser.add_argument("--trials", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", type=Path, default=Path("runs/optuna"))
     args = parser.parse_args()
-    tf.get_logger().setLevel("ERROR")  # it warns of what each trial traces anew
+    tf.get_logger().setLevel("ERROR")  # hides warnings about retracing in each trial
 
     def return_of(trial: optuna.Trial) -> float:
         config = CONFIGS["cartpole"].replace(
@@ -45,7 +45,7 @@ def main() -> None:
         run_folder = RunFolder.create(args.runs / f"trial-{trial.number}", config)
         make_env = env_maker(config, args.connect)
         result = train(config, run_folder, make_env, on_progress=prune)
-        return result.curve[-1][1]  # of the last evaluation: env steps, and its return
+        return result.curve[-1][1]  # mean return of the last evaluation
 
     sampler = optuna.samplers.TPESampler(seed=args.seed)
     pruner = optuna.pruners.MedianPruner(n_startup_trials=2)

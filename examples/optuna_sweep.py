@@ -1,4 +1,4 @@
-"""Optuna: a sweep over settings of Stable-Baselines3's PPO, here or on servers.
+"""Search settings of Stable-Baselines3's PPO for CartPole with Optuna.
 
 python examples/optuna_sweep.py [--connect tcp://sim1:5555 tcp://sim2:5555]
 """
@@ -18,7 +18,7 @@ from envserve.sb3 import make_vec_env
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--connect", nargs="+", metavar="ADDRESS")
-    parser.add_argument("--steps", type=int, default=40_000, help="of a trial")
+    parser.add_argument("--steps", type=int, default=40_000, help="env steps per trial")
     parser.add_argument("--trials", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

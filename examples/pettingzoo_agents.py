@@ -1,7 +1,7 @@
-"""Games of PettingZoo whose agents are rows, as vector envs of Gymnasium.
+"""PettingZoo games as Gymnasium vector envs, with one row per agent.
 
-A game's rows begin and end together: an agent that drops out earlier observes what it
-saw last, and gets no reward, until the game is over.
+The rows of a game begin and end together. An agent that leaves the game early keeps its
+last observation, and gets no reward, until the game is over.
 
 envserve start examples/pettingzoo_agents.py --vector agents/RockPaperScissors-v2
 """
@@ -21,10 +21,16 @@ from gymnasium.vector.utils import (
 
 
 class AgentsEnv(VectorEnv[Any, Any, Any]):
-    """Some games side by side; rows are the agents of the first, then of the next."""
+    """Several games of one kind; the agents of each game are consecutive rows."""
 
     def __init__(self, num_envs: int, game: str, **options: Any) -> None:
-        """Takes a multiple of the agents, and a module that has a `parallel_env`."""
+        """Create the games.
+
+        Args:
+            num_envs: number of rows, a multiple of the number of agents.
+            game: name of a module with a function `parallel_env`.
+            options: arguments of `parallel_env`.
+        """
         make = import_module(game).parallel_env
         first = make(**options)
         self.agents = first.possible_agents
@@ -43,7 +49,7 @@ class AgentsEnv(VectorEnv[Any, Any, Any]):
         self._terminated = np.zeros(num_envs, bool)
 
     def rows_of(self, number: int) -> range:
-        """Returns the rows of a game."""
+        """Return the rows of a game."""
         return range(number * len(self.agents), (number + 1) * len(self.agents))
 
     def reset(
@@ -52,7 +58,7 @@ class AgentsEnv(VectorEnv[Any, Any, Any]):
         seed: int | list[int | None] | None = None,
         options: dict[str, Any] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
-        """Resets all games, or those that have a row in `options["reset_mask"]`."""
+        """Reset all games, or those that have a row in `options["reset_mask"]`."""
         mask = (options or {}).get("reset_mask", np.ones(self.num_envs, bool))
         for number in range(len(self.games)):
             rows = self.rows_of(number)
@@ -62,7 +68,7 @@ class AgentsEnv(VectorEnv[Any, Any, Any]):
         return self._observation(), {}
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """Steps all games; those that were over begin anew."""
+        """Step all games; games that were over begin again."""
         each = list(iterate(self.action_space, actions))
         rewards = np.zeros(self.num_envs)
         terminated, truncated = np.zeros((2, self.num_envs), bool)
@@ -93,7 +99,7 @@ class AgentsEnv(VectorEnv[Any, Any, Any]):
         return concatenate(self.single_observation_space, self._seen, empty)
 
     def close_extras(self, **_: Any) -> None:
-        """Closes the games."""
+        """Close the games."""
         for game in self.games:
             game.close()
 

@@ -1,4 +1,4 @@
-"""RLlib: its PPO learns CartPole, here or on servers.
+"""Train CartPole with RLlib's PPO, on this host or on servers.
 
 python examples/rllib_ppo.py [--connect tcp://sim1:5555 tcp://sim2:5555]
 """

@@ -1,4 +1,4 @@
-"""Stable-Baselines3: its PPO learns CartPole, here or on servers.
+"""Train CartPole with Stable-Baselines3's PPO, on this host or on servers.
 
 python examples/sb3_ppo.py [--connect tcp://sim1:5555 tcp://sim2:5555]
 """

@@ -1,4 +1,4 @@
-"""A loss of one's own: Simple Policy Optimization (Xie et al. 2024, arXiv 2401.16025).
+"""A custom loss: Simple Policy Optimization (Xie et al. 2024, arXiv 2401.16025).
 
 ppo train cartpole --set objective=examples/spo.py:loss
 """
@@ -15,7 +15,11 @@ def loss(
     clip_range: tf.Tensor,
     **_: object,
 ) -> tf.Tensor:
-    """Hold the ratio by a parabola, whose peak is where PPO clips, and beyond too."""
+    """Return the loss of a minibatch of N rows; docs/research.md lists the arguments.
+
+    A parabola in the ratio replaces clipping. Its maximum is where PPO clips, so ratios
+    outside the clip range are pulled back.
+    """
     ratio = tf.exp(log_ratio)
     penalty = tf.abs(advantage) / (2.0 * clip_range) * tf.square(ratio - 1.0)
     return -masked_mean(ratio * advantage - penalty, weight)

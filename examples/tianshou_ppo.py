@@ -1,4 +1,4 @@
-"""Tianshou: its PPO learns CartPole, here or on servers.
+"""Train CartPole with Tianshou's PPO, on this host or on servers.
 
 python examples/tianshou_ppo.py [--connect tcp://sim1:5555 tcp://sim2:5555]
 """

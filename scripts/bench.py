@@ -1,10 +1,10 @@
-"""Run a benchmark beside other projects: `python scripts/bench.py step`."""
+"""Run a benchmark, compared with other projects: `python scripts/bench.py step`."""
 
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Within, since the processes of the cases load this file as well.
+    # Not at module level, because the processes of the cases load this file too.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from benchmarks.cli import main
 

@@ -1,12 +1,12 @@
-"""Train the named configs on several seeds, beside published scores.
+"""Train the named configs on several seeds, and compare with published scores.
 
-    python scripts/benchmark_scores.py                       all that is missing: hours
+    python scripts/benchmark_scores.py                       all missing runs: hours
     python scripts/benchmark_scores.py cheetah-1M --seeds 1  one run
     python scripts/benchmark_scores.py --document docs/scores.md
     python scripts/benchmark_scores.py --no-train --document docs/scores.md
 
-Runs that have ended are kept in runs/scores/ and are not run again: remove a folder
-there to have it run with the settings of today.
+Finished runs are kept in runs/scores/ and are not repeated; remove a folder there to
+repeat its run with the current settings.
 """
 
 import sys

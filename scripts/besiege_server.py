@@ -1,11 +1,11 @@
-"""Step envs of a server that strangers connect to, who have no key that it knows.
+"""Step envs of a server while many clients without an authorised key connect to it.
 
     python scripts/besiege_server.py [--seconds 30]                about 2 minutes
 
-Some stay silent, some begin a greeting or a handshake and do not end it, some knock
-with keys of their own; and a worker is killed meanwhile. First the server has all the
-descriptors that there are, then few. Exits with 1 if a goal is missed, or a row is
-wrong or lost. Needs the extra `dev`, for psutil.
+Some send nothing, some begin a greeting or a handshake and do not finish it, and some
+use unknown keys. A worker is killed at the same time. The server first has no limit of
+descriptors, then few. Exits with 1 if a goal is missed, or if a row is wrong or lost.
+Requires the extra `dev` (psutil).
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from tests.envserve.server_process import ServerProcess
 from tests.envserve.strangers import HonestClient, Stranger, honest_client
 
 OPENINGS: Final = ("--allow-kwarg", "length", "--drain-grace", "0", "--workers", "3")
-#: Without and with few descriptors.
+#: Without a limit of descriptors, and with few.
 MAX_CONNECT_SECONDS: Final = (1.0, 3.0)
 MAX_P99_RATIO: Final = 1.5
 MAX_GROWTH_MIB: Final = 64.0
@@ -44,7 +44,7 @@ MAX_ABSENCE_SECONDS: Final = 3.0
 
 
 class Measured(NamedTuple):
-    """What steps and new connections took: quantiles of 0.99, in ms and s; and MiB."""
+    """99th percentiles of steps (ms) and of new connections (s), and memory (MiB)."""
 
     step_ms: float
     connect_seconds: float
@@ -52,7 +52,7 @@ class Measured(NamedTuple):
 
 
 class Knocker:
-    """Connects with a key that nobody knows; refused for good, unless it is new."""
+    """A client with an unknown key, which is new for each client."""
 
     def __init__(self, address: str, server_public: bytes) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -62,12 +62,12 @@ class Knocker:
         self._until = time.monotonic() + 1.0
 
     def is_cut_off(self) -> bool:
-        """Tells whether it has been refused by now."""
+        """Return whether the server has rejected the client by now."""
         return time.monotonic() > self._until
 
 
 def besiege(address: str, public: bytes, counts: tuple[int, int, int, int]) -> None:
-    """Keeps up so many connections of each kind; whoever was cut off comes again."""
+    """Keep some connections of each kind open; replace those that the server closes."""
     raise_file_limit()
     kinds = [kind for kind, count in enumerate(counts) for _ in range(count)]
     peers: list[Stranger | Knocker | None] = [None] * len(kinds)
@@ -94,7 +94,7 @@ def besiege(address: str, public: bytes, counts: tuple[int, int, int, int]) -> N
 def strangers(
     server: ServerProcess, counts: tuple[int, int, int, int], cores: Cores
 ) -> Iterator[None]:
-    """Has a process of its own besiege the server."""
+    """Besiege the server from a separate process."""
     keys = KeyFolder().key("server")
     assert keys is not None
     spawn = multiprocessing.get_context("spawn")
@@ -102,16 +102,16 @@ def strangers(
     with cores.of("attacker"):
         process.start()
     try:
-        time.sleep(5.0)  # it starts, and all of them connect
+        time.sleep(5.0)  # time to start, and to connect all
         yield
-        assert process.is_alive(), "expected strangers; they have ended"
+        assert process.is_alive(), "expected a running attacker; its process has ended"
     finally:
         process.kill()
         process.join()
 
 
 def measure(server: ServerProcess, client: HonestClient, seconds: float) -> Measured:
-    """Returns what steps and new connections take for so long."""
+    """Measure steps and new connections for some seconds."""
     first, until = len(client.seconds), time.monotonic() + seconds
     connections, most_bytes = [], 0
     while (started := time.monotonic()) < until:
@@ -134,7 +134,7 @@ def measure(server: ServerProcess, client: HonestClient, seconds: float) -> Meas
 
 
 def kill_a_worker(server: ServerProcess) -> float:
-    """Kills the worker of a lease; returns the seconds until its env steps again."""
+    """Kill the worker of a lease; return the seconds until its env steps again."""
     others = set(server.worker_pids)
     with contextlib.closing(attach_lane(server, "CartPole-v1", 1)) as lane:
         (pid,) = set(server.worker_pids) - others
@@ -151,7 +151,7 @@ def kill_a_worker(server: ServerProcess) -> float:
 def run(
     seconds: float, counts: tuple[int, int, int, int], descriptors: int, cores: Cores
 ) -> tuple[Measured, Measured, float]:
-    """Returns what was measured before and meanwhile, and a worker's absence in s."""
+    """Return measurements before and during a siege, and a worker's absence in s."""
     limit = ("sh", "-c", f'ulimit -n {descriptors} && exec "$@"', "sh")
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -166,21 +166,25 @@ def run(
         with strangers(server, counts, cores):
             absence = kill_a_worker(server)
             meanwhile = measure(server, client, seconds)
-        print(server.log.count("all connections are closed"), "times all were cut off")
+        print(server.log.count("all connections are closed"), "times all were closed")
     return before, meanwhile, absence
 
 
 def main(
-    seconds: Annotated[float, typer.Option(help="Of each of the two sieges.")] = 30.0,
+    seconds: Annotated[
+        float, typer.Option(help="Duration of each of the two sieges.")
+    ] = 30.0,
     silent: int = 500,
-    greeters: Annotated[int, typer.Option(help="Begin a greeting.")] = 100,
-    dawdlers: Annotated[int, typer.Option(help="Begin a handshake with keys.")] = 500,
-    knockers: Annotated[int, typer.Option(help="Have keys that nobody knows.")] = 100,
+    greeters: Annotated[int, typer.Option(help="Clients that begin a greeting.")] = 100,
+    dawdlers: Annotated[
+        int, typer.Option(help="Clients that begin a handshake.")
+    ] = 500,
+    knockers: Annotated[int, typer.Option(help="Clients with unknown keys.")] = 100,
     descriptors: Annotated[
-        int, typer.Option(help="That the server has, the second time.")
+        int, typer.Option(help="Descriptors of the server in the second siege.")
     ] = 400,
 ) -> None:
-    """Besieges a server."""
+    """Besiege a server."""
     raise_file_limit()
     cores, goals = Cores(), Goals()
     print(cores, flush=True)
@@ -189,14 +193,14 @@ def main(
         before, meanwhile, absence = run(seconds, counts, count, cores)
         name = f"{count} descriptors: " if count else ""
         ratio = meanwhile.step_ms / before.step_ms
-        goals.at_most(f"{name}step p99, against before", ratio, MAX_P99_RATIO)
+        goals.at_most(f"{name}step p99, relative to before", ratio, MAX_P99_RATIO)
         goals.at_most(
             f"{name}connect with an env, p99 (s)",
             meanwhile.connect_seconds,
             MAX_CONNECT_SECONDS[count > 0],
         )
         growth = meanwhile.mib - before.mib
-        goals.at_most(f"{name}memory of the server (MiB more)", growth, MAX_GROWTH_MIB)
+        goals.at_most(f"{name}growth of the server (MiB)", growth, MAX_GROWTH_MIB)
         goals.at_most(
             f"{name}a killed worker is replaced (s)", absence, MAX_ABSENCE_SECONDS
         )

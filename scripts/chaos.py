@@ -1,4 +1,4 @@
-"""Make things fail under the oracle's eyes: `scripts/chaos.py kill --scale 0.01`."""
+"""Inject faults and verify every row: `scripts/chaos.py kill --scale 0.01`."""
 
 import sys
 from pathlib import Path

@@ -1,11 +1,11 @@
-"""Rehearse docker-compose.yml: its very commands, on hosts of our own network.
+"""Test docker-compose.yml without Docker: run its commands in network namespaces.
 
     python scripts/cluster.py --servers 4
 
-Every container is a network namespace with a name, as the file has it, and every
-command a process in there. It trains, watches the page and the metrics, kills one
-server with its host, and brings it back. Exits with 1 if anything does not go on. For
-Linux; needs root and iproute2.
+Each container is a network namespace with the container's name, and its command is a
+process in it. The script trains, checks the page and the metrics, kills a server with
+its host, and brings it back. Exits with 1 if anything does not continue. Linux only;
+requires root and iproute2.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ print(urllib.request.urlopen(sys.argv[1], timeout=5).read().decode())
 
 
 class Cluster:
-    """The services of the file, each on a host of its own; `sim` on several.
+    """The services of the file, each on a separate host, and `sim` on several.
 
     Attributes:
-      servers: Names of the hosts that are `sim`.
-      processes: What runs, by host.
+      servers: Names of the hosts that run `sim`.
+      processes: Running processes by host.
     """
 
     def __init__(self, num_servers: int, folder: Path) -> None:
@@ -58,19 +58,19 @@ class Cluster:
         self.hosts = Hosts([*self.servers, *others], aliases)
 
     def command(self, host: str, words: list[str]) -> list[str]:
-        """Returns the words with the folder in the place of the volumes."""
+        """Return a command line for a host, with the folder instead of the volumes."""
         program, *rest = words
         placed = [word.replace("/keys", f"{self.folder}/keys") for word in rest]
         return self.hosts.command(host, str(BIN / program), *placed)
 
     def environment(self, service: str) -> dict[str, str]:
-        """Returns a service's, likewise."""
+        """Return the environment of a service, with the folder for the volumes."""
         given = self.services[service].get("environment", {})
         home = given.get("ENVSERVE_HOME", "/nowhere")
         return os.environ | {"ENVSERVE_HOME": f"{self.folder}{home}"}
 
     def start(self, service: str, host: str = "", *more: str) -> None:
-        """Begins the service's command; its output goes to a file."""
+        """Start the command of a service; its output goes to a file."""
         host = host or service
         program = "ppo" if service == "trainer" else "envserve"
         words = [program, *self.services[service]["command"], *more]
@@ -85,20 +85,20 @@ class Cluster:
             )
 
     def run(self, service: str, host: str, words: list[str]) -> str:
-        """Returns what a command prints there; "" if it failed."""
+        """Return the output of a command on a host, or "" if it failed."""
         command, env = self.command(host, words), self.environment(service)
         done = subprocess.run(command, env=env, capture_output=True, text=True)
         return done.stdout if done.returncode == 0 else ""
 
     def fetch(self, host: str, url: str) -> str:
-        """Returns what a web server tells that host; "" if it does not."""
+        """Return the contents of a URL, requested from a host, or "" if this failed."""
         return self.run("sim", host, ["python", "-c", FETCH, url])
 
     def log(self, host: str) -> str:
         return (self.folder / f"{host}.log").read_text()
 
     def kill_host(self, host: str) -> None:
-        """Nobody says goodbye, and nobody answers."""
+        """Kill the process of a host, which sends nothing before it ends."""
         process = self.processes.pop(host)
         process.kill()
         process.wait()
@@ -111,11 +111,15 @@ class Cluster:
 
 
 def wait_for(what: str, is_so: Callable[[], Any], seconds: float = 180) -> Any:
-    """Returns what is found, once it is so; says how long that took."""
+    """Wait for a condition; print the seconds, and return its value.
+
+    Raises:
+      TimeoutError: The condition did not become true in time.
+    """
     begin = time.monotonic()
     while not (found := is_so()):
         if time.monotonic() > begin + seconds:
-            raise TimeoutError(f"expected {what} within {seconds:g} s; it is not so")
+            raise TimeoutError(f"expected within {seconds:g} s: {what}")
         time.sleep(0.1)
     print(f"{time.monotonic() - begin:5.1f} s  {what}", flush=True)
     return found
@@ -123,7 +127,7 @@ def wait_for(what: str, is_so: Callable[[], Any], seconds: float = 180) -> Any:
 
 @contextmanager
 def telling(folder: Path) -> Iterator[None]:
-    """Ends with 1, and the ends of all logs, if something does not go on."""
+    """If something fails, print the ends of all logs and exit with 1."""
     try:
         yield
     except (TimeoutError, ChildProcessError) as error:
@@ -134,7 +138,7 @@ def telling(folder: Path) -> Iterator[None]:
 
 
 def health_command() -> list[str]:
-    """Returns what the image asks itself."""
+    """Return the command of the image's health check."""
     (words,) = set(
         re.findall(r"^ +CMD (\[.*\])$", (ROOT / "Dockerfile").read_text(), re.M)
     )
@@ -145,7 +149,7 @@ def health_command() -> list[str]:
 def rows_of(run: Path) -> list[dict[str, Any]]:
     metrics = run / "metrics.jsonl"
     text = metrics.read_text() if metrics.exists() else ""
-    whole, _, _ = text.rpartition("\n")  # the last line may be under way
+    whole, _, _ = text.rpartition("\n")  # the last line may be incomplete
     return [json.loads(line) for line in whole.splitlines()]
 
 
@@ -171,7 +175,7 @@ def rehearse(cluster: Cluster) -> None:
         return len(rows_of(run)) >= num_rows
 
     def has_moved(before: int) -> bool:
-        """Whether rows were lost since then, and all are there now."""
+        """Return whether rows were lost since then, and all are valid now."""
         fractions = [row["valid_fraction"] for row in rows_of(run)[before:]]
         return min(fractions, default=1.0) < 1.0 == fractions[-1]
 
@@ -186,16 +190,16 @@ def rehearse(cluster: Cluster) -> None:
         return name in cluster.fetch("prometheus", f"http://{host}:{port}/metrics")
 
     wait_for("the trainer trains", lambda: trains_on(3))
-    wait_for("the page is shown", is_watched)
+    wait_for("the page works", is_watched)
     for host in cluster.servers:
         wait_for(f"{host} has metrics", partial(is_measured, host, "envserve_"))
     wait_for("the trainer has metrics", lambda: is_measured("trainer", "ppo_"))
     before = len(rows_of(run))
     cluster.kill_host(lost)
-    wait_for(f"training goes on without {lost}", lambda: trains_on(before + 3))
-    wait_for("its rows are on another server", lambda: has_moved(before))
-    wait_for("so does the page", is_watched)
-    wait_for("so do metrics", lambda: is_measured(cluster.servers[0], "envserve_"))
+    wait_for(f"training continues without {lost}", lambda: trains_on(before + 3))
+    wait_for("its rows have moved to another server", lambda: has_moved(before))
+    wait_for("the page still works", is_watched)
+    wait_for("metrics still work", lambda: is_measured(cluster.servers[0], "envserve_"))
     cluster.start("sim", lost)
     wait_for(f"{lost} is healthy again", partial(is_healthy, lost))
     trainer = cluster.processes.pop("trainer")
@@ -208,9 +212,11 @@ def rehearse(cluster: Cluster) -> None:
 
 
 def main(
-    servers: Annotated[int, typer.Option(min=2, help="Hosts that are `sim`.")] = 4,
+    servers: Annotated[
+        int, typer.Option(min=2, help="Number of hosts that run `sim`.")
+    ] = 4,
 ) -> None:
-    """Rehearse docker-compose.yml in network namespaces."""
+    """Test docker-compose.yml in network namespaces."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         cluster = Cluster(servers, folder)

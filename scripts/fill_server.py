@@ -1,11 +1,12 @@
-"""Have a client with a key end or fill a server, and see who is left.
+"""Try to end a server, or to fill its memory, as a client with a key.
 
     python scripts/fill_server.py [--seconds 10]                       about a minute
 
-It announces routing ids that the server would give next, did it begin where others do;
-sends large messages by four connections of one id; and one that does not end. An honest
-client steps beside it. Exits with 1 if the server ends, or keeps the memory, or a step
-takes too long, or a row is wrong or lost. On Linux only.
+The client announces the routing ids that the server would assign next if it counted
+from libzmq's usual start. Then it sends large messages over four connections with the
+same id, and then a message that never ends. An honest client steps at the same time.
+Exits with 1 if the server ends or does not release the memory, if a step takes too
+long, or if a row is wrong or lost. Linux only.
 """
 
 import contextlib
@@ -39,21 +40,21 @@ MAX_GROWTH_MIB: Final = 300.0
 MAX_STEP_MS: Final = 500.0
 SETTLE_SECONDS: Final = 3.0
 _MIB: Final = bytes(1 << 20)
-#: As many frames as no client that ends them could keep in memory by then.
+#: More frames than fit in memory, so the message never ends.
 _ENDLESS: Final = 20_000
 _AT_ONCE: Final = 250
 _NEWCOMERS: Final = 20
 
 
 def keys_of(home: Path, address: str) -> CurveKeys:
-    """Returns what the client has whose folder that is."""
+    """Return the keys that the client with this folder uses for an address."""
     keys = KeyFolder(home).keys_for(address)
     assert keys is not None
     return keys
 
 
 def let_in(home: Path, address: str) -> CurveKeys:
-    """Makes a client in that folder whom the server knows; returns what it has."""
+    """Create a client in a folder, and authorise it; return its keys."""
     public, _ = keys_of(KeyFolder().path, address)
     KeyFolder(home).add_pin([address], public, home.name)
     keys = keys_of(home, address)
@@ -63,7 +64,7 @@ def let_in(home: Path, address: str) -> CurveKeys:
 
 
 def send_as_one(address: str, home: Path) -> None:
-    """Sends without end: of all but the first nothing is read."""
+    """Send without end over four connections; the server reads only the first."""
     with zmq.Context() as context:
         peers = [context.socket(zmq.DEALER) for _ in range(4)]
         for peer in peers:
@@ -79,17 +80,17 @@ def send_as_one(address: str, home: Path) -> None:
 
 
 def send_endless(address: str, home: Path) -> None:
-    """Sends a message of frames that will not have ended when this is killed."""
+    """Send a message that does not end before this process is killed."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         use_keys(peer, *keys_of(home, address))
         peer.connect(address)
-        while True:  # whose rest is thrown away once it is cut off
+        while True:  # ZeroMQ discards the rest when the server closes the connection
             peer.send_multipart([_MIB] * _ENDLESS, copy=False)
             peer.poll(1000)
 
 
 def announce(address: str, keys: CurveKeys, count: int) -> int:
-    """Announces so many routing ids; returns how many were shut out."""
+    """Announce some routing ids; return how many new clients were rejected."""
     foreseen, num_shut_out = foreseen_ids(count), 0
     for start in range(0, count, _AT_ONCE):
         with contextlib.ExitStack() as stack:
@@ -97,7 +98,7 @@ def announce(address: str, keys: CurveKeys, count: int) -> int:
             for routing_id in (*ids, *[b""] * _NEWCOMERS):
                 peer = KeyedStranger(address, *keys, HELLO, routing_id)
                 num_shut_out += not stack.enter_context(peer).gets_in()
-        zmq.Context.instance().term()  # until all are closed: there is room for few
+        zmq.Context.instance().term()  # wait until all are closed; few fit at once
     return num_shut_out
 
 
@@ -108,9 +109,9 @@ def fill(
     seconds: float,
     cores: Cores,
 ) -> tuple[float, float]:
-    """Has a process send; returns how many MiB the server has, at most and after.
+    """Let a process send; return the server's memory in MiB, at most and afterwards.
 
-    After is when it has said no more for a while, and has not hung up.
+    Afterwards, the process has sent nothing for a while, but is still connected.
     """
     spawn = multiprocessing.get_context("spawn")
     process = spawn.Process(target=send, args=(server.address, home))
@@ -121,7 +122,7 @@ def fill(
         while time.monotonic() < until:
             most = max(most, server.resident_bytes)
             time.sleep(0.02)
-        assert process.is_alive(), "expected it to go on; it has ended"
+        assert process.is_alive(), "expected a running attacker; its process has ended"
         os.kill(process.pid or 0, signal.SIGSTOP)
         time.sleep(SETTLE_SECONDS)
         after = server.resident_bytes
@@ -132,10 +133,14 @@ def fill(
 
 
 def main(
-    seconds: Annotated[float, typer.Option(help="Of each filling.")] = 10.0,
-    announced: Annotated[int, typer.Option(help="Routing ids.")] = 10_000,
+    seconds: Annotated[
+        float, typer.Option(help="Duration of each attack on the memory.")
+    ] = 10.0,
+    announced: Annotated[
+        int, typer.Option(help="Number of routing ids to announce.")
+    ] = 10_000,
 ) -> None:
-    """Fills a server."""
+    """Attack a server."""
     raise_file_limit()
     cores, goals = Cores(), Goals()
     print(cores, flush=True)
@@ -149,22 +154,23 @@ def main(
             before = server.resident_bytes / 2**20
             keys = let_in(folder / "announces", server.address)
             num_shut_out = announce(server.address, keys, announced)
-        goals.at_most(f"of {announced:,} who announce, shut out", num_shut_out, 0)
+        goals.at_most(f"{announced:,} routing ids: rejected clients", num_shut_out, 0)
         longest = 1e3 * max(client.seconds)
-        goals.at_most("announced: longest step beside them (ms)", longest, MAX_STEP_MS)
+        goals.at_most("routing ids: longest honest step (ms)", longest, MAX_STEP_MS)
         for name, send in (("one-id", send_as_one), ("endless", send_endless)):
-            let_in(home := folder / name, server.address)  # the one before is shut out
+            # A new client, because the one before is blocked.
+            let_in(home := folder / name, server.address)
             num_closed = server.log.count("connections are closed")
             with honest_client(server) as client:
                 most, after = fill(server, send, home, seconds, cores)
             num_closed = server.log.count("connections are closed") - num_closed
             steps, longest = len(client.seconds), 1e3 * max(client.seconds)
-            print(f"{name}: {num_closed} times cut off, {steps:,} right steps beside")
-            goals.at_least(f"{name}: MiB more, at most", most - before, 100)
+            print(f"{name}: {num_closed} times closed, {steps:,} correct honest steps")
+            goals.at_least(f"{name}: largest growth (MiB)", most - before, 100)
             goals.at_most(
-                f"{name}: MiB more in the end", after - before, MAX_GROWTH_MIB
+                f"{name}: growth at the end (MiB)", after - before, MAX_GROWTH_MIB
             )
-            goals.at_most(f"{name}: longest step beside it (ms)", longest, MAX_STEP_MS)
+            goals.at_most(f"{name}: longest honest step (ms)", longest, MAX_STEP_MS)
         has_ended = server.process.poll() is not None or not server.welcome().num_names
         goals.at_most("servers that have ended", has_ended, 0)
     sys.exit(goals.report())

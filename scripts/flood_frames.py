@@ -1,11 +1,12 @@
-"""Send a server what nobody should send, beside an honest client that checks each row.
+"""Send malformed and foreign messages to a server, while an honest client checks rows.
 
     python scripts/flood_frames.py [--messages 1000000]            about 4 minutes
 
-First bad messages, some of a lease's own among them, peers that choose their routing
-ids, and connections that break off; then messages with all numbers of the honest
-client, under another key. Then keys that the server has are looked for where they must
-not be. Exits with 1 if a goal is missed, or a row is wrong or lost. Linux only.
+First come malformed messages, among them changed messages of the attacker's lease,
+peers that choose their routing ids, and connections that break; then messages with the
+numbers of the honest client's lease, but from another key. Finally the script searches
+the server's keys in all places where they must not be. Exits with 1 if a goal is
+missed, or if a row is wrong or lost. Linux only.
 """
 
 import contextlib
@@ -56,19 +57,19 @@ MAX_GROWTH_MIB: Final = 32.0
 MAX_MORE_DESCRIPTORS: Final = 8
 _OPENINGS: Final = ("--allow-kwarg", "length", "--allow-kwarg", "fault:any")
 _WARM_UP: Final = 20_000
-#: So often there is a step of the attacker's own env, and another connection.
+#: Messages between steps of the attacker's env, and between new connections.
 _STEP_EVERY, _PEER_EVERY = 32, 1000
-#: How long an answer may take that is not lost.
+#: Seconds after which an answer counts as lost.
 _STEP_SECONDS: Final = 2.0
 _STRANGERS: Final = 50
-#: Answers that may be under way: more than twice as many would be dropped.
+#: Unread answers; the server drops answers at more than twice this number.
 _MAX_UNREAD: Final = 24
 _SETTLE_SECONDS: Final = 10.0
 _PLANTED: Final = "planted-3f1c0a7be94d"
 
 
 class Peer(Attacker):
-    """Counts what comes back by type, and steps an env of its own now and then."""
+    """An attacker that counts answers by type, and steps an env from time to time."""
 
     def __init__(self, address: str, session: int) -> None:
         super().__init__(address)
@@ -81,7 +82,7 @@ class Peer(Attacker):
         self._renew()
 
     def _renew(self) -> None:
-        """Makes the next operation of the lease, and has it be changed like others."""
+        """Create the next operation of the lease, which is also mutated."""
         self._seq += 1
         kind, body = MessageType.STEP, bytes(8)
         if self._seq == 1:
@@ -98,9 +99,9 @@ class Peer(Attacker):
         self.valid[2] = encode(self._own)
 
     def step(self) -> None:
-        """Has its env step, after which all that was sent before is handled.
+        """Step the env, so that the server has handled all earlier messages.
 
-        What was changed by chance may have ended the lease: then there is another.
+        A mutated message may have ended the lease; then attach again.
         """
         seq = self._seq
         until = time.monotonic() + _STEP_SECONDS
@@ -114,7 +115,7 @@ class Peer(Attacker):
             self._renew()
 
     def read(self) -> None:
-        """Reads what has come."""
+        """Read all answers that have arrived."""
         while self._socket.poll(0):
             answer = decode(self._socket.recv_multipart())
             self.answers[answer.type] += 1
@@ -125,7 +126,7 @@ class Peer(Attacker):
 
 
 def send_bad(address: str, count: int, seed: int) -> Counter[int]:
-    """Sends bad messages; returns how many answers of which type there were."""
+    """Send malformed messages; return the number of answers by type."""
     random = np.random.default_rng(seed)
     session = int(random.integers(1, 1 << 62))
     with contextlib.closing(Peer(address, session)) as peer:
@@ -153,7 +154,7 @@ def send_bad(address: str, count: int, seed: int) -> Counter[int]:
 
 
 def announce(address: str, routing_id: bytes) -> None:
-    """Says HELLO as a peer that has chosen its routing id, and goes."""
+    """Send HELLO as a peer that has chosen its routing id, and disconnect."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.ROUTING_ID, routing_id)
         dealer.setsockopt(zmq.LINGER, 0)
@@ -167,10 +168,10 @@ def announce(address: str, routing_id: bytes) -> None:
 def send_as_another(
     address: str, count: int, numbers: tuple[int, int], attach: bytes
 ) -> tuple[int, list[Any], list[Any]]:
-    """Uses the numbers of another key's lease, and by turns a session nobody has.
+    """Use the numbers of another key's lease and of an unknown session, in turns.
 
     Returns:
-      How many answers there were, and all kinds of them for either session.
+      The number of answers, and the kinds of answers for each of the two sessions.
     """
 
     @functools.cache
@@ -224,7 +225,7 @@ def send_as_another(
 
 
 def as_attacker(home: Path, cores: Cores, what: Callable[..., Any], *given: Any) -> Any:
-    """Runs something in a process of its own, with keys of its own."""
+    """Run a function in a separate process with the attacker's keys."""
     spawn = multiprocessing.get_context("spawn")
     with (
         cores.of("attacker"),
@@ -235,7 +236,7 @@ def as_attacker(home: Path, cores: Cores, what: Callable[..., Any], *given: Any)
 
 
 def planted_secrets(folder: KeyFolder) -> dict[str, bytes]:
-    """Returns what must not be found anywhere, by name."""
+    """Return the secrets that must not be found anywhere, by name."""
     secrets = {"variable of the environment": _PLANTED.encode()}
     pairs = {"server": folder.key("server"), "client": folder.key("client")}
     for name, pair in pairs.items():
@@ -248,18 +249,18 @@ def planted_secrets(folder: KeyFolder) -> dict[str, bytes]:
 
 
 def memory_of(pid: int) -> Iterator[bytes]:
-    """Returns what a core file of a process would hold."""
+    """Yield the memory that a core file of a process would contain."""
     with open(f"/proc/{pid}/mem", "rb", 0) as memory:
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             found = re.match(r"([0-9a-f]+)-([0-9a-f]+) r", line)
             if found and not line.endswith(("[vvar]", "[vsyscall]", "[vvar_vclock]")):
                 start, stop = (int(number, 16) for number in found.groups())
-                with contextlib.suppress(OSError):  # a page that is not there
+                with contextlib.suppress(OSError):  # an unmapped page
                     yield os.pread(memory.fileno(), stop - start, start)
 
 
 def places_of(server: ServerProcess, folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Returns all that others can get at: argv, workers, log, crash and core files."""
+    """Yield all that others can read: argv, workers' memory, log, crash files."""
     pid, *started = with_descendants(server.process.pid)
     yield "argv of the server", Path(f"/proc/{pid}/cmdline").read_bytes()
     for pid in started:
@@ -272,7 +273,7 @@ def places_of(server: ServerProcess, folder: Path) -> Iterator[tuple[str, bytes]
 
 
 def look_for_secrets(server: ServerProcess, folder: Path, goals: Goals) -> None:
-    """Looks through all that there is, and at what is left of a server that crashed."""
+    """Search secrets in all readable places; check that a crash leaves no core."""
     secrets = planted_secrets(KeyFolder())
     crashing = attach_lane(server, FAULTY, 1, env_kwargs={"fault": "raise"})
     with contextlib.closing(crashing) as lane:
@@ -282,7 +283,7 @@ def look_for_secrets(server: ServerProcess, folder: Path, goals: Goals) -> None:
         assert crashes, "expected a crash file"
         places = list(places_of(server, folder))
     size = sum(len(data) for _, data in places) / 2**20
-    print(f"{len(places)} places of {size:.0f} MiB are searched, {crashes[0].name} too")
+    print(f"{len(places)} places ({size:.0f} MiB) searched, with {crashes[0].name}")
     found = [
         f"{name} in {place}"
         for place, data in places
@@ -299,7 +300,7 @@ def look_for_secrets(server: ServerProcess, folder: Path, goals: Goals) -> None:
 
 
 def vitals(server: ServerProcess) -> tuple[float, int]:
-    """Returns MiB and descriptors of a server."""
+    """Return the memory in MiB and the number of descriptors of a server."""
     found = vitals_of(server.process.pid)
     assert found is not None
     return found.resident_bytes / 2**20, found.num_files
@@ -308,7 +309,7 @@ def vitals(server: ServerProcess) -> tuple[float, int]:
 def flood(
     server: ServerProcess, mallory: Path, messages: int, cores: Cores, goals: Goals
 ) -> None:
-    """Sends all, and notes what became of the server."""
+    """Send all messages, and record the effects on the server."""
     address = server.address
     with honest_client(server) as client:
         as_attacker(mallory, cores, send_bad, address, _WARM_UP, 0)
@@ -331,26 +332,30 @@ def flood(
         mib_after, descriptors_after = vitals(server)
     total = answers.total()
     print(
-        f"{2 * messages:,} messages in {seconds:.0f} s; answers to bad ones {total:,}, "
-        f"to those of another key {count:,}; honest steps {len(steps):,}, each right"
+        f"{2 * messages:,} messages in {seconds:.0f} s; {total:,} answers to malformed "
+        f"ones, {count:,} to those of another key; {len(steps):,} correct honest steps"
     )
     goals.at_least(
         "RESULTs among answers (%)", 100 * answers[MessageType.RESULT] / total, 3
     )
     goals.at_least("messages of another key answered (%)", 100 * count / messages, 90)
     goals.at_most(
-        "answers unlike an unknown session's", len(set(known) ^ set(unknown)), 0
+        "answers that differ from an unknown session's",
+        len(set(known) ^ set(unknown)),
+        0,
     )
-    goals.at_most("memory of the server (MiB more)", mib_after - mib, MAX_GROWTH_MIB)
+    goals.at_most("growth of the server (MiB)", mib_after - mib, MAX_GROWTH_MIB)
     more = descriptors_after - descriptors
-    goals.at_most("descriptors of the server more", more, MAX_MORE_DESCRIPTORS)
+    goals.at_most("additional descriptors", more, MAX_MORE_DESCRIPTORS)
     goals.at_most("honest client's longest step (ms)", 1e3 * max(steps), 500)
 
 
 def main(
-    messages: Annotated[int, typer.Option(help="Of each of the two kinds.")] = 10**6,
+    messages: Annotated[
+        int, typer.Option(help="Messages of each of the two kinds.")
+    ] = 10**6,
 ) -> None:
-    """Floods a server."""
+    """Flood a server."""
     cores, goals = Cores(), Goals()
     print(cores, flush=True)
     limits = ("sh", "-c", 'ulimit -c unlimited && exec "$@"', "sh")

@@ -1,11 +1,11 @@
-"""Flood a server with one key, and see what is left to a client with another.
+"""Flood a server as one user, and measure what another user gets.
 
     python scripts/flood_servers.py                                    about 4 minutes
     python scripts/flood_servers.py --kinds ping attach --connections 1 20
 
-The honest client steps 8 CartPole envs. It does so alone; beside the flood of another
-server, which takes the same CPU, but nothing of its own server; and beside the flood of
-its own. The ratio is that of the last two. Exits with 1 if a goal is missed.
+The honest client steps 8 CartPole envs: alone; while another server is flooded, which
+uses the same CPUs but no time of the client's server; and while its own server is
+flooded. The goal is the ratio of the last two. Exits with 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _KINDS = (*_BODIES, "bytes", *_ATTACH_LOOPS)
 
 
 class _Peer:
-    """A DEALER that floods."""
+    """A client that floods a server over one DEALER socket."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         secret = formats.decode(formats.SECRET, os.environ["FLOOD_KEY"])
@@ -108,7 +108,7 @@ class _Peer:
         )
 
     def ask(self, kind: MessageType, body: bytes = b"") -> Message:
-        """Says something until it is answered: who floods is not always heard."""
+        """Repeat a request until it is answered; floods lose some messages."""
         while True:
             self._socket.send_multipart(self._pack(kind, body))
             with contextlib.suppress(zmq.Again):
@@ -118,7 +118,7 @@ class _Peer:
                         return answer
 
     def attach(self, env_name: str, num_envs: int) -> bool:
-        """Asks for envs as a new session; tells whether it has got them."""
+        """Request envs in a new session; return whether they were granted."""
         self._session += 1
         body = Attach(env_name=env_name, num_envs=num_envs, seed=1).encode()
         answer = self.ask(MessageType.ATTACH, body)
@@ -126,7 +126,7 @@ class _Peer:
         return answer.type is MessageType.GRANTED
 
     def send_many(self, kind: str) -> None:
-        """Sends what fits, and reads what has come."""
+        """Send as many messages as possible, and read all answers."""
         with contextlib.suppress(zmq.Again):
             for _ in range(32):
                 frames: Sequence[Buffer] = (
@@ -139,7 +139,7 @@ class _Peer:
 
 
 def _flood(kind: str, address: str, num_connections: int) -> None:
-    """Floods a server until it is killed."""
+    """Flood a server until this process is killed."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     peers = [_Peer(context, address) for _ in range(num_connections)]
     if kind in ("reset", "call"):
@@ -164,13 +164,13 @@ def _flooder(kind: str, address: str, count: int, key: str) -> Iterator[None]:
             assert process.stdout is not None
             assert process.stdout.readline().strip() == _GOING, "expected a flood"
             yield
-            assert process.poll() is None, "expected the flood to go on; it has ended"
+            assert process.poll() is None, "expected a running flood; it has ended"
         finally:
             process.kill()
 
 
 def _measure(batch: BatchEnv, seconds: float) -> tuple[float, float]:
-    """Returns steps per second, and the longest step in seconds."""
+    """Return steps per second, and the longest step in seconds."""
     actions = np.zeros(_NUM_ENVS, np.int64)
     count, longest, before = 0, 0.0, time.perf_counter()
     end = before + seconds
@@ -191,7 +191,7 @@ def _compare(
     cores: Cores,
     goals: Goals,
 ) -> None:
-    """Measures alone, and beside a flood of the other server, and of the own one."""
+    """Measure alone, during a flood of the other server, and of the client's server."""
     own, other = addresses
     kind, num_connections = flood
     runs: dict[str, list[tuple[float, float]]] = {own: [], other: []}
@@ -206,10 +206,10 @@ def _compare(
         statistics.median(rate for rate, _ in runs[where]) for where in (other, own)
     )
     print(
-        f"{kind} x{num_connections}: {alone:.0f} steps/s alone, {control:.0f} beside a "
+        f"{kind} x{num_connections}: {alone:.0f} steps/s alone, {control:.0f} during a "
         f"flood of another server (longest step "
         f"{1e3 * max(longest for _, longest in runs[other]):.0f} ms), {flooded:.0f} "
-        f"beside one of its own"
+        f"during a flood of its server"
     )
     name = f"{kind}, {num_connections} connections: "
     goals.at_least(f"{name}ratio of steps/s", flooded / control, _MIN_RATIO)
@@ -218,13 +218,15 @@ def _compare(
 
 
 def main() -> int:
-    """Prints a table of goals; returns the exit code."""
+    """Print a table of goals; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--flood", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--kinds", nargs="+", default=_KINDS, choices=_KINDS)
     parser.add_argument("--connections", nargs="+", type=int, default=(1, 20))
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=1.5, help="of a measurement")
+    parser.add_argument(
+        "--seconds", type=float, default=1.5, help="of each measurement"
+    )
     given = parser.parse_args()
     if given.flood:
         kind, address, num_connections = given.flood
@@ -238,7 +240,7 @@ def main() -> int:
         folder.ensure_key("client")
         folder.ensure_key("server")
         floods = list(itertools.product(given.kinds, given.connections))
-        # Each flood has one of its own: who was shut out is so for a minute.
+        # Each flood has its own key, because a blocked user stays blocked for a minute.
         pairs = [KeyPair.generate() for _ in range(2 * given.rounds * len(floods))]
         for number, pair in enumerate(pairs):
             grant = Grant(name=f"mallory-{number}", public=pair.public)

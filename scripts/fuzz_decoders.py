@@ -1,12 +1,12 @@
-"""Feed every decoder with bytes that nobody should send.
+"""Feed every decoder with malformed messages.
 
     python scripts/fuzz_decoders.py                       1 million bodies
     python scripts/fuzz_decoders.py --bodies 10000000     10 million
-    python scripts/fuzz_decoders.py --seed 7              other ones
+    python scripts/fuzz_decoders.py --seed 7              other bodies
     python scripts/fuzz_decoders.py --guided 300          each decoder for 5 minutes
 
-The last needs Atheris, which goes by what bytes reach in the code, not by chance. Ends
-with an error at the first body that is neither read nor refused.
+`--guided` needs Atheris, which chooses bytes by the code that they reach instead of at
+random. The script fails at the first body that is neither decoded nor rejected.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def fuzz_guided(atheris: Any, name: str, target: Any, seconds: int) -> None:
-    """Has Atheris look for bytes at which a decoder fails, in a process of its own."""
+    """Let Atheris search bytes at which a decoder fails, in a separate process."""
     pid = os.fork()
     if not pid:
         with tempfile.TemporaryDirectory() as corpus:
@@ -35,13 +35,15 @@ def fuzz_guided(atheris: Any, name: str, target: Any, seconds: int) -> None:
             atheris.Fuzz()
     _, status = os.waitpid(pid, 0)
     if status:
-        sys.exit(f"{name}: Atheris has found something")
-    print(f"{name:20} clean for {seconds} s", flush=True)
+        sys.exit(f"{name}: Atheris has found a failure")
+    print(f"{name:20} no failure in {seconds} s", flush=True)
 
 
 def main(
-    bodies: Annotated[int, typer.Option(help="How many, over all decoders.")] = 10**6,
-    seed: Annotated[int, typer.Option(help="Of the changes to valid bodies.")] = 0,
+    bodies: Annotated[
+        int, typer.Option(help="Number of bodies, over all decoders.")
+    ] = 10**6,
+    seed: Annotated[int, typer.Option(help="Seed of the changes to valid bodies.")] = 0,
     guided: Annotated[int, typer.Option(help="Seconds of Atheris per decoder.")] = 0,
 ) -> None:
     logging.disable(logging.CRITICAL)
@@ -68,7 +70,7 @@ def main(
             f"{name:20} {target.num_rejected:9,} rejected; slowest "
             f"{1e3 * seconds:6.3f} ms, {len(data)} bytes"
         )
-    print(f"{bodies:,} bodies; memory at most {grown / 1024:.1f} MiB more")
+    print(f"{bodies:,} bodies; memory grew by at most {grown / 1024:.1f} MiB")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
-"""Run Gymnasium's own tests of vector envs over ours.
+"""Run Gymnasium's tests of vector envs on envserve's vector env.
 
     python scripts/gymnasium_tests.py --source DIR [ARGUMENTS of pytest]
 
-DIR is a checkout of the installed release. Of tests/vector those count that use
-`AsyncVectorEnv`, in whose place ours stands; in tests/wrappers/vector ours stands for
-`SyncVectorEnv` as well. What may fail stands in gymnasium_tests.txt with the reason.
-The exit code is 1 if anything else does, or if one of these passes. RecordVideo needs
-moviepy, and where OpenGL is missing `-k "not Ant-v4"` leaves out what renders with it.
+DIR is a checkout of the installed release. In tests/vector, envserve's class replaces
+`AsyncVectorEnv`, and only tests that use it count; in tests/wrappers/vector it replaces
+`SyncVectorEnv` too. gymnasium_tests.txt lists the tests that are expected to fail, with
+reasons. The exit code is 1 if another test fails, or if one of these passes.
+RecordVideo needs moviepy; without OpenGL, `-k "not Ant-v4"` excludes the tests that
+render with it.
 
-The tests give functions that make envs. For them alone this file is an env module for
-workers too: its env is made by a function that this process has pickled.
+The tests pass functions that create envs. Therefore this file is also an env module for
+workers, whose env is created by a function that this process has pickled.
 """
 
 import argparse
@@ -31,20 +32,20 @@ from gymnasium.vector import AutoresetMode
 HERE = Path(__file__).resolve().parent
 SELF = Path(__file__).stem
 ENV = "envserve/Pickled-v0"
-#: Whom our class stands for in which folder.
+#: The classes that envserve's class replaces, by folder of tests.
 PARTS = {
     "tests/vector": ("AsyncVectorEnv",),
     "tests/wrappers/vector": ("AsyncVectorEnv", "SyncVectorEnv"),
 }
 MAX_EXPECTED = 15
-#: What workers need of the tests; to import it here saves them the time.
+#: Modules of the tests that workers need; the template imports them once.
 PRELOADED = ("tests.testing_env", "tests.vector.testing_utils")
 
 _count = itertools.count()
 
 
 def make_pickled(path: str) -> gymnasium.Env[Any, Any]:
-    """Make the next env of a worker, which makes its envs in row order."""
+    """Create the next env of a worker, which creates its envs in row order."""
     functions = pickle.loads(Path(path).read_bytes())
     env: gymnasium.Env[Any, Any] = functions[next(_count) % len(functions)]()
     return env
@@ -54,14 +55,14 @@ gymnasium.register(ENV, f"{SELF}:make_pickled")
 
 
 def expected_failures() -> dict[str, str]:
-    """Return the reason by the id of each test that may fail."""
+    """Return the reasons of expected failures, by test id."""
     lines = (HERE / f"{SELF}.txt").read_text().splitlines()
     entries = [line.partition("  # ") for line in lines if line and line[0] != "#"]
     return {name.strip(): reason for name, _, reason in entries}
 
 
 class Harness:
-    """A plugin of pytest that puts our class in the place of Gymnasium's."""
+    """A pytest plugin that replaces Gymnasium's classes by envserve's."""
 
     def __init__(self) -> None:
         self.users: set[str] = set()
@@ -89,11 +90,11 @@ class Harness:
             of_part = [n for n in sorted(self.users) if n.startswith(part)]
             passed = [n for n in of_part if self.outcomes.get(n) == "passed"]
             terminalreporter.write_line(
-                f"{part}: {len(of_part)} tests use our class, {len(passed)} pass"
+                f"{part}: {len(of_part)} tests use envserve's class, {len(passed)} pass"
             )
 
     def substitute(self) -> Callable[..., Any]:
-        """Return a class that is made as `AsyncVectorEnv` is, of functions."""
+        """Return a class that takes functions, as `AsyncVectorEnv` does."""
         import cloudpickle  # type: ignore[import-untyped]
 
         from envserve.client import BatchEnv
@@ -114,7 +115,7 @@ class Harness:
                 shared_memory: bool = True,
                 copy: bool = True,
                 autoreset_mode: Any = AutoresetMode.NEXT_STEP,
-                observation_mode: object = "same",  # we have no other
+                observation_mode: object = "same",  # the only supported mode
             ) -> None:
                 users.add(harness.test)
                 path = Path(folder.name, f"{next(_count)}.pickle")
@@ -154,7 +155,7 @@ def run_part(part: str, arguments: Sequence[str]) -> int:
 
 
 def main() -> int:
-    """Run the folders, each in a process of its own; return the exit code."""
+    """Run each folder in a separate process; return the exit code."""
     if sys.argv[1:2] == ["--part"]:
         return run_part(sys.argv[2], sys.argv[3:])
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -1,12 +1,12 @@
-"""Kill a training again and again at random moments, and check that it goes on.
+"""Kill a training repeatedly at random moments, and check that it continues.
 
     python scripts/kill_training.py --kills 20
     python scripts/kill_training.py --set overlap=true
 
-Runs `ppo train cartpole` as a process of its own, and ends it by SIGKILL: one time in
-four at any time after its start, else some time after its first checkpoint. Exits
-with 1 if a process does not go on, if more than a checkpoint interval is lost, or if
-the metrics of the finished run have gaps or repetitions.
+Runs `ppo train cartpole` as a separate process, and ends it by SIGKILL: every fourth
+time at a random moment after its start, otherwise after its first checkpoint. Exits
+with 1 if a process does not continue the run, if more than a checkpoint interval is
+lost, or if the metrics of the finished run have gaps or repetitions.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ _ITERATIONS_PER_CHECKPOINT = 4
 def start(
     config: str, folder: Path, more: list[str], log: Path
 ) -> subprocess.Popen[bytes]:
-    """Begin a run with more settings, or resume it if it has begun."""
+    """Start a run with additional settings, or resume it if it has begun."""
     settings = [f"--set={k}={v}" for k, v in _SETTINGS.items()]
     is_begun = (folder / "config.json").exists()
     where = ["--resume", str(folder)] if is_begun else ["--run-dir", str(folder)]
@@ -56,7 +56,7 @@ def start(
 
 
 def progress(folder: Path) -> tuple[int, int]:
-    """Return the last iteration that was reported, and that of the last checkpoint."""
+    """Return the last reported iteration, and the iteration of the last checkpoint."""
     saved = 0
     run_folder = RunFolder(folder)
     if run_folder.has_checkpoint():
@@ -67,7 +67,10 @@ def progress(folder: Path) -> tuple[int, int]:
 def kill_in_the_middle(
     process: subprocess.Popen[bytes], folder: Path, seconds: float, *, waits: bool
 ) -> bool:
-    """Kill after some seconds; returns whether the process was alive until then."""
+    """Kill a process after some seconds; return whether it was alive until then.
+
+    With `waits`, the seconds count from its next checkpoint.
+    """
     known = progress(folder)[1]
     try:
         while waits and progress(folder)[1] == known:
@@ -83,12 +86,16 @@ def kill_in_the_middle(
 
 
 def main(
-    config: Annotated[str, typer.Argument(help="As of `ppo train`.")] = "cartpole",
+    config: Annotated[
+        str, typer.Argument(help="Config, as for `ppo train`.")
+    ] = "cartpole",
     kills: Annotated[int, typer.Option(min=1)] = 20,
-    seed: Annotated[int, typer.Option(help="Of the moments.")] = 0,
-    longest: Annotated[float, typer.Option(help="Seconds before a kill.")] = 3.0,
+    seed: Annotated[int, typer.Option(help="Seed of the moments.")] = 0,
+    longest: Annotated[
+        float, typer.Option(help="Maximum seconds before a kill.")
+    ] = 3.0,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="As of `ppo train`.")
+        list[str] | None, typer.Option("--set", help="Setting, as for `ppo train`.")
     ] = None,
 ) -> None:
     generator = random.Random(seed)
@@ -100,12 +107,12 @@ def main(
             process = start(config, folder, settings or [], log)
             seconds, waits = generator.uniform(0.0, longest), number % 4 != 0
             if not kill_in_the_middle(process, folder, seconds, waits=waits):
-                problems.append(f"{number}: ended by itself, {process.returncode}")
+                problems.append(f"{number}: ended by itself with {process.returncode}")
             reported, saved = progress(folder)
             leftovers = [p.name for p in folder.glob("checkpoints/*.partial")]
             lost = reported - saved
             if lost > _ITERATIONS_PER_CHECKPOINT:
-                problems.append(f"{number}: {lost} iterations are lost")
+                problems.append(f"{number}: lost {lost} iterations")
             console.print(
                 f"{number}: killed {seconds:.2f} s after its "
                 f"{'first checkpoint' if waits else 'start'}, reported iteration "
@@ -114,14 +121,14 @@ def main(
         end = f"total_steps={(saved + 40) * 256}"
         started = time.monotonic()
         code = start(config, folder, [*(settings or []), end], log).wait()
-        console.print(f"last one: {code} after {time.monotonic() - started:.0f} s")
+        console.print(f"last run: exit code {code}, {time.monotonic() - started:.0f} s")
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         iterations = [json.loads(line)["iteration"] for line in lines]
         if code != 0 or iterations != list(range(1, saved + 41)):
-            problems.append(f"the last one ended with {code}, {iterations[-3:]}")
+            problems.append(f"last run: exit code {code}, {iterations[-3:]}")
         if problems:
             console.print(log.read_text()[-3000:])
-    console.print("\n".join(problems) or f"{kills} kills, nothing wrong")
+    console.print("\n".join(problems) or f"{kills} kills, no problem")
     raise typer.Exit(1 if problems else 0)
 
 

@@ -1,10 +1,11 @@
-"""Have those knock at a server who are not to get in, each kind many times.
+"""Connect to a server many times as clients that it must reject.
 
     python scripts/knock_server.py [--tries 10000]                      about a minute
 
-Three kinds use no keys, and speak ZMTP by hand; three others had a good key until now.
-An honest client steps beside them. Exits with 1 if one of them is let in, answered or
-read, or a row is wrong or lost.
+Three kinds of clients use ZMTP without keys, three have keys that were valid before,
+one has an unknown key, and one expects the key of another server. An honest client
+steps at the same time. Exits with 1 if a client is accepted or answered, if one of its
+messages is read, or if a row of the honest client is wrong or lost.
 """
 
 import contextlib
@@ -48,19 +49,19 @@ OPENINGS: Final = ("--allow-kwarg", "length", "--metrics-port", "0")
 JOIN: Final = Message(MessageType.JOIN, body=Join(public=bytes(32)).encode())
 _AT_ONCE: Final = 50
 _PATIENCE_MS: Final = 20_000
-#: Numbers that are shown may be older than what they are of, but not so much.
+#: Maximum age of metrics in seconds.
 _QUIET_SECONDS: Final = 1.5
 
 
 def without_keys(address: str, mechanism: str) -> Stranger:
-    """Returns a peer that greets by another mechanism than keys."""
+    """Return a peer that greets with another mechanism than keys."""
     peer = Stranger(address, None)
     peer.greet_by(mechanism)
     return peer
 
 
 def use_up_keys(server: ServerProcess, public: bytes) -> dict[str, tuple[Any, ...]]:
-    """Has three strangers be let in once, each by a key that is not good any more."""
+    """Connect three clients once, then invalidate their keys; return the arguments."""
     clients, now = KeyFolder().clients, time.time()
     does: dict[str, tuple[Any, ...]] = {}
     for name in ("revoked", "expired", "used"):
@@ -70,7 +71,7 @@ def use_up_keys(server: ServerProcess, public: bytes) -> dict[str, tuple[Any, ..
         grant = Grant(name=name, public=pair.public, until=until)
         clients.add(grant, now)
         with KeyedStranger(*does[name]) as peer:
-            assert peer.gets_in(), f"expected a good key: {name}"
+            assert peer.gets_in(), f"expected a valid key: {name}"
             assert peer.socket.poll(_PATIENCE_MS), "expected an answer"
         if name == "expired":
             clients.add(replace(grant, expires=now), now)
@@ -83,21 +84,21 @@ def use_up_keys(server: ServerProcess, public: bytes) -> dict[str, tuple[Any, ..
 
 
 def knock_often(make: Callable[..., Stranger | KeyedStranger], tries: int) -> int:
-    """Returns how many got in."""
+    """Return how many connections the server accepted."""
     count = 0
     for start in range(0, tries, _AT_ONCE):
         peers = [make() for _ in range(min(_AT_ONCE, tries - start))]
         for peer in peers:
             with peer:
                 count += peer.gets_in()
-        zmq.Context.instance().term()  # until all are closed: there is room for few
+        zmq.Context.instance().term()  # wait until all are closed; few fit at once
     return count
 
 
 def main(
-    tries: Annotated[int, typer.Option(help="Of each kind.")] = 10_000,
+    tries: Annotated[int, typer.Option(help="Connections of each kind.")] = 10_000,
 ) -> None:
-    """Knocks at a server."""
+    """Connect to a server as clients that it must reject."""
     cores, goals, sent = Cores(), Goals(), Counter[str]()
     print(cores, flush=True)
     really_send = Connection.send
@@ -132,7 +133,7 @@ def main(
             kinds[f"{name} key"] = partial(KeyedStranger, *given)
         steps, read_before = 0, count("received_messages_total")
         refused_before = count("refused_keys_total")
-        goals.at_least("messages read while three keys were good", read_before, 3)
+        goals.at_least("messages read while three keys were valid", read_before, 3)
         for name, make in kinds.items():
             started = time.monotonic()
             with honest_client(server) as client:
@@ -140,13 +141,13 @@ def main(
                 num_steps, seconds = len(client.seconds), time.monotonic() - started
             time.sleep(_QUIET_SECONDS)
             num_read = count("received_messages_total") - read_before - sent["honest"]
-            print(f"{name}: {tries:,} in {seconds:.0f} s, {num_steps:,} steps beside")
-            goals.at_most(f"{name}: let in", num_let_in, 0)
+            print(f"{name}: {tries:,} in {seconds:.0f} s, {num_steps:,} honest steps")
+            goals.at_most(f"{name}: accepted", num_let_in, 0)
             goals.at_most(f"{name}: messages read", abs(num_read), 0)
             steps, read_before = steps + num_steps, read_before + num_read
         refused = count("refused_keys_total") - refused_before
-        goals.at_least("keys refused, of four kinds", refused, 4 * tries)
-        goals.at_least("right steps of the honest client", steps, 1)
+        goals.at_least("rejected keys, of four kinds", refused, 4 * tries)
+        goals.at_least("correct steps of the honest client", steps, 1)
         goals.at_most("leases left", count("leases"), 0)
     sys.exit(goals.report())
 

@@ -1,8 +1,8 @@
-"""Install packages as pip does, and say every few seconds how far that is.
+"""Install packages with pip, and print its progress every few seconds.
 
     python scripts/pip_install.py --constraint constraints.txt --editable '.[train]'
 
-pip itself is either silent or says hundreds of lines. Needs nothing but pip.
+pip by itself prints either nothing or hundreds of lines. Requires only pip.
 """
 
 import subprocess

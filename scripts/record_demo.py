@@ -1,7 +1,7 @@
-"""Makes docs/images/demo.png and demo.gif: a browser looks at `envserve demo`.
+"""Create docs/images/demo.png and demo.gif from the page of `envserve demo`.
 
-It learns, a worker is killed, the network is cut. Needs the extras browser and demo,
-and Chromium: CHROMIUM names it, if it is not /usr/bin/chromium.
+The demo learns, a worker is killed, and the network is cut. Requires the extras browser
+and demo, and Chromium (/usr/bin/chromium, or the path in CHROMIUM).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NUM_COLORS = 64
 
 @contextlib.contextmanager
 def running_demo(*options: str) -> Iterator[str]:
-    """Gives the URL of a demo's page."""
+    """Run a demo; yield the URL of its page."""
     command = [sys.executable, "-m", "envserve", "demo", "--no-open", "--port", "0"]
     with subprocess.Popen(
         [*command, *options], stdout=subprocess.PIPE, text=True
@@ -44,7 +44,7 @@ def running_demo(*options: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def browser() -> Iterator[Page]:
-    """Gives an empty page of Chromium."""
+    """Run Chromium; yield an empty page."""
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(
             executable_path=os.environ.get("CHROMIUM", "/usr/bin/chromium"),
@@ -56,7 +56,7 @@ def browser() -> Iterator[Page]:
 
 
 class Film:
-    """Pictures of a page, each with the milliseconds that it is to be shown."""
+    """Pictures of a page, each with its duration in milliseconds."""
 
     def __init__(self, page: Page) -> None:
         self.page = page

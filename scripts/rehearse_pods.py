@@ -1,15 +1,17 @@
-"""Rehearse deploy/kubernetes: its very pods, on hosts of our own network.
+"""Test deploy/kubernetes without a cluster: run its pods in network namespaces.
 
     python scripts/rehearse_pods.py
 
-Every pod is a network namespace, every container a process in a root of its own, with
-the commands, probes, volumes and users of the manifests (tests/pods.py says what that
-cannot show). The trainer waits for servers and trains; one is killed and comes back at
-another address, the other one is evicted; the trainer is evicted, goes on with two of
-four servers, takes the others in, and goes on while one of them is cut off; it is
-killed, and goes on until its job is complete. Every valid row has to follow from the
-one before by CartPole's own rules. Exits with 1 if anything is not so. For Linux; needs
-root and iproute2.
+Each pod is a network namespace, and each container a process with its own root, with
+the commands, probes, volumes and users of the manifests. tests/pods.py lists the parts
+that this does not test.
+
+The trainer waits for servers and trains. One server is killed and returns at another
+address; the other one is evicted. The trainer is evicted, continues with two of four
+servers, includes the others when they start, and continues while one of them is
+disconnected. It is killed, and continues until its job is complete. Every valid row
+must follow from the previous one by CartPole's dynamics. Exits with 1 if a check fails.
+Linux only; requires root and iproute2.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ from tests.pods import SEARCH, Names, Pod, make_keys, pod_spec, resource  # noqa
 
 SERVERS = pod_spec("StatefulSet", "envs")
 TRAINER = pod_spec("Job", "trainer")
-#: Seconds that TensorFlow's start and some iterations may take.
+#: Timeout in seconds for the start of TensorFlow and some iterations.
 PATIENCE = 240
-#: A run that goes on until it is stopped.
+#: Settings of a run, and of one that continues until it is stopped.
 FEW = ("--set", "evaluation_episodes=5", "--set", "callbacks=runs/rows.py:check")
 ENDLESS = ("--set", "total_steps=100000000", "--set", "checkpoint_seconds=1", *FEW)
-#: Named by the trainer's callbacks: a wrong row ends it.
+#: The trainer's callback, which ends the training at a wrong row.
 CHECK = """
 import numpy as np
 from gymnasium.envs.classic_control import CartPoleEnv
@@ -56,7 +58,7 @@ def check(run, metrics, rollout):
 
 
 class Cluster:
-    """What the controllers of a cluster would do, step by step.
+    """The actions of a cluster's controllers, step by step.
 
     Attributes:
       servers: The pods of the StatefulSet, by name.
@@ -72,7 +74,7 @@ class Cluster:
         (self.run.parent / "rows.py").write_text(CHECK)
 
     def begin_server(self, name: str, host: str) -> Pod:
-        """Makes a pod and starts it; nobody finds it yet."""
+        """Create and start a pod, without publishing its address."""
         pod = Pod(name, SERVERS, self.hosts, host, self.folder)
         self.servers[name] = pod
         wait_for(f"{name} has keys", pod.is_initialised)
@@ -80,30 +82,34 @@ class Cluster:
         return pod
 
     def await_servers(self) -> None:
-        """Waits for all that have begun to be ready; then the name stands for them."""
+        """Wait until all started pods are ready, and publish their addresses."""
         for name, pod in self.servers.items():
             is_ready = partial(pod.passes, "startupProbe")
             wait_for(f"{name} at {pod.address} is ready", is_ready)
         self.names.publish(*self.servers.values())
 
     def lose_server(self, name: str) -> Pod:
-        """Takes a pod out of the name."""
+        """Remove a pod, and its address from the service's name."""
         pod = self.servers.pop(name)
         self.names.publish(*self.servers.values())
         return pod
 
     def new_trainer(self) -> Pod:
-        """Makes the next pod of the job, with the volume of the one before."""
+        """Create the next pod of the job, with the volume of the previous one."""
         return Pod("trainer", TRAINER, self.hosts, "gpu", self.folder)
 
     def start_trainer(self, *more: str) -> None:
-        """Waits for its init containers, and starts it."""
+        """Wait for the trainer's init containers, and start it."""
         pod = self.trainer
         wait_for("the trainer has keys and servers", pod.is_initialised)
         pod.start(*more)
 
     def trains_on(self, num_rows: int, is_whole: bool | None = None) -> bool:
-        """Whether there are so many rows, the last one of valid steps only or not."""
+        """Return whether there are enough rows of metrics, the last one as expected.
+
+        With `is_whole` True, all steps of the last row must be valid; with False, some
+        must not be.
+        """
         if self.trainer.process.poll() is not None:
             raise ChildProcessError(self.trainer.log()[-3000:])
         rows = rows_of(self.run)
@@ -112,7 +118,7 @@ class Cluster:
         return is_whole is None or (rows[-1]["valid_fraction"] == 1.0) == is_whole
 
     def goes_on(self, what: str, is_whole: bool | None = None) -> None:
-        """Waits for more rows than there are now."""
+        """Wait for three more rows than there are now."""
         before = len(rows_of(self.run))
         wait_for(what, lambda: self.trains_on(before + 3, is_whole), PATIENCE)
 
@@ -123,7 +129,7 @@ class Cluster:
 
 
 def end(pod: Pod, code: int, seconds: float) -> None:
-    """Waits for a pod's end, with an exit code."""
+    """Wait until a pod ends, and check its exit code."""
     wait_for(f"{pod.name} ends", lambda: pod.process.poll() is not None, seconds)
     if pod.process.returncode != code:
         raise ChildProcessError(
@@ -132,13 +138,13 @@ def end(pod: Pod, code: int, seconds: float) -> None:
 
 
 def evict(pod: Pod, code: int) -> None:
-    """Has a pod end within its grace period."""
+    """Terminate a pod, which must end within its grace period."""
     pod.terminate()
     end(pod, code, pod.spec["terminationGracePeriodSeconds"])
 
 
 def action_of(code: int) -> str:
-    """Returns what the job does about a trainer's exit code."""
+    """Return the job's action for an exit code of the trainer."""
     policy = resource("Job", "trainer")["spec"]["podFailurePolicy"]
     rules = [rule for rule in policy["rules"] if "onExitCodes" in rule]
     actions = (r["action"] for r in rules if code in r["onExitCodes"]["values"])
@@ -146,20 +152,22 @@ def action_of(code: int) -> str:
 
 
 def rehearse_servers(cluster: Cluster) -> None:
-    cluster.trainer.is_initialised()  # begins it
+    cluster.trainer.is_initialised()  # starts its init containers
     for name, host in (("envs-0", "a"), ("envs-1", "b")):
         cluster.begin_server(name, host)
     if cluster.trainer.is_initialised():
-        raise ChildProcessError("expected the trainer to wait for servers; it does not")
+        raise ChildProcessError(
+            "expected the trainer to wait for servers, but it started"
+        )
     cluster.await_servers()
     cluster.start_trainer(*ENDLESS)
     wait_for("the trainer trains", lambda: cluster.trains_on(3, True), PATIENCE)
     in_use = cluster.servers["envs-0"]
     wait_for("a server in use is live", lambda: in_use.passes("livenessProbe"))
 
-    # No pod comes back where it was.
+    # A replaced pod gets another address.
     cluster.lose_server("envs-1").kill()
-    cluster.goes_on("training goes on without envs-1", True)
+    cluster.goes_on("training continues without envs-1", True)
     moved = cluster.begin_server("envs-1", "c")
     cluster.await_servers()
     evict(cluster.lose_server("envs-0"), 0)
@@ -171,18 +179,20 @@ def rehearse_servers(cluster: Cluster) -> None:
 def rehearse_trainer(cluster: Cluster) -> None:
     evict(cluster.trainer, 3)
     if action_of(3) != "Ignore":
-        raise ChildProcessError("expected the job to ignore a trainer that is stopped")
+        raise ChildProcessError(
+            "expected the job to ignore the exit code of an evicted trainer"
+        )
     cluster.trainer = cluster.new_trainer()
     cluster.start_trainer(*ENDLESS, "--min-servers", "2", "--set", "num_servers=4")
-    cluster.goes_on("the next trainer goes on with two servers of four", False)
+    cluster.goes_on("the next trainer continues with two of four servers", False)
     for name, host in (("envs-2", "a"), ("envs-3", "d")):
         cluster.begin_server(name, host)
     cluster.await_servers()
-    cluster.goes_on("the others are taken in", True)
+    cluster.goes_on("the other servers are in use", True)
     cluster.hosts.pull_cable("d")
-    cluster.goes_on("training goes on while envs-3 is cut off", False)
+    cluster.goes_on("training continues without a connection to envs-3", False)
     cluster.hosts.plug_cable("d")
-    cluster.goes_on("envs-3 is back", True)
+    cluster.goes_on("envs-3 is in use again", True)
     cluster.trainer.kill()
     steps = rows_of(cluster.run)[-1]["steps"]
     cluster.trainer = cluster.new_trainer()
@@ -196,7 +206,7 @@ def rehearse_trainer(cluster: Cluster) -> None:
 
 
 def main() -> None:
-    """Rehearse deploy/kubernetes in network namespaces."""
+    """Test deploy/kubernetes in network namespaces."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         hosts = Hosts(["names", "a", "b", "c", "d", "gpu"], search=SEARCH)

@@ -1,9 +1,9 @@
-"""Have the examples learn CartPole on two servers, some while workers are killed.
+"""Train the examples on CartPole on two servers, some while workers are killed.
 
     python scripts/run_examples.py [sb3_ppo ...] [--kill-every 2] [--seed 0]
 
-Prints env steps/s beside the trainer's own envs, and exits with 1 if a mean return is
-below its goal. Needs what `make examples` installs.
+Prints env steps/s, also of the trainer's own envs, and exits with 1 if a mean return is
+below its goal. Requires the packages that `make examples` installs.
 """
 
 import contextlib
@@ -28,8 +28,10 @@ from tests.doors.example_runs import (
 
 
 def main(
-    names: Annotated[list[str] | None, typer.Argument(help="Default: all.")] = None,
-    kill_every: Annotated[float, typer.Option(help="Seconds.")] = 2.0,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Examples to run. Default: all.")
+    ] = None,
+    kill_every: Annotated[float, typer.Option(help="Seconds between kills.")] = 2.0,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     console = Console()
@@ -50,7 +52,9 @@ def main(
         speeds = [f"{each.steps_per_second:.0f}" for each in (own, here, run)]
         scores = [str(len(fire.killed)), f"{run.mean_return:.1f}", f"{GOALS[name]:.0f}"]
         table.add_row(name, *speeds, *scores)
-    console.print("Env steps/s on its own envs, on ours here, and on two servers:")
+    console.print(
+        "Env steps/s on the trainer's own envs, on envserve here, and on two servers:"
+    )
     console.print(table)
     raise typer.Exit(1 if has_failed else 0)
 

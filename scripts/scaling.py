@@ -1,12 +1,12 @@
-"""Measure what a large batch costs its trainer, for docs/scaling.md.
+"""Measure the cost of a batch on many servers for its trainer, for docs/scaling.md.
 
-    python scripts/scaling.py fit          stand-ins on loopback, 1 to 16 servers
-    python scripts/scaling.py check        64 of them; and servers that are real
+    python scripts/scaling.py fit          1 to 16 stand-ins for servers, on loopback
+    python scripts/scaling.py check        64 stand-ins, and real servers
     python scripts/scaling.py namespaces   64 real servers, each a host; Linux, root
-    python scripts/scaling.py attach       one server ends and one comes, 100 times
-    python scripts/scaling.py document     writes the page's tables anew
+    python scripts/scaling.py attach       a server ends and another joins, 100 times
+    python scripts/scaling.py document     write the tables of the page
 
-Each but the last takes its part of docs/scaling.json anew, within four minutes.
+All except `document` replace their part of docs/scaling.json, within four minutes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ app = typer.Typer(help=__doc__)
 
 #: Envs per server, and bytes of their observations.
 SHAPES = [(1, 16), (16, 16), (64, 16), (16, 1024), (16, 28224)]
-#: A server of the namespaces, and of `attach`: a worker whose envs sleep.
+#: Options of the servers of `namespaces` and `attach`: one worker, whose envs sleep.
 SLEEPING = (
     *("--workers", "1", "--envs-per-worker", "16", "--env", "envserve/Sleep-v0"),
     *("--allow-kwarg", "step_seconds:any", "--drain-grace", "0"),
@@ -56,7 +56,7 @@ SLEEPING = (
 
 
 def keep(part: str, found: Any) -> None:
-    """Puts a part of the numbers in the place of what there was."""
+    """Replace a part of the numbers in docs/scaling.json."""
     numbers = json.loads(NUMBERS.read_text()) if NUMBERS.exists() else {}
     numbers |= {"machine": in_words(machine_facts()), part: found}
     lines = (f"{json.dumps(name)}: {json.dumps(of)}" for name, of in numbers.items())
@@ -64,7 +64,7 @@ def keep(part: str, found: Any) -> None:
 
 
 def measure_all(points: Sequence[Point], turns: int = 1) -> list[Point]:
-    """Measures points in turns, to and fro; returns the medians."""
+    """Measure points in turns, forwards and backwards; return the medians."""
     found: dict[Point, list[Point]] = {point: [] for point in points}
     for turn in range(turns):
         for point in points[:: 1 if turn % 2 == 0 else -1]:
@@ -76,7 +76,7 @@ def measure_all(points: Sequence[Point], turns: int = 1) -> list[Point]:
 
 @app.command()
 def fit(keys: bool = False, turns: int = 3) -> None:
-    """Measures 1 to 16 stand-ins, without keys or with."""
+    """Measure 1 to 16 stand-ins, without keys or with."""
     with own_keys():
         found = measure_all(
             [
@@ -91,7 +91,7 @@ def fit(keys: bool = False, turns: int = 3) -> None:
 
 @app.command()
 def check() -> None:
-    """Measures 64 servers, splits, times of envs, and real servers."""
+    """Measure 64 servers, splits, durations of env steps, and real servers."""
     points = [
         Point(1, 1024, 16),  # the same rows from one server
         *(Point(64, 16, 16, k, splits) for k in (False, True) for splits in (1, 2)),
@@ -110,7 +110,7 @@ def check() -> None:
 
 @app.command()
 def namespaces(servers: int = 64, delays: str = "0,0.2,1,20") -> None:
-    """Measures real servers, each in a namespace, beyond a network that delays."""
+    """Measure real servers, each in a namespace, over a network with delays."""
     sims = [f"sim-{number}" for number in range(servers)]
     hosts = Hosts(["trainer", *sims])
     with ExitStack() as stack:
@@ -118,7 +118,7 @@ def namespaces(servers: int = 64, delays: str = "0,0.2,1,20") -> None:
         make = ("keys", "make", folder, "server", "trainer", "--at", "tcp://*:5555")
         program = [sys.executable, "-m", "envserve"]
         subprocess.run([*program, *make], check=True, stdout=sys.stderr)
-        # One folder for both ends: the relay is on loopback, where keys are one's own.
+        # One folder for both ends, because the relay is on loopback.
         home = {"ENVSERVE_HOME": str(folder / "server")}
         stack.callback(hosts.remove)
         hosts.create()
@@ -159,7 +159,7 @@ def namespaces(servers: int = 64, delays: str = "0,0.2,1,20") -> None:
 
 @app.command(hidden=True)
 def beyond(point: str, targets: list[str]) -> None:
-    """Measures servers that are there, as their trainer; prints what was found."""
+    """Measure running servers as their trainer, and print the result."""
     asked = Point(*json.loads(point))
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -183,7 +183,7 @@ def beyond(point: str, targets: list[str]) -> None:
 
 
 def relay(ours: Connection, targets: Sequence[str], delay_ms: float) -> None:
-    """Stands for a network between here and the targets."""
+    """Forward connections to the targets, with a delay."""
     late = Toxics(latency_seconds=delay_ms / 2000)
     proxies = [Proxy(target, to_server=late, to_client=late) for target in targets]
     ours.send([proxy.address for proxy in proxies])
@@ -192,7 +192,7 @@ def relay(ours: Connection, targets: Sequence[str], delay_ms: float) -> None:
 
 @app.command()
 def attach(changes: int = 100, servers: int = 4) -> None:
-    """Ends a server and brings another, again and again; times all steps meanwhile."""
+    """Replace one server after the other, and measure the duration of all steps."""
     leaving: list[float] = []
     attaching: list[float] = []
     calm: list[float] = []
@@ -203,7 +203,7 @@ def attach(changes: int = 100, servers: int = 4) -> None:
         running: list[ServerProcess] = []
 
         def start() -> list[ServerProcess]:
-            """Starts as many as the batch has; together, which is quicker."""
+            """Start as many servers as the batch has, at the same time."""
             started = []
             for _ in range(servers):
                 place = Path(tempfile.mkdtemp(dir=folder))
@@ -270,7 +270,7 @@ def attach(changes: int = 100, servers: int = 4) -> None:
 
 @app.command()
 def document() -> None:
-    """Writes the page's tables anew from the numbers."""
+    """Write the tables of the page from the numbers."""
     write_document(PAGE, json.loads(NUMBERS.read_text()))
 
 

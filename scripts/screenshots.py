@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Takes the pictures of docs/page.md: a server, envs that are stepped, and a browser.
+"""Take the screenshots of docs/page.md, of a server whose envs are stepped.
 
-Needs Chromium and what `make test-doors` installs; run it with .venv-doors/bin/python.
+Requires Chromium and the environment of `make test-doors`; run it with
+.venv-doors/bin/python.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def main() -> None:
 
 
 def play(address: str, run: Path, has_ended: threading.Event) -> None:
-    """Balances poles, ever better, and writes rows as a trainer does."""
+    """Step CartPole with an improving policy, and write metrics as a trainer does."""
     generator = np.random.default_rng(0)
     returns: deque[float] = deque(maxlen=20)
     sums, steps, began = np.zeros(NUM_ENVS), 0, time.monotonic()
@@ -91,7 +92,7 @@ def play(address: str, run: Path, has_ended: threading.Event) -> None:
 
 
 def take(browser: Browser, url: str, pid: int) -> None:
-    """Looks for a while, kills a worker, and saves what is seen then."""
+    """Open the page for a while, kill a worker, and save screenshots."""
     pages = {}
     for name, (width, height, scheme) in SHOTS.items():
         size = {"width": width, "height": height}

@@ -1,10 +1,10 @@
-"""Simulate sessions over a network, hosts and workers that fail, in virtual time.
+"""Simulate sessions in virtual time, with a network, hosts and workers that fail.
 
     python scripts/simulate_sessions.py                       1 million events
     python scripts/simulate_sessions.py --events 100000000    100 million
-    python scripts/simulate_sessions.py --seed 7              one again, with its end
+    python scripts/simulate_sessions.py --seed 7              repeat seed 7 only
 
-Every failure is a seed: add it to tests/worlds/test_worlds.py.
+A failure is reported as a seed: add it to tests/worlds/test_worlds.py.
 """
 
 import sys

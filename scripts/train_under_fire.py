@@ -1,13 +1,13 @@
-"""Train CartPole while workers are killed every second, and servers now and then.
+"""Train CartPole while a worker is killed every second, and a server every 20 s.
 
     python scripts/train_under_fire.py [--seed 0] [--servers 2]
     python scripts/train_under_fire.py --leave --servers 4
 
-With --leave, nobody comes back: a server is killed for good, another one is drained,
-and a new one added to the file that lists them. Meanwhile each row whose server lives
-has to be valid in each batch step, but for one lost row when it has moved. Prints what
-it cost, and exits with 1 if the agent has not learned the task, or a row was missing.
-Needs the extra `dev`, for psutil.
+With --leave, servers do not return: one is killed, another one is drained, and a new
+one is added to the file of addresses. Every row whose server runs must then be valid in
+each batch step, except one lost row after a move. Prints the costs, and exits with 1 if
+the agent has not learned the task, or if a row was missing. Requires the extra `dev`
+(psutil).
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from tests.envserve.server_process import ServerProcess
 GOAL = 475.0  # mean return of 100 evaluation episodes
 STEPS = 150_000
 WORKER_SECONDS = 1.0
-FIRST_SERVER_SECONDS = 5.0  # else a quick machine has learned before it happens
+FIRST_SERVER_SECONDS = 5.0  # before a fast machine has finished
 SERVER_SECONDS = 20.0
 OPTIONS = ("--workers", "1", "--log-level", "error")
 
@@ -48,7 +48,7 @@ OPTIONS = ("--workers", "1", "--log-level", "error")
 def beside(
     change: Callable[[threading.Event, Counter[str]], None],
 ) -> Iterator[Counter[str]]:
-    """Has a thread change things until the end of the block; gives what it counts."""
+    """Run `change` in a thread until the end of the block; yield its counts."""
     is_over, counts = threading.Event(), Counter[str]()
     thread = threading.Thread(target=change, args=(is_over, counts))
     thread.start()
@@ -62,13 +62,15 @@ def beside(
 def under_fire(
     servers: Sequence[ServerProcess],
 ) -> contextlib.AbstractContextManager[Counter[str]]:
-    """Kills until the end of the block; gives how many of what."""
+    """Kill workers and servers until the end of the block; yield how many."""
 
     def fire(is_over: threading.Event, killed: Counter[str]) -> None:
         next_server = time.monotonic() + FIRST_SERVER_SECONDS
         while not is_over.wait(WORKER_SECONDS):
             if workers := random.choice(servers).worker_pids:
-                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                with contextlib.suppress(
+                    ProcessLookupError
+                ):  # the worker has just ended
                     os.kill(random.choice(workers), signal.SIGKILL)
                     killed["workers killed"] += 1
             if time.monotonic() >= next_server:
@@ -84,9 +86,9 @@ def under_fire(
 def leaving(
     servers: Sequence[ServerProcess], add: Callable[[], ServerProcess], left: set[str]
 ) -> contextlib.AbstractContextManager[Counter[str]]:
-    """Has one server killed, one drained and one added; gives how many of what.
+    """Kill one server, drain one and add one; yield how many.
 
-    The addresses of those that are about to leave are put into `left`.
+    The addresses of servers that are about to leave are added to `left`.
     """
 
     def change(is_over: threading.Event, done: Counter[str]) -> None:
@@ -105,10 +107,10 @@ def leaving(
 
 
 class RowCheck:
-    """Counts the rows that are not valid though their server lives.
+    """Counts the rows that are not valid although their server runs.
 
-    A row whose server has left may be missing until it is back elsewhere, which its one
-    lost row says; that is the last one of it that may not be valid.
+    A row whose server has left may be invalid until it has moved to another server,
+    which its lost row reports. That is its last row that may be invalid.
     """
 
     def __init__(self) -> None:
@@ -116,7 +118,7 @@ class RowCheck:
         self.num_steps = self.moved = self.missing = 0
 
     def watch(self, env: BatchEnv) -> BatchEnv:
-        """Has all that a batch gives looked at."""
+        """Check all results of a batch; return the batch."""
         lanes = [lane for lane in env.lanes for _ in range(lane.num_envs)]
         homes, recv = [lane.name for lane in lanes], env.recv
 
@@ -133,14 +135,14 @@ class RowCheck:
                     homes[row] = lanes[row].name
             return rows, result
 
-        vars(env)["recv"] = looked_recv  # what a training with splits calls
+        vars(env)["recv"] = looked_recv  # a training with splits calls `recv`
         return env
 
 
 def train_once(
     config: Config, num_servers: int, console: Console, *, leave: bool = False
 ) -> float:
-    """Returns the mean return of the evaluation that follows; -inf for missing rows."""
+    """Return the mean return of the final evaluation, or -inf if rows were missing."""
     from ppo.environments import env_maker
     from ppo.evaluation.evaluate import evaluate_run
     from ppo.train import train
@@ -175,13 +177,13 @@ def train_once(
         evaluation = evaluate_run(config, run_folder, make_env, result.agent)
     console.print(
         f"seed {config.seed}: {dict(counts)} in {seconds:.0f} s; "
-        f"{result.steps:,} steps learned from, {result.lost_steps:,} masked; "
+        f"{result.steps:,} valid steps, {result.lost_steps:,} masked; "
         f"return {evaluation.mean_return:.1f} over {len(evaluation.returns)} episodes"
     )
     if leave:
         console.print(
             f"{check.num_steps:,} steps of half a batch: {check.moved} rows moved, "
-            f"{check.missing} rows of servers that live were not valid"
+            f"{check.missing} rows of running servers were not valid"
         )
         if check.missing or not check.moved:
             return -math.inf
@@ -189,10 +191,12 @@ def train_once(
 
 
 def main(
-    seed: Annotated[list[int] | None, typer.Option(help="Default: 0, 1, 2.")] = None,
+    seed: Annotated[
+        list[int] | None, typer.Option(help="Seed; can be repeated. Default: 0, 1, 2.")
+    ] = None,
     servers: Annotated[int, typer.Option(min=2)] = 2,
     leave: Annotated[
-        bool, typer.Option("--leave", help="Kill one, drain one, add one.")
+        bool, typer.Option("--leave", help="Kill one server, drain one, and add one.")
     ] = False,
 ) -> None:
     start_tensorflow(1, 1)

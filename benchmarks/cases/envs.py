@@ -1,6 +1,6 @@
-"""Envs that cost a known amount: they sleep, work, carry images, or echo requests.
+"""Envs with known costs: they sleep, compute, return images, or echo requests.
 
-Import this module where the envs are built; importing it registers them.
+Importing this module registers them; workers that build them must import it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODULE: Final = __name__
 
 
 class _ConstantEnv(gymnasium.Env[Array, np.int64]):
-    """Observes the same array at every step; an episode lasts `episode_length`."""
+    """Return the same observation in each step, for `episode_length` steps."""
 
     def __init__(self, observation_space: spaces.Box, episode_length: int) -> None:
         self.observation_space = observation_space
@@ -41,12 +41,12 @@ class _ConstantEnv(gymnasium.Env[Array, np.int64]):
 
     def step(self, action: np.int64) -> Transition:
         self._step += 1
-        is_over = self._step == self._episode_length  # with 0: never
+        is_over = self._step == self._episode_length  # never true if the length is 0
         return self._observation, 0.0, False, is_over, {}
 
 
 class SleepEnv(_ConstantEnv):
-    """Waits in step and in reset, as for a simulator in another process."""
+    """Sleep in step and reset, like an env that waits for a simulator process."""
 
     def __init__(
         self,
@@ -55,10 +55,14 @@ class SleepEnv(_ConstantEnv):
         episode_length: int = 0,
         is_staggered: bool = False,
     ) -> None:
-        """Sets how long both take; with `episode_length` 0 episodes never end.
+        """Create the env.
 
-        With `is_staggered`, the first episode is shorter in each env by another
-        number of steps, which follows from its seed.
+        Args:
+          step_seconds: Duration of a step.
+          reset_seconds: Duration of a reset.
+          episode_length: Steps of an episode; 0 for episodes that never end.
+          is_staggered: Whether the first episode of each env is shorter, by a number of
+            steps that depends on its seed.
         """
         super().__init__(spaces.Box(-1.0, 1.0, (4,), np.float32), episode_length)
         self._is_staggered = is_staggered
@@ -68,7 +72,7 @@ class SleepEnv(_ConstantEnv):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Array, dict[str, Any]]:
-        """Waits, and starts an episode."""
+        """Sleep, and begin an episode."""
         if self._reset_seconds:
             time.sleep(self._reset_seconds)
         result = super().reset(seed=seed, options=options)
@@ -77,21 +81,21 @@ class SleepEnv(_ConstantEnv):
         return result
 
     def step(self, action: np.int64) -> Transition:
-        """Waits, and counts the step."""
+        """Sleep, and count the step."""
         time.sleep(self._step_seconds)
         return super().step(action)
 
 
 class BusyEnv(_ConstantEnv):
-    """Computes in step, for so much time of the processor."""
+    """Compute in step, for a fixed amount of CPU time."""
 
     def __init__(self, step_seconds: float = 0.001) -> None:
         super().__init__(spaces.Box(-1.0, 1.0, (4,), np.float32), 0)
         self._step_seconds = step_seconds
 
     def step(self, action: np.int64) -> Transition:
-        """Computes, and counts the step."""
-        # Time of this thread, not of the clock: the work is the same on a full core.
+        """Compute, and count the step."""
+        # CPU time of this thread, so that the work does not depend on other processes.
         end = time.thread_time() + self._step_seconds
         while time.thread_time() < end:
             pass
@@ -99,17 +103,17 @@ class BusyEnv(_ConstantEnv):
 
 
 class ImageEnv(_ConstantEnv):
-    """Observes an image, uint8 `[84, 84, 4]`, and does nothing else."""
+    """Return an image, uint8 `[84, 84, 4]`, and do nothing else."""
 
     def __init__(self) -> None:
         super().__init__(spaces.Box(0, 255, (84, 84, 4), np.uint8), 0)
 
 
 class RequestEnv(gymnasium.Env[Array, Array]):
-    """Observes which request it has carried out last, and as its how-manieth step.
+    """Return the number of the last request and the number of steps so far.
 
-    The action is int64 `[2]`: the number of the request, and the microseconds that
-    it takes. The observation is int64 `[2]`: that number, and the count of steps.
+    The action is int64 `[2]`: the number of the request, and its duration in
+    microseconds. The observation is int64 `[2]`: that number, and the count of steps.
     """
 
     def __init__(self) -> None:
@@ -120,13 +124,13 @@ class RequestEnv(gymnasium.Env[Array, Array]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Array, dict[str, Any]]:
-        """Forgets all requests."""
+        """Reset the count of steps."""
         super().reset(seed=seed)
         self._steps = 0
         return np.array([-1, 0], np.int64), {}
 
     def step(self, action: Array) -> Transition:
-        """Carries a request out."""
+        """Sleep for the duration of the request, and count the step."""
         request, microseconds = action.tolist()
         time.sleep(microseconds / 1e6)
         self._steps += 1
@@ -134,10 +138,10 @@ class RequestEnv(gymnasium.Env[Array, Array]):
 
 
 class TimedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Another env, with the time that it takes.
+    """Wrapper that measures the duration of an env's calls.
 
     Attributes:
-      seconds: Time spent in `step` and `reset` since it was built.
+      seconds: Time spent in `step` and `reset` since the env was built.
     """
 
     def __init__(self, env_name: str) -> None:
@@ -147,14 +151,14 @@ class TimedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Resets the env."""
+        """Reset the env."""
         began = time.perf_counter()
         result = self.env.reset(seed=seed, options=options)
         self.seconds += time.perf_counter() - began
         return result
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Steps the env."""
+        """Step the env."""
         began = time.perf_counter()
         result = self.env.step(action)
         self.seconds += time.perf_counter() - began

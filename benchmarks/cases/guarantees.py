@@ -1,4 +1,4 @@
-"""`guarantees`: what the promises cost beside a loop that keeps none of them."""
+"""`guarantees`: the cost of checks and fault tolerance, compared with a bare loop."""
 
 from __future__ import annotations
 
@@ -36,16 +36,18 @@ _SIZES = [16, 64]
 def guarantees(
     run: Run,
     env: Annotated[
-        list[str] | None, typer.Option(help="Registered name; repeatable.")
+        list[str] | None,
+        typer.Option(help="Registered name of an env; can be repeated."),
     ] = None,
     num_envs: Annotated[
-        list[int] | None, typer.Option(min=1, help="Rows of the batch; repeatable.")
+        list[int] | None,
+        typer.Option(min=1, help="Number of envs in the batch; can be repeated."),
     ] = None,
     workers: Workers = CORES,
     seconds: Seconds = 0.6,
     repetitions: Repetitions = 5,
 ) -> None:
-    """Measure BatchEnv beside workers and a slab, with nothing checked or survived."""
+    """Compare BatchEnv with bare workers that check nothing and survive no fault."""
     cases = []
     for name in env or _ENVS:
         for size in num_envs or _SIZES:
@@ -69,15 +71,16 @@ def guarantees(
             ),
         },
         notes=[
-            f"{BARE_SLAB}: forked workers, rows in shared memory, a byte over a socket "
-            "pair each way, results copied out. Nothing is checked, nothing survived."
+            f"{BARE_SLAB}: forked workers, rows in shared memory, one byte over a "
+            "socket pair in each direction, results copied. Nothing is checked, and no "
+            "fault is survived."
         ],
     )
 
 
 @contextlib.contextmanager
 def bare_slab(load: Workload) -> Iterator[Measure]:
-    """The least that workers with rows in shared memory can do."""
+    """Step envs in minimal workers that write their rows to shared memory."""
     env = make_env(load.env_name, load.env_kwargs)
     spaces: Any = env.observation_space, env.action_space
     env.close()
@@ -123,6 +126,6 @@ def _work(
 
 
 def _shared(shape: list[int], dtype: Any) -> np.ndarray[Any, Any]:
-    """Returns an array that forks share."""
+    """Return an array that is shared with forked processes."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     return np.frombuffer(mmap.mmap(-1, size), dtype).reshape(shape)

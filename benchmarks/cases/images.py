@@ -1,4 +1,4 @@
-"""`images`: bytes of observations per second, where envs cost next to nothing."""
+"""`images`: bytes of observations per second, from envs that cost almost nothing."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def images(
             "/ Async": ratio(ASYNC, SPEED),
         },
         notes=[
-            "A GB is 1e9 bytes of images that the caller has got in arrays of its own; "
-            "with out= in the same ones at each step, as rollouts are written."
+            "A GB is 1e9 bytes of images, copied into the caller's arrays: new arrays "
+            "in each step, or with out= the same arrays, as in a rollout."
         ],
         results={"image_bytes": _IMAGE_BYTES},
     )

@@ -1,4 +1,4 @@
-"""What is ours: a BatchEnv in-process, on a server over ipc or tcp, on two servers."""
+"""Cases of envserve: in-process, on a server over ipc or tcp, on two servers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WAYS = {
 
 
 def our_cases(load: Workload) -> list[Case]:
-    """Returns a case for every way to reach the envs."""
+    """Return a case for each way to reach the envs."""
     return [
         Case(name, stepping_batch_env, {"load": load, "binds": binds})
         for name, binds in _WAYS.items()
@@ -38,7 +38,7 @@ def our_cases(load: Workload) -> list[Case]:
 
 @contextlib.contextmanager
 def stepping_without_keys(load: Workload) -> Iterator[Measure]:
-    """Steps over tcp as it was before there were keys, to tell what they cost."""
+    """Step over tcp without keys, to measure the cost of keys."""
     options = ("--insecure-no-auth",)
     with batch_env(load, BINDS["tcp"], options, insecure=True) as batch:
         yield stepping(batch.step, load.actions(), load)
@@ -46,7 +46,7 @@ def stepping_without_keys(load: Workload) -> Iterator[Measure]:
 
 @contextlib.contextmanager
 def stepping_vector_env(load: Workload) -> Iterator[Measure]:
-    """Steps as a trainer does that knows Gymnasium: in-process, infos of every step."""
+    """Step with the interface of Gymnasium: in-process, with infos of every step."""
     envs = make_vec(
         load.env_name,
         load.num_envs,
@@ -61,7 +61,7 @@ def stepping_vector_env(load: Workload) -> Iterator[Measure]:
 
 @contextlib.contextmanager
 def stepping_in_place(load: Workload, binds: Sequence[str] = ()) -> Iterator[Measure]:
-    """Steps all envs, and has the rows written to arrays that there are."""
+    """Step all envs, and write the rows to the same arrays in every step."""
     with batch_env(load, binds) as batch:
         actions = load.actions()
         out = batch.step(actions[0])

@@ -1,6 +1,6 @@
-"""Other projects' vectorised envs, each as its users have it by default.
+"""Cases of other projects' vectorised envs, with the defaults of each project.
 
-All get the same actions. A peer that is not installed, or lacks the env, is skipped.
+All use the same actions. A project that is not installed, or lacks the env, is skipped.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ PEERS = {
     TIANSHOU: "tianshou",
     ENVPOOL: "EnvPool",
 }
-"""Names of all peers, with the short ones for the heads of columns."""
+"""Names of all cases, with short names for the headings of columns."""
 
 
 def import_peer(module: str) -> Any:
-    """Imports a module of a peer; raises Skip where it is not installed."""
+    """Import a module of another project; raise Skip if it is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -45,9 +45,9 @@ def import_peer(module: str) -> Any:
 
 
 def sb3_vec_env(load: Workload, kind: str) -> Any:
-    """Returns envs of Stable-Baselines3 as "SubprocVecEnv" or "DummyVecEnv"."""
+    """Return Stable-Baselines3's "SubprocVecEnv" or "DummyVecEnv"."""
     module = import_peer("stable_baselines3.common.vec_env")
-    # Forked workers run the same loop as others, but do not each import torch first.
+    # Forked workers run the same loop as spawned ones, but need not import torch.
     is_forked = kind == "SubprocVecEnv" and sys.platform == "linux"
     options = {"start_method": "fork"} if is_forked else {}
     return getattr(module, kind)(load.env_functions(), **options)
@@ -55,7 +55,7 @@ def sb3_vec_env(load: Workload, kind: str) -> Any:
 
 @contextlib.contextmanager
 def sb3_subprocess(load: Workload) -> Iterator[Measure]:
-    """Stable-Baselines3: a process per env, rows pickled through pipes."""
+    """Step Stable-Baselines3's envs: a process per env, rows pickled through pipes."""
     with contextlib.closing(sb3_vec_env(load, "SubprocVecEnv")) as envs:
         envs.seed(0)
         envs.reset()
@@ -64,7 +64,10 @@ def sb3_subprocess(load: Workload) -> Iterator[Measure]:
 
 @contextlib.contextmanager
 def tianshou_shared_memory(load: Workload) -> Iterator[Measure]:
-    """Tianshou: a process per env, rows in shared memory; resets are the caller's."""
+    """Step Tianshou's envs: one process per env, rows in shared memory.
+
+    The caller resets envs whose episode has ended.
+    """
     envs = import_peer("tianshou.env").ShmemVectorEnv(load.env_functions())
 
     def step(actions: Any) -> None:
@@ -81,20 +84,20 @@ def tianshou_shared_memory(load: Workload) -> Iterator[Measure]:
 
 @contextlib.contextmanager
 def envpool(load: Workload) -> Iterator[Measure]:
-    """EnvPool: envs rewritten in C++, stepped by threads."""
+    """Step EnvPool's envs, which are written in C++ and stepped by threads."""
     envs = _envpool_with(load).make_gymnasium(
         load.env_name, num_envs=load.num_envs, num_threads=load.num_workers, seed=0
     )
     with contextlib.closing(envs):
         envs.reset()
-        # Converted beforehand: it takes its own dtypes only.
+        # Converted beforehand, because EnvPool accepts only its own dtypes.
         actions = [batch.astype(envs.action_space.dtype) for batch in load.actions()]
         yield stepping(envs.step, actions, load)
 
 
 @contextlib.contextmanager
 def served_envpool(load: Workload) -> Iterator[Measure]:
-    """The same behind a server of ours, as the one vector env of each worker."""
+    """Step EnvPool's envs on an envserve server, as one vector env per worker."""
     _envpool_with(load)
     name = f"envpool/{load.env_name}"
     work = replace(load, env_name=name, import_modules=("envserve.envpool",))
@@ -103,15 +106,15 @@ def served_envpool(load: Workload) -> Iterator[Measure]:
 
 
 def _envpool_with(load: Workload) -> Any:
-    """Returns the module; raises Skip where it lacks the env."""
+    """Return the module; raise Skip if it lacks the env."""
     module = import_peer("envpool")
     if load.env_name not in module.list_all_envs() or load.env_kwargs:
-        raise Skip(f"it has no {load.env_name}")
+        raise Skip(f"EnvPool has no {load.env_name}")
     return module
 
 
 def peer_cases(load: Workload) -> list[Case]:
-    """Returns a case per peer."""
+    """Return a case for each project."""
     work = {"load": load}
     return [
         Case(SYNC, vector_env, {**work, "kind": "SyncVectorEnv"}),

@@ -1,4 +1,4 @@
-"""`scale`: what an env step costs, and what memory, as the batch grows."""
+"""`scale`: the time of an env step and the memory, as the batch grows."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def scale(
     run: Run,
     env: EnvName = "CartPole-v1",
     size: Annotated[
-        list[int] | None, typer.Option(min=1, help="Number of envs; repeatable.")
+        list[int] | None, typer.Option(min=1, help="Number of envs; can be repeated.")
     ] = None,
     workers: Workers = CORES,
     seconds: Seconds = 1.0,
     repetitions: Repetitions = 3,
 ) -> None:
-    """Measure time per env step and memory of ever more envs, in-process."""
+    """Measure time per env step and memory as the batch grows, in-process."""
     sizes = sorted(set(size or _SIZES))
     loads = {f"{n} envs": Workload(env, n, min(workers, n), seconds) for n in sizes}
     cases = [
@@ -70,10 +70,10 @@ def scale(
             f"MB beyond {base}": beyond,
         },
         notes=[
-            "MB (1e6 bytes) of proportional set size of the process that steps and "
-            "all that it has started, each size measured alone in fresh processes, "
-            f"beyond that with one env per worker ({base}), which stands for what "
-            f"the imports alone take: {_megabytes(memory[base])}."
+            "MB (1e6 bytes) of proportional set size of the stepping process and its "
+            "descendants, measured in new processes for each size, minus the same with "
+            f"one env per worker ({base}), which is mostly imports: "
+            f"{_megabytes(memory[base])}."
         ],
         results={_MEMORY: memory, "base": base},
     )
@@ -81,7 +81,7 @@ def scale(
 
 @contextlib.contextmanager
 def memory_of(load: Workload) -> Iterator[Measure]:
-    """Steps a little, and looks at all processes."""
+    """Step briefly, and measure the memory of all processes."""
     processes = import_peer("benchmarks.lab.processes")
     with batch_env(load) as batch:
         stepping(batch.step, load.actions(), load)()
@@ -94,10 +94,10 @@ def memory_of(load: Workload) -> Iterator[Measure]:
 
 
 def _memory_alone(name: str, load: Workload) -> float | None:
-    """Returns bytes, or None where they cannot be had."""
+    """Return the memory in bytes, or None if the system does not report it."""
     if sys.platform != "linux":
         return None
-    # Alone: the pages of other cases' processes would be shared with these.
+    # Not in turns: pages would be shared with the processes of other cases.
     case = Case(name, memory_of, {"load": replace(load, seconds=0.1)})
     return measure_cases([case], 1).median(name, _MEMORY)
 

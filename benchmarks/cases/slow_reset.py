@@ -1,4 +1,4 @@
-"""`slow-reset`: what slow resets cost with warm spare envs, and without."""
+"""`slow-reset`: the cost of slow resets, with spare envs and without."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def slow_reset(
     run: Run,
     num_envs: NumEnvs = 32,
     step_milliseconds: Annotated[
-        float, typer.Option(min=0.001, help="What a step sleeps.")
+        float, typer.Option(min=0.001, help="Duration of a step.")
     ] = 1.0,
     reset_milliseconds: Annotated[
-        float, typer.Option(min=0.001, help="What a reset sleeps.")
+        float, typer.Option(min=0.001, help="Duration of a reset.")
     ] = 200.0,
-    episode_length: Annotated[int, typer.Option(min=1, help="Steps.")] = 200,
-    episodes: Annotated[
-        int, typer.Option(min=1, help="Episodes of a measurement.")
-    ] = 3,
+    episode_length: Annotated[
+        int, typer.Option(min=1, help="Steps of an episode.")
+    ] = 200,
+    episodes: Annotated[int, typer.Option(min=1, help="Episodes per measurement.")] = 3,
     staggered: Annotated[
-        bool, typer.Option(help="Let episodes end at different times in each env.")
+        bool, typer.Option(help="End the episodes of each env at different steps.")
     ] = False,
     repetitions: Repetitions = 3,
 ) -> None:
@@ -51,7 +51,7 @@ def slow_reset(
     quick = replace(slow, env_kwargs={**env, "reset_seconds": 0.0})
     steps = {
         "num_steps": episodes * episode_length,
-        # The first episodes of a row are short ones, that of its spare env too.
+        # The first episode of each env is shorter, also that of a spare env.
         "first_steps": 2 * episode_length if staggered else 0,
     }
     spare = {"spare_envs": True}
@@ -74,7 +74,7 @@ def slow_reset(
             f"/ {_FAST}": ratio(_FAST, SPEED),
         },
         notes=[
-            "A worker per env, in-process. Whole episodes of each env per "
+            "One worker per env, in-process. Complete episodes of each env per "
             f"measurement: {episodes}."
         ],
     )
@@ -84,7 +84,7 @@ def slow_reset(
 def episodes_of(
     load: Workload, num_steps: int, first_steps: int, spare_envs: bool = False
 ) -> Iterator[Measure]:
-    """Makes so many batch steps per measurement, and some when it is opened."""
+    """Run `num_steps` batch steps per measurement, after `first_steps` at the start."""
     actions = np.zeros(load.num_envs, np.int64)
     with batch_env(load, spare_envs=spare_envs) as batch:
         time_each(batch.step, [actions] * first_steps)

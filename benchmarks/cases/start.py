@@ -1,4 +1,4 @@
-"""`start`: what a user waits for, each time in a fresh process."""
+"""`start`: how long a user waits for a start, measured in new processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def start(
     workers: Workers = 16,
     repetitions: Repetitions = 3,
 ) -> None:
-    """Measure seconds until the first observation, of imports, and of a server."""
+    """Measure the seconds of a first observation, of imports, and of a server start."""
     fill = {"env": env, "num_envs": num_envs, "workers": workers}
     scripts = {
         "envserve, first observation": (_OURS.format(**fill), "batch.close()"),
@@ -68,15 +68,15 @@ def start(
             "lowest - highest": spread(_SECONDS, ".2f"),
         },
         notes=[
-            "First observation: from the first line of a fresh script, imports "
-            "included. Ready line: from the start of the process."
+            "First observation: from the first line of a new script, including "
+            "imports. Ready line: from the start of the process."
         ],
     )
 
 
 @contextlib.contextmanager
 def fresh_script(code: str, after: str) -> Iterator[Measure]:
-    """Runs a script in a new interpreter; it is timed from its first line."""
+    """Run a script in a new interpreter, and time it from its first line."""
     script = _TIMED.format(code=code, after=after)
     command = [sys.executable, "-W", "ignore", "-c", script]
 
@@ -89,7 +89,7 @@ def fresh_script(code: str, after: str) -> Iterator[Measure]:
 
 @contextlib.contextmanager
 def ready_line() -> Iterator[Measure]:
-    """Starts a server, and ends it once it says that it is ready."""
+    """Start a server, and end it once it is ready."""
     command = [sys.executable, "-m", "envserve", "start", "--log-level", "warning"]
     command += ["--bind", "tcp://127.0.0.1:0"]
 

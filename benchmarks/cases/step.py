@@ -1,4 +1,4 @@
-"""`step`: env steps per second beside the machine's limit and the peers."""
+"""`step`: env steps per second, compared with the machine's limit and with others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def step(
     seconds: Seconds = 0.6,
     repetitions: Repetitions = 5,
 ) -> None:
-    """Measure raw stepping: the limit, ours in-process and over sockets, and peers."""
+    """Measure raw stepping: the limit, envserve in-process and on servers, others."""
     load = Workload(env, num_envs, workers, seconds)
     load.check()
     limit = Case(LIMIT, bare_loops, {"load": load})
@@ -49,8 +49,8 @@ def step(
             **{head: ratio(name, SPEED) for head, name in peers.items()},
         },
         notes=[
-            "Medians over the repetitions; a ratio is the median of those within each "
-            "repetition. p50 and p99 are of one batch step; for the limit, of one "
-            "process's round over its envs."
+            "Medians over the repetitions; ratios are medians of the ratios within "
+            "each repetition. p50 and p99 are durations of a batch step; for the "
+            "limit, of one pass of a process over its envs."
         ],
     )

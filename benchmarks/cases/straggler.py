@@ -1,6 +1,6 @@
-"""`straggler`: what one slow env costs when rows are taken as they get ready.
+"""`straggler`: the cost of one slow env if rows are received when they are ready.
 
-Every reply says which request it answers, and is compared with what was sent.
+Every reply contains the number of its request, and is compared with it.
 """
 
 from __future__ import annotations
@@ -32,16 +32,21 @@ def straggler(
     run: Run,
     num_envs: NumEnvs = 32,
     milliseconds: Annotated[
-        float, typer.Option(min=0.001, help="What a step takes.")
+        float, typer.Option(min=0.001, help="Duration of a step.")
     ] = 2.0,
-    factor: Annotated[float, typer.Option(help="How much slower one env is.")] = 100.0,
+    factor: Annotated[
+        float, typer.Option(help="How many times slower one env is.")
+    ] = 100.0,
     min_envs: Annotated[
-        int | None, typer.Option(min=1, help="Rows per recv. Default: what is ready.")
+        int | None,
+        typer.Option(
+            min=1, help="Rows that recv waits for. Default: those that are ready."
+        ),
     ] = None,
     seconds: Seconds = 2.0,
     repetitions: Repetitions = 3,
 ) -> None:
-    """Measure send and recv with one slow env against none, a worker per env."""
+    """Measure send and recv with one slow env and with none; one worker per env."""
     name, modules = "envserve/Request-v0", (envs.MODULE,)
     load = Workload(name, num_envs, num_envs, seconds, import_modules=modules)
     normal = {"load": load, "microseconds": milliseconds * 1e3}
@@ -68,8 +73,8 @@ def straggler(
             ),
         },
         notes=[
-            f"A worker per env; recv waits for {min_envs or 1} of them. Every reply "
-            f"was compared with its request, none was wrong: {replies:,.0f} replies."
+            f"One worker per env; recv waits for at least {min_envs or 1}. Each reply "
+            f"was compared with its request: {replies:,.0f} replies, none wrong."
         ],
     )
 
@@ -82,7 +87,7 @@ def sending(
     min_envs: int | None,
     factor: float = 1.0,
 ) -> Iterator[Measure]:
-    """Sends each row its next request as soon as a recv has given its last reply."""
+    """Send each row its next request as soon as `recv` has returned its last reply."""
     with batch_env(load, binds) as batch:
         requests = _Requests(load.num_envs, microseconds, factor)
         everyone = np.arange(load.num_envs)
@@ -96,7 +101,7 @@ def sending(
                 requests.check(rows, result.observation, result.valid)
                 batch.send(requests.draw(rows), rows)
             elapsed = time.perf_counter() - began
-            rows, result = batch.recv(load.num_envs)  # leave nothing under way
+            rows, result = batch.recv(load.num_envs)  # leaves no row in flight
             requests.check(rows, result.observation, result.valid)
             return {SPEED: steps / elapsed, "replies": requests.take_count()}
 
@@ -107,7 +112,7 @@ def sending(
 def stepping_all(
     load: Workload, binds: tuple[str, ...], microseconds: float, factor: float
 ) -> Iterator[Measure]:
-    """Steps all rows together: what the slow env costs without send and recv."""
+    """Step all rows together: the cost of a slow env without `send` and `recv`."""
     with batch_env(load, binds) as batch:
         requests = _Requests(load.num_envs, microseconds, factor)
         everyone = np.arange(load.num_envs)
@@ -125,7 +130,7 @@ def stepping_all(
 
 
 class _Requests:
-    """Numbers the requests, and knows what each row must answer."""
+    """Assigns numbers to requests, and checks the replies of each row."""
 
     def __init__(self, num_envs: int, microseconds: float, factor: float) -> None:
         self._requests = np.zeros((num_envs, 2), np.int64)
@@ -136,14 +141,18 @@ class _Requests:
         self._count = 0
 
     def draw(self, rows: Array) -> Array:
-        """Returns new requests `[len(rows), 2]` for some rows; no number is reused."""
+        """Return new requests `[len(rows), 2]` for some rows; no number is reused."""
         self._requests[rows, 0] = np.arange(self._next, self._next + len(rows))
         self._next += len(rows)
         self._steps[rows] += 1
         return self._requests[rows]
 
     def check(self, rows: Array, observation: Array, valid: Array) -> None:
-        """Compares replies `[len(rows), 2]` with the requests of their rows."""
+        """Compare replies `[len(rows), 2]` with the requests of their rows.
+
+        Raises:
+          BenchmarkError: A reply is wrong.
+        """
         expected = np.stack([self._requests[rows, 0], self._steps[rows]], axis=1)
         wrong = np.flatnonzero((observation != expected).any(axis=1) | ~valid)
         if wrong.size:
@@ -155,6 +164,6 @@ class _Requests:
         self._count += len(rows)
 
     def take_count(self) -> int:
-        """Returns how many replies have been compared since the last call."""
+        """Return the number of replies compared since the previous call."""
         count, self._count = self._count, 0
         return count

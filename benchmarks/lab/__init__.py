@@ -1,1 +1,1 @@
-"""What benchmarks and faults on purpose share: the machine, processes, tables."""
+"""Helpers of benchmarks and fault injection: machine facts, processes, tables."""

@@ -1,4 +1,4 @@
-"""What a reader of measured numbers must know of the machine."""
+"""Facts about the machine that readers of measurements need."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _PACKAGES: Final = (
 
 
 def machine_facts() -> dict[str, Any]:
-    """Returns cores, processor, system, and the versions of what takes part."""
+    """Return cores, processor, system, and the versions of the installed packages."""
     versions = {}
     for package in _PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):  # then it takes no part
+        with contextlib.suppress(PackageNotFoundError):  # not installed
             versions[package] = version(package)
     return {
         "cores": num_cores(),
@@ -34,7 +34,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def in_words(machine: Mapping[str, Any]) -> str:
-    """Returns a line about a machine and what takes part."""
+    """Return one line of text about a machine and the versions."""
     versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items())
     return (
         f"{machine['cores']} cores of {machine['processor']}, "

@@ -1,4 +1,4 @@
-"""What processes, and all that they have started, take of a machine."""
+"""Resources that processes and their descendants use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import psutil
 
 @contextlib.contextmanager
 def own_keys() -> Iterator[None]:
-    """Has servers and clients use keys of a folder that is gone afterwards."""
+    """Let servers and clients use keys in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         home = {"ENVSERVE_HOME": os.path.join(folder, "home")}
         with mock.patch.dict(os.environ, home):
@@ -23,12 +23,12 @@ def own_keys() -> Iterator[None]:
 
 
 class Vitals(NamedTuple):
-    """What a process takes.
+    """Resources that a process uses.
 
     Attributes:
-      state: As psutil names it; a zombie has ended, and nobody has asked for its exit
-        status.
-      resident_bytes: Memory, shared pages included.
+      state: State as psutil names it. A zombie has ended, but its parent has not read
+        its exit status.
+      resident_bytes: Resident memory, including shared pages.
     """
 
     pid: int
@@ -39,7 +39,7 @@ class Vitals(NamedTuple):
 
 
 def with_descendants(pid: int) -> list[int]:
-    """Returns a process and the processes that it has started, directly or not."""
+    """Return a process and all its descendants, by process id."""
     with contextlib.suppress(psutil.NoSuchProcess):
         started = psutil.Process(pid).children(recursive=True)
         return [pid, *(process.pid for process in started)]
@@ -47,7 +47,7 @@ def with_descendants(pid: int) -> list[int]:
 
 
 def vitals_of(pid: int) -> Vitals | None:
-    """Returns what a process takes; None for one that has ended."""
+    """Return the resources of a process, or None if it has ended."""
     try:
         process = psutil.Process(pid)
         state, num_files = process.status(), 0
@@ -60,7 +60,7 @@ def vitals_of(pid: int) -> Vitals | None:
 
 
 def is_running(pid: int) -> bool:
-    """Tells whether a process is there and is no zombie."""
+    """Return whether a process exists and is not a zombie."""
     vitals = vitals_of(pid)
     return vitals is not None and vitals.state not in (
         psutil.STATUS_ZOMBIE,
@@ -69,15 +69,15 @@ def is_running(pid: int) -> bool:
 
 
 def kill_all(pids: Iterable[int]) -> None:
-    """Kills processes; those that have ended are left alone."""
+    """Kill processes; those that have ended are ignored."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def proportional_set_bytes(pids: Iterable[int]) -> int:
-    """Returns the sum of their proportional set sizes; on Linux only.
+    """Return the sum of the proportional set sizes of processes (Linux only).
 
-    There, a page that several processes share counts for each by its share.
+    A page that N processes share counts as 1/N for each of them.
     """
     return sum(psutil.Process(pid).memory_full_info().pss for pid in pids)

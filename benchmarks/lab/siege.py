@@ -1,4 +1,4 @@
-"""What the scripts share that attack a server: cores of their own, and goals."""
+"""Helpers of the scripts that attack a server: separate cores, and goals."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rich.console import Console
 
 from benchmarks.lab.tables import TABLE_WIDTH, as_table
 
-#: How many cores each side has, where there are enough for all of them.
+#: Number of cores for each side, if the machine has enough for all sides.
 _CORES: Final = {"server": 4, "control": 4, "client": 2, "attacker": 2}
 
 
 class Cores:
-    """Who runs on which cores."""
+    """Cores of each side of an attack: server, control, client and attacker."""
 
     def __init__(self) -> None:
-        """Deals out the cores that this process may use, if there are enough."""
+        """Assign the cores that this process may use, if there are enough."""
         is_linux = hasattr(os, "sched_setaffinity")
         free = iter(sorted(os.sched_getaffinity(0))) if is_linux else iter(())
         dealt = {
@@ -31,14 +31,16 @@ class Cores:
 
     def __str__(self) -> str:
         if not self._dealt:
-            return f"on all cores alike, since these are not {sum(_CORES.values())}"
+            return (
+                f"all on the same cores, because there are not {sum(_CORES.values())}"
+            )
         return "; ".join(
             f"{side} on cores {cores}" for side, cores in self._dealt.items()
         )
 
     @contextlib.contextmanager
     def of(self, side: str) -> Iterator[None]:
-        """Has this thread, and what it starts meanwhile, run on a side's cores."""
+        """Run this thread, and the processes that it starts, on a side's cores."""
         if not self._dealt:
             yield
             return
@@ -51,10 +53,10 @@ class Cores:
 
 
 class Goals:
-    """Figures and what they are to be.
+    """Measured values and their goals.
 
     Attributes:
-      num_missed: How many are not so.
+      num_missed: Number of goals that are missed.
     """
 
     def __init__(self) -> None:
@@ -62,11 +64,11 @@ class Goals:
         self._rows: list[list[str]] = []
 
     def at_most(self, what: str, figure: float, goal: float) -> None:
-        """Notes a figure that is to be no more than the goal."""
+        """Record a value whose goal is an upper bound."""
         self._note(what, figure, goal, "<=", figure <= goal)
 
     def at_least(self, what: str, figure: float, goal: float) -> None:
-        """Notes a figure that is to be no less than the goal."""
+        """Record a value whose goal is a lower bound."""
         self._note(what, figure, goal, ">=", figure >= goal)
 
     def _note(
@@ -78,8 +80,8 @@ class Goals:
         print(*self._rows[-1], flush=True)
 
     def report(self) -> int:
-        """Prints the table; returns the exit code: 1 if a goal was missed."""
-        columns = ("what", "figure", "goal", "")
+        """Print the table; return the exit code, which is 1 if a goal was missed."""
+        columns = ("quantity", "value", "goal", "")
         Console(width=TABLE_WIDTH).print(as_table(columns, self._rows))
         print(f"{self.num_missed} of {len(self._rows)} goals were missed")
         return int(self.num_missed > 0)

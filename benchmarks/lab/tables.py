@@ -1,4 +1,4 @@
-"""One table, as text for a screen and in Markdown for a document."""
+"""Tables, for the terminal and in Markdown."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Final
 
 from rich.table import Table
 
-#: Of lines in files, where nothing needs to be wrapped.
+#: Width of tables in files, in columns; wide enough to avoid wrapping.
 TABLE_WIDTH: Final = 200
 
 
 def as_markdown(
     columns: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int = 1
 ) -> str:
-    """Returns a table in Markdown; the first `num_texts` columns hold no numbers."""
+    """Return a table in Markdown; the first `num_texts` columns hold text."""
     numbers = len(columns) - num_texts
     lines = [columns, ["---"] * num_texts + ["---:"] * numbers, *rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
@@ -24,7 +24,7 @@ def as_markdown(
 def as_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int = 1
 ) -> Table:
-    """Returns a table for a console; arguments as of `as_markdown`."""
+    """Return a table for a terminal; the arguments are those of `as_markdown`."""
     table = Table()
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index < num_texts else "right")
@@ -34,10 +34,10 @@ def as_table(
 
 
 def replace_marked(path: Path, name: str, text: str) -> None:
-    """Replaces what stands between a document's marks of a name.
+    """Replace the text between two marks with a name in a document.
 
     Raises:
-      ValueError: The marks are not there.
+      ValueError: The marks are missing.
     """
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
     before, has_begin, rest = path.read_text(encoding="utf-8").partition(begin)

@@ -1,1 +1,1 @@
-"""Benchmarks of the trainer; TensorFlow is loaded by the processes of their cases."""
+"""Benchmarks of the trainer; only the processes of their cases load TensorFlow."""

@@ -1,9 +1,10 @@
-"""`goal`: how long PPO takes to a score, ours beside Stable-Baselines3's.
+"""`goal`: how long PPO takes to reach a score, compared with Stable-Baselines3.
 
-Each trainer has the settings that its own project recommends for the task: ours the
-named config, Stable-Baselines3 those of RL Baselines3 Zoo. Both count the training
-returns of sampled actions, which both note anyway; every repetition trains anew with
-another seed, and counts everything but the loading of libraries.
+Each trainer has the settings that its project recommends for the task: ppo the named
+config, Stable-Baselines3 those of RL Baselines3 Zoo. The score is the mean return of
+training episodes, with sampled actions, which both trainers record. Each repetition
+trains a new policy with another seed; its time includes everything except loading
+libraries.
 """
 
 import contextlib
@@ -28,10 +29,10 @@ from ppo.config.named_configs import CONFIGS
 from ppo.run_folder.folder import RunFolder
 
 GOALS = {"cartpole": 475.0, "cheetah": 3000.0}
-"""Mean return of the last training episodes, 100 at most."""
+"""Mean return of the last training episodes, at most 100."""
 
 SECONDS, STEPS, RETURN = "seconds", "steps", "mean_return"
-"""Until the goal, or until it was given up; and what was reached then."""
+"""Time and env steps until the goal or the step limit, and the return at that time."""
 
 _OURS, _SB3 = "ppo", "SB3, rl-zoo's settings"
 
@@ -40,18 +41,19 @@ _OURS, _SB3 = "ppo", "SB3, rl-zoo's settings"
 def goal(
     run: Run,
     task: Annotated[
-        str, typer.Option(help=f"A config: {' or '.join(GOALS)}.")
+        str, typer.Option(help=f"Named config: {' or '.join(GOALS)}.")
     ] = "cartpole",
     target: Annotated[
-        float | None, typer.Option(help="Mean return to reach. Default: the task's.")
+        float | None,
+        typer.Option(help="Mean return to reach. Default: the goal of the task."),
     ] = None,
     max_steps: Annotated[
-        int, typer.Option(min=1, help="Env steps after which it is given up.")
+        int, typer.Option(min=1, help="Env steps after which a repetition stops.")
     ] = 1_000_000,
     workers: Workers = CORES,
     repetitions: Repetitions = 3,
 ) -> None:
-    """Measure the seconds to a score, compilation included."""
+    """Measure the seconds until a score is reached, including compilation."""
     if task not in GOALS:
         raise typer.BadParameter(f"expected one of {', '.join(GOALS)}, got {task!r}")
     config = CONFIGS[task]
@@ -71,19 +73,19 @@ def goal(
         return f"{sum(value >= score for value in returns)} of {len(returns)}"
 
     run.publish(
-        title=f"{config.env_name}: seconds until the last training episodes, 100 at "
-        f"most, have a mean return of {score:g}",
+        title=f"{config.env_name}: seconds until the last training episodes, at most "
+        f"100, have a mean return of {score:g}",
         measured=run.measure(cases, repetitions),
         columns={
             "seconds": median(SECONDS, ",.1f"),
             "each": each,
             "steps": median(STEPS),
             "reached": reached,
-            "takes longer by": ratio(_OURS, SECONDS),
+            "/ ppo": ratio(_OURS, SECONDS),
         },
         notes=[
-            "Medians over seeds. Of a seed that did not reach it, the seconds until it "
-            "was given up count."
+            "Medians over seeds. For a seed that did not reach the goal, the seconds "
+            "until it stopped."
         ],
     )
 
@@ -110,7 +112,7 @@ def learning_ours(
                 RunFolder.create(Path(folder, "run"), config),
                 env_maker(config, num_workers=workers),
                 on_progress=last.append,
-                # Asked before the iteration's progress is told: it ends one later.
+                # Called before `on_progress`, so training ends one iteration later.
                 should_stop=lambda: bool(last) and last[-1].mean_return >= goal,
             )
         seconds = time.perf_counter() - began
@@ -125,7 +127,7 @@ def learning_ours(
 
 @contextlib.contextmanager
 def learning_sb3(task: str, goal: float, max_steps: int) -> Iterator[Measure]:
-    """Train with Stable-Baselines3's PPO and RL Baselines3 Zoo's settings."""
+    """Train with Stable-Baselines3's PPO and the settings of RL Baselines3 Zoo."""
     torch = import_peer("torch")
     stable_baselines3 = import_peer("stable_baselines3")
     torch.set_num_threads(1)
@@ -159,7 +161,7 @@ def learning_sb3(task: str, goal: float, max_steps: int) -> Iterator[Measure]:
 
 
 def _zoo(task: str, stable_baselines3: Any, torch: Any) -> tuple[Any, dict[str, Any]]:
-    """Return envs and settings as in `hyperparams/ppo.yml` of RL Baselines3 Zoo."""
+    """Return envs and settings of `hyperparams/ppo.yml` in RL Baselines3 Zoo."""
     vec_env = stable_baselines3.common.vec_env
     monitor = stable_baselines3.common.monitor.Monitor
     num_envs = {"cartpole": 8, "cheetah": 1}[task]

@@ -1,4 +1,4 @@
-"""`overlap`: how near two splits come to the best that overlapping allows."""
+"""`overlap`: how close two splits come to the theoretical optimum."""
 
 import contextlib
 import time
@@ -37,14 +37,15 @@ _CALIBRATION_LAYERS = (32, 96)
 
 
 _NOTE = (
-    "Best with 2 splits: the longest of all work by the cores, a worker's envs, both "
-    "splits' policy, and one split's policy and then its envs in a worker. Best with 1 "
-    "split: the policy, and then the envs. Both from the pieces measured alone."
+    "best, computed from the parts measured alone. With 2 splits, the maximum of: all "
+    "work divided by the cores, the envs of a worker, the policy of both splits, and "
+    "the policy of a split followed by its envs in a worker. With 1 split: the policy "
+    "followed by the envs."
 )
 
 
 class Pieces(NamedTuple):
-    """What a batch step is made of; times in microseconds, each measured alone."""
+    """Parts of a batch step, each measured alone; times in microseconds."""
 
     env: float
     policy_per_split: float
@@ -55,14 +56,14 @@ class Pieces(NamedTuple):
 
     @property
     def envs_per_worker(self) -> int:
-        """Envs of the worker that has most."""
+        """Number of envs of the worker that has the most."""
         return -(-self.num_envs // self.workers)
 
     def best_with_two_splits(self) -> float:
-        """Return the least that a batch step can take when all overlaps.
+        """Return the minimal duration of a batch step with two splits.
 
         No core can do more than its share of the work, no worker and no policy can
-        do two things at once, and a split's envs wait for its policy.
+        do two things at once, and the envs of a split wait for its policy.
         """
         work = self.num_envs * self.env + 2 * self.policy_per_split
         worker = self.envs_per_worker * self.env
@@ -70,7 +71,7 @@ class Pieces(NamedTuple):
         return max(work / self.cores, worker, 2 * self.policy_per_split, chain)
 
     def best_with_one_split(self) -> float:
-        """Return the least that a batch step can take when the two alternate."""
+        """Return the minimal duration of a batch step if policy and envs alternate."""
         rounds = max(self.num_envs / self.cores, self.envs_per_worker)
         return self.policy_all_rows + rounds * self.env
 
@@ -81,16 +82,16 @@ def overlap(
     num_envs: NumEnvs = 16,
     workers: Workers = CORES,
     env_milliseconds: Annotated[
-        float, typer.Option(min=0.001, help="What an env's step computes.")
+        float, typer.Option(min=0.001, help="CPU time of an env step.")
     ] = 1.0,
     policy_milliseconds: Annotated[
-        float, typer.Option(min=0.001, help="What the policy computes per split.")
+        float, typer.Option(min=0.001, help="CPU time of the policy per split.")
     ] = 1.0,
-    horizon: Annotated[int, typer.Option(min=1, help="Steps of a rollout.")] = 32,
+    horizon: Annotated[int, typer.Option(min=1, help="Batch steps per rollout.")] = 32,
     seconds: Seconds = 2.0,
     repetitions: Repetitions = 3,
 ) -> None:
-    """Measure rollouts with a costly policy and costly envs, in 1 and in 2 splits."""
+    """Measure rollouts of slow envs with a slow policy, with 1 split and with 2."""
     kwargs = {"step_seconds": env_milliseconds / 1e3}
     load = Workload(
         "envserve/Busy-v0", num_envs, workers, seconds, kwargs, (envs.MODULE,)
@@ -137,7 +138,7 @@ def overlap(
 
 
 def _layers_for(microseconds: float, options: Mapping[str, Any]) -> int:
-    """Return how many layers a policy needs to take so long."""
+    """Return the number of layers with which the policy takes this time."""
     few, many = _CALIBRATION_LAYERS
     cases = [
         Case(f"policy of {layers} layers", policy_alone, {**options, "layers": layers})
@@ -167,7 +168,7 @@ def env_alone(load: Workload) -> Iterator[Measure]:
 
 @contextlib.contextmanager
 def policy_alone(rows: int, layers: int, seconds: float) -> Iterator[Measure]:
-    """Run the policy again and again, each call on its own."""
+    """Run the policy repeatedly, each call by itself."""
     load_tensorflow()
     import tensorflow as tf
 
@@ -191,7 +192,7 @@ def rolling_out(
 
 
 def busy_policy(layers: int) -> Any:
-    """Return a policy that multiplies matrices, more of them the more rows it gets."""
+    """Return a policy that multiplies matrices, in proportion to its number of rows."""
     import tensorflow as tf
 
     weights = tf.random.stateless_normal([_WIDTH, _WIDTH], (0, 0)) / _WIDTH**0.5
@@ -202,7 +203,7 @@ def busy_policy(layers: int) -> Any:
         features = tf.reshape(tf.repeat(observation[:, :1], 8 * _WIDTH), [-1, _WIDTH])
         for _ in range(layers):
             features = tf.tanh(features @ weights + 0.1)
-        # Never true, but nobody can know that without the products.
+        # Never true, but TensorFlow cannot derive this without computing the products.
         is_large = tf.reduce_max(features) > 2.0
         action = tf.fill([rows], tf.cast(is_large, tf.int64))
         return action, tf.zeros([rows])

@@ -1,4 +1,4 @@
-"""`profile`: where the time of a batch step goes, and what to do about it."""
+"""`profile`: where the time of a batch step goes, and how to reduce it."""
 
 import contextlib
 import itertools
@@ -41,15 +41,15 @@ Transport = Literal["in-process", "ipc", "tcp"]
 _WHOLE, _POLICY, _ENV = "rollout", "policy alone", "envs"
 _LANE, _LOCAL_LANE = "lane alone", "lane alone, in-process"
 _NOTE = (
-    "envs: in the worker that takes longest. client: what the stepping thread computes "
-    "in BatchEnv.step with envs in-process. workers and wake-ups: the rest of that "
-    "step. server and transport: what one over a server takes longer. graph: what a "
-    "rollout takes beyond policy and BatchEnv.step."
+    "envs: time of the envs in the slowest worker. client: CPU time of the stepping "
+    "thread in BatchEnv.step with envs in-process. workers and wake-ups: the rest of "
+    "that step. server and transport: additional time of a step on a server. graph: "
+    "time of a rollout minus policy and BatchEnv.step."
 )
 _REMEDIES = {
     **REMEDIES,
-    "policy": "make the networks smaller, or use two splits, so that envs step "
-    "meanwhile",
+    "policy": "make the networks smaller, or use two splits, so that envs step at the "
+    "same time",
     "graph": "put more envs into the batch: this is paid per batch step",
 }
 
@@ -61,13 +61,13 @@ def profile(
     num_envs: NumEnvs = 16,
     workers: Workers = CORES,
     transport: Annotated[
-        Transport, typer.Option(help="How the envs are reached.")
+        Transport, typer.Option(help="Where the envs run: in-process, or on a server.")
     ] = "in-process",
-    horizon: Annotated[int, typer.Option(min=1, help="Steps of a rollout.")] = 128,
+    horizon: Annotated[int, typer.Option(min=1, help="Batch steps per rollout.")] = 128,
     seconds: Seconds = 1.0,
     repetitions: Repetitions = 5,
 ) -> None:
-    """Tell what a batch step's time is made of: am I env-bound or overhead-bound?"""
+    """Measure the parts of a batch step: is it env-bound or overhead-bound?"""
     load = Workload(env, num_envs, workers, seconds)
     binds = BINDS.get(transport, ())
     reached = {"load": load, "binds": binds}
@@ -102,7 +102,7 @@ def profile(
 
 @contextlib.contextmanager
 def timing_envs(load: Workload, binds: tuple[str, ...]) -> Iterator[Measure]:
-    """Step envs that look at the clock; measures those of the slowest worker."""
+    """Step envs that measure their own time; return the time of the slowest worker."""
     timed = replace(
         load,
         env_name="envserve/Timed-v0",
@@ -132,19 +132,19 @@ def timing_envs(load: Workload, binds: tuple[str, ...]) -> Iterator[Measure]:
 
 
 def longest_worker(spent: np.ndarray, workers: int, cores: int) -> float:
-    """Return what the slowest worker takes; more where workers outnumber cores.
+    """Return the time of the slowest worker; more if workers outnumber cores.
 
     Args:
         spent: time of each env, by row.
-        workers: processes that the rows are spread over.
-        cores: how many of them can run at a time.
+        workers: number of processes that the rows are spread over.
+        cores: number of processes that can run at the same time.
     """
     per_worker = [part.sum() for part in np.array_split(spent, workers)]
     return float(max(*per_worker, spent.sum() / cores))
 
 
 def _parts(measured: Measurements, turn: int) -> dict[str, float]:
-    """Return the parts of one turn; they sum up to the whole."""
+    """Return the parts of a batch step in one turn; their sum is the rollout's time."""
     value = {c: measured.values(c, MICROSECONDS)[turn] for c in measured.by_case}
     local_lane = _LOCAL_LANE if _LOCAL_LANE in value else _LANE
     local, client = value[local_lane], measured.values(local_lane, THREAD)[turn]

@@ -1,7 +1,7 @@
-"""Cases around a rollout: as a whole, its policy alone, and a loop in Python.
+"""Cases of rollouts: a complete rollout, its policy alone, and a loop in Python.
 
-All measure microseconds per batch step. TensorFlow is loaded by the process of a case,
-when it is opened.
+All measure microseconds per batch step. The process of a case loads TensorFlow when the
+case is opened.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ class RolloutLoad:
     """The work of a case.
 
     Attributes:
-        load: which envs, and how long a measurement lasts.
+        load: the envs, and the duration of a measurement.
         horizon: batch steps per rollout.
-        binds: where servers are to listen; with none, the envs are this process's.
+        binds: addresses of the servers; if empty, the envs run in-process.
     """
 
     load: Workload
@@ -50,12 +50,12 @@ class RolloutLoad:
         return Agent(batch.observation_space, batch.action_space, config)
 
     def repeating(self, run: Callable[[], Any]) -> Measure:
-        """Return a measurement of something that makes as many batch steps."""
+        """Return a measurement of a function that makes one rollout."""
         return repeating(run, self.horizon, self.load.seconds)
 
 
 def load_tensorflow() -> None:
-    """Load TensorFlow as `ppo train` does; raises `Skip` where it is not installed."""
+    """Load TensorFlow as `ppo train` does; raise `Skip` if it is not installed."""
     try:
         start_tensorflow(intra_op_threads=2, inter_op_threads=1)
     except BadInputError as error:
@@ -63,11 +63,11 @@ def load_tensorflow() -> None:
 
 
 def repeating(run: Callable[[], Any], batch_steps: int, seconds: float) -> Measure:
-    """Return a measurement of something that makes so many batch steps."""
+    """Return a measurement of a function that makes `batch_steps` batch steps."""
     run()
 
     def measure() -> Mapping[str, float]:
-        run()  # others have had their turn meanwhile
+        run()  # warms the caches, which other cases have used meanwhile
         runs, began = 0, time.perf_counter()
         while runs == 0 or time.perf_counter() - began < seconds:
             run()
@@ -80,7 +80,7 @@ def repeating(run: Callable[[], Any], batch_steps: int, seconds: float) -> Measu
 
 @contextlib.contextmanager
 def simulating(work: RolloutLoad) -> Iterator[Measure]:
-    """Collect rollouts with the agent of a training."""
+    """Collect rollouts with a training's agent."""
     load_tensorflow()
     from ppo.in_graph_batch_env import InGraphBatchEnv
     from ppo.simulate import Simulation
@@ -101,7 +101,7 @@ def simulating(work: RolloutLoad) -> Iterator[Measure]:
 
 @contextlib.contextmanager
 def choosing(work: RolloutLoad) -> Iterator[Measure]:
-    """Run the policy alone, in a loop of the graph."""
+    """Run the policy alone, in a loop within a graph."""
     load_tensorflow()
     import tensorflow as tf
 
@@ -115,7 +115,7 @@ def choosing(work: RolloutLoad) -> Iterator[Measure]:
 
 @contextlib.contextmanager
 def looping_in_python(work: RolloutLoad, jit_compile: bool) -> Iterator[Measure]:
-    """Alternate a compiled policy and the batch from Python; keeps what they give."""
+    """Call a compiled policy and the batch alternately, and store the results."""
     load_tensorflow()
     import tensorflow as tf
 
@@ -139,7 +139,7 @@ def looping_in_python(work: RolloutLoad, jit_compile: bool) -> Iterator[Measure]
 
 
 def _env_actions(work: RolloutLoad, batch: BatchEnv) -> Callable[..., Any]:
-    """Return the policy with what makes env actions of its actions."""
+    """Return the policy, including the conversion of its actions to the env's."""
     from ppo.in_graph_batch_env import InGraphBatchEnv
 
     agent, graph_env = work.agent(batch), InGraphBatchEnv(batch)
@@ -158,7 +158,7 @@ def _policy_loop(act: Callable[..., Any], first: Any, seed: Any, horizon: int) -
         del last
         step_seed = tf.random.experimental.stateless_fold_in(seed, step)
         chosen = act(observation, step_seed)
-        # Nothing may look as if it were the same in each step, or it is computed once.
+        # The input must seem to change, or TensorFlow computes the policy only once.
         change = chosen[2][0] > 1e30
         observation = tf.nest.map_structure(
             lambda leaf: leaf + tf.cast(change, leaf.dtype), observation

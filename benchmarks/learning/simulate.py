@@ -1,4 +1,4 @@
-"""`simulate`: a rollout in one graph call against a loop in Python."""
+"""`simulate`: a rollout in one graph call, compared with a loop in Python."""
 
 import statistics
 from typing import Annotated
@@ -40,11 +40,11 @@ def simulate(
     env: EnvName = "CartPole-v1",
     num_envs: NumEnvs = 16,
     workers: Workers = CORES,
-    horizon: Annotated[int, typer.Option(min=1, help="Steps of a rollout.")] = 128,
+    horizon: Annotated[int, typer.Option(min=1, help="Batch steps per rollout.")] = 128,
     seconds: Seconds = 1.0,
     repetitions: Repetitions = 5,
 ) -> None:
-    """Measure a rollout in the graph against driving the envs from Python."""
+    """Compare a rollout in one graph call with loops in Python."""
     load = Workload(env, num_envs, workers, seconds)
     work = {"work": RolloutLoad(load, horizon)}
     load.check()
@@ -63,8 +63,8 @@ def simulate(
         columns={
             "us per batch step": median(MICROSECONDS),
             "lowest - highest": spread(MICROSECONDS),
-            "beyond the lane": lambda _, case: _number(beyond[case], ",.0f"),
-            "simulate() is faster by": lambda _, case: _number(
+            "minus BatchEnv.step": lambda _, case: _number(beyond[case], ",.0f"),
+            "/ simulate()": lambda _, case: _number(
                 measured.ratio(case, _SIMULATE, MICROSECONDS)
                 if case in (_LOOP, _XLA_LOOP)
                 else None,
@@ -72,15 +72,15 @@ def simulate(
             ),
         },
         notes=[
-            "The lane is BatchEnv.step from Python with actions that are there. What "
-            "simulate() takes beyond it is the policy and what the graph costs."
+            "BatchEnv.step alone is called from Python with given actions. The "
+            "additional time of simulate() is that of the policy and of the graph."
         ],
         results={"beyond_the_lane_us": beyond},
     )
 
 
 def _beyond(measured: Measurements, case: str) -> float | None:
-    """Return the median of what a case takes more than the lane in the same turn."""
+    """Return the median of the time that a case takes in addition to `_LANE`."""
     if _LANE not in measured.by_case or case in (_LANE, _POLICY):
         return None
     pairs = zip(

@@ -1,7 +1,7 @@
-"""`train`: PPO end to end, ours beside Stable-Baselines3's at equal settings.
+"""`train`: complete PPO trainings, compared with Stable-Baselines3 at equal settings.
 
-Both run as their users run them; the seconds of rollouts and updates are read off
-from what they report or call.
+Both run as their users run them. The seconds of rollouts and updates are taken from
+ppo's metrics, and measured around the calls in Stable-Baselines3.
 """
 
 import contextlib
@@ -52,15 +52,17 @@ def train(
     env: EnvName = "HalfCheetah-v5",
     num_envs: NumEnvs = 16,
     workers: Workers = CORES,
-    horizon: Annotated[
-        int, typer.Option(min=1, help="Batch steps of a rollout.")
-    ] = 128,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over a rollout.")] = 10,
-    minibatch_size: Annotated[int, typer.Option(min=1, help="Steps.")] = 64,
-    iterations: Annotated[int, typer.Option(min=1, help="Of each turn.")] = 4,
+    horizon: Annotated[int, typer.Option(min=1, help="Batch steps per rollout.")] = 128,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs per update.")] = 10,
+    minibatch_size: Annotated[
+        int, typer.Option(min=1, help="Steps per minibatch.")
+    ] = 64,
+    iterations: Annotated[
+        int, typer.Option(min=1, help="Iterations per measurement.")
+    ] = 4,
     repetitions: Repetitions = 3,
 ) -> None:
-    """Measure rollout, update and total of PPO's iterations."""
+    """Measure rollout, update and total time of PPO's iterations."""
     config = Config(
         env_name=env,
         num_envs=num_envs,
@@ -99,22 +101,22 @@ def train(
             **{f"{n} x": ratio(_OURS, key) for n, key in _NUMBERS.items()},
         },
         notes=[
-            f"ppo and envserve.sb3 step in {workers} workers; ppo trains with two "
-            "TensorFlow threads, SB3 with one torch thread. Both as they train: ours "
-            "normalises observations and scales rewards besides, and writes metrics. "
-            "x: how many times as long as ppo's.",
+            f"ppo and envserve.sb3 step envs in {workers} workers; ppo trains with two "
+            "TensorFlow threads, SB3 with one torch thread. ppo also normalises "
+            "observations, scales rewards and writes metrics. x: duration relative to "
+            "ppo's.",
         ],
     )
 
 
 @contextlib.contextmanager
 def training_ours(config: Config, iterations: int, workers: int) -> Iterator[Measure]:
-    """Train with `ppo.train.train`, which waits between the turns."""
+    """Train with `ppo.train.train`, which waits between the measurements."""
     load_tensorflow()
     from ppo.environments import env_maker
     from ppo.train import train
 
-    # No checkpoints but the first: the other trainer writes none.
+    # Only the first checkpoint is written, because the other trainer writes none.
     config = config.replace(
         total_steps=_ENDLESS,
         checkpoint_seconds=float(_ENDLESS),
@@ -131,7 +133,7 @@ def training_ours(config: Config, iterations: int, workers: int) -> Iterator[Mea
             should_stop=lambda: gate.is_closed,
         )
         with gate.kept_by(run):
-            gate.let_pass(1)  # compiles
+            gate.let_pass(1)  # compiles the update
 
             def measure() -> Mapping[str, float]:
                 seconds = gate.let_pass(iterations)
@@ -147,7 +149,7 @@ def training_ours(config: Config, iterations: int, workers: int) -> Iterator[Mea
 
 
 class Gate:
-    """Lets a training in another thread make so many iterations, and then wait."""
+    """Makes a training in another thread wait after each iteration."""
 
     def __init__(self) -> None:
         self.is_closed = False
@@ -156,13 +158,13 @@ class Gate:
         self._error: BaseException | None = None
 
     def arrive(self) -> None:
-        """Report the end of an iteration, and wait for leave to make the next."""
+        """Report the end of an iteration, and wait until the next one may begin."""
         self._arrivals.release()
         if not self.is_closed:
             self._permits.acquire()
 
     def let_pass(self, iterations: int) -> float:
-        """Wait for so many iterations; returns the seconds that they took."""
+        """Let the training run some iterations; return their duration in seconds."""
         began = time.perf_counter()
         for _ in range(iterations):
             self._permits.release()
@@ -173,13 +175,13 @@ class Gate:
 
     @contextlib.contextmanager
     def kept_by(self, train: Callable[[], Any]) -> Iterator[None]:
-        """Run a training; its end is waited for."""
+        """Run a training in a thread, and wait for its end on exit."""
 
         def run() -> None:
             self._permits.acquire()
             try:
                 train()
-            except BaseException as error:  # raised again where it is waited for
+            except BaseException as error:  # raised again by `let_pass`
                 self._error = error
                 self._arrivals.release()
 
@@ -197,7 +199,7 @@ class Gate:
 def training_sb3(
     config: Config, iterations: int, vec_env: str, workers: int = 1
 ) -> Iterator[Measure]:
-    """Train with Stable-Baselines3's PPO, on its own vectorised envs or on ours."""
+    """Train with Stable-Baselines3's PPO, on its vectorised envs or on envserve's."""
     torch = import_peer("torch")
     stable_baselines3 = import_peer("stable_baselines3")
     torch.set_num_threads(1)
@@ -247,7 +249,7 @@ class _Clock:
         self.seconds: dict[str, float] = {}
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function with its calls timed."""
+        """Return a function whose calls are timed."""
 
         def call(*arguments: Any, **named: Any) -> Any:
             began = time.perf_counter()

@@ -1,1 +1,1 @@
-"""What a large batch costs the process that steps it."""
+"""The cost of a batch on many servers for the process that steps it."""

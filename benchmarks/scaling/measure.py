@@ -1,4 +1,4 @@
-"""What a batch step costs its trainer: processor time, and bytes over the network."""
+"""Measure the trainer's CPU time and the bytes on the network per batch step."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from envserve.client import BatchEnv
 
 _CHUNKS: Final = 5
 _WARM_UP: Final = 10
-#: Observations of envs behind `envserve start`, by their bytes.
+#: Envs of real servers, by the size of their observation in bytes.
 _REAL: Final = {16: "envserve/Sleep-v0", 28224: "envserve/Image-v0"}
 
 
 class Point(NamedTuple):
-    """A batch, and what a step of it takes; microseconds, medians.
+    """A batch, and the cost of one batch step (medians).
 
     Attributes:
-      servers: How many.
-      envs: Per server.
-      size: Bytes of an observation.
+      servers: Number of servers.
+      envs: Envs per server.
+      size: Size of an observation in bytes.
       keys: Whether messages are encrypted.
-      splits: How many parts of the batch are sent and received in turns.
-      env_us: What a server takes to answer.
-      delay_ms: Of the network, there and back.
-      servers_are: "stand-in", or "real": `envserve start`.
-      thread: What the thread that steps computes.
-      process: What the trainer's process computes, ZeroMQ's threads with it.
-      wall: How long it takes.
-      wire: Bytes both ways, with the headers of TCP and IP.
+      splits: Number of splits that are sent and received in turns.
+      env_us: Microseconds that a server takes to answer.
+      delay_ms: Round-trip delay of the network in milliseconds.
+      servers_are: "stand-in", or "real" for `envserve start`.
+      thread: CPU time of the stepping thread in microseconds.
+      process: CPU time of the trainer's process in microseconds, with ZeroMQ's threads.
+      wall: Elapsed time in microseconds.
+      wire: Bytes in both directions, with TCP and IP headers.
     """
 
     servers: int
@@ -56,12 +56,12 @@ class Point(NamedTuple):
 
     @property
     def num_envs(self) -> int:
-        """Rows of the batch."""
+        """Number of envs in the batch."""
         return self.servers * self.envs
 
 
 def measure(point: Point, seconds: float = 0.6) -> Point:
-    """Runs the servers of a point on this host, and measures it."""
+    """Run the servers of a point on this host, and measure it."""
     with _batch(point) as batch:
         return measure_batch(point, batch, seconds)
 
@@ -93,7 +93,7 @@ def _batch(point: Point) -> Iterator[BatchEnv]:
 def measure_batch(
     point: Point, batch: BatchEnv, seconds: float, interface: str = "lo"
 ) -> Point:
-    """Steps a batch for so long, in chunks; returns the medians over these."""
+    """Step a batch for some seconds, in chunks; return the medians over the chunks."""
     step = _stepping(batch, point.splits)
     for _ in range(_WARM_UP):
         step()
@@ -113,7 +113,7 @@ def measure_batch(
 
 
 def _stepping(batch: BatchEnv, num_splits: int) -> Callable[[], object]:
-    """Returns what steps all rows once, as a trainer does with so many splits."""
+    """Return a function that steps all rows once, as a trainer with splits does."""
     actions = np.zeros(batch.num_envs, np.int64)
     if num_splits == 1:
         return lambda: batch.step(actions)
@@ -129,10 +129,10 @@ def _stepping(batch: BatchEnv, num_splits: int) -> Callable[[], object]:
 
 
 def _now(interface: str) -> Sequence[float]:
-    """Returns seconds of this thread, of this process and of the clock, and bytes."""
+    """Return CPU seconds of thread and process, elapsed seconds, and bytes."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     (found,) = (line for line in lines if line.strip().startswith(f"{interface}:"))
     numbers = found.partition(":")[2].split()
-    # Over loopback what is sent is received, so it counts once.
+    # On loopback, every sent byte is also received, so only one direction counts.
     wire = int(numbers[0]) + (int(numbers[8]) if interface != "lo" else 0)
     return time.thread_time(), time.process_time(), time.perf_counter(), wire

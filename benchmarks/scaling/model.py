@@ -1,4 +1,4 @@
-"""What a batch step costs its trainer, as a sum, and what follows from it."""
+"""A linear model of the trainer's cost of a batch step, and predictions from it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import numpy as np
 from benchmarks.scaling.measure import Point
 
 Clock = Literal["thread", "process"]
-#: A host of the planning table.
+#: Cores and envs of a host in the planning table.
 CORES: Final = 16
 ENVS_PER_CORE: Final = 4
 
 
 class Model(NamedTuple):
-    """Microseconds per batch step; a split is a step of its part of the batch.
+    """Costs of a batch step in microseconds.
 
     Attributes:
-      split: Of each split.
-      server: Of each server and split.
-      env: Of each env.
-      kilobyte: Of each 1000 bytes of observations.
+      split: Cost of each split.
+      server: Cost of each server, per split.
+      env: Cost of each env.
+      kilobyte: Cost of 1,000 bytes of observations.
     """
 
     split: float
@@ -33,17 +33,17 @@ class Model(NamedTuple):
     kilobyte: float
 
     def predict(self, point: Point) -> float:
-        """Returns the microseconds of a batch step."""
+        """Return the predicted microseconds of a batch step."""
         return float(_terms(point) @ np.array(self))
 
 
 class Plan(NamedTuple):
-    """How far one trainer goes.
+    """The capacity of one trainer.
 
     Attributes:
-      hosts: Of `CORES` cores each, of whose envs it can keep up with.
-      steps: Env steps per second with so many.
-      gbit: Of observations per second, in Gbit.
+      hosts: Number of hosts, with `CORES` cores each, that keep the trainer busy.
+      steps: Env steps per second with these hosts.
+      gbit: Observations in Gbit per second.
     """
 
     hosts: int
@@ -52,9 +52,9 @@ class Plan(NamedTuple):
 
 
 def fit(points: Sequence[Point], clock: Clock) -> Model:
-    """Returns the model whose relative errors have the least sum of squares.
+    """Return the model with the smallest sum of squared relative errors.
 
-    What would come out below zero, by noise, is zero.
+    Coefficients that would be negative, because of noise, are 0.
     """
     measured = np.array([getattr(point, clock) for point in points])
     terms = np.array([_terms(point) for point in points]) / measured[:, None]
@@ -70,12 +70,12 @@ def fit(points: Sequence[Point], clock: Clock) -> Model:
 
 
 def errors(model: Model, points: Sequence[Point], clock: Clock) -> list[float]:
-    """Returns by which part of what was measured each prediction is off."""
+    """Return the relative error of each prediction."""
     return [model.predict(p) / getattr(p, clock) - 1.0 for p in points]
 
 
 def slowdown(points: Sequence[Point], model: Model) -> float:
-    """Returns how many times as long real servers take the thread, the median."""
+    """Return the median ratio of measured to predicted time of the stepping thread."""
     return statistics.median(point.thread / model.predict(point) for point in points)
 
 
@@ -87,20 +87,20 @@ def plan(
     slowdown: float = 1.0,
     round_trip_us: float = 200.0,
 ) -> Plan:
-    """Returns how many hosts keep one trainer busy, which steps two splits in turns.
+    """Return how many hosts keep a trainer with two splits busy.
 
-    While one split is stepped by the hosts, the trainer handles the other. It is idle
-    as long as the hosts take longer, and with one host more they never do.
+    While the hosts step one split, the trainer handles the other. With the returned
+    number of hosts, the hosts take longer than the trainer; with one more, they do not.
 
     Args:
-      model: Of the thread that steps.
-      env_us: What a step of one env takes on one core.
-      size: Bytes of an observation.
-      slowdown: How many times as long as the model says it takes.
-      round_trip_us: Of the network.
+      model: Model of the stepping thread.
+      env_us: Microseconds of an env step on one core.
+      size: Size of an observation in bytes.
+      slowdown: Factor by which the model's times are multiplied.
+      round_trip_us: Round trip of the network in microseconds.
     """
     envs = CORES * ENVS_PER_CORE
-    # Each worker steps its part of a split; both splits are one batch step.
+    # Each worker steps its part of a split. A batch step consists of both splits.
     waiting = env_us * ENVS_PER_CORE + 2 * round_trip_us
 
     def handling(hosts: int) -> float:

@@ -1,7 +1,7 @@
-"""Servers that cost little: one process is as many as wanted, each with its socket.
+"""Stand-ins for servers that cost little: many in one process, each with a socket.
 
-Sessions and messages are the project's own. In the place of workers and envs there are
-rows that never change, and an answer comes as long after its step as envs would take.
+They use the real sessions and messages, but have no workers and envs: their rows never
+change, and they answer a step after the time that envs would take.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Rows
 from envserve.spaces.env_spec import EnvSpec
 
-#: Before the number of bytes that its observation has.
+#: Prefix of env names; the size of the observation in bytes follows.
 NAME: Final = "Idle-"
 _ENV_NAMES: Final = tuple(f"{NAME}{size}" for size in (16, 1_024, 28_224))
 _USER: Final = ""
@@ -42,7 +42,7 @@ _MAX_ENVS: Final = 4096
 
 
 class _Pool:
-    """Rows of one lease."""
+    """The rows of one lease."""
 
     def __init__(self, settings: PoolSettings) -> None:
         size = int(settings.env_name.removeprefix(NAME))
@@ -53,12 +53,12 @@ class _Pool:
 
 
 class StandIn:
-    """One server.
+    """A stand-in for one server.
 
     Attributes:
-      address: Where it listens.
-      socket: Its ROUTER.
-      due: What has been asked for, and when it is done.
+      address: Address at which it listens.
+      socket: ROUTER socket.
+      due: Operations in progress: time of completion, session, outcomes.
     """
 
     def __init__(
@@ -79,17 +79,17 @@ class StandIn:
         self.address = f"tcp://127.0.0.1:{port}"
 
     def receive(self) -> None:
-        """Takes the messages that are there."""
+        """Handle all messages that have arrived."""
         while self.socket.poll(0):
             route, *frames = self.socket.recv_multipart()
             now = time.monotonic()
             self._do(self._session.receive((route, _USER), frames, now), now)
 
     def answer(self, now: float) -> None:
-        """Ends what is due."""
+        """Complete the operations that are due."""
         while self.due and self.due[0][0] <= now:
             _, session, outcomes = self.due.pop(0)
-            if session in self._pools:  # it may have detached
+            if session in self._pools:  # the client may have detached
                 self._do(self._session.pool_finished(session, outcomes), now)
 
     def _do(self, decisions: Any, now: float) -> None:
@@ -121,7 +121,7 @@ class StandIn:
 def stand_ins(
     count: int, env_seconds: float = 0.0, *, insecure: bool = True
 ) -> Iterator[list[str]]:
-    """Runs so many in a process of their own; gives their addresses."""
+    """Run `count` stand-ins in a separate process; yield their addresses."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     arguments = (theirs, count, env_seconds, insecure)
@@ -147,7 +147,7 @@ def _serve(ours: Connection, count: int, env_seconds: float, insecure: bool) -> 
     while True:
         later = time.monotonic() + 1.0
         soon = min((s.due[0][0] for s in servers if s.due), default=later)
-        # Whole milliseconds by the poll, the rest by sleeping.
+        # Poll for whole milliseconds, and sleep for the rest.
         milliseconds = max(0, int(1000 * (soon - time.monotonic())))
         for socket, _ in poller.poll(milliseconds):
             of_socket[socket].receive()

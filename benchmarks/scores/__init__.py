@@ -1,5 +1,5 @@
-"""What the named configs reach, over many seeds, beside published scores.
+"""Scores of the named configs over several seeds, compared with published scores.
 
-`tasks` lists what is run; `run_one` runs one; `many` runs what is missing; `document`
-makes a table and a plot of it. `scripts/benchmark_scores.py` is the way in.
+`tasks` lists the runs, `run_one` runs one, `many` runs the missing ones, and `document`
+writes the tables and the plot. `scripts/benchmark_scores.py` is the command.
 """

@@ -1,4 +1,4 @@
-"""The table and the plot of `docs/scores.md`, made of what the runs have come to."""
+"""The tables and the plot of `docs/scores.md`, from the scores of the runs."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,11 +16,11 @@ COLUMNS = (
     *("seeds", "lowest E", "largest KL", "reached", "seconds"),
 )
 NUM_TEXTS = 4
-"""How many of the columns hold text."""
+"""Number of columns that hold text; they come first."""
 
 
 def measured(measure: Measure, scores: Sequence[Score]) -> list[float]:
-    """Return the numbers, one per seed, whose mean is a measure of `Task`."""
+    """Return one number per seed, whose mean is a measure of `Task`."""
     if measure == "E":
         return [score.final for score in scores]
     if measure == "B":
@@ -30,13 +30,13 @@ def measured(measure: Measure, scores: Sequence[Score]) -> list[float]:
 
 
 def _curves(scores: Sequence[Score]) -> np.ndarray:
-    """Return evaluations `[points, seeds]`: as many as the shortest curve has."""
+    """Return the evaluations `[points, seeds]`, up to the end of the shortest curve."""
     curves = ([mean for _, mean in score.curve] for score in scores)
     return np.array(list(zip(*curves, strict=False)))
 
 
 def table_rows(scores: Mapping[str, Sequence[Score]]) -> list[list[str]]:
-    """Return a row per task that has scores, in the order of `TASKS`."""
+    """Return one row for each task that has scores, in the order of `TASKS`."""
     return [_row(task, scores[task.name]) for task in TASKS if scores.get(task.name)]
 
 
@@ -44,7 +44,7 @@ def write_document(path: Path, scores: Mapping[str, Sequence[Score]]) -> None:
     """Replace the tables in a Markdown document, between its two marks.
 
     Raises:
-        ValueError: the marks are not there.
+        ValueError: the marks are missing.
     """
     tables = "\n".join(
         [
@@ -58,9 +58,9 @@ def write_document(path: Path, scores: Mapping[str, Sequence[Score]]) -> None:
 
 
 def draw_curves(scores: Mapping[str, Sequence[Score]], path: Path) -> None:
-    """Draw each task's evaluations along the curve: mean over seeds, and their range.
+    """Draw the evaluations of each task: mean over seeds, and their range.
 
-    Needs matplotlib, of the extra `plot`.
+    Needs matplotlib (extra `plot`).
     """
     from matplotlib.figure import Figure
 
@@ -114,7 +114,7 @@ def _largest(scores: Sequence[Score]) -> str:
 
 
 def _label(task: Task, scores: Sequence[Score]) -> list[str]:
-    """Return env and steps; with a mark if the settings are not today's."""
+    """Return env and steps, with a mark if the settings are not the current ones."""
     is_todays = all(task.is_made_by(score.settings) for score in scores)
     steps = ", ".join(filter(None, (task.budget, task.variant)))
     return [scores[0].env_name, steps + ("" if is_todays else " †")]
@@ -123,8 +123,9 @@ def _label(task: Task, scores: Sequence[Score]) -> list[str]:
 def _remarks(scores: Mapping[str, Sequence[Score]]) -> str:
     lossy = [name for name, runs in scores.items() if runs and _loses(runs)]
     return (
-        "†: measured with other settings than today's, or before they were noted.\n\n"
-        "E is below 0.95 of B, or a seed's E below half of the mean, in: "
+        "†: measured with settings that differ from the current ones, or that were not "
+        "recorded.\n\n"
+        "E is below 0.95 of B, or the E of a seed is below half of the mean, in: "
         f"{', '.join(lossy) or 'no row'}.\n"
     )
 

@@ -1,4 +1,4 @@
-"""CartPole without its velocities: a task for a policy that remembers."""
+"""CartPole without its velocities: a task for recurrent policies."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Runs what is missing, several at a time, and writes what it has come to."""
+"""The command: train the missing runs in parallel, and write their scores."""
 
 import concurrent.futures
 import json
@@ -26,23 +26,27 @@ from ppo.errors import suggestion
 
 def main(
     tasks: Annotated[
-        list[str] | None, typer.Argument(help="Such as cheetah-1M. Default: all.")
+        list[str] | None, typer.Argument(help="Tasks such as cheetah-1M. Default: all.")
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, help="Seeds per task. Default: the task's.")
+        int | None,
+        typer.Option(min=1, help="Seeds per task. Default: those of the task."),
     ] = None,
     runs: Annotated[
-        Path, typer.Option(help="Folder of the runs; what is there is not run again.")
+        Path, typer.Option(help="Folder of the runs; finished runs are not repeated.")
     ] = Path("runs/scores"),
     document: Annotated[
-        Path | None, typer.Option(help="Document to write the tables into, with plot.")
+        Path | None,
+        typer.Option(
+            help="Document for the tables; plot and JSON file are next to it."
+        ),
     ] = None,
     processes: Annotated[
-        int, typer.Option(min=0, help="Runs at a time. 0: one per core.")
+        int, typer.Option(min=0, help="Runs at the same time. 0: one per core.")
     ] = 0,
-    train: Annotated[bool, typer.Option(help="Run what is missing.")] = True,
+    train: Annotated[bool, typer.Option(help="Train the missing runs.")] = True,
 ) -> None:
-    """Trains configs on several seeds, and compares them with published scores."""
+    """Train configs on several seeds, and compare them with published scores."""
     console = Console()
     chosen = list(_chosen(tasks))
     jobs = [
@@ -77,7 +81,7 @@ def _chosen(names: list[str] | None) -> Iterator[Task]:
 
 
 def _run(jobs: list[tuple[Task, int, Path]], num_processes: int) -> Iterator[Score]:
-    """Runs each job in a process of its own; yields what they come to, as they do."""
+    """Run each job in a separate process; yield its score when it has finished."""
     with concurrent.futures.ProcessPoolExecutor(
         num_processes, multiprocessing.get_context("spawn"), max_tasks_per_child=1
     ) as executor:
@@ -89,9 +93,9 @@ def _run(jobs: list[tuple[Task, int, Path]], num_processes: int) -> Iterator[Sco
 def _read(
     jobs: Iterable[tuple[Task, int, Path]], path: Path | None
 ) -> dict[str, list[Score]]:
-    """Return what runs have come to, and what a document holds of all others.
+    """Return the scores of the runs, and those in the JSON file for all others.
 
-    Of a task's scores only those with today's settings, if there are any.
+    If a task has scores with the current settings, its other scores are left out.
     """
     numbers = json.loads(path.read_text("utf-8")) if path and path.exists() else []
     found = {(row["task"], row["seed"]): Score(**row) for row in numbers}

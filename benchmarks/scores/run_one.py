@@ -1,4 +1,4 @@
-"""One run of a task, from its first step to a file with its scores."""
+"""One run of a task, and the file with its score."""
 
 import json
 import shutil
@@ -15,19 +15,19 @@ _LIBRARIES = ("gymnasium", "mujoco", "numpy", "tensorflow")
 
 
 class Score(NamedTuple):
-    """What one run has come to.
+    """The result of one run.
 
     Attributes:
-      env_name: Of the env, with its version.
-      final: Mean return of some episodes at the end.
-      final_std: Their standard deviation.
-      best: Best mean return of 20 episodes along the curve.
-      curve: Env steps and mean returns of 20 episodes, along it.
-      train_return: Mean of the last 100 training episodes, with sampled actions.
-      seconds: Its duration, without evaluations.
-      versions: Of the libraries that decide numbers.
-      settings: `Task.settings` at that time; None where it was not noted.
-      max_kl: Largest divergence of an iteration, in nats; None likewise.
+      env_name: Registered name of the env, with its version.
+      final: Mean return of the episodes of the final evaluation.
+      final_std: Standard deviation of their returns.
+      best: Best mean return of the evaluations during training.
+      curve: Env steps and mean return of each evaluation during training.
+      train_return: Mean return of the last 100 training episodes, with sampled actions.
+      seconds: Duration of the training, without evaluations.
+      versions: Versions of the libraries that influence the numbers.
+      settings: `Task.settings` at that time; None if they were not recorded.
+      max_kl: Largest KL divergence of an iteration, in nats; None if not recorded.
     """
 
     task: str
@@ -46,7 +46,7 @@ class Score(NamedTuple):
 
 
 def read_score(folder: Path) -> Score | None:
-    """Return what a run has come to; None if it has not ended."""
+    """Return the score of a run, or None if it has not finished."""
     path = folder / _RESULT
     if not path.exists():
         return None
@@ -54,9 +54,9 @@ def read_score(folder: Path) -> Score | None:
 
 
 def run_one(task: Task, seed: int, folder: Path) -> Score:
-    """Train, evaluate and save what it has come to; begins anew what was cut short.
+    """Train, evaluate and save the score; an interrupted run is started again.
 
-    Loads TensorFlow with one thread, as several runs share the cores.
+    TensorFlow uses one thread, because several runs share the cores.
     """
     from ppo.cli.options import start_tensorflow
 
@@ -94,7 +94,7 @@ def run_one(task: Task, seed: int, folder: Path) -> Score:
 
 
 def _training_seconds(rows: Sequence[dict[str, Any]]) -> float:
-    """Add up the iterations, which do not count evaluations."""
+    """Return the seconds of all iterations, without evaluations."""
     seconds, before = 0.0, 0
     for row in rows:
         seconds += (row["steps"] - before) / row["steps_per_second"]

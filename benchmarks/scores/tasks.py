@@ -1,7 +1,7 @@
-"""What is run: configs, budgets, numbers of seeds, and the scores to compare with.
+"""The tasks: configs, budgets, numbers of seeds, and published scores.
 
-An anchor holds under its own conditions only, which `docs/scores.md` says: the measure,
-the version of the env, the number of seeds.
+Each published score (anchor) has its conditions, which `docs/scores.md` states: the
+measure, the version of the env, and the number of seeds.
 """
 
 import json
@@ -16,7 +16,7 @@ from ppo.config.named_configs import CONFIGS
 Measure = Literal["E", "B", "M"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 
-#: Settings that do not decide what is learned, or are the task's or the seed's.
+#: Settings that do not influence learning, or that the task or seed determines.
 _ASIDE = re.compile(
     "import_modules|total_steps|seed|num_splits|spare_envs|jit_compile|use_gpu|"
     "on_fault|.*(evaluat|curve|report|checkpoint|timeout|server|padding|restart)"
@@ -28,16 +28,16 @@ class Task:
     """One row of the table.
 
     Attributes:
-      measure: Of the goal. "E" is the mean of some episodes at the end, "B" the mean
-        over seeds of each seed's best of 20 evaluations along its curve, and "M" the
-        best of the mean over seeds of these curves; all with mode actions, on envs that
-        training never saw.
-      num_seeds: Seeds 0, 1, ... of the runs.
-      goal: What it should reach.
-      anchors: Published scores by measure, the goal's first.
-      changes: Settings that differ from the config's, such as another env's name.
-      variant: What these are called, where the config has a row of this budget without.
-      episodes: Of E.
+      measure: Measure of the goal. "E" is the mean return of episodes at the end. "B"
+        is the best of 20 evaluations during training, averaged over seeds. "M" is the
+        maximum of the mean of these curves over seeds. All use the most likely actions,
+        and envs with seeds that training never used.
+      num_seeds: Number of seeds, which are 0, 1, ...
+      goal: Score to reach.
+      anchors: Published scores by measure, that of the goal first.
+      changes: Settings that differ from the config, such as the name of another env.
+      variant: Name for these changes, if there is a row without them.
+      episodes: Episodes of the final evaluation (E).
     """
 
     config: str
@@ -52,31 +52,32 @@ class Task:
 
     @property
     def name(self) -> str:
-        """Such as `cheetah-1M` or `cheetah-1M-penalty`: also the name of the folder."""
+        """Name such as `cheetah-1M` or `cheetah-1M-penalty`, also of the folder."""
         return "-".join(filter(None, (self.config, self.budget, self.variant)))
 
     @property
     def budget(self) -> str:
-        """Steps, such as `300k`."""
+        """Env steps as text, such as `300k`."""
         steps = self.total_steps
         return f"{steps // 10**6}M" if steps % 10**6 == 0 else f"{steps // 1000}k"
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides today what is learned, but for what is off: 0, false, empty."""
+        """Current settings that influence learning and are not 0, false or empty."""
         every = json.loads(json.dumps(vars(self.make_config(0)))).items()
         return {key: value for key, value in every if value and not _ASIDE.match(key)}
 
     def is_made_by(self, settings: Mapping[str, Any] | None) -> bool:
-        """Whether these are today's settings.
+        """Return whether these settings equal the current ones.
 
-        One that they do not know was off then; or, if it is a word, what it is today.
+        A setting that did not exist then counts as off; a setting with a text as value
+        counts as having its current value.
         """
         words = {key: now for key, now in self.settings.items() if isinstance(now, str)}
         return settings is not None and words | dict(settings) == self.settings
 
     def make_config(self, seed: int) -> Config:
-        """Return the config of one run, with 20 evaluations along its curve."""
+        """Return the config of one run, with 20 evaluations during training."""
         return CONFIGS[self.config].replace(
             **{
                 "total_steps": self.total_steps,
@@ -133,4 +134,4 @@ TASKS: tuple[Task, ...] = (
     Task("humanoid", 10 * _M, "E", 3, 5000, "E SF 5439 (v4)"),
     Task("pong", 3 * _M, "E", 1, 20, "E rl-zoo 20.99 at 10M", _PONG),
 )
-"""In the order of the table. TRPO is rl-zoo's; SF is Sample Factory, the best of 10."""
+"""Tasks in the order of the table. TRPO is rl-zoo's; SF is Sample Factory."""

@@ -1,4 +1,4 @@
-// An env: a walker on a grid looks for a goal. And the seeds that the protocol gives to envs.
+// An env in which a walker on a grid searches a goal, and the env seeds that the protocol defines.
 
 const SIZE = 5;
 const MAX_STEPS = 30;
@@ -9,7 +9,7 @@ export const NUM_ACTIONS = MOVES.length;
 export const NUM_OBSERVED = 4;
 
 export class Grid {
-  /** Begins an episode; without a seed, its numbers go on where they are. */
+  /** Begins an episode; without a seed, the random generator continues from its state. */
   reset(seed) {
     if (seed !== null) this.state = Number(BigInt.asUintN(32, BigInt(seed)));
     const cell = () => Math.floor(this.random() * SIZE);
@@ -32,7 +32,7 @@ export class Grid {
     return [this.x, this.y, this.goalX, this.goalY].map((value) => value / (SIZE - 1));
   }
 
-  /** A number from 0 to 1: Mulberry32. */
+  /** Returns a random number in [0, 1), by Mulberry32. */
   random() {
     this.state = (this.state + 0x6d2b79f5) >>> 0;
     let z = Math.imul(this.state ^ (this.state >>> 15), this.state | 1);
@@ -47,7 +47,7 @@ const wordsOf = (value) => {
   return words;
 };
 
-/** The first number of NumPy's SeedSequence(seed, spawn_key=(index, incarnation)). */
+/** Returns the first number of NumPy's SeedSequence(seed, spawn_key=(index, incarnation)). */
 export function envSeed(seed, index, incarnation) {
   const entropy = wordsOf(seed);
   while (entropy.length < 4) entropy.push(0);

@@ -1,4 +1,4 @@
-// Who may connect: the key files of `envserve keys`, asked for by ZAP (ZeroMQ's RFC 27).
+// Authorises clients by the key files of `envserve keys`, through ZAP (ZeroMQ's RFC 27).
 
 import { createPrivateKey, createPublicKey } from "node:crypto";
 import { existsSync, readFileSync, statSync } from "node:fs";
@@ -12,7 +12,7 @@ const Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=
 const linesOf = (name) => {
   const path = join(FOLDER, name);
   if (!existsSync(path)) return [];
-  if (statSync(path).mode & 0o077) throw new Error(`${path} can be read by others; chmod 600 it`);
+  if (statSync(path).mode & 0o077) throw new Error(`${path} is readable by other users; run chmod 600 on it`);
   return readFileSync(path, "utf8").split("\n").map((line) => line.split("#")[0].trim()).filter(Boolean);
 };
 
@@ -33,14 +33,14 @@ const z85 = (bytes) => {
   return text;
 };
 
-/** Options of a ROUTER that lets in nobody but those whom `answerZap` knows. */
+/** Returns the options of a ROUTER that accepts only clients that `answerZap` authorises. */
 export function socketOptions() {
   const secret = secretOf("server.key");
   if (!secret) throw new Error(`expected a key in ${FOLDER}/server.key; run "envserve keys new"`);
   return { curveServer: true, curveSecretKey: z85(secret), zapDomain: "envserve", zapEnforceDomain: true };
 }
 
-/** Lets in this user, and clients that the file `clients` allows everything. */
+/** Authorises this user, and the clients that the file `clients` lists without limits. */
 export async function answerZap(socket) {
   await socket.bind("inproc://zeromq.zap.01");
   for await (const [version, request, , , , mechanism, key] of socket) {

@@ -1,4 +1,4 @@
-// An envserve server in JavaScript, made from docs/protocol.md: one worker, envs of its own.
+// An envserve server in JavaScript, written from docs/protocol.md, with one worker and the env of grid.mjs.
 //
 //   node server.mjs [--bind tcp://127.0.0.1:5555] [--lease-seconds 60] [--insecure-no-auth]
 
@@ -29,7 +29,7 @@ const oneOf = (...values) => (value) => values.includes(value);
 const isMap = (value) => Object.getPrototypeOf(value ?? 0) === Object.prototype;
 const isSeed = (value) => isInt(value, 0, 2n ** 63n - 1n);
 const isFlag = oneOf(true, false);
-// Of each field of ATTACH: its default, undefined if it must be there, and what it may be.
+// For each field of ATTACH: the default (undefined if the field is required), and a check of its value.
 const ATTACH = {
   env_name: [undefined, isText], num_envs: [undefined, (n) => isInt(n, 1, 65536)],
   num_splits: [1, (n) => isInt(n, 1, 4096)], blocks_per_split: [0, (n) => isInt(n, 0, 65536)],
@@ -45,7 +45,7 @@ const refuse = (code, text, executed = 0) => {
   throw new Refusal(code, text, executed);
 };
 
-/** Envs of one client, and the last answer for each of their blocks. */
+/** The envs of one client, and the last answer of each block. */
 class Lease {
   constructor(asked, attachBody, epoch) {
     Object.assign(this, asked, { attachBody, epoch, grantedAt: -Infinity });
@@ -63,7 +63,7 @@ class Lease {
     return pack({ epoch, lease_seconds: leaseSeconds, env_name, ...SPACES, blocks });
   }
 
-  /** Returns the body of a RESULT, or null for what is to be ignored: "Rules of the server", 4. */
+  /** Returns the body of a RESULT, or null if the request is ignored ("Rules of the server", 4). */
   operate(message, now) {
     const { entries, request, attempt } = message;
     const listed = entries.map(([block]) => block);
@@ -140,14 +140,14 @@ class Lease {
   }
 }
 
-/** All conversations; knows no socket. */
+/** The state of all sessions; performs no I/O. */
 export class Server {
   constructor(leaseSeconds = 60) {
     Object.assign(this, { leaseSeconds, leases: new Map(), ended: new Map(), numLeases: 0 });
     this.boot = randomBytes(8).readBigUInt64LE() | 1n;
   }
 
-  /** Returns the frames of the answer to a message; null if there is none. */
+  /** Returns the frames of the answer to a message, or null if it has none. */
   handle(frames, now) {
     const message = read(frames);
     if (message === null || message.type >= 128) return null;
@@ -158,7 +158,7 @@ export class Server {
       let { code, executed, message: text } = error;
       if (!(error instanceof Refusal)) {
         console.error(error);
-        [code, executed, text] = [Code.INTERNAL, 2, "the server failed at this message"];
+        [code, executed, text] = [Code.INTERNAL, 2, "the server failed while it handled this message"];
         if (this.leases.delete(message.session)) this.ended.set(message.session, text);
       }
       if ([Code.BAD_MESSAGE, Code.FENCED].includes(code) && message.attempt) executed = 2;
@@ -175,8 +175,8 @@ export class Server {
     const { type, session } = message;
     if (message.trouble) refuse(Code.BAD_MESSAGE, message.trouble);
     if (type === Type.HELLO) return this.welcome(unpack(message.body));
-    if (message.version !== 2) refuse(Code.VERSION_MISMATCH, "this server speaks version 2");
-    if (type === Type.JOIN) refuse(Code.BAD_MESSAGE, "this server knows no invitations");
+    if (message.version !== 2) refuse(Code.VERSION_MISMATCH, "expected protocol version 2");
+    if (type === Type.JOIN) refuse(Code.BAD_MESSAGE, "this server does not support invitations");
     if (type === 0 || type > Type.JOIN) refuse(Code.UNSUPPORTED, `messages of type ${type} are unknown`);
     if (message.boot !== this.boot) refuse(Code.FENCED, "this request is from before the server was started");
     const lease = this.leases.get(session);
@@ -186,7 +186,7 @@ export class Server {
     if (!lease) refuse(Code.LEASE_LOST, this.ended.get(session) || "this session has no envs", message.attempt && 2);
     if (message.epoch !== lease.epoch) refuse(Code.FENCED, "this request is from before the lease was granted");
     if (type === Type.PING) return { type: Type.PONG, body: pack({ running: {} }) };
-    if (type === Type.CALL) refuse(Code.REFUSED, "envs of this server have nothing to call");
+    if (type === Type.CALL) refuse(Code.REFUSED, "the envs of this server have no attributes to call");
     const body = lease.operate(message, now);
     if (body === null) return null;
     return body.length > 65536 ? { type: Type.RESULT, payload: body } : { type: Type.RESULT, body };
@@ -194,7 +194,7 @@ export class Server {
 
   welcome({ min_version: low, max_version: high }) {
     if (!isInt(low, 0, 255) || !isInt(high, 0, 255)) refuse(Code.BAD_MESSAGE, "expected min_version and max_version");
-    if (low > 2 || high < 2) refuse(Code.VERSION_MISMATCH, `this server speaks version 2, the client ${low} to ${high}`);
+    if (low > 2 || high < 2) refuse(Code.VERSION_MISMATCH, `expected versions that include 2, got ${low} to ${high}`);
     const body = pack({
       min_version: 2, max_version: 2, max_message_bytes: MAX_MESSAGE_BYTES, lease_seconds: this.leaseSeconds,
       env_names: [NAME], num_names: 1, total_envs: TOTAL_ENVS, free_envs: this.freeEnvs,
@@ -228,19 +228,19 @@ export class Server {
     const asked = {};
     for (const [name, [preset, isRight]] of Object.entries(ATTACH)) {
       const value = given[name] ?? preset;
-      if (!isRight(value)) refuse(Code.BAD_MESSAGE, `${name} is missing, or not what it may be`);
+      if (!isRight(value)) refuse(Code.BAD_MESSAGE, `expected a valid ${name}; it is missing or wrong`);
       asked[name] = typeof value === "bigint" && name !== "seed" ? Number(value) : value;
     }
     if (session === 0n) refuse(Code.BAD_MESSAGE, "expected a session that is not 0");
-    if (asked.env_name !== NAME) refuse(Code.UNKNOWN_ENV, `there is ${NAME} only`);
+    if (asked.env_name !== NAME) refuse(Code.UNKNOWN_ENV, `expected ${NAME}, the only env of this server`);
     if (asked.wrappers.length) refuse(Code.BAD_WRAPPER, "this server has no wrappers");
     if (Object.keys(asked.env_kwargs).length || asked.spare_envs || asked.vectorized)
-      refuse(Code.REFUSED, "this server has no arguments of envs, no spare ones and no vectorized ones");
+      refuse(Code.REFUSED, "this server does not support env_kwargs, spare_envs and vectorized");
     if (asked.num_envs > this.freeEnvs) refuse(Code.ENVS_BUSY, `${this.freeEnvs} of ${TOTAL_ENVS} envs are free`);
     return asked;
   }
 
-  /** Ends a lease; `why` is empty if the client has asked for it. */
+  /** Ends a lease; `why` is empty if the client requested it. */
   end(session, why) {
     if (!this.leases.delete(session)) {
       if (this.ended.get(session)) refuse(Code.LEASE_LOST, this.ended.get(session), 2);
@@ -277,7 +277,7 @@ async function main() {
   console.log(`ready on ${router.lastEndpoint}`);
   for await (const [route, ...frames] of router) {
     const answer = server.handle(frames, performance.now());
-    // Who cannot be reached, or reads too slowly, asks again.
+    // A client that cannot be reached, or reads too slowly, asks again.
     if (answer) await router.send([route, ...answer]).catch(() => {});
   }
 }

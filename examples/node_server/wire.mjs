@@ -1,4 +1,4 @@
-// Messages as bytes and back: docs/protocol.md, "Frame 0" and "Msgpack".
+// Encodes and decodes messages: docs/protocol.md, "Frame 0" and "Msgpack".
 
 import { decode, encode } from "@msgpack/msgpack";
 
@@ -16,7 +16,7 @@ const PREFIX_BYTES = 44;
 const ENTRY_BYTES = 12;
 const MAX_ENTRIES = 4096;
 
-/** What is answered by an ERROR. */
+/** An error that the server answers with an ERROR message. */
 export class Refusal extends Error {
   constructor(code, text, executed = 0) {
     super(text);
@@ -24,7 +24,7 @@ export class Refusal extends Error {
   }
 }
 
-/** Reads frames; null if they are no message. What is wrong beyond the prefix stands in `trouble`. */
+/** Parses frames; returns null without a valid prefix. `trouble` describes other errors. */
 export function read(frames) {
   const [head, payload = Buffer.alloc(0), report = Buffer.alloc(0)] = frames;
   if (head.length < PREFIX_BYTES || head.toString("latin1", 0, 4) !== "ENVS") return null;
@@ -70,20 +70,20 @@ export function write({ version = 2, type, session, boot, epoch, request, attemp
 
 export const pack = (value) => Buffer.from(encode(value, { useBigInt64: true }));
 
-/** Reads a body, which has to be a map; throws a Refusal. */
+/** Decodes a body; throws a Refusal if it is not a map. */
 export function unpack(body) {
   let value;
   try {
     value = decode(body, { useBigInt64: true, maxArrayLength: 65536, maxMapLength: 65536 });
   } catch (error) {
-    throw new Refusal(Code.BAD_MESSAGE, `the body is no msgpack: ${error.message}`);
+    throw new Refusal(Code.BAD_MESSAGE, `expected a body in msgpack: ${error.message}`);
   }
   if (Object.getPrototypeOf(value ?? 0) !== Object.prototype)
-    throw new Refusal(Code.BAD_MESSAGE, "expected a body that is a map");
+    throw new Refusal(Code.BAD_MESSAGE, "expected a map as body");
   return value;
 }
 
-/** The rows of a RESULT: rewards, two flags, statuses, observations, and those of ended rows once more. */
+/** Encodes the rows of a RESULT: rewards, two flags, statuses, observations, and final observations of ended rows. */
 export function packRows(rows) {
   const count = rows.length;
   const ended = rows.filter((row) => row.terminated || row.truncated);
@@ -92,7 +92,7 @@ export function packRows(rows) {
   rows.forEach((row, index) => {
     body.writeDoubleLE(row.reward, 8 * index);
     body[8 * count + index] = row.terminated;
-    body[9 * count + index] = row.truncated; // the status, of all valid rows, is 0
+    body[9 * count + index] = row.truncated; // the status stays 0: the row is valid
   });
   const shown = [...rows.map((row) => row.observation), ...ended.map((row) => row.final)];
   shown.flat().forEach((value, index) => body.writeFloatLE(value, 11 * count + 4 * index));

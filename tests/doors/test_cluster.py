@@ -24,4 +24,4 @@ def test_page_metrics_and_training_go_on_when_a_host_dies() -> None:
         timeout=400,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "training goes on without sim-2" in done.stdout
+    assert "training continues without sim-2" in done.stdout

@@ -87,5 +87,5 @@ def test_a_training_goes_on_while_its_pods_are_killed_evicted_and_moved() -> Non
         timeout=590,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "training goes on without envs-1" in done.stdout
+    assert "training continues without envs-1" in done.stdout
     assert "all envs are on envs-1 at 192.0.2.4" in done.stdout
