@@ -119,7 +119,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             self.reset_async(seed, options)
             return self.reset_wait()
         finally:
-            self._batch.give_up_reset()
+            self._batch.cancel_reset()
 
     def reset_async(
         self,

@@ -312,7 +312,7 @@ def test_all_that_is_lost_on_purpose_costs_one_transition(make_pool: PoolMaker) 
     before = pool.rows.observation[0].copy()
     pids = pool.worker_pids
     pool.submit_step([1])
-    pool.lose("somebody said so")
+    pool.invalidate("somebody said so")
     assert not pool.is_busy
     assert set(pool.absent) == set()
     assert pool.collect(0.0) == []
@@ -335,7 +335,7 @@ def test_a_block_that_is_lost_on_purpose_while_it_is_absent_shows_what_was_seen(
     submit(pool, 0, 1)
     gather(pool, [1])
     pool.rows.observation[0][0] = 7  # as far as its next episode has been written
-    pool.lose("somebody said so")
+    pool.invalidate("somebody said so")
     gate.unlink()
     step(pool, 1)
     assert final_seeds(pool) == before

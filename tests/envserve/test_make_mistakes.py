@@ -51,6 +51,12 @@ def few_templates(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
             {"step_timeouts": 2},
             "'step_timeouts'.* did you mean step_timeout?",
         ),
+        (make_vec, {"num_worker": 2}, "'num_worker' .* did you mean num_workers?"),
+        (
+            make_vec,
+            {"conect_timeout": 2, "addresses": [SERVER]},
+            "'conect_timeout' .* did you mean connect_timeout?",
+        ),
         (
             make_vec,
             {"step_timeout": 2, "addresses": [SERVER]},

@@ -19,7 +19,7 @@ from envserve.client import BatchEnv
 from envserve.client.link import connection, remote_lane
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.client.link.zmq_guards.wakeup import Descriptor
-from envserve.lane import Outcome, Reset
+from envserve.lane import Outcome, Reset, pop_harmless_mark
 from envserve.slab import Status
 from envserve.wire.message import Buffer
 from envserve.wire.sockets import Frames
@@ -32,9 +32,10 @@ BLOCKS: Final = (0, 1)
 #: What only clients run, or what is interrupted only there.
 CLIENT_FILES: Final = (
     *(
-        f"/envserve/session/{name}.py"
-        for name in ("attachment", "client", "operations", "requests", "states")
+        f"/envserve/session/client/{name}.py"
+        for name in ("attachment", "client_session", "client_blocks", "requests")
     ),
+    "/envserve/session/states.py",
     "/envserve/client/link/connection.py",
     "/envserve/client/link/remote_lane.py",
     "/envserve/wire/rows.py",
@@ -153,10 +154,15 @@ class Run:
         self.count += 1
 
         def call() -> None:
-            submit()
-            while len(self.outcomes) < len(BLOCKS):
-                for outcome in self.lane.collect(5.0, len(BLOCKS)):
-                    self.outcomes[outcome.block] = outcome
+            try:
+                submit()
+                while len(self.outcomes) < len(BLOCKS):
+                    for outcome in self.lane.collect(5.0, len(BLOCKS)):
+                        self.outcomes[outcome.block] = outcome
+            except KeyboardInterrupt as error:
+                if not pop_harmless_mark(error):
+                    self.lane.invalidate("a call was interrupted")
+                raise
 
         if not line:
             call()
@@ -255,7 +261,7 @@ def call_and_lose(run: Run, line: int) -> list[Place]:
         run.lane.rows.action[0][:] = 50
         run.lane.submit_call([make_call([0], "call", "render")])
         run.lane.submit_step([1])
-        run.lane.lose("it was enough")
+        run.lane.invalidate("it was enough")
         run.lane.rows.action[0][:] += 1
         run.lane.submit_step(BLOCKS)
 
@@ -312,9 +318,9 @@ def test_an_interrupt_while_nothing_but_time_passes_costs_nothing(
         monkeypatch.setattr(run.connection, "receive_soon", interrupt)
         run.lane.rows.action[0][:] = 7
         run.lane.submit_step(BLOCKS)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as caught:
             run.lane.collect(5.0)
-        assert run.lane.is_waiting
+        assert pop_harmless_mark(caught.value)
         outcomes = run.lane.collect(5.0, len(BLOCKS))
         assert [(o.block, o.faults) for o in outcomes] == [(0, ()), (1, ())]
         np.testing.assert_array_equal(run.lane.rows.reward, 7)
@@ -343,7 +349,6 @@ def test_an_interrupt_while_a_step_is_sent_costs_nothing(
         interrupt_once(run, monkeypatch, is_sent=is_sent)
         with pytest.raises(KeyboardInterrupt):
             batch.step(np.full(batch.num_envs, 7))
-        assert run.lane.is_waiting
         result = batch.step(np.full(batch.num_envs, 8))
         assert result.valid.all()
         np.testing.assert_array_equal(result.reward, 8)
@@ -374,7 +379,7 @@ def test_an_interrupt_before_the_last_block_is_sent_loses_all(
         with pytest.raises(KeyboardInterrupt):
             batch.send(np.full(batch.num_envs, 7))
         monkeypatch.undo()
-        assert batch.num_out == 0
+        assert batch.num_in_flight == 0
         assert (
             batch.step(np.full(batch.num_envs, 8)).status == Status.SERVER_LOST
         ).all()

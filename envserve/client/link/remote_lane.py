@@ -29,7 +29,7 @@ from envserve.errors import (
     LocalProtocolError,
     ServerError,
 )
-from envserve.lane import Block, Call, Lane, Outcome, Reset
+from envserve.lane import Block, Call, Lane, Outcome, Reset, mark_harmless
 from envserve.session.client.attachment import attach_of
 from envserve.session.client.client_session import ClientSession
 from envserve.session.client.requests import Patience
@@ -62,7 +62,6 @@ class RemoteLane:
 
     Attributes:
       num_envs: Number of rows.
-      is_waiting: Whether a call that was interrupted did nothing but wait or send.
     """
 
     def __init__(
@@ -103,7 +102,9 @@ class RemoteLane:
             client=f"{socket.gethostname()[:100]}:{os.getpid()}",
         )
         self._lock = threading.Lock()
-        self.is_waiting = self._is_midway = False  # see `lose`
+        #: Whether the session is being updated. After an interrupt it stays True until
+        #: `invalidate`, and the keeper leaves the session alone.
+        self._is_updating = False
         self._has_started, self._has_closed = threading.Event(), threading.Event()
         self._exchange = Exchange(self._session, self._connection, fleet)
         self._descriptor = self._connection.descriptor
@@ -165,8 +166,6 @@ class RemoteLane:
     def is_busy(self) -> bool:
         """Whether anything is in flight, or has ended and was not collected."""
         with self._lock:
-            if self._is_midway:
-                self._lose()
             return self._session.num_in_flight > 0
 
     @property
@@ -175,9 +174,9 @@ class RemoteLane:
         return self._session.operations.absent
 
     @property
-    def given_up(self) -> EnvserveError | None:
+    def give_up_error(self) -> EnvserveError | None:
         """Why absent blocks are not worth waiting for, though it is tried on."""
-        return self._session.given_up
+        return self._session.give_up_error
 
     def submit_step(self, blocks: Sequence[int]) -> None:
         """Asks for a step of these blocks, with the actions now in `rows.action`."""
@@ -189,65 +188,67 @@ class RemoteLane:
 
     def submit_call(self, calls: Sequence[Call]) -> None:
         """Asks for attribute access, each on envs of another block."""
-        with self._lock:
-            self._exchange.accept(MAX_ANSWER_BYTES, time.monotonic())
-        self._submit(self._session.submit_call, calls)
+        self._submit(self._session.submit_call, calls, MAX_ANSWER_BYTES)
 
-    def _submit(self, submit: Callable[[What, float], None], what: What) -> None:
+    def _submit(
+        self,
+        submit: Callable[[What, float], None],
+        what: What,
+        max_answer_bytes: int = 0,
+    ) -> None:
         with self._lock:
-            if self._is_midway:
-                self._lose()
-            self._is_midway = True
+            self._is_updating = True
             now = time.monotonic()
+            exchange = self._exchange
+            if max_answer_bytes:
+                exchange.accept(max_answer_bytes, now)
             try:
                 submit(what, now)
-            except EnvserveError:  # it was refused, and nothing was changed
-                self._is_midway = False
+            except EnvserveError:  # nothing was changed
+                self._is_updating = False
                 raise
-            exchange, outbox = self._exchange, self._session.outbox
-            if max(map(len, outbox.values()), default=1) == 1:
-                # From here on an interrupt costs nothing: what was not sent, or maybe
-                # was, is sent again. In a message of more frames it would cut that.
-                self._is_midway = False
-                self.is_waiting = True
-            self._connection.flush(outbox)  # at once: the server has no other work
+            outbox = self._session.outbox
+            try:  # to send it at once, because the server has nothing else to do
+                self._connection.flush(outbox)
+            except BaseException as error:
+                # A request of one frame was sent or not, and is sent again in any case.
+                # One of several frames may be cut.
+                if max(map(len, outbox.values()), default=1) == 1:
+                    self._is_updating = False
+                    mark_harmless(error)
+                raise
             if self._is_watched or now >= exchange.due_at:
-                self.is_waiting = False
-                self._is_midway = True
-                exchange.run(now)
-                self._wake()
-            self.is_waiting = self._is_midway = False
+                self._run(now)
+            self._is_updating = False
 
     def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
         """Waits until so many operations have ended; see `Lane.collect`."""
         session, exchange = self._session, self._exchange
         now = time.monotonic()
         deadline = now + timeout_seconds
-        self.is_waiting = False
         with self._lock:
-            if self._is_midway:
-                self._lose()
             operations = session.operations
-            # While it waits, an interrupt costs nothing: of a message that is received
-            # and not kept, the session gets a copy.
+            self._is_updating = True
             while True:
                 if self._is_closing:
                     raise LocalProtocolError(f"{self!r} can no longer be used")
-                self._is_midway = True
                 if now >= exchange.due_at or deadline - now < SLICE_SECONDS:
                     exchange.run(now)
                 if operations.is_ready(min_finished) or now >= deadline:
                     break
-                self._is_midway = False
-                self.is_waiting = True
                 frames = None
-                if deadline - now < SLICE_SECONDS:
-                    exchange.wait(deadline)
-                else:
-                    frames = self._connection.receive_soon()
+                try:
+                    if deadline - now < SLICE_SECONDS:
+                        exchange.wait(deadline)
+                    else:
+                        frames = self._connection.receive_soon()
+                except BaseException as error:
+                    # If a message was received and is lost now, the server answers
+                    # again.
+                    self._is_updating = False
+                    mark_harmless(error)
+                    raise
                 now = time.monotonic()
-                self.is_waiting = False
-                self._is_midway = True
                 if frames is not None:
                     session.receive(frames, now)
                 if frames is None or session.outbox:
@@ -256,25 +257,25 @@ class RemoteLane:
                 self._descriptor.sleep()
                 exchange.run(now)
             outcomes = session.take_outcomes()
-            self._is_midway = False
+            self._is_updating = False
             return outcomes
 
-    def lose(self, text: str) -> None:
-        """Takes all envs for lost, and forgets what is in flight.
-
-        A call is midway while it changes what is known of blocks, requests and rows, or
-        is inside a message. If an interrupt ends it there, the next call begins with
-        this: an episode is lost, and nothing can be wrong.
-        """
+    def invalidate(self, reason: str) -> None:
+        """Give the envs back and ask for others; see `Lane.invalidate`."""
         with self._lock:
-            self._lose(text)
+            self._is_updating = True
+            now = time.monotonic()
+            self._session.invalidate(reason, now)
+            self._run(now)
 
-    def _lose(self, text: str = "a call was interrupted") -> None:
-        self._is_midway = True
-        now = time.monotonic()
-        self._session.lose(text, now)
+    def _run(self, now: float) -> None:
+        """Send and receive; make the descriptor readable if outcomes were received."""
+        self._is_updating = True
         self._exchange.run(now)
-        self._is_midway = False
+        operations = self._session.attachment.operations
+        if operations is not None and (operations.ended or operations.is_stale):
+            self._descriptor.wake()
+        self._is_updating = False
 
     def stats(self) -> Mapping[str, int]:
         """Returns how often what has happened; see `ClientSession.stats`."""
@@ -285,9 +286,7 @@ class RemoteLane:
         if not self._is_watched:
             with self._lock:
                 self._is_watched = True
-                if not self._is_midway:
-                    self._exchange.run(time.monotonic())
-                self._wake()
+                self._run(time.monotonic())
         return self._descriptor.fileno()
 
     def begin_close(self) -> None:
@@ -340,9 +339,8 @@ class RemoteLane:
             self._has_started.set()
         elif self._lock.acquire(blocking=False):
             try:
-                if not self._is_midway:  # else it is for the next call to clean up
-                    self._exchange.run(time.monotonic())
-                    self._wake()
+                if not self._is_updating:  # otherwise a call was interrupted
+                    self._run(time.monotonic())
             finally:
                 self._lock.release()
         is_recovering = self._session.attachment.is_recovering
@@ -354,12 +352,6 @@ class RemoteLane:
         attachment.refusal = self._diagnosis.look(time.monotonic())
         if attachment.refusal is not None and self._diagnosis.is_final:
             attachment.fail(attachment.refusal)
-
-    def _wake(self) -> None:
-        """Makes the descriptor readable for what was received meanwhile."""
-        operations = self._session.attachment.operations
-        if operations is not None and (operations.ended or operations.is_stale):
-            self._descriptor.wake()
 
     def __repr__(self) -> str:
         state = "CLOSED" if self._is_closing else self._session.state.name
@@ -389,7 +381,7 @@ def _fail(lane: RemoteLane, error: Exception) -> None:
         if not lane._session.state.is_over:
             text = f"{lane.name}: {type(error).__name__}: {error!s:.500}"
             lane._session.attachment.fail(ServerError(text))
-        lane._wake()
+        lane._descriptor.wake()
     lane._has_started.set()
 
 

@@ -194,7 +194,7 @@ class Attachment:
         # Earlier, if a call is interrupted in a silence.
         since = min(requests.silence.since, now)
         self.loss = Loss(error, since, farewell=farewell)
-        self.operations.lose(str(error), error)
+        self.operations.mark_lost(str(error), error)
         requests.change_session()
         if before is None:
             self.say_hello(now)

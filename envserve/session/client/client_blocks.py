@@ -310,7 +310,7 @@ class Operations:
                 self._told.add(block)
                 self.is_stale = True
 
-    def lose(self, text: str, error: EnvserveError) -> None:
+    def mark_lost(self, text: str, error: EnvserveError) -> None:
         """Takes all envs for lost; drafts anew what is in flight, as far as it may be.
 
         Args:

@@ -99,7 +99,7 @@ class ClientSession:
         return self.attachment.error
 
     @property
-    def given_up(self) -> EnvserveError | None:
+    def give_up_error(self) -> EnvserveError | None:
         """Why nobody should wait any more for envs that it goes on to ask for."""
         loss = self.attachment.loss
         return None if loss is None else loss.given_up
@@ -176,7 +176,7 @@ class ClientSession:
             self.refuse(operations.violation)
         return outcomes
 
-    def lose(self, text: str, now: float) -> None:
+    def invalidate(self, text: str, now: float) -> None:
         """Gives the envs back, and asks for others; forgets what is in flight.
 
         It may be called whatever an interrupt has left half done.

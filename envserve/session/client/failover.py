@@ -37,7 +37,7 @@ class MovingAttachment(Attachment):
         error = ServerLost("no server has come for these rows yet")
         self.operations = self._envs_of(like.spec, blocks)
         self.operations.is_vacant = True
-        self.operations.lose(str(error), error)
+        self.operations.mark_lost(str(error), error)
         self.loss = Loss(error, now, given_up=error)
 
     def in_need_since(self, now: float) -> float | None:

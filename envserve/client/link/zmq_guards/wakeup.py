@@ -10,6 +10,7 @@ import contextlib
 import os
 import selectors
 import socket
+import stat
 import struct
 import sys
 from typing import Final
@@ -61,17 +62,18 @@ class Pending:
 
 
 def _bytes_received(fd: int, port: int) -> int:
-    """Returns what has come over a connection to a port; 0 for anything else."""
-    # It is ZeroMQ's, and may be another one's by now.
+    """Return the bytes received over a connection to a port; 0 for anything else."""
+    # ZeroMQ owns the descriptor and may have closed it. Python closes a duplicate: if
+    # an interrupt made it close ZeroMQ's own, libzmq would abort the process.
     with contextlib.suppress(OSError, IndexError, struct.error):
-        borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fd)
-        try:
-            if borrowed.getpeername()[1] == port:
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            return 0
+        kind = socket.AF_INET, socket.SOCK_STREAM
+        with socket.socket(*kind, fileno=os.dup(fd)) as duplicate:
+            if duplicate.getpeername()[1] == port:
                 size = _RECEIVED.size
-                info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
+                info = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
                 return int(_RECEIVED.unpack(info)[0])
-        finally:
-            borrowed.detach()
     return 0
 
 
