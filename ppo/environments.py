@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from envserve.client import BatchEnv
 from envserve.client.link.discovery import resolve
-from envserve.client.link.server_pool import living
+from envserve.client.link.server_pool import live_servers
 from envserve.errors import AddressError
 from envserve.settings import Autoreset
 from ppo.config.config import Config
@@ -83,7 +83,10 @@ def env_maker(
             words, least = list(addresses or ()), config.min_servers or None
             counts: dict[str, Any] = {"num_servers": count, "min_servers": least}
             if not is_training:  # it may have fewer rows, and is over before more come
-                words, counts = living(words, insecure=config.insecure)[:num_envs], {}
+                words, counts = (
+                    live_servers(words, insecure=config.insecure)[:num_envs],
+                    {},
+                )
             return BatchEnv.connect(
                 config.env_name,
                 words,

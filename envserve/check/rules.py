@@ -19,7 +19,7 @@ from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.handshake import Hello
 from envserve.wire.message import Message, encode
 
-__all__ = ["RULES", "Finding", "check"]
+__all__ = ["RULES", "RuleResult", "check"]
 
 _MOST_STEPS: Final = 1000
 _MOST_SILENCE: Final = 5.0
@@ -27,7 +27,7 @@ _BAD: Final = ErrorCode.BAD_MESSAGE
 _Check = Callable[[Client], object]
 
 
-class Finding(NamedTuple):
+class RuleResult(NamedTuple):
     """What became of a rule: "ok", "fail" or "skipped", and why."""
 
     name: str
@@ -38,7 +38,7 @@ class Finding(NamedTuple):
 
 
 #: How each rule is looked at, and whether in the midst of a lease that must not notice.
-RULES: Final[dict[Finding, tuple[_Check, bool]]] = {}
+RULES: Final[dict[RuleResult, tuple[_Check, bool]]] = {}
 
 
 def rule(section: str, *, disturbs: bool = False) -> Callable[[_Check], _Check]:
@@ -46,13 +46,13 @@ def rule(section: str, *, disturbs: bool = False) -> Callable[[_Check], _Check]:
 
     def note(look: _Check) -> _Check:
         title = str(look.__doc__).rstrip(".")
-        RULES[Finding(look.__name__, section, title)] = look, disturbs
+        RULES[RuleResult(look.__name__, section, title)] = look, disturbs
         return look
 
     return note
 
 
-def check(subject: Subject) -> Iterator[Finding]:
+def check(subject: Subject) -> Iterator[RuleResult]:
     """Looks at all that a server has to do; nothing is left leased.
 
     Raises:

@@ -22,7 +22,7 @@ from gymnasium.spaces import Space
 from envserve.client import factory
 from envserve.client.factory import EnvWord, OnFault, OnServerLost
 from envserve.client.lane_group import LaneGroup
-from envserve.client.link.server_pool import Fleet
+from envserve.client.link.server_pool import ServerPool
 from envserve.client.row_set import RowSet, RowSets, check_rows
 from envserve.client.stats import BatchStats, StepRecorder
 from envserve.client.step_result import (
@@ -293,7 +293,7 @@ class BatchEnv:
         """
         factory.check_choice("on_fault", on_fault, OnFault)
         factory.check_choice("on_server_lost", on_server_lost, OnServerLost)
-        servers = Fleet(addresses, insecure=insecure)
+        servers = ServerPool(addresses, insecure=insecure)
         request = factory.remote_request(env_name, num_envs, options, cls.connect)
         patience = Patience(
             connect_seconds=connect_timeout,

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, TypeVar, get_args
 
 from envserve.client.link.connection import NOWHERE, SharedContext
 from envserve.client.link.remote_lane import RemoteLane
-from envserve.client.link.server_pool import Fleet
+from envserve.client.link.server_pool import ServerPool
 from envserve.envs import user_envs
 from envserve.envs.seeding import draw_root_seed
 from envserve.errors import AddressError, ConnectError, EnvsBusy
@@ -98,7 +98,7 @@ def remote_request(
 
 
 def start_remote(
-    servers: Fleet,
+    servers: ServerPool,
     request: EnvRequest,
     patience: Patience,
     timeout_seconds: float,
@@ -114,8 +114,8 @@ def start_remote(
     of the other servers.
     """
     deadline = time.monotonic() + timeout_seconds
-    count = len(servers.first) if num_servers is None else num_servers
-    addresses = servers.first[:count]
+    count = len(servers.addresses) if num_servers is None else num_servers
+    addresses = servers.addresses[:count]
     least = len(addresses) if min_servers is None else min_servers
     _check_counts(request.num_envs, count, least, len(addresses))
     shares = _shares_of(request, count)
@@ -128,7 +128,7 @@ def start_remote(
             patience,
             insecure=insecure,
             context=context,
-            fleet=servers if servers.has_choice else None,
+            server_pool=servers if servers.has_alternatives else None,
             like=like,
         )
 

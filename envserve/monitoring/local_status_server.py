@@ -1,8 +1,8 @@
-"""Lets others look at a batch whose envs run in this process's own workers.
+"""A status server for a batch whose envs run in worker processes of this process.
 
-It speaks as a server does to who looks on, at an ipc address of this user's, from a
-thread of its own; its leases are the batch's lanes, numbered from 1. It reads what is
-counted, and shared memory, and rests forty-nine times as long as it has worked.
+A thread answers STATUS and FRAME requests at an ipc address of this user, as a server
+does. The batch's lanes are its leases, numbered from 1. The thread reads counters and
+shared memory only, and sleeps 49 times as long as it has worked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from envserve.wire.message import decode
 from envserve.wire.sockets import NOBLOCK, socket_folder
 from envserve.wire.status import ServerStatus
 
-__all__ = ["Lookout"]
+__all__ = ["LocalStatusServer"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 _REST: Final = 49
@@ -38,20 +38,20 @@ _MAX_EPISODES: Final = 256
 _MAX_MESSAGE_BYTES: Final = 64 << 10
 
 
-class Lookout:
-    """Answers who looks at a batch, until it is closed; best used by `with`.
+class LocalStatusServer:
+    """Answers requests for the status of a batch; best used by `with`.
 
     Attributes:
       address: For `envserve page`, `top` and `status`.
     """
 
     def __init__(self, batch: BatchEnv) -> None:
-        """Begins to answer; lanes to servers are the servers' to show."""
+        """Begin to answer; lanes of servers are not shown, the servers show them."""
         self._pools = [lane for lane in batch.lanes if isinstance(lane, Pool)]
         self._answers = Answers(secrets.randbits(63) | 1, shows_folders=True)
         self._started_at = time.monotonic()
         self._folder = socket_folder()
-        self.address = f"ipc://{self._folder.name}/lookout"
+        self.address = f"ipc://{self._folder.name}/status"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -59,11 +59,13 @@ class Lookout:
         self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
         self._socket.bind(self.address)
         self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lookout", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="status server", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
-        """Answers no more; may be called twice, and before or after the batch's."""
+        """Stop answering; may be called twice, before or after the batch is closed."""
         self._is_closing.set()
         self._context.term()  # wakes the thread, which closes the socket
         self._thread.join()
@@ -76,7 +78,7 @@ class Lookout:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Lookout {self.address}, {len(self._pools)} pools>"
+        return f"<LocalStatusServer {self.address}, {len(self._pools)} pools>"
 
     def _run(self) -> None:
         with self._socket:

@@ -1,4 +1,4 @@
-"""Looks at many servers at once: who is silent keeps nobody waiting."""
+"""Poll many servers concurrently; an unresponsive server does not delay the others."""
 
 from __future__ import annotations
 
@@ -10,28 +10,34 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from envserve.client.link.connection import ask_welcome
 from envserve.client.link.discovery import resolve
+from envserve.client.link.probe import request_welcome
 from envserve.errors import ConnectError, EnvserveError, ProtocolMismatch
 from envserve.monitoring.observer import Observer
 from envserve.wire.sockets import raise_file_limit
 from envserve.wire.status import Histogram, ServerStatus
 
-__all__ = ["Sight", "look_at", "sights_of"]
+__all__ = ["ServerSnapshot", "open_snapshots", "poll_servers"]
 
-_SAID_BY_OLD = ("total_envs", "free_envs", "is_starting", "is_draining", "loop_lag_ms")
+_WELCOME_FIELDS = (
+    "total_envs",
+    "free_envs",
+    "is_starting",
+    "is_draining",
+    "loop_lag_ms",
+)
 
 
-class Sight:
-    """One server, as it was seen last.
+class ServerSnapshot:
+    """The status of one server at the last poll.
 
     Attributes:
-      address: Where it is.
-      name: The same, as short as can be.
-      status: What it has said; without a version from one that is too old to be asked,
-        and tells no more than its envs. None if it has said nothing.
-      error: Why it has not.
-      is_known: Whether there is an address.
+      address: Address of the server.
+      name: The address without "tcp://".
+      status: The server's answer; None without one. A server of an old version only
+        reports its envs, and no version.
+      error: Why there is no answer.
+      is_known: Whether the name was resolved to an address.
     """
 
     def __init__(self, address: str, insecure: bool, error: str = "") -> None:
@@ -44,7 +50,7 @@ class Sight:
 
     @property
     def steps_per_second(self) -> float | None:
-        """Env steps since the look before; None if there was none."""
+        """Env steps per second since the previous poll; None at the first one."""
         now, before = self.status, self._before
         if not (now and before and now.version and now.seconds > before.seconds):
             return None
@@ -52,13 +58,13 @@ class Sight:
 
     @property
     def env_step_seconds(self) -> Histogram:
-        """Those since the look before, if there were any; else all."""
+        """Durations since the previous poll, if there are any; otherwise all."""
         now = self.status or ServerStatus()
         late = now.env_step_seconds - (self._before or ServerStatus()).env_step_seconds
         return late if late.count else now.env_step_seconds
 
     def plain(self) -> dict[str, Any]:
-        """Returns all of it, fit for JSON."""
+        """Return the snapshot as plain values, for JSON."""
         return {
             "address": self.address,
             "error": self.error or None,
@@ -66,8 +72,8 @@ class Sight:
             "status": to_builtins(self.status),
         }
 
-    def look(self, timeout_seconds: float) -> None:
-        """Asks the server anew."""
+    def poll(self, timeout_seconds: float) -> None:
+        """Request the server's status."""
         self._before, self.status, self.error = self.status, None, ""
         address, insecure = self.address, self._insecure
         try:
@@ -76,46 +82,52 @@ class Sight:
                     self._observer = Observer(address, insecure=insecure)
                 self.status = self._observer.status(timeout_seconds)
             except ProtocolMismatch:
-                old = ask_welcome(address, timeout_seconds, insecure=insecure)
-                known = {name: getattr(old, name) for name in _SAID_BY_OLD}
+                old = request_welcome(address, timeout_seconds, insecure=insecure)
+                known = {name: getattr(old, name) for name in _WELCOME_FIELDS}
                 self.status = ServerStatus(**known)
         except EnvserveError as error:
             self.error = str(error).removeprefix(f"{address}: ")
 
     def close(self) -> None:
-        """Lets go of the connection."""
+        """Close the connection."""
         if self._observer is not None:
             self._observer.close()
 
 
 @contextlib.contextmanager
-def sights_of(words: Sequence[str], *, insecure: bool) -> Iterator[list[Sight]]:
-    """Gives a sight of each server that words stand for, nobody looked at yet."""
+def open_snapshots(
+    words: Sequence[str], *, insecure: bool
+) -> Iterator[list[ServerSnapshot]]:
+    """Yield a snapshot for each server that words stand for, not polled yet."""
     raise_file_limit()  # a connection takes nine
-    sights: list[Sight] = []
+    snapshots: list[ServerSnapshot] = []
     for word in words:
         try:
-            sights += [Sight(address, insecure) for address in resolve(word)]
+            snapshots += [
+                ServerSnapshot(address, insecure) for address in resolve(word)
+            ]
         except ConnectError as error:
-            sights.append(Sight(word, insecure, str(error)))
+            snapshots.append(ServerSnapshot(word, insecure, str(error)))
     try:
-        yield sights
+        yield snapshots
     finally:
-        for sight in sights:
-            sight.close()
+        for snapshot in snapshots:
+            snapshot.close()
 
 
-def look_at(
-    sights: Sequence[Sight], timeout_seconds: float, gap_seconds: float | None = None
+def poll_servers(
+    snapshots: Sequence[ServerSnapshot],
+    timeout_seconds: float,
+    gap_seconds: float | None = None,
 ) -> None:
-    """Asks all of them at the same time; after a gap once more who has answered."""
+    """Poll all servers at the same time; after a gap poll those again that answered."""
 
-    def look(sight: Sight) -> None:
-        sight.look(timeout_seconds)
-        if gap_seconds is not None and sight.status is not None:
+    def poll(snapshot: ServerSnapshot) -> None:
+        snapshot.poll(timeout_seconds)
+        if gap_seconds is not None and snapshot.status is not None:
             time.sleep(gap_seconds)  # over which speed is measured
-            sight.look(timeout_seconds)
+            snapshot.poll(timeout_seconds)
 
-    known = [sight for sight in sights if sight.is_known]
+    known = [snapshot for snapshot in snapshots if snapshot.is_known]
     with ThreadPoolExecutor(max(1, len(known))) as threads:
-        list(threads.map(look, known))
+        list(threads.map(poll, known))

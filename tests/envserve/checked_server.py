@@ -13,7 +13,7 @@ import numpy as np
 from gymnasium import spaces
 
 from envserve.check.probe_client import Subject
-from envserve.check.rules import Finding, check
+from envserve.check.rules import RuleResult, check
 from envserve.envs.seeding import env_seed
 from envserve.errors import RemoteProtocolError
 from envserve.session.server.lease import Lease
@@ -148,6 +148,6 @@ class MemoryLink:
         self._inbox.clear()
 
 
-def findings(server: Server) -> Iterator[Finding]:
+def findings(server: Server) -> Iterator[RuleResult]:
     """What `check` finds."""
     return check(Subject(lambda: MemoryLink(server)))  # type: ignore[arg-type, return-value]

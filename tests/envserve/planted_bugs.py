@@ -198,7 +198,7 @@ def leases_use_the_same_seeds_again(patch: Patch) -> None:
 def refused_operations_use_up_a_seq(patch: Patch) -> None:
     around(
         patch,
-        client_blocks.Operations,
+        client_blocks.ClientBlocks,
         "fail",
         lambda real, *args, uses_seq=True: real(*args),
     )
@@ -210,7 +210,7 @@ def a_block_that_was_lost_is_stepped_on(patch: Patch) -> None:
         real(self, *arguments)
         self.lost.clear()
 
-    around(patch, client_blocks.Operations, "lose", forget)
+    around(patch, client_blocks.ClientBlocks, "lose", forget)
 
 
 @bug()

@@ -17,7 +17,7 @@ import zmq
 from envserve.client import BatchEnv
 from envserve.client.link.connection import Connection, SharedContext
 from envserve.client.link.remote_lane import RemoteLane
-from envserve.client.link.session_driver import Exchange
+from envserve.client.link.session_driver import SessionDriver
 from envserve.errors import ConnectError, RemoteProtocolError
 from envserve.monitoring.observer import Observer
 from envserve.session.client.client_session import ClientSession
@@ -73,7 +73,7 @@ def test_only_who_does_not_try_again_by_itself_has_met_an_error(
     """A network that comes and goes is none, however often it does."""
     session: ClientSession = make_client()
     connection, now = FlakyConnection(tries_again=tries_again), 0.0
-    exchange = Exchange(session, connection)  # type: ignore[arg-type]
+    exchange = SessionDriver(session, connection)  # type: ignore[arg-type]
     for _ in range(4):  # less than it waits for an answer
         for is_there, seconds in ((True, 0.1), (False, 2.2), (True, 0.1)):
             connection.is_there = is_there

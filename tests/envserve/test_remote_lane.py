@@ -238,7 +238,7 @@ def test_who_waits_for_the_descriptor_sends_again_once_there_is_a_connection(
         submit(lane, 7)
     deadline = time.monotonic() + 40
     # The keeper would need half a second to see that.
-    while lane._exchange._is_connected:
+    while lane._driver._is_connected:
         assert collect_by_descriptor(lane, deadline) == 0
         assert time.monotonic() < deadline
     with Proxy(server.address, port=int(proxy.address.rpartition(":")[2])):

@@ -18,7 +18,7 @@ import pytest
 from envserve.client import BatchEnv
 from envserve.client.link import connection, remote_lane
 from envserve.client.link.remote_lane import RemoteLane
-from envserve.client.link.zmq_guards.wakeup import Descriptor
+from envserve.client.link.zmq_guards.wakeup import Waker
 from envserve.lane import Outcome, Reset, pop_harmless_mark
 from envserve.slab import Status
 from envserve.wire.message import Buffer
@@ -74,7 +74,7 @@ class MemoryConnection:
         self._replies: collections.deque[list[Buffer]] = collections.deque()
         self.max_frame_bytes = self.max_row_bytes = 1 << 30
         self.keys = None
-        self.descriptor = Descriptor()
+        self.waker = Waker()
         self.made.append(self)
 
     @untraced
@@ -119,7 +119,7 @@ class MemoryConnection:
         pass
 
     def close(self, linger_seconds: float = 0.0) -> None:
-        self.descriptor.close()
+        self.waker.close()
 
 
 @pytest.fixture(autouse=True)

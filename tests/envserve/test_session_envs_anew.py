@@ -64,11 +64,11 @@ def test_a_lease_lost_by_silence_is_replaced() -> None:
 def test_the_next_server_is_given_its_time() -> None:
     client = attach_and_step()
     client.disconnected(1.0)
-    assert client.attachment.in_need_since(3.0) == 1.0
-    client.attachment.move("tcp://fake:2", 3.0)
+    assert client.attachment.needs_server_since(3.0) == 1.0
+    client.attachment.move_to("tcp://fake:2", 3.0)
     client.disconnected(3.0)
-    assert client.attachment.in_need_since(3.0) is None
-    assert client.attachment.in_need_since(4.0) == 3.0
+    assert client.attachment.needs_server_since(3.0) is None
+    assert client.attachment.needs_server_since(4.0) == 3.0
 
 
 def test_who_comes_too_late_is_told_who_has_the_envs() -> None:

@@ -32,7 +32,7 @@ class Stepping:
         edges = range(0, num_blocks * rows_per_block, rows_per_block)
         blocks = [Block(i, at, at + rows_per_block, 0, 0) for i, at in enumerate(edges)]
         silence = requests.Silence(0.0)
-        self.operations = client_blocks.Operations(
+        self.operations = client_blocks.ClientBlocks(
             ADDRESS, SPEC, tuple(blocks), silence
         )
         (self.request,) = self.operations.step(range(num_blocks))

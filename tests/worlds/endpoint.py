@@ -115,7 +115,7 @@ class Endpoint(Patient):
             return
         attachment = session.attachment
         if session.state is ClientState.READY or attachment.is_recovering:
-            farewell = attachment.move(
+            farewell = attachment.move_to(
                 f"tcp://host-{self.world.hosts.index(host)}", now
             )
             if self.link.is_connected:

@@ -20,8 +20,8 @@ from envserve.errors import (
     ServerError,
 )
 from envserve.lane import Block, Call, Outcome, Reset
-from envserve.session.client.client_blocks import Operations
-from envserve.session.client.failover import MovingAttachment
+from envserve.session.client.attachment import Attachment
+from envserve.session.client.client_blocks import ClientBlocks
 from envserve.session.client.requests import Patience, Request, Requests, Unasked
 from envserve.session.states import ClientState
 from envserve.slab import Rows
@@ -79,7 +79,7 @@ class ClientSession:
         self.late_messages = 0
         self.requests = requests = Requests(session, now)
         self.outbox = requests.outbox
-        self.attachment = MovingAttachment(address, attach, requests, patience, client)
+        self.attachment = Attachment(address, attach, requests, patience, client)
         self._machine = self.attachment.machine
         self._unasked = Unasked()
 
@@ -130,7 +130,7 @@ class ClientSession:
         }
 
     @property
-    def operations(self) -> Operations:
+    def operations(self) -> ClientBlocks:
         """What the blocks are up to; raises LocalProtocolError before READY."""
         if self.attachment.operations is None:
             raise LocalProtocolError(f"{self.address}: the envs are not granted yet")
@@ -150,7 +150,7 @@ class ClientSession:
         """Asks for attribute access; raises CallError for arguments too long."""
         self._submit(self._usable().call(calls), now)
 
-    def _usable(self) -> Operations:
+    def _usable(self) -> ClientBlocks:
         attachment, state = self.attachment, self._machine.state
         operations = attachment.operations
         if operations is not None and (
@@ -197,7 +197,7 @@ class ClientSession:
         """Notes that the transport can send, for the first time or anew."""
         self.requests.silence.mend()
         if self.state is ClientState.CONNECTING:
-            self.attachment.say_hello(now)
+            self.attachment.send_hello(now)
         elif self.requests.waiting:
             self.requests.resend_all(now)
         elif self.state is ClientState.READY:
@@ -212,11 +212,11 @@ class ClientSession:
         try:
             message = decode(frames)
         except RemoteProtocolError:
-            return self._note_unasked("no message", frames, now)
+            return self._count_unsolicited("no message", frames, now)
         requests = self.requests
         handler, state = _HANDLERS.get(message.type), self._machine.state
         if handler is None or message.session != requests.session or state in _OVER:
-            return self._note_unasked(message.type, frames, now)
+            return self._count_unsolicited(message.type, frames, now)
         silence, operations = requests.silence, self.attachment.operations
         if silence.is_unreachable and operations is not None:
             operations.is_stale = True
@@ -224,16 +224,16 @@ class ClientSession:
         # Not of a WELCOME that nobody waits for: it may be of a server of the past.
         is_welcome = message.type is MessageType.WELCOME
         if requests.boot not in (0, message.boot) and not is_welcome:
-            return self.attachment.note_restart(now)
+            return self.attachment.handle_restart(now)
         try:
             if not handler(self, message, now):
-                self._note_unasked(message.type, frames, now)
+                self._count_unsolicited(message.type, frames, now)
             elif message.type in _NEWS:
-                self._note_unasked(message.type, frames, now, 0)
+                self._count_unsolicited(message.type, frames, now, 0)
         except RemoteProtocolError as error:
             self.refuse(error)
 
-    def _note_unasked(
+    def _count_unsolicited(
         self, what: int | str, frames: Sequence[Buffer], now: float, num_late: int = 1
     ) -> None:
         """Counts what answers nothing; ends the session if that has no end."""
@@ -322,7 +322,7 @@ def _on_absent(session: ClientSession, message: Message, now: float) -> bool:
     request = requests.waiting.get(message.request)
     if request is None or operations is None or message.epoch != requests.epoch:
         return False
-    operations.note_absent(request, message)
+    operations.mark_absent(request, message)
     request.resend_at = now + request.delay  # the server has it
     return True
 

@@ -19,13 +19,13 @@ import zmq
 
 from envserve.wire.sockets import FrameReceiver
 
-__all__ = ["Descriptor", "Pending"]
+__all__ = ["ByteCounter", "Waker"]
 
 #: Of Linux's `tcp_info`, as far as what it counts as received.
 _RECEIVED: Final = struct.Struct("=128xQ")
 
 
-class Pending:
+class ByteCounter:
     """Counts the bytes of a connection since its last message; on Linux, over TCP."""
 
     def __init__(self, receiver: FrameReceiver, address: str) -> None:
@@ -77,7 +77,7 @@ def _bytes_received(fd: int, port: int) -> int:
     return 0
 
 
-class Descriptor:
+class Waker:
     """One descriptor for what comes, and for what somebody else has received.
 
     ZeroMQ's own shows an edge, which whoever receives consumes.
