@@ -467,9 +467,9 @@ class BatchEnv:
         if error is not None:
             # The other rows of the step are not returned, so all have to be reset.
             self._has_reset = type(error[1]) is not EnvError
-        group.release(ready)
-        if error is not None:
+            group.release(ready)
             raise error[1]
+        group.release(ready)
         return result
 
     def send(

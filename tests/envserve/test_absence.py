@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
 import math
 import random
 from collections import Counter
@@ -18,7 +17,7 @@ from envserve.client.absence import Absence
 from envserve.client.row_set import BatchBlocks
 from envserve.errors import EnvserveError, ServerLost
 from envserve.slab import Status
-from tests.envserve.interrupts import Place, run_traced
+from tests.envserve.interrupts import is_return, run_traced
 from tests.worlds.fake_lane import FakeLane, Faults, next_hash
 
 Array = np.ndarray[Any, Any]
@@ -175,10 +174,6 @@ def is_of_client(path: str) -> bool:
 
 def take_step(batch: BatchEnv, actions: Array, results: list[StepResult]) -> None:
     results.append(batch.step(actions))
-
-
-def is_return(place: Place) -> bool:
-    return linecache.getline(*place).strip() == "return result"
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2])

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from envserve.monitoring.local_status_server import LocalStatusServer
 
 from envserve.client import BatchEnv
 from envserve.crashes.repro_file import decode_repro
 from envserve.errors import ConnectError, LeaseLost, LocalProtocolError
+from envserve.monitoring.local_status_server import LocalStatusServer
 from envserve.monitoring.observer import Observer
 from envserve.wire.constants import MessageType
 from tests.oracle.probe_envs import MODULE
