@@ -175,7 +175,7 @@ class Launcher:
         self._running: dict[int, WorkerProcess] = {}  # by process id
         self._heard_at = 0.0  # or since when a fork is due, if that is later
         self._num_forks = 0
-        self._is_midway = self._is_closed = False
+        self._is_updating = self._is_closed = False
         self._start_template()
 
     def _start_template(self) -> None:
@@ -258,13 +258,13 @@ class Launcher:
         """
         if self._lost:
             return
-        if self._is_midway:
+        if self._is_updating:
             self._end_template("was interrupted, and ")
             return
-        self._is_midway = True
+        self._is_updating = True
         while not self._lost and self._read():
             pass
-        self._is_midway = False
+        self._is_updating = False
 
     def wait(self, timeout_seconds: float) -> None:
         """Waits until `poll` has something to read."""
@@ -299,11 +299,11 @@ class Launcher:
         self, message: dict[str, Any], theirs: socket.socket | None = None
     ) -> None:
         """Sends a message, and the socket that goes with it; repeats are dropped."""
-        self._is_midway = True
+        self._is_updating = True
         data = pack_frame(Kind.FORK, payload=codec.encode(message))
         if (data, None) not in self._channel.unsent:
             self._channel.send(data, theirs)
-        self._is_midway = False
+        self._is_updating = False
 
     def _on_message(self, message: dict[str, Any]) -> None:
         if "imported" in message:
@@ -351,7 +351,7 @@ class Launcher:
                 process.exit = Exit(0, 1, f"the template process {why}{end}")
         self._running, self._pending = {}, {}
         self._lost = why + end
-        self._is_midway = False
+        self._is_updating = False
 
     def __repr__(self) -> str:
         state = self._lost or f"{len(self._running)} workers"

@@ -39,7 +39,7 @@ class FlakyConnection:
         self._tries_again = tries_again
         self.is_there = True
         self.max_frame_bytes = self.max_row_bytes = 1 << 20
-        self.descriptor = SimpleNamespace(wake=lambda: None)
+        self.waker = SimpleNamespace(wake=lambda: None)
 
     def receive(self) -> None:
         return None
@@ -50,7 +50,7 @@ class FlakyConnection:
             outbox.clear()
         return has_sent
 
-    def look(self) -> tuple[bool, bool]:
+    def poll(self) -> tuple[bool, bool]:
         return False, self.is_there
 
     def is_endless(self, is_connected: bool) -> bool:
@@ -116,7 +116,7 @@ def test_connections_share_threads_until_the_last_is_closed() -> None:
     for connection in connections[1:]:
         connection.close()
         connection.close()
-    assert connections[0].look() == (False, False)
+    assert connections[0].poll() == (False, False)
     assert num_threads() > before
     connections[0].close()
     assert num_threads() == before

@@ -116,7 +116,7 @@ class MemoryConnection:
     def is_endless(self, is_connected: bool) -> bool:
         return False
 
-    def look(self) -> tuple[bool, bool]:
+    def poll(self) -> tuple[bool, bool]:
         return bool(self._replies), True
 
     def wait(self, timeout_seconds: float, *, for_writing: bool) -> None:

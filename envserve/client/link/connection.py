@@ -272,7 +272,7 @@ class Connection:
             has_sent = True
         return has_sent
 
-    def look(self) -> tuple[bool, bool]:
+    def poll(self) -> tuple[bool, bool]:
         """Tells whether `receive` has something, and if the server can be reached."""
         if self._lookup is not None:
             self._end_lookup()

@@ -67,10 +67,10 @@ def request(
         if now - sent_at >= _RESEND_SECONDS and connection.send(encode(message)):
             sent_at = now
         is_sent = sent_at > -math.inf
-        if (refusal := diagnosis.look(now)) is not None:
+        if (refusal := diagnosis.poll(now)) is not None:
             raise refusal
         if (frames := connection.receive()) is None:
-            if connection.is_endless(connection.look()[1]):
+            if connection.is_endless(connection.poll()[1]):
                 connection.renew(connection.max_frame_bytes)  # drops what was received
                 text = "expected messages that end; got one that does not"
                 raise RemoteProtocolError(f"{address}: {text}")

@@ -353,7 +353,7 @@ class RemoteLane:
     def _diagnose(self) -> None:
         """Find out why there is no connection; end the lane if there will be none."""
         attachment = self._session.attachment
-        attachment.refusal = self._diagnosis.look(time.monotonic())
+        attachment.refusal = self._diagnosis.poll(time.monotonic())
         if attachment.refusal is not None and self._diagnosis.is_final:
             attachment.fail(attachment.refusal)
 

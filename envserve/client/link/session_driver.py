@@ -85,7 +85,7 @@ class SessionDriver:
 
     def _check_connection(self, now: float) -> bool:
         """Handle a change of the connection; return whether there is more to read."""
-        is_readable, is_connected = self.connection.look()
+        is_readable, is_connected = self.connection.poll()
         if is_connected and not self._is_connected:
             self._on_connected(now)
         elif self._is_connected and not is_connected:

@@ -384,9 +384,11 @@ class ClientBlocks:
         The last observations of its rows are kept then, if it is being stepped.
         """
         self.is_stale = False
-        before, lost, told = self.absent, self.lost, self._reported_absent
+        before, lost, reported = self.absent, self.lost, self._reported_absent
         is_unreachable = self._silence.is_unreachable
-        gone = [b for b in self.in_flight if is_unreachable or b in lost or b in told]
+        gone = [
+            b for b in self.in_flight if is_unreachable or b in lost or b in reported
+        ]
         self.absent = frozenset(gone)
         for index in self.absent - before:
             if self.in_flight[index].is_step:
