@@ -108,7 +108,7 @@ class Connection:
       keys: The server's public key and an own pair; None if none are used.
       max_frame_bytes: Longest frame that is received.
       max_row_bytes: The same, but for results of calls, of which few come.
-      descriptor: Shows that `receive` may have something.
+      waker: Has a descriptor that is readable when `receive` may have a message.
       receive: Returns the next message, or None.
       receive_soon: Waits for the next message; None after `SLICE_SECONDS`.
     """

@@ -1,8 +1,8 @@
 """The client's half: attaches, sends operations, and pairs answers with them.
 
 `states` has the theory; `attachment` gets envs, `requests` sends and sends again,
-`operations` knows the blocks. A request is in flight until it is answered or its lease
-is lost, however long its caller waits: no result is taken for that of another.
+`client_blocks` tracks the blocks. A request is in flight until it is answered or its
+lease is lost, however long its caller waits: no result is taken for that of another.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What comes over a connection: what shows it, and how much of it is no message yet.
+"""A descriptor for messages that arrive, and a limit for a message that does not end.
 
-ZeroMQ bounds neither how many frames a message has, nor what it holds of one that does
-not end; and it tells nobody before the end. The kernel counts bytes.
+ZeroMQ limits neither the number of frames of a message, nor the bytes that it stores of
+an unfinished one, and it reports a message only when it is complete. So the bytes that
+the kernel has received over the connection are counted.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class ByteCounter:
     """Counts the bytes of a connection since its last message; on Linux, over TCP."""
 
     def __init__(self, receiver: FrameReceiver, address: str) -> None:
-        """Begins; `receiver` reads from the socket that connects to the address."""
+        """Count for the socket that `receiver` reads and that connects to `address`."""
         self._receiver = receiver
         port = address.rpartition(":")[2]
         is_counted = sys.platform == "linux" and address.startswith("tcp:")
@@ -39,7 +40,7 @@ class ByteCounter:
         self._fd: int | None = -1  # of the last message; None if nobody has asked
 
     def count(self, is_connected: bool) -> int:
-        """Returns how many, at most; to be asked after each look at the connection."""
+        """Return an upper limit of these bytes; call it after each poll of the socket."""
         receiver = self._receiver
         if is_connected != self._is_connected or not self._port:
             self._is_connected, self._fd, self._num_bytes = is_connected, -1, 0
@@ -78,13 +79,13 @@ def _bytes_received(fd: int, port: int) -> int:
 
 
 class Waker:
-    """One descriptor for what comes, and for what somebody else has received.
+    """A descriptor that is readable when a message arrives, or after `wake`.
 
-    ZeroMQ's own shows an edge, which whoever receives consumes.
+    ZeroMQ's own descriptor signals an event once, to the first thread that receives.
     """
 
     def __init__(self) -> None:
-        """Joins ZeroMQ's, once there is one to `watch`, with a wake-up of our own."""
+        """Make a descriptor that only `wake` makes readable until `watch` is called."""
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._is_awake = False  # whether a byte is in that pair
@@ -93,31 +94,31 @@ class Waker:
         self._watched: int | None = None
 
     def watch(self, descriptor: int) -> None:
-        """Shows another descriptor of ZeroMQ's from now on."""
+        """Watch this descriptor of ZeroMQ instead of the previous one."""
         before, self._watched = self._watched, descriptor
         if before is not None:
             self._selector.unregister(before)
         self._selector.register(descriptor, selectors.EVENT_READ)
 
     def fileno(self) -> int:
-        """Returns the descriptor."""
+        """Return the descriptor."""
         return self._selector.fileno()
 
     def wake(self) -> None:
-        """Makes it readable, until `sleep`."""
+        """Make the descriptor readable until `sleep`."""
         if not self._is_awake:
             self._is_awake = True
             self._writer.send(b"!")
 
     def sleep(self) -> None:
-        """Lets it show again only what comes."""
+        """Undo `wake`."""
         if self._is_awake:
             with contextlib.suppress(BlockingIOError):
                 self._reader.recv(64)
             self._is_awake = False
 
     def close(self) -> None:
-        """Closes all of it."""
+        """Close all descriptors except ZeroMQ's."""
         self._selector.close()
         self._reader.close()
         self._writer.close()
