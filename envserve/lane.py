@@ -35,6 +35,8 @@ __all__ = [
     "RenderedFrame",
     "Reset",
     "make_blocks",
+    "mark_harmless",
+    "pop_harmless_mark",
 ]
 
 
@@ -241,6 +243,23 @@ class Outcome(NamedTuple):
     packed_infos: Mapping[int, PackedInfo] = MappingProxyType({})
 
 
+#: Key in the `__dict__` of an exception.
+_HARMLESS: Final = "_envserve_harmless"
+
+
+def mark_harmless(error: BaseException) -> None:
+    """Mark an exception that cut a call of a lane short where that costs nothing."""
+    error.__dict__[_HARMLESS] = True
+
+
+def pop_harmless_mark(error: BaseException) -> bool:
+    """Remove the mark of `mark_harmless`; return whether the exception had it.
+
+    It is removed because a signal handler may raise the same object again.
+    """
+    return bool(error.__dict__.pop(_HARMLESS, False))
+
+
 class Lane(Protocol):
     """A source of rows: a pool of this process, or a lane to a server.
 
@@ -253,12 +272,12 @@ class Lane(Protocol):
     with a status and a fault. A block in flight is absent while its envs are not
     available. Its rows of `final_observation` then contain the last known observation.
 
-    Attributes:
-      is_waiting: Whether a call that was interrupted did nothing but wait, or send what
-        it had submitted, so that it has cost nothing; else `lose` cleans up after it.
+    A signal handler may raise an exception (KeyboardInterrupt, for example) at any
+    point of a call. If `collect` was only waiting, or `submit_step` was sending what it
+    had accepted, the lane marks the exception with `mark_harmless`: nothing is lost.
+    After any other such exception the lane is in an unknown state, and only
+    `invalidate` and `close` may be called.
     """
-
-    is_waiting: bool
 
     @property
     def name(self) -> str:
@@ -289,7 +308,7 @@ class Lane(Protocol):
         """Blocks in flight whose envs are not available at the moment."""
 
     @property
-    def given_up(self) -> EnvserveError | None:
+    def give_up_error(self) -> EnvserveError | None:
         """Why absent blocks are not worth waiting for, if nothing else is alive."""
 
     def finish_start(self, deadline: float) -> None:
@@ -319,10 +338,10 @@ class Lane(Protocol):
         block in flight has become absent since the last call.
         """
 
-    def lose(self, text: str) -> None:
-        """Takes all envs for lost, and forgets what is in flight.
+    def invalidate(self, reason: str) -> None:
+        """Replace all envs and forget what is in flight; costs each row an episode.
 
-        This is how an interrupted call is cleaned up after: by an episode of each row.
+        Allowed in any state, also in one that an interrupted call has left behind.
         """
 
     def stats(self) -> Mapping[str, int]:

@@ -85,7 +85,7 @@ class BatchVecEnv(VecEnv):
 
     def reset(self) -> Any:
         """Resets all envs; seeds and options that were set hold for this once."""
-        if self.batch.num_out:
+        if self.batch.num_in_flight:
             self.batch.drain()
         if any(options != self._options[0] for options in self._options):
             raise ValueError("options: expected the same for all envs; got others")
@@ -100,8 +100,8 @@ class BatchVecEnv(VecEnv):
 
     def step_async(self, actions: Array) -> None:
         """Starts a step of all envs, actions `[n_envs, ...]`; drops one that runs."""
-        if self.batch.num_out:  # such as after Ctrl-C
-            self.batch.give_up_step()
+        if self.batch.num_in_flight:  # such as after Ctrl-C
+            self.batch.cancel_step()
         send_step(self.batch, actions)
 
     def step_wait(self) -> tuple[Any, Array, Array, list[dict[str, Any]]]:
@@ -112,7 +112,7 @@ class BatchVecEnv(VecEnv):
             self.batch.drain()
             raise
         except KeyboardInterrupt:
-            self.batch.give_up_step()
+            self.batch.cancel_step()
             raise
         dones = step.terminated | step.truncated
         infos = [

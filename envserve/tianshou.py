@@ -64,7 +64,7 @@ class BatchVectorEnv(BaseVectorEnv):
 
     def reset(self, env_id: Any = None, **kwargs: Any) -> tuple[Array, Array]:
         """Resets these envs, with `seed` and `options`; returns rows and infos."""
-        if self.batch.num_out:  # such as after Ctrl-C
+        if self.batch.num_in_flight:  # such as after Ctrl-C
             self.batch.drain()
         rows = self._wrap_id(env_id)
         chosen = None if env_id is None else rows
@@ -99,7 +99,7 @@ class BatchVectorEnv(BaseVectorEnv):
         """Resets env i with `seed + i`, or with its own of a list."""
         seeds = range(seed, seed + self.env_num) if isinstance(seed, int) else seed
         if seeds is not None:
-            if self.batch.num_out:
+            if self.batch.num_in_flight:
                 self.batch.drain()
             self.batch.reset(seeds=list(seeds))
         return [[each] for each in seeds or [None] * self.env_num]

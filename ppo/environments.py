@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from envserve.client import BatchEnv
 from envserve.client.link.discovery import resolve
-from envserve.client.link.server_pool import living
+from envserve.client.link.server_pool import live_servers
 from envserve.errors import AddressError
 from envserve.settings import Autoreset
 from ppo.config.config import Config
@@ -95,7 +95,7 @@ def env_maker(
         if is_training:
             options |= {"num_servers": count, "min_servers": config.min_servers or None}
         else:  # it may have fewer rows, and is over before more servers come
-            words = living(words, insecure=config.insecure)[:num_envs]
+            words = live_servers(words, insecure=config.insecure)[:num_envs]
         return BatchEnv.connect(
             config.env_name,
             words,

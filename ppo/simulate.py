@@ -163,12 +163,12 @@ class Simulation:
     def _start(self) -> None:
         """Reset all envs."""
         batch = self._env.env
-        while len(self._splits) > 1 and (num_out := batch.num_out):
+        while len(self._splits) > 1 and (num_in_flight := batch.num_in_flight):
             try:
-                batch.recv(num_out)  # sent in a rollout that was cut short
+                batch.recv(num_in_flight)  # sent in a rollout that was cut short
             except (EnvError, LocalProtocolError):
                 # Of that rollout; what comes next is a reset.
-                if batch.num_out == num_out:
+                if batch.num_in_flight == num_in_flight:
                     raise
         tf.nest.map_structure(
             lambda rows, first: np.copyto(rows[0], first),

@@ -63,7 +63,7 @@ def envs(
     insecure: Insecure = False,
 ) -> None:
     """List the env names that a server offers, or that one here would offer."""
-    from envserve.client.link.connection import ask_welcome
+    from envserve.client.link.probe import request_welcome
     from envserve.envs.registry import Registry
 
     try:
@@ -71,7 +71,7 @@ def envs(
             names = Registry(None, import_module or ()).names
         else:
             address = address_of(address)
-            names = ask_welcome(address, timeout, insecure=insecure).env_names
+            names = request_welcome(address, timeout, insecure=insecure).env_names
     except EnvserveError as error:
         fail(error, 1)
     for name in names:
@@ -97,12 +97,12 @@ def check(
 
     from envserve.check.probe_client import ServerUnderTest, SocketLink
     from envserve.check.rules import check as look_at
-    from envserve.client.link.connection import ask_welcome
+    from envserve.client.link.probe import request_welcome
 
     address = address_of(address)
     out, counts = console(), dict.fromkeys(_COLOURS, 0)
     try:
-        ask_welcome(address, 5.0, insecure=insecure)  # knows why nobody answers
+        request_welcome(address, 5.0, insecure=insecure)  # knows why nobody answers
         subject = ServerUnderTest(lambda: SocketLink(address, insecure=insecure), env)
         for found in look_at(subject):
             counts[found.outcome] += 1
@@ -131,7 +131,8 @@ def drain(
 
     The exit code is 0 when it is, 1 if none answers or it refuses, 3 if it stays.
     """
-    from envserve.client.link.connection import Connection, ask
+    from envserve.client.link.connection import Connection
+    from envserve.client.link.probe import request
     from envserve.wire.constants import DRAIN_WORD, MessageType
     from envserve.wire.handshake import Hello
     from envserve.wire.message import Message
@@ -142,10 +143,10 @@ def drain(
     try:
         with contextlib.closing(Connection(address, insecure=insecure)) as connection:
             patience = min(timeout, _ANSWER_SECONDS)
-            boot = ask(connection, asked, MessageType.DRAIN, patience).boot
+            boot = request(connection, asked, MessageType.DRAIN, patience).boot
             # Who answers no more is gone; so is who has another in its place.
             with contextlib.suppress(ConnectError):
-                while ask(connection, hello, MessageType.WELCOME, 1.0).boot == boot:
+                while request(connection, hello, MessageType.WELCOME, 1.0).boot == boot:
                     if time.monotonic() > deadline:
                         fail(
                             f"{address}: it drains, but is still there after "

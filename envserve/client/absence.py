@@ -1,9 +1,10 @@
-"""What a row shows while its env is not there: decided here, and nowhere else.
+"""Padding and late rows: what a row shows while its env is absent.
 
-Below this floor a block is finished or lost, sooner or later; only here is known
-whether anything else is alive. A caller waits a moment for a block whose envs are
-absent. From then on its rows are padding, while its step is owed. What comes of that
-step is shown in place of a later one: rows that are LATE, or of a lost episode.
+A lane finishes or loses each of its blocks sooner or later, but it does not know
+whether any other lane is alive. So the decision how long to wait is made here, and
+nowhere else. A caller waits for an absent block for a moment. Then the block's rows are
+padding, and its step is late. The result of a late step is shown in place of a later
+step's result: its rows are LATE, or show that the episode was lost.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from envserve.slab import Rows, Status, write_pending
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.leaves import flatten
 
-__all__ = ["Absence", "PutAside"]
+__all__ = ["Absence", "DeferredOutcome"]
 
 Array = np.ndarray[Any, Any]
 
@@ -30,15 +31,15 @@ _PENDING: Final = int(Status.PENDING)
 
 
 class Absence:
-    """The steps of a batch that are owed, and what is shown meanwhile.
+    """The late steps of a batch, and the rows that are padding.
 
-    A step is owed once its caller has had padding, or was interrupted: it goes on, and
-    nothing else is submitted to its block before it has ended.
+    A step is late once its caller got padding for it, or was interrupted. It still
+    runs, and nothing else is submitted to its block before it has ended.
 
     Attributes:
-      owed: Positions of blocks whose step is owed, and that nobody waits for now.
-      awaited: Of those that are out, the ones that a step which is owed will answer.
-      padded: Of those that are out, the ones whose rows are padding now.
+      late_steps: Positions of blocks whose step is late and not waited for.
+      awaited_late_steps: Positions of blocks whose late step a caller waits for.
+      padded: Positions of blocks that a caller waits for and that are padding now.
     """
 
     def __init__(
@@ -49,97 +50,99 @@ class Absence:
                 "padding_after: expected at least 0 seconds; "
                 f"got {padding_after_seconds}"
             )
-        self.owed: set[int] = set()
-        self.awaited: set[int] = set()
+        self.late_steps: set[int] = set()
+        self.awaited_late_steps: set[int] = set()
         self.padded: set[int] = set()
         self._blocks = tuple(blocks)
         self._padding_after = padding_after_seconds
-        self._since: dict[int, float] = {}  # from when on they were seen to be absent
+        self._since: dict[int, float] = {}  # when each absent block was first seen so
 
-    def owe(self, positions: Iterable[int]) -> None:
-        """Notes that the callers of these steps go on without them."""
-        self.owed.update(positions)
-        self.awaited -= self.owed
-        self.padded -= self.owed
+    def mark_late(self, positions: Set[int]) -> None:
+        """Record that the callers of these steps no longer wait for them."""
+        self.late_steps |= positions
+        self.awaited_late_steps -= positions
+        self.padded -= positions
 
-    def await_owed(self, positions: Set[int]) -> Set[int]:
-        """Has a caller wait for what is owed; returns the other blocks."""
-        found = self.owed & positions
-        self.owed -= found
-        self.awaited |= found
+    def await_late_steps(self, positions: Set[int]) -> Set[int]:
+        """Record that a caller waits for late steps; return the other blocks."""
+        found = self.late_steps & positions
+        self.late_steps -= found
+        self.awaited_late_steps |= found
         return positions - found
 
     def shown_rows(self, num_rows: int, ended: Collection[int]) -> Array:
-        """Tells of which rows the observation is the last, bool `[num_rows]`.
+        """Return which rows' last observation is `observation`, bool `[num_rows]`.
 
-        Of the others, whose step is owed, it is the final one. `ended` are positions of
-        blocks whose step has ended.
+        Of the other rows, whose step is late, it is `final_observation`. `ended` are
+        the positions of blocks whose step has ended.
         """
         is_shown = np.ones(num_rows, np.bool_)
-        for position in self.owed:
+        for position in self.late_steps:
             block = self._blocks[position]
-            has_come = position in ended
-            is_shown[block.start : block.stop] = has_come & ~block.ended
+            has_ended = position in ended
+            is_shown[block.start : block.stop] = has_ended & ~block.ended
         return is_shown
 
-    def forget(self) -> None:
-        """Forgets what is owed, since it will never come."""
-        for blocks in (self.owed, self.awaited, self.padded, self._since):
-            blocks.clear()
+    def clear(self) -> None:
+        """Forget all late steps, because they will never end."""
+        self.late_steps.clear()
+        self.awaited_late_steps.clear()
+        self.padded.clear()
+        self._since.clear()
 
-    def pad(self, absent: Set[int], out: Set[int], now: float) -> None:
-        """Decides which of the blocks that are out are padding now.
+    def pad(self, absent: Set[int], waiting: Set[int], now: float) -> None:
+        """Decide which blocks are padding now.
 
         Args:
-          absent: Blocks in flight whose envs are not there.
-          out: Blocks that a caller waits for, and that have not ended.
+          absent: Blocks in flight whose envs are absent.
+          waiting: Blocks that a caller waits for and that have not ended.
           now: Monotonic seconds.
         """
-        # Who had nobody to go on with was not kept waiting by the others.
+        # While all blocks were absent, no block has waited for padding yet.
         before = self._since if self._is_any_alive() else {}
         self._since = {at: before.get(at, now) for at in absent}
         self.padded.clear()
-        if self._is_any_alive():  # else who would go on?
-            self.padded.update(at for at in absent & out if now >= self._pad_at(at))
+        if self._is_any_alive():  # otherwise there is no row to continue with
+            self.padded.update(at for at in absent & waiting if now >= self._pad_at(at))
 
     def next_pad(self) -> float:
-        """When `pad` may have more to do, if nothing else happens."""
+        """Return when `pad` has to be called again, if nothing else happens."""
         waiting = self._since.keys() - self.padded if self._is_any_alive() else ()
         return min(map(self._pad_at, waiting), default=np.inf)
 
     def _is_any_alive(self) -> bool:
-        """Tells whether a block was there when that was last looked at."""
+        """Return whether any block was present at the last call of `pad`."""
         return len(self._since) < len(self._blocks)
 
     def _pad_at(self, position: int) -> float:
-        """Who has had padding knows, and does not wait again."""
-        is_known = position in self.awaited
-        return self._since[position] + (0.0 if is_known else self._padding_after)
+        """Return when a block becomes padding; at once if its step is late."""
+        is_late = position in self.awaited_late_steps and self._padding_after < np.inf
+        return self._since[position] + (0.0 if is_late else self._padding_after)
 
     def show(self, spec: EnvSpec, row_set: RowSet, result: StepResult) -> None:
-        """Writes padding, and which rows are late, over what the lanes' rows gave."""
+        """Write padding, and the status of late rows, into a gathered result."""
         for block, part in row_set.parts:
             if block.position in self.padded:
                 _write_padding(spec, block, part, result)
-            elif block.position in self.awaited:
+            elif block.position in self.awaited_late_steps:
                 status = result.status[part]
                 status[status == _OK] = _LATE
                 result.valid[part] = False
 
     def release(self, positions: Set[int]) -> None:
-        """Notes that callers have what was shown; padding leaves a step owed."""
-        self.awaited -= positions
-        self.owed |= self.padded & positions
+        """Record that callers got these rows; steps of padding are late from now on."""
+        self.awaited_late_steps -= positions
+        self.late_steps |= self.padded & positions
         self.padded -= positions
 
 
-class PutAside:
-    """What has come of a step that is owed, while its block is called or reset."""
+class DeferredOutcome:
+    """The outcome of a late step, kept while its block is called or partly reset."""
 
     def __init__(
         self, outcome: Outcome, block: BatchBlock, reset_rows: Collection[int] = ()
     ) -> None:
-        """Keeps the rows that are not reset; `reset_rows` are the lane's."""
+        """Keep the rows that are not reset; `reset_rows` are rows of the lane."""
         self._outcome = outcome
         self._block = block.lane_rows
         rows = range(self._block.start, self._block.stop)
@@ -147,8 +150,8 @@ class PutAside:
         self._rows: Rows = block.lane.rows
         self._kept = self._rows.at(self._left) if reset_rows else None
 
-    def take_back(self) -> Outcome:
-        """Returns it, to be shown yet; rows that were reset are padding in it."""
+    def restore(self) -> Outcome:
+        """Return the outcome, to be shown; rows that were reset are padding in it."""
         if self._kept is None:
             return self._outcome
         write_pending(self._rows, self._block)
@@ -171,7 +174,7 @@ def _results(rows: Rows) -> tuple[Array, ...]:
 def _write_padding(
     spec: EnvSpec, block: BatchBlock, part: slice, result: StepResult
 ) -> None:
-    """Has nothing happen in a block; its lane keeps the last observation."""
+    """Show the last observation of a block, which its lane keeps, and no transition."""
     observation = flatten(spec.observation_space, result.observation)
     final = flatten(spec.observation_space, result.final_observation)
     last = block.lane.rows.final_observation

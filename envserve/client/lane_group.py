@@ -1,9 +1,17 @@
-"""Submits to several lanes, and waits for all of them or for the first.
+"""Several lanes as one: submit to some of them, wait for all of them or for the first.
 
-A block is out while a caller waits for it, and owed while its step goes on without
-one: see `absence`. An interrupt while waiting costs nothing. One that cuts this
-bookkeeping short costs an episode of each row: the next call takes all lanes for lost.
-docs/decisions.md: "An interrupt inside an operation invalidates the lane".
+A block is in flight from `send` to `release`. A step that nobody waits for any more is
+cancelled: it still runs, and the next operation on its block waits for it and discards
+its result, except the end of an episode.
+
+Interrupts. A signal handler may raise an exception (KeyboardInterrupt, for example) at
+any point of a call. While a lane only waits, `queue.is_updating` is False: everything
+that was submitted is accounted for, and the next call continues. At any other point of
+a method that changes something it is True, and the next call begins with `recover`,
+which invalidates all lanes. That costs each row an episode, and no row can be wrong.
+The flag is set before each update, not by an exception handler, so a second interrupt
+changes nothing. docs/decisions.md: "An interrupt inside an operation
+invalidates the lane".
 """
 
 from __future__ import annotations
@@ -15,18 +23,18 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from envserve.client.absence import Absence, PutAside
-from envserve.client.outcome_queue import Inbox
+from envserve.client.absence import Absence, DeferredOutcome
+from envserve.client.outcome_queue import OutcomeQueue
 from envserve.client.row_set import BatchBlock, BatchBlocks, RowSet
 from envserve.errors import EnvserveError, EnvTimeout, LocalProtocolError
-from envserve.lane import Call, Lane, Outcome, Reset
+from envserve.lane import Call, Lane, Outcome, Reset, pop_harmless_mark
 
 __all__ = ["LaneGroup"]
 
 Array = np.ndarray[Any, Any]
-What = TypeVar("What", Reset, Call)
+Operation = TypeVar("Operation", Reset, Call)
 
-#: Lanes end every operation by deadlines of their own; this is how often we look.
+#: Longest wait for a lane. Lanes end every operation by deadlines of their own.
 _COLLECT_SECONDS: Final = 60.0
 
 
@@ -35,64 +43,77 @@ class LaneGroup:
 
     Attributes:
       blocks: The blocks of all lanes, in row order.
-      out: Positions of the blocks that were sent, and not released.
-      inbox: What has come of blocks in flight, until it is released.
-      absence: The blocks whose envs are not there.
+      in_flight: Positions of the blocks that were sent and not released.
+      queue: Outcomes of blocks, until they are released.
+      absence: The blocks whose envs are absent.
     """
 
     def __init__(self, lanes: Sequence[Lane], padding_after_seconds: float) -> None:
         self.blocks = BatchBlocks.of(lanes)
-        self.out: set[int] = set()
-        self.inbox = Inbox(lanes, self.blocks)
+        self.in_flight: set[int] = set()
+        self.queue = OutcomeQueue(lanes, self.blocks)
         self.absence = Absence(self.blocks, padding_after_seconds)
+        self._cancelled: set[int] = set()  # blocks of a step that nobody waits for
         self._called: set[int] = set()  # blocks with a reset or call in flight
-        self._interrupted: set[int] = set()  # blocks of a step that nobody waits for
-        self._put_aside: dict[int, PutAside] = {}  # of those, what was owed before
+        self._deferred: dict[
+            int, DeferredOutcome
+        ] = {}  # of those, late steps' outcomes
 
     # Steps.
 
     def send(
-        self, row_set: RowSet, actions: Sequence[Array], *, together: bool
+        self,
+        row_set: RowSet,
+        actions: Sequence[Array],
+        *,
+        together: bool,
+        is_cancelled: bool = False,
     ) -> None:
-        """Starts a step of these rows, with an array `[len(row_set), ...]` per leaf.
+        """Start a step of some rows.
 
-        Unless `together`, blocks are submitted one by one: what is submitted at once, a
-        server answers at once.
+        Args:
+          row_set: The rows.
+          actions: An array `[len(row_set), ...]` for each leaf of the action space.
+          together: Whether to submit all blocks of a lane at once. A server answers at
+            once what was submitted at once.
+          is_cancelled: Whether the step counts as cancelled until it is released. So an
+            interrupt of its caller needs no handler.
 
         Raises:
-          LocalProtocolError: Some of the rows are out.
+          LocalProtocolError: Some of the rows are in flight.
         """
-        if self.inbox.is_midway or self._called or self._interrupted:
+        if self._called or self._cancelled:
             self._clean_up(row_set.positions)
-        if not self.out.isdisjoint(row_set.positions):
-            raise self.blocks.out_error(row_set.positions & self.out)
-        self.inbox.is_midway = True
-        owed = self.absence.owed
-        if owed and not owed.isdisjoint(row_set.positions):
-            self._send_what_is_not_owed(row_set, actions)
+        if not self.in_flight.isdisjoint(row_set.positions):
+            raise self.blocks.in_flight_error(row_set.positions & self.in_flight)
+        queue, interrupt = self.queue, None
+        queue.is_updating = True
+        late_steps = self.absence.late_steps
+        if late_steps and not late_steps.isdisjoint(row_set.positions):
+            self._send_rest(row_set, actions)
         else:
             for piece in row_set.pieces:
-                piece.lane.is_waiting = False  # or was it, long ago?
+                lane = piece.lane
                 for target, array in zip(piece.actions, actions, strict=True):
                     target[piece.lane_rows] = array[piece.set_rows]
-            last = row_set.blocks[-1]
-            try:
-                for piece in row_set.pieces:
-                    for blocks in (piece.blocks,) if together else piece.single_blocks:
-                        piece.lane.submit_step(blocks)
-            except BaseException:
-                if last.lane.is_waiting and blocks[-1] == last.lane_block:
-                    self.out.update(row_set.positions)  # all is in flight
-                    self.inbox.is_midway = False
-                raise
-        self.out.update(row_set.positions)
-        self.inbox.is_midway = False
+                for blocks in (piece.blocks,) if together else piece.single_blocks:
+                    try:
+                        lane.submit_step(blocks)
+                    except BaseException as error:
+                        if not pop_harmless_mark(error):
+                            raise
+                        interrupt = error  # raised once all blocks are submitted
+        started = self._cancelled if is_cancelled else self.in_flight
+        started.update(row_set.positions)
+        queue.is_updating = False
+        if interrupt is not None:
+            raise interrupt
 
-    def _send_what_is_not_owed(self, row_set: RowSet, actions: Sequence[Array]) -> None:
-        """Steps the other blocks; the actions for those that are owed are not used."""
-        wanted = self.absence.await_owed(row_set.positions)
+    def _send_rest(self, row_set: RowSet, actions: Sequence[Array]) -> None:
+        """Step the blocks that have no late step; ignore the actions of the others."""
+        chosen = self.absence.await_late_steps(row_set.positions)
         for block, part in row_set.parts:
-            if block.position in wanted:
+            if block.position in chosen:
                 for target, array in zip(block.lane.rows.action, actions, strict=True):
                     target[block.lane_rows] = array[part]
                 block.lane.submit_step((block.lane_block,))
@@ -100,25 +121,24 @@ class LaneGroup:
     def wait(
         self, positions: Set[int], num_rows: int | None, deadline: float
     ) -> Set[int]:
-        """Waits until blocks that are out have ended, or are padding.
+        """Wait until blocks in flight have ended or are padding.
 
         Args:
-          positions: The blocks to look at.
+          positions: The blocks to wait for.
           num_rows: Rows to wait for; None for all.
-          deadline: Instant of `time.monotonic` to give up at.
+          deadline: Instant of `time.monotonic` at which to give up.
 
         Returns:
-          Those that have, maybe fewer than asked for; they stay out until `release`.
+          The blocks that have ended or are padding, maybe fewer than asked for. They
+          stay in flight until `release`.
 
         Raises:
-          ServerLost: None of the batch's envs is there, and none is worth waiting for.
+          ServerLost: All envs of the batch are absent, and waiting is pointless.
         """
-        if self.inbox.is_midway:
-            self._clean_up(positions)
-        outcomes, absence, blocks = self.inbox.outcomes, self.absence, self.blocks
+        outcomes, absence, blocks = self.queue.outcomes, self.absence, self.blocks
         if num_rows is not None and num_rows == blocks.num_rows(positions):
             num_rows = None
-        may_be_absent = bool(absence.awaited)
+        may_be_absent = bool(absence.awaited_late_steps)
         while True:
             ready = positions & outcomes.keys()
             if absence.padded:
@@ -139,40 +159,34 @@ class LaneGroup:
                 timeout = min(timeout, remaining)
             waiting = positions - ready
             missing = len(waiting) if num_rows is None else 1
-            self.inbox.collect(max(0.0, timeout), waiting, missing)
+            self.queue.collect(max(0.0, timeout), waiting, missing)
             may_be_absent = True
 
     def _pad(self, waiting: Set[int]) -> Set[int]:
-        """Returns the blocks, of those that are waited for, that are padding now."""
-        absent = self.inbox.absent()
+        """Return the blocks, of those that are waited for, that are padding now."""
+        absent = self.queue.absent()
         self.absence.pad(absent, waiting, time.monotonic())
-        if len(absent) == len(self.blocks) and (error := self.inbox.given_up()):
+        if len(absent) == len(self.blocks) and (error := self.queue.give_up_error()):
             raise error
         return self.absence.padded
 
     def release(self, positions: Set[int]) -> None:
-        """Takes blocks that `wait` has returned for received: they are out no more."""
-        inbox, absence = self.inbox, self.absence
-        inbox.is_midway = True
-        self.out -= positions
-        if absence.awaited or absence.padded:
+        """Mark blocks that `wait` has returned as received: they can be sent again."""
+        queue, absence = self.queue, self.absence
+        queue.is_updating = True
+        self.in_flight -= positions
+        self._cancelled -= positions
+        if absence.awaited_late_steps or absence.padded:
             absence.release(positions)
         left = {}
-        if not inbox.outcomes.keys() <= positions:
-            left = {at: o for at, o in inbox.outcomes.items() if at not in positions}
-        # No call in between: an interrupt finds all of it, for `lose`, or is too late.
-        inbox.outcomes, inbox.is_midway = left, False
+        if not queue.outcomes.keys() <= positions:
+            left = {at: o for at, o in queue.outcomes.items() if at not in positions}
+        queue.outcomes, queue.is_updating = left, False
 
-    def give_up_step(self, *, is_untold: bool) -> None:
-        """Has nobody wait for a step of everything that was interrupted.
-
-        Args:
-          is_untold: Whether it has ended, and nobody has seen how.
-        """
-        self.inbox.is_midway |= is_untold
-        self._interrupted |= self.out
-        self.absence.owe(self.out)
-        self.out.clear()
+    def cancel_step(self) -> None:
+        """Discard the steps that were sent and not released, as they end."""
+        cancelled = self._cancelled | self.in_flight
+        self._cancelled, self.in_flight = cancelled, set()
 
     # Resets and calls.
 
@@ -182,29 +196,34 @@ class LaneGroup:
         seeds: Sequence[int | None] | None,
         options: bytes = b"",
     ) -> Set[int]:
-        """Starts a reset of some rows, each with its seed if there are seeds.
+        """Start a reset of some rows, each with its seed if there are seeds.
 
         Returns:
           Positions of the blocks, for `finish_reset`.
         """
         resets = _resets_of(self.blocks, env_indices, seeds, options)
-        self._clean_up(range(len(self.blocks)))  # what the other rows show counts too
+        self._clean_up(
+            range(len(self.blocks))
+        )  # the caller may read the other rows too
         self._start(resets, lambda lane, some: lane.submit_reset(some))
         return resets.keys()
 
     def finish_reset(
         self, positions: Set[int], deadline: float
     ) -> dict[int, Mapping[str, Any]]:
-        """Waits for what `start_reset` has started, until an instant of `monotonic`.
+        """Wait for a reset that `start_reset` has started.
+
+        Args:
+          positions: The blocks that it has returned.
+          deadline: Instant of `time.monotonic` at which to give up.
 
         Returns:
-          Infos by row, as far as there are any.
+          Infos by row, for the rows that have any.
 
         Raises:
-          EnvTimeout: It takes longer; one can wait again.
+          EnvTimeout: The reset takes longer; this can be called again.
         """
-        if self.inbox.is_midway or not positions <= self._called:
-            self._clean_up(positions)
+        if not positions <= self._called:
             raise LocalProtocolError("the reset was interrupted; reset() once more")
         outcomes = self._finish(positions, deadline)
         return {
@@ -214,121 +233,129 @@ class LaneGroup:
         }
 
     def call(self, calls: Mapping[int, Call]) -> Sequence[Outcome]:
-        """Carries out attribute access on blocks, given by position, in that order."""
+        """Carry out attribute access on blocks, given and returned by position."""
         self._start(calls, lambda lane, some: lane.submit_call(some))
         return self._finish(calls.keys())
 
     def _start(
-        self, asked: Mapping[int, What], submit: Callable[[Lane, list[What]], None]
+        self,
+        operations: Mapping[int, Operation],
+        submit: Callable[[Lane, list[Operation]], None],
     ) -> None:
-        """Starts operations that are no steps, once their blocks have nothing to do."""
-        positions = asked.keys()
-        if not self.out.isdisjoint(positions):
-            raise self.blocks.out_error(positions & self.out)
+        """Start operations other than steps, once their blocks are idle."""
+        positions = operations.keys()
+        if not self.in_flight.isdisjoint(positions):
+            raise self.blocks.in_flight_error(positions & self.in_flight)
         self._clean_up(positions)
-        self._wait_for(positions & self.absence.owed)
-        self.inbox.is_midway = True
-        by_lane: dict[Lane, list[What]] = {}
-        for position, what in asked.items():
-            block, is_reset = self.blocks[position], isinstance(what, Reset)
-            by_lane.setdefault(block.lane, []).append(what)
-            owed = self.inbox.outcomes.pop(position, None)
-            rows = (what.env_indices or ()) if is_reset else ()
+        self._wait_for(positions & self.absence.late_steps)
+        self.queue.is_updating = True
+        by_lane: dict[Lane, list[Operation]] = {}
+        for position, operation in operations.items():
+            block, is_reset = self.blocks[position], isinstance(operation, Reset)
+            by_lane.setdefault(block.lane, []).append(operation)
+            late = self.queue.outcomes.pop(position, None)
+            rows = (operation.env_indices or ()) if is_reset else ()
             is_part = 0 < len(rows) < block.stop - block.start
-            if owed is not None and (is_part or not is_reset):  # it is shown yet
-                self._put_aside[position] = PutAside(owed, block, rows)
+            if late is not None and (is_part or not is_reset):  # not shown yet
+                self._deferred[position] = DeferredOutcome(late, block, rows)
             elif is_reset:
-                self.absence.owed.discard(position)
-        self._called |= asked.keys()
+                self.absence.late_steps.discard(position)
+        self._called |= positions
         for lane, some in by_lane.items():
             try:
                 submit(lane, some)
             except EnvserveError:
-                if lane is next(iter(by_lane)):  # it has refused them as a whole
-                    self._take_called(asked.keys())
-                    self.inbox.is_midway = False
+                if lane is next(iter(by_lane)):  # so none was submitted
+                    self._take_called(positions)
                 raise
-        self.inbox.is_midway = False
+        self.queue.is_updating = False
 
     def _finish(
         self, positions: Set[int], deadline: float = math.inf
     ) -> Sequence[Outcome]:
-        """Waits for them; raises the first error, once all have ended."""
+        """Wait until operations have ended; then raise the first error, if any."""
         self._wait_for(positions, deadline)
-        self.inbox.is_midway = True
         outcomes = self._take_called(positions)
-        self.inbox.is_midway = False
         for outcome in outcomes:
             if outcome.error is not None:
                 raise outcome.error
         return outcomes
 
     def _take_called(self, positions: Set[int]) -> Sequence[Outcome]:
-        """Takes what has come of resets and calls; what was put aside is back."""
-        found = [
-            self.inbox.outcomes.pop(at)
-            for at in sorted(positions)
-            if at in self.inbox.outcomes
-        ]
+        """Remove resets and calls with their outcomes; restore deferred outcomes."""
+        outcomes = self.queue.outcomes
+        self.queue.is_updating = True
+        found = [outcomes.pop(at) for at in sorted(positions) if at in outcomes]
         self._called -= positions
-        for position in positions & self._put_aside.keys():
-            self.inbox.outcomes[position] = self._put_aside[position].take_back()
-            del self._put_aside[position]
+        for position in positions & self._deferred.keys():
+            outcomes[position] = self._deferred.pop(position).restore()
+        self.queue.is_updating = False
         return found
 
     def _wait_for(self, positions: Set[int], deadline: float = math.inf) -> None:
-        """Waits until operations have ended, however long their envs are absent.
+        """Wait until operations have ended, however long their envs are absent.
 
         Raises:
-          EnvTimeout: That takes longer than until an instant of `monotonic`.
+          EnvTimeout: They have not ended by the deadline, an instant of
+            `time.monotonic`.
         """
-        while waiting := positions - self.inbox.outcomes.keys():
-            for position in waiting & self.inbox.absent():
-                error = self.blocks[position].lane.given_up
+        while waiting := positions - self.queue.outcomes.keys():
+            for position in waiting & self.queue.absent():
+                error = self.blocks[position].lane.give_up_error
                 if error is not None:
                     raise error
             left = deadline - time.monotonic()
             seconds = max(0.0, min(left, _COLLECT_SECONDS))
-            self.inbox.collect(seconds, waiting, len(waiting))
-            if left <= 0 and positions - self.inbox.outcomes.keys():
+            self.queue.collect(seconds, waiting, len(waiting))
+            if left <= 0 and positions - self.queue.outcomes.keys():
                 raise EnvTimeout("not all have finished in time; one can wait again")
 
-    # Interrupts.
+    # After interrupts.
+
+    def recover(self) -> None:
+        """Invalidate all lanes if an interrupt has cut an update short.
+
+        Blocks stay in flight: their step gives the row that says that the episode was
+        lost.
+        """
+        if not self.queue.is_updating:
+            return
+        for position, deferred in self._deferred.items():
+            self.queue.outcomes[position] = deferred.restore()
+        self.queue.invalidate("a call was interrupted")
+        self.absence.clear()
+        for blocks in (self._called, self._cancelled, self._deferred):
+            blocks.clear()
+        for position in self.in_flight:
+            block = self.blocks[position]
+            block.lane.submit_step((block.lane_block,))
+        self.queue.is_updating = False
 
     def _clean_up(self, positions: Iterable[int]) -> None:
-        """Mends what an interrupted call has left: all at once, or a call at a time."""
-        if self.inbox.is_midway:
-            for position, put_aside in self._put_aside.items():
-                self.inbox.outcomes[position] = put_aside.take_back()
-            self.inbox.lose("a call was interrupted")
-            self.absence.forget()
-            for blocks in (self._called, self._interrupted, self._put_aside):
-                blocks.clear()
-            for position in self.out:  # a step of a lost block gives the lost row
-                block = self.blocks[position]
-                block.lane.submit_step((block.lane_block,))
-            self.inbox.is_midway = False
+        """Wait for operations that nobody waits for any more, and discard them."""
         if left := self._called.intersection(positions):
             self._wait_for(left)
             self._take_called(left)
-        if left := self._interrupted.intersection(positions):
-            self._drop_interrupted(left)
+        if left := self._cancelled.intersection(positions):
+            self._drop_cancelled(left)
 
-    def _drop_interrupted(self, positions: Set[int]) -> None:
-        """Waits for steps that were interrupted; drops what has come of them.
+    def _drop_cancelled(self, positions: Set[int]) -> None:
+        """Wait for cancelled steps, unless their envs are absent; discard the results.
 
-        But for the ends of episodes, which are told, and for envs that are absent.
+        The end of an episode is kept as a late step: a valid row must not follow an end
+        that the caller has not seen.
         """
-        outcomes = self.inbox.outcomes
-        while waiting := positions - outcomes.keys() - self.inbox.absent():
-            self.inbox.collect(_COLLECT_SECONDS, waiting, len(waiting))
-        self.inbox.is_midway = True
+        outcomes = self.queue.outcomes
+        self.absence.mark_late(positions)
+        while waiting := positions - outcomes.keys() - self.queue.absent():
+            self.queue.collect(_COLLECT_SECONDS, waiting, len(waiting))
+        self.queue.is_updating = True
         for position in positions & outcomes.keys():
             if not (self.blocks[position].ended.any() or outcomes[position].faults):
                 del outcomes[position]
-                self.absence.owed.discard(position)
-        self._interrupted -= positions
-        self.inbox.is_midway = False
+                self.absence.late_steps.discard(position)
+        self._cancelled -= positions
+        self.queue.is_updating = False
 
 
 def _resets_of(
@@ -337,7 +364,7 @@ def _resets_of(
     seeds: Sequence[int | None] | None,
     options: bytes,
 ) -> dict[int, Reset]:
-    """Returns what to reset of which blocks, by position."""
+    """Return the reset of each block concerned, by the position of the block."""
     position_of = {int(index): at for at, index in enumerate(env_indices)}
     resets = {}
     for block in blocks:

@@ -1,4 +1,4 @@
-"""What has come of blocks in flight, from all lanes, until somebody takes it."""
+"""The outcomes of blocks in flight, collected from all lanes of a batch."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ from typing import Final
 
 from envserve.client.row_set import BatchBlock
 from envserve.errors import EnvserveError, LocalProtocolError
-from envserve.lane import Lane, Outcome
+from envserve.lane import Lane, Outcome, pop_harmless_mark
 from envserve.slab import copy_final_to_observation
 
-__all__ = ["Inbox"]
+__all__ = ["OutcomeQueue"]
 
-#: How often to look where more than one lane has to be looked at.
-_SLICE_SECONDS: Final = 0.1
+#: How often several lanes are polled while none of them may wait for itself alone.
+_POLL_SECONDS: Final = 0.1
 
 
-class Inbox:
+class OutcomeQueue:
     """Collects from lanes.
 
     Attributes:
-      outcomes: What has come, by position of the block in the batch.
-      is_midway: Whether bookkeeping has begun and not ended. An interrupt leaves it so,
-        unless it came while a lane did nothing but wait.
+      outcomes: Outcomes that were collected and not consumed yet, by the position of
+        their block in the batch.
+      is_updating: Whether the bookkeeping of the batch is being updated. An interrupt
+        during an update leaves this True, and all lanes have to be invalidated then.
+        An interrupt while a lane only waits leaves it False.
     """
 
     def __init__(self, lanes: Sequence[Lane], blocks: Sequence[BatchBlock]) -> None:
         self.outcomes: dict[int, Outcome] = {}
-        self.is_midway = False
+        self.is_updating = False
         self._blocks = tuple(blocks)
         self._positions = {
             lane: frozenset(at.position for at in blocks if at.lane is lane)
@@ -41,30 +43,30 @@ class Inbox:
     def collect(
         self, timeout_seconds: float, waiting: Set[int], min_finished: int
     ) -> None:
-        """Waits until something has ended or become absent, and keeps what has come.
+        """Wait until an operation has ended or a block has become absent.
 
         Args:
-          timeout_seconds: Longest to wait.
-          waiting: Blocks that are waited for.
-          min_finished: How many of them.
+          timeout_seconds: Longest wait.
+          waiting: Blocks that the caller waits for.
+          min_finished: How many of them to wait for.
 
         Raises:
           LocalProtocolError: Nothing is in flight.
         """
-        self.is_midway = True
+        self.is_updating = True
         lane = self._only_lane
         if lane is None:
             is_busy = self._collect_from_all(timeout_seconds, waiting, min_finished)
-        else:  # as `_collect`, in line: it is done at every step
+        else:  # the code of `_collect`, inlined because every step runs it
             try:
                 outcomes = lane.collect(timeout_seconds, min_finished)
-            except BaseException:
-                self.is_midway = not lane.is_waiting
+            except BaseException as error:
+                self.is_updating = not pop_harmless_mark(error)
                 raise
             for outcome in outcomes:
                 self.outcomes[outcome.block] = outcome
             is_busy = bool(outcomes) or lane.is_busy
-        self.is_midway = False
+        self.is_updating = False
         if not is_busy:
             raise LocalProtocolError(
                 f"expected results of the blocks {sorted(waiting)}; they are in flight "
@@ -75,8 +77,8 @@ class Inbox:
         first = self._first_position[lane]
         try:
             outcomes = lane.collect(timeout_seconds, min_finished)
-        except BaseException:
-            self.is_midway = not lane.is_waiting
+        except BaseException as error:
+            self.is_updating = not pop_harmless_mark(error)
             raise
         for outcome in outcomes:
             self.outcomes[first + outcome.block] = outcome
@@ -85,10 +87,10 @@ class Inbox:
     def _collect_from_all(
         self, timeout_seconds: float, waiting: Set[int], min_finished: int
     ) -> bool:
-        """Does the same for several lanes; tells whether anything was in flight.
+        """Collect from several lanes; return whether anything was in flight.
 
-        Who waits for all waits for one lane after the other. Else, and while envs are
-        absent, none may wait for itself alone.
+        A caller that waits for all blocks waits for one lane after the other.
+        Otherwise, and while envs are absent, it must not wait for one lane alone.
         """
         has_any = is_any_busy = False
         for lane, positions in self._positions.items():
@@ -97,19 +99,20 @@ class Inbox:
                 continue
             is_for_all = min_finished == len(waiting) and expected and not lane.absent
             seconds = timeout_seconds if is_for_all else 0.0
-            has_any |= self._collect(lane, seconds, expected or 1)  # it is to go on
+            has_any |= self._collect(lane, seconds, expected or 1)
             is_any_busy |= has_any or lane.is_busy
         if is_any_busy and not has_any:
             if self._selector is None:
-                self._selector = selectors.DefaultSelector()
+                selector = selectors.DefaultSelector()
                 for lane in self._first_position:
-                    self._selector.register(lane, selectors.EVENT_READ)
-            self.is_midway = False
-            self._selector.select(min(timeout_seconds, _SLICE_SECONDS))
+                    selector.register(lane, selectors.EVENT_READ)
+                self._selector = selector
+            self.is_updating = False  # from here on it only waits
+            self._selector.select(min(timeout_seconds, _POLL_SECONDS))
         return is_any_busy
 
     def absent(self) -> Set[int]:
-        """Returns the blocks in flight whose envs are not there."""
+        """Return the blocks in flight whose envs are absent."""
         return {
             first + lane_block
             for lane, first in self._first_position.items()
@@ -117,26 +120,26 @@ class Inbox:
             if first + lane_block not in self.outcomes
         }
 
-    def given_up(self) -> EnvserveError | None:
-        """Returns why no lane is worth waiting for, if that is so."""
-        errors = [lane.given_up for lane in self._first_position]
+    def give_up_error(self) -> EnvserveError | None:
+        """Return the error to raise instead of waiting, if all lanes have one."""
+        errors = [lane.give_up_error for lane in self._first_position]
         return errors[0] if all(errors) else None
 
-    def lose(self, text: str) -> None:
-        """Takes all envs for lost, and forgets what has come.
+    def invalidate(self, reason: str) -> None:
+        """Invalidate all lanes and discard their outcomes.
 
-        Of an episode that was lost, the last observation is what was seen last, too:
-        the next one's first was not shown.
+        The caller has not seen the first observation of an episode that follows a lost
+        one. So the last observation of the lost episode is restored.
         """
         for lane in self._first_position:
-            lane.lose(text)
+            lane.invalidate(reason)
         for position, outcome in self.outcomes.items():
             rows = [fault.env_index for fault in outcome.faults]
             copy_final_to_observation(self._blocks[position].lane.rows, rows)
         self.outcomes.clear()
 
     def close(self) -> None:
-        """Lets go of what it has besides the lanes."""
+        """Close what it has opened; the lanes are closed by their owner."""
         if self._selector is not None:
             self._selector.close()
             self._selector = None

@@ -82,11 +82,11 @@ class BatchBlocks(tuple[BatchBlock, ...]):
         """Returns the one that a row belongs to."""
         return self[bisect_right(self, env_index, key=attrgetter("start")) - 1]
 
-    def out_error(self, positions: Iterable[int]) -> LocalProtocolError:
-        """Returns what to raise for some that should not be out."""
+    def in_flight_error(self, positions: Iterable[int]) -> LocalProtocolError:
+        """Return the error to raise for blocks that must not be in flight."""
         chosen = [self[at] for at in sorted(positions)]
         rows = [row for block in chosen for row in range(block.start, block.stop)]
-        return LocalProtocolError(f"the rows {rows} are out; recv() them first")
+        return LocalProtocolError(f"the rows {rows} are in flight; recv() them first")
 
 
 class Piece:
@@ -203,34 +203,34 @@ class RowSets:
 
     def choose(
         self,
-        out: Set[int],
+        in_flight: Set[int],
         min_envs: int | None,
         env_indices: Sequence[int] | Array | None,
     ) -> tuple[Set[int], int]:
-        """Returns the blocks that a `recv` looks at, and how many rows it waits for.
+        """Return the blocks that a `recv` waits for, and the number of rows.
 
         Raises:
-          LocalProtocolError: They are not out, or fewer are.
+          LocalProtocolError: The rows are not in flight, or fewer are.
         """
-        positions: Set[int] = frozenset(out)
+        positions: Set[int] = frozenset(in_flight)
         if env_indices is not None:
             row_set, _ = self.of_rows(env_indices)
-            missing = row_set.positions - out
+            missing = row_set.positions - in_flight
             if missing:
                 rows = self.of_blocks(missing).env_indices.tolist()
                 raise LocalProtocolError(
-                    f"expected rows that are out; the rows {rows} are not; send() them "
-                    "first"
+                    f"expected rows in flight; the rows {rows} are not; send() them "
+                    f"first"
                 )
             positions = row_set.positions
-        num_out = len(self.of_blocks(positions))
-        if not num_out:
-            raise LocalProtocolError("no rows are out; send() some first")
+        num_in_flight = len(self.of_blocks(positions))
+        if not num_in_flight:
+            raise LocalProtocolError("no rows are in flight; send() some first")
         if min_envs is None:
-            min_envs = 1 if env_indices is None else num_out
-        if not 1 <= min_envs <= num_out:
+            min_envs = 1 if env_indices is None else num_in_flight
+        if not 1 <= min_envs <= num_in_flight:
             raise LocalProtocolError(
-                f"min_envs: expected 1 to {num_out}, the rows that are out; "
+                f"min_envs: expected 1 to {num_in_flight}, the rows in flight; "
                 f"got {min_envs}"
             )
         return positions, min_envs

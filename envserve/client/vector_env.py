@@ -119,7 +119,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             self.reset_async(seed, options)
             return self.reset_wait()
         finally:
-            self._batch.give_up_reset()
+            self._batch.cancel_reset()
 
     def reset_async(
         self,
@@ -177,7 +177,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         """
         if self.closed or self._batch.pending:
             self._check_idle("step")
-        return self._told(self._batch.step(actions, self._reused))
+        return self._converted(self._batch.step(actions, self._reused))
 
     def step_async(self, actions: Any) -> None:
         """Starts what `step` does; `step_wait` returns what has come of it."""
@@ -198,7 +198,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             received = self._batch.recv(
                 timeout=timeout, env_indices=rows, out=self._reused
             )
-        return self._told(received[1])
+        return self._converted(received[1])
 
     def render(self) -> tuple[Any, ...]:
         """Returns what each env renders."""
@@ -272,7 +272,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
                 self._batch.drain()
             raise
 
-    def _told(
+    def _converted(
         self, result: StepResult
     ) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         """Says a step in Gymnasium's words."""

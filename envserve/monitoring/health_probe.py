@@ -8,8 +8,8 @@ from __future__ import annotations
 import enum
 from typing import Final
 
-from envserve.client.link.connection import ask_welcome
 from envserve.client.link.discovery import resolve
+from envserve.client.link.probe import request_welcome
 from envserve.errors import AddressError, EnvserveError, ProtocolMismatch
 from envserve.wire.handshake import Welcome
 
@@ -62,7 +62,7 @@ def probe(
     said = []
     try:
         for each in resolve(address):
-            welcome = ask_welcome(each, timeout, insecure=insecure)
+            welcome = request_welcome(each, timeout, insecure=insecure)
             if found := diagnose(welcome, startup=startup, live=live, ready=ready):
                 return found[0], f"{each}: {found[1]}"
             said.append(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from envserve.client.link.connection import Connection, ask
+from envserve.client.link.connection import Connection
+from envserve.client.link.probe import request
 from envserve.wire.constants import MAX_RECORD_BYTES, MessageType
 from envserve.wire.message import Message
 from envserve.wire.status import ServerStatus
@@ -85,10 +86,10 @@ class Observer:
     def ask(
         self, kind: MessageType, answer: MessageType, timeout: float, body: bytes = b""
     ) -> Message:
-        """Asks a question of some kind; see `connection.ask`."""
+        """Send a request of some type and return its answer; see `probe.request`."""
         self._num_asked += 1
         question = Message(kind, request=self._num_asked, body=body)
-        return ask(self._connection, question, answer, timeout)
+        return request(self._connection, question, answer, timeout)
 
     def close(self) -> None:
         """Closes the connection."""

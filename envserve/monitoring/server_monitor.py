@@ -10,8 +10,8 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from envserve.client.link.connection import ask_welcome
 from envserve.client.link.discovery import resolve
+from envserve.client.link.probe import request_welcome
 from envserve.errors import ConnectError, EnvserveError, ProtocolMismatch
 from envserve.monitoring.observer import Observer
 from envserve.wire.sockets import raise_file_limit
@@ -77,7 +77,7 @@ class MonitoredServer:
                     self._observer = Observer(address, insecure=insecure)
                 self.status = self._observer.status(timeout_seconds)
             except ProtocolMismatch:
-                old = ask_welcome(address, timeout_seconds, insecure=insecure)
+                old = request_welcome(address, timeout_seconds, insecure=insecure)
                 known = {name: getattr(old, name) for name in _IN_WELCOME}
                 self.status = ServerStatus(**known)
         except EnvserveError as error:

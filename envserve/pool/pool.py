@@ -3,8 +3,9 @@
 A pool has no threads and no event loop. Its descriptor reports when there is something
 to do, and `collect` does it. The death of a worker costs its rows one transition each.
 
-An interrupt while it waits costs nothing. After one in its bookkeeping, who called
-says `lose`, which replaces all workers: no line is written so that it could be cut.
+An interrupt while it waits costs nothing. After one at any other point the caller has
+to call `invalidate`, which replaces all workers. So no other line needs to be safe
+against interrupts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Final, Self
 
 from envserve.errors import EnvserveError, EnvStartError, LocalProtocolError
 from envserve.host_resources import num_cores
-from envserve.lane import Call, Outcome, Reset, make_blocks
+from envserve.lane import Call, Outcome, Reset, make_blocks, mark_harmless
 from envserve.pool.block_operations import BlockOperations, Task, reset_task
 from envserve.pool.fault_log import FaultLog
 from envserve.pool.inspector import PoolInspector
@@ -50,11 +51,10 @@ class Pool:
       num_envs: Number of rows.
       metrics: Counters of steps, faults, restarts and durations.
       inspector: State of the pool for readers in other threads.
-      is_waiting: Whether a call that was interrupted did nothing but wait.
     """
 
     name = "local"
-    given_up: EnvserveError | None = None  # workers that are, end their operations
+    give_up_error: EnvserveError | None = None  # workers that are, end their operations
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Pool:
             self.blocks, self._workers, log, self.metrics
         )
         self.inspector = PoolInspector(self._workers, self._operations)
-        self.is_waiting = self._is_released = False
+        self._is_released = False
         try:
             self._advance(0.0, clock())
         except BaseException:
@@ -227,7 +227,6 @@ class Pool:
         """
         if self._is_released:
             raise LocalProtocolError(f"{self!r} can no longer be used")
-        self.is_waiting = False
         operations = self._operations
         if len(operations.outcomes) < min_finished and not operations.has_new_absent:
             self._wait(timeout_seconds, min_finished)
@@ -268,19 +267,22 @@ class Pool:
         timeout_seconds = max(0.0, min(timeout_seconds, workers.watch_at - now))
         last = operations.likely_last
         ready: Iterable[SupervisedWorker] = workers.all
-        self.is_waiting = True
-        if (
-            is_for_all
-            and self._has_cores_for_all
-            and last is not None
-            and last.num_unanswered
-            and last.process is not None
-            and last.state is WorkerState.SERVING
-        ):
-            last.process.channel.wait(timeout_seconds)
-        else:
-            ready = [key.data for key, _ in workers.selector.select(timeout_seconds)]
-        self.is_waiting = False
+        try:
+            if (
+                is_for_all
+                and self._has_cores_for_all
+                and last is not None
+                and last.num_unanswered
+                and last.process is not None
+                and last.state is WorkerState.SERVING
+            ):
+                last.process.channel.wait(timeout_seconds)
+            else:
+                events = workers.selector.select(timeout_seconds)
+                ready = [key.data for key, _ in events]
+        except BaseException as error:
+            mark_harmless(error)
+            raise
         now = self._clock()
         for worker in ready:
             for event in worker.read(now):
@@ -293,14 +295,14 @@ class Pool:
             if workers.error is not None and operations.state != "closing":
                 self.begin_close()
 
-    def lose(self, text: str) -> None:
-        """Takes all envs for lost, and forgets what is in flight.
+    def invalidate(self, reason: str) -> None:
+        """Replace all workers and forget what is in flight; see `Lane.invalidate`.
 
-        All processes are killed and new ones started, whatever state an interrupt has
-        left the old ones in; nothing more comes of what they did.
+        All processes are killed and new ones started. Results of the old ones are
+        discarded.
         """
         if self._operations.state != "closing":
-            lost = Lost(Status.WORKER_DIED, f"was replaced: {text}")
+            lost = Lost(Status.WORKER_DIED, f"was replaced: {reason}")
             replaced = self._workers.replace_all(lost.text, self._clock())
             self._operations.invalidate_all(replaced, lost, self._clock())
 

@@ -108,8 +108,10 @@ class _Ours:
         return [pid for pid in lane.worker_pids if pid is not None]
 
     def step(self, actions: Array) -> tuple[Array, Array]:
-        if self._batch.num_out:  # of a call that has timed out; the result is its own
-            self._batch.recv(self._batch.num_out)
+        if (
+            self._batch.num_in_flight
+        ):  # of a call that has timed out; the result is its own
+            self._batch.recv(self._batch.num_in_flight)
         result = self._batch.step(actions)
         return result.reward, result.valid
 

@@ -16,7 +16,7 @@ import pytest
 from envserve.check.probe_client import ServerUnderTest, SocketLink
 from envserve.check.rules import check
 from envserve.client import BatchEnv
-from envserve.client.link.connection import ask_welcome
+from envserve.client.link.probe import request_welcome
 from envserve.envs.seeding import env_seed
 from envserve.errors import ConnectError
 from envserve.keys.key_folder import KeyFolder
@@ -68,7 +68,7 @@ def test_who_has_another_key_is_not_let_in(address: str, tmp_path: Path) -> None
         patch.setenv("ENVSERVE_HOME", str(tmp_path))
         assert isinstance(stranger.ensure_key("client"), KeyPair)
         with pytest.raises(ConnectError, match="does not know this client's key"):
-            ask_welcome(address, 10.0)
+            request_welcome(address, 10.0)
 
 
 def test_a_learner_learns_on_it(address: str) -> None:

@@ -22,7 +22,7 @@ from ray.cluster_utils import Cluster
 
 from benchmarks.lab.processes import with_descendants
 from envserve.client import BatchEnv, Status
-from envserve.client.link.connection import ask_welcome
+from envserve.client.link.probe import request_welcome
 from envserve.errors import AddressError, ConnectError
 from envserve.ray import addresses
 from tests.doors.test_documents import BIN, ROOT, commands
@@ -216,7 +216,9 @@ def test_servers_are_spread_and_a_failed_one_is_started_again(start: Start) -> N
     started = start("--servers", "3", "--workers", "1", ENV)
     found = started.addresses
     assert sorted(map(ip_of, found)) == ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
-    assert [ask_welcome(address, 30.0).env_names for address in found] == [(ENV,)] * 3
+    assert [request_welcome(address, 30.0).env_names for address in found] == [
+        (ENV,)
+    ] * 3
     assert addresses("default", "envs") == found
     pids = server_pids()
     os.kill(pids[found[0]], signal.SIGKILL)

@@ -54,6 +54,11 @@ def run_traced(
     return places
 
 
+def is_return(place: Place) -> bool:
+    """Tells the line that returns a step, which is lost between two bytecodes there."""
+    return linecache.getline(*place).strip() == "return result"
+
+
 def _is_spared(frame: FrameType) -> bool:
     """Tells lines before an `__exit__`, and of `try`, where no signals are handled."""
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)

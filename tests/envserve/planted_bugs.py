@@ -233,19 +233,19 @@ def the_last_observation_is_not_kept(patch: Patch) -> None:
 def what_is_owed_answers_the_next_action(patch: Patch) -> None:
     def forget(real: Any, self: Any, positions: Any) -> Any:
         others = real(self, positions)
-        self.awaited.clear()
+        self.awaited_late_steps.clear()
         return others
 
-    around(patch, Absence, "await_owed", forget)
+    around(patch, Absence, "await_late_steps", forget)
 
 
 @bug(BATCHES)
 def a_reset_gives_up_what_is_owed_to_other_rows(patch: Patch) -> None:
     def give_up(real: Any, self: Any, *arguments: Any) -> Any:
         infos = real(self, *arguments)
-        for position in self.absence.owed & self.inbox.outcomes.keys():
-            self.absence.owed.remove(position)
-            del self.inbox.outcomes[position]
+        for position in self.absence.late_steps & self.queue.outcomes.keys():
+            self.absence.late_steps.remove(position)
+            del self.queue.outcomes[position]
         return infos
 
     around(patch, LaneGroup, "finish_reset", give_up)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from envserve.client import lane_group
+import numpy as np
+
 from envserve.client.lane_group import LaneGroup
-from envserve.lane import Reset
 from envserve.session.client.client_session import ClientSession
 from envserve.session.server import lease
 from envserve.session.server.decisions import RunReset
@@ -50,13 +50,13 @@ def a_reset_that_runs_is_begun_again(patch: Patch) -> None:
 
 @bug(BATCHES)
 def a_reset_of_a_row_resets_its_block(patch: Patch) -> None:
-    patch.setattr(
-        lane_group,
-        "Reset",
-        lambda block, rows, seeds, options: Reset(
-            block, seeds and rows, seeds, options
-        ),
-    )
+    def reset(real: Any, self: Any, rows: Any, seeds: Any, options: Any) -> Any:
+        if seeds is None:
+            blocks = {self.blocks.block_of(int(row)) for row in rows}
+            rows = np.array([row for b in blocks for row in range(b.start, b.stop)])
+        return real(self, rows, seeds, options)
+
+    around(patch, LaneGroup, "start_reset", reset)
 
 
 @bug(BATCHES)

@@ -14,7 +14,7 @@ from typing import Self
 import zmq
 
 from benchmarks.lab.processes import kill_all, vitals_of, with_descendants
-from envserve.client.link.connection import ask_welcome
+from envserve.client.link.probe import request_welcome
 from envserve.keys.key_folder import KeyFolder
 from envserve.settings import PoolSettings
 from envserve.wire.handshake import Welcome
@@ -142,7 +142,7 @@ class ServerProcess:
         return vitals.resident_bytes
 
     def welcome(self) -> Welcome:
-        return ask_welcome(self.address, 20.0, insecure=self.is_insecure)
+        return request_welcome(self.address, 20.0, insecure=self.is_insecure)
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)

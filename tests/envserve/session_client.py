@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Self
 
 from envserve.client.link.connection import Connection
-from envserve.client.link.session_driver import Exchange
+from envserve.client.link.session_driver import SessionDriver
 from envserve.lane import Outcome, Reset
 from envserve.session.client.liveness import Timeouts
 from envserve.session.states import ClientState
@@ -39,7 +39,7 @@ class SessionClient:
             now=time.monotonic(),
             client=client,
         )
-        self._exchange = Exchange(self.session, self.connection)
+        self._exchange = SessionDriver(self.session, self.connection)
         self.wait_for(lambda: self.session.state is ClientState.READY or self.is_over)
 
     @property

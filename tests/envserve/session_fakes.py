@@ -202,7 +202,9 @@ class OneLease(ClientSession):
         super().__init__(*arguments, **options)
         self.attachment.lose_lease = self._end  # type: ignore[method-assign]
 
-    def _end(self, error: EnvserveError, now: float, *, knows_us: bool = True) -> None:
+    def _end(
+        self, error: EnvserveError, now: float, *, may_hold_lease: bool = True
+    ) -> None:
         self.attachment.refuse(error)
 
 

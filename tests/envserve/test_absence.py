@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
 import math
 import random
 from collections import Counter
@@ -18,7 +17,7 @@ from envserve.client.absence import Absence
 from envserve.client.row_set import BatchBlocks
 from envserve.errors import EnvserveError, ServerLost
 from envserve.slab import Status
-from tests.envserve.interrupts import Place, run_traced
+from tests.envserve.interrupts import is_return, run_traced
 from tests.worlds.fake_lane import FakeLane, Faults, next_hash
 
 Array = np.ndarray[Any, Any]
@@ -143,7 +142,7 @@ def test_every_row_that_is_received_is_right_lost_late_or_padding(seed: int) -> 
                 rows, result = batch.recv(rng.randint(1, len(sent)))
                 actions = np.array([sent.pop(int(row)) for row in rows])
                 oracle.check(rows, actions, result)
-            assert batch.num_out == len(sent)
+            assert batch.num_in_flight == len(sent)
     oracle.check_losses()
 
 
@@ -175,10 +174,6 @@ def is_of_client(path: str) -> bool:
 
 def take_step(batch: BatchEnv, actions: Array, results: list[StepResult]) -> None:
     results.append(batch.step(actions))
-
-
-def is_return(place: Place) -> bool:
-    return linecache.getline(*place).strip() == "return result"
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2])
@@ -239,7 +234,7 @@ def test_a_batch_of_which_nothing_is_alive_waits() -> None:
     lanes = [FakeLane(2, 2, Faults(draw=rng.random)) for _ in range(2)]
     oracle = Oracle(lanes)
     for lane in lanes:
-        lane.lose("for the test")
+        lane.invalidate("for the test")
     with oracle.batch as batch:
         result = batch.step(np.zeros(4, np.int64))
         oracle.check(np.arange(4), np.zeros(4), result)
@@ -264,20 +259,34 @@ def test_nobody_waits_for_servers_that_are_given_up() -> None:
     lanes = [FakeLane(2, 1, Faults(draw=rng.random)) for _ in range(2)]
     oracle = Oracle(lanes)
     gone = lanes[1]
-    gone.lose("for the test")
+    gone.invalidate("for the test")
     gone.faults = Faults(draw=rng.random, end=0.0)
-    gone.given_up = ServerLost("it is given up")
+    gone.give_up_error = ServerLost("it is given up")
     actions = np.zeros(4, np.int64)
     with oracle.batch as batch:
         result = batch.step(actions)
         assert result.status.tolist() == [Status.OK] * 2 + [Status.PENDING] * 2
         with pytest.raises(ServerLost, match="given up"):
             batch.call(3, "name")
-        lanes[0].lose("for the test")
+        lanes[0].invalidate("for the test")
         lanes[0].faults = gone.faults
-        lanes[0].given_up = ServerLost("it is given up as well")
+        lanes[0].give_up_error = ServerLost("it is given up as well")
         with pytest.raises(ServerLost, match="given up as well"):
             batch.step(actions)
+
+
+def test_an_interrupt_does_not_pad_what_is_waited_for_without_limit() -> None:
+    rng = random.Random(0)
+    lanes = [FakeLane(1, 1, Faults(draw=rng.random, end=1.0)) for _ in range(2)]
+    with BatchEnv(lanes, padding_after=math.inf) as batch:
+        batch.reset()
+        silent, interrupting = (lane.faults for lane in lanes)
+        silent.silence, interrupting.interrupt_waiting = 1.0, 1.0
+        with pytest.raises(KeyboardInterrupt):
+            batch.step([1, 1])
+        assert lanes[0].absent
+        silent.silence, interrupting.interrupt_waiting = 0.0, 0.0
+        assert batch.step([2, 2]).status.tolist() == [Status.LATE, Status.OK]
 
 
 class EndingLane(FakeLane):
@@ -317,6 +326,6 @@ def test_a_reset_of_some_rows_shows_what_the_others_have_come_to() -> None:
         assert batch.last_observation()[:, 1].tolist() == [0, 2]
         lane = batch.lanes[0]
         lane.rows.observation[0][1] = 7, 7, 7
-        batch._group.absence.owe([1])  # such as of a step that is absent
+        batch._group.absence.mark_late({1})  # such as of a step that is absent
         lane.rows.final_observation[0][1] = 1, 2, 3
         assert batch.last_observation()[1].tolist() == [1, 2, 3]

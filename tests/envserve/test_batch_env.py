@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv
-from envserve.client.link.connection import ask_welcome
+from envserve.client.link.probe import request_welcome
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.errors import ConnectError, SpaceError
 from envserve.lane import Lane
@@ -107,10 +107,10 @@ def test_a_batch_that_nobody_has_any_more_gives_its_envs_back(
     address = start_server("tcp://127.0.0.1:0", "--envs-per-worker", "1")
     batch = BatchEnv.connect("CartPole-v1", [address], 2)
     batch.reset()
-    assert ask_welcome(address, 20.0).free_envs == 0
+    assert request_welcome(address, 20.0).free_envs == 0
     del batch
     gc.collect()
-    wait_until(lambda: ask_welcome(address, 20.0).free_envs == 2)
+    wait_until(lambda: request_welcome(address, 20.0).free_envs == 2)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from envserve.client.attributes import _values_in
+from envserve.client.batch_env import _values_of
 from envserve.client.link.connection import Connection
 from envserve.errors import CallError, CodecError
 from envserve.lane import Block
@@ -169,6 +169,6 @@ def test_results_hold_so_many_values() -> None:
     outcome = decode_results(run_call(task, given.__getitem__), block)
     (fault,), values = outcome.faults, outcome.result
     assert "expected at most 131072 values" in fault.text
-    assert _values_in(values) == [None, *given[1:4]]
+    assert _values_of(values) == [None, *given[1:4]]
     with pytest.raises(CodecError, match="expected at most 262144 values"):
-        _values_in(codec.encode([*odd, *odd]))
+        _values_of(codec.encode([*odd, *odd]))

@@ -83,10 +83,10 @@ def test_what_a_timeout_leaves_is_received_next(player: Player, tmp_path: Path) 
     num_timeouts = 0
     while num_timeouts < NUM_TIMEOUTS:
         player.send(np.arange(NUM_ENVS))
-        while player.batch.num_out:
+        while player.batch.num_in_flight:
             try:
                 timeout = player.random.uniform(0, MOST_SECONDS / 4)
-                player.receive(timeout, player.batch.num_out)
+                player.receive(timeout, player.batch.num_in_flight)
             except EnvTimeout:
                 num_timeouts += 1
     assert player.ledger.num_valid == player.ledger.num_rows

@@ -44,7 +44,7 @@ def check(server: Server, *options: str) -> Result:
     """Runs the command on a server, and on nothing but the server."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "envserve.client.link.connection.ask_welcome", lambda *_, **__: None
+            "envserve.client.link.probe.request_welcome", lambda *_, **__: None
         )
         link = "envserve.check.probe_client.SocketLink"
         patch.setattr(link, lambda address, insecure: MemoryLink(server))

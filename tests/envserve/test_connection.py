@@ -17,7 +17,7 @@ import zmq
 from envserve.client import BatchEnv
 from envserve.client.link.connection import Connection, SharedContext
 from envserve.client.link.remote_lane import RemoteLane
-from envserve.client.link.session_driver import Exchange
+from envserve.client.link.session_driver import SessionDriver
 from envserve.errors import ConnectError, RemoteProtocolError
 from envserve.host_resources import num_cores
 from envserve.monitoring.observer import Observer
@@ -39,7 +39,7 @@ class FlakyConnection:
         self._tries_again = tries_again
         self.is_there = True
         self.max_frame_bytes = self.max_row_bytes = 1 << 20
-        self.descriptor = SimpleNamespace(wake=lambda: None)
+        self.waker = SimpleNamespace(wake=lambda: None)
 
     def receive(self) -> None:
         return None
@@ -50,7 +50,7 @@ class FlakyConnection:
             outbox.clear()
         return has_sent
 
-    def look(self) -> tuple[bool, bool]:
+    def poll(self) -> tuple[bool, bool]:
         return False, self.is_there
 
     def is_endless(self, is_connected: bool) -> bool:
@@ -73,7 +73,7 @@ def test_only_who_does_not_try_again_by_itself_has_met_an_error(
     """A network that comes and goes is none, however often it does."""
     session: ClientSession = make_client()
     connection, now = FlakyConnection(tries_again=tries_again), 0.0
-    exchange = Exchange(session, connection)  # type: ignore[arg-type]
+    exchange = SessionDriver(session, connection)  # type: ignore[arg-type]
     for _ in range(4):  # less than it waits for an answer
         for is_there, seconds in ((True, 0.1), (False, 2.2), (True, 0.1)):
             connection.is_there = is_there
@@ -116,7 +116,7 @@ def test_connections_share_threads_until_the_last_is_closed() -> None:
     for connection in connections[1:]:
         connection.close()
         connection.close()
-    assert connections[0].look() == (False, False)
+    assert connections[0].poll() == (False, False)
     assert num_threads() > before
     connections[0].close()
     assert num_threads() == before

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import zmq
 
-from envserve.client.link import connection
+from envserve.client.link import probe
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.client.link.zmq_guards.diagnosis import (
     Finding,
@@ -259,7 +259,7 @@ def test_a_name_of_no_host_is_said_but_may_be_one_soon(
     address = "tcp://nobody.invalid:1"
     text = "nobody.invalid:1: cannot resolve that name"
     with pytest.raises(ConnectError, match=text):
-        connection.ask_welcome(address, 20.0, insecure=True)
+        probe.request_welcome(address, 20.0, insecure=True)
     started = time.monotonic()
     lane = RemoteLane(
         address, make_config(), Timeouts(connect_seconds=5.0), insecure=True
@@ -272,7 +272,7 @@ def test_a_name_of_no_host_is_said_but_may_be_one_soon(
 def test_what_says_nothing_in_the_clear_is_told_from_nobody(listen: Listen) -> None:
     address = listen(Router).address
     with pytest.raises(ConnectError, match=r"within 3 s; something listens there"):
-        connection.ask_welcome(address, 3.0, insecure=True)
+        probe.request_welcome(address, 3.0, insecure=True)
 
 
 REFUSED = [name for name, case in CASES.items() if case[2].value in range(2, 7)]
@@ -301,7 +301,7 @@ def test_a_lane_says_so_soon_and_has_sent_nothing(
 def test_who_waits_for_little_is_told_what_listens_too(listen: Listen) -> None:
     address = listen(Tcp, nothing).address
     with pytest.raises(ConnectError, match="says nothing: it hangs, or does not"):
-        connection.ask_welcome(address, 20.0, insecure=True)
+        probe.request_welcome(address, 20.0, insecure=True)
 
 
 def test_a_server_that_stands_still_has_as_long_as_one_that_is_not_there(
@@ -330,7 +330,7 @@ def test_who_asks_how_a_server_is_is_told_as_well(
     monkeypatch.setattr(KeyFolder, "keys_for", lambda *_, insecure: KEYS)
     address = listen(Router, OTHER).address
     with pytest.raises(ConnectError, match="has not the key that it had"):
-        connection.ask_welcome(address, 20.0)
+        probe.request_welcome(address, 20.0)
 
 
 def test_connections_that_work_are_not_looked_at(

@@ -85,7 +85,7 @@ def test_another_server_at_the_address_is_not_the_one_that_was_asked(
     def answer(_: Connection, asked: Message, kind: MessageType, __: float) -> Message:
         return Message(kind, boot=next(boots))
 
-    monkeypatch.setattr("envserve.client.link.connection.ask", answer)
+    monkeypatch.setattr("envserve.client.link.probe.request", answer)
     assert drain(f"ipc://{tmp_path}/server")[0] == 0
     assert not list(boots)
 

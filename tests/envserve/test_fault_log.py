@@ -199,7 +199,7 @@ def test_workers_that_are_replaced_after_an_interrupt_are_not_logged(
     pool = make_pool(LEDGER, 2, 2, crash_dir=str(tmp_path))
     reset(pool)
     pool.submit_step([0, 1])
-    pool.lose("a call was interrupted")
+    pool.invalidate("a call was interrupted")
     for outcome in step(pool, 3):
         assert "was replaced: a call was interrupted" in outcome.faults[0].text
     assert lines(caplog) == []

@@ -66,14 +66,14 @@ def receive_all(batch: BatchEnv, action: int) -> int:
     Every result that comes must be that of `action`, or of a step that was lost.
     """
     num_lost = 0
-    while num_out := batch.num_out:
+    while num_in_flight := batch.num_in_flight:
         try:
             rows, result = batch.recv()
         except LocalProtocolError:  # "an interrupted call has cost the results of"
-            assert batch.num_out < num_out
-            num_lost += num_out - batch.num_out
+            assert batch.num_in_flight < num_in_flight
+            num_lost += num_in_flight - batch.num_in_flight
         else:
-            assert batch.num_out == num_out - len(rows)
+            assert batch.num_in_flight == num_in_flight - len(rows)
             expected = np.where(result.valid, action, 0)
             np.testing.assert_array_equal(result.reward, expected)
     return num_lost
@@ -124,12 +124,12 @@ def test_an_interrupt_as_recv_returns_leaves_the_rows_to_be_received(
         batch.send(np.arange(4))
         has_come(batch)
         num_lines = len(run_traced(lambda: batch.recv(4), -1))
-        assert batch.num_out == 0
+        assert batch.num_in_flight == 0
         batch.send(np.arange(4))
         has_come(batch)
         for line in range(1, num_lines + 1):
             run_traced(lambda: batch.recv(4), line)
-            assert batch.num_out == 4
+            assert batch.num_in_flight == 4
         rows, result = batch.recv(4)
         assert rows.tolist() == [0, 1, 2, 3]
         assert result.reward.tolist() == np.where(result.valid, rows, 0).tolist()

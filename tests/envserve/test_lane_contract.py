@@ -12,6 +12,7 @@ from gymnasium import spaces
 from envserve.client import BatchEnv
 from envserve.envs.seeding import env_seed, spare_seed
 from envserve.errors import ActionError, CallError, LocalProtocolError
+from envserve.lane import mark_harmless
 from envserve.spaces.env_spec import spaces_equal
 from envserve.spaces.leaves import flatten
 from tests.oracle.ledger_env import ledger_hash
@@ -327,14 +328,14 @@ def test_an_interrupted_call_does_not_affect_the_next(
     make_batch: MakeBatch, spare_envs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = make_batch.and_reset(LEDGER, 3, 2, spare_envs=spare_envs)
-    lane = batch.lanes[0]
     with monkeypatch.context() as patch:
 
         def interrupt(*_: Any) -> list[Any]:
-            lane.is_waiting = True  # as Ctrl-C finds it
-            raise KeyboardInterrupt
+            error = KeyboardInterrupt()
+            mark_harmless(error)  # as of a lane that only waits
+            raise error
 
-        patch.setattr(lane, "collect", interrupt)
+        patch.setattr(batch.lanes[0], "collect", interrupt)
         with pytest.raises(KeyboardInterrupt):
             batch.step(np.array([1, 2, 3]))
     result = batch.step(np.array([4, 5, 6]))

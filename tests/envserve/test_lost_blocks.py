@@ -283,7 +283,7 @@ def test_invalidating_all_blocks_costs_one_transition(make_pool: PoolMaker) -> N
     before = pool.rows.observation[0].copy()
     pids = pool.worker_pids
     pool.submit_step([1])
-    pool.lose("somebody said so")
+    pool.invalidate("somebody said so")
     assert not pool.is_busy
     assert set(pool.absent) == set()
     assert pool.collect(0.0) == []
@@ -306,7 +306,7 @@ def test_an_absent_block_that_is_invalidated_ends_with_the_last_observation(
     submit(pool, 0, 1)
     gather(pool, [1])
     pool.rows.observation[0][0] = 7  # a part of its next episode
-    pool.lose("somebody said so")
+    pool.invalidate("somebody said so")
     gate.unlink()
     step(pool, 1)
     assert final_seeds(pool) == before

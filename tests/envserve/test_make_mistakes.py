@@ -43,6 +43,12 @@ pytestmark = pytest.mark.usefixtures("one_launcher")
             {"step_timeouts": 2},
             "'step_timeouts'.* did you mean step_timeout?",
         ),
+        (make_vec, {"num_worker": 2}, "'num_worker' .* did you mean num_workers?"),
+        (
+            make_vec,
+            {"conect_timeout": 2, "addresses": [SERVER]},
+            "'conect_timeout' .* did you mean connect_timeout?",
+        ),
         (
             make_vec,
             {"step_timeout": 2, "addresses": [SERVER]},

@@ -60,14 +60,14 @@ def test_a_name_server_that_does_not_answer_holds_nobody(
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(9):
             connection.renew()
-            assert connection.look() == (False, False)
+            assert connection.poll() == (False, False)
         until = time.monotonic() + 60
         while len(os.listdir("/proc/self/fd")) > before + 3:  # one is kept for a while
             assert time.monotonic() < until
             time.sleep(0.01)
         assert asked == ["sim1"] * 2
         answers.set()
-        while not connection.look()[1]:
+        while not connection.poll()[1]:
             assert time.monotonic() < until
             connection.wait(0.1, for_writing=True)
 
@@ -88,7 +88,7 @@ def test_a_host_that_nobody_knows_is_looked_up_again(
         assert asked.wait(300)
         known = True
         until = time.monotonic() + 60
-        while not connection.look()[1]:
+        while not connection.poll()[1]:
             assert time.monotonic() < until
             connection.renew()
             connection.wait(1.0, for_writing=True)
@@ -107,6 +107,6 @@ def test_without_a_free_descriptor_a_connection_stays_as_it_is(
             connection.renew(2 * longest)
         assert connection.max_frame_bytes == longest
         until = time.monotonic() + 60
-        while not connection.look()[1]:
+        while not connection.poll()[1]:
             assert time.monotonic() < until
             connection.wait(0.1, for_writing=True)

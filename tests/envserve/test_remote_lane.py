@@ -147,13 +147,13 @@ def test_a_server_that_is_killed_makes_blocks_absent_and_is_given_up_in_time(
     submit(lane, 1)
     assert lane.collect(20.0) == []
     assert lane.absent == {0, 1}
-    assert lane.given_up is None
+    assert lane.give_up_error is None
     np.testing.assert_array_equal(lane.rows.final_observation[0], seen)
     started = time.monotonic()
-    while lane.given_up is None:
+    while lane.give_up_error is None:
         assert lane.collect(0.1) == []
         assert time.monotonic() - started < 60
-    assert isinstance(lane.given_up, ServerLost)
+    assert isinstance(lane.give_up_error, ServerLost)
     assert lane.is_busy
 
 
@@ -161,7 +161,7 @@ def test_a_lane_that_loses_its_envs_gets_others(lane: RemoteLane) -> None:
     submit(lane, 1)
     finish(lane)
     lane.submit_step([0])
-    lane.lose("it was enough")
+    lane.invalidate("it was enough")
     assert not lane.is_busy
     outcomes = step(lane, 2)
     faults = [fault for outcome in outcomes for fault in outcome.faults]
@@ -238,7 +238,7 @@ def test_who_waits_for_the_descriptor_sends_again_once_there_is_a_connection(
         submit(lane, 7)
     deadline = time.monotonic() + 40
     # The keeper would need half a second to see that.
-    while lane._exchange._is_connected:
+    while lane._driver._is_connected:
         assert collect_by_descriptor(lane, deadline) == 0
         assert time.monotonic() < deadline
     with Proxy(server.address, port=int(proxy.address.rpartition(":")[2])):

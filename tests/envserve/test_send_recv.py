@@ -37,9 +37,9 @@ def test_every_result_answers_its_own_request(
         idle = [block for block in idle if all(block is not c for c in chosen)]
         for block in chosen:
             player.send(block)
-        assert batch.num_out == 8 - sum(map(len, idle))
-        if batch.num_out:
-            min_envs = int(random_generator.integers(1, batch.num_out + 1))
+        assert batch.num_in_flight == 8 - sum(map(len, idle))
+        if batch.num_in_flight:
+            min_envs = int(random_generator.integers(1, batch.num_in_flight + 1))
             rows, _ = player.receive(min_envs=min_envs)
             received[rows] += 1
             idle += [block for block in batch.blocks if np.isin(block, rows).all()]
@@ -180,7 +180,7 @@ def test_actions_follow_the_order_of_their_rows(make_batch: MakeBatch) -> None:
     assert result.reward.tolist() == [0, 10, 20, 30]
     with pytest.raises(ActionError, match=r"Env 1: .* got 1000"):
         batch.send(np.array([30, 1000, 0, 20]), [3, 1, 0, 2])
-    assert batch.num_out == 0
+    assert batch.num_in_flight == 0
 
 
 def test_a_block_is_sent_as_a_whole(make_batch: MakeBatch) -> None:
@@ -195,7 +195,7 @@ def test_a_block_is_sent_as_a_whole(make_batch: MakeBatch) -> None:
         batch.send(np.zeros(0, np.int64), [])
     with pytest.raises(ActionError, match=r"expected shape \[2\]"):
         batch.send(np.zeros(4, np.int64), [0, 1])
-    assert batch.num_out == 0
+    assert batch.num_in_flight == 0
 
 
 def test_rows_that_are_out_are_to_be_received_first(make_batch: MakeBatch) -> None:
@@ -203,7 +203,7 @@ def test_rows_that_are_out_are_to_be_received_first(make_batch: MakeBatch) -> No
     with pytest.raises(LocalProtocolError, match=r"reset\(\)"):
         batch.send(np.zeros(4, np.int64))
     batch.reset()
-    with pytest.raises(LocalProtocolError, match="no rows are out"):
+    with pytest.raises(LocalProtocolError, match="no rows are in flight"):
         batch.recv()
     batch.send(np.array([1, 2]), [0, 1])
     for act in (
@@ -282,7 +282,7 @@ def test_an_error_names_its_env_and_leaves_the_others(make_batch: MakeBatch) -> 
     batch.send(np.array([0, 0, 0, 1, 0, 0, 0, 0]))
     with pytest.raises(EnvError, match=r"Env 3 .* to be finite; got nan"):
         batch.recv(8)
-    assert batch.num_out == 6
+    assert batch.num_in_flight == 6
     rows, result = batch.recv(6)
     assert rows.tolist() == [0, 1, 4, 5, 6, 7]
     assert result.valid.all()

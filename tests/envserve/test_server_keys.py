@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from envserve.client.link.connection import ask_welcome
+from envserve.client.link.probe import request_welcome
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.errors import ConnectError
 from envserve.keys.grant import Grant
@@ -114,7 +114,7 @@ def test_who_is_not_known_is_refused_and_gets_in_once_invited(
 ) -> None:
     lane = lane_of("ann")
     with pytest.raises(ConnectError):
-        ask_welcome(server.address, SHORT)
+        request_welcome(server.address, SHORT)
     homes.let_in("ann")
     lane.finish_start(time.monotonic() + 20)
     reset(lane)
@@ -128,17 +128,17 @@ def test_a_server_with_another_key_is_not_spoken_to(
     homes.of("ann").add_pin([server.address], KeyPair.generate().public, "ann")
     homes.become("ann")
     with pytest.raises(ConnectError):
-        ask_welcome(server.address, SHORT)
+        request_welcome(server.address, SHORT)
 
 
 def test_nobody_speaks_without_keys_to_who_has_some(
     server: ServerProcess, homes: Homes
 ) -> None:
     with pytest.raises(ConnectError):
-        ask_welcome(server.address, SHORT, insecure=True)
+        request_welcome(server.address, SHORT, insecure=True)
     homes.let_in("ann")
     homes.pin("ann", server.address)  # then the wish is not heard
-    assert ask_welcome(server.address, 20.0, insecure=True).num_names > 0
+    assert request_welcome(server.address, 20.0, insecure=True).num_names > 0
 
 
 def test_a_server_without_keys_is_spoken_to_on_demand_only(
@@ -146,11 +146,11 @@ def test_a_server_without_keys_is_spoken_to_on_demand_only(
 ) -> None:
     server = serve("--insecure-no-auth")
     with pytest.raises(ConnectError):
-        ask_welcome(server.address, SHORT)
-    assert ask_welcome(server.address, 20.0, insecure=True).num_names > 0
+        request_welcome(server.address, SHORT)
+    assert request_welcome(server.address, 20.0, insecure=True).num_names > 0
     homes.pin("server", server.address)
     with pytest.raises(ConnectError):
-        ask_welcome(server.address, SHORT, insecure=True)
+        request_welcome(server.address, SHORT, insecure=True)
 
 
 @pytest.mark.parametrize("how", ["removed", "expired", "replaced"])
@@ -187,7 +187,7 @@ def test_a_key_that_is_taken_away_ends_its_leases_and_no_others(
             assert longest < MAX_STEP_SECONDS
             homes.become("ann")
             with pytest.raises(ConnectError):
-                ask_welcome(server.address, SHORT)
+                request_welcome(server.address, SHORT)
     assert "all connections are closed and can be made anew: keys" in server.log
     assert (tmp_path / "audit").read_text().count('"event": "revoked"') == 1
 
@@ -219,9 +219,9 @@ def test_a_file_that_cannot_be_read_locks_nobody_out_and_lets_nobody_in(
         file.write_text("what is this")
         newcomer = lane_of("bob")
         with pytest.raises(ConnectError):
-            ask_welcome(server.address, 3 * SHORT)
+            request_welcome(server.address, 3 * SHORT)
         homes.become("ann")
-        assert ask_welcome(server.address, 20.0).num_names > 0
+        assert request_welcome(server.address, 20.0).num_names > 0
         client.reset()
         client.step(1)
         file.write_text(text)
@@ -242,7 +242,7 @@ def test_other_hosts_are_let_in_once_one_has_a_key(serve: Serve, homes: Homes) -
     homes.let_in("ann")
     port = serve(bind=("tcp://0.0.0.0:0",)).address.rpartition(":")[2]
     homes.pin("ann", f"tcp://127.0.0.1:{port}")
-    assert ask_welcome(f"tcp://127.0.0.1:{port}", 20.0).num_names > 0
+    assert request_welcome(f"tcp://127.0.0.1:{port}", 20.0).num_names > 0
 
 
 def test_a_key_that_others_can_read_is_not_used(homes: Homes) -> None:

@@ -63,11 +63,11 @@ def test_a_lease_lost_by_silence_is_replaced() -> None:
 def test_the_next_server_is_given_its_time() -> None:
     client = attach_and_step()
     client.disconnected(1.0)
-    assert client.attachment.in_need_since(3.0) == 1.0
-    client.attachment.move("tcp://fake:2", 3.0)
+    assert client.attachment.needs_server_since(3.0) == 1.0
+    client.attachment.move_to("tcp://fake:2", 3.0)
     client.disconnected(3.0)
-    assert client.attachment.in_need_since(3.0) is None
-    assert client.attachment.in_need_since(4.0) == 3.0
+    assert client.attachment.needs_server_since(3.0) is None
+    assert client.attachment.needs_server_since(4.0) == 3.0
 
 
 def test_who_comes_too_late_is_told_who_has_the_envs() -> None:
@@ -184,9 +184,9 @@ def test_or_is_tried_for_ever_though_it_is_given_up() -> None:
     client.submit_reset([Reset(1)], 1.0)
     client.disconnected(1.0)
     advance_to(client, 60.5)
-    assert client.given_up is None
+    assert client.give_up_error is None
     advance_to(client, 61.0)
-    assert isinstance(client.given_up, ServerLost)
+    assert isinstance(client.give_up_error, ServerLost)
     advance_to(client, 300.0)
     assert not state_of(client).is_over
     assert collect(client) == []
@@ -195,7 +195,7 @@ def test_or_is_tried_for_ever_though_it_is_given_up() -> None:
     client.connected(300.0)
     first, second = finish(client, restarted, 301.0)
     assert [len(first.faults), len(second.faults)] == [2, 0]
-    assert client.given_up is None
+    assert client.give_up_error is None
     step_all(client, restarted, 301.0)
     assert client.rows.status.tolist() == OK
 
@@ -210,12 +210,12 @@ def test_what_is_given_up_is_so_after_another_loss_until_there_are_envs() -> Non
     exchange(client, second, 63.0)
     client.connected(64.0)
     exchange(client, third, 64.0)
-    assert isinstance(client.given_up, ServerLost)
+    assert isinstance(client.give_up_error, ServerLost)
     advance_to(client, 65.0)
     exchange(client, third, 65.0)
     third.build(next(iter(third.pools)), 65.0)
     exchange(client, third, 65.0)
-    assert client.given_up is None
+    assert client.give_up_error is None
     check_lost(client, finish(client, third, 65.0), last=3)
 
 

@@ -67,7 +67,7 @@ def test_what_is_lost_twice_costs_one_row_and_says_what_was_first() -> None:
     client = attach_and_step()
     client.connected(1.0)
     finish(client, FakeServer(boot=2), 1.0)
-    client.lose("it was enough", 1.0)
+    client.invalidate("it was enough", 1.0)
     advance_to(client, 2.0)
     third = FakeServer(boot=3)
     outcomes = step_all(client, third, 2.0)
@@ -173,7 +173,7 @@ def test_who_loses_its_envs_itself_gives_them_back_and_gets_others() -> None:
     server.finish_all(1.0)
     exchange(client, server, 1.0)
     client.submit_step([1], 1.0)
-    client.lose("a call was interrupted", 1.0)
+    client.invalidate("a call was interrupted", 1.0)
     assert client.num_in_flight == 0
     assert finish(client, server, 1.0) == []
     assert ("", 11) not in server.pools
@@ -182,8 +182,8 @@ def test_who_loses_its_envs_itself_gives_them_back_and_gets_others() -> None:
     check_lost(client, outcomes, last=1)
     assert "a call was interrupted" in outcomes[0].faults[0].text
     client.begin_close(3.0)
-    client.lose("once more", 3.0)
+    client.invalidate("once more", 3.0)
     exchange(client, server, 3.0)
     assert state_of(client) is ClientState.CLOSED
-    client.lose("even now", 3.0)
+    client.invalidate("even now", 3.0)
     assert not client.outbox

@@ -84,14 +84,14 @@ class Player:
         return rows, result
 
     def receive_rest(self) -> None:
-        while self.batch.num_out:
+        while self.batch.num_in_flight:
             self.receive()
 
     def send_and_receive(self, num_steps: int) -> None:
         """Steps every row so often, each block as soon as its last result is there."""
         left = np.full(self.batch.num_envs, num_steps)
         self.send(np.arange(self.batch.num_envs))
-        while self.batch.num_out:
+        while self.batch.num_in_flight:
             rows, _ = self.receive()
             left[rows] -= 1
             for block in self.batch.blocks:

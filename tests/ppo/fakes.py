@@ -118,7 +118,7 @@ class ScriptedBatchEnv:
         self.splits = tuple(rows[first::num_splits] for first in range(num_splits))
         self.observation_space = BOX
         self.action_space = action_space
-        self.num_out = 0
+        self.num_in_flight = 0
         self._scripts = scripts
         self._step_of_row = np.zeros(self.num_envs, np.int64)
         self._generators = [np.random.default_rng(row) for row in rows]
@@ -134,12 +134,12 @@ class ScriptedBatchEnv:
 
     def send(self, actions: Any, env_indices: np.ndarray, *, together: bool) -> None:
         assert together
-        self.num_out += len(env_indices)
+        self.num_in_flight += len(env_indices)
 
     def recv(
         self, *, env_indices: np.ndarray, out: StepResult
     ) -> tuple[np.ndarray, StepResult]:
-        self.num_out -= len(env_indices)
+        self.num_in_flight -= len(env_indices)
         _copy(self._answer(env_indices), out)
         return env_indices, out
 

@@ -102,7 +102,9 @@ def test_rows_of_a_learner_are_counted_on_from_those_of_others_in_training_only(
 def test_a_training_waits_for_servers_and_an_evaluation_takes_those_that_live(
     asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environments, "living", lambda words, insecure: [words[1]])
+    monkeypatch.setattr(
+        environments, "live_servers", lambda words, insecure: [words[1]]
+    )
     words = ["127.0.0.1:1", "127.0.0.1:2"]
     make_env = env_maker(CONFIG.replace(min_servers=1, num_servers=3), words)
     make_env(num_envs=8, seed=5, is_training=True)

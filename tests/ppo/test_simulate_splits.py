@@ -107,7 +107,7 @@ def test_a_rollout_that_was_cut_short_is_followed_by_a_whole_one() -> None:
             simulation.run((0, 0))
         rollout = simulation.run((0, 1))
         assert rollout.valid.all()
-        assert batch.num_out == 0
+        assert batch.num_in_flight == 0
         # A new episode: CartPole starts near the upright.
         assert (np.abs(rollout.observation[0]) <= 0.05).all()
 

@@ -199,7 +199,7 @@ class Caller(Endpoint):
 
     def _interrupt(self, session: ClientSession) -> None:
         """Is interrupted in the middle of a call, and so loses all envs."""
-        session.lose("a call was interrupted", self.clock.now)
+        session.invalidate("a call was interrupted", self.clock.now)
         self._forget_operations()
         self._given_up.update(range(len(self._seen)))
 

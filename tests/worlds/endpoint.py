@@ -115,7 +115,7 @@ class Endpoint(Patient):
             return
         attachment = session.attachment
         if session.state is ClientState.READY or attachment.is_recovering:
-            farewell = attachment.move(
+            farewell = attachment.move_to(
                 f"tcp://host-{self.world.hosts.index(host)}", now
             )
             if self.link.is_connected:
@@ -134,17 +134,13 @@ class Endpoint(Patient):
     def _receive(self, frames: Sequence[Buffer]) -> None:
         if self.session is not None:
             self._heard_at = self.clock.now
-            self.world.is_midway = True
             self.session.receive(frames, self.clock.now)
-            self.world.is_midway = False
             self.look()
 
     def _wake(self, session: ClientSession, at: float) -> None:
         if session is self.session and at == self._wake_at:  # else there is a later one
             self._wake_at = math.inf
-            self.world.is_midway = True
             session.advance(self.clock.now)
-            self.world.is_midway = False
             self._check_silence(session)
             self.look()
 

@@ -15,7 +15,7 @@ import numpy as np
 from gymnasium import spaces
 
 from envserve.errors import EnvserveError
-from envserve.lane import Call, Outcome, Reset
+from envserve.lane import Call, Outcome, Reset, mark_harmless
 from envserve.session.server.decisions import RunStep
 from envserve.settings import PoolSettings
 from envserve.slab import Status, copy_observation_to_final
@@ -52,7 +52,7 @@ class FakeLane(MemoryPool):
       losses: How often each block was lost.
     """
 
-    given_up: EnvserveError | None = None
+    give_up_error: EnvserveError | None = None
     spec = SPEC
 
     def __init__(self, num_envs: int, num_workers: int, faults: Faults) -> None:
@@ -70,7 +70,6 @@ class FakeLane(MemoryPool):
         self.state[:, 0] = -1
         self.losses = dict.fromkeys(range(len(self.blocks)), 0)
         self.faults = faults
-        self.is_waiting = False
         self._actions = np.zeros(num_envs, np.int64)
         self._silent: set[int] = set()
         self._outcomes: list[Outcome] = []
@@ -104,10 +103,10 @@ class FakeLane(MemoryPool):
             self.running[call.block] = call
 
     def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
-        self.is_waiting = True
         if self.faults.draw() < self.faults.interrupt_waiting:
-            raise KeyboardInterrupt
-        self.is_waiting = False
+            interrupt = KeyboardInterrupt()
+            mark_harmless(interrupt)
+            raise interrupt
         self._go_on()
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
@@ -151,7 +150,7 @@ class FakeLane(MemoryPool):
         self.rows.reward[row], self.rows.status[row] = action, Status.OK
         self.rows.terminated[row] = self.rows.truncated[row] = False
 
-    def lose(self, text: str) -> None:
+    def invalidate(self, text: str) -> None:
         self.running.clear()
         self._silent.clear()
         self._outcomes = []

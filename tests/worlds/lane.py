@@ -30,7 +30,6 @@ class WorldLane(Endpoint):
     def __init__(self, world: World, host: Host, attach: Attach) -> None:
         super().__init__(world)
         self.name = f"host {world.hosts.index(host)}"
-        self.is_waiting = False
         self._reader, self._writer = os.pipe()
         os.write(self._writer, b"!")  # always readable: nobody waits but for the world
         self.attach(host, attach)
@@ -69,8 +68,8 @@ class WorldLane(Endpoint):
         return self._client.operations.absent
 
     @property
-    def given_up(self) -> EnvserveError | None:
-        return self._client.given_up
+    def give_up_error(self) -> EnvserveError | None:
+        return self._client.give_up_error
 
     def submit_step(self, blocks: Sequence[int]) -> None:
         self._client.submit_step(blocks, self.clock.now)
@@ -86,25 +85,18 @@ class WorldLane(Endpoint):
 
     def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
         """Lets the world go on until so many operations have ended."""
-        operations, world = self._client.operations, self.world
+        operations = self._client.operations
         until = self.clock.now + (timeout_seconds or _LOOK_SECONDS)
-        self.is_waiting = False
         while not operations.is_ready(min_finished) and self.clock.now < until:
-            self.is_waiting, world.is_midway = True, False
-            try:
-                world.step(until)
-            except KeyboardInterrupt:
-                self.is_waiting = not world.is_midway
-                raise
-            self.is_waiting = False
+            self.world.step(until)
             if timeout_seconds <= 0:
                 break
         operations.is_ready(min_finished)
         return self._client.take_outcomes()
 
-    def lose(self, text: str) -> None:
+    def invalidate(self, text: str) -> None:
         """Gives the envs back, and asks for others; forgets what is in flight."""
-        self._client.lose(text, self.clock.now)
+        self._client.invalidate(text, self.clock.now)
         self.look()
 
     def stats(self) -> Mapping[str, int]:

@@ -164,13 +164,13 @@ class Trainer:
             player.ledger.unanswered(player.actions[left], left)
             raise
 
-    def _receive(self, player: Player, num_out: int) -> list[int]:
+    def _receive(self, player: Player, num_in_flight: int) -> list[int]:
         """Waits for some of the rows that are out; in vain, or not for long, or cut."""
         source = self._random
         self._plan_interrupt(0.02)
         timeout = source.choice((None, None, None, 0.0, 1.0, 10.0))
         try:
-            rows, _ = player.receive(timeout, source.randint(1, num_out))
+            rows, _ = player.receive(timeout, source.randint(1, num_in_flight))
         except (EnvTimeout, KeyboardInterrupt):
             return []
         finally:

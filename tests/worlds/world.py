@@ -12,6 +12,7 @@ from typing import Final
 from unittest import mock
 
 from envserve.client import batch_env, lane_group
+from envserve.lane import mark_harmless
 from envserve.session.server.decisions import Reply
 from tests.oracle.ledger import Ledger
 from tests.worlds.caller import Caller
@@ -40,7 +41,6 @@ class World:
       trainers: Who uses batches.
       calm_at: From which event on nothing fails any more.
       interrupt_in: Events until Ctrl-C, if not None.
-      is_midway: Whether a client does more than wait, or was interrupted in that.
     """
 
     def __init__(self, seed: int, profile: Profile | None = None) -> None:
@@ -53,7 +53,6 @@ class World:
         self.endpoints: dict[int, Endpoint] = {}
         self.calm_at = math.inf
         self.interrupt_in: int | None = None
-        self.is_midway = False
         self._is_calm = False
         self._give_up_at = (math.inf, math.inf)
         profile = self.profile
@@ -100,8 +99,10 @@ class World:
             self.interrupt_in -= 1
             if self.interrupt_in <= 0:
                 self.interrupt_in = None
-                self.is_midway = clock.random.random() < 0.3
-                raise KeyboardInterrupt
+                interrupt = KeyboardInterrupt()
+                if clock.random.random() < 0.7:  # else it cuts bookkeeping short
+                    mark_harmless(interrupt)
+                raise interrupt
 
     def run(self, num_events: int) -> None:
         last = self.clock.num_events + num_events

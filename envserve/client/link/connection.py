@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import math
 import threading
@@ -13,21 +12,13 @@ from typing import Final
 
 import zmq
 
-from envserve.client.link.zmq_guards.diagnosis import Diagnosis
 from envserve.client.link.zmq_guards.resolver import Lookup, is_number
-from envserve.client.link.zmq_guards.wakeup import Descriptor, Pending
-from envserve.errors import ConnectError, RemoteProtocolError
+from envserve.client.link.zmq_guards.wakeup import ByteCounter, Waker
+from envserve.errors import ConnectError
 from envserve.keys.key_folder import KeyFolder
 from envserve.keys.key_pair import CurveKeys
-from envserve.wire.constants import MAX_FRAMES, MessageType
-from envserve.wire.handshake import (
-    ErrorBody,
-    Hello,
-    Welcome,
-    check_versions,
-    exception_of,
-)
-from envserve.wire.message import Buffer, Message, decode, encode
+from envserve.wire.constants import MAX_FRAMES
+from envserve.wire.message import Buffer
 from envserve.wire.sockets import (
     CURVE_OVERHEAD_BYTES,
     NOBLOCK,
@@ -38,10 +29,7 @@ from envserve.wire.sockets import (
     use_keys,
 )
 
-__all__ = [
-    *("NOWHERE", "SLICE_SECONDS", "Connection", "SharedContext", "ask"),
-    "ask_welcome",
-]
+__all__ = ["NOWHERE", "SLICE_SECONDS", "Connection", "SharedContext"]
 
 #: Where a connection is that waits for a server to come.
 NOWHERE: Final = "a server to come"
@@ -52,7 +40,6 @@ SLICE_SECONDS: Final = 0.025
 #: the first of them at random.
 _RECONNECT_MS: Final = 50
 _RECONNECT_MAX_MS: Final = 100
-_ASK_SECONDS: Final = 0.5
 #: Shorter than the kernel's first retry, so that a cable that is plugged in again is
 #: noticed soon: at most this and the longest interval later. No longer round trip can
 #: be used.
@@ -121,7 +108,7 @@ class Connection:
       keys: The server's public key and an own pair; None if none are used.
       max_frame_bytes: Longest frame that is received.
       max_row_bytes: The same, but for results of calls, of which few come.
-      descriptor: Shows that `receive` may have something.
+      waker: Has a descriptor that is readable when `receive` may have a message.
       receive: Returns the next message, or None.
       receive_soon: Waits for the next message; None after `SLICE_SECONDS`.
     """
@@ -153,7 +140,7 @@ class Connection:
         self.max_frame_bytes = self.max_row_bytes = _MIN_FRAME_BYTES
         self._former: zmq.Socket[bytes] | None = None
         self._lookup: Lookup | None = None
-        self.descriptor = Descriptor()
+        self.waker = Waker()
         self._context = context or SharedContext(1)
         self._open()
 
@@ -168,7 +155,7 @@ class Connection:
         # Without a look for options that are not used here.
         self._send = super(zmq.Socket, socket).send
         receiver = FrameReceiver(socket, MAX_FRAMES + 1, 1)
-        self._pending = Pending(receiver, self.address)
+        self._byte_counter = ByteCounter(receiver, self.address)
         self.receive: Callable[[], Frames | None] = receiver.receive
         self.receive_soon = partial(receiver.receive, wait=True)
         set_common_options(socket)
@@ -189,7 +176,7 @@ class Connection:
             self._connect(self.address)
         elif self._lookup is None or self._lookup.address != self.address:
             self._lookup = Lookup(self.address) if self.address != NOWHERE else None
-        self.descriptor.watch(event_fd(socket))
+        self.waker.watch(event_fd(socket))
 
     def _connect(self, address: str) -> None:
         self._socket.setsockopt(zmq.IPV6, "[" in address)
@@ -260,7 +247,7 @@ class Connection:
     def is_endless(self, is_connected: bool) -> bool:
         """Tells whether more has come than any message may have."""
         most = (MAX_FRAMES + 1) * (self.max_frame_bytes + CURVE_OVERHEAD_BYTES)
-        return self._pending.count(is_connected) > most
+        return self._byte_counter.count(is_connected) > most
 
     def drop(self) -> None:
         """Ends the connection, with what has come of a message."""
@@ -287,7 +274,7 @@ class Connection:
             has_sent = True
         return has_sent
 
-    def look(self) -> tuple[bool, bool]:
+    def poll(self) -> tuple[bool, bool]:
         """Tells whether `receive` has something, and if the server can be reached."""
         if self._lookup is not None:
             self._end_lookup()
@@ -304,69 +291,7 @@ class Connection:
 
     def close(self, linger_seconds: float = 0.0) -> None:
         """Closes the socket; messages not sent by then are dropped."""
-        self.descriptor.close()
+        self.waker.close()
         self.forget_former()
         self._socket.close(linger=int(1000 * linger_seconds))
         self._context.leave(self)
-
-
-def ask_welcome(
-    address: str, timeout_seconds: float, *, insecure: bool = False
-) -> Welcome:
-    """Asks a server what it is and has, without attaching; see `Connection`.
-
-    Raises:
-      ConnectError: No server answered in time.
-      ProtocolMismatch: It speaks other versions.
-      RemoteProtocolError: What answers is no server of ours.
-    """
-    hello = Message(type=MessageType.HELLO, body=Hello(client="health").encode())
-    with contextlib.closing(Connection(address, insecure=insecure)) as connection:
-        answer = ask(connection, hello, MessageType.WELCOME, timeout_seconds)
-    welcome = Welcome.decode(answer.body)
-    check_versions(welcome, address)
-    return welcome
-
-
-def ask(
-    connection: Connection, asked: Message, kind: MessageType, timeout_seconds: float
-) -> Message:
-    """Asks what belongs to no session; returns the answer of that kind.
-
-    The request's number tells an answer from that to an earlier one.
-
-    Raises:
-      ConnectError: No server answered in time.
-      RemoteProtocolError: What answers is no server of ours.
-      EnvserveError: The server has answered with this error.
-    """
-    address = connection.address
-    deadline = time.monotonic() + timeout_seconds
-    diagnosis = Diagnosis(address, connection.keys, timeout_seconds)
-    asked_at = -math.inf
-    while (now := time.monotonic()) < deadline:
-        # Again, since a server may close all connections at any time.
-        if now - asked_at >= _ASK_SECONDS and connection.send(encode(asked)):
-            asked_at = now
-        is_sent = asked_at > -math.inf
-        if (refusal := diagnosis.look(now)) is not None:
-            raise refusal
-        if (frames := connection.receive()) is None:
-            if connection.is_endless(connection.look()[1]):
-                connection.renew(connection.max_frame_bytes)  # which forgets it
-                text = "expected messages that end; got one that does not"
-                raise RemoteProtocolError(f"{address}: {text}")
-            until = min(deadline, now + SLICE_SECONDS)
-            connection.wait(until - now, for_writing=not is_sent)
-            continue
-        message = decode(frames)
-        if message.request != asked.request:
-            continue
-        if message.type is MessageType.ERROR:
-            raise exception_of(ErrorBody.decode(message.body), address)
-        if message.type is kind:
-            return message
-    but = "; something listens there, maybe of others" if is_sent else ""
-    raise ConnectError(
-        f"{address}: no server answered within {timeout_seconds:g} s{but}"
-    )

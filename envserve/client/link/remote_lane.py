@@ -1,9 +1,12 @@
-"""Envs of a server, over ZeroMQ.
+"""The envs of a server, over ZeroMQ.
 
-Every use of the socket is under the lane's lock, in the thread that calls. A keeper
-thread attaches, and then looks after an idle lane, so that a long update of the
-learner does not lose the lease, and that a lost server is attached to anew meanwhile.
-It receives messages, but leaves the rows to who collects.
+The calling thread uses the socket, under the lane's lock. A keeper thread attaches, and
+later takes care of an idle lane: it answers and sends pings, so that a long update of
+the learner does not cost the lease, and attaches again when a server was lost. It
+receives messages, but only `collect` writes rows.
+
+If an interrupt cuts an update of the session short, the lock is released, and
+`_is_updating` stays True. Then the keeper leaves the session alone until `invalidate`.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeVar
 
 from envserve.client.link.connection import SLICE_SECONDS, Connection, SharedContext
-from envserve.client.link.server_pool import Fleet
-from envserve.client.link.session_driver import Exchange
+from envserve.client.link.server_pool import ServerPool
+from envserve.client.link.session_driver import SessionDriver
 from envserve.client.link.zmq_guards.diagnosis import Diagnosis
 from envserve.errors import (
     EnvserveError,
@@ -29,7 +32,7 @@ from envserve.errors import (
     LocalProtocolError,
     ServerError,
 )
-from envserve.lane import Block, Call, Lane, Outcome, Reset
+from envserve.lane import Block, Call, Lane, Outcome, Reset, mark_harmless
 from envserve.session.client.attachment import attach_of
 from envserve.session.client.client_session import ClientSession
 from envserve.session.client.liveness import Timeouts
@@ -44,11 +47,12 @@ __all__ = ["RemoteLane"]
 What = TypeVar("What")
 
 _LOGGER: Final = logging.getLogger(__name__)
+#: How often the keeper looks after an idle lane.
 _KEEPER_SECONDS: Final = 0.5
-#: The same while the session gets envs anew, which takes some messages.
+#: The same while the session gets envs again, which takes several messages.
 _RECOVERY_SECONDS: Final = 0.05
 _CLOSE_SECONDS: Final = 1.5
-#: How long a last message may take to leave.
+#: Longest time to send the last message.
 _LINGER_SECONDS: Final = 0.1
 _STARTING: Final = (
     ClientState.CONNECTING,
@@ -62,7 +66,6 @@ class RemoteLane:
 
     Attributes:
       num_envs: Number of rows.
-      is_waiting: Whether a call that was interrupted did nothing but wait or send.
     """
 
     def __init__(
@@ -73,22 +76,23 @@ class RemoteLane:
         *,
         insecure: bool = False,
         context: SharedContext | None = None,
-        fleet: Fleet | None = None,
+        server_pool: ServerPool | None = None,
         like: Lane | None = None,
     ) -> None:
-        """Begins to attach; `finish_start` waits for it.
+        """Begin to attach; `finish_start` waits for it.
 
         Args:
-          address: The server's, like "tcp://sim1:5555" or "ipc:///tmp/envs".
-          request: What to ask for.
+          address: Address of the server, like "tcp://sim1:5555" or "ipc:///tmp/envs".
+          request: The envs.
           patience: How long to wait for the server; None for the defaults.
-          insecure: Whether to go without keys; see `KeyFolder.keys_for`.
-          context: What the lanes of a batch share.
-          fleet: Knows others, which may take the server's place.
-          like: Whose envs are such as these will be, once a server comes.
+          insecure: Whether to use no keys; see `KeyFolder.keys_for`.
+          context: The ZeroMQ context that the lanes of a batch share.
+          server_pool: Other servers, which can take this one's place.
+          like: A lane with the same envs, if there is no server yet: its spaces and
+            blocks are used until one is found.
 
         Raises:
-          EnvserveError: As for `Connection`, and for `attach_of`.
+          EnvserveError: As for `Connection` and `attach_of`.
         """
         self.num_envs = request.num_envs
         self._env_name = request.env_name
@@ -103,20 +107,21 @@ class RemoteLane:
             client=f"{socket.gethostname()[:100]}:{os.getpid()}",
         )
         self._lock = threading.Lock()
-        self.is_waiting = self._is_midway = False  # see `lose`
+        self._is_updating = False
         self._has_started, self._has_closed = threading.Event(), threading.Event()
-        self._exchange = Exchange(self._session, self._connection, fleet)
-        self._descriptor = self._connection.descriptor
+        self._driver = SessionDriver(self._session, self._connection, server_pool)
+        self._waker = self._connection.waker
         self._diagnosis = Diagnosis(address, keys := self._connection.keys)
-        self._unheard = _STARTING[: 1 if keys else 2]  # keys show who is there
-        self._is_watched = self._is_closing = False  # watched: its descriptor
+        # With keys, a connection shows that the server is the right one.
+        self._diagnosed_states = _STARTING[: 1 if keys else 2]
+        self._is_watched = self._is_closing = False  # watched: its descriptor is used
         self._close_by = math.inf
         if like is not None:
-            self._session.attachment.assume(like, time.monotonic())
+            self._session.attachment.start_vacant(like, time.monotonic())
             self._has_started.set()
-        self._let_go = weakref.finalize(self, _let_go, self._exchange)
+        self._finalizer = weakref.finalize(self, _release, self._driver)
         self._keeper = threading.Thread(
-            target=_keep,
+            target=_run_keeper,
             args=(weakref.ref(self), self._has_closed),
             name=f"keeper of {address}",
             daemon=True,
@@ -124,7 +129,7 @@ class RemoteLane:
         self._keeper.start()
 
     def finish_start(self, deadline: float) -> None:
-        """Waits until the envs are granted.
+        """Wait until the envs are granted.
 
         Raises:
           ConnectError: No server answers.
@@ -158,126 +163,126 @@ class RemoteLane:
 
     @property
     def rows(self) -> Rows:
-        """Private memory, written by `collect` straight from messages."""
+        """The rows, in private memory; `collect` writes them from messages."""
         return self._session.rows
 
     @property
     def is_busy(self) -> bool:
         """Whether anything is in flight, or has ended and was not collected."""
         with self._lock:
-            if self._is_midway:
-                self._lose()
             return self._session.num_in_flight > 0
 
     @property
     def absent(self) -> frozenset[int]:
-        """Blocks in flight whose envs were not there at the end of `collect`."""
+        """Blocks in flight whose envs were absent at the end of `collect`."""
         return self._session.operations.absent
 
     @property
-    def given_up(self) -> EnvserveError | None:
-        """Why absent blocks are not worth waiting for, though it is tried on."""
-        return self._session.given_up
+    def give_up_error(self) -> EnvserveError | None:
+        """The error of a server that was waited for too long; it is still tried."""
+        return self._session.give_up_error
 
     def submit_step(self, blocks: Sequence[int]) -> None:
-        """Asks for a step of these blocks, with the actions now in `rows.action`."""
+        """Request a step of blocks, with the actions in `rows.action`."""
         self._submit(self._session.submit_step, blocks)
 
     def submit_reset(self, resets: Sequence[Reset]) -> None:
-        """Asks for resets, each of another block."""
+        """Request resets, each of another block."""
         self._submit(self._session.submit_reset, resets)
 
     def submit_call(self, calls: Sequence[Call]) -> None:
-        """Asks for attribute access, each on envs of another block."""
-        with self._lock:
-            self._exchange.accept(MAX_ANSWER_BYTES, time.monotonic())
-        self._submit(self._session.submit_call, calls)
+        """Request attribute access, each on envs of another block."""
+        self._submit(self._session.submit_call, calls, MAX_ANSWER_BYTES)
 
-    def _submit(self, submit: Callable[[What, float], None], what: What) -> None:
+    def _submit(
+        self,
+        submit: Callable[[What, float], None],
+        what: What,
+        max_answer_bytes: int = 0,
+    ) -> None:
         with self._lock:
-            if self._is_midway:
-                self._lose()
-            self._is_midway = True
+            self._is_updating = True
             now = time.monotonic()
+            driver = self._driver
+            if max_answer_bytes:
+                driver.accept(max_answer_bytes, now)
             try:
                 submit(what, now)
-            except EnvserveError:  # it was refused, and nothing was changed
-                self._is_midway = False
+            except EnvserveError:  # nothing was changed
+                self._is_updating = False
                 raise
-            exchange, outbox = self._exchange, self._session.outbox
-            if max(map(len, outbox.values()), default=1) == 1:
-                # From here on an interrupt costs nothing: what was not sent, or maybe
-                # was, is sent again. In a message of more frames it would cut that.
-                self._is_midway = False
-                self.is_waiting = True
-            self._connection.flush(outbox)  # at once: the server has no other work
-            if self._is_watched or now >= exchange.due_at:
-                self.is_waiting = False
-                self._is_midway = True
-                exchange.run(now)
-                self._wake()
-            self.is_waiting = self._is_midway = False
+            outbox = self._session.outbox
+            try:  # to send it at once, because the server has nothing else to do
+                self._connection.flush(outbox)
+            except BaseException as error:
+                # A request of one frame was sent or not, and is sent again in any case.
+                # One of several frames may be cut.
+                if max(map(len, outbox.values()), default=1) == 1:
+                    self._is_updating = False
+                    mark_harmless(error)
+                raise
+            if self._is_watched or now >= driver.due_at:
+                self._run(now)
+            self._is_updating = False
 
     def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
-        """Waits until so many operations have ended; see `Lane.collect`."""
-        session, exchange = self._session, self._exchange
+        """Wait until operations have ended; see `Lane.collect`."""
+        session, driver = self._session, self._driver
         now = time.monotonic()
         deadline = now + timeout_seconds
-        self.is_waiting = False
         with self._lock:
-            if self._is_midway:
-                self._lose()
             operations = session.operations
-            # While it waits, an interrupt costs nothing: of a message that is received
-            # and not kept, the session gets a copy.
+            self._is_updating = True
             while True:
                 if self._is_closing:
                     raise LocalProtocolError(f"{self!r} can no longer be used")
-                self._is_midway = True
-                if now >= exchange.due_at or deadline - now < SLICE_SECONDS:
-                    exchange.run(now)
+                if now >= driver.due_at or deadline - now < SLICE_SECONDS:
+                    driver.run(now)
                 if operations.is_ready(min_finished) or now >= deadline:
                     break
-                self._is_midway = False
-                self.is_waiting = True
                 frames = None
-                if deadline - now < SLICE_SECONDS:
-                    exchange.wait(deadline)
-                else:
-                    frames = self._connection.receive_soon()
+                try:
+                    if deadline - now < SLICE_SECONDS:
+                        driver.wait(deadline)
+                    else:
+                        frames = self._connection.receive_soon()
+                except BaseException as error:
+                    # If a message was received and is lost now, the server answers
+                    # again.
+                    self._is_updating = False
+                    mark_harmless(error)
+                    raise
                 now = time.monotonic()
-                self.is_waiting = False
-                self._is_midway = True
                 if frames is not None:
                     session.receive(frames, now)
                 if frames is None or session.outbox:
-                    exchange.due_at = now
+                    driver.due_at = now
             if self._is_watched:
-                self._descriptor.sleep()
-                exchange.run(now)
+                self._waker.sleep()
+                driver.run(now)
             outcomes = session.take_outcomes()
-            self._is_midway = False
+            self._is_updating = False
             return outcomes
 
-    def lose(self, text: str) -> None:
-        """Takes all envs for lost, and forgets what is in flight.
-
-        A call is midway while it changes what is known of blocks, requests and rows, or
-        is inside a message. If an interrupt ends it there, the next call begins with
-        this: an episode is lost, and nothing can be wrong.
-        """
+    def invalidate(self, reason: str) -> None:
+        """Give the envs back and ask for others; see `Lane.invalidate`."""
         with self._lock:
-            self._lose(text)
+            self._is_updating = True
+            now = time.monotonic()
+            self._session.invalidate(reason, now)
+            self._run(now)
 
-    def _lose(self, text: str = "a call was interrupted") -> None:
-        self._is_midway = True
-        now = time.monotonic()
-        self._session.lose(text, now)
-        self._exchange.run(now)
-        self._is_midway = False
+    def _run(self, now: float) -> None:
+        """Send and receive; make the descriptor readable if outcomes were received."""
+        self._is_updating = True
+        self._driver.run(now)
+        operations = self._session.attachment.operations
+        if operations is not None and (operations.ended or operations.is_stale):
+            self._waker.wake()
+        self._is_updating = False
 
     def stats(self) -> Mapping[str, int]:
-        """Returns how often what has happened; see `ClientSession.stats`."""
+        """Return counts by name; see `ClientSession.stats`."""
         return self._session.stats()
 
     def fileno(self) -> int:
@@ -285,13 +290,11 @@ class RemoteLane:
         if not self._is_watched:
             with self._lock:
                 self._is_watched = True
-                if not self._is_midway:
-                    self._exchange.run(time.monotonic())
-                self._wake()
-        return self._descriptor.fileno()
+                self._run(time.monotonic())
+        return self._waker.fileno()
 
     def begin_close(self) -> None:
-        """Gives the envs back, without waiting for the server to confirm it."""
+        """Give the envs back without waiting for the server's confirmation."""
         if self._has_closed.is_set():
             return
         self._is_closing = True
@@ -302,64 +305,57 @@ class RemoteLane:
             self._give_back()
 
     def close(self) -> None:
-        """Gives the envs back, within 2 seconds; may be called twice."""
+        """Give the envs back, within 2 seconds; may be called twice."""
         self.begin_close()
         with self._lock:
-            if not self._let_go.alive:
+            if not self._finalizer.alive:
                 return
             self._give_back()  # a second time, in case the first was interrupted
             while (
                 self._session.state is ClientState.CLOSING
                 and time.monotonic() < self._close_by
             ):
-                self._exchange.wait(self._close_by)
-                self._exchange.run(time.monotonic())
-            self._let_go()
-        if (fleet := self._exchange.fleet) is not None:
-            fleet.leave(self._exchange, self._close_by)
+                self._driver.wait(self._close_by)
+                self._driver.run(time.monotonic())
+            self._finalizer()
+        if (servers := self._driver.server_pool) is not None:
+            servers.leave(self._driver, self._close_by)
 
     def _give_back(self) -> None:
         now = time.monotonic()
         self._session.begin_close(now)
-        self._exchange.run(now)
+        self._driver.run(now)
 
     def _look_after(self) -> float:
-        """Attaches; later pings and reads answers, unless the lane is being used.
+        """Attach; later ping and receive, unless the lane is in use.
 
         Returns:
-          Seconds until it is to be called again.
+          Seconds until the next call is due.
         """
         if not self._has_started.is_set():
             with self._lock:
-                self._exchange.run(time.monotonic())
-                if self._session.state in self._unheard:
+                self._driver.run(time.monotonic())
+                if self._session.state in self._diagnosed_states:
                     self._diagnose()
                 if self._session.state in _STARTING:
-                    self._exchange.wait(time.monotonic() + SLICE_SECONDS)
+                    self._driver.wait(time.monotonic() + SLICE_SECONDS)
                     return 0.0
             self._has_started.set()
         elif self._lock.acquire(blocking=False):
             try:
-                if not self._is_midway:  # else it is for the next call to clean up
-                    self._exchange.run(time.monotonic())
-                    self._wake()
+                if not self._is_updating:  # otherwise a call was interrupted
+                    self._run(time.monotonic())
             finally:
                 self._lock.release()
         is_recovering = self._session.attachment.is_recovering
         return _RECOVERY_SECONDS if is_recovering else _KEEPER_SECONDS
 
     def _diagnose(self) -> None:
-        """Finds out why there is no connection; ends the lane if there will be none."""
+        """Find out why there is no connection; end the lane if there will be none."""
         attachment = self._session.attachment
-        attachment.refusal = self._diagnosis.look(time.monotonic())
+        attachment.refusal = self._diagnosis.poll(time.monotonic())
         if attachment.refusal is not None and self._diagnosis.is_final:
             attachment.fail(attachment.refusal)
-
-    def _wake(self) -> None:
-        """Makes the descriptor readable for what was received meanwhile."""
-        operations = self._session.attachment.operations
-        if operations is not None and (operations.ended or operations.is_stale):
-            self._descriptor.wake()
 
     def __repr__(self) -> str:
         state = "CLOSED" if self._is_closing else self._session.state.name
@@ -367,8 +363,10 @@ class RemoteLane:
         return f"<RemoteLane {self.name} {state}, {count} in flight>"
 
 
-def _keep(reference: weakref.ref[RemoteLane], has_closed: threading.Event) -> None:
-    """Runs in the keeper thread, until the lane is closed or nobody has it any more."""
+def _run_keeper(
+    reference: weakref.ref[RemoteLane], has_closed: threading.Event
+) -> None:
+    """Run the keeper thread, until the lane is closed or garbage."""
     seconds = 0.0
     while not has_closed.wait(seconds):
         lane = reference()
@@ -376,25 +374,25 @@ def _keep(reference: weakref.ref[RemoteLane], has_closed: threading.Event) -> No
             return
         try:
             seconds = lane._look_after()
-        except Exception as error:  # nobody else would see it
+        except Exception as error:  # a thread has no caller
             _fail(lane, error)
             return
         del lane
 
 
 def _fail(lane: RemoteLane, error: Exception) -> None:
-    """Ends a lane by what should not have happened in its keeper."""
+    """End a lane because of an unexpected error in its keeper."""
     _LOGGER.error("%s: its keeper has failed", lane.name, exc_info=error)
     with lane._lock:
         if not lane._session.state.is_over:
             text = f"{lane.name}: {type(error).__name__}: {error!s:.500}"
             lane._session.attachment.fail(ServerError(text))
-        lane._wake()
+        lane._waker.wake()
     lane._has_started.set()
 
 
-def _let_go(exchange: Exchange) -> None:
-    """Tells the server, if a lane was dropped without being closed; frees all."""
-    exchange.session.begin_close(time.monotonic())
-    exchange.connection.flush(exchange.session.outbox)
-    exchange.connection.close(linger_seconds=_LINGER_SECONDS)
+def _release(driver: SessionDriver) -> None:
+    """Close a lane's connection, and give its envs back if that was not done."""
+    driver.session.begin_close(time.monotonic())
+    driver.connection.flush(driver.session.outbox)
+    driver.connection.close(linger_seconds=_LINGER_SECONDS)

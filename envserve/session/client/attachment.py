@@ -23,7 +23,7 @@ from envserve.errors import (
     ServerLost,
     UnknownEnv,
 )
-from envserve.lane import Block
+from envserve.lane import Block, Lane, make_blocks
 from envserve.session.client.client_blocks import ClientBlocks
 from envserve.session.client.liveness import LostLease, Timeouts
 from envserve.session.client.requests import Request, Requests
@@ -42,7 +42,7 @@ from envserve.wire.handshake import (
     check_versions,
     exception_of,
 )
-from envserve.wire.message import Message
+from envserve.wire.message import Buffer, Message
 
 __all__ = ["Attachment", "attach_again", "attach_of"]
 
@@ -50,6 +50,10 @@ _LOGGER: Final = logging.getLogger(__name__)
 _RETRY_SECONDS: Final = 0.5
 #: How long others may have the envs of a lease that was lost by our own silence.
 _BUSY_SECONDS: Final = 5.0
+#: Seconds without a connection after which another server is looked for.
+_DISCONNECTED_SECONDS: Final = 0.25
+#: Seconds that a server which has lost our envs may take to answer, before that.
+_ANSWER_SECONDS: Final = 1.0
 
 
 class Attachment:
@@ -65,9 +69,9 @@ class Attachment:
       request: Number of the last ATTACH.
       operations: What the envs are up to; None until they are granted.
       loss: What has to be got over; None if all is well.
-      home: The server that has granted envs last; "" before.
-      is_unfit: Whether the present server has none for us, and is asked no more.
-      awaits_look: Whether it is not known yet if another server could take its place.
+      granted_by: Address of the server that granted the last lease; "" without one.
+      is_rejected: Whether the present server refused to give envs in place of another.
+      awaits_poll: Whether the servers have to be polled first, to find another one.
     """
 
     def __init__(
@@ -86,14 +90,14 @@ class Attachment:
         self.num_leases = self.request = 0
         self.operations: ClientBlocks | None = None
         self.loss: LostLease | None = None
-        self.home, self.is_unfit, self.awaits_look = "", False, False
+        self.granted_by, self.is_rejected, self.awaits_poll = "", False, False
         self.attach, self._requests = attach, requests
         self._timeouts, self._client = timeouts, client
         self._max_message_bytes, self._env_names = 0, tuple[str, ...]()
 
     # Asking.
 
-    def say_hello(self, now: float) -> None:
+    def send_hello(self, now: float) -> None:
         """Begins from the beginning."""
         self._requests.clear()
         self._requests.boot = 0
@@ -134,9 +138,9 @@ class Attachment:
         if self.operations is None:
             self.operations = self._envs_of(granted.spec, granted.blocks)
         else:
-            _check_equal(granted, self.operations, self.home)
+            _check_equal(granted, self.operations, self.granted_by)
             self.operations.is_vacant = False
-        self.home = self.address
+        self.granted_by = self.address
         self._requests.remove(self.request)
         self._requests.epoch = granted.epoch
         self.num_leases += 1
@@ -181,42 +185,45 @@ class Attachment:
         return self.loss is not None and self.machine.state is not ClientState.READY
 
     def lose_lease(
-        self, error: EnvserveError, now: float, *, knows_us: bool = True
+        self, error: EnvserveError, now: float, *, may_hold_lease: bool = True
     ) -> None:
         """Asks for envs anew, as another session, since those that we had are lost.
 
-        A server that `knows_us` may still keep the old lease.
+        Args:
+          error: What has happened.
+          now: Monotonic seconds.
+          may_hold_lease: Whether the server may still hold the old lease.
         """
         if self.operations is None:
             raise LocalProtocolError(f"{self.address}: expected envs to lose")
         _LOGGER.warning("%s; asking for envs anew", error)
         requests, before = self._requests, self.loss
-        farewell = requests.pack(MessageType.DETACH) if knows_us else []
+        farewell = requests.pack(MessageType.DETACH) if may_hold_lease else []
         # Earlier, if a call is interrupted in a silence.
         since = min(requests.liveness.silent_since, now)
         self.loss = LostLease(error, since, farewell=farewell)
-        self.operations.lose(str(error), error)
+        self.operations.mark_lost(str(error), error)
         requests.change_session()
         if before is None:
-            self.say_hello(now)
+            self.send_hello(now)
         else:  # in vain, so far: then not all too often
             self.loss.since, self.loss.given_up = before.since, before.given_up
             self.loss.retry_at = now + _RETRY_SECONDS
             self.machine.move(ClientState.HELLO_SENT)
         requests.say_farewell(self.loss.farewell)
 
-    def note_restart(self, now: float) -> None:
+    def handle_restart(self, now: float) -> None:
         """Handles a server that is another than the one we spoke to."""
         if self.machine.state is ClientState.CLOSING:
             self.close()
         elif self.operations is None:  # nothing is lost yet
             self._requests.change_session()
-            self.say_hello(now)
+            self.send_hello(now)
         else:
             error = ServerLost(
                 f"{self.address}: the server was restarted, and its envs with it"
             )
-            self.lose_lease(error, now, knows_us=False)
+            self.lose_lease(error, now, may_hold_lease=False)
 
     def retry(self, now: float) -> None:
         """Asks again, if it is time to."""
@@ -228,7 +235,7 @@ class Attachment:
             # As the same session: a late copy of what was refused may get the envs.
             self._ask_for_envs(now)
         elif self.machine.state is ClientState.HELLO_SENT:
-            self.say_hello(now)
+            self.send_hello(now)
         self._requests.say_farewell(loss.farewell)
 
     def accept_refusal(self, body: ErrorBody, now: float) -> None:
@@ -255,7 +262,11 @@ class Attachment:
         followed by another; but what our own silence has lost is not given back.
         """
         is_full = body.code is ErrorCode.ENVS_BUSY and not body.is_draining
-        if is_full and isinstance(loss.error, LeaseLost) and self.address == self.home:
+        if (
+            is_full
+            and isinstance(loss.error, LeaseLost)
+            and self.address == self.granted_by
+        ):
             loss.busy_until = min(loss.busy_until, now + _BUSY_SECONDS)
             if now >= loss.busy_until:
                 self.fail(LeaseLost(f"{loss.error}; and others have them: {error}"))
@@ -269,20 +280,20 @@ class Attachment:
     @property
     def lost_at(self) -> float:
         """When to `give_up`."""
-        if self.awaits_look:
+        if self.awaits_poll:
             return math.inf
         since, loss = self._requests.liveness.silent_since, self.loss
-        state, patience = self.machine.state, self._timeouts
+        state, timeouts = self.machine.state, self._timeouts
         if state.has_envs:
-            return since + patience.lost_seconds
+            return since + timeouts.lost_seconds
         if loss is None:
-            return since + patience.connect_seconds
+            return since + timeouts.connect_seconds
         if loss.given_up is not None:
             return math.inf
-        lost_at = loss.since + patience.lost_seconds
+        lost_at = loss.since + timeouts.lost_seconds
         if state is ClientState.ATTACHING and loss.retry_at == math.inf:
             # The server is building: that may take as long as it says so.
-            least = min(patience.connect_seconds, patience.lost_seconds)
+            least = min(timeouts.connect_seconds, timeouts.lost_seconds)
             return max(lost_at, since + least)
         return lost_at
 
@@ -316,6 +327,55 @@ class Attachment:
             self.lose_lease(error, now)
         if self.loss is not None:
             self.loss.given_up = error
+
+    # Other servers: what is in flight, the blocks and their rows stay as they are.
+
+    def start_vacant(self, like: Lane, now: float) -> None:
+        """Begin without a server, as if envs like those of another lane were lost."""
+        each = sum(block.split == 0 for block in like.blocks)
+        blocks = make_blocks(self.attach.num_envs, each, self.attach.num_splits)
+        error = ServerLost("no server has come for these rows yet")
+        self.operations = self._envs_of(like.spec, blocks)
+        self.operations.is_vacant = True
+        self.operations.mark_lost(str(error), error)
+        self.loss = LostLease(error, now, given_up=error)
+
+    def needs_server_since(self, now: float) -> float | None:
+        """Return since when another server is needed; None if it is not."""
+        liveness, loss = self._requests.liveness, self.loss
+        since = min(liveness.silent_since, liveness.disconnected_since)
+        is_alone = now > liveness.disconnected_since + _DISCONNECTED_SECONDS
+        if loss is None or not self.is_recovering:
+            is_ready = self.machine.state is ClientState.READY
+            return since if is_ready and (is_alone or liveness.is_unreachable) else None
+        is_refused = self.is_rejected or loss.retry_at < math.inf
+        is_silent = is_alone or now > liveness.silent_since + _ANSWER_SECONDS
+        return min(since, loss.since) if is_refused or is_silent else None
+
+    def move_to(self, address: str, now: float) -> list[Buffer]:
+        """Change to another server, under another session number.
+
+        Returns:
+          The message that gives the lease of the previous server back.
+        """
+        _LOGGER.warning("%s: asked for envs in place of %s", address, self.address)
+        farewell = self._requests.pack(MessageType.DETACH)
+        self._requests.liveness.note_message(
+            now
+        )  # the silence was the previous server's
+        self._requests.liveness.note_connected()
+        if self.machine.state is ClientState.READY:
+            text = f"{self.address}: it is gone, or silent for too long"
+            self.lose_lease(ServerLost(text), now)
+        assert self.operations is not None
+        assert self.loss is not None
+        self.loss.retry_at, self.loss.farewell = math.inf, []
+        self.address = self.operations.address = address
+        self.is_rejected = False
+        self._requests.change_session()
+        if self.machine.state is not ClientState.CONNECTING:
+            self.send_hello(now)
+        return farewell
 
     # How it ends.
 
@@ -351,10 +411,10 @@ class Attachment:
         A server that was asked in another's place is only asked no more.
         """
         farewell = self._requests.pack(MessageType.DETACH)
-        if self.loss is not None and self.address != self.home:
+        if self.loss is not None and self.address != self.granted_by:
             _LOGGER.warning("%s; another server is looked for", error)
             self.loss.error, self.loss.retry_at = error, math.inf
-            self.is_unfit = True
+            self.is_rejected = True
             self._requests.change_session()
             self.machine.move(ClientState.HELLO_SENT)
         else:

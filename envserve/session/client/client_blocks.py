@@ -308,14 +308,14 @@ class ClientBlocks:
         self._reported_absent.discard(block)
         self.is_stale = True
 
-    def note_absent(self, request: Request, message: Message) -> None:
+    def mark_absent(self, request: Request, message: Message) -> None:
         """Takes an ABSENT: the server says which blocks have no envs now."""
         for block, _ in message.entries:
             if self.in_flight.get(block) is request:
                 self._reported_absent.add(block)
                 self.is_stale = True
 
-    def lose(self, text: str, error: EnvserveError) -> None:
+    def mark_lost(self, text: str, error: EnvserveError) -> None:
         """Takes all envs for lost; drafts anew what is in flight, as far as it may be.
 
         Args:
@@ -384,9 +384,11 @@ class ClientBlocks:
         The last observations of its rows are kept then, if it is being stepped.
         """
         self.is_stale = False
-        before, lost, told = self.absent, self.lost, self._reported_absent
+        before, lost, reported = self.absent, self.lost, self._reported_absent
         is_unreachable = self._liveness.is_unreachable
-        gone = [b for b in self.in_flight if is_unreachable or b in lost or b in told]
+        gone = [
+            b for b in self.in_flight if is_unreachable or b in lost or b in reported
+        ]
         self.absent = frozenset(gone)
         for index in self.absent - before:
             if self.in_flight[index].is_step:

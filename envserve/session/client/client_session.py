@@ -1,8 +1,8 @@
 """The client's half: attaches, sends operations, and pairs answers with them.
 
 `states` has the theory; `attachment` gets envs, `requests` sends and sends again,
-`operations` knows the blocks. A request is in flight until it is answered or its lease
-is lost, however long its caller waits: no result is taken for that of another.
+`client_blocks` tracks the blocks. A request is in flight until it is answered or its
+lease is lost, however long its caller waits: no result is taken for that of another.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from envserve.errors import (
     ServerError,
 )
 from envserve.lane import Block, Call, Outcome, Reset
+from envserve.session.client.attachment import Attachment
 from envserve.session.client.client_blocks import ClientBlocks
-from envserve.session.client.failover import MovingAttachment
 from envserve.session.client.liveness import PING_SECONDS, Timeouts, UnsolicitedLimit
 from envserve.session.client.requests import Request, Requests
 from envserve.session.states import ClientState
@@ -80,7 +80,7 @@ class ClientSession:
         self.late_messages = 0
         self.requests = requests = Requests(session, now)
         self.outbox = requests.outbox
-        self.attachment = MovingAttachment(address, attach, requests, timeouts, client)
+        self.attachment = Attachment(address, attach, requests, timeouts, client)
         self._machine = self.attachment.machine
         self._unsolicited = UnsolicitedLimit()
 
@@ -100,7 +100,7 @@ class ClientSession:
         return self.attachment.error
 
     @property
-    def given_up(self) -> EnvserveError | None:
+    def give_up_error(self) -> EnvserveError | None:
         """Why nobody should wait any more for envs that it goes on to ask for."""
         loss = self.attachment.loss
         return None if loss is None else loss.given_up
@@ -177,7 +177,7 @@ class ClientSession:
             self.refuse(operations.violation)
         return outcomes
 
-    def lose(self, text: str, now: float) -> None:
+    def invalidate(self, text: str, now: float) -> None:
         """Gives the envs back, and asks for others; forgets what is in flight.
 
         It may be called whatever an interrupt has left half done.
@@ -198,7 +198,7 @@ class ClientSession:
         """Notes that the transport can send, for the first time or anew."""
         self.requests.liveness.note_connected()
         if self.state is ClientState.CONNECTING:
-            self.attachment.say_hello(now)
+            self.attachment.send_hello(now)
         elif self.requests.waiting:
             self.requests.resend_all(now)
         elif self.state is ClientState.READY:
@@ -213,11 +213,11 @@ class ClientSession:
         try:
             message = decode(frames)
         except RemoteProtocolError:
-            return self._note_unsolicited("no message", frames, now)
+            return self._count_unsolicited("no message", frames, now)
         requests = self.requests
         handler, state = _HANDLERS.get(message.type), self._machine.state
         if handler is None or message.session != requests.session or state in _OVER:
-            return self._note_unsolicited(message.type, frames, now)
+            return self._count_unsolicited(message.type, frames, now)
         liveness, operations = requests.liveness, self.attachment.operations
         if liveness.is_unreachable or now - liveness.silent_since > PING_SECONDS:
             if liveness.is_unreachable and operations is not None:
@@ -228,16 +228,16 @@ class ClientSession:
         # Not of a WELCOME that nobody waits for: it may be of a server of the past.
         is_welcome = message.type is MessageType.WELCOME
         if requests.boot not in (0, message.boot) and not is_welcome:
-            return self.attachment.note_restart(now)
+            return self.attachment.handle_restart(now)
         try:
             if not handler(self, message, now):
-                self._note_unsolicited(message.type, frames, now)
+                self._count_unsolicited(message.type, frames, now)
             elif message.type in _NEWS:
-                self._note_unsolicited(message.type, frames, now, 0)
+                self._count_unsolicited(message.type, frames, now, 0)
         except RemoteProtocolError as error:
             self.refuse(error)
 
-    def _note_unsolicited(
+    def _count_unsolicited(
         self, what: int | str, frames: Sequence[Buffer], now: float, num_late: int = 1
     ) -> None:
         """Counts what answers nothing; ends the session if that has no end."""
@@ -326,7 +326,7 @@ def _on_absent(session: ClientSession, message: Message, now: float) -> bool:
     request = requests.waiting.get(message.request)
     if request is None or operations is None or message.epoch != requests.epoch:
         return False
-    operations.note_absent(request, message)
+    operations.mark_absent(request, message)
     request.resend_at = now + request.delay  # the server has it
     return True
 

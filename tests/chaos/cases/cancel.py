@@ -142,7 +142,7 @@ def _timed_out_receive(driver: Driver) -> bool:
     """Sends, and does not wait long enough; returns whether that timed out."""
     has_timed_out = False
     driver.send(np.arange(_NUM_ENVS))
-    while driver.batch.num_out:
+    while driver.batch.num_in_flight:
         with contextlib.suppress(EnvTimeout):
             driver.receive(0.0 if not has_timed_out else None)
             continue

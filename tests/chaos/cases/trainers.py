@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from benchmarks.lab.processes import is_running, with_descendants
-from envserve.client.link.connection import ask_welcome
+from envserve.client.link.probe import request_welcome
 from envserve.errors import EnvsBusy, EnvTimeout, LeaseLost, ServerLost
 from envserve.slab import Status
 from tests.chaos.batches import remote_driver, running_servers
@@ -119,7 +119,7 @@ def _kill_with_workers(trainer: subprocess.Popen[str], trial: Trial) -> float:
 
 
 def _wait_until_free(server: ServerProcess, num_envs: int, trial: Trial) -> None:
-    while ask_welcome(server.address, 10.0).free_envs < num_envs:
+    while request_welcome(server.address, 10.0).free_envs < num_envs:
         trial.check_time()
         time.sleep(_LOOK_SECONDS)
 

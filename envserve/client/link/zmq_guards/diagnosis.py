@@ -226,7 +226,7 @@ class Diagnosis:
         self._thread: threading.Thread | None = None
         self._refusal: ConnectError | None = None
 
-    def look(self, now: float) -> ConnectError | None:
+    def poll(self, now: float) -> ConnectError | None:
         """Returns why there is no connection, as far as that is found.
 
         To be called as long as there is none.

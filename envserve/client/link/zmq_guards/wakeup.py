@@ -1,7 +1,8 @@
-"""What comes over a connection: what shows it, and how much of it is no message yet.
+"""A descriptor for messages that arrive, and a limit for a message that does not end.
 
-ZeroMQ bounds neither how many frames a message has, nor what it holds of one that does
-not end; and it tells nobody before the end. The kernel counts bytes.
+ZeroMQ limits neither the number of frames of a message, nor the bytes that it stores of
+an unfinished one, and it reports a message only when it is complete. So the bytes that
+the kernel has received over the connection are counted.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import os
 import selectors
 import socket
+import stat
 import struct
 import sys
 from typing import Final
@@ -18,17 +20,17 @@ import zmq
 
 from envserve.wire.sockets import FrameReceiver
 
-__all__ = ["Descriptor", "Pending"]
+__all__ = ["ByteCounter", "Waker"]
 
 #: Of Linux's `tcp_info`, as far as what it counts as received.
 _RECEIVED: Final = struct.Struct("=128xQ")
 
 
-class Pending:
+class ByteCounter:
     """Counts the bytes of a connection since its last message; on Linux, over TCP."""
 
     def __init__(self, receiver: FrameReceiver, address: str) -> None:
-        """Begins; `receiver` reads from the socket that connects to the address."""
+        """Count for the socket that `receiver` reads and that connects to `address`."""
         self._receiver = receiver
         port = address.rpartition(":")[2]
         is_counted = sys.platform == "linux" and address.startswith("tcp:")
@@ -38,7 +40,7 @@ class Pending:
         self._fd: int | None = -1  # of the last message; None if nobody has asked
 
     def count(self, is_connected: bool) -> int:
-        """Returns how many, at most; to be asked after each look at the connection."""
+        """Return an upper limit of these bytes; call after each poll of the socket."""
         receiver = self._receiver
         if is_connected != self._is_connected or not self._port:
             self._is_connected, self._fd, self._num_bytes = is_connected, -1, 0
@@ -61,28 +63,29 @@ class Pending:
 
 
 def _bytes_received(fd: int, port: int) -> int:
-    """Returns what has come over a connection to a port; 0 for anything else."""
-    # It is ZeroMQ's, and may be another one's by now.
+    """Return the bytes received over a connection to a port; 0 for anything else."""
+    # ZeroMQ owns the descriptor and may have closed it. Python closes a duplicate: if
+    # an interrupt made it close ZeroMQ's own, libzmq would abort the process.
     with contextlib.suppress(OSError, IndexError, struct.error):
-        borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fd)
-        try:
-            if borrowed.getpeername()[1] == port:
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            return 0
+        kind = socket.AF_INET, socket.SOCK_STREAM
+        with socket.socket(*kind, fileno=os.dup(fd)) as duplicate:
+            if duplicate.getpeername()[1] == port:
                 size = _RECEIVED.size
-                info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
+                info = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
                 return int(_RECEIVED.unpack(info)[0])
-        finally:
-            borrowed.detach()
     return 0
 
 
-class Descriptor:
-    """One descriptor for what comes, and for what somebody else has received.
+class Waker:
+    """A descriptor that is readable when a message arrives, or after `wake`.
 
-    ZeroMQ's own shows an edge, which whoever receives consumes.
+    ZeroMQ's own descriptor signals an event once, to the first thread that receives.
     """
 
     def __init__(self) -> None:
-        """Joins ZeroMQ's, once there is one to `watch`, with a wake-up of our own."""
+        """Make a descriptor that only `wake` makes readable until `watch` is called."""
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._is_awake = False  # whether a byte is in that pair
@@ -91,31 +94,31 @@ class Descriptor:
         self._watched: int | None = None
 
     def watch(self, descriptor: int) -> None:
-        """Shows another descriptor of ZeroMQ's from now on."""
+        """Watch this descriptor of ZeroMQ instead of the previous one."""
         before, self._watched = self._watched, descriptor
         if before is not None:
             self._selector.unregister(before)
         self._selector.register(descriptor, selectors.EVENT_READ)
 
     def fileno(self) -> int:
-        """Returns the descriptor."""
+        """Return the descriptor."""
         return self._selector.fileno()
 
     def wake(self) -> None:
-        """Makes it readable, until `sleep`."""
+        """Make the descriptor readable until `sleep`."""
         if not self._is_awake:
             self._is_awake = True
             self._writer.send(b"!")
 
     def sleep(self) -> None:
-        """Lets it show again only what comes."""
+        """Undo `wake`."""
         if self._is_awake:
             with contextlib.suppress(BlockingIOError):
                 self._reader.recv(64)
             self._is_awake = False
 
     def close(self) -> None:
-        """Closes all of it."""
+        """Close all descriptors except ZeroMQ's."""
         self._selector.close()
         self._reader.close()
         self._writer.close()

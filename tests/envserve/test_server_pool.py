@@ -13,8 +13,8 @@ import pytest
 
 from envserve.client.link import server_pool as module
 from envserve.client.link.connection import Connection
-from envserve.client.link.server_pool import Fleet
-from envserve.client.link.session_driver import Exchange
+from envserve.client.link.server_pool import ServerPool
+from envserve.client.link.session_driver import SessionDriver
 from envserve.client.link.zmq_guards.diagnosis import Finding
 from envserve.errors import ConnectError, KeyFileError
 from envserve.keys.key_folder import KeyFolder
@@ -44,16 +44,16 @@ def welcome(free_envs: int) -> Welcome:
 
 
 @pytest.fixture
-def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+def server_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerPool]:
     """One of servers that do not answer."""
-    monkeypatch.setattr(module, "ask_welcome", silence)
-    fleet = Fleet(ADDRESSES, insecure=True)
-    yield fleet
-    fleet.leave(None, time.monotonic() + 120)
+    monkeypatch.setattr(module, "request_welcome", silence)
+    server_pool = ServerPool(ADDRESSES, insecure=True)
+    yield server_pool
+    server_pool.leave(None, time.monotonic() + 120)
 
 
 def test_silent_servers_are_asked_at_the_same_time(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
+    server_pool: ServerPool, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
 ) -> None:
     all_are_asked = threading.Barrier(len(ADDRESSES))
 
@@ -63,9 +63,9 @@ def test_silent_servers_are_asked_at_the_same_time(
 
     monkeypatch.setattr(module, "diagnose_connection", diagnose)
     since = time.monotonic()
-    fleet.is_gone(ADDRESSES[0], since)
-    wait_until(lambda: fleet.looked_at >= since, 240)
-    gone = [fleet.is_gone(address, since) for address in ADDRESSES]
+    server_pool.is_gone(ADDRESSES[0], since)
+    wait_until(lambda: server_pool.polled_at >= since, 240)
+    gone = [server_pool.is_gone(address, since) for address in ADDRESSES]
     assert gone == [False, True, True, True]
 
 
@@ -73,31 +73,31 @@ def test_a_silent_server_is_gone_once_its_source_lists_it_no_more(
     monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil, tmp_path: Path
 ) -> None:
     """As of a host that has vanished: nobody says that nobody listens there."""
-    monkeypatch.setattr(module, "ask_welcome", silence)
+    monkeypatch.setattr(module, "request_welcome", silence)
     monkeypatch.setattr(module, "diagnose_connection", lambda *_: Finding.NOBODY)
     listed, vanished = ADDRESSES[:2]
     source = tmp_path / "servers"
     source.write_text(f"{listed}\n{vanished}")
-    fleet = Fleet([f"file://{source}"], insecure=True)
-    fleet.places = {0: listed, 1: vanished}
+    server_pool = ServerPool([f"file://{source}"], insecure=True)
+    server_pool.locations = {0: listed, 1: vanished}
 
     def gone() -> list[bool]:
         since = time.monotonic()
-        fleet.is_gone(listed, since)
-        wait_until(lambda: fleet.looked_at >= since, 240)
-        return [fleet.is_gone(address, since) for address in (listed, vanished)]
+        server_pool.is_gone(listed, since)
+        wait_until(lambda: server_pool.polled_at >= since, 240)
+        return [server_pool.is_gone(address, since) for address in (listed, vanished)]
 
     assert gone() == [False, False]
     source.write_text(listed)
     assert gone() == [False, True]
     source.unlink()  # that tells of nobody
     assert gone() == [False, False]
-    fleet.places = {}
-    fleet.leave(None, time.monotonic() + 120)
+    server_pool.locations = {}
+    server_pool.leave(None, time.monotonic() + 120)
 
 
 def test_only_the_last_lane_waits_for_a_look_and_not_for_longer_than_it_may(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    server_pool: ServerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_end = threading.Event()
 
@@ -105,24 +105,24 @@ def test_only_the_last_lane_waits_for_a_look_and_not_for_longer_than_it_may(
         may_end.wait()
         silence()
 
-    monkeypatch.setattr(module, "ask_welcome", wait)
+    monkeypatch.setattr(module, "request_welcome", wait)
     for who, address in enumerate(ADDRESSES):
-        fleet.places[who] = address
+        server_pool.locations[who] = address
     since = time.monotonic()
-    fleet.is_gone(ADDRESSES[0], since)
-    *others, last = list(fleet.places)
+    server_pool.is_gone(ADDRESSES[0], since)
+    *others, last = list(server_pool.locations)
     for lane in others:
-        fleet.leave(lane, since + FOREVER_SECONDS)
-    fleet.leave(last, since)
-    assert fleet.looked_at < since
+        server_pool.leave(lane, since + FOREVER_SECONDS)
+    server_pool.leave(last, since)
+    assert server_pool.polled_at < since
     may_end.set()
-    fleet.leave(last, since + FOREVER_SECONDS)
-    assert fleet.looked_at >= since
+    server_pool.leave(last, since + FOREVER_SECONDS)
+    assert server_pool.polled_at >= since
 
 
 @pytest.mark.parametrize("has_thread", [True, False])
 def test_a_look_that_fails_is_told_once_and_tried_on_after_a_pause(
-    fleet: Fleet,
+    server_pool: ServerPool,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     wait_until: WaitUntil,
@@ -136,24 +136,24 @@ def test_a_look_that_fails_is_told_once_and_tried_on_after_a_pause(
         raise RuntimeError("can't start new thread")
 
     if has_thread:
-        monkeypatch.setattr(module, "ask_servers", fail)
+        monkeypatch.setattr(module, "query_servers", fail)
     else:
         monkeypatch.setattr(threading.Thread, "start", fail)
     since = time.monotonic()
 
     def has_failed_twice() -> bool:
-        assert not fleet.is_gone(ADDRESSES[0], since)
+        assert not server_pool.is_gone(ADDRESSES[0], since)
         return len(tried) > 1
 
     wait_until(has_failed_twice, 240)
-    fleet.leave(None, time.monotonic() + 120)
-    assert fleet.looked_at >= since
+    server_pool.leave(None, time.monotonic() + 120)
+    assert server_pool.polled_at >= since
     assert tried[1] > tried[0] + module._PAUSE_SECONDS
     assert caplog.text.count("expected to look at the servers; got RuntimeError") == 1
 
 
-def test_a_server_whose_keys_cannot_be_read_is_shunned_and_the_lane_goes_on(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
+def test_a_server_whose_keys_cannot_be_read_is_excluded_and_the_lane_goes_on(
+    server_pool: ServerPool, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
 ) -> None:
     old, unreadable, fit, _ = ADDRESSES
     have = {unreadable: welcome(free_envs=8), fit: welcome(free_envs=4)}
@@ -165,24 +165,22 @@ def test_a_server_whose_keys_cannot_be_read_is_shunned_and_the_lane_goes_on(
         if address == unreadable:
             raise KeyFileError("cannot read servers: Too many open files")
 
-    monkeypatch.setattr(module, "ask_welcome", ask)
+    monkeypatch.setattr(module, "request_welcome", ask)
     monkeypatch.setattr(KeyFolder, "keys_for", keys_for)
-    monkeypatch.setattr(module, "_SHUN_SECONDS", FOREVER_SECONDS)
+    monkeypatch.setattr(module, "_EXCLUDE_SECONDS", FOREVER_SECONDS)
     session, now = attach_and_step(), 3.0
     session.attachment.address = old
     session.disconnected(1.0)
     with closing(Connection(old, insecure=True)) as connection:
-        exchange = Exchange(session, connection, fleet)
-        fleet.is_gone(old, now)
-        wait_until(lambda: fleet.looked_at >= now, 240)
-        exchange.run(now)
+        driver = SessionDriver(session, connection, server_pool)
+        server_pool.is_gone(old, now)
+        wait_until(lambda: server_pool.polled_at >= now, 240)
+        driver.run(now)
         assert state_of(session) is ClientState.READY
-        assert [session.address, connection.address, fleet.places[exchange]] == 3 * [
-            old
-        ]
-        exchange.run(now)
+        assert session.address == connection.address == old
+        assert server_pool.locations[driver] == old
+        driver.run(now)
         assert state_of(session) is ClientState.HELLO_SENT
-        assert [session.address, connection.address, fleet.places[exchange]] == 3 * [
-            fit
-        ]
-        fleet.leave(exchange, time.monotonic() + 120)
+        assert session.address == connection.address == fit
+        assert server_pool.locations[driver] == fit
+        server_pool.leave(driver, time.monotonic() + 120)

@@ -1,0 +1,90 @@
+"""Requests that need no session, over a connection of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from typing import Final
+
+from envserve.client.link.connection import SLICE_SECONDS, Connection
+from envserve.client.link.zmq_guards.diagnosis import Diagnosis
+from envserve.errors import ConnectError, RemoteProtocolError
+from envserve.wire.constants import MessageType
+from envserve.wire.handshake import (
+    ErrorBody,
+    Hello,
+    Welcome,
+    check_versions,
+    exception_of,
+)
+from envserve.wire.message import Message, decode, encode
+
+__all__ = ["request", "request_welcome"]
+
+#: How often a request is sent, because a server may close all connections at any time.
+_RESEND_SECONDS: Final = 0.5
+
+
+def request_welcome(
+    address: str, timeout_seconds: float, *, insecure: bool = False
+) -> Welcome:
+    """Return the WELCOME of a server: its envs and versions.
+
+    Raises:
+      ConnectError: No server answered in time, or as for `Connection`.
+      ProtocolMismatch: The server speaks other versions.
+      RemoteProtocolError: The peer is not an envserve server.
+    """
+    hello = Message(type=MessageType.HELLO, body=Hello(client="health").encode())
+    with contextlib.closing(Connection(address, insecure=insecure)) as connection:
+        answer = request(connection, hello, MessageType.WELCOME, timeout_seconds)
+    welcome = Welcome.decode(answer.body)
+    check_versions(welcome, address)
+    return welcome
+
+
+def request(
+    connection: Connection,
+    message: Message,
+    answer_type: MessageType,
+    timeout_seconds: float,
+) -> Message:
+    """Send a request that belongs to no session; return its answer.
+
+    Answers to earlier requests are ignored; they have other request numbers.
+
+    Raises:
+      ConnectError: No server answered in time.
+      RemoteProtocolError: The peer is not an envserve server.
+      EnvserveError: The server answered with this error.
+    """
+    address = connection.address
+    deadline = time.monotonic() + timeout_seconds
+    diagnosis = Diagnosis(address, connection.keys, timeout_seconds)
+    sent_at = -math.inf
+    while (now := time.monotonic()) < deadline:
+        if now - sent_at >= _RESEND_SECONDS and connection.send(encode(message)):
+            sent_at = now
+        is_sent = sent_at > -math.inf
+        if (refusal := diagnosis.poll(now)) is not None:
+            raise refusal
+        if (frames := connection.receive()) is None:
+            if connection.is_endless(connection.poll()[1]):
+                connection.renew(connection.max_frame_bytes)  # drops what was received
+                text = "expected messages that end; got one that does not"
+                raise RemoteProtocolError(f"{address}: {text}")
+            until = min(deadline, now + SLICE_SECONDS)
+            connection.wait(until - now, for_writing=not is_sent)
+            continue
+        answer = decode(frames)
+        if answer.request != message.request:
+            continue
+        if answer.type is MessageType.ERROR:
+            raise exception_of(ErrorBody.decode(answer.body), address)
+        if answer.type is answer_type:
+            return answer
+    but = "; something listens there, maybe of others" if is_sent else ""
+    raise ConnectError(
+        f"{address}: no server answered within {timeout_seconds:g} s{but}"
+    )
