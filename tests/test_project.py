@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
@@ -245,3 +248,61 @@ def lines_that_match(pattern: re.Pattern[str]) -> list[str]:
 def test_gate_scripts_are_executable() -> None:
     for script in ("scripts/check", ".ci/run"):
         assert os.access(ROOT / script, os.X_OK), script
+
+
+#: Private names of the product that tests use, by file; there may only be fewer.
+PRIVATE_USES = """
+    broken_servers=6 fake_lane=3 fake_workers=1 fuzzing=1 planted_bugs=3
+    planted_worker_bugs=1 test_absence=1 test_action_ring=3 test_calls=1
+    test_compiled_code=2 test_doctor=14 test_drain=1 test_encoded_batches=1
+    test_evaluate=1 test_fake_workers=3 test_fault_log=9 test_fleet=2
+    test_launcher=15 test_learners=1 test_lost_blocks=1 test_metrics_port=1
+    test_own_envs=3 test_page=1 test_page_attacked=2 test_pool=1
+    test_pool_interrupts=4 test_pool_lifetime=5 test_remote_lane=5
+    test_remote_lane_interrupts=1 test_replay=1 test_screen=2 test_seeds=5
+    test_server_shell=7 test_session_reports=1 test_status=3 test_status_command=3
+    test_stderr_pipes=8 test_update=1 test_vector_env=4 test_vector_infos=1
+    test_visualize=1 test_zap=4 thief=3 trainer=1
+"""
+
+
+def defined_names(tree: ast.AST) -> Iterator[str]:
+    """Yield what a module binds: functions, classes, variables and attributes."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name
+            case ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case ast.Attribute(ast.Name("self" | "cls"), attr=name, ctx=ast.Store()):
+                yield name
+
+
+def used_names(tree: ast.AST) -> Iterator[str]:
+    """Yield attributes that are read, names that are imported, or that are patched."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name):
+                yield name
+            case ast.ImportFrom(str(module), names) if module[:3] in ("env", "ppo"):
+                yield from (alias.name for alias in names)
+            case ast.Call(func=ast.Attribute(attr="setattr" | "object"), args=args):
+                texts = (each.value for each in args if isinstance(each, ast.Constant))
+                yield from (str(text).rpartition(".")[2] for text in texts)
+
+
+def test_tests_use_no_more_private_names_of_the_product() -> None:
+    def trees(folder: str) -> Iterator[tuple[str, ast.AST]]:
+        for path in (ROOT / folder).rglob("*.py"):
+            yield path.stem, ast.parse(path.read_text())
+
+    product = [*trees("envserve"), *trees("ppo")]
+    names = {name for _, tree in product for name in defined_names(tree)} - {"_make"}
+    private = {name for name in names if re.match("_[^_]", name)}
+    found = Counter[str]()
+    for file, tree in trees("tests"):
+        foreign = private - {*defined_names(tree)}
+        found[file] += sum(name in foreign for name in used_names(tree))
+    allowed = {file: int(n) for file, n in re.findall(r"(\w+)=(\d+)", PRIVATE_USES)}
+    more = {file: n for file, n in found.items() if n > allowed.get(file, 0)}
+    assert more == {}, "use what is public, or an argument of a constructor"

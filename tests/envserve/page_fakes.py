@@ -108,7 +108,7 @@ class FakeObserver:
     """Asks a FakeServer as an Observer would ask a real one."""
 
     def __init__(self, server: FakeServer) -> None:
-        self._server = server
+        self.server = server
 
     def __enter__(self) -> Self:
         return self
@@ -117,9 +117,9 @@ class FakeObserver:
         pass
 
     def status(self, timeout: float) -> ServerStatus:
-        if self._server.error:
-            raise self._server.error
-        return self._server.status
+        if self.server.error:
+            raise self.server.error
+        return self.server.status
 
     def frames(
         self,
@@ -129,7 +129,7 @@ class FakeObserver:
         timeout: float,
         after: Sequence[int] = (),
     ) -> list[RenderedFrame]:
-        server = self._server
+        server = self.server
         if server.error:
             raise server.error
         if lease not in {each.number for each in server.status.leases}:

@@ -23,7 +23,7 @@ class Talkative(FakeObserver):
 
     def frames(self, *asked: Any) -> list[RenderedFrame]:
         (wanted,) = super().frames(*asked)
-        first = self._server.ticks = self._server.ticks + 100
+        first = self.server.ticks = self.server.ticks + 100
         return [replace(wanted, row=first + row, serial=first) for row in range(100)]
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
@@ -19,6 +20,7 @@ from ppo.agent.normalize import ReturnScale
 from ppo.config import Config
 from ppo.errors import LearnerLostError
 from ppo.learners import ALONE, Learners
+from ppo.learning.samples import Steps
 from ppo.learning.update import Updater
 from ppo.rollout import Rollout
 from ppo.run_folder import checkpoint
@@ -56,13 +58,13 @@ def rollout_of_all(agent: Agent) -> Rollout:
     return rollout
 
 
-def updated(config: Config, learners: Learners, updater_of: Any = Updater) -> Any:
+def updated(config: Config, learners: Learners) -> Any:
     """Update once on the learner's envs; returns numbers, and all that has changed."""
     agent = Agent(BOX, ACTIONS, config)
     share = config.share_of(learners.num)
     own = slice(learners.index * share.num_envs, (learners.index + 1) * share.num_envs)
     rollout = tf.nest.map_structure(lambda rows: rows[:, own], rollout_of_all(agent))
-    updater = updater_of(agent, share, learners=learners)
+    updater = Updater(agent, share, learners=learners)
     scale = ReturnScale(share.num_envs, config.discount)
     scale.update(rollout.reward, rollout.done, rollout.valid, learners)
     metrics = updater.update(rollout, reward_scale=scale.factor, seed=(3, 4))
@@ -75,32 +77,28 @@ def updated(config: Config, learners: Learners, updater_of: Any = Updater) -> An
 def expected(config: Config) -> Any:
     """Do the same alone, with minibatches of which each half has the same steps."""
 
-    class _Halves(Updater):
-        def __init__(self, *arguments: Any, **named: Any) -> None:
-            super().__init__(*arguments, **named)
-            horizon, half = config.horizon, config.num_envs // 2
+    horizon, half = config.horizon, config.num_envs // 2
 
-            def shuffle(samples: Any, count: int, seed: tf.Tensor) -> Any:
-                order = tf.argsort(tf.random.stateless_uniform([horizon * half], seed))
+    def shuffle(_: Steps, samples: Any, count: int, seed: tf.Tensor) -> Any:
+        order = tf.argsort(tf.random.stateless_uniform([horizon * half], seed))
 
-                def dealt(rows: tf.Tensor) -> tf.Tensor:
-                    inner = list(rows.shape[1:])
-                    rows = tf.reshape(rows, [horizon, 2, half, *inner])
-                    parts = [
-                        tf.reshape(rows[:, number], [horizon * half, *inner])
-                        for number in range(2)
-                    ]
-                    parts = [
-                        tf.reshape(tf.gather(part, order), [count, -1, *inner])
-                        for part in parts
-                    ]
-                    return tf.concat(parts, axis=1)
+        def dealt(rows: tf.Tensor) -> tf.Tensor:
+            inner = list(rows.shape[1:])
+            rows = tf.reshape(rows, [horizon, 2, half, *inner])
+            parts = [
+                tf.reshape(rows[:, number], [horizon * half, *inner])
+                for number in range(2)
+            ]
+            parts = [
+                tf.reshape(tf.gather(part, order), [count, -1, *inner])
+                for part in parts
+            ]
+            return tf.concat(parts, axis=1)
 
-                return tf.nest.map_structure(dealt, samples)
+        return tf.nest.map_structure(dealt, samples)
 
-            self._view.shuffle = shuffle  # type: ignore[method-assign]
-
-    return updated(config, ALONE, _Halves)
+    with mock.patch.object(Steps, "shuffle", shuffle):
+        return updated(config, ALONE)
 
 
 def num_threads() -> int:

@@ -1,7 +1,8 @@
 """What tests of runs share: a small config, makers of envs, updates, saved runs."""
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -130,10 +131,12 @@ class Learner:
         self.agent = agent
         self.rollout = rollout
         self.updater = Updater(agent, config)
+        schedules = self.updater.trackables["schedules"]
+        parts = tf.train.TrackableView(schedules).descendants()
         variables = [
             *agent.trainable_variables,
             *self.updater.optimizer.variables,
-            *self.updater._schedules.trackables.values(),
+            *(part for part in parts if isinstance(part, tf.Variable)),
         ]
         self.start = [(variable, variable.numpy()) for variable in variables]
 
@@ -153,6 +156,14 @@ class Learner:
         """Do the same; returns the parameters, too."""
         metrics = self.update(rollout, **named)
         return metrics, parameters(self.agent)
+
+
+@contextlib.contextmanager
+def traced_already(function: str) -> Iterator[None]:
+    """Fail if an agent's function is traced: in a compiled graph none is called."""
+    error = AssertionError("expected the graph that there is; got another one traced")
+    with mock.patch.object(Agent, function, side_effect=error):
+        yield
 
 
 def copy(rollout: Rollout) -> Rollout:

@@ -1,5 +1,6 @@
 """Rollouts that are collected while an update runs: data, failures, resuming."""
 
+import itertools
 import shutil
 import threading
 from collections.abc import Iterator
@@ -77,20 +78,18 @@ def test_envs_step_while_an_update_runs(
 ) -> None:
     """The update waits for the last step of the rollout after it, and gets it."""
     maker, update, asked = Maker(eights), Updater.update, threading.Event()
-    steps = iter(range(1, 65))
+    steps, updates = iter(range(1, 65)), itertools.count()
 
     def waiting(self: Updater, *arguments: Any, **named: Any) -> dict[str, float]:
-        if self._waited < 3:  # type: ignore[attr-defined]
+        if next(updates) < 3:
             assert asked.wait(60)
             asked.clear()
-        self._waited += 1  # type: ignore[attr-defined]
         return update(self, *arguments, **named)
 
     def on_step() -> None:
         if (number := next(steps)) > 8 and number % 8 == 0:
             asked.set()
 
-    monkeypatch.setattr(Updater, "_waited", 0, raising=False)
     monkeypatch.setattr(Updater, "update", waiting)
     assert run(tmp_path / "run", OVERLAP, maker, on_step=on_step).is_finished
     assert len(maker.made[0].actions) == 32
