@@ -1,7 +1,8 @@
 """The `envserve` program.
 
-A container's health is asked every 2 s: `envserve health` loads neither other commands
-nor what reads their options, which would cost more than the question.
+Containers ask `envserve health` every 2 s. A plain question is answered here, without
+loading the other commands and what reads their options, which would take longer than
+the answer.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Runs the command that the arguments name."""
+    """Run the command that the arguments name."""
     try:
         if sys.argv[1:2] == ["health"]:
-            _ask_health(sys.argv[2:])
+            _answer_health(sys.argv[2:])
         from envserve.cli.app import main as run
 
         run()
-    except KeyboardInterrupt:  # while it was still loading
+    except KeyboardInterrupt:  # during the imports
         sys.exit(130)
 
 
-def _ask_health(words: list[str]) -> None:
-    """Ends the process with an answer, if that is what the words plainly ask for."""
+def _answer_health(words: list[str]) -> None:
+    """Answer a plain question and exit; return if the words are anything else."""
     from envserve.monitoring.health_probe import probe
 
     options = probe.__kwdefaults__ or {}
@@ -37,7 +38,7 @@ def _ask_health(words: list[str]) -> None:
             name[2:]: float(value) if value else True for name, value in found
         }
     except (getopt.GetoptError, ValueError):
-        return  # `envserve.cli.app` says what is wrong, or shows the help
+        return  # `envserve.cli.app` prints the error, or the help
     if given.get("timeout", 1.0) > 0:
         code, text = probe(address, **given)
         if code:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
@@ -51,6 +52,7 @@ __all__ = [
     "WorkerSettings",
     "check_ranges",
     "convert",
+    "convert_field",
     "convert_fields",
     "field_docs",
 ]
@@ -101,11 +103,18 @@ _Seconds = Annotated[float, Meta(gt=0)]
 def convert(value: Any, kind: type[Type], *, is_strict: bool = True) -> Type:
     """Brings a plain value to a type, within the bounds that are annotated.
 
+    Args:
+      value: Plain value.
+      kind: Type to convert it to.
+      is_strict: Whether text stays text; otherwise "3" is converted to a number, and
+        to any class that takes text, such as Path.
+
     Raises:
       ValueError: It is not of that type; says what was expected, and where.
     """
+    construct = None if is_strict else lambda each, text: each(text)
     try:
-        return msgspec.convert(value, kind, strict=is_strict)
+        return msgspec.convert(value, kind, strict=is_strict, dec_hook=construct)
     except msgspec.ValidationError as error:
         text = str(error)
         for word, words in _WORDS.items():
@@ -123,12 +132,35 @@ def check_ranges(rules: Iterable[KwargRule]) -> None:
             raise ValueError(f"expected a range from low to high; got {rule!r:.200}")
 
 
+def convert_field(name: str, value: Any, hint: Any, *, is_strict: bool = True) -> Any:
+    """Return the value of a field, converted to its annotated type.
+
+    Raises:
+      ValueError: It does not fit; the message has the name, what was expected, and what
+        was found.
+    """
+    try:
+        return convert(value, hint, is_strict=is_strict)
+    except ValueError as error:
+        expected, _, where = str(error).partition(" - at ")
+        expected = expected.partition(", got ")[0]
+        if get_origin(hint) is Literal:
+            expected = f"expected one of {', '.join(get_args(hint))}"
+        if where.startswith("`key` in "):
+            expected += " as a key"
+        for meta in getattr(hint, "__metadata__", ()):
+            if examples := getattr(meta, "examples", None):
+                expected += f", such as {examples[0]}"
+        index = where.rpartition("$")[2].rstrip("`")
+        text = f"{name}{index}: {expected}; got {value!r:.200}"
+        raise ValueError(text) from None
+
+
 def convert_fields(settings: Any) -> list[str]:
     """Convert each field of a dataclass in place to its annotated type.
 
     Returns:
-      One message for each field that does not fit: the name, what was expected, and
-      what was found.
+      The message of `convert_field` for each field that does not fit.
     """
     errors, kind = [], cast(Any, type(settings))
     for name, hint in _hints_of(kind).items():
@@ -136,33 +168,25 @@ def convert_fields(settings: Any) -> list[str]:
         if getattr(value, "shape", None) == ():  # a NumPy scalar
             value = value.item()
         try:
-            vars(settings)[name] = convert(value, hint)
+            vars(settings)[name] = convert_field(name, value, hint)
         except ValueError as error:
-            expected, _, where = str(error).partition(" - at ")
-            expected = expected.partition(", got ")[0]
-            if get_origin(hint) is Literal:
-                expected = f"expected one of {', '.join(get_args(hint))}"
-            if where.startswith("`key` in "):
-                expected += " as a key"
-            for meta in getattr(hint, "__metadata__", ()):
-                expected += f", such as {meta.examples[0]}" if meta.examples else ""
-            index = where.rpartition("$")[2].rstrip("`")
-            errors.append(f"{name}{index}: {expected}; got {value!r:.200}")
+            errors.append(str(error))
     return errors
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """Return the docstring below each field that a class declares, by field name."""
-    (body,) = ast.parse(inspect.getsource(kind)).body
-    assert isinstance(body, ast.ClassDef)
-    docs = {}
-    for pair in pairwise(body.body):
-        match pair:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name)),
-                ast.Expr(value=ast.Constant(value=str(text))),
-            ):
-                docs[name] = " ".join(text.split())
+    """Return the docstrings below the fields of a dataclass and its bases, by name."""
+    docs, bases = {}, {(each.__module__, each.__name__) for each in kind.__mro__[:-1]}
+    for module in {module for module, _ in bases}:
+        for part in ast.parse(inspect.getsource(sys.modules[module])).body:
+            is_base = (module, getattr(part, "name", "")) in bases
+            for pair in pairwise(getattr(part, "body", ()) if is_base else ()):
+                match pair:
+                    case (
+                        ast.AnnAssign(target=ast.Name(id=name)),
+                        ast.Expr(value=ast.Constant(value=str(text))),
+                    ):
+                        docs[name] = " ".join(text.split())
     return docs
 
 
@@ -225,87 +249,100 @@ class WorkerSettings(_Checked):
     """What the workers of a host are, and what limits them."""
 
     num_workers: _Count = field(default_factory=num_cores)
-    """Most worker processes that one client gets; by default one per core."""
+    """Maximum number of worker processes for one client; by default, one per core."""
     import_modules: tuple[str, ...] = ()
-    """Module or file that registers envs or wrappers; repeatable."""
+    """Module or Python file that registers envs or wrappers; repeatable."""
     step_timeout_seconds: _Seconds = 30.0
-    """Seconds that one env's step may take; then its worker is killed."""
+    """Seconds that a step of one env may take; after that, its worker is killed."""
     reset_timeout_seconds: _Seconds = 120.0
-    """Seconds that one env's reset or start may take."""
+    """Seconds that building or resetting one env may take; after that, its worker is
+    killed."""
     max_restarts: Annotated[int, Meta(ge=0)] = 5
-    """How often a worker that ends without a step in between is replaced, before its
-    envs are given up."""
+    """Number of restarts of a failing worker in a row, without a successful step in
+    between; after that, its envs are lost for good."""
     max_row_mib: Annotated[int, Meta(ge=0)] | None = None
-    """Most MiB of shared memory for all rows of one user; by default any."""
+    """Maximum MiB of shared memory for all rows of one user; by default, unlimited."""
     max_infos_kib: Annotated[int, Meta(ge=1, le=1 << 15)] = 64
-    """Most KiB of a row's infos; beyond that the largest keys are left out."""
+    """Maximum KiB of infos per row; beyond that, the largest keys are left out."""
     crash_dir: str | None = ""
-    """Folder for repro files of crashes, by default one of this user's under the
-    system's temporary folder; 'none' for no files."""
+    """Folder for the repro files of crashes, or 'none' to write no files; by default, a
+    folder of this user in the system's temporary folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostSettings(WorkerSettings):
-    """What a host allows its clients, and how it serves them.
+    """What a host offers its clients, and how it serves them.
 
-    Envs, arguments and attributes that are not named here are refused. The lines below
-    the fields are the help of `envserve start`.
+    Envs, arguments and attributes that are not named here are refused. The docstring
+    below each field is the help of its option of `envserve start`.
     """
 
     envs_per_worker: _Count = 64
-    """With --workers, how many envs all clients may have."""
+    """Number of envs per worker process: all clients together may lease this number
+    times --workers."""
     env_names: tuple[str, ...] | None = None
-    """Env to offer, as the arguments; repeatable. By default, all registered."""
+    """Env to offer, in the forms of the ENV argument; repeatable. By default, all
+    registered envs are offered."""
     vector_envs: tuple[str, ...] = ()
-    """Env of which a worker steps all rows in one call, by its vector_entry_point;
-    repeatable. For others, clients may ask for that."""
+    """Env whose rows a worker steps in one call, through its vector_entry_point;
+    repeatable. Other envs are stepped that way only for clients that request it."""
     binds: Annotated[tuple[str, ...], Meta(min_length=1)] = ("tcp://127.0.0.1:5555",)
-    """tcp://host:port or ipc://path; repeatable; port 0 is any."""
+    """Address to listen on: tcp://HOST:PORT, where port 0 is any free port, or
+    ipc://PATH; repeatable."""
     exposed: frozenset[ExposeRule] = frozenset()
-    """Attribute that clients may get and call, or get:NAME, set:NAME, call:NAME;
-    repeatable."""
+    """Env attribute that clients may get and call, by its NAME; or one kind of access,
+    as get:NAME, set:NAME or call:NAME; repeatable."""
     allowed_kwargs: frozenset[KwargRule] = frozenset()
-    """Env argument that clients may set to numbers and bools, or NAME:int[0,10],
-    NAME:float[0,1], NAME:bool, 'NAME:a|b', NAME:any (paths too); repeatable."""
+    """Constructor argument that clients may set: NAME for numbers and bools,
+    NAME:int[0,10], NAME:float[0,1], NAME:bool or 'NAME:a|b' for some values, NAME:any
+    for all, including paths; repeatable."""
     max_processes: _Count = field(default_factory=lambda: 4 * num_cores())
-    """Most worker processes of all clients, of which one key gets three quarters, or
-    --workers if that is more; by default four per core."""
+    """Maximum number of worker processes of all clients, and at least --workers; by
+    default, four per core. One key may use three quarters of them, or --workers if that
+    is more."""
     lease_seconds: Annotated[float, Meta(gt=0, lt=2.0**63)] = 60.0
-    """Silence after which a client's envs are given up."""
+    """Seconds without a message from a client after which its lease expires and its
+    envs are released."""
     # What follows takes less than 2 s more, and whoever runs a container kills it
     # after 10 s by default.
     drain_grace_seconds: Annotated[float, Meta(ge=0, lt=2.0**63)] = 8.0
-    """Seconds for running episodes to end in after SIGTERM."""
+    """Seconds after SIGTERM in which running episodes may end."""
     max_message_mib: _Count = 1
-    """Longest message accepted from a client."""
+    """Maximum MiB of one message from a client."""
     max_unread_mib: _Count = 64
-    """What a client may leave unread of long answers, beside one for each block."""
+    """Maximum MiB of large replies that wait for one user to read them; further ones
+    are dropped, except the first of each block."""
     max_total_unread_mib: _Count = 256
-    """What all clients may leave unread of them."""
+    """Maximum MiB of large replies that wait for all users together to read them;
+    further ones are dropped, except the first of each block."""
     debug_errors: bool = False
-    """Tell clients where files of this host are, in tracebacks."""
+    """Include the paths of this host's files in tracebacks that clients get."""
     worker_env: tuple[str, ...] | None = None
-    """Environment variable that workers get; repeatable. By default, all but those
-    that begin with ENVSERVE_."""
+    """Environment variable that is passed to workers; repeatable. By default, all
+    variables except those that begin with ENVSERVE_."""
     worker_user: str = ""
-    """User that workers run as, by default ours; for servers that root starts."""
+    """User that workers run as; by default, the user of the server. Only root can start
+    such a server."""
     worker_memory_mib: Annotated[int, Meta(ge=0)] = 0
-    """Most MiB of address space that a worker gets; 0: any."""
+    """Maximum MiB of address space of one worker; 0 is unlimited."""
     worker_processes: Annotated[int, Meta(ge=0)] = 0
-    """Most processes and threads that the user of workers may have; 0: any."""
+    """Maximum number of processes and threads of the user that workers run as; 0 is
+    unlimited."""
     max_buffered_mib: _Count = 256
-    """Memory that messages on their way may take, before all connections are closed
-    and made anew."""
+    """Maximum MiB by which buffered messages may grow the server's memory; beyond that,
+    the server closes all connections, and clients connect again."""
     audit: str | None = None
-    """File to append a line of JSON to for whatever a client is given, denied, or
-    loses; only this user can read it."""
+    """File to append one JSON line to whenever a client is granted, refused or loses
+    something; only the user of the server can read it."""
     metrics_port: Annotated[int, Meta(ge=0, le=65535)] | None = None
-    """Port where Prometheus reads metrics over http, without a key; 0 is any."""
+    """Port on which Prometheus reads metrics over http, without a key; 0 is any free
+    port. By default, there are no metrics."""
     metrics_host: str = "127.0.0.1"
-    """Address of that port; by default, only this host reaches it."""
+    """Address on which the metrics port listens; by default, only this host can reach
+    it."""
     insecure_no_auth: bool = False
-    """Use no keys on tcp: whoever reaches an address can use the server, and read and
-    change its traffic."""
+    """Use no keys on tcp: everyone who can reach an address can use the server, and
+    read and change its traffic."""
 
     def __post_init__(self) -> None:
         """Checks everything; raises ValueError."""

@@ -37,7 +37,7 @@ SERVICES = resolve_without_docker()
 def output_of(program: str, *words: str) -> str:
     """What a console script prints, on lines wide enough to break no option."""
     finished = subprocess.run(
-        [sys.executable, "-c", f"from {program}.cli import main; main()", *words],
+        [sys.executable, "-c", f"from {program}.cli.app import main; main()", *words],
         cwd=ROOT,
         env=os.environ | {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"},
         capture_output=True,

@@ -19,6 +19,10 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
+#: Imports the program and the module of each command.
+ALL_COMMANDS = (
+    "from envserve.cli.app import PROGRAM; [*map(PROGRAM.command, PROGRAM.names)]"
+)
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = SETTINGS["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
@@ -167,11 +171,11 @@ def test_importing_ppo_loads_almost_nothing() -> None:
 
 
 def test_the_command_loads_what_a_sub_command_needs_only_for_it() -> None:
-    assert loaded_by("import envserve.cli.app") & {"numpy", "gymnasium", "zmq"} == set()
+    assert loaded_by(ALL_COMMANDS) & {"numpy", "gymnasium", "zmq"} == set()
 
 
 def test_a_probe_of_a_server_loads_no_arrays() -> None:
-    loaded = loaded_by("import envserve.cli.app, envserve.client.link.connection")
+    loaded = loaded_by(f"{ALL_COMMANDS}; import envserve.client.link.connection")
     loaded |= loaded_by("import envserve.monitoring.health_probe")
     assert {"envserve", "zmq"} <= loaded
     assert loaded & {"numpy", "gymnasium", "msgpack", "asyncio"} == set()

@@ -1,6 +1,6 @@
-"""The commands of `envserve`; `cli` puts them together.
+"""The commands of `envserve`, each in the module of its name; `app` lists them.
 
-What takes long to load is imported once a command runs: `health` is asked every 2 s.
+Slow imports stand inside functions, so that a command loads only what it runs.
 """
 
 __all__: list[str] = []

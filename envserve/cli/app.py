@@ -1,33 +1,27 @@
-"""The `envserve` command: what it has for whom."""
+"""The `envserve` program: its commands, each in the module of its name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from envserve.cli.program import Program
 
-from envserve.cli.doctor import doctor
-from envserve.cli.envs import bench, describe, replay
-from envserve.cli.keys import app as keys
-from envserve.cli.page import demo, page
-from envserve.cli.servers import check, drain, envs, health
-from envserve.cli.start import start
-from envserve.cli.status import status, top
-from envserve.cli.terminal import make_app
+__all__ = ["PROGRAM", "main"]
 
-__all__ = ["main"]
-
-app = make_app("envserve", "Environment servers for reinforcement learning.")
-_panels: dict[str, tuple[Callable[..., None], ...]] = {
-    "See what it is": (demo,),
-    "Serve envs": (start, drain),
-    "Look at servers": (status, top, page, health, doctor, envs, check),
-    "Own envs": (describe, bench, replay),
-}
-for _panel, _commands in _panels.items():
-    for _command in _commands:
-        app.command(rich_help_panel=_panel)(_command)
-app.add_typer(keys)
+PROGRAM = Program(
+    "envserve",
+    "Serve Gymnasium environments to reinforcement learning trainers.",
+    "envserve.cli",
+    {
+        "Try it": ("demo",),
+        "Serve envs": ("start", "drain"),
+        "Inspect servers": (
+            *("status", "top", "page", "health", "doctor", "envs", "check"),
+        ),
+        "Develop envs": ("describe", "bench", "replay"),
+        "Manage keys": ("invite", "join", "clients", "keys make", "keys new"),
+    },
+)
 
 
 def main() -> None:
-    """Runs the command that the arguments name."""
-    app(prog_name="envserve")
+    """Run the command that the arguments of the process name."""
+    PROGRAM.main()

@@ -1,4 +1,4 @@
-"""`envserve doctor`: what may be in the way here, each with what to do about it."""
+"""`envserve doctor`: checks of this host and of servers, each with a remedy."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
-import typer
-
 from envserve.cli.options import Insecure, Timeout
+from envserve.cli.program import Option
 from envserve.cli.terminal import styled
 from envserve.errors import EnvserveError, KeyFileError
 
@@ -28,7 +27,7 @@ __all__ = ["doctor"]
 
 _COLOURS: Final = {"ok": 32, "warn": 33, "fail": 31}
 _DRAW_SECONDS: Final = 20.0
-#: By what draws: an env that it draws, and what to do if it does not.
+#: For each rendering package: an env that it renders, and the remedy if that fails.
 _RENDERERS: Final = {
     "pygame-ce": ("CartPole-v1", "pip install 'envserve[video]'"),
     "mujoco": (
@@ -44,29 +43,32 @@ _Finding = dict[str, str]
 
 
 def doctor(
-    addresses: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="ADDRESS", help="Server to be reached from here."),
-    ] = None,
+    addresses: Annotated[list[str] | None, Option(metavar="ADDRESS")] = None,
+    *,
     timeout: Timeout = 2.0,
     insecure: Insecure = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print a list of objects.")
-    ] = False,
-) -> None:
-    """Look at what envs, servers and trainers need here; 1 if something fails."""
+    json_: bool = False,
+) -> int:
+    """Check what envs, servers and trainers need on this host, and suggest fixes.
+
+    Exit codes: 0 if nothing fails (warnings are allowed), 1 otherwise.
+
+    Args:
+      addresses: Servers that must be reachable from here.
+      json_: Print a JSON list with one object per finding.
+    """
     findings = []
     for finding in _findings(addresses or (), timeout, insecure):
         findings.append(finding)
-        if not as_json:
+        if not json_:
             print(_shown(finding), flush=True)
-    if as_json:
+    if json_:
         print(json.dumps(findings, indent=2))
-    raise typer.Exit(int(any(finding["level"] == "fail" for finding in findings)))
+    return int(any(finding["level"] == "fail" for finding in findings))
 
 
 def _shown(finding: _Finding) -> str:
-    """Returns lines as wide as the terminal; one line where there is none."""
+    """Return a finding, wrapped to the terminal's width if there is a terminal."""
     text = "; ".join(filter(None, (finding["text"], finding["remedy"])))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1 << 16
     level = finding["level"]
@@ -103,7 +105,7 @@ def _version(package: str) -> str:
 
 
 def _are_there(lines: Sequence[str]) -> bool:
-    """Tells whether what an extra needs is there; some only, where platforms differ."""
+    """Return whether an extra is installed, as far as it is for this platform."""
     known = {line: bool(_version(re.split(r"[^\w.-]", line)[0])) for line in lines}
     return any(known.values()) and all(
         is_there or "sys_platform" in line for line, is_there in known.items()
@@ -133,10 +135,10 @@ def _resources() -> Iterator[_Finding]:
 
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_few = resource.RLIM_INFINITY != most < 4096
-    remedy = "allow 4096: ulimit -n, LimitNOFILE=, or --ulimit nofile="
+    remedy = "allow 4096: ulimit -n, LimitNOFILE= or docker run --ulimit nofile="
     yield _finding("open files", f"at most {most}", remedy if is_few else "")
     cores, total = num_cores(), os.cpu_count()
-    why = "" if cores == total else ", as far as a quota and pinning allow"
+    why = "" if cores == total else ", limited by a quota or CPU pinning"
     yield _finding("cores", f"{cores} of {total} for workers{why}")
     if sys.platform == "linux":
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -144,22 +146,26 @@ def _resources() -> Iterator[_Finding]:
         limits = cgroup_limits(Path("/"), "memory", ("limit_in_bytes",))
         limit = min([gib["MemTotal:"], *(bound[0] / 2**30 for bound in limits)])
         free = gib["MemAvailable:"]
-        remedy = "a worker takes about 0.1, a trainer 1.5; end others, or allow more"
-        text = f"{free:.1f} GiB free of {gib['MemTotal:']:.1f}"
-        text += f", {limit:.1f} for this container" * (limit < gib["MemTotal:"])
+        remedy = (
+            "a worker needs about 0.1 GiB, a trainer 1.5; stop other processes, or "
+            "raise the limit"
+        )
+        text = f"{free:.1f} of {gib['MemTotal:']:.1f} GiB free"
+        text += f", container limit {limit:.1f}" * (limit < gib["MemTotal:"])
         yield _finding("memory", text, remedy if min(free, limit) < 1 else "")
     try:
         with open(anonymous_file(), "wb") as file:
             file.write(bytes(1 << 20))
-        yield _finding("shared memory", "can be had")
+        yield _finding("shared memory", "available")
     except OSError as error:
-        yield _finding("shared memory", str(error), "allow it", fails=True)
+        remedy = "allow memfd_create, which a container's seccomp profile may forbid"
+        yield _finding("shared memory", str(error), remedy, fails=True)
     try:
         with tempfile.TemporaryFile() as file:
             file.write(bytes(1 << 16))
-        yield _finding("temporary folder", f"{tempfile.gettempdir()} takes files")
+        yield _finding("temporary folder", f"{tempfile.gettempdir()} is writable")
     except OSError as error:
-        remedy = "bench, demo, videos, crash files: make room, or set TMPDIR"
+        remedy = "free space there, or set TMPDIR, for bench, demo, videos, crash files"
         yield _finding("temporary folder", str(error), remedy)
 
 
@@ -171,7 +177,9 @@ def _port() -> _Finding:
         try:
             probe.bind(("127.0.0.1", DEFAULT_PORT))
         except OSError as error:
-            remedy = "a server may be there; else envserve start --bind tcp://HOST:PORT"
+            remedy = (
+                "use another port if no server of yours has it: envserve start --bind"
+            )
             return _finding("port", f"{DEFAULT_PORT}: {error.strerror}", remedy)
     return _finding("port", f"{DEFAULT_PORT} is free")
 
@@ -186,14 +194,14 @@ def _keys() -> _Finding:
         num_clients = len(folder.clients.grants(time.time()))
     except KeyFileError as error:
         return _finding("keys", str(error), fails=True)
-    own = " and ".join(f"a key as {role}" for role, key in keys.items() if key)
+    own = " and ".join(f"a {role} key" for role, key in keys.items() if key)
     where, own = display_path(folder.path), own or "no key yet"
-    text = f"{where}: {own}; clients known: {num_clients}"
+    text = f"{where}: {own}; known clients: {num_clients}"
     return _finding("keys", text)
 
 
 def _renderer(name: str) -> _Finding:
-    """Draws in a process of its own, since drivers crash and hang."""
+    """Render an env in another process, because drivers can crash and hang."""
     from envserve.worker.rendering import headless_variables
 
     if not _version(name):
@@ -206,12 +214,12 @@ def _renderer(name: str) -> _Finding:
             command, env=own, capture_output=True, check=True, timeout=_DRAW_SECONDS
         )
     except subprocess.TimeoutExpired:
-        return _finding(name, f"draws nothing for {_DRAW_SECONDS:g} s", remedy)
+        return _finding(name, f"renders nothing within {_DRAW_SECONDS:g} s", remedy)
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace").strip() or str(error)
-        return _finding(name, f"cannot draw: {said.splitlines()[-1]}", remedy)
-    by = f" by {own['MUJOCO_GL']}" if name == "mujoco" and "MUJOCO_GL" in own else ""
-    return _finding(name, f"draws{by}")
+        return _finding(name, f"cannot render: {said.splitlines()[-1]}", remedy)
+    by = f" with {own['MUJOCO_GL']}" if name == "mujoco" and "MUJOCO_GL" in own else ""
+    return _finding(name, f"renders{by}")
 
 
 def _server(address: str, timeout: float, insecure: bool) -> _Finding:
@@ -223,11 +231,11 @@ def _server(address: str, timeout: float, insecure: bool) -> _Finding:
             status = observer.status(timeout)
     except EnvserveError as error:
         text = str(error).removeprefix(f"{address}: ")
-        remedy = "" if ";" in text else "is a server running there, and its port open?"
+        remedy = "" if ";" in text else "start a server there, or open its port"
         return _finding(address, text, remedy, fails=True)
     text = (
         f"envserve {status.version}, {status.free_envs} of {status.total_envs} envs "
         f"free, answered after {1000 * (time.monotonic() - begun):.0f} ms"
     )
-    remedy = f"here is {ours}; install the same release"
+    remedy = f"this host has {ours}: install the same release on both"
     return _finding(address, text, "" if status.version == ours else remedy)

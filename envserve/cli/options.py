@@ -1,58 +1,76 @@
-"""Options that commands share, and what is looked at before any of them."""
+"""Types of arguments and options that several commands share, with their help."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from collections.abc import Iterable
+from typing import Annotated, Final, Literal
 
-import typer
+from msgspec import Meta
 
+from envserve.cli.program import Option
 from envserve.cli.terminal import fail
-from envserve.envs.user_envs import writable_by_others
+from envserve.envs.user_envs import is_user_env, writable_by_others
 from envserve.errors import AddressError
 
-__all__ = [
-    "Import",
-    "Insecure",
-    "Timeout",
-    "address_of",
-    "look_for_modules_here",
-    "names_here",
+__all__ = ["Address", "Addresses", "Count", "Env", "Import", "Insecure"]
+__all__ += ["LogFormat", "LogLevel", "Port", "Resources", "Seconds", "Timeout"]
+__all__ += ["address_of", "env_names", "import_from_here"]
+
+_ADDRESS: Final = (
+    "HOST, HOST:PORT, tcp://HOST:PORT, ipc://PATH, dns://NAME, file://PATH or "
+    "ray://NAMESPACE/NAME"
+)
+_IMPORT: Final = "Module or Python file that registers envs or wrappers; repeatable."
+_RESOURCES: Final = (
+    "Ray resources to reserve for each process, such as '{\"CPU\": 8}'; by default, "
+    "one CPU."
+)
+_LOG_FORMAT: Final = (
+    "Format of the log: text, or json for one object per line with time, level, "
+    "logger, message and further fields."
+)
+
+
+def env_names() -> list[str]:
+    """Return the registered names of envs, for completion in shells."""
+    from envserve.envs.registry import Registry
+
+    return [*Registry(None, ()).names]
+
+
+Count = Annotated[int, Meta(ge=1)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Seconds = Annotated[float, Meta(ge=0.001)]
+
+Address = Annotated[str, Option(f"Address of the server: {_ADDRESS}.")]
+Addresses = Annotated[
+    list[str], Option(f"Addresses of servers: {_ADDRESS}.", metavar="ADDRESS")
 ]
-
-
-def look_for_modules_here(words: list[str] | None) -> list[str] | None:
-    """Has --import find modules of the working directory too, as `python -m` would."""
-    here = os.getcwd()
-    if all(word.partition(":")[0].endswith(".py") for word in words or ()):
-        return words  # files are looked for where they are
-    if place := writable_by_others(here):
-        fail(
-            f"--import: others can write to the working directory, {place}, and so "
-            f"any module there could be theirs; start in a folder of your own",
-            2,
-        )
-    sys.path.append(here)  # last, so that a file there hides nothing
-    return words
-
-
-Import = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--import",
-        help="Module or file that registers envs or wrappers; repeatable.",
-        callback=look_for_modules_here,
+Env = Annotated[str, Option(values=env_names)]
+Import = Annotated[list[str] | None, Option(_IMPORT, metavar="MODULE")]
+Insecure = Annotated[
+    bool, Option("Connect without keys, to a server started with --insecure-no-auth.")
+]
+LogFormat = Annotated[
+    Literal["text", "json"],
+    Option(_LOG_FORMAT, panel="Logs", variable="ENVSERVE_LOG_FORMAT"),
+]
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"],
+    Option(
+        "Lowest level of messages to log on stderr.",
+        panel="Logs",
+        variable="ENVSERVE_LOG_LEVEL",
     ),
 ]
-Timeout = Annotated[float, typer.Option(min=0.001, help="Seconds to wait for it.")]
-Insecure = Annotated[
-    bool, typer.Option("--insecure", help="Use no keys, as --insecure-no-auth there.")
-]
+Resources = Annotated[dict[str, float] | None, Option(_RESOURCES, panel="On Ray")]
+Timeout = Annotated[Seconds, Option("Seconds to wait for the answer of a server.")]
 
 
 def address_of(word: str) -> str:
-    """Returns the one address that a word stands for; ends the command if none."""
+    """Return the first address that a word stands for; exit if there is none."""
     from envserve.client.link.discovery import resolve
 
     try:
@@ -61,8 +79,23 @@ def address_of(word: str) -> str:
         fail(error, 2)
 
 
-def names_here(incomplete: str) -> list[str]:
-    """Returns the registered names of envs that begin like a word, for completion."""
-    from envserve.envs.registry import Registry
+def import_from_here(modules: Iterable[str] | None, *envs: str) -> None:
+    """Let modules of the working directory be imported, as `python -m` does.
 
-    return [name for name in Registry(None, ()).names if name.startswith(incomplete)]
+    Does nothing if only files, which need no search, or registered envs are named.
+    Exits if other users can write to the directory.
+
+    Args:
+      modules: Values of --import.
+      envs: Names of envs, or words that say what to import.
+    """
+    here, words = os.getcwd(), [*(modules or ()), *filter(is_user_env, envs)]
+    if all(word.partition(":")[0].endswith(".py") for word in words):
+        return
+    if place := writable_by_others(here):
+        fail(
+            f"--import: others can write to the working directory ({place}), so any "
+            f"module in it may be theirs; start in a folder that only you can write to",
+            2,
+        )
+    sys.path.append(here)  # last, so that no file in it hides another module

@@ -1,24 +1,27 @@
-"""`envserve start`: serve envs, one option a setting."""
+"""`envserve start`: serve envs, with one option per field of `HostSettings`."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import inspect
-import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Container, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final, cast, get_type_hints
+from typing import Annotated, Any, Final
 
-import typer
-
-from envserve.cli.options import look_for_modules_here, names_here
-from envserve.cli.terminal import ConfigFile, LogFormat, LogLevel, fail, set_up_logs
-from envserve.envs.user_envs import is_user_env, with_absolute_path
+from envserve.cli.options import (
+    Count,
+    LogFormat,
+    LogLevel,
+    Resources,
+    env_names,
+    import_from_here,
+)
+from envserve.cli.program import Fields, Given, Option
+from envserve.cli.terminal import fail, set_up_logs, show_error
+from envserve.envs.user_envs import with_absolute_path
 from envserve.errors import (
     AddressError,
     EnvserveError,
@@ -28,11 +31,11 @@ from envserve.errors import (
     ServerError,
     UnknownEnv,
 )
-from envserve.settings import HostSettings, WorkerSettings, convert, field_docs
+from envserve.settings import HostSettings
 
-__all__ = ["Resources", "start", "words_of"]
+__all__ = ["start"]
 
-#: Options that are not called like their setting.
+#: Options that are not named like their field.
 _FLAGS: Final = {
     "num_workers": "--workers",
     "env_names": "--env",
@@ -45,21 +48,18 @@ _FLAGS: Final = {
     "reset_timeout_seconds": "--reset-timeout",
     "drain_grace_seconds": "--drain-grace",
 }
-
-#: Which settings stand together in the help; all others are limits.
+#: Fields by the heading under which the help lists them; all others are limits.
 _PANELS: Final[Mapping[str, Container[str]]] = {
     "What is offered": (
         *("env_names", "vector_envs", "import_modules", "exposed", "allowed_kwargs"),
     ),
-    "Limits": (),
     "Network, users and keys": (
         *("binds", "metrics_port", "metrics_host", "insecure_no_auth"),
         *("worker_user", "worker_env"),
     ),
-    "Logs": {"audit", "crash_dir", "debug_errors"},
+    "Logs": ("audit", "crash_dir", "debug_errors"),
 }
-
-#: How `start` ends if it must not begin.
+#: Exit codes if the server cannot start; 1 for other errors.
 _START_CODES: Final[Mapping[type, int]] = {
     AddressError: 2,
     EnvStartError: 2,
@@ -68,134 +68,100 @@ _START_CODES: Final[Mapping[type, int]] = {
     UnknownEnv: 2,
 }
 
-_PANEL: Final = {"rich_help_panel": "On Ray"}
-_ON: Final = "Start servers on a Ray cluster; or ray://namespace/name, to be found by."
-_TAKES: Final = """What Ray sets aside for each, as '{"CPU": 8}'; by default one CPU."""
-_On = Annotated[str | None, typer.Option(metavar="ray", help=_ON, **_PANEL)]
-_Servers = Annotated[int, typer.Option(min=1, help="How many there.", **_PANEL)]
-_JSON: Final = {"metavar": "JSON", "parser": lambda t: convert(json.loads(t), _Map)}
-_Map = dict[str, float]
-Resources = Annotated[Any, typer.Option(help=_TAKES, **_JSON, **_PANEL)]
+
+def _option(field: str) -> Option:
+    """Return what is special about the option of a field of `HostSettings`."""
+    flag = _FLAGS.get(field) or f"--{field.replace('_', '-')}"
+    return Option(
+        flag=flag,
+        panel=next((p for p, names in _PANELS.items() if field in names), "Limits"),
+        variable=f"ENVSERVE_{flag.removeprefix('--').upper().replace('-', '_')}",
+        values=env_names if field == "env_names" else tuple,
+    )
 
 
-def _flag(setting: str) -> str:
-    return _FLAGS.get(setting) or f"--{setting.replace('_', '-')}"
+_ADDRESS_FILE: Final = Option(panel="Logs", variable="ENVSERVE_ADDRESS_FILE")
+_ON_RAY: Final = Option(panel="On Ray")
 
 
-def _panel_number(field: dataclasses.Field[Any]) -> int:
-    found = (i for i, names in enumerate(_PANELS.values()) if field.name in names)
-    return next(found, list(_PANELS).index("Limits"))
-
-
-def _with_host_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command an option for each of a host's settings, in place of `given`."""
-    hints = get_type_hints(HostSettings)
-    helps = field_docs(WorkerSettings) | field_docs(HostSettings)
-    parameters = []
-    for field in sorted(dataclasses.fields(HostSettings), key=_panel_number):
-        name, hint, default = field.name, hints[field.name], field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        kind: Any = next(
-            (k for k in (bool, float, int, str) if hint in (k, k | None)), None
-        )
-        if kind is None:
-            kind, default = list[str], list(cast(Any, default) or ()) or None
-        option = typer.Option(
-            _flag(name),
-            help=helps[name],
-            callback=look_for_modules_here if name == "import_modules" else None,
-            envvar=f"ENVSERVE_{_flag(name)[2:].upper().replace('-', '_')}",
-            show_envvar=False,
-            autocompletion=names_here if name == "env_names" else None,
-            rich_help_panel=list(_PANELS)[_panel_number(field)],
-        )
-        hinted = kind if default is not None else kind | None
-        parameters.append(_parameter(name, Annotated[hinted, option], default))
-    for name, own in inspect.signature(command, eval_str=True).parameters.items():
-        if name != "given":
-            parameters.append(_parameter(name, own.annotation, own.default))
-    vars(command)["__signature__"] = inspect.Signature(parameters)
-    return command
-
-
-def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, kind, default=default, annotation=annotation)
-
-
-@_with_host_settings
 def start(
+    env: Annotated[list[str] | None, Option(values=env_names)] = None,
     *,
-    own: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="ENV",
-            help="Env to offer: a registered name, FILE.py for all that it registers, "
-            "FILE.py:CLASS, or MODULE:NAME; by default, all registered.",
-            autocompletion=names_here,
-        ),
-    ] = None,
-    address_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="Where to write the real addresses.",
-            envvar="ENVSERVE_ADDRESS_FILE",
-            show_envvar=False,
-            rich_help_panel="Logs",
-        ),
-    ] = None,
-    reload: Annotated[
-        bool,
-        typer.Option(
-            "--reload",
-            help="Begin anew when a file of the envs is saved; clients go on.",
-            rich_help_panel="What is offered",
-        ),
-    ] = False,
-    on: _On = None,
-    servers: _Servers = 1,
-    resources: Resources = None,
+    reload: Annotated[bool, Option(panel="What is offered")] = False,
+    fields: Annotated[dict[str, Any], Fields(HostSettings, _option)],
+    address_file: Annotated[Path | None, _ADDRESS_FILE] = None,
     log_level: LogLevel = "info",
     log_format: LogFormat = "text",
-    config: ConfigFile = None,
-    ctx: typer.Context,
-    **given: Any,
-) -> None:
-    """Serve envs until SIGTERM, which lets episodes end first, or SIGINT."""
+    on: Annotated[str | None, Option(panel="On Ray", metavar="ray")] = None,
+    servers: Annotated[Count, _ON_RAY] = 1,
+    resources: Resources = None,
+    config: Annotated[Path | None, Option(metavar="FILE.toml")] = None,
+    given: Given,
+) -> int:
+    """Serve envs until SIGTERM, which lets running episodes end, or SIGINT.
+
+    Args:
+      env: Env to offer: a registered name, FILE.py:CLASS or MODULE:NAME, or FILE.py for
+        all that the file registers. By default, all registered envs are offered.
+      reload: Restart the server when a file of the envs is saved; clients reconnect.
+      address_file: File to write the addresses to, with the actual ports, one per line.
+      on: Start the servers on a Ray cluster: ray, or ray://NAMESPACE/NAME to set the
+        address for clients; ray stands for ray://default/envs.
+      servers: Number of servers to start on the Ray cluster.
+      config: TOML file of options by their long names, such as workers = 4. The command
+        line overrides environment variables (ENVSERVE_WORKERS=4, lists separated by
+        spaces), and these override the file.
+    """
     set_up_logs(log_level, log_format)
     if on is not None:
-        words = words_of(ctx, ("config", "on", "resources", "servers"))
+        words = given.words("config", "on", "resources", "servers")
         return _serve_on_ray([*map(with_absolute_path, words)], on, servers, resources)
     if servers > 1 or resources is not None:
         flag = "--servers" if servers > 1 else "--resources"
-        fail(f"{flag}: expected --on ray beside it, got none; say that, or leave it", 2)
-    names = [*(own or ()), *(given["env_names"] or ())]
-    look_for_modules_here([*filter(is_user_env, names)])
-    host = _host_settings({**given, "env_names": names})
+        fail(f"{flag}: expected --on ray as well; add it, or leave {flag} out", 2)
+    names = [*(env or ()), *fields.get("env_names", ())]
+    import_from_here(fields.get("import_modules"), *names)
+    host = _host_settings({**fields, "env_names": names or None})
     serve = partial(_serve, address_file)
     if not reload:
-        raise typer.Exit(serve(host))
+        return serve(host)
     from envserve.server.reload import serve_anew
 
     try:
-        raise typer.Exit(serve_anew(host, serve))
+        return serve_anew(host, serve)
     except EnvserveError as error:
         fail(error, 1)
+
+
+def _host_settings(given: dict[str, Any]) -> HostSettings:
+    """Check settings together; exit with an error that names the option."""
+    from envserve.crashes.crash_folder import CrashFolder
+
+    folder = given.get("crash_dir", "")
+    try:
+        if folder not in ("", "none"):
+            CrashFolder(Path(folder)).check()
+        crash_dir = None if folder == "none" else folder
+        return HostSettings(**given | {"crash_dir": crash_dir})
+    except OSError as error:
+        fail(f"--crash-dir: expected a folder that can be written to; {error}", 2)
+    except ValueError as error:
+        field, _, text = str(error).partition(":")
+        fail(f"{_option(field).flag}:{text}", 2)
 
 
 def _serve(
     address_file: Path | None,
     host: HostSettings,
-    tell: Callable[[tuple[str, ...]], None] = lambda addresses: None,
+    report: Callable[[tuple[str, ...]], None] = lambda addresses: None,
 ) -> int:
-    """Runs a server; returns its exit code."""
+    """Run a server until it ends; return its exit code."""
     import asyncio
 
     from envserve.server import serve
 
     def on_ready(addresses: tuple[str, ...], num_names: int) -> None:
-        tell(addresses)
+        report(addresses)
         if address_file is not None:
             _write_addresses(address_file, addresses)
         print(
@@ -208,29 +174,13 @@ def _serve(
     try:
         asyncio.run(serve(host, on_ready))
     except (EnvserveError, OSError) as error:
-        try:
-            fail(error, _START_CODES.get(type(error), 1))
-        except typer.Exit as ended:
-            return ended.exit_code
+        show_error(error)
+        return _START_CODES.get(type(error), 1)
     return 0
 
 
-def words_of(ctx: typer.Context, but: Container[str]) -> list[str]:
-    """Returns what is no default, wherever it is from, as words; but those named."""
-    words = []
-    for param in ctx.command.params:
-        name, flag = str(param.name), max(param.opts, key=len)
-        source, value = ctx.get_parameter_source(name), ctx.params[name]
-        is_given = source is not None and source.name != "DEFAULT"
-        if is_given and name not in but:
-            for each in value if isinstance(value, list) else [value]:
-                words += [flag] * (flag.startswith("--") and each is not False)
-                words += [str(each)] * (not isinstance(each, bool))
-    return words
-
-
-def _serve_on_ray(words: list[str], on: str, number: int, resources: Any) -> None:
-    """Has servers until SIGTERM or SIGINT, which let episodes end first."""
+def _serve_on_ray(words: list[str], on: str, number: int, resources: Any) -> int:
+    """Run servers on a Ray cluster until SIGTERM or SIGINT; episodes end first."""
     from envserve.ray import EnvServers
 
     word = "ray://default/envs" if on == "ray" else on
@@ -242,29 +192,11 @@ def _serve_on_ray(words: list[str], on: str, number: int, resources: Any) -> Non
             signal.pause()
     except EnvserveError as error:
         fail(error, _START_CODES.get(type(error), 1))
-
-
-def _host_settings(given: Mapping[str, Any]) -> HostSettings:
-    """Checks options; ends with an error that names the option."""
-    from envserve.crashes.crash_folder import CrashFolder
-
-    folder = given["crash_dir"]
-    given = {name: value for name, value in given.items() if value not in (None, [])}
-    try:
-        if folder not in ("", "none"):
-            CrashFolder(Path(folder)).check()
-        return HostSettings(
-            **given | {"crash_dir": None if folder == "none" else folder}
-        )
-    except OSError as error:
-        fail(f"--crash-dir: expected a folder that can be written to; {error}", 2)
-    except ValueError as error:
-        name, _, text = str(error).partition(":")
-        fail(f"{_flag(name)}:{text}", 2)
+    return 0
 
 
 def _write_addresses(path: Path, addresses: tuple[str, ...]) -> None:
-    """Writes all or nothing: whoever waits for the file never reads half of it."""
+    """Write a file in one step, so that no reader sees half of it."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_text("".join(f"{address}\n" for address in addresses))

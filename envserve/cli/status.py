@@ -1,49 +1,43 @@
-"""`envserve status` and `envserve top`: what servers do, once or again and again."""
+"""`envserve status`: what servers do, printed once."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Final
 
-import typer
-
-from envserve.cli.options import Insecure, Timeout
-from envserve.cli.terminal import console, fail, keyboard
+from envserve.cli.options import Addresses, Insecure, Timeout
+from envserve.cli.terminal import console
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from envserve.monitoring.server_monitor import MonitoredServer
 
-__all__ = ["status", "top"]
+__all__ = ["status", "tables"]
 
-#: Between the two looks that tell how fast a server is.
+#: Seconds between the two polls that measure a server's speed.
 _GAP_SECONDS: Final = 0.5
-#: Narrower terminals get lists in place of tables; wider ones have room for releases.
+#: Columns below which a list replaces each table, and from which releases are shown.
 _TABLE_WIDTH: Final = 76
 _WIDE: Final = 110
 _UNITS: Final = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3))
 _FAULTS: Final = {"ENV_ERROR": "raised", "WORKER_DIED": "died", "TIMEOUT": "hung"}
 
-_Addresses = Annotated[
-    list[str],
-    typer.Argument(metavar="ADDRESS", help="sim1, ipc:///path, dns://sims, file:///x."),
-]
-
 
 def status(
-    addresses: _Addresses,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="All of it, as JSON.")
-    ] = False,
+    addresses: Addresses,
+    *,
+    json_: bool = False,
     timeout: Timeout = 2.0,
     insecure: Insecure = False,
-) -> None:
-    """Say what servers are doing.
+) -> int:
+    """Show the envs, leases, speed and faults of servers.
 
-    The exit code is 0 if all have answered, else 1.
+    Exit codes: 0 if all servers have answered, 1 if one has not, 2 if an address cannot
+    be resolved.
+
+    Args:
+      json_: Print everything that is known, as JSON.
     """
     from msgspec import json
 
@@ -51,57 +45,18 @@ def status(
 
     with monitored_servers(addresses, insecure=insecure) as monitored:
         poll_servers(monitored, timeout, _GAP_SECONDS)
-        if as_json:
-            said = json.encode([server.plain() for server in monitored])
-            print(json.format(said, indent=2).decode())
+        if json_:
+            encoded = json.encode([server.plain() for server in monitored])
+            print(json.format(encoded, indent=2).decode())
         else:
-            console().print(_shown(monitored, console().width))
+            console().print(tables(monitored, console().width))
         if not all(server.is_known for server in monitored):
-            raise typer.Exit(2)
-        raise typer.Exit(any(server.status is None for server in monitored))
+            return 2
+        return int(any(server.status is None for server in monitored))
 
 
-def top(
-    addresses: _Addresses,
-    interval: Annotated[
-        float, typer.Option(min=0.1, help="Seconds from one look to the next.")
-    ] = 1.0,
-    insecure: Insecure = False,
-) -> None:
-    """Show what servers are doing, again and again, until q or Ctrl-C.
-
-    The exit code is 2 if no host has any of these names.
-    """
-    from rich.live import Live
-
-    from envserve.monitoring.server_monitor import monitored_servers, poll_servers
-
-    screen = console()
-    live = Live(console=screen, screen=True, auto_refresh=False)
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        monitored_servers(addresses, insecure=insecure) as monitored,
-    ):
-        if not any(server.is_known for server in monitored):
-            fail(monitored[0].error, 2)
-        with (
-            keyboard() as pressed_within,
-            live if screen.is_terminal else contextlib.nullcontext(),
-        ):
-            has_ended = False
-            while not has_ended:
-                poll_servers(monitored, interval)
-                shown = _shown(monitored, screen.width)
-                if live.is_started:
-                    live.update(shown, refresh=True)
-                else:
-                    screen.print(shown)
-                    sys.stdout.flush()
-                has_ended = "q" in pressed_within(interval).lower()
-
-
-def _shown(monitored: Sequence[MonitoredServer], width: int) -> RenderableType:
-    """Returns tables of servers and of leases; lists, where these are too wide."""
+def tables(monitored: Sequence[MonitoredServer], width: int) -> RenderableType:
+    """Return tables of servers and of leases, or lists if the terminal is narrow."""
     from rich.console import Group
     from rich.text import Text
 
@@ -178,7 +133,7 @@ def _number(value: float | None) -> str:
 
 
 def _duration(seconds: float | None) -> str:
-    """Returns a duration with the unit that suits it."""
+    """Return a duration in a unit that suits it."""
     if seconds is None:
         return "-"
     for unit, least in _UNITS:

@@ -4,9 +4,7 @@ import json
 import textwrap
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Annotated
 
-import typer
 from rich.table import Table
 
 from envserve.cli.terminal import console
@@ -30,13 +28,12 @@ _GROUPS = {
 }
 
 
-def configs(
-    name: Annotated[
-        str | None,
-        typer.Argument(help="Show all keys of this one; a file will do, too."),
-    ] = None,
-) -> None:
-    """List the named configs, or all keys of one."""
+def configs(name: str | None = None) -> None:
+    """List the named configs, or all settings of one config.
+
+    Args:
+        name: Config whose settings to show: a name, a file or an env.
+    """
     if name is not None:
         with reported_errors():
             config = load_config(name)

@@ -8,11 +8,9 @@ import socket
 import sys
 import time
 from subprocess import PIPE, STDOUT, TimeoutExpired
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final
 
-import typer
-
-from envserve.cli.start import Resources, words_of
+from envserve.cli.program import Given
 from envserve.ray import connected, last_line
 from ppo.cli.run_setup import new_folder
 from ppo.cli.seeds import started
@@ -20,49 +18,52 @@ from ppo.cli.stop_signals import StopSignals
 from ppo.errors import ConfigError, LearnerLostError, PpoError
 from ppo.run_folder.folder import RunFolder
 
-__all__ = ["AGAIN", "Learners", "On", "Resources", "train_on_ray"]
+__all__ = ["AGAIN", "train_on_ray"]
 
-_PANEL: Final = {"rich_help_panel": "On Ray"}
-_ON: Final = "Learn on a Ray cluster: here, and on others of its nodes."
-On = Annotated[Literal["ray"] | None, typer.Option(help=_ON, **_PANEL)]
-Learners = Annotated[int | None, typer.Option(min=1, help="How many there.", **_PANEL)]
 _TOLD: Final = '{"cluster": {"worker": %s}, "task": {"type": "worker", "index": %d}}'
 AGAIN: Final = "PPO_TRAIN_AGAIN"  # tells the first by which command all go on
 _ROOM_SECONDS, _END_SECONDS, _TRIES = 60, 10, 3
 
 
-def train_on_ray(ctx: typer.Context) -> int:
-    """Have learners train, all placed anew if one fails; returns the exit code."""
-    given, newest, num_failed = ctx.params, None, 0
-    asked = ("on", "learners", "config", *["run_dir"] * given["restartable"])
-    needed = map(given.get, asked)
-    if None in needed or any(map(given.get, ("seeds", "resume", "distribute", "page"))):
+def train_on_ray(given: Given) -> int:
+    """Train with learners that are all placed again if one fails; return exit code.
+
+    Args:
+      given: What `ppo train` was given.
+    """
+    values, newest, num_failed = given.values, None, 0
+    is_restartable, run_dir = "restartable" in values, values.get("run_dir")
+    needed = {"on", "learners", "config", *["run_dir"] * is_restartable}
+    refused = {"seeds", "resume", "distribute", "page"}
+    if not needed <= values.keys() or refused & values.keys():
         raise ConfigError(
-            "--on ray: expected CONFIG and --learners N; --run-dir DIR, whose run goes "
-            "on, if --restartable; and no --seeds, --resume, --distribute or --page."
+            "--on ray: expected CONFIG and --learners N, with --restartable also "
+            "--run-dir DIR, and no --seeds, --resume, --distribute or --page."
         )
-    needs = [{"CPU": 1, **(given["resources"] or {})}] * given["learners"]
+    needs = [{"CPU": 1, **values.get("resources", {})}] * values["learners"]
     ray = connected(log_to_driver=False)
-    run = RunFolder(given["run_dir"] or new_folder(given["config"]))
-    words = words_of(ctx, ("on", "learners", "resources", "run_dir"))
-    run_dir = ["--run-dir", str(run.path)]
-    words += [*run_dir, "--distribute", "--restartable"]
-    again = ["ppo", *sys.argv[1:], *(run_dir if given["run_dir"] is None else ())]
+    run = RunFolder(run_dir or new_folder(values["config"]))
+    words = given.words("on", "learners", "resources", "run_dir")
+    place = ["--run-dir", str(run.path)]
+    words += [*place, "--distribute", "--restartable"]
+    again = ["ppo", *sys.argv[1:], *(place if run_dir is None else ())]
     try:
         while True:
             try:
                 code = _round(ray, needs, words, again)
-                return 0 if code == 3 and not given["restartable"] else code
+                return 0 if code == 3 and not is_restartable else code
             except (LearnerLostError, ValueError, ray.exceptions.RayError) as error:
                 found, why = run.checkpoints.glob("[0-9]" * 8), last_line(error)
                 known, newest = newest, max(found, default=None)
                 num_failed = num_failed + 1 if newest == known else 1
                 if num_failed == _TRIES:
-                    text = f"Given up: {why}; go on with --run-dir {run.word}"
-                    raise LearnerLostError(text) from None
-                print(f"All begin again: {why}", file=sys.stderr, flush=True)
+                    raise LearnerLostError(
+                        f"Gave up after {_TRIES} failures: {why}; to continue the run, "
+                        f"use --run-dir {run.word}"
+                    ) from None
+                print(f"Restarting all learners: {why}", file=sys.stderr, flush=True)
     finally:
-        if given["run_dir"] is None:
+        if run_dir is None:
             run.remove_if_unused()
 
 
@@ -77,8 +78,8 @@ def _round(
         if not group.wait(_ROOM_SECONDS):
             free = {name: ray.available_resources().get(name, 0) for name in needs[0]}
             raise PpoError(  # there may be, at another time
-                f"--learners {num}: expected {needs[0]} for each, the first one here; "
-                f"got {free} free in the cluster (ray status, --resources)."
+                f"--learners {num}: expected {needs[0]} for each, the first on this "
+                f"host; found {free} free in the cluster (ray status, --resources)."
             )
         at = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         rest = {"num_cpus": 0, "num_gpus": needs[0].get("GPU", 0), "max_retries": 0}

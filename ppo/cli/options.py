@@ -10,10 +10,12 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import typer
+from msgspec import Meta
 
+from envserve.cli.options import Count
+from envserve.cli.program import Option
 from envserve.cli.terminal import console, fail
 from envserve.envs.user_envs import with_absolute_path
 from envserve.errors import (
@@ -35,12 +37,13 @@ if TYPE_CHECKING:
     from ppo.run_folder.checkpoint import Which
 
 __all__ = [
+    "Checkpoint",
     "Connect",
     "Import",
+    "InterOpThreads",
+    "IntraOpThreads",
     "NumWorkers",
     "Run",
-    "Threads",
-    "WhichCheckpoint",
     "interrupts_kept",
     "opened_run",
     "place_of",
@@ -55,40 +58,32 @@ _BAD_INPUT = (
     *(AddressError, VideoError),
 )
 
-Run = Annotated[Path, typer.Argument(help="Folder of a run.")]
-Connect = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="ADDRESS",
-        help="Env server, such as sim1 or tcp://127.0.0.1:5555; repeatable. `local` "
-        "is for worker processes here. Default: those of the run, else local.",
-    ),
-]
-Import = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--import",
-        metavar="MODULE",
-        help="Module or file that registers envs or wrappers, for local workers; "
-        "repeatable.",
-    ),
-]
-WhichCheckpoint = Annotated[
-    str | None,
-    typer.Option(
-        "--checkpoint",
-        metavar="STEPS|best",
-        help="Take the checkpoint after so many env steps, or that of the best "
-        "evaluation on the way. Default: the newest.",
-    ),
-]
-NumWorkers = Annotated[
-    int | None,
-    typer.Option(min=1, help="Local worker processes. Default: one per core."),
-]
-Threads = Annotated[
-    int, typer.Option(min=0, help="TensorFlow's threads; 0 leaves it to TensorFlow.")
-]
+_CONNECT: Final = (
+    "Address of an env server, such as sim1 or tcp://127.0.0.1:5555, or local for "
+    "worker processes on this host; repeatable. By default, those of the run, or local "
+    "for a new run."
+)
+_IMPORT: Final = (
+    "Module or Python file that registers envs or wrappers, for worker processes on "
+    "this host; repeatable."
+)
+_CHECKPOINT: Final = (
+    "Checkpoint to use, by its number of env steps, or best for the one with the best "
+    "evaluation during training; by default, the newest."
+)
+_NUM_WORKERS: Final = (
+    "Number of worker processes on this host; by default, one per core."
+)
+_INTRA_OP: Final = "Threads that TensorFlow uses for one operation; 0 lets it choose."
+_INTER_OP: Final = "Operations that TensorFlow runs in parallel; 0 lets it choose."
+
+Run = Annotated[Path, Option("Run folder of `ppo train`.")]
+Connect = Annotated[list[str] | None, Option(_CONNECT, metavar="ADDRESS")]
+Import = Annotated[list[str] | None, Option(_IMPORT, metavar="MODULE")]
+Checkpoint = Annotated[str | None, Option(_CHECKPOINT, metavar="STEPS|best")]
+NumWorkers = Annotated[Count | None, Option(_NUM_WORKERS)]
+IntraOpThreads = Annotated[int, Meta(ge=0), Option(_INTRA_OP)]
+InterOpThreads = Annotated[int, Meta(ge=0), Option(_INTER_OP)]
 
 
 class Terminated(KeyboardInterrupt):
@@ -207,7 +202,8 @@ def opened_run(
         run_folder, config = RunFolder.open(run)
         if any(run.glob("seed-*/config.json")) and not run_folder.has_checkpoint():
             raise RunFolderError(
-                f"{run}: expected one run, got several; name a seed's."
+                f"{run}: expected the folder of one run, found those of several seeds; "
+                f"name one of them."
             )
         config = config.replace(min_servers=0, num_servers=0)
         place = place_of(run_folder.env_source(), connect, import_modules)

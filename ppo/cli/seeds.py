@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import typer
 
 from envserve.host_resources import num_cores
 from envserve.worker.orphans import code_tied_to_parent
+from ppo.cli.plot import plot
 from ppo.cli.progress import Screen
 from ppo.cli.run_setup import Plan
-from ppo.cli.runs import plot
 from ppo.cli.stop_signals import StopSignals
 from ppo.errors import RunFolderError
 from ppo.run_folder.folder import RunFolder
@@ -31,8 +30,10 @@ _RUN = code_tied_to_parent("ppo.cli.app")  # it stops with a checkpoint then
 
 def train_seeds(
     screen: Screen, plan: Plan, num_seeds: int, at_once: int | None, workers: int | None
-) -> None:
+) -> int:
     """Train what is not finished of a study; print and draw what all have come to.
+
+    Returns 1 if a seed has failed, else 0.
 
     The plan is that of the first seed. Without a number of seeds they are those that
     its folder has. Each has its share of the cores for workers and threads.
@@ -64,12 +65,11 @@ def train_seeds(
             f"{low:.1f} to {high:.1f}, lowest {scores.min():.1f}"
         )
         metric = "evaluation_return" if plan.config.evaluate_every else "mean_return"
-        with contextlib.suppress(typer.Exit):  # without matplotlib
-            plot(list(returns), path / f"{metric}.png", metric)
+        with contextlib.suppress(SystemExit):  # without matplotlib
+            plot(list(returns), out=path / f"{metric}.png", metric=metric)
     if len(returns) < len(runs):
         screen.print(f"Go on with: ppo train --resume {plan.run_folder.word}")
-    if has_failed:
-        raise typer.Exit(1)
+    return int(has_failed)
 
 
 def interval(scores: Sequence[float] | np.ndarray) -> tuple[float, float]:

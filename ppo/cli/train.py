@@ -8,20 +8,21 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
-import typer
-
-from envserve.cli.terminal import LogFormat, console, set_up_logs
+from envserve.cli.options import Count, LogFormat, Port, Resources
+from envserve.cli.program import Given, Option
+from envserve.cli.terminal import console, set_up_logs
 from envserve.errors import EnvserveError, SpaceError, WrapperError
 from envserve.worker.rendering import headless_variables
 from ppo.cli import on_ray
 from ppo.cli.options import (
     Connect,
     Import,
+    InterOpThreads,
+    IntraOpThreads,
     NumWorkers,
     Terminated,
-    Threads,
     place_of,
     reported_errors,
     start_tensorflow,
@@ -29,9 +30,9 @@ from ppo.cli.options import (
 )
 from ppo.cli.progress import Screen
 from ppo.cli.run_setup import Plan, cluster, new_plan, resumed_plan
-from ppo.cli.runs import film as film_run
 from ppo.cli.seeds import train_seeds
 from ppo.cli.stop_signals import StopSignals
+from ppo.cli.visualize import film as film_run
 from ppo.config.config import Config
 from ppo.errors import BadInputError, ConfigError, PpoError
 from ppo.run_folder.folder import EnvSource, RunFolder
@@ -43,92 +44,68 @@ if TYPE_CHECKING:
 __all__ = ["hints_at_resuming", "train"]
 
 _RESUMING_FAILS_TOO = (BadInputError, SpaceError, WrapperError)
-_WATCHING: Final = {"rich_help_panel": "Watching"}
 
-_Name = Annotated[
-    str | None,
-    typer.Argument(
-        help="A name from `ppo configs`; a .toml, .json or .py file; or an env: any "
-        "that Gymnasium knows, FILE.py:CLASS or MODULE:NAME."
-    ),
-]
-_SET: Final = "Change a setting; repeatable. `ppo configs NAME` lists all keys."
-_Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_SET)
-]
-_Seed = Annotated[int | None, typer.Option(help="Root of all randomness.")]
-_Seeds = Annotated[
-    int | None,
-    typer.Option(min=1, help="Train so many seeds, from --seed on, a process each."),
-]
-_AtOnce = Annotated[
-    int | None, typer.Option(min=1, help="Seeds at a time. Default: one per core.")
-]
-_MinServers = Annotated[
-    int | None,
-    typer.Option(min=1, help="Begin with so many servers; the others may come later."),
-]
-_RunDir = Annotated[
-    Path | None, typer.Option(help="Folder for this run. Default: runs/NAME-TIME.")
-]
-_Resume = Annotated[
-    Path | None, typer.Option(metavar="RUN", help="Go on with the run of this folder.")
-]
-_Distribute = Annotated[
-    bool, typer.Option("--distribute", help="Learn with those that TF_CONFIG names.")
-]
-_Restartable = Annotated[
-    bool,
-    typer.Option(
-        "--restartable",
-        help="Go on with the run of --run-dir if it has begun, and end with 3 if it is "
-        "stopped: for what starts this command again until it ends with 0.",
-    ),
-]
-_Page = Annotated[
-    bool, typer.Option("--page", help="Show the run in the browser.", **_WATCHING)
-]
-_Film = Annotated[
-    bool, typer.Option("--film", help="Film an episode at the end.", **_WATCHING)
-]
-_PORT: Final = "Port where Prometheus reads the run's numbers; 0 is any."
-_MetricsPort = Annotated[
-    int | None, typer.Option(min=0, max=65535, help=_PORT, **_WATCHING)
-]
-_HOST: Final = "Address to listen at for that; by default only this host reaches it."
-_MetricsHost = Annotated[str, typer.Option(help=_HOST, **_WATCHING)]
+_RAY: Final = Option(panel="On Ray")
+_WATCHING: Final = Option(panel="Watching")
 
 
 def train(
-    ctx: typer.Context,
-    config: _Name = None,
+    config: str | None = None,
+    *,
     connect: Connect = None,
-    settings: _Settings = None,
-    seed: _Seed = None,
-    seeds: _Seeds = None,
-    at_once: _AtOnce = None,
-    run_dir: _RunDir = None,
-    resume: _Resume = None,
-    restartable: _Restartable = False,
-    min_servers: _MinServers = None,
+    set_: Annotated[list[str] | None, Option(metavar="KEY=VALUE")] = None,
+    seed: int | None = None,
+    seeds: Count | None = None,
+    at_once: Count | None = None,
+    run_dir: Path | None = None,
+    resume: Annotated[Path | None, Option(metavar="RUN")] = None,
+    restartable: bool = False,
+    min_servers: Count | None = None,
     num_workers: NumWorkers = None,
-    import_modules: Import = None,
-    distribute: _Distribute = False,
-    page: _Page = False,
-    film: _Film = False,
-    metrics_port: _MetricsPort = None,
-    metrics_host: _MetricsHost = "127.0.0.1",
-    on: on_ray.On = None,
-    learners: on_ray.Learners = None,
-    resources: on_ray.Resources = None,
+    import_: Import = None,
+    distribute: bool = False,
+    page: Annotated[bool, _WATCHING] = False,
+    film: Annotated[bool, _WATCHING] = False,
+    metrics_port: Annotated[Port | None, _WATCHING] = None,
+    metrics_host: Annotated[str, _WATCHING] = "127.0.0.1",
+    on: Annotated[Literal["ray"] | None, _RAY] = None,
+    learners: Annotated[Count | None, _RAY] = None,
+    resources: Resources = None,
     log_format: LogFormat = "text",
-    intra_op_threads: Threads = 2,
-    inter_op_threads: Threads = 1,
-) -> None:
-    """Train an agent, and evaluate it at the end."""
+    intra_op_threads: IntraOpThreads = 2,
+    inter_op_threads: InterOpThreads = 1,
+    given: Given,
+) -> int:
+    """Train an agent with PPO, and evaluate it at the end.
+
+    Args:
+        config: Config of the run: a name that `ppo configs` lists, a .toml, .json or
+            .py file, or an env: a registered name, FILE.py:CLASS or MODULE:NAME.
+        set_: Setting to change, such as num_envs=16; repeatable. `ppo configs NAME`
+            lists all settings.
+        seed: Seed of all random numbers of the run; by default, the config's.
+        seeds: Number of seeds to train, --seed and the next ones, each in a process.
+        at_once: Number of seeds to train at a time; by default, one per core.
+        run_dir: Folder of the run; by default, runs/NAME-TIME.
+        resume: Resume the run in this folder from its newest checkpoint.
+        restartable: Resume the run in --run-dir if it exists, and exit with 3 if SIGINT
+            or SIGTERM stops it: for supervisors that repeat the command until it exits
+            with 0.
+        min_servers: Number of servers that must be ready at the start, others may join
+            later; by default, all of --connect.
+        distribute: Train together with the learners that TF_CONFIG lists.
+        page: Show the run in the browser.
+        film: Film an episode at the end of the training.
+        metrics_port: Port on which Prometheus reads the run's metrics over http; 0 is
+            any free port. By default, there is none.
+        metrics_host: Address on which the metrics port listens; by default, only this
+            host can reach it.
+        on: Train with several learners on a Ray cluster, the first on this host.
+        learners: Number of learners on the Ray cluster.
+    """
     with reported_errors(log_format, restartable):
         if (on, learners, resources) != (None, None, None):
-            raise typer.Exit(on_ray.train_on_ray(ctx))
+            return on_ray.train_on_ray(given)
         is_study = seeds is not None or (resume is not None and _is_study(resume))
         if is_study and (page or film or metrics_port is not None):
             raise ConfigError(
@@ -136,7 +113,9 @@ def train(
                 "these out, or --seeds."
             )
         if at_once is not None and not is_study:
-            raise ConfigError("--at-once: expected --seeds; leave it out, or add that.")
+            raise ConfigError(
+                "--at-once: expected --seeds as well; add it, or leave --at-once out."
+            )
     logger = None
     if log_format == "json":
         set_up_logs("info", log_format)
@@ -151,12 +130,12 @@ def train(
         addresses, index = cluster(seeds, resume) if distribute else (["here"], 0)
         can_restart = restartable and not index
         resume = _folder_to_resume(can_restart, resume, run_dir, seed, seeds)
-        changes = [*(settings or []), *([] if seed is None else [f"seed={seed}"])]
+        changes = [*(set_ or []), *([] if seed is None else [f"seed={seed}"])]
         changes += [] if min_servers is None else [f"min_servers={min_servers}"]
         if resume is not None:
-            plan = resumed_plan(resume, config, changes, connect, import_modules)
+            plan = resumed_plan(resume, config, changes, connect, import_)
         else:
-            place = place_of(EnvSource(), connect, import_modules)
+            place = place_of(EnvSource(), connect, import_)
             if index:  # only the first leaves a run
                 folder = tempfile.TemporaryDirectory(prefix="ppo-learner-")
                 run_dir = Path(watchers.enter_context(folder))
@@ -164,8 +143,7 @@ def train(
         runs.append(run_folder := plan.run_folder)
         try:
             if seeds is not None or _is_study(run_folder.path):
-                train_seeds(screen, plan, seeds or 0, at_once, num_workers)
-                return
+                return train_seeds(screen, plan, seeds or 0, at_once, num_workers)
             plan.config.share_of(len(addresses))  # raises before anything is started
             for line in plan.header(num_workers):
                 screen.print(line)
@@ -177,8 +155,7 @@ def train(
                 screen.print(f"Run folder: {run_folder.path}")
         if is_finished and not index:
             _end(screen, plan, film)
-        elif restartable and not is_finished:
-            raise typer.Exit(3)
+        return 3 if restartable and not is_finished else 0
 
 
 def _is_study(path: Path) -> bool:
@@ -323,6 +300,7 @@ class Watchers(contextlib.ExitStack):
                 raise BadInputError(
                     f"--page: {error}; pip install 'envserve[page]'."
                 ) from error
+
             os.environ.update(headless_variables(os.environ))  # for the workers
         if port is not None:
             from ppo.metrics_port import TrainerMetrics
@@ -394,7 +372,7 @@ def hints_at_resuming(terminated_code: int = 130) -> Iterator[list[RunFolder]]:
             text = f"Stopped at once. {_how_to_go_on(runs[0])}"
         print(text, file=sys.stderr)
         is_told = isinstance(interrupt, Terminated)
-        raise typer.Exit(terminated_code if is_told else 130) from None
+        raise SystemExit(terminated_code if is_told else 130) from None
 
 
 def _how_to_go_on(run_folder: RunFolder) -> str:

@@ -363,7 +363,7 @@ def test_learners_go_on_when_one_is_killed_and_when_its_node_dies(
 
         def goes_on(times: int) -> None:
             """Waits until it has begun again so many times, and learns."""
-            text = "All begin again: "
+            text = "Restarting all learners: "
             wait_until(lambda: training.said().count(text) == times, f"{times} {text}")
             rows = len(training.rows())
             wait_until(lambda: len(training.rows()) > rows, "it learns")

@@ -11,7 +11,7 @@ import pytest
 
 import envserve.ray
 from envserve.address import complete_address
-from envserve.cli.servers import health
+from envserve.cli.health import health
 from envserve.client import BatchEnv
 from envserve.client.link.discovery import resolve
 from envserve.client.link.zmq_guards.diagnosis import Finding, diagnose_connection

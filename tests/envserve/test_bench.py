@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 from gymnasium.error import DependencyNotInstalled
-from typer.testing import CliRunner
 
 from envserve.bench.cases import bare_loops
 from envserve.bench.command import REMEDIES, judge
 from envserve.bench.interleaved import SPEED, Measurements, interleave
 from envserve.bench.workload import Workload
-from envserve.cli.app import app
+from envserve.cli.app import PROGRAM
 from envserve.errors import EnvStartError, UnknownEnv
 from envserve.worker.orphans import child_processes
+from tests.command_line import invoke
 
 #: Its actions are a Dict, so that each way has to cut batches of them into rows.
 OWN_ENV = """
@@ -97,7 +97,7 @@ def words_of(pid: int) -> bytes:
 def test_a_wrong_env_name_is_one_line() -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
-        result = CliRunner().invoke(app, ["bench", "--env", "CartPole-v9"])
+        result = invoke(PROGRAM, ["bench", "--env", "CartPole-v9"])
     finally:
         signal.signal(signal.SIGTERM, before)  # this process is not the command's own
     assert result.exit_code == 1

@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from envserve.check.rules import RULES
-from envserve.cli.app import app
+from envserve.cli.app import PROGRAM
+from tests.command_line import Result, invoke
 from tests.envserve.broken_servers import (
     DEFECTS,
     ClipsActions,
@@ -48,7 +48,7 @@ def check(server: Server, *options: str) -> Result:
         )
         link = "envserve.check.probe_client.SocketLink"
         patch.setattr(link, lambda address, insecure: MemoryLink(server))
-        return CliRunner().invoke(app, ["check", "127.0.0.1", *options])
+        return invoke(PROGRAM, ["check", "127.0.0.1", *options])
 
 
 @pytest.mark.parametrize(("kind", "code"), [(Server, 0), (ClipsActions, 1)])

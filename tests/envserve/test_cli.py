@@ -183,7 +183,7 @@ def test_a_module_that_others_planted_is_not_imported(
         (["--bind", "tcp://[::]:0"], 2, "and no client has a key yet"),
         (["--bind", "udp://127.0.0.1:1"], 2, "--bind: expected an address like"),
         (["--bind", "tcp://127.0.0.1"], 2, "--bind: expected an address like"),
-        (["--workers", "0"], 2, "--workers: expected an int >= 1; got 0"),
+        (["--workers", "0"], 2, "--workers: expected an int >= 1; got '0'"),
         (["--lease-seconds", "nan"], 2, "--lease-seconds: expected a number > 0"),
         (["--drain-grace", "-1"], 2, "--drain-grace: expected"),
         (["--drain-grace", "inf"], 2, "--drain-grace: expected"),

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import gymnasium
 import pytest
-from typer.testing import CliRunner
 
-from envserve.cli.app import app
+from envserve.cli.app import PROGRAM
+from tests.command_line import invoke
 from tests.envserve.conftest import Serve
 
 USER_ENV = """
@@ -50,7 +50,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def described(*words: str) -> dict[str, str]:
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["describe", *words])
+    result = invoke(PROGRAM, ["describe", *words], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     lines = (line.split("  ", 1) for line in result.output.splitlines())
     return {name.strip(): value.strip() for name, value in lines}
@@ -78,7 +78,7 @@ def test_describing_an_env_that_cannot_be_built_fails(file: str) -> None:
         ("CartPoll-v1", "CartPole-v1"),
         (f"{file}:Described-v1", "too short"),
     ):
-        result = CliRunner().invoke(app, ["describe", word])
+        result = invoke(PROGRAM, ["describe", word])
         assert result.exit_code == 1
         assert result.output.startswith("Error: ")
         assert text in result.output

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from envserve.cli import doctor
-from envserve.cli.app import app
+from envserve.cli.app import PROGRAM
 from envserve.errors import ProtocolMismatch
 from envserve.keys.key_folder import KeyFolder
 from envserve.monitoring.observer import Observer
 from envserve.wire.status import ServerStatus
+from tests.command_line import invoke
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +35,7 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def examine(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
-    result = CliRunner().invoke(app, ["doctor", "--json", *arguments])
-    assert result.exception is None or isinstance(result.exception, SystemExit)
+    result = invoke(PROGRAM, ["doctor", "--json", *arguments])
     return result.exit_code, {each["name"]: each for each in json.loads(result.stdout)}
 
 
@@ -50,7 +49,7 @@ def test_a_host_that_is_well_is_told_what_it_has() -> None:
     assert "gymnasium 1." in found["packages"]["text"]
     assert "libzmq 4." in found["packages"]["text"]
     assert "not installed: " in found["extras"]["text"]
-    assert "a key as client; clients known: 0" in found["keys"]["text"]
+    assert "a client key; known clients: 0" in found["keys"]["text"]
     assert found["none-such"]["text"] == "not installed"
     assert all(each["level"] != "warn" or each["remedy"] for each in found.values())
 
@@ -95,12 +94,12 @@ def test_few_open_files_a_quota_and_little_memory_are_seen(
         "name": "open files",
         "level": "warn",
         "text": "at most 1024",
-        "remedy": "allow 4096: ulimit -n, LimitNOFILE=, or --ulimit nofile=",
+        "remedy": "allow 4096: ulimit -n, LimitNOFILE= or docker run --ulimit nofile=",
     }
-    assert found["cores"]["text"].startswith("2 of 64 for workers, as far as a quota")
+    assert found["cores"]["text"].startswith("2 of 64 for workers, limited by a quota")
     assert found["memory"]["level"] == "warn"
-    assert ", 0.5 for this container" in found["memory"]["text"]
-    assert "end others, or allow more" in found["memory"]["remedy"]
+    assert ", container limit 0.5" in found["memory"]["text"]
+    assert "or raise the limit" in found["memory"]["remedy"]
 
 
 def test_a_port_in_use_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,10 +153,10 @@ def test_no_temporary_folder_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("code", "level", "text"),
     [
-        ("", "ok", "draws by egl"),
-        ("sys.exit('no libEGL')", "warn", "cannot draw: no libEGL"),
-        ("import os; os.abort()", "warn", "cannot draw: Command "),
-        ("import time; time.sleep(60)", "warn", "draws nothing for 0.3 s"),
+        ("", "ok", "renders with egl"),
+        ("sys.exit('no libEGL')", "warn", "cannot render: no libEGL"),
+        ("import os; os.abort()", "warn", "cannot render: Command "),
+        ("import time; time.sleep(60)", "warn", "renders nothing within 0.3 s"),
     ],
 )
 def test_what_draws_is_tried_in_a_process_of_its_own(
@@ -200,7 +199,7 @@ def test_servers_are_asked_for_their_version(
     status(monkeypatch, ServerStatus(version="0.0.7"))
     code, found = examine("127.0.0.1")
     assert (code, found["tcp://127.0.0.1:5555"]["level"]) == (0, "warn")
-    remedy = f"here is {version}; install the same release"
+    remedy = f"this host has {version}: install the same release on both"
     assert found["tcp://127.0.0.1:5555"]["remedy"] == remedy
 
 
@@ -211,7 +210,7 @@ def test_servers_that_cannot_be_reached_fail(
     code, found = examine(address, "no such host", "--timeout", "0.1")
     assert code == 1
     assert found[address]["text"] == "no server answered within 0.1 s"
-    assert found[address]["remedy"] == "is a server running there, and its port open?"
+    assert found[address]["remedy"] == "start a server there, or open its port"
     assert "expected an address like" in found["no such host"]["text"]
     status(monkeypatch, ProtocolMismatch(f"{address}: speaks 9 to 9"))
     code, found = examine(address)

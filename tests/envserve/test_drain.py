@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from envserve.cli.app import app
+from envserve.cli.app import PROGRAM
 from envserve.client.link.connection import Connection
 from envserve.session.server.decisions import Audit, BeginDrain, Reply
 from envserve.session.server.server_session import ServerSession
@@ -16,6 +15,7 @@ from envserve.wire.bodies import Drain
 from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.handshake import ErrorBody
 from envserve.wire.message import Message, decode, encode
+from tests.command_line import invoke
 from tests.envserve.conftest import Join, Serve
 from tests.envserve.test_server_keys import Homes
 from tests.envserve.test_server_keys import homes as homes
@@ -52,7 +52,7 @@ def test_nobody_else_can_end_a_server(user: str) -> None:
 
 
 def drain(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["drain", *arguments])
+    result = invoke(PROGRAM, ["drain", *arguments])
     return result.exit_code, result.output
 
 
@@ -93,7 +93,7 @@ def test_another_server_at_the_address_is_not_the_one_that_was_asked(
 def test_a_server_that_is_not_there_is_soon_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("envserve.cli.servers._ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr("envserve.cli.drain._ANSWER_SECONDS", 0.1)
     code, text = drain(f"ipc://{tmp_path}/nobody")
     assert code == 1
     assert "no server answered within 0.1 s" in text

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from typer.testing import CliRunner
 
-from envserve.cli.app import app
+from envserve.cli.app import PROGRAM
 from envserve.client import BatchEnv
 from envserve.crashes.repro_file import decode_repro
 from envserve.errors import LeaseLost, LocalProtocolError
@@ -31,6 +30,7 @@ from envserve.wire.constants import (
 )
 from envserve.wire.handshake import ErrorBody
 from envserve.wire.message import Message, Peer, decode, encode
+from tests.command_line import invoke
 
 from .conftest import PATIENCE, servers_in
 from .pool_driver import LEDGER, SCRIPT, PoolMaker, kill, step
@@ -204,7 +204,7 @@ def test_a_lease_is_observed_and_its_flight_record_replayed(
     assert decode_repro(record).env_index == 1
     file = tmp_path / "row.repro"
     file.write_bytes(record)
-    result = CliRunner().invoke(app, ["replay", str(file)])
+    result = invoke(PROGRAM, ["replay", str(file)])
     assert result.exit_code == 0, result.output
     assert "was running when this was recorded" in result.output
     assert "reproduced to its end: did not crash in" in result.output

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from envserve.cli.app import app
+from envserve.cli.app import PROGRAM
 from envserve.client.link.connection import Connection
 from envserve.keys import formats
 from envserve.keys.invitation import Invitation
@@ -21,6 +20,7 @@ from envserve.keys.key_pair import KeyPair
 from envserve.wire.constants import MessageType
 from envserve.wire.handshake import ErrorBody, Hello, Join
 from envserve.wire.message import Message, decode, encode
+from tests.command_line import invoke
 from tests.envserve.conftest import PATIENCE, Serve, WaitUntil
 from tests.envserve.server_process import ServerProcess
 
@@ -36,7 +36,7 @@ def run_at(tmp_path: Path) -> RunAt:
 
     def run(home: str, *words: str, **more: Any) -> Any:
         env = {"ENVSERVE_HOME": str(tmp_path / home)}
-        return CliRunner().invoke(app, words, env=env, **more)
+        return invoke(PROGRAM, words, env=env, **more)
 
     return run
 

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from envserve.cli.app import app
+from envserve.cli.app import PROGRAM
 from envserve.keys import formats
 from envserve.keys.clients_file import ClientsFile
 from envserve.keys.grant import Grant
 from envserve.keys.invitation import Invitation
 from envserve.keys.key_folder import KeyFolder, Role
+from tests.command_line import invoke
 
 Run = Callable[..., Any]
 AT = ("--at", "tcp://sim1:5555")
@@ -38,7 +38,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def run(home: Path) -> Run:
-    return lambda *words, **more: CliRunner().invoke(app, words, **more)
+    return lambda *words, **more: invoke(PROGRAM, words, **more)
 
 
 def test_invite_prints_a_line_and_writes_a_grant(run: Run, home: Path) -> None:
@@ -46,7 +46,9 @@ def test_invite_prints_a_line_and_writes_a_grant(run: Run, home: Path) -> None:
     before = time.time()
     result = run("invite", "trainer-1", *AT, *limits, "--stdout")
     assert result.exit_code == 0, result.stderr
-    assert result.stderr.startswith("A secret, for one use within 15 minutes.")
+    assert result.stderr.startswith(
+        "This line is a secret and works once within 15 minutes."
+    )
     invitation = Invitation.parse(result.stdout)
     assert (invitation.name, invitation.addresses) == (
         "trainer-1",
@@ -70,8 +72,8 @@ def test_invite_requires_a_terminal_or_the_stdout_option(run: Run, home: Path) -
     result = run("invite", "trainer-1", *AT)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        "Error: an invitation is a secret, and stdout is no terminal; say --stdout "
-        "if nobody else reads what it goes to\n"
+        "Error: an invitation is a secret, and stdout is not a terminal; pass "
+        "--stdout if nobody else can read where stdout goes\n"
     )
     assert not home.exists()
     master, terminal = pty.openpty()
@@ -97,12 +99,12 @@ def test_invite_requires_a_terminal_or_the_stdout_option(run: Run, home: Path) -
         (("ci", *AT, "--envs", "A\n"), "envs"),
         (("ci", "--at", "udp://sim1:5555"), "--at: expected an address like sim1"),
         (("ci", "--at", "ipc:///run/envs"), "--at: expected the tcp:// address"),
-        (("ci", "--at", "tcp://0.0.0.0:5555"), "that clients reach the server by"),
+        (("ci", "--at", "tcp://0.0.0.0:5555"), "by which clients reach the server"),
         (("ci", *AT, "--max-envs", "x"), "Error: max-envs: expected an int; got 'x'\n"),
         (("ci", *AT, "--envs", "A #"), "envs"),
         (("ci", *AT, "--envs", "A,"), "envs"),
         (("ci", *AT, "--expires", "soon"), "expires: expected a date"),
-        (("ci", *AT, "--expires", "2020-01-01"), "to come; got '2020-01-01'\n"),
+        (("ci", *AT, "--expires", "2020-01-01"), "in the future; got '2020-01-01'\n"),
     ],
 )
 def test_an_invalid_invite_command_creates_no_files(
@@ -122,8 +124,8 @@ def test_join_does_not_accept_an_invitation_as_an_argument(
     result = run("join", "envserve-invite-1.abc", "more")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        "Error: an invitation is a secret, and a command line is not; "
-        'run "envserve join" and paste it\n'
+        "Error: an invitation is a secret, and others can read command lines; run "
+        '"envserve join" without it, and paste it then\n'
     )
     result = run("join", input="envserve-invite-1.abc\n")
     assert (result.exit_code, result.stdout) == (2, "")
@@ -150,7 +152,7 @@ def test_a_pasted_invitation_is_not_echoed(home: Path) -> None:
                 shown += more
         assert process.wait(90) == 2
     os.close(master)
-    assert shown.startswith(b"Invitation (it is not shown): ")
+    assert shown.startswith(b"Invitation (not shown): ")
     assert b"Error: expected the line" in shown
     assert b"abc" not in shown
 
@@ -175,7 +177,7 @@ def test_clients_can_be_listed_without_secrets_and_removed(
     assert run("clients", "remove", "ci").stdout == "removed ci\n"
     result = run("clients", "remove", "ci")
     assert result.exit_code == 2
-    assert result.stderr == "Error: no client is called ci: envserve clients\n"
+    assert result.stderr == "Error: there is no client ci; envserve clients lists all\n"
     assert [grant.name for grant in folder.clients.grants()] == ["old", "trainer-1"]
 
 
@@ -187,7 +189,7 @@ def test_the_home_option_selects_the_key_folder(run: Run, tmp_path: Path) -> Non
     assert run("clients", *home).stdout == ""
     result = run("clients", "drop", "ci")
     assert result.exit_code == 2
-    assert result.stderr == "Error: expected nothing, or: remove NAME\n"
+    assert result.stderr == ("Error: expected remove NAME, or nothing; got drop ci\n")
 
 
 def test_a_key_file_that_others_can_read_fails_with_exit_code_2(

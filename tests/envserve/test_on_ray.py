@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import envserve.ray
-from envserve.cli.app import app
+from envserve.cli.app import PROGRAM
 from envserve.errors import AddressError
 from envserve.keys.key_folder import KeyFolder
 
@@ -49,7 +49,9 @@ def test_ray_is_imported_by_nobody_else(tmp_path: Path) -> None:
         "envserve.cli.app, envserve.client.make_vec, envserve.server, envserve.ray, "
     )
     modules += "ppo.cli.app, ppo.cli.on_ray, ppo.environments"
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import {modules}"
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import {modules}; "
+    code += "programs = envserve.cli.app.PROGRAM, ppo.cli.app.PROGRAM; "
+    code += "[p.command(name) for p in programs for name in p.names]"
     assert run("-c", code).stderr == ""
     assert run("-c", f"{code}; import ray").stderr == "it is imported\n"
 
@@ -69,7 +71,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def start(*words: str) -> int:
     with pytest.raises(SystemExit) as ending:
-        app(["start", *words], prog_name="envserve")
+        PROGRAM.main(["start", *words])
     return int(ending.value.code or 0)
 
 
@@ -86,9 +88,9 @@ def test_a_server_gets_all_that_was_given(
     number, options, named = asked
     assert number == 3
     assert named == {"resources": {"CPU": 8.0}, "word": "ray://lab/sims"}
-    words = ["--expose", "a", "--expose", "b", "--step-timeout", "7.0"]
-    words += ["--drain-grace", "0.0", f"{tmp_path}/my_env.py:Walk", "CartPole-v1"]
-    assert options == [*words, "--reload"]
+    words = [f"{tmp_path}/my_env.py:Walk", "CartPole-v1", "--reload"]
+    words += ["--step-timeout", "7", "--expose", "a", "--expose", "b"]
+    assert options == [*words, "--drain-grace", "0"]
 
 
 def test_by_default_a_server_decides_itself(asked: list[Any]) -> None:
@@ -111,7 +113,7 @@ def test_what_only_ray_takes_is_refused_without_it(
 ) -> None:
     # An address that is none, so that nothing is served in any case.
     assert start("CartPole-v1", *words, "--bind", "x") == 2
-    text = f"Error: {words[0]}: expected --on ray beside it, got none"
+    text = f"Error: {words[0]}: expected --on ray as well; add it, or leave"
     assert capsys.readouterr().err.startswith(text)
     assert asked == []
 
@@ -119,7 +121,7 @@ def test_what_only_ray_takes_is_refused_without_it(
 def test_keys_are_made_for_a_name(tmp_path: Path) -> None:
     words = ("keys", "make", str(tmp_path), "server", "gpu1", "--at", "ray://lab/sims")
     with pytest.raises(SystemExit) as ending:
-        app(words, prog_name="envserve")
+        PROGRAM.main(words)
     assert not ending.value.code
     server = KeyFolder(tmp_path / "server").key("server")
     assert server is not None

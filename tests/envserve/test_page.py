@@ -13,15 +13,15 @@ from typing import Any, Final, cast
 import pytest
 from starlette.applications import Starlette
 from starlette.types import Message
-from typer.testing import CliRunner
 
 from envserve.address import NamedAddress
-from envserve.cli.app import app
+from envserve.cli.app import PROGRAM
 from envserve.errors import ConnectError, ServerError
 from envserve.monitoring.observer import Observer
 from envserve.monitoring.page.app import build_app
 from envserve.monitoring.page.data_feed import DataFeed
 from envserve.monitoring.page.serve import page_process, page_server
+from tests.command_line import invoke
 from tests.envserve.page_client import TIMEOUT_SECONDS, Browser, served
 from tests.envserve.page_fakes import FakeObserver, FakeServer
 
@@ -356,7 +356,7 @@ def test_a_process_of_its_own_says_what_is_wrong_and_ends_with_its_starter(
 def test_what_cannot_be_shown_is_said_in_a_line(
     arguments: list[str], text: str
 ) -> None:
-    result = CliRunner().invoke(app, ["page", *arguments])
+    result = invoke(PROGRAM, ["page", *arguments])
     assert result.exit_code == 2
     assert text in " ".join(result.output.split())
 

@@ -15,11 +15,11 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from typer.testing import CliRunner, Result
 
-from envserve.cli.app import app
+from envserve.cli.app import PROGRAM
 from envserve.crashes.repro_file import End, Repro, encode_repro
 from envserve.slab import Status
+from tests.command_line import Result, invoke
 from tests.envserve.test_replay import make_repro
 from tests.ppo.film_env import read_video
 
@@ -78,7 +78,7 @@ def filmy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def replay(repro: Repro, *options: str) -> Result:
     Path("a.repro").write_bytes(encode_repro(repro))
     command = ["replay", "a.repro", "--import", "filmy_envs", *options]
-    return CliRunner().invoke(app, command)
+    return invoke(PROGRAM, command)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def debug(
     Path("a.repro").write_bytes(encode_repro(repro))
     command = ["replay", "a.repro", "--import", "filmy_envs", "--pdb"]
     with pytest.raises(SystemExit) as caught:
-        app(command)
+        PROGRAM.main(command)
     assert isinstance(caught.value.code, int)
     return caught.value.code, output.getvalue()
 

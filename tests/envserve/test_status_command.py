@@ -18,10 +18,10 @@ import pytest
 import zmq
 from msgspec.structs import replace
 from rich.console import Console
-from typer.testing import CliRunner
 
 from envserve.cli import status as commands
-from envserve.cli.app import app
+from envserve.cli import top
+from envserve.cli.app import PROGRAM
 from envserve.monitoring.health_probe import probe
 from envserve.monitoring.server_monitor import (
     MonitoredServer,
@@ -32,6 +32,7 @@ from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.handshake import ErrorBody
 from envserve.wire.message import Message, decode, encode
 from envserve.wire.status import Histogram, LeaseStatus, ServerStatus
+from tests.command_line import invoke
 from tests.envserve.session_fakes import make_welcome
 
 LEASE = LeaseStatus(
@@ -121,7 +122,7 @@ def look(found: Servers) -> contextlib.AbstractContextManager[list[MonitoredServ
 
 def shown(monitored: list[MonitoredServer], width: int) -> list[str]:
     screen = Console(file=io.StringIO(), width=width)
-    screen.print(commands._shown(monitored, width))
+    screen.print(commands.tables(monitored, width))
     return screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
@@ -196,8 +197,8 @@ def test_json_has_all_of_it_and_the_exit_code_who_is_silent(
     monkeypatch.setitem(globals(), "LEASE", odd)
     with servers(tmp_path, 1) as found:
         words = ["status", "--json", "--timeout", "20", *found.addresses]
-        result = CliRunner().invoke(app, words)
-        with_lost = CliRunner().invoke(app, [*words, "nobody.invalid"])
+        result = invoke(PROGRAM, words)
+        with_lost = invoke(PROGRAM, [*words, "nobody.invalid"])
     assert result.exit_code == 0
     (entry,) = json.loads(result.stdout)
     assert entry["status"]["version"] == "1.2.3"
@@ -216,7 +217,7 @@ def test_of_a_file_of_servers_each_is_looked_at_and_the_first_unwell_one_is_told
     with servers(tmp_path, 2) as found:
         first, second = found.addresses
         (tmp_path / "servers").write_text(f"{first}\n{second}")
-        result = CliRunner().invoke(app, ["status", "--json", "--timeout", "20", word])
+        result = invoke(PROGRAM, ["status", "--json", "--timeout", "20", word])
         well = probe(word, timeout=20.0)
         # Nobody is asked there: their keys are not known.
         (tmp_path / "servers").write_text(f"{first}\n192.0.2.1:7\n192.0.2.2:7")
@@ -243,10 +244,10 @@ def test_top_that_is_piped_writes_a_table_for_each_interval(
 
         yield wait
 
-    monkeypatch.setattr(commands, "keyboard", keys)
+    monkeypatch.setattr(top, "keyboard", keys)
     with servers(tmp_path, 1) as found:
         words = ["top", "--interval", "20", *found.addresses]
-        result = CliRunner().invoke(app, words)
+        result = invoke(PROGRAM, words)
     assert result.exit_code == 0
     assert result.stdout.count("steps/s") == 3
     assert result.stdout.count("1,000 ") == 2  # there is no speed at first
@@ -254,7 +255,7 @@ def test_top_that_is_piped_writes_a_table_for_each_interval(
 
 
 def test_top_of_hosts_that_nobody_knows_ends_at_once() -> None:
-    result = CliRunner().invoke(app, ["top", "nobody.invalid", "sims.invalid"])
+    result = invoke(PROGRAM, ["top", "nobody.invalid", "sims.invalid"])
     assert result.exit_code == 2
     assert "Error: cannot resolve nobody.invalid" in result.output
 

@@ -10,13 +10,12 @@ from unittest import mock
 import gymnasium
 import numpy as np
 import tensorflow as tf
-from typer.testing import CliRunner
 
 from envserve.client import BatchEnv
 from envserve.slab import Status
 from ppo.agent.agent import Agent
 from ppo.agent.normalize import ReturnScale
-from ppo.cli.app import app
+from ppo.cli.app import PROGRAM
 from ppo.cli.progress import Screen
 from ppo.config import Config
 from ppo.in_graph_batch_env import InGraphBatchEnv
@@ -27,6 +26,7 @@ from ppo.run_folder.checkpoint import Counters, training_state
 from ppo.run_folder.folder import RunFolder
 from ppo.simulate import Simulation
 from ppo.train import TrainResult, train
+from tests.command_line import invoke
 from tests.ppo.fakes import CountingBatchEnv, as_batch_env
 
 #: Four iterations of 16 steps.
@@ -59,10 +59,7 @@ def ppo(*arguments: object) -> tuple[int, str, str]:
         mock.patch("envserve.worker.rendering.headless_variables", return_value={}),
         mock.patch.dict(Screen.__init__.__kwdefaults__, seconds_between_lines=1e6),
     ):
-        result = CliRunner().invoke(app, list(map(str, arguments)))
-    if not isinstance(result.exception, SystemExit | None):
-        raise result.exception  # the command has not said why
-    return result.exit_code, result.stdout, result.stderr
+        return invoke(PROGRAM, list(map(str, arguments)))
 
 
 def run(

@@ -249,13 +249,13 @@ ON_RAY = ["cartpole", "--on", "ray", "--learners", "2"]
         ([*ON_RAY[:1], "--resources", '{"GPU": 1}'], "--on ray: expected CONFIG"),
         (
             [*ON_RAY, "--restartable"],
-            "--run-dir DIR, whose run goes on, if --restartable",
+            "with --restartable also --run-dir DIR",
         ),
         ([*ON_RAY, "--seeds", "3"], "no --seeds, --resume, --distribute or --page"),
         ([*ON_RAY, "--page"], "no --seeds, --resume, --distribute or --page"),
         ([*ON_RAY, "--distribute"], "no --seeds, --resume, --distribute or --page"),
-        ([*ON_RAY[:4], "0"], "--learners: expected at least 1, got '0'"),
-        ([*ON_RAY[:2], "moon", *ON_RAY[3:]], "--on: expected one of 'ray', got 'moon'"),
+        ([*ON_RAY[:4], "0"], "--learners: expected an int >= 1; got '0'"),
+        ([*ON_RAY[:2], "moon", *ON_RAY[3:]], "--on: expected one of ray; got 'moon'"),
         (ON_RAY, "Ray is needed here: pip install 'envserve[ray]'"),
     ],
 )
@@ -292,7 +292,8 @@ def test_learners_on_ray_have_one_folder_which_is_named_when_they_are_given_up(
     code, _, errors = ppo("train", *ON_RAY)
     words = ["cartpole", "--run-dir", "runs/cartpole-now"]
     assert told == 3 * [[*words, "--distribute", "--restartable"]]
-    text = "Error: Given up: exit code 9; go on with --run-dir runs/cartpole-now"
+    text = "Error: Gave up after 3 failures: exit code 9; to continue the run, use "
+    text += "--run-dir runs/cartpole-now"
     assert (code, errors.splitlines()[-1]) == (1, text)
     assert not Path("runs/cartpole-now").exists()
     assert again == 3 * [["ppo", "train", *ON_RAY, *words[1:]]]

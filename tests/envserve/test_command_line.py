@@ -1,4 +1,4 @@
-"""What both programs say: help, errors, version, options from files and variables."""
+"""The command lines of both programs: help, errors, values, streams, exit codes."""
 
 from __future__ import annotations
 
@@ -11,45 +11,38 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
-import typer
 
 import envserve
 from envserve.cli import start as start_command
-from envserve.cli.app import app as envserve_app
+from envserve.cli.app import PROGRAM as ENVSERVE
+from envserve.cli.program import Fields, Program, options_of, parse
 from envserve.cli.terminal import fail, set_up_logs
 from envserve.errors import CallError
 from envserve.monitoring.health_probe import HealthProblem
 from envserve.settings import HostSettings
-from ppo.cli.app import app as ppo_app
+from ppo.cli.app import PROGRAM as PPO
 
 Run = Callable[..., tuple[int, str, str]]
 
-PROGRAMS = {"envserve": envserve_app, "ppo": ppo_app}
-#: Commands by their words, as `app` is told them.
+PROGRAMS = {each.name: each for each in (ENVSERVE, PPO)}
+#: Programs, commands, and `envserve keys`, by their words.
 COMMANDS = [
-    (name, *words)
-    for name, program in PROGRAMS.items()
-    for words in [
-        (),
-        *(
-            (group.name, command.name or command.callback.__name__)
-            for group in typer.main.get_group(program).commands.values()
-            for command in getattr(group, "commands", {}).values()
-        ),
-        *((each,) for each in typer.main.get_group(program).commands),
-    ]
-]
+    (program.name, *name.split())
+    for program in PROGRAMS.values()
+    for name in ["", *program.names]
+] + [("envserve", "keys")]
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     def run(program: str, *words: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ending:
-            PROGRAMS[program](list(words), prog_name=program)
+            PROGRAMS[program].main(words)
         out, err = capsys.readouterr()
         return int(ending.value.code or 0), out, err
 
@@ -79,12 +72,11 @@ def test_help_fits_and_cuts_no_name(
     code, out, _ = run(*command, "--help")
     assert code == 0
     assert "…" not in out
-    group: Any = typer.main.get_group(PROGRAMS[command[0]])
-    for word in command[1:]:
-        group = group.commands[word]
-    for param in group.params:
-        if param.param_type_name == "option" and not param.hidden:
-            assert re.search(rf"^  (-\w, )?{param.opts[-1]}\b", out, re.MULTILINE)
+    name = " ".join(command[1:])
+    if name in PROGRAMS[command[0]].names:
+        for each in options_of(PROGRAMS[command[0]].command(name)):
+            if each.flag and each.help:
+                assert re.search(rf"^  {each.flag}\b", out, re.MULTILINE)
     for line in out.splitlines():
         is_name = re.match(r"  -", line)  # choices of an option stay whole
         assert len(line) <= width or is_name, line
@@ -95,7 +87,7 @@ def test_usage_has_each_argument_that_may_be_given(
     command: Sequence[str], run: Run
 ) -> None:
     usage = run(*command, "--help")[1].split("\n\n")[0]
-    assert usage.startswith(f"Usage: {' '.join(command)} ")
+    assert usage.startswith(f"usage: {' '.join(command)} ")
     assert "......" not in usage
     assert "LINE" not in usage  # of `join`, which asks for it
 
@@ -118,31 +110,38 @@ def test_a_program_says_its_version(program: str, run: Run) -> None:
 def test_a_program_without_a_command_shows_its_help(program: str, run: Run) -> None:
     code, out, err = run(program)
     assert (code, err) == (2, "")
-    assert out.startswith(f"Usage: {program} ")
+    assert out.startswith(f"usage: {program} ")
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("envserve helth", "there is no command helth. Did you mean 'health'?"),
-        ("envserve health", "expected the argument ADDRESS, got none; see envserve"),
-        ("envserve health a b", "expected no more arguments, got b; see envserve he"),
+        ("envserve helth", "there is no command helth; did you mean health?"),
+        ("envserve keys mak", "there is no command keys mak; did you mean keys make?"),
+        ("envserve --verson", "there is no command --verson; did you mean --version?"),
+        ("envserve health", "the following arguments are required: ADDRESS; see envs"),
+        ("envserve health a b", "unrecognized arguments: b; see envserve health --he"),
         (
             "envserve start --wokers 1",
-            "there is no option --wokers; did you mean --wor",
+            "there is no option --wokers; did you mean --workers? See",
         ),
-        ("envserve start --workers", "--workers: expected a value, got none"),
-        ("envserve start --workers x", "--workers: expected a valid integer, got 'x'"),
-        ("envserve start --debug-errors=x", "--debug-errors: expected no value"),
+        ("envserve start --work 1", "there is no option --work; did you mean --work"),
+        ("envserve start --workers", "argument --workers: expected one argument; see"),
+        ("envserve start --workers x", "--workers: expected an int; got 'x'; see env"),
+        (
+            "envserve start --debug-errors=x",
+            "--debug-errors: expected no value; got 'x",
+        ),
         (
             "envserve start --log-level x",
-            "--log-level: expected one of 'debug', 'info'",
+            "--log-level: expected one of debug, info, warning, error; got 'x'",
         ),
         (
             "envserve health a --timeout 0",
-            "--timeout: expected at least 0.001, got '0'",
+            "--timeout: expected a number >= 0.001; got '0'; see envserve health",
         ),
-        ("envserve keys new me", "role: expected one of 'server', 'client', got 'me'"),
+        ("envserve keys new me", "ROLE: expected one of server, client; got 'me'; se"),
+        ("envserve invite me", "the following arguments are required: --at; see envs"),
         ("ppo train --sead 1", "there is no option --sead; did you mean --seed"),
     ],
 )
@@ -180,11 +179,12 @@ def test_flags_win_over_variables_which_win_over_the_file(
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("wrokers = 3", "as keys, got 'wrokers'; did you mean workers?"),
-        ("num_workers = 3", "as keys, got 'num_workers'; did you mean "),
-        ("workers = 'x'", "--workers: expected a valid integer, got 'x'"),
+        ("wrokers = 3", "as keys; got 'wrokers'; did you mean workers?"),
+        ("num_workers = 3", "as keys; got 'num_workers'; did you mean "),
+        ("config = 'x'", "as keys; got 'config'"),
+        ("workers = 'x'", "--workers: expected an int; got 'x'"),
         ("workers = 0", "--workers: expected an int >= 1; got 0"),
-        ("[workers]\nx = 1", "--workers: expected a valid integer, got {'x': 1}"),
+        ("[workers]\nx = 1", "--workers: expected an int; got {'x': 1}"),
         ("= 3", "expected a TOML file; Invalid statement (at line 1, column 1)"),
         (None, "expected a TOML file; [Errno 2] No such file or directory"),
     ],
@@ -221,7 +221,7 @@ def test_logs_as_json_have_an_object_a_line(
     except ValueError as error:
         found = (ValueError, error, error.__traceback__)
     logging.root.handle(logging.LogRecord("x", logging.ERROR, "", 1, "bad", (), found))
-    with pytest.raises(typer.Exit):
+    with pytest.raises(SystemExit):
         fail("expected this, got that", 1)
     first, second, third = map(json.loads, capsys.readouterr().err.splitlines())
     assert first.pop("time").endswith("+00:00")
@@ -241,7 +241,7 @@ def test_an_error_shows_its_notes_and_one_line_of_a_workers_traceback(
 ) -> None:
     error = CallError("call failed", remote_traceback="Traceback ...\nKeyError: 'x'\n")
     error.add_note("Go on so.")
-    with pytest.raises(typer.Exit):
+    with pytest.raises(SystemExit):
         fail(error, 1)
     assert capsys.readouterr().err == "Error: call failed: KeyError: 'x'\nGo on so.\n"
 
@@ -300,62 +300,160 @@ def test_no_locale_is_worth_a_traceback() -> None:
     assert b"Traceback" not in result.stderr
     shown = python(
         "-c",
-        "import typer, envserve.cli.terminal as t\n"
-        "app = t.make_app('x', 'x')\n"
-        "app.command('a')(lambda: print('\u2192'))\n"
-        "app.command('b')(lambda: None)\n"
-        "app(['a'])",
+        "import envserve.cli.status as status, envserve.cli.app as app\n"
+        "status.status = lambda: print('\u2192')\n"
+        "app.PROGRAM.main(['status'])",
         PYTHONIOENCODING="ascii",
     )
     assert (shown.returncode, shown.stdout.strip(), shown.stderr) == (0, b"?", b"")
 
 
-def test_a_shell_completes_commands_options_and_names() -> None:
-    def complete(words: str) -> str:
-        variables = {
-            "_ENVSERVE_COMPLETE": "complete_bash",
-            "COMP_WORDS": words,
-            "COMP_CWORD": str(len(words.split(" ")) - 1),
-        }
-        return python("-m", "envserve", **variables).stdout.decode()
+def complete(program: str, line: str, **variables: str) -> list[str]:
+    """The words that a shell is offered for the last one of a line."""
+    variables |= {f"_{program.upper()}_COMPLETE": "1", "COMP_LINE": line}
+    return python("-m", program, **variables).stdout.decode().split()
 
-    assert complete("envserve hea").split() == ["health"]
-    assert complete("envserve start --work").split()[0] == "--workers"
-    assert complete("envserve start CartPole-v").split() == [
-        "CartPole-v0",
-        "CartPole-v1",
+
+def test_a_shell_completes_commands_options_and_values() -> None:
+    assert complete("envserve", "envserve hea") == ["health"]
+    assert complete("envserve", "envserve hea more", COMP_POINT="12") == ["health"]
+    assert complete("envserve", "envserve keys ") == ["make", "new"]
+    assert complete("envserve", "envserve --ver") == ["--version"]
+    options = ["--worker-env", "--worker-memory-mib", "--worker-processes"]
+    options += ["--worker-user", "--workers"]
+    assert complete("envserve", "envserve start --work") == options
+    names = ["CartPole-v0", "CartPole-v1"]
+    assert complete("envserve", "envserve start CartPole-v") == names
+    assert complete("envserve", "envserve start --env CartPole-v") == names
+    assert complete("envserve", "envserve start --workers ") == []
+    assert complete("envserve", "envserve start --log-format ") == ["json", "text"]
+    assert complete("ppo", "ppo train --re") == [
+        "--resources",
+        "--restartable",
+        "--resume",
     ]
 
 
-def exit_codes(program: str) -> dict[str, set[int]]:
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_code_of_a_shell_is_shown_and_installed_once(
+    shell: str, tmp_path: Path
+) -> None:
+    variables = {"SHELL": f"/bin/{shell}", "HOME": str(tmp_path)}
+    code = python("-m", "ppo", "--show-completion", **variables).stdout.decode()
+    assert "_PPO_COMPLETE=1" in code
+    for _ in range(2):
+        done = python("-m", "ppo", "--install-completion", **variables)
+        assert done.returncode == 0, done.stderr
+    (file,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    assert file.read_text() == code
+    assert str(file) in done.stdout.decode()
+
+
+def test_bash_completes_with_the_code_that_it_is_given(tmp_path: Path) -> None:
+    # As readline does: bash runs the command of -C, and takes its lines as candidates.
+    code = python("-m", "envserve", "--show-completion", SHELL="bash").stdout.decode()
+    command = re.findall("'(.*)'", code)[0].replace(
+        " envserve", f" {sys.executable} -m envserve"
+    )
+    script = f"{code}\ncomplete -p envserve\nCOMP_LINE='envserve dra' {command}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "drain", done.stderr
+
+
+def test_an_unknown_shell_is_an_error() -> None:
+    done = python("-m", "ppo", "--show-completion", SHELL="/bin/tcsh")
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert b"SHELL: expected the path of bash, zsh, fish; got 'tcsh'" in done.stderr
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Options of a command."""
+
+    max_envs: int = 3
+    """Maximum number of envs."""
+    names: tuple[str, ...] = ()
+    """Names, which are
+    many."""
+
+
+def measure(
+    env: str,
+    files: list[Path] | None = None,
+    *,
+    rate: dict[str, float] | None = None,
+    open_: bool = False,
+    unseen: bool = False,
+    limits: Annotated[dict[str, Any], Fields(Limits)],
+) -> None:
+    """Measure 100 % of an env.
+
+    Args:
+        env: Env to measure.
+        files: Files, over
+            two lines.
+        rate: Rates.
+        open_: Open it.
+    """
+
+
+def test_a_field_with_a_docstring_is_an_option_with_help(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        parse(measure, ["-h"], "measure")
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "usage: measure [OPTIONS] ENV [FILES]..." in lines
+    assert "--max-envs INT Maximum number of envs. [default: 3]" in lines
+    assert "--names TEXT Names, which are many." in lines
+    assert "Measure 100 % of an env." in lines
+    assert "FILES Files, over two lines." in lines
+    assert "--open Open it." in lines
+    assert not any("unseen" in line for line in lines)
+
+
+def test_arguments_may_stand_between_options() -> None:
+    words = ["--names", "x", "a", "--rate", '{"b": 2}', "c", "--names=y", "--", "--d"]
+    assert parse(measure, words, "measure") == {
+        "env": "a",
+        "files": [Path("c"), Path("--d")],
+        "rate": {"b": 2.0},
+        "limits": {"names": ("x", "y")},
+    }
+    assert parse(measure, ["a"], "measure") == {"env": "a", "limits": {}}
+
+
+def exit_codes(program: Program) -> dict[str, set[int]]:
     """Codes that the source of each command ends with, its own helpers included."""
     found: dict[str, set[int]] = {}
-    for path in Path(f"{program}/cli").glob("*.py"):
-        module = importlib.import_module(f"{program}.cli.{path.stem}")
-        for part in ast.parse(path.read_text()).body:
-            if not isinstance(part, ast.FunctionDef):
-                continue
-            name = path.stem if part.name.startswith("_") else part.name
-            codes = found.setdefault(f"{program} {name}", set())
-            for node in ast.walk(part):
-                codes.update(codes_at(node, vars(module)))
+    for name in {name.split()[0] for name in program.names}:
+        module = importlib.import_module(f"{program.name}.cli.{name}")
+        codes = found.setdefault(f"{program.name} {name}", set())
+        for part in ast.parse(Path(str(module.__file__)).read_text()).body:
+            if isinstance(part, ast.FunctionDef):
+                returns = {"int"} == {getattr(part.returns, "id", "")}
+                for node in ast.walk(part):
+                    codes.update(codes_at(node, vars(module), is_code=returns))
     return found
 
 
-def codes_at(node: ast.AST, names: dict[str, Any]) -> set[int]:
-    """Codes that an expression ends a command with."""
+def codes_at(node: ast.AST, names: dict[str, Any], *, is_code: bool) -> set[int]:
+    """Codes that an expression or a return ends a command with."""
     match node:
         case (
             ast.Call(func=ast.Name(id="fail"), args=[_, code])
-            | ast.Call(func=ast.Attribute(attr="Exit"), args=[code])
+            | ast.Call(func=ast.Name(id="SystemExit"), args=[code])
         ):
-            parts = [getattr(part, "value", None) for part in ast.walk(code)]
-            parts += [
-                names.get(n.id) for n in ast.walk(code) if isinstance(n, ast.Name)
-            ]
-            told = [v for p in parts for v in (p.values() if type(p) is dict else [p])]
-            return {value for value in told if type(value) is int}
-    return set()
+            pass
+        case ast.Return(value=ast.expr() as code) if is_code:
+            pass
+        case _:
+            return set()
+    parts = [getattr(part, "value", None) for part in ast.walk(code)]
+    parts += [names.get(n.id) for n in ast.walk(code) if isinstance(n, ast.Name)]
+    told = [v for p in parts for v in (p.values() if type(p) is dict else [p])]
+    return {value for value in told if type(value) is int}
 
 
 def test_the_table_of_exit_codes_is_that_of_the_code() -> None:
@@ -365,7 +463,7 @@ def test_the_table_of_exit_codes_is_that_of_the_code() -> None:
     assert len(table) == len(rows)
     common = {code for command, code in table if command == "all"}
     assert common == {0, 1, 2, 130}
-    found = exit_codes("envserve") | exit_codes("ppo")
+    found = exit_codes(ENVSERVE) | exit_codes(PPO)
     found["envserve health"] |= {int(each) for each in HealthProblem}
     assert set().union(*found.values()) >= common
     own = {(command, code) for command in found for code in found[command] - common}

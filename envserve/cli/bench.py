@@ -1,0 +1,48 @@
+"""`envserve bench`: the speed of an env, alone, in a batch and behind a server."""
+
+from __future__ import annotations
+
+import signal
+from typing import Final
+
+from envserve.cli.options import Count, Env, Import, Seconds, import_from_here
+from envserve.cli.terminal import fail
+from envserve.envs.user_envs import name_and_imports
+from envserve.errors import EnvserveError
+from envserve.host_resources import num_cores
+
+__all__ = ["bench"]
+
+_NUM_CORES: Final = num_cores()
+
+
+def bench(
+    *,
+    env: Env = "CartPole-v1",
+    import_: Import = None,
+    num_envs: Count = 16,
+    num_workers: Count = _NUM_CORES,
+    seconds: Seconds = 0.6,
+    rounds: Count = 5,
+) -> None:
+    """Measure an env in-process, behind a server, and in Gymnasium's vector envs.
+
+    Args:
+      env: Env to measure: a registered name, FILE.py:CLASS or MODULE:NAME.
+      num_envs: Number of envs in the batch.
+      num_workers: Number of worker processes; by default, one per core.
+      seconds: Seconds per measurement.
+      rounds: Number of measurements of each case, in turns.
+    """
+    from envserve.bench.command import bench as measure
+    from envserve.bench.workload import Workload
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the workers, too
+    workers = min(num_workers, num_envs)
+    import_from_here(import_, env)
+    try:
+        name, modules = name_and_imports(env, import_ or ())
+        load = Workload(name, num_envs, workers, seconds, import_modules=modules)
+        measure(load, rounds)
+    except EnvserveError as error:
+        fail(error, 1)

@@ -1,0 +1,54 @@
+"""`envserve check`: whether a server keeps to the protocol."""
+
+from __future__ import annotations
+
+import json
+from typing import Final
+
+from envserve.cli.options import Address, Insecure, address_of
+from envserve.cli.terminal import console, fail
+from envserve.errors import EnvserveError
+
+__all__ = ["check"]
+
+_COLOURS: Final = {"ok": "green", "fail": "red", "skipped": "yellow"}
+
+
+def check(
+    address: Address, *, env: str = "", json_: bool = False, insecure: Insecure = False
+) -> int:
+    """Check that a server, in any implementation, follows docs/protocol.md.
+
+    Leases up to 8 envs at a time and releases them. Exit codes: 0 if the server follows
+    all rules, 1 if it breaks one or does not answer.
+
+    Args:
+      env: Name of the env to use; by default, the first on offer.
+      json_: Print one JSON object per rule.
+    """
+    from rich.text import Text
+
+    from envserve.check.probe_client import ServerUnderTest, SocketLink
+    from envserve.check.rules import check as check_rules
+    from envserve.client.link.probe import request_welcome
+
+    address = address_of(address)
+    out, counts = console(), dict.fromkeys(_COLOURS, 0)
+    try:
+        # Its error names the reason if no server answers.
+        request_welcome(address, 5.0, insecure=insecure)
+        subject = ServerUnderTest(lambda: SocketLink(address, insecure=insecure), env)
+        for found in check_rules(subject):
+            counts[found.outcome] += 1
+            if json_:
+                print(json.dumps(found._asdict()), flush=True)
+                continue
+            why = f"\n        {found.why}" if found.why else ""
+            outcome = f"{found.outcome:8}", _COLOURS[found.outcome]
+            line = f"{found.section}: {found.title}{why}"
+            out.print(Text.assemble(outcome, line), soft_wrap=True)
+    except EnvserveError as error:
+        fail(error, 1)
+    if not json_:
+        print(", ".join(f"{count} {name}" for name, count in counts.items()))
+    return min(1, counts["fail"])

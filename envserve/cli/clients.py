@@ -1,0 +1,51 @@
+"""`envserve clients`: list and remove the clients that have a key."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+from envserve.cli.keys import Home, key_errors
+from envserve.cli.program import Option
+from envserve.errors import CodecError
+from envserve.keys import formats
+from envserve.keys.grant import format_line
+from envserve.keys.key_folder import KeyFolder
+
+__all__ = ["clients"]
+
+
+def clients(
+    words: Annotated[list[str] | None, Option(metavar="remove NAME")] = None,
+    *,
+    home: Home = None,
+) -> None:
+    """List the clients of this user's servers, or remove one.
+
+    Running servers apply the change within two seconds.
+
+    Args:
+      words: Name of a client to remove.
+    """
+    with key_errors():
+        file = KeyFolder(home).clients
+        match words or []:
+            case []:
+                file.read()
+            case ["remove", name]:
+                if not file.remove(name):
+                    raise CodecError(
+                        f"there is no client {name}; envserve clients lists all"
+                    )
+                print(f"removed {name}")
+                return
+            case _:
+                raise CodecError(
+                    f"expected remove NAME, or nothing; got {' '.join(words or ())}"
+                )
+    now = time.time()
+    for grant in file.grants():
+        name, _, *limits = format_line(grant).split()
+        state = "invited" if grant.is_invitation else formats.fingerprint(grant.public)
+        state = state if grant.is_valid(now) else "expired"
+        print(f"{name:12} {state:19} {' '.join(limits)}".rstrip())

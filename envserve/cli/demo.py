@@ -1,0 +1,122 @@
+"""`envserve demo`: training on two servers, with buttons that break things."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from msgspec import Meta
+
+from envserve.cli.options import Env, Port, import_from_here
+from envserve.cli.page import serve_page
+from envserve.cli.terminal import console, fail, keyboard
+from envserve.errors import EnvserveError
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from envserve.demo.run import Demo
+
+__all__ = ["demo"]
+
+_POLL_SECONDS: Final = 0.1
+
+
+def demo(
+    *,
+    env: Env = "CartPole-v1",
+    num_envs: Annotated[int, Meta(ge=2)] = 32,
+    terminal: bool = False,
+    no_open: bool = False,
+    port: Port = 8580,
+    seconds: Annotated[float, Meta(ge=0)] | None = None,
+) -> None:
+    """Watch an agent learn on two servers that you may kill, until Ctrl-C.
+
+    Args:
+      env: Env to train on, with Box observations: a registered name, FILE.py:CLASS or
+        MODULE:NAME.
+      num_envs: Number of envs, over both servers.
+      terminal: Show the demo in the terminal instead of the browser.
+      no_open: Print the URL of the page without opening a browser.
+      port: Port of the page; if it is in use, the next free one.
+      seconds: Seconds after which the demo ends; by default, it does not.
+    """
+    from envserve.demo.run import Demo
+    from envserve.monitoring.page.data_feed import DataFeed
+
+    import_from_here((), env)
+    # The page or the terminal shows what the log would.
+    logging.getLogger("envserve").addHandler(logging.NullHandler())
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    print(f"Starting two servers and {num_envs} envs ...", file=sys.stderr)
+    missing = "; pip install 'envserve[demo]', or use --terminal"
+    try:
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            tempfile.TemporaryDirectory(prefix="envserve-") as folder,
+            Demo(env, num_envs, run := Path(folder, "demo")) as it,
+        ):
+            if seconds is not None:
+                end = threading.Timer(seconds, it.has_ended.set)
+                end.daemon = True
+                end.start()
+            if terminal:
+                _show(it)
+            else:
+                feed = DataFeed([server.proxy.address for server in it.servers], run)
+                shown: dict[str, Any] = {"buttons": it.faults}
+                wait = it.has_ended.wait
+                serve_page(feed, port, missing, wait, is_opened=not no_open, **shown)
+            it.check()
+    except EnvserveError as error:
+        fail(error, 1)
+
+
+def _show(demo: Demo) -> None:
+    """Show the demo in the terminal until it ends, or the user presses q."""
+    from rich.live import Live
+
+    told: list[str] = []
+    names = {name[0]: name for name in demo.faults}
+    screen = Live(console=console(), get_renderable=lambda: _screen(demo, told))
+    with keyboard() as pressed_within, screen:
+        while not demo.has_ended.is_set():
+            for key in pressed_within(_POLL_SECONDS):
+                if key == "q":
+                    return
+                if key in names:
+                    args = demo, names[key], told
+                    threading.Thread(target=_inject, args=args, daemon=True).start()
+
+
+def _inject(demo: Demo, name: str, told: list[str]) -> None:
+    label, inject = demo.faults[name]
+    told.append(f"{label} ...")
+    try:
+        told.append(inject())
+    except EnvserveError as error:
+        told.append(str(error))
+
+
+def _screen(demo: Demo, told: list[str]) -> Group:
+    from rich.console import Group
+    from rich.text import Text
+
+    row, away = demo.row, demo.away()
+    head = Text(f"{row['demo_wrong']:,} wrong of {row['rows_checked']:,} transitions, ")
+    head.stylize("bold red" if row["demo_wrong"] else "bold green")
+    head.append(f"mean return {row.get('mean_return', 0):.1f}", "bold")
+    marks = Text()
+    for index, is_away in enumerate(away.tolist()):
+        if index * 2 % len(away) == 0:
+            marks.append(f"\nserver {1 + index * 2 // len(away)} ")
+        marks.append(" ." if is_away else " #", "dim" if is_away else "green")
+    keys = ", ".join(f"{name[0]} {label}" for name, (label, _) in demo.faults.items())
+    return Group(head, marks, "", Text(f"{keys}, q Quit", "dim"), *told[-5:])

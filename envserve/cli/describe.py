@@ -1,0 +1,76 @@
+"""`envserve describe`: the spaces, arguments and speed of an env."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+
+from envserve.cli.options import Env, Import, Insecure, import_from_here
+from envserve.cli.terminal import console, fail
+from envserve.envs.user_envs import name_and_imports
+from envserve.errors import EnvserveError
+
+__all__ = ["describe"]
+
+
+def describe(
+    env: Env,
+    address: str | None = None,
+    *,
+    import_: Import = None,
+    insecure: Insecure = False,
+) -> None:
+    """Show an env's spaces, render modes, time limit, arguments and steps per second.
+
+    The time limit and the arguments are shown only for envs that run here.
+
+    Args:
+      env: Env: a registered name, FILE.py:CLASS or MODULE:NAME.
+      address: Address of a server that has the env; by default, run it here.
+    """
+    from gymnasium.vector.utils import batch_space
+    from rich.table import Table
+
+    from envserve.bench.interleaved import time_each
+    from envserve.client import BatchEnv
+    from envserve.client.vector_env import metadata_of
+    from envserve.envs.registry import import_env_modules
+    from envserve.text import one_line
+
+    known: dict[str, object] = {}
+    try:
+        if address is None:
+            import_from_here(import_, env)
+            name, modules = name_and_imports(env, import_ or ())
+            import_env_modules(modules)
+            known = _registered(name)
+            batch = BatchEnv.local(name, 1, 1, import_modules=modules)
+        else:
+            batch = BatchEnv.connect(env, [address], 1, insecure=insecure)
+        with batch:
+            modes = metadata_of(batch).get("render_modes", ())
+            batch.reset()
+            actions = itertools.repeat(batch_space(batch.action_space, 1).sample())
+            seconds = time_each(batch.step, actions, 0.5)
+    except EnvserveError as error:
+        fail(error, 1)
+    table = Table.grid(padding=(0, 2))
+    for what, told in {
+        "observation": batch.observation_space,
+        "action": batch.action_space,
+        "render modes": ", ".join(map(str, modes)),
+        "steps/s": f"{len(seconds) / seconds.sum():,.0f} of one env in a worker",
+        **known,
+    }.items():
+        table.add_row(what, one_line(" ".join(str(told or "-").split()), 1000))
+    console().print(table, markup=False)
+
+
+def _registered(name: str) -> dict[str, object]:
+    from envserve.envs.registry import env_creator_of, find_spec
+
+    spec = find_spec(name)
+    takes = inspect.signature(env_creator_of(spec)).parameters.values()
+    given = [(part, spec.kwargs.get(part.name, part.default)) for part in takes]
+    shown = (str(p.replace(annotation=p.empty, default=value)) for p, value in given)
+    return {"time limit": spec.max_episode_steps, "arguments": ", ".join(shown)}

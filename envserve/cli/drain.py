@@ -1,0 +1,58 @@
+"""`envserve drain`: stop a server once its episodes have ended."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Final
+
+from envserve.cli.options import Address, Insecure, Seconds, address_of
+from envserve.cli.terminal import fail
+from envserve.errors import ConnectError, EnvserveError
+
+__all__ = ["drain"]
+
+_STILL_THERE: Final = 3
+#: A server that is there answers at once, also while its envs step.
+_ANSWER_SECONDS: Final = 5.0
+
+
+def drain(
+    address: Address, *, timeout: Seconds = 30.0, insecure: Insecure = False
+) -> None:
+    """Stop a server of yours, as SIGTERM does, and wait until it has exited.
+
+    The server lets running episodes end for up to its --drain-grace seconds. Exit
+    codes: 0 once the server has exited, 1 if it does not answer or refuses, 3 if it is
+    still running after the timeout.
+
+    Args:
+      timeout: Seconds to wait for the server to exit.
+    """
+    from envserve.client.link.connection import Connection
+    from envserve.client.link.probe import request
+    from envserve.wire.constants import DRAIN_WORD, MessageType
+    from envserve.wire.handshake import Hello
+    from envserve.wire.message import Message
+
+    address, deadline = address_of(address), time.monotonic() + timeout
+    asked = Message(MessageType.ASK_DRAIN, request=1, body=DRAIN_WORD)
+    hello = Message(MessageType.HELLO, request=2, body=Hello(client="drain").encode())
+    try:
+        with contextlib.closing(Connection(address, insecure=insecure)) as connection:
+            patience = min(timeout, _ANSWER_SECONDS)
+            boot = request(connection, asked, MessageType.DRAIN, patience).boot
+            # The server has exited if nothing answers, or another server does.
+            with contextlib.suppress(ConnectError):
+                while request(connection, hello, MessageType.WELCOME, 1.0).boot == boot:
+                    if time.monotonic() > deadline:
+                        fail(
+                            f"{address}: the server drains, but is still running after "
+                            f"{timeout:g} s; wait longer (--timeout), or send it "
+                            f"SIGINT, which cuts running episodes off",
+                            _STILL_THERE,
+                        )
+                    connection.wait(0.1, for_writing=False)
+    except EnvserveError as error:
+        fail(error, 1)
+    print(f"{address}: the server has drained and exited")

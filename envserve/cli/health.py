@@ -1,0 +1,41 @@
+"""`envserve health`: whether a server is well, as an exit code.
+
+`envserve.__main__` answers plain questions itself, because containers ask every 2 s.
+"""
+
+from __future__ import annotations
+
+from envserve.cli.options import Address, Insecure, Timeout
+from envserve.cli.terminal import fail
+
+__all__ = ["health"]
+
+
+def health(
+    address: Address,
+    *,
+    startup: bool = False,
+    live: bool = False,
+    ready: bool = False,
+    timeout: Timeout = 2.0,
+    insecure: Insecure = False,
+) -> None:
+    """Check the health of a server.
+
+    Exit codes: 0 if the server is healthy, 1 if it does not answer, 7 if it is of
+    another release; docs/exit-codes.md lists all. If the address stands for several
+    servers, the first unhealthy one decides.
+
+    Args:
+      startup: Check that workers can be started; if not, exit with 3.
+      live: Check that the serving loop keeps up; if not, exit with 4.
+      ready: Check that envs are available; exit with 3 while workers cannot be started,
+        5 if the server is draining, 6 if all envs are leased.
+    """
+    from envserve.monitoring.health_probe import probe
+
+    asked = {"startup": startup, "live": live, "ready": ready}
+    code, text = probe(address, **asked, timeout=timeout, insecure=insecure)
+    if code:
+        fail(text, code)
+    print(text)

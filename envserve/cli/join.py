@@ -1,0 +1,54 @@
+"""`envserve join`: become a client of a server, by an invitation."""
+
+from __future__ import annotations
+
+import getpass
+import sys
+
+from envserve.cli.keys import Home, key_errors
+from envserve.cli.options import Seconds
+from envserve.errors import CodecError
+from envserve.keys import formats
+from envserve.keys.invitation import Invitation
+from envserve.keys.key_folder import KeyFolder
+
+__all__ = ["join"]
+
+
+def join(
+    line: list[str] | None = None, *, timeout: Seconds = 10.0, home: Home = None
+) -> None:
+    """Join a server, with the line that `envserve invite` printed on its host.
+
+    Reads the line from the terminal without echo, or from stdin.
+
+    Args:
+      timeout: Seconds to wait for the answer of the server.
+    """
+    with key_errors():
+        if line:
+            raise CodecError(
+                "an invitation is a secret, and others can read command lines; run "
+                '"envserve join" without it, and paste it then'
+            )
+        if sys.stdin.isatty():
+            text = getpass.getpass("Invitation (not shown): ")
+        else:
+            text = sys.stdin.readline()
+        invitation = Invitation.parse(text)
+        from envserve.client.link.join import join as enrol
+
+        folder = KeyFolder(home)
+        pair = folder.ensure_key("client")
+        enrol(invitation, pair, timeout)
+        addresses, server = invitation.addresses, invitation.server_public
+        before = {address: folder.pinned_key(address) for address in addresses}
+        folder.add_pin(addresses, server, invitation.name)
+    for address, public in before.items():
+        if public not in (None, server):
+            print(f"{address} had another key before: {formats.fingerprint(public)}")
+    print(
+        f"joined {', '.join(addresses)} as {invitation.name}; this client's key is "
+        f"{formats.fingerprint(pair.public)}, "
+        f"the server's {formats.fingerprint(server)}"
+    )

@@ -1,0 +1,128 @@
+"""`envserve replay`: reproduce a crash from its repro file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from envserve.cli.options import Count, Import, import_from_here
+from envserve.cli.terminal import fail
+from envserve.errors import EnvserveError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from envserve.crashes.repro_file import Repro
+    from envserve.monitoring.video import VideoWriter
+
+__all__ = ["replay"]
+
+
+def replay(
+    file: Path,
+    *,
+    import_: Import = None,
+    timeout: float | None = None,
+    pdb: bool = False,
+    film: Path | None = None,
+    last: Count = 200,
+) -> int:
+    """Replay a crashed env, and compare how it ends.
+
+    Exit codes: 0 if the env ends as recorded, 1 if not, 2 if the file or an env cannot
+    be loaded.
+
+    Args:
+      file: Repro file of a crash; the log of the crash names it.
+      timeout: Seconds after which a step counts as hung; by default, the step timeout
+        at the time of the crash.
+      pdb: Run the env in this process, and debug it where it crashes.
+      film: MP4 or GIF file to write a film of the last steps to.
+      last: Number of steps before the crash to film.
+    """
+    from envserve.envs.registry import import_env_modules
+    from envserve.monitoring.video import VideoWriter
+    from envserve.pool import replay as replays
+    from envserve.pool.launcher import Launcher
+    from envserve.worker.rendering import headless_variables
+
+    if pdb and film:
+        fail("expected --pdb or --film; got both", 2)
+    import_from_here(import_)
+    modules = import_ or ()
+    try:
+        repro = replays.load_repro(file)
+        print(replays.describe_repro(repro), flush=True)
+        if pdb:
+            import_env_modules(modules)
+            if not _debug(repro):
+                fail("the env did not crash; there is nothing to debug", 1)
+            return 0
+        with contextlib.ExitStack() as stack:
+            writer = on_frame = None
+            if film:
+                writer = stack.enter_context(VideoWriter(film))
+                on_frame = partial(_add_frame, writer)
+                os.environ.update(headless_variables(os.environ))  # for the worker
+            launcher = stack.enter_context(contextlib.closing(Launcher(modules)))
+            ending = replays.replay(repro, launcher, timeout, on_frame, last)
+        if writer is not None:
+            print(f"{film}: {writer.num_frames} frames")
+    except (EnvserveError, OSError) as error:
+        fail(error, 2)
+    print("reproduced" if ending.is_reproduced else "not reproduced:", ending.text)
+    return 0 if ending.is_reproduced else 1
+
+
+def _add_frame(
+    writer: VideoWriter, frames_per_second: float, frame: np.ndarray[Any, Any]
+) -> None:
+    writer.frames_per_second = frames_per_second
+    writer.add(frame)
+
+
+def _debug(repro: Repro) -> bool:
+    """Replay a crash in this process; return whether the debugger was opened.
+
+    An exception is debugged where it was raised. If the process ended or hung, or the
+    step returned something wrong, the debugger starts before that step instead.
+    """
+    import bdb
+    import traceback
+    from pdb import Pdb
+
+    from envserve.slab import Status
+    from envserve.worker.replay_worker import apply_actions, build_env
+
+    env, spec = build_env(repro)
+    last = len(repro.played.actions[0])
+    is_raised = repro.end.status is Status.ENV_ERROR and not repro.end.is_violation
+    debugger = Pdb()
+
+    def step(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if (result := debugger.runcall(own, *args, **kwargs)) is None:
+            raise bdb.BdbQuit
+        return result
+
+    def on_action(number: int) -> None:
+        if number == last and not is_raised:
+            print("The next step is the last one: n runs a line, s enters a call.")
+            env.intercept_calls(step)
+
+    try:
+        apply_actions(repro, env, spec, on_action)
+    except bdb.BdbQuit:
+        return True
+    except Exception as error:
+        traceback.print_exception(error)
+        if is_raised:
+            debugger.reset()
+            debugger.interaction(None, error.__traceback__)
+        return True
+    finally:
+        env.close()
+    return not is_raised

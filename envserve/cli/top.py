@@ -1,0 +1,56 @@
+"""`envserve top`: what servers do, updated until the user stops it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Annotated
+
+from msgspec import Meta
+
+from envserve.cli.options import Addresses, Insecure
+from envserve.cli.status import tables
+from envserve.cli.terminal import console, fail, keyboard
+
+__all__ = ["top"]
+
+
+def top(
+    addresses: Addresses,
+    *,
+    interval: Annotated[float, Meta(ge=0.1)] = 1.0,
+    insecure: Insecure = False,
+) -> None:
+    """Show what servers do, like `envserve status`, and update it until q or Ctrl-C.
+
+    Exit code 2: none of the addresses can be resolved.
+
+    Args:
+      interval: Seconds between two updates.
+    """
+    from rich.live import Live
+
+    from envserve.monitoring.server_monitor import monitored_servers, poll_servers
+
+    screen = console()
+    live = Live(console=screen, screen=True, auto_refresh=False)
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        monitored_servers(addresses, insecure=insecure) as monitored,
+    ):
+        if not any(server.is_known for server in monitored):
+            fail(monitored[0].error, 2)
+        with (
+            keyboard() as pressed_within,
+            live if screen.is_terminal else contextlib.nullcontext(),
+        ):
+            has_ended = False
+            while not has_ended:
+                poll_servers(monitored, interval)
+                shown = tables(monitored, screen.width)
+                if live.is_started:
+                    live.update(shown, refresh=True)
+                else:
+                    screen.print(shown)
+                    sys.stdout.flush()
+                has_ended = "q" in pressed_within(interval).lower()

@@ -1,0 +1,37 @@
+"""`ppo evaluate`: the mean return of a checkpoint."""
+
+from ppo.cli.options import (
+    Checkpoint,
+    Connect,
+    Import,
+    InterOpThreads,
+    IntraOpThreads,
+    NumWorkers,
+    Run,
+    opened_run,
+)
+
+__all__ = ["evaluate"]
+
+
+def evaluate(
+    run: Run,
+    *,
+    checkpoint: Checkpoint = None,
+    connect: Connect = None,
+    num_workers: NumWorkers = None,
+    import_: Import = None,
+    intra_op_threads: IntraOpThreads = 2,
+    inter_op_threads: InterOpThreads = 1,
+) -> None:
+    """Evaluate the policy of a checkpoint, by default the newest."""
+    threads = intra_op_threads, inter_op_threads
+    with opened_run(run, checkpoint, connect, import_, *threads) as opened:
+        from ppo.environments import env_maker
+        from ppo.evaluation.evaluate import evaluate_run
+
+        run_folder, config, which, place, screen = opened
+        make_env = env_maker(config, place.addresses, num_workers, place.import_modules)
+        screen.phase(f"evaluating {config.evaluation_episodes} episodes")
+        evaluation = evaluate_run(config, run_folder, make_env, which=which)
+        screen.print(str(evaluation))

@@ -1,0 +1,35 @@
+"""`ppo export`: a policy as a TensorFlow SavedModel."""
+
+from pathlib import Path
+
+from ppo.cli.options import Checkpoint, Connect, Import, Run, opened_run
+
+__all__ = ["export"]
+
+
+def export(
+    run: Run,
+    dir_: Path,
+    *,
+    checkpoint: Checkpoint = None,
+    connect: Connect = None,
+    import_: Import = None,
+) -> None:
+    """Export the policy as a SavedModel that needs nothing but TensorFlow.
+
+    The model maps raw observations to actions in the form that the env takes. Starts
+    one env, or leases one from a server, to read its spaces.
+
+    Args:
+        dir_: New folder to write the SavedModel to.
+    """
+    with opened_run(run, checkpoint, connect, import_) as opened:
+        from ppo.environments import env_maker
+        from ppo.evaluation.export import export_run
+
+        run_folder, config, which, place, screen = opened
+        make_env = env_maker(config, place.addresses, 1, place.import_modules)
+        screen.phase("exporting")
+        counters = export_run(config, run_folder, make_env, dir_, which=which)
+        text = f"SavedModel: {dir_}, the policy after {counters.steps:,} steps"
+        screen.print(text)

@@ -1,0 +1,40 @@
+"""`ppo plot`: learning curves of runs."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from envserve.cli.program import Option
+from ppo.cli.options import reported_errors
+
+__all__ = ["plot"]
+
+
+def plot(
+    runs: Annotated[list[Path], Option(metavar="RUN")],
+    *,
+    out: Path | None = None,
+    metric: str = "mean_return",
+) -> None:
+    """Plot a metric over env steps, one curve per config.
+
+    Runs whose configs differ only in the seed share a curve: mean and standard
+    deviation.
+
+    Args:
+        runs: Run folders of `ppo train`.
+        out: Image file to write; by default, METRIC.png in the run folder, or in the
+            folder that contains all runs.
+        metric: Metric to plot, a key of metrics.jsonl.
+    """
+    from ppo.evaluation.plot import draw_curves, read_curves
+
+    with reported_errors():
+        curves = read_curves(runs, metric)
+        if out is None:
+            places = map(os.path.abspath, runs)
+            folder = runs[0] if len(runs) == 1 else Path(os.path.commonpath([*places]))
+            out = folder / f"{metric.replace('/', '_')}.png"
+        out = out if out.suffix else out.with_suffix(".png")
+        draw_curves(curves, metric, out)
+        print(f"Plot: {out}")

@@ -1,0 +1,78 @@
+"""`ppo visualize`: videos of a policy."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from msgspec import Meta
+
+from envserve.cli.options import Count
+from ppo.cli.options import Checkpoint, Connect, Import, Run, opened_run
+from ppo.cli.progress import Screen
+from ppo.config.config import Config
+from ppo.run_folder.folder import EnvSource, RunFolder
+
+if TYPE_CHECKING:
+    from ppo.rollout import Episode
+
+__all__ = ["film", "visualize"]
+
+
+def visualize(
+    run: Run,
+    *,
+    outdir: Path | None = None,
+    episodes: Count = 5,
+    checkpoint: Checkpoint = None,
+    seed: Annotated[int, Meta(ge=0)] | None = None,
+    connect: Connect = None,
+    import_: Import = None,
+) -> None:
+    """Film episodes of a policy that takes its most likely actions, one MP4 each.
+
+    Args:
+        outdir: Folder to write the videos and their numbers to; by default, films in
+            the run folder.
+        episodes: Number of episodes to film.
+        seed: Seed of the env; by default, that of the run's evaluation.
+    """
+    with opened_run(run, checkpoint, connect, import_) as opened:
+        run_folder, config, which, place, screen = opened
+        chosen: dict[str, Any] = {"outdir": outdir, "which": which, "seed": seed}
+        film(screen, run_folder, config, place, episodes=episodes, **chosen)
+
+
+def film(
+    screen: Screen,
+    run_folder: RunFolder,
+    config: Config,
+    place: EnvSource,
+    *,
+    episodes: int,
+    outdir: Path | None = None,
+    **chosen: Any,
+) -> None:
+    """Film episodes with `visualize_run`; print the file and return of each."""
+    from envserve.worker.rendering import headless_variables
+    from ppo.evaluation.videos import rendering_env_maker, visualize_run
+
+    os.environ.update(headless_variables(os.environ))  # for the workers
+
+    def report(path: Path, episode: "Episode") -> None:
+        earned = f"return {episode.total_reward:.1f}, {episode.length} steps"
+        screen.print(f"{path}: {earned}")
+
+    screen.phase(f"filming {episodes} episodes", is_passing=True)
+    evaluation = visualize_run(
+        config,
+        run_folder,
+        rendering_env_maker(config, place.addresses, place.import_modules),
+        outdir or run_folder.path / "films",
+        episodes=episodes,
+        on_episode=report,
+        **chosen,
+    )
+    screen.print(
+        f"Mean return {evaluation.mean_return:.1f}, standard deviation "
+        f"{evaluation.returns.std():.1f}, over {episodes} episodes"
+    )

@@ -1,0 +1,47 @@
+"""Runs a command line of a program in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+
+from envserve.cli.program import Program
+
+
+class Result(NamedTuple):
+    """The exit code of a command line and what it has printed."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def output(self) -> str:
+        """All that was printed."""
+        return self.stdout + self.stderr
+
+
+def invoke(
+    program: Program,
+    words: Sequence[str],
+    *,
+    input: str = "",
+    env: Mapping[str, str] | None = None,
+) -> Result:
+    """Run a command line; streams are no terminals."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch("sys.stdin", io.StringIO(input)),
+        mock.patch.dict(os.environ, env or {}),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.raises(SystemExit) as ending,
+    ):
+        program.main(words)
+    return Result(int(ending.value.code or 0), out.getvalue(), err.getvalue())
