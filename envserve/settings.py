@@ -52,9 +52,10 @@ __all__ = [
     "PoolSettings",
     "WorkerSettings",
     "cgroup_limits",
+    "check",
+    "check_fields",
     "check_ranges",
     "convert",
-    "convert_fields",
     "field_docs",
     "num_cores",
 ]
@@ -119,6 +120,58 @@ def convert(value: Any, kind: type[Type], *, is_strict: bool = True) -> Type:
         raise ValueError("expected no array where a map belongs") from None
 
 
+def check(name: str, value: Any, kind: Any, *, is_strict: bool = True) -> Any:
+    """Convert a setting's value to its type.
+
+    Raises:
+      ValueError: The value has another type; the message names the setting, what was
+        expected and what was found.
+    """
+    try:
+        return convert(value, kind, is_strict=is_strict)
+    except ValueError as error:
+        text, _, where = str(error).partition(" - at ")
+        text = text.partition(", got ")[0]
+        if get_origin(kind) is Literal:
+            text = f"expected one of {', '.join(get_args(kind))}"
+        if where.startswith("`key` in "):
+            text += " as a key"
+        for meta in getattr(kind, "__metadata__", ()):
+            text += f", such as {meta.examples[0]}" if meta.examples else ""
+        index = where.rpartition("$")[2].rstrip("`")
+        raise ValueError(f"{name}{index}: {text}; got {value!r:.200}") from None
+
+
+def check_fields(settings: Any) -> list[str]:
+    """Convert each field of a dataclass in place to its type; return all errors."""
+    errors, kind = [], cast(Any, type(settings))
+    for name, hint in _hints_of(kind).items():
+        value = getattr(settings, name)
+        if getattr(value, "shape", None) == ():  # a NumPy scalar
+            value = value.item()
+        try:
+            vars(settings)[name] = check(name, value, hint)
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """Return the docstrings below the fields of a dataclass and its bases, by name."""
+    docs, bases = {}, {(each.__module__, each.__name__) for each in kind.__mro__[:-1]}
+    for module in {module for module, _ in bases}:
+        for part in ast.parse(inspect.getsource(sys.modules[module])).body:
+            is_base = (module, getattr(part, "name", "")) in bases
+            for pair in pairwise(getattr(part, "body", ()) if is_base else ()):
+                match pair:
+                    case (
+                        ast.AnnAssign(target=ast.Name(id=name)),
+                        ast.Expr(value=ast.Constant(value=str(text))),
+                    ):
+                        docs[name] = " ".join(text.split())
+    return docs
+
+
 def check_ranges(rules: Iterable[KwargRule]) -> None:
     """Raises ValueError for a range that no number is in."""
     for rule in rules:
@@ -127,53 +180,10 @@ def check_ranges(rules: Iterable[KwargRule]) -> None:
             raise ValueError(f"expected a range from low to high; got {rule!r:.200}")
 
 
-def convert_fields(settings: Any) -> list[str]:
-    """Convert each field of a dataclass in place to its annotated type.
-
-    Returns:
-      One message for each field that does not fit: the name, what was expected, and
-      what was found.
-    """
-    errors, kind = [], cast(Any, type(settings))
-    for name, hint in _hints_of(kind).items():
-        value = getattr(settings, name)
-        if getattr(value, "shape", None) == ():  # a NumPy scalar
-            value = value.item()
-        try:
-            vars(settings)[name] = convert(value, hint)
-        except ValueError as error:
-            expected, _, where = str(error).partition(" - at ")
-            expected = expected.partition(", got ")[0]
-            if get_origin(hint) is Literal:
-                expected = f"expected one of {', '.join(get_args(hint))}"
-            if where.startswith("`key` in "):
-                expected += " as a key"
-            for meta in getattr(hint, "__metadata__", ()):
-                expected += f", such as {meta.examples[0]}" if meta.examples else ""
-            index = where.rpartition("$")[2].rstrip("`")
-            errors.append(f"{name}{index}: {expected}; got {value!r:.200}")
-    return errors
-
-
-def field_docs(kind: type) -> dict[str, str]:
-    """Return the docstring below each field that a class declares, by field name."""
-    (body,) = ast.parse(inspect.getsource(kind)).body
-    assert isinstance(body, ast.ClassDef)
-    docs = {}
-    for pair in pairwise(body.body):
-        match pair:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name)),
-                ast.Expr(value=ast.Constant(value=str(text))),
-            ):
-                docs[name] = " ".join(text.split())
-    return docs
-
-
 class _Checked:
     def __post_init__(self) -> None:
         """Checks every field, and brings it to its type; raises ValueError."""
-        for error in convert_fields(self)[:1]:
+        for error in check_fields(self)[:1]:
             raise ValueError(error)
 
 

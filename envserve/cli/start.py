@@ -28,7 +28,7 @@ from envserve.errors import (
     ServerError,
     UnknownEnv,
 )
-from envserve.settings import HostSettings, WorkerSettings, convert, field_docs
+from envserve.settings import HostSettings, convert, field_docs
 
 __all__ = ["Resources", "start", "words_of"]
 
@@ -90,7 +90,7 @@ def _panel_number(field: dataclasses.Field[Any]) -> int:
 def _with_host_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command an option for each of a host's settings, in place of `given`."""
     hints = get_type_hints(HostSettings)
-    helps = field_docs(WorkerSettings) | field_docs(HostSettings)
+    helps = field_docs(HostSettings)
     parameters = []
     for field in sorted(dataclasses.fields(HostSettings), key=_panel_number):
         name, hint, default = field.name, hints[field.name], field.default

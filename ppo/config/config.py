@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from msgspec import Meta
 
 from envserve.errors import WrapperError
-from envserve.settings import convert_fields
+from envserve.settings import check_fields
 from envserve.wrappers.specs import parse_wrappers
 from ppo.errors import ConfigError, suggestion
 
@@ -365,7 +365,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Check all values, first each on its own and then together."""
-        if errors := convert_fields(self):
+        if errors := check_fields(self):
             raise ConfigError(" ".join(f"{error}." for error in errors))
         vars(self)["env_kwargs"] = _plain(self.env_kwargs, "env_kwargs")
         vars(self)["wrappers"] = tuple(_plain(self.wrappers, "wrappers"))
