@@ -1,6 +1,5 @@
-# The commands need nothing but python3 (3.11 or newer) and make: `make train` trains
-# an agent, `make test` runs the whole test suite, `make bench` measures. Other people's
-# trainers have an environment of their own, so that these stay lean.
+# All targets need only python3 (3.11 or newer) and make. The packages of the integration
+# tests (other trainers and envs, a browser, the docs) are in a separate environment.
 
 PYTHON ?= python3
 CONFIG ?= pendulum
@@ -20,20 +19,20 @@ help:
 	@echo "                            set up $(VENV) and train PPO on a Gymnasium task"
 	@echo "make test [ARGS='-k name']  set up $(VENV) and run scripts/check (about 11 minutes)"
 	@echo "make test-doors [ARGS='-k sb3']"
-	@echo "                            set up $(DOORS) with other people's trainers and envs, a"
-	@echo "                            browser's driver and what builds the docs, and run what"
-	@echo "                            needs them, or minutes to learn (15 minutes)"
+	@echo "                            set up $(DOORS) and run the integration tests: other"
+	@echo "                            trainers and envs, a browser, the docs, and tests that"
+	@echo "                            learn for minutes (15 minutes)"
 	@echo "make examples [ARGS=sb3_ppo]"
-	@echo "                            set up $(DOORS) and have each example learn its task,"
-	@echo "                            some of them while workers are killed (half an hour)"
+	@echo "                            set up $(DOORS) and check that each example learns its"
+	@echo "                            task, some of them while workers are killed (30 minutes)"
 	@echo "make bench [ARGS='step --num-envs 64']"
-	@echo "                            set up $(VENV) with other projects' vectorised envs and"
-	@echo "                            measure ours beside them (the whole suite: 10 minutes)"
+	@echo "                            set up $(VENV) and compare BatchEnv with other vectorised"
+	@echo "                            envs (the whole suite: 10 minutes)"
 	@echo "make chaos [ARGS='kill --scale 0.01']"
-	@echo "                            set up $(VENV), make everything fail that can, and show"
-	@echo "                            that no transition is wrong (the whole: some hours)"
-	@echo "make clean                  remove what make set up, caches and build files; runs/ stays"
-	@echo "PYTHON=python3.12           the interpreter that $(VENV) is made with"
+	@echo "                            set up $(VENV), cause faults of every kind, and verify that"
+	@echo "                            no transition is wrong (all cases: some hours)"
+	@echo "make clean                  remove environments, caches and build files; keep runs/"
+	@echo "PYTHON=python3.12           interpreter to create the environments with"
 
 train: $(VENV)/.installed-train
 	$(VENV)/bin/ppo train $(CONFIG) $(ARGS)
@@ -41,7 +40,7 @@ train: $(VENV)/.installed-train
 test: $(VENV)/.installed-dev
 	scripts/check $(ARGS)
 
-# pyproject.toml keeps these folders out of every other run.
+# pyproject.toml excludes these folders from all other runs of pytest.
 test-doors: $(DOORS)/.installed
 	$(DOORS)/bin/python -m pytest --numprocesses 2 tests/doors tests/learning $(ARGS)
 
@@ -54,7 +53,7 @@ bench: $(VENV)/.installed-bench
 chaos: $(VENV)/.installed-dev
 	$(VENV)/bin/python scripts/chaos.py $(ARGS)
 
-# The stamps are older than a changed pin, which is what installs again.
+# A changed pin is newer than these stamps, so the packages are installed again.
 $(VENV)/.installed-train: $(PINNED) | $(VENV)/bin/pip
 	@echo "Installing envserve, TensorFlow (CPU) and MuJoCo into $(VENV); this takes minutes ..."
 	$(PIP) --constraint constraints.txt --editable '.[train-cpu,mujoco]'
@@ -66,16 +65,16 @@ $(VENV)/.installed-dev: $(PINNED) $(VENV)/.installed-train | $(VENV)/bin/pip
 	@touch $@
 
 $(VENV)/.installed-bench: $(PINNED) $(VENV)/.installed-train | $(VENV)/bin/pip
-	@echo "Installing the peers, torch among them, into $(VENV); this takes minutes ..."
+	@echo "Installing other vectorised envs and torch into $(VENV); this takes minutes ..."
 	$(PIP) --constraint constraints.txt --editable '.[train-cpu,mujoco,bench]'
 	@touch $@
 
 $(DOORS)/.installed: $(PINNED) | $(DOORS)/bin/pip
-	@echo "Installing other people's trainers and envs into $(DOORS); this takes minutes ..."
+	@echo "Installing other trainers and envs into $(DOORS); this takes minutes ..."
 	$(PIP) --constraint constraints.txt --editable '.[train-cpu,mujoco,box2d,atari,envpool,sb3,tianshou,ray,trainers,zoo,plot,video,page,metrics,docs,browser,kubernetes,dev]'
 	@touch $@
 
-# pip is what venv installs last, so its presence says that the environment is whole.
+# venv installs pip last, so its presence shows that the environment is complete.
 $(VENV)/bin/pip $(DOORS)/bin/pip:
 	@command -v $(PYTHON) >/dev/null || { echo "make: expected Python 3.11 or" \
 	  "newer as $(PYTHON), found no such command; install it, or name another" \

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Final
 import typer
 from rich.console import Console
 
-from benchmarks.harness import BenchmarkError, Case, chosen, take_turns
+from benchmarks.harness import BenchmarkError, Case, chosen, measure_cases
 from benchmarks.result import Result, publish
 from envserve.bench.interleaved import Measurements
-from envserve.settings import num_cores
+from envserve.host_resources import num_cores
 
 CORES: Final = num_cores()
 EnvName = Annotated[str, typer.Option(help="Registered name.")]
@@ -41,7 +41,7 @@ class Run:
 
     def measure(self, cases: Sequence[Case], repetitions: int) -> Measurements:
         """Measures the cases that were chosen, in turns."""
-        return take_turns(chosen(cases, self.only), repetitions, say)
+        return measure_cases(chosen(cases, self.only), repetitions, say)
 
     def measure_all(self, cases: Sequence[Case], repetitions: int) -> Measurements:
         """Measures cases that make no sense without each other."""

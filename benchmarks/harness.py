@@ -65,7 +65,7 @@ def chosen(cases: Sequence[Case], only: Sequence[str]) -> list[Case]:
     return [case for case in cases if any(w in case.name.lower() for w in words)]
 
 
-def take_turns(
+def measure_cases(
     cases: Sequence[Case],
     repetitions: int,
     say: Callable[[str], None] = lambda text: None,
@@ -89,7 +89,7 @@ def take_turns(
             reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items())
             raise BenchmarkError(f"nothing can be measured: {reasons}")
         return Measurements(
-            interleaved.take_turns(ready, repetitions, say).by_case, skipped
+            interleaved.interleave(ready, repetitions, say).by_case, skipped
         )
 
 

@@ -18,18 +18,18 @@ from rich.console import Console
 
 from benchmarks.lab.machine import machine_facts
 from benchmarks.lab.tables import TABLE_WIDTH, as_markdown, as_table
-from envserve.bench.interleaved import Measurements, Number
+from envserve.bench.interleaved import Measurements, Metric
 
 Column = Callable[[Measurements, str], str]
 """Makes the cell of a case."""
 
 
-def median(number: Number, form: str = ",.0f") -> Column:
+def median(number: Metric, form: str = ",.0f") -> Column:
     """Returns a column of medians."""
     return lambda measured, case: f"{measured.median(case, number):{form}}"
 
 
-def spread(number: Number, form: str = ",.0f") -> Column:
+def spread(number: Metric, form: str = ",.0f") -> Column:
     """Returns a column with the lowest and the highest."""
 
     def cell(measured: Measurements, case: str) -> str:
@@ -39,7 +39,7 @@ def spread(number: Number, form: str = ",.0f") -> Column:
     return cell
 
 
-def ratio(base: str | Callable[[str], str], number: Number) -> Column:
+def ratio(base: str | Callable[[str], str], number: Metric) -> Column:
     """Returns a column of ratios to another case, which may depend on the case.
 
     A dash stands where it was not measured.

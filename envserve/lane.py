@@ -18,7 +18,7 @@ from envserve.errors import EnvserveError, LocalProtocolError
 from envserve.slab import Rows, Status
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
-from envserve.spaces.infos import Packed
+from envserve.spaces.infos import PackedInfo
 from envserve.text import printable
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
     "Fault",
     "Lane",
     "Outcome",
-    "Picture",
+    "RenderedFrame",
     "Reset",
     "make_blocks",
 ]
@@ -42,7 +42,7 @@ MAX_TEXT: Final = 1 << 10  # characters
 _U63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
-class Picture(Struct, frozen=True, kw_only=True):
+class RenderedFrame(Struct, frozen=True, kw_only=True):
     """What an env looked like after one of its steps.
 
     Attributes:
@@ -85,6 +85,16 @@ class Block:
     stop: int
     worker: int
     split: int
+
+    @property
+    def rows(self) -> range:
+        """The rows, as indices."""
+        return range(self.start, self.stop)
+
+    @property
+    def part(self) -> slice:
+        """The rows, as a slice of the lane's arrays."""
+        return slice(self.start, self.stop)
 
 
 def make_blocks(
@@ -130,7 +140,7 @@ class Reset:
 
     def check(self, block: Block) -> Sequence[int]:
         """Returns the rows; raises LocalProtocolError for those, or seeds, unfit."""
-        rows, seeds = range(block.start, block.stop), self.seeds
+        rows, seeds = block.rows, self.seeds
         chosen = rows if self.env_indices is None else self.env_indices
         are_rows = len({*chosen}) == len(chosen) and {*chosen} <= {*rows}
         given = [0] * len(chosen) if seeds is None else [seed or 0 for seed in seeds]
@@ -218,7 +228,7 @@ class Outcome(NamedTuple):
     result: bytes = b""
     error: EnvserveError | None = None
     notes: Sequence[str] = ()
-    packed_infos: Mapping[int, Packed] = MappingProxyType({})
+    packed_infos: Mapping[int, PackedInfo] = MappingProxyType({})
 
 
 class Lane(Protocol):

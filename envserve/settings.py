@@ -8,15 +8,12 @@ these gets a ValueError that names the setting, what was expected, and what came
 from __future__ import annotations
 
 import ast
-import contextlib
 import inspect
 import os
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from itertools import pairwise
-from pathlib import Path
 from typing import (
     Annotated,
     Any,
@@ -35,7 +32,8 @@ import msgspec
 from msgspec import Meta
 
 from envserve.address import is_private
-from envserve.envs.user_envs import absolute, is_own, name_of
+from envserve.envs.user_envs import absolute, is_user_env, name_of
+from envserve.host_resources import num_cores
 from envserve.text import Name
 from envserve.wrappers.specs import Wrappers
 
@@ -51,13 +49,11 @@ __all__ = [
     "NonFinite",
     "PoolSettings",
     "WorkerSettings",
-    "cgroup_limits",
     "check",
     "check_fields",
     "check_ranges",
     "convert",
     "field_docs",
-    "num_cores",
 ]
 
 Type = TypeVar("Type")
@@ -188,44 +184,6 @@ class _Checked:
 
 
 _hints_of: Final = cache(partial(get_type_hints, include_extras=True))
-
-
-def num_cores(root: Path = Path("/")) -> int:
-    """Returns how many cores this process may use: not all, if pinned or by a quota."""
-    pinned = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    return max(1, min(pinned or 1, _quota(root)))
-
-
-@cache
-def _quota(root: Path) -> int:
-    """Returns the cores that Linux's cgroups, v1 or v2, leave to a container."""
-    least = 1 << 16
-    for numbers in cgroup_limits(root, "cpu", ("cfs_quota_us", "cfs_period_us")):
-        quota, period = numbers
-        if quota > 0:
-            least = min(least, -(-quota // period))
-    return least
-
-
-def cgroup_limits(root: Path, what: str, names: tuple[str, ...]) -> Iterator[list[int]]:
-    """Yields the limits that Linux's cgroups set for this process, its own first.
-
-    Args:
-      root: Of the file system.
-      what: "cpu" or "memory".
-      names: Of the files in which v1 says what v2 says in `max`.
-    """
-    with contextlib.suppress(OSError, ValueError):  # there are none
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, kinds, path = line.split(":", 2)
-            if kinds and what not in kinds.split(","):
-                continue
-            files = names if kinds else ("max",)
-            group = root / "sys/fs/cgroup" / (what if kinds else "") / path.lstrip("/")
-            for folder in (group, *group.parents):
-                with contextlib.suppress(OSError, ValueError):  # it sets none
-                    texts = [(folder / f"{what}.{name}").read_text() for name in files]
-                    yield [int(word) for word in " ".join(texts).split()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,7 +321,7 @@ class HostSettings(WorkerSettings):
         """Checks everything; raises ValueError."""
         super().__post_init__()
         names = tuple(map(absolute, self.env_names or ()))
-        own = filter(is_own, (*names, *map(absolute, self.vector_envs)))
+        own = filter(is_user_env, (*names, *map(absolute, self.vector_envs)))
         words = (*map(absolute, self.import_modules), *own)
         vars(self)["env_names"] = names or self.env_names
         vars(self)["import_modules"] = tuple(dict.fromkeys(words))

@@ -223,7 +223,7 @@ class Slab:
       rows: The rows, as views into the memory.
       heartbeats: int64 `[num_workers, 64]`; column 0 is another one after every call of
         an env, and tells which one it was, see `row_of_beat`; column 1 is 1 while the
-        worker is inside a reset. From column 8 on are the cells of `durations`.
+        worker is inside a reset. From column 8 on are the cells of `step_timings`.
       extra: What lies behind them, for whoever has asked for it.
     """
 

@@ -13,7 +13,14 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-__all__ = ["Name", "Seldom", "did_you_mean", "one_line", "printable", "without_folders"]
+__all__ = [
+    "LogThrottle",
+    "Name",
+    "did_you_mean",
+    "one_line",
+    "printable",
+    "without_folders",
+]
 
 #: What a peer may call an env.
 Name = Annotated[str, Meta(max_length=200)]
@@ -62,14 +69,17 @@ def did_you_mean(env_name: str, known: Iterable[str]) -> str:
     return f"; there is only {', '.join(names)}" if 0 < len(names) <= _FEW else ""
 
 
-class Seldom:
-    """Lets a line of each kind through once a second, and counts the others."""
+class LogThrottle:
+    """Let one line of each kind through per second; count the suppressed ones."""
 
     def __init__(self) -> None:
         self._kinds: dict[object, tuple[float, int]] = {}
 
     def passes(self, kind: object, now: float) -> str | None:
-        """Returns what to add to a line of one of a few kinds; None if none is due."""
+        """Return a suffix for the line, or None if the line must not be logged.
+
+        The suffix tells how many lines of this kind were suppressed since the last one.
+        """
         due_at, left_out = self._kinds.get(kind, (now, 0))
         if now < due_at:
             self._kinds[kind] = due_at, left_out + 1

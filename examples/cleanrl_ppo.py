@@ -14,7 +14,7 @@ from gymnasium.wrappers.vector import NormalizeObservation, RecordEpisodeStatist
 from torch import nn
 from torch.distributions import Categorical
 
-# Its own has no such line.
+# Not in the original.
 import envserve
 
 NUM_ENVS = 8
@@ -60,7 +60,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     envs: gym.vector.VectorEnv[Any, Any, Any]
-    # Its own: envs = gym.make_vec("CartPole-v1", NUM_ENVS, "sync")
+    # Original: envs = gym.make_vec("CartPole-v1", NUM_ENVS, "sync")
     envs = envserve.make_vec("CartPole-v1", NUM_ENVS, args.connect)
     envs = NormalizeObservation(RecordEpisodeStatistics(envs))
     size = gym.spaces.flatdim(envs.single_observation_space)

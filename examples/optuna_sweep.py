@@ -11,7 +11,7 @@ import torch
 from stable_baselines3 import PPO
 from stable_baselines3.common.evaluation import evaluate_policy
 
-# Its own: from stable_baselines3.common.env_util import make_vec_env
+# Original: from stable_baselines3.common.env_util import make_vec_env
 from envserve.sb3 import make_vec_env
 
 
@@ -24,7 +24,7 @@ def main() -> None:
     args = parser.parse_args()
 
     torch.set_num_threads(1)
-    # Its own: envs = make_vec_env("CartPole-v1", n_envs=8, seed=args.seed)
+    # Original: envs = make_vec_env("CartPole-v1", n_envs=8, seed=args.seed)
     envs = make_vec_env("CartPole-v1", 8, args.connect, seed=args.seed)
 
     def mean_return_of(trial: optuna.Trial) -> float:

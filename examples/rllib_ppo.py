@@ -21,12 +21,12 @@ def main() -> None:
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     config = (
         PPOConfig()
-        # Its own: .environment("CartPole-v1")
+        # Original: .environment("CartPole-v1")
         .environment("envserve.gym:CartPole-v1", env_config={"addresses": args.connect})
         .env_runners(
             num_env_runners=0,
             num_envs_per_env_runner=8,
-            # Its own: gym_env_vectorize_mode="sync",
+            # Original: gym_env_vectorize_mode="sync",
             gym_env_vectorize_mode="vector_entry_point",
         )
         .training(

@@ -17,7 +17,7 @@ from tianshou.trainer import OnPolicyTrainerParams
 from tianshou.utils.net.common import Net
 from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
 
-# Its own: from tianshou.env import DummyVectorEnv
+# Original: from tianshou.env import DummyVectorEnv
 from envserve.tianshou import make_vector_env
 
 NUM_ENVS = 8
@@ -34,7 +34,7 @@ def main() -> None:
     torch.set_num_threads(1)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
-    # Its own: envs = DummyVectorEnv([lambda: gym.make("CartPole-v1")] * NUM_ENVS)
+    # Original: envs = DummyVectorEnv([lambda: gym.make("CartPole-v1")] * NUM_ENVS)
     envs = make_vector_env("CartPole-v1", NUM_ENVS, args.connect)
     envs.seed(args.seed)
     space, actions = envs.observation_space[0], envs.action_space[0]

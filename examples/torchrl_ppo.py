@@ -17,7 +17,7 @@ from torchrl.modules import ProbabilisticActor, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
-# Its own has no such line.
+# Not in the original.
 import envserve
 
 STEPS_PER_BATCH = 1024
@@ -40,7 +40,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     mode = gym.vector.AutoresetMode.SAME_STEP
-    # Its own: envs = gym.make_vec("CartPole-v1", 8, "sync", {"autoreset_mode": mode})
+    # Original: envs = gym.make_vec("CartPole-v1", 8, "sync", {"autoreset_mode": mode})
     envs = envserve.make_vec("CartPole-v1", 8, args.connect, autoreset_mode=mode)
     env = GymWrapper(envs, categorical_action_encoding=True)
     env = env.append_transform(RewardSum())

@@ -29,7 +29,7 @@ class Learners:
     """All learners, as one of them sees them; alone, no graph knows of it.
 
     All have to add up the same things, in the same order.
-    docs/decisions.md: "Learners add up by collectives, in one class".
+    docs/decisions.md: "Learners synchronise through collectives, in one class".
     """
 
     def __init__(self, addresses: Sequence[str] = ("here",), index: int = 0) -> None:

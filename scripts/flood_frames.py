@@ -358,8 +358,8 @@ def main(
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         os.environ["ENVSERVE_HOME"] = str(root / "home")
         own, other = KeyFolder(), KeyFolder(root / "mallory")
-        server_pair, pair = own.made_key("server"), other.made_key("client")
-        own.made_key("client")
+        server_pair, pair = own.ensure_key("server"), other.ensure_key("client")
+        own.ensure_key("client")
         grant = Grant(
             name="mallory", public=pair.public, envs=("CartPole-v1",), share=1000.0
         )

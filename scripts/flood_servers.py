@@ -235,8 +235,8 @@ def main() -> int:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         os.environ["ENVSERVE_HOME"] = str(root / "home")
         folder = KeyFolder()
-        folder.made_key("client")
-        folder.made_key("server")
+        folder.ensure_key("client")
+        folder.ensure_key("server")
         floods = list(itertools.product(given.kinds, given.connections))
         # Each flood has one of its own: who was shut out is so for a minute.
         pairs = [KeyPair.make() for _ in range(2 * given.rounds * len(floods))]

@@ -30,6 +30,7 @@ STAMPS = {
     "ppo/cli/run_setup.py:new_folder: time.strftime",
     "ppo/run_folder/metrics.py:_announce_restart: time.time",
     "envserve/keys/key_folder.py:new_key: datetime.now",
+    "envserve/server/audit.py:write: datetime.now",
 }
 
 #: Keys and invitations end on dates.

@@ -136,8 +136,8 @@ def test_a_job_goes_on_after_what_it_should_and_ends_after_what_it_must() -> Non
     assert evicted["onPodConditions"][0]["type"] == "DisruptionTarget"
     codes = (ROOT / "docs" / "exit-codes.md").read_text()
     assert re.search(r"^\| ppo train \| 3 \| with `--restartable`", codes, re.M)
-    assert re.search(r"^\| all \| 2 \| it cannot be done as it was asked", codes, re.M)
-    assert "ends with 1 also where its words for servers lead to none" in codes
+    assert re.search(r"^\| all \| 2 \| the request is not possible", codes, re.M)
+    assert "also exits with 1 if its addresses resolve to no server" in codes
     for rule, action, code in ((stopped, "Ignore", 3), (refused, "FailJob", 2)):
         assert rule["action"] == action
         assert rule["onExitCodes"]["containerName"] == LEARNER["name"]

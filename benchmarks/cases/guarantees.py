@@ -24,7 +24,7 @@ from benchmarks.harness import Case
 from benchmarks.result import median, ratio, spread
 from envserve.bench.cases import stepping_batch_env
 from envserve.bench.interleaved import SPEED, Measure, stepping
-from envserve.bench.workload import Load
+from envserve.bench.workload import Workload
 from envserve.envs.registry import make_env
 
 BARE_SLAB, OURS = "bare slab", "BatchEnv.local"
@@ -49,7 +49,7 @@ def guarantees(
     cases = []
     for name in env or _ENVS:
         for size in num_envs or _SIZES:
-            load = Load(name, size, workers, seconds)
+            load = Workload(name, size, workers, seconds)
             load.check()
             work = {"load": load}
             cases += [
@@ -76,7 +76,7 @@ def guarantees(
 
 
 @contextlib.contextmanager
-def bare_slab(load: Load) -> Iterator[Measure]:
+def bare_slab(load: Workload) -> Iterator[Measure]:
     """The least that workers with rows in shared memory can do."""
     env = make_env(load.env_name, load.env_kwargs)
     spaces: Any = env.observation_space, env.action_space
@@ -108,7 +108,7 @@ def bare_slab(load: Load) -> Iterator[Measure]:
 
 
 def _work(
-    load: Load, rows: list[int], actions: Any, slab: list[Any], bell: socket.socket
+    load: Workload, rows: list[int], actions: Any, slab: list[Any], bell: socket.socket
 ) -> None:
     observations, rewards, terminated, truncated = slab
     envs = [(row, make_env(load.env_name, load.env_kwargs)) for row in rows]

@@ -27,7 +27,7 @@ from benchmarks.command import (
 from benchmarks.harness import Case
 from benchmarks.result import median, ratio, spread
 from envserve.bench.interleaved import SPEED
-from envserve.bench.workload import Load
+from envserve.bench.workload import Workload
 
 REUSING: Final = "envserve in-process, out="
 _CASES: Final = (
@@ -48,7 +48,7 @@ def images(
     """Measure GB/s of images, uint8 84x84x4, from envs that do nothing else."""
     modules = (envs.MODULE,)
     name = "envserve/Image-v0"
-    load = Load(name, num_envs, workers, seconds, import_modules=modules)
+    load = Workload(name, num_envs, workers, seconds, import_modules=modules)
     reusing = Case(REUSING, stepping_in_place, {"load": load})
     cases = [reusing, *our_cases(load), *peer_cases(load)]
     cases = [case for case in cases if case.name in _CASES]

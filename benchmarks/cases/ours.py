@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from benchmarks.harness import Case
 from envserve.bench.cases import BINDS, batch_env, stepping_batch_env
 from envserve.bench.interleaved import Measure, stepping
-from envserve.bench.workload import Load
+from envserve.bench.workload import Workload
 from envserve.client.make_vec import make_vec
 
 LIMIT = "limit: bare loops"
@@ -24,7 +24,7 @@ _WAYS = {
 }
 
 
-def our_cases(load: Load) -> list[Case]:
+def our_cases(load: Workload) -> list[Case]:
     """Returns a case for every way to reach the envs."""
     return [
         Case(name, stepping_batch_env, {"load": load, "binds": binds})
@@ -37,7 +37,7 @@ def our_cases(load: Load) -> list[Case]:
 
 
 @contextlib.contextmanager
-def stepping_without_keys(load: Load) -> Iterator[Measure]:
+def stepping_without_keys(load: Workload) -> Iterator[Measure]:
     """Steps over tcp as it was before there were keys, to tell what they cost."""
     options = ("--insecure-no-auth",)
     with batch_env(load, BINDS["tcp"], options, insecure=True) as batch:
@@ -45,7 +45,7 @@ def stepping_without_keys(load: Load) -> Iterator[Measure]:
 
 
 @contextlib.contextmanager
-def stepping_vector_env(load: Load) -> Iterator[Measure]:
+def stepping_vector_env(load: Workload) -> Iterator[Measure]:
     """Steps as a trainer does that knows Gymnasium: in-process, infos of every step."""
     envs = make_vec(
         load.env_name,
@@ -60,7 +60,7 @@ def stepping_vector_env(load: Load) -> Iterator[Measure]:
 
 
 @contextlib.contextmanager
-def stepping_in_place(load: Load, binds: Sequence[str] = ()) -> Iterator[Measure]:
+def stepping_in_place(load: Workload, binds: Sequence[str] = ()) -> Iterator[Measure]:
     """Steps all envs, and has the rows written to arrays that there are."""
     with batch_env(load, binds) as batch:
         actions = load.actions()

@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.harness import Case, Skip
 from envserve.bench.cases import BINDS, batch_env, vector_env
 from envserve.bench.interleaved import Measure, stepping
-from envserve.bench.workload import Load
+from envserve.bench.workload import Workload
 
 SYNC = "gymnasium SyncVectorEnv"
 ASYNC = "gymnasium AsyncVectorEnv"
@@ -44,7 +44,7 @@ def import_peer(module: str) -> Any:
         raise Skip(f"{error}; pip install 'envserve[bench]'") from error
 
 
-def sb3_vec_env(load: Load, kind: str) -> Any:
+def sb3_vec_env(load: Workload, kind: str) -> Any:
     """Returns envs of Stable-Baselines3 as "SubprocVecEnv" or "DummyVecEnv"."""
     module = import_peer("stable_baselines3.common.vec_env")
     # Forked workers run the same loop as others, but do not each import torch first.
@@ -54,7 +54,7 @@ def sb3_vec_env(load: Load, kind: str) -> Any:
 
 
 @contextlib.contextmanager
-def sb3_subprocess(load: Load) -> Iterator[Measure]:
+def sb3_subprocess(load: Workload) -> Iterator[Measure]:
     """Stable-Baselines3: a process per env, rows pickled through pipes."""
     with contextlib.closing(sb3_vec_env(load, "SubprocVecEnv")) as envs:
         envs.seed(0)
@@ -63,7 +63,7 @@ def sb3_subprocess(load: Load) -> Iterator[Measure]:
 
 
 @contextlib.contextmanager
-def tianshou_shared_memory(load: Load) -> Iterator[Measure]:
+def tianshou_shared_memory(load: Workload) -> Iterator[Measure]:
     """Tianshou: a process per env, rows in shared memory; resets are the caller's."""
     envs = import_peer("tianshou.env").ShmemVectorEnv(load.env_functions())
 
@@ -80,7 +80,7 @@ def tianshou_shared_memory(load: Load) -> Iterator[Measure]:
 
 
 @contextlib.contextmanager
-def envpool(load: Load) -> Iterator[Measure]:
+def envpool(load: Workload) -> Iterator[Measure]:
     """EnvPool: envs rewritten in C++, stepped by threads."""
     envs = _envpool_with(load).make_gymnasium(
         load.env_name, num_envs=load.num_envs, num_threads=load.num_workers, seed=0
@@ -93,7 +93,7 @@ def envpool(load: Load) -> Iterator[Measure]:
 
 
 @contextlib.contextmanager
-def served_envpool(load: Load) -> Iterator[Measure]:
+def served_envpool(load: Workload) -> Iterator[Measure]:
     """The same behind a server of ours, as the one vector env of each worker."""
     _envpool_with(load)
     name = f"envpool/{load.env_name}"
@@ -102,7 +102,7 @@ def served_envpool(load: Load) -> Iterator[Measure]:
         yield stepping(batch.step, load.actions(), load)
 
 
-def _envpool_with(load: Load) -> Any:
+def _envpool_with(load: Workload) -> Any:
     """Returns the module; raises Skip where it lacks the env."""
     module = import_peer("envpool")
     if load.env_name not in module.list_all_envs() or load.env_kwargs:
@@ -110,7 +110,7 @@ def _envpool_with(load: Load) -> Any:
     return module
 
 
-def peer_cases(load: Load) -> list[Case]:
+def peer_cases(load: Workload) -> list[Case]:
     """Returns a case per peer."""
     work = {"load": load}
     return [

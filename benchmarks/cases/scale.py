@@ -21,11 +21,11 @@ from benchmarks.command import (
     Workers,
     sub_command,
 )
-from benchmarks.harness import Case, take_turns
+from benchmarks.harness import Case, measure_cases
 from benchmarks.result import median, spread
 from envserve.bench.cases import batch_env, stepping_batch_env
 from envserve.bench.interleaved import SPEED, Measure, Measurements, stepping
-from envserve.bench.workload import Load
+from envserve.bench.workload import Workload
 
 _MEMORY: Final = "proportional_set_bytes"
 _SIZES: Final = [4, 16, 64, 256, 1024]
@@ -44,14 +44,14 @@ def scale(
 ) -> None:
     """Measure time per env step and memory of ever more envs, in-process."""
     sizes = sorted(set(size or _SIZES))
-    loads = {f"{n} envs": Load(env, n, min(workers, n), seconds) for n in sizes}
+    loads = {f"{n} envs": Workload(env, n, min(workers, n), seconds) for n in sizes}
     cases = [
         Case(name, stepping_batch_env, {"load": load}) for name, load in loads.items()
     ]
     loads[f"{sizes[0]} envs"].check()
     measured = run.measure_all(cases, repetitions)
     base = f"{workers} envs"
-    loads[base] = Load(env, workers, workers, seconds)
+    loads[base] = Workload(env, workers, workers, seconds)
     memory = {name: _memory_alone(name, load) for name, load in loads.items()}
 
     def beyond(_: Measurements, case: str) -> str:
@@ -80,7 +80,7 @@ def scale(
 
 
 @contextlib.contextmanager
-def memory_of(load: Load) -> Iterator[Measure]:
+def memory_of(load: Workload) -> Iterator[Measure]:
     """Steps a little, and looks at all processes."""
     processes = import_peer("benchmarks.lab.processes")
     with batch_env(load) as batch:
@@ -93,13 +93,13 @@ def memory_of(load: Load) -> Iterator[Measure]:
         yield measure
 
 
-def _memory_alone(name: str, load: Load) -> float | None:
+def _memory_alone(name: str, load: Workload) -> float | None:
     """Returns bytes, or None where they cannot be had."""
     if sys.platform != "linux":
         return None
     # Alone: the pages of other cases' processes would be shared with these.
     case = Case(name, memory_of, {"load": replace(load, seconds=0.1)})
-    return take_turns([case], 1).median(name, _MEMORY)
+    return measure_cases([case], 1).median(name, _MEMORY)
 
 
 def _microseconds(numbers: Mapping[str, float]) -> float:

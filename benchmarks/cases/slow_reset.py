@@ -16,7 +16,7 @@ from benchmarks.harness import Case
 from benchmarks.result import median, ratio, spread
 from envserve.bench.cases import batch_env
 from envserve.bench.interleaved import SPEED, Measure, summary, time_each
-from envserve.bench.workload import Load
+from envserve.bench.workload import Workload
 
 _FAST: Final = "quick resets"
 
@@ -47,7 +47,7 @@ def slow_reset(
         "episode_length": episode_length,
         "is_staggered": staggered,
     }
-    slow = Load("envserve/Sleep-v0", num_envs, num_envs, 0, env, (envs.MODULE,))
+    slow = Workload("envserve/Sleep-v0", num_envs, num_envs, 0, env, (envs.MODULE,))
     quick = replace(slow, env_kwargs={**env, "reset_seconds": 0.0})
     steps = {
         "num_steps": episodes * episode_length,
@@ -82,7 +82,7 @@ def slow_reset(
 
 @contextlib.contextmanager
 def episodes_of(
-    load: Load, num_steps: int, first_steps: int, spare_envs: bool = False
+    load: Workload, num_steps: int, first_steps: int, spare_envs: bool = False
 ) -> Iterator[Measure]:
     """Makes so many batch steps per measurement, and some when it is opened."""
     actions = np.zeros(load.num_envs, np.int64)

@@ -18,7 +18,7 @@ from benchmarks.harness import Case
 from benchmarks.result import median, ratio, spread
 from envserve.bench.cases import bare_loops
 from envserve.bench.interleaved import SPEED
-from envserve.bench.workload import Load
+from envserve.bench.workload import Workload
 
 
 @sub_command
@@ -31,7 +31,7 @@ def step(
     repetitions: Repetitions = 5,
 ) -> None:
     """Measure raw stepping: the limit, ours in-process and over sockets, and peers."""
-    load = Load(env, num_envs, workers, seconds)
+    load = Workload(env, num_envs, workers, seconds)
     load.check()
     limit = Case(LIMIT, bare_loops, {"load": load})
     cases = [limit, *our_cases(load), *peer_cases(load)]

@@ -19,7 +19,7 @@ from benchmarks.harness import BenchmarkError, Case
 from benchmarks.result import median, ratio, spread
 from envserve.bench.cases import BINDS, batch_env
 from envserve.bench.interleaved import SPEED, Measure
-from envserve.bench.workload import Load
+from envserve.bench.workload import Workload
 
 Array = np.ndarray[Any, Any]
 
@@ -43,7 +43,7 @@ def straggler(
 ) -> None:
     """Measure send and recv with one slow env against none, a worker per env."""
     name, modules = "envserve/Request-v0", (envs.MODULE,)
-    load = Load(name, num_envs, num_envs, seconds, import_modules=modules)
+    load = Workload(name, num_envs, num_envs, seconds, import_modules=modules)
     normal = {"load": load, "microseconds": milliseconds * 1e3}
     slow = {**normal, "factor": factor}
     some = {"min_envs": min_envs}
@@ -76,7 +76,7 @@ def straggler(
 
 @contextlib.contextmanager
 def sending(
-    load: Load,
+    load: Workload,
     binds: tuple[str, ...],
     microseconds: float,
     min_envs: int | None,
@@ -105,7 +105,7 @@ def sending(
 
 @contextlib.contextmanager
 def stepping_all(
-    load: Load, binds: tuple[str, ...], microseconds: float, factor: float
+    load: Workload, binds: tuple[str, ...], microseconds: float, factor: float
 ) -> Iterator[Measure]:
     """Steps all rows together: what the slow env costs without send and recv."""
     with batch_env(load, binds) as batch:

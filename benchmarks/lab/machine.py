@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-from envserve.settings import num_cores
+from envserve.host_resources import num_cores
 
 _PACKAGES: Final = (
     *("envserve", "numpy", "gymnasium", "pyzmq", "mujoco"),

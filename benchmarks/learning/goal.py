@@ -23,7 +23,7 @@ from benchmarks.harness import Case
 from benchmarks.learning.rollouts import load_tensorflow
 from benchmarks.result import median, ratio
 from envserve.bench.interleaved import Measure, Measurements
-from envserve.bench.workload import Load
+from envserve.bench.workload import Workload
 from ppo.config.named_configs import CONFIGS
 from ppo.run_folder.folder import RunFolder
 
@@ -61,7 +61,7 @@ def goal(
         Case(_OURS, learning_ours, {**work, "workers": workers}),
         Case(_SB3, learning_sb3, work),
     ]
-    Load(config.env_name, 1, 1, 0).check()
+    Workload(config.env_name, 1, 1, 0).check()
 
     def each(measured: Measurements, case: str) -> str:
         return ", ".join(f"{value:,.1f}" for value in measured.values(case, SECONDS))
@@ -163,7 +163,7 @@ def _zoo(task: str, stable_baselines3: Any, torch: Any) -> tuple[Any, dict[str, 
     vec_env = stable_baselines3.common.vec_env
     monitor = stable_baselines3.common.monitor.Monitor
     num_envs = {"cartpole": 8, "cheetah": 1}[task]
-    load = Load(CONFIGS[task].env_name, num_envs, 1, 0)
+    load = Workload(CONFIGS[task].env_name, num_envs, 1, 0)
     envs = vec_env.DummyVecEnv(
         [lambda make=make: monitor(make()) for make in load.env_functions()]
     )

@@ -19,14 +19,14 @@ from benchmarks.command import (
     say,
     sub_command,
 )
-from benchmarks.harness import Case, take_turns
+from benchmarks.harness import Case, measure_cases
 from benchmarks.learning.rollouts import load_tensorflow, repeating
 from benchmarks.result import median, spread
 from envserve.bench.cases import batch_env
 from envserve.bench.interleaved import MICROSECONDS, Measure
-from envserve.bench.workload import Load
+from envserve.bench.workload import Workload
 from envserve.envs.registry import make_env
-from envserve.settings import num_cores
+from envserve.host_resources import num_cores
 
 _WIDTH = 128
 _ENV = "env step alone"
@@ -92,7 +92,9 @@ def overlap(
 ) -> None:
     """Measure rollouts with a costly policy and costly envs, in 1 and in 2 splits."""
     kwargs = {"step_seconds": env_milliseconds / 1e3}
-    load = Load("envserve/Busy-v0", num_envs, workers, seconds, kwargs, (envs.MODULE,))
+    load = Workload(
+        "envserve/Busy-v0", num_envs, workers, seconds, kwargs, (envs.MODULE,)
+    )
     half = {"rows": num_envs // 2, "seconds": seconds / 4}
     layers = _layers_for(policy_milliseconds * 1e3, half)
     rolling = {"load": load, "layers": layers, "horizon": horizon}
@@ -141,14 +143,14 @@ def _layers_for(microseconds: float, options: Mapping[str, Any]) -> int:
         Case(f"policy of {layers} layers", policy_alone, {**options, "layers": layers})
         for layers in (few, many)
     ]
-    measured = take_turns(cases, 3, say)
+    measured = measure_cases(cases, 3, say)
     short, long = (measured.median(case.name, MICROSECONDS) for case in cases)
     per_layer = (long - short) / (many - few)
     return max(1, few + round((microseconds - short) / per_layer))
 
 
 @contextlib.contextmanager
-def env_alone(load: Load) -> Iterator[Measure]:
+def env_alone(load: Workload) -> Iterator[Measure]:
     """Step one env in this process."""
     env = make_env(load.env_name, load.env_kwargs)
     env.reset(seed=0)
@@ -176,7 +178,7 @@ def policy_alone(rows: int, layers: int, seconds: float) -> Iterator[Measure]:
 
 @contextlib.contextmanager
 def rolling_out(
-    load: Load, layers: int, horizon: int, num_splits: int
+    load: Workload, layers: int, horizon: int, num_splits: int
 ) -> Iterator[Measure]:
     """Collect rollouts."""
     load_tensorflow()

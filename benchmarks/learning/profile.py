@@ -33,8 +33,8 @@ from envserve.bench.interleaved import (
     Measurements,
     stepping,
 )
-from envserve.bench.workload import Load
-from envserve.settings import num_cores
+from envserve.bench.workload import Workload
+from envserve.host_resources import num_cores
 
 Transport = Literal["in-process", "ipc", "tcp"]
 
@@ -68,7 +68,7 @@ def profile(
     repetitions: Repetitions = 5,
 ) -> None:
     """Tell what a batch step's time is made of: am I env-bound or overhead-bound?"""
-    load = Load(env, num_envs, workers, seconds)
+    load = Workload(env, num_envs, workers, seconds)
     binds = BINDS.get(transport, ())
     reached = {"load": load, "binds": binds}
     cases = [
@@ -101,7 +101,7 @@ def profile(
 
 
 @contextlib.contextmanager
-def timing_envs(load: Load, binds: tuple[str, ...]) -> Iterator[Measure]:
+def timing_envs(load: Workload, binds: tuple[str, ...]) -> Iterator[Measure]:
     """Step envs that look at the clock; measures those of the slowest worker."""
     timed = replace(
         load,

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.harness import Skip
 from envserve.bench.cases import batch_env
 from envserve.bench.interleaved import MICROSECONDS, Measure
-from envserve.bench.workload import Load
+from envserve.bench.workload import Workload
 from envserve.client import BatchEnv
 from ppo.cli.options import start_tensorflow
 from ppo.config import Config
@@ -31,7 +31,7 @@ class RolloutLoad:
         binds: where servers are to listen; with none, the envs are this process's.
     """
 
-    load: Load
+    load: Workload
     horizon: int
     binds: tuple[str, ...] = ()
 

@@ -25,7 +25,7 @@ from benchmarks.learning.rollouts import (
 )
 from benchmarks.result import median, spread
 from envserve.bench.interleaved import MICROSECONDS, Measurements
-from envserve.bench.workload import Load
+from envserve.bench.workload import Workload
 
 _LANE = "BatchEnv.step alone"
 _POLICY = "policy alone, in a graph"
@@ -45,7 +45,7 @@ def simulate(
     repetitions: Repetitions = 5,
 ) -> None:
     """Measure a rollout in the graph against driving the envs from Python."""
-    load = Load(env, num_envs, workers, seconds)
+    load = Workload(env, num_envs, workers, seconds)
     work = {"work": RolloutLoad(load, horizon)}
     load.check()
     cases = [

@@ -30,8 +30,8 @@ from benchmarks.command import (
 from benchmarks.harness import Case
 from benchmarks.learning.rollouts import load_tensorflow
 from benchmarks.result import median, ratio, spread
-from envserve.bench.interleaved import Measure, Number
-from envserve.bench.workload import Load
+from envserve.bench.interleaved import Measure, Metric
+from envserve.bench.workload import Workload
 from ppo.config import Config
 from ppo.run_folder.folder import RunFolder
 
@@ -78,14 +78,14 @@ def train(
         Case(_DUMMY, training_sb3, {**work, "vec_env": "DummyVecEnv"}),
         Case(_SB3_ON_OURS, training_sb3, {**work, **here, "vec_env": ""}),
     ]
-    Load(env, 1, 1, 0).check()
+    Workload(env, 1, 1, 0).check()
     measured = run.measure(cases, repetitions)
     steps = config.steps_per_iteration
 
     def speed(numbers: Mapping[str, float]) -> float:
         return steps / numbers[TOTAL]
 
-    def milliseconds(name: str) -> Number:
+    def milliseconds(name: str) -> Metric:
         return lambda numbers: 1e3 * numbers[name]
 
     run.publish(
@@ -201,7 +201,7 @@ def training_sb3(
     torch = import_peer("torch")
     stable_baselines3 = import_peer("stable_baselines3")
     torch.set_num_threads(1)
-    load = Load(config.env_name, config.num_envs, 1, 0)
+    load = Workload(config.env_name, config.num_envs, 1, 0)
     if vec_env:
         made = sb3_vec_env(load, vec_env)
     else:

@@ -1,4 +1,4 @@
-"""The tables of docs/scaling.md, made of the numbers in docs/scaling.json."""
+"""Tables of docs/scaling.md, generated from the measurements in docs/scaling.json."""
 
 from __future__ import annotations
 
@@ -10,22 +10,28 @@ from benchmarks.lab.tables import as_markdown, replace_marked
 from benchmarks.scaling.measure import Point
 from benchmarks.scaling.model import CORES, Clock, Model, errors, fit, plan, slowdown
 
-#: Microseconds of an env's step, and bytes of its observation.
+#: Durations of an env step in microseconds, and sizes of an observation in bytes.
 _ENV_US: Final = (10, 100, 1_000, 10_000)
 _SIZES: Final = (16, 1_024, 28_224)
 _LARGE: Final = Point(64, 16, 16)
 _CLOCKS: Final[tuple[Clock, ...]] = get_args(Clock)
+#: Rows of the table of joining and leaving servers, by their keys in scaling.json.
+_PHASES: Final = {
+    "calm": "undisturbed",
+    "leaving": "a server leaves",
+    "attaching": "a server joins",
+}
 Points = Mapping[str, Sequence[Point]]
 
 
 def write_document(path: Path, numbers: Mapping[str, Any]) -> None:
-    """Replaces the tables of a page, each between two marks with its name."""
+    """Replace the tables of a page, each between two marks with its name."""
     for name, table in tables(numbers).items():
         replace_marked(path, name, table)
 
 
 def tables(numbers: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the page's tables in Markdown, by their names."""
+    """Return the page's tables in Markdown, by name."""
     points = {
         part: [Point(*each) for each in found]
         for part, found in numbers.items()
@@ -46,7 +52,7 @@ def tables(numbers: Mapping[str, Any]) -> dict[str, str]:
 
 
 def model_of(points: Points, clock: Clock, *, keys: bool) -> Model:
-    """Returns the model of what was measured on 1 to 16 servers."""
+    """Return the model fitted to the measurements of 1 to 16 servers."""
     return fit(points["fit with keys" if keys else "fit"], clock)
 
 
@@ -67,12 +73,13 @@ def _errors(points: Points) -> str:
     counts = sorted({p.servers for p in found})
     rows = [
         [
-            f"{envs} envs of {size:,} bytes",
+            f"{envs} env{'s' * (envs > 1)} of {size:,} bytes",
             *(_percent(off[p]) for p in found if (p.envs, p.size) == (envs, size)),
         ]
         for envs, size in shapes
     ]
-    return as_markdown(["a server has", *(f"{n} servers" for n in counts)], rows)
+    heads = [f"{n} server{'s' * (n > 1)}" for n in counts]
+    return as_markdown(["envs per server", *heads], rows)
 
 
 def _checked(points: Points, part: str) -> str:
@@ -94,8 +101,8 @@ def _checked(points: Points, part: str) -> str:
             ]
         )
     heads = [
-        *("servers are", "keys", "delay, ms", "envs take, ms", "servers", "envs each"),
-        *("bytes", "splits", "wall", "process", "thread", "predicted", "off by"),
+        *("server", "keys", "delay, ms", "env time, ms", "servers", "envs each"),
+        *("bytes", "splits", "wall", "process", "thread", "predicted", "error"),
     ]
     return as_markdown(heads, rows, num_texts=2)
 
@@ -112,8 +119,8 @@ def _goals(points: Points, attach: Mapping[str, Any]) -> str:
         for clock in _CLOCKS
     ]
     longest = f"{attach['attaching']['p99']:.0f}"
-    rows.append(["ms of a step while a server is attached to, p99", "100", longest])
-    return as_markdown(["what", "at most", "measured"], rows)
+    rows.append(["ms of a step while a server joins, p99", "100", longest])
+    return as_markdown(["quantity", "goal (at most)", "measured"], rows)
 
 
 def _wire(points: Points) -> str:
@@ -131,7 +138,7 @@ def _wire(points: Points) -> str:
         messages = 2 * p.servers * p.splits / p.num_envs
         each = p.wire / p.num_envs
         rows.append([*cells, f"{p.splits}", f"{messages:.3g}", f"{each:,.0f}"])
-    heads = ["servers are", "keys", "servers", "envs each", "bytes of observation"]
+    heads = ["server", "keys", "servers", "envs each", "bytes of observation"]
     heads += ["splits", "messages per env step", "bytes per env step"]
     return as_markdown(heads, rows, num_texts=2)
 
@@ -155,10 +162,10 @@ def _limits(points: Points) -> str:
 
 
 def _attach(attach: Mapping[str, Any]) -> str:
-    parts = ("calm", "leaving", "attaching")
+    columns = ("steps", "p50", "p99", "p100")
     rows = [
-        [part, *(f"{attach[part][n]:,.0f}" for n in ("steps", "p50", "p99", "p100"))]
-        for part in parts
+        [name, *(f"{attach[phase][column]:,.0f}" for column in columns)]
+        for phase, name in _PHASES.items()
     ]
     return as_markdown(["", "steps", "p50, ms", "p99, ms", "longest, ms"], rows)
 
@@ -171,12 +178,18 @@ def _plans(points: Points) -> str:
         cells = [f"{env_us / 1e3:g} ms"]
         for size in _SIZES:
             hosts, steps, gbit = plan(model, env_us, size, slowdown=factor)
-            found = f"{hosts:,}: {steps:,.0f}/s, {gbit:.2g} Gbit/s"
-            cells.append(found if hosts <= _LARGE.servers else f"> {_LARGE.servers}")
+            if hosts > _LARGE.servers:
+                cells.append(f"more than {_LARGE.servers} hosts")
+                continue
+            number = f"{hosts:,} host{'s' * (hosts > 1)}"
+            cells.append(f"{number}, {steps:,.0f}/s, {gbit:.2g} Gbit/s")
         rows.append(cells)
-    heads = [f"an env takes; hosts of {CORES} cores", *(f"{s:,} bytes" for s in _SIZES)]
+    heads = ["env step", *(f"{size:,} bytes" for size in _SIZES)]
     table = as_markdown(heads, rows)
-    return f"{table}\nHere the model's times are multiplied by {factor:.1f}.\n"
+    return (
+        f"{table}\nHosts have {CORES} cores. The times of the model are multiplied by "
+        f"{factor:.1f}.\n"
+    )
 
 
 def _yes(is_so: bool) -> str:

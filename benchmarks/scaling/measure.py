@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.cases import envs
 from benchmarks.scaling.stand_ins import NAME, stand_ins
 from envserve.bench.cases import BINDS, batch_env
-from envserve.bench.workload import Load
+from envserve.bench.workload import Workload
 from envserve.client import BatchEnv
 
 _CHUNKS: Final = 5
@@ -74,7 +74,7 @@ def _batch(point: Point) -> Iterator[BatchEnv]:
         name, count = _REAL[point.size], point.servers
         seconds = point.env_us / 1e6 / point.envs
         kwargs = {"step_seconds": seconds} if point.size == 16 else {}
-        load = Load(name, point.num_envs, count, 1.0, kwargs, modules)
+        load = Workload(name, point.num_envs, count, 1.0, kwargs, modules)
         without = () if point.keys else ("--insecure-no-auth",)
         with batch_env(load, BINDS["tcp"] * count, without, **options) as batch:
             yield batch

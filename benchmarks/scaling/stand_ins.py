@@ -18,10 +18,17 @@ import numpy as np
 import zmq
 from gymnasium import spaces
 
-from envserve.errors import UnknownEnv
 from envserve.keys.key_folder import KeyFolder
 from envserve.lane import Outcome, make_blocks
-from envserve.session.server.decisions import EndPool, Reply, RunStep, StartPool
+from envserve.session.server.decisions import (
+    EndPool,
+    PoolDecision,
+    Reply,
+    ReplyWelcome,
+    RunReset,
+    RunStep,
+    StartPool,
+)
 from envserve.session.server.server_session import ServerSession
 from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Rows
@@ -29,16 +36,9 @@ from envserve.spaces.env_spec import EnvSpec
 
 #: Before the number of bytes that its observation has.
 NAME: Final = "Idle-"
+_ENV_NAMES: Final = tuple(f"{NAME}{size}" for size in (16, 1_024, 28_224))
 _USER: Final = ""
 _MAX_ENVS: Final = 4096
-
-
-class _Offer:
-    names: tuple[str, ...] = (f"{NAME}16",)
-
-    def check(self, name: str) -> None:
-        if not name.startswith(NAME):
-            raise UnknownEnv(f"expected {NAME}BYTES; got {name!r}")
 
 
 class _Pool:
@@ -65,13 +65,13 @@ class StandIn:
         self, context: zmq.Context[Any], env_seconds: float, *, insecure: bool
     ) -> None:
         host = HostSettings(num_workers=1, envs_per_worker=_MAX_ENVS)
-        self._session = ServerSession(host, _Offer(), boot=1 + id(self))
+        self._session = ServerSession(host, _ENV_NAMES, boot=1 + id(self))
         self._pools: dict[Any, _Pool] = {}
         self._env_seconds = env_seconds
         self.due: list[tuple[float, Any, list[Outcome]]] = []
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        key = None if insecure else KeyFolder().made_key("server")
+        key = None if insecure else KeyFolder().ensure_key("server")
         if key is not None:
             self.socket.setsockopt(zmq.CURVE_SERVER, 1)
             self.socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
@@ -96,6 +96,10 @@ class StandIn:
         for decision in decisions:
             if isinstance(decision, Reply):
                 self.socket.send_multipart([decision.peer[0], *decision.frames])
+            elif isinstance(decision, ReplyWelcome):
+                body = self._session.leases.welcome(_USER).encode()
+                self._do(self._session.answer(decision.request, body), now)
+            if not isinstance(decision, PoolDecision):
                 continue
             session = decision.session
             if isinstance(decision, StartPool):
@@ -108,7 +112,7 @@ class StandIn:
             elif isinstance(decision, RunStep):
                 outcomes = [Outcome(block) for block in decision.blocks]
                 self.due.append((now + self._env_seconds, session, outcomes))
-            else:
+            elif isinstance(decision, RunReset):
                 outcomes = [Outcome(reset.block) for reset in decision.resets]
                 self.due.append((now, session, outcomes))
 

@@ -20,7 +20,7 @@ from benchmarks.scores.document import (
 )
 from benchmarks.scores.run_one import Score, read_score, run_one
 from benchmarks.scores.tasks import TASKS, Task
-from envserve.settings import num_cores
+from envserve.host_resources import num_cores
 from ppo.errors import suggestion
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from gymnasium.vector.utils import iterate
 
 from envserve.bench.interleaved import SPEED, Measure, stepping
-from envserve.bench.workload import Load
+from envserve.bench.workload import Workload
 from envserve.client import BatchEnv
 from envserve.envs.registry import import_env_modules, make_env
 from envserve.errors import ServerError
@@ -32,7 +32,7 @@ BINDS: Final = {"ipc": ("ipc://{folder}/envs",), "tcp": ("tcp://127.0.0.1:0",)}
 
 
 @contextlib.contextmanager
-def bare_loops(load: Load) -> Iterator[Measure]:
+def bare_loops(load: Workload) -> Iterator[Measure]:
     """The machine's limit: as many processes as workers, which only step their envs.
 
     Each steps its share, with the same actions as the others. A batch step here is one
@@ -64,7 +64,7 @@ def _measure_all(connections: Sequence[Connection]) -> Mapping[str, float]:
     return {**means, SPEED: sum(result[SPEED] for result in results)}
 
 
-def _step_alone(load: Load, rows: list[int], connection: Connection) -> None:
+def _step_alone(load: Workload, rows: list[int], connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     import_env_modules(load.import_modules)
     # As lean as in our workers, or it would be no limit.
@@ -93,7 +93,7 @@ def _step_alone(load: Load, rows: list[int], connection: Connection) -> None:
 
 
 @contextlib.contextmanager
-def vector_env(load: Load, kind: str) -> Iterator[Measure]:
+def vector_env(load: Workload, kind: str) -> Iterator[Measure]:
     """Gymnasium's own, of which "AsyncVectorEnv" has a process per env."""
     envs = getattr(gymnasium.vector, kind)(load.env_functions())
     with contextlib.closing(envs):
@@ -102,7 +102,7 @@ def vector_env(load: Load, kind: str) -> Iterator[Measure]:
 
 
 @contextlib.contextmanager
-def stepping_batch_env(load: Load, binds: Sequence[str] = ()) -> Iterator[Measure]:
+def stepping_batch_env(load: Workload, binds: Sequence[str] = ()) -> Iterator[Measure]:
     """A `BatchEnv`; arguments as of `batch_env`."""
     with batch_env(load, binds) as batch:
         yield stepping(batch.step, load.actions(), load)
@@ -110,7 +110,7 @@ def stepping_batch_env(load: Load, binds: Sequence[str] = ()) -> Iterator[Measur
 
 @contextlib.contextmanager
 def batch_env(
-    load: Load,
+    load: Workload,
     binds: Sequence[str] = (),
     server_options: Sequence[str] = (),
     **options: Any,
@@ -145,7 +145,7 @@ def batch_env(
 
 
 @contextlib.contextmanager
-def _running_server(load: Load, bind: str, options: Sequence[str]) -> Iterator[str]:
+def _running_server(load: Workload, bind: str, options: Sequence[str]) -> Iterator[str]:
     """Runs a server; gives its address once it is ready."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(socket_folder())

@@ -17,9 +17,9 @@ from envserve.bench.interleaved import (
     THREAD,
     Measure,
     Measurements,
-    take_turns,
+    interleave,
 )
-from envserve.bench.workload import Load
+from envserve.bench.workload import Workload
 
 __all__ = ["REMEDIES", "bench", "judge"]
 
@@ -34,7 +34,7 @@ REMEDIES: Final = {
 """What helps against each part of a batch step that is not the envs' own time."""
 
 
-def bench(load: Load, num_turns: int) -> None:
+def bench(load: Workload, num_turns: int) -> None:
     """Measures all cases and prints what came out.
 
     Raises:
@@ -47,7 +47,7 @@ def bench(load: Load, num_turns: int) -> None:
         for name, case in _cases(load).items():
             progress.print(f"... starting {name}")
             cases[name] = stack.enter_context(case)
-        measured = take_turns(cases, num_turns, progress.print)
+        measured = interleave(cases, num_turns, progress.print)
     # Lines in files need not be wrapped as on a narrow screen.
     Console(width=max(110, Console().width), highlight=False).print(
         f"{load.env_name}, {load.num_envs} envs, {load.num_workers} workers: env steps "
@@ -58,7 +58,7 @@ def bench(load: Load, num_turns: int) -> None:
     )
 
 
-def _cases(load: Load) -> dict[str, AbstractContextManager[Measure]]:
+def _cases(load: Workload) -> dict[str, AbstractContextManager[Measure]]:
     # Gymnasium's first: it forks, and ZeroMQ has threads.
     return {
         _LIMIT: bare_loops(load),

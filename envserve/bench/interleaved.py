@@ -1,6 +1,6 @@
-"""Measures, which take turns, so that a machine's moods meet all of them alike.
+"""Interleaved measurements: changes of the machine's speed affect all cases alike.
 
-Ratios count of cases measured side by side, and the median over the turns.
+A ratio compares cases measured in the same turn; the median over the turns counts.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from envserve.bench.workload import Load
+from envserve.bench.workload import Workload
 
-__all__ = ["Measure", "Measurements", "Number", "stepping", "summary", "take_turns"]
+__all__ = ["Measure", "Measurements", "Metric", "interleave", "stepping", "summary"]
 
 Array = np.ndarray[Any, Any]
 Measure = Callable[[], Mapping[str, float]]
 """Measures once; returns numbers by name."""
-Number = str | Callable[[Mapping[str, float]], float]
-"""Name of a number, or what makes one of all the numbers of a turn."""
+Metric = str | Callable[[Mapping[str, float]], float]
+"""A number's name, or a function that computes one from all numbers of a turn."""
 
 #: Names of numbers: env steps per second, and per batch step the mean microseconds and
 #: those that the stepping thread computes.
@@ -43,30 +43,30 @@ class Measurements:
     by_case: Mapping[str, list[dict[str, float]]]
     skipped: Mapping[str, str] = field(default_factory=dict)
 
-    def values(self, case: str, number: Number) -> list[float]:
-        """Returns a number of a case in each turn."""
-        numbers = self.by_case[case]
-        return [t[number] if isinstance(number, str) else number(t) for t in numbers]
+    def values(self, case: str, metric: Metric) -> list[float]:
+        """Return a metric of a case, one value per turn."""
+        turns = self.by_case[case]
+        return [t[metric] if isinstance(metric, str) else metric(t) for t in turns]
 
-    def median(self, case: str, number: Number) -> float:
+    def median(self, case: str, metric: Metric) -> float:
         """Returns the median over the turns."""
-        return statistics.median(self.values(case, number))
+        return statistics.median(self.values(case, metric))
 
-    def ratio(self, case: str, base: str, number: Number) -> float | None:
+    def ratio(self, case: str, base: str, metric: Metric) -> float | None:
         """Returns the median of a case's ratio to another within each turn.
 
         None where either was not measured.
         """
         if case not in self.by_case or base not in self.by_case:
             return None
-        pairs = zip(self.values(case, number), self.values(base, number), strict=True)
+        pairs = zip(self.values(case, metric), self.values(base, metric), strict=True)
         return statistics.median(value / other for value, other in pairs)
 
 
-def take_turns(
+def interleave(
     cases: Mapping[str, Measure], num_turns: int, say: Callable[[str], None]
 ) -> Measurements:
-    """Measures every case once per turn; tells what is going on."""
+    """Measure every case once per turn; report progress through `say`."""
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
     for turn in range(num_turns):
         # To and fro: no case always comes right after the same other one.
@@ -76,7 +76,9 @@ def take_turns(
     return Measurements(measured)
 
 
-def stepping(step: Callable[[Any], Any], batches: Iterable[Any], load: Load) -> Measure:
+def stepping(
+    step: Callable[[Any], Any], batches: Iterable[Any], load: Workload
+) -> Measure:
     """Returns a measurement of a batched step, which goes on where the last ended."""
     actions = itertools.cycle(batches)
 

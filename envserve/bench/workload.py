@@ -14,14 +14,14 @@ from gymnasium.vector.utils import batch_space
 from envserve.envs.registry import import_env_modules, make_env, spec_of
 from envserve.errors import EnvStartError
 
-__all__ = ["Load"]
+__all__ = ["Workload"]
 
 #: Different actions, one after the other, and then again from the first.
 _NUM_BATCHES: Final = 64
 
 
 @dataclass(frozen=True)
-class Load:
+class Workload:
     """The work of a case.
 
     Attributes:
@@ -70,7 +70,7 @@ class Load:
         return [functools.partial(_make_env, self)] * self.num_envs
 
 
-def _make_env(load: Load) -> gymnasium.Env[Any, Any]:
+def _make_env(load: Workload) -> gymnasium.Env[Any, Any]:
     """Builds one env as its users do, in Gymnasium's wrappers."""
     import_env_modules(load.import_modules)
     return gymnasium.make(spec_of(load.env_name), **load.env_kwargs)

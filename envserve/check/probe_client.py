@@ -22,10 +22,18 @@ from envserve.wire.bodies import Attach, Granted, ResetBody
 from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.handshake import ErrorBody, Hello, Welcome
 from envserve.wire.message import Buffer, Message, decode, encode
-from envserve.wire.result_report import Report
+from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import BlockParts, RowCodec
 
-__all__ = ["Client", "NotOffered", "Played", "SocketLink", "Subject", "expect", "shown"]
+__all__ = [
+    "ProbeClient",
+    "ProbeResult",
+    "ServerUnderTest",
+    "SkipRule",
+    "SocketLink",
+    "describe",
+    "expect",
+]
 
 _ANSWER_SECONDS: Final = 5.0
 _QUIET_SECONDS: Final = 0.05
@@ -37,8 +45,8 @@ _ASKED: Final = {"num_envs": 4, "num_splits": 2, "seed": 11}
 _NUM_FOLLOWED: Final = 12
 
 
-class NotOffered(Exception):
-    """A server does not offer what would have to be seen."""
+class SkipRule(Exception):
+    """The server does not offer what this rule needs; skip the rule."""
 
 
 def expect(is_right: object, expected: str, got: object) -> None:
@@ -47,8 +55,8 @@ def expect(is_right: object, expected: str, got: object) -> None:
         raise RemoteProtocolError(f"expected {expected}; got {got}")
 
 
-def shown(message: Message) -> str:
-    """Returns what a message is, for a person."""
+def describe(message: Message) -> str:
+    """Return a message's type, and the text of an ERROR, for a report."""
     if message.type is not MessageType.ERROR:
         return str(getattr(message.type, "name", message.type))
     body = ErrorBody.decode(message.body)
@@ -77,21 +85,21 @@ class SocketLink:
         return frames
 
 
-class Subject:
-    """The server that is looked at: what all rules need to know of it."""
+class ServerUnderTest:
+    """The server to check, and what all rules need to know about it."""
 
     def __init__(self, open_link: Callable[[], SocketLink], env_name: str = "") -> None:
         """Says HELLO, to find out the boot id and, unless it is given, an env."""
         self.open_link, self.boot = open_link, 0
-        self._clients: list[Client] = []
+        self._clients: list[ProbeClient] = []
         answer = self.client().hello()
         self.boot, self.welcome = answer.boot, Welcome.decode(answer.body)
         expect(env_name or self.welcome.env_names, "an env on offer", "none")
         self.env_name = env_name or self.welcome.env_names[0]
 
-    def client(self) -> Client:
+    def client(self) -> ProbeClient:
         """Returns a client under a session of its own."""
-        self._clients.append(Client(self))
+        self._clients.append(ProbeClient(self))
         return self._clients[-1]
 
     def close_clients(self) -> None:
@@ -105,25 +113,25 @@ class Subject:
 
     @cached_property
     def reference(self) -> list[bytes]:
-        """What equal leases give, if nothing disturbs them; raises NotOffered."""
+        """What equal leases give, if nothing disturbs them; raises SkipRule."""
         leases = [self.client().attach() for _ in range(2)]
         results = [[c.step().raw for _ in range(_NUM_FOLLOWED)] for c in leases]
         if results[0] != results[1]:
-            raise NotOffered("envs of equal seeds do not do the same")
+            raise SkipRule("envs of equal seeds do not do the same")
         return results[0]
 
 
-class Played(NamedTuple):
-    """A RESULT: as the bytes that equal episodes have in common, and as rows."""
+class ProbeResult(NamedTuple):
+    """A RESULT, as raw bytes to compare with an equal episode's, and as rows."""
 
     raw: bytes
     rows: Rows
 
 
-class Client:
-    """One session, which may say anything."""
+class ProbeClient:
+    """One session, which can send any message, valid or not."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: ServerUnderTest) -> None:
         self.subject, self.link = subject, subject.open_link()
         self.session = secrets.randbits(62) + 1
         self.epoch = self.num_requests = self.num_steps = 0
@@ -135,49 +143,49 @@ class Client:
         own |= {"request": self.num_requests}
         return Message(kind, body=body, **own | changes)
 
-    def say(self, *messages: Message) -> None:
-        """Sends messages, and does not wait."""
+    def send(self, *messages: Message) -> None:
+        """Send messages without waiting for answers."""
         for message in messages:
             self.link.send(encode(message))
 
-    def hear(self, seconds: float = _ANSWER_SECONDS) -> Message | None:
-        """Returns what comes next, if anything does."""
+    def receive(self, seconds: float = _ANSWER_SECONDS) -> Message | None:
+        """Return the next message; None if none arrives in time."""
         if (frames := self.link.receive(seconds)) is None:
             return None
-        heard = decode(frames)
-        expect(heard.type >= 128, "a type from 128 on", heard.type)
-        expect(heard.session == self.session, "the session again", heard.session)
-        expect(heard.boot, "a boot id", heard.boot)
-        return heard
+        message = decode(frames)
+        expect(message.type >= 128, "a type from 128 on", message.type)
+        expect(message.session == self.session, "the session again", message.session)
+        expect(message.boot, "a boot id", message.boot)
+        return message
 
     def answer(self, *copies: Message) -> Message:
         """Waits for the answer to a message, or to its copies."""
-        while (heard := self.hear()) is not None:
-            if heard.request == copies[0].request:
-                attempts = [copy.attempt for copy in copies]
-                expect(heard.attempt in attempts, f"attempt {attempts}", heard.attempt)
-                return heard
+        while (answer := self.receive()) is not None:
+            if answer.request == copies[0].request:
+                sent = [copy.attempt for copy in copies]
+                expect(answer.attempt in sent, f"attempt {sent}", answer.attempt)
+                return answer
         name = getattr(copies[0].type, "name", copies[0].type)
         raise RemoteProtocolError(f"expected an answer to {name}; got none")
 
     def ask(self, message: Message, *kinds: MessageType) -> Message:
         """Sends a message; returns its answer, which is to be of one of these types."""
-        self.say(message)
+        self.send(message)
         answer = self.answer(message)
         names = " or ".join(kind.name for kind in kinds)
-        expect(not kinds or answer.type in kinds, names, shown(answer))
+        expect(not kinds or answer.type in kinds, names, describe(answer))
         return answer
 
-    def refuse(
+    def expect_error(
         self, message: Message, *codes: ErrorCode, sent: Sequence[Buffer] = ()
     ) -> None:
-        """Asks for what is to be answered by an ERROR of one of these codes."""
+        """Send a message that must be answered by an ERROR with one of these codes."""
         self.link.send(sent or encode(message))
         answer, names = self.answer(message), " or ".join(code.name for code in codes)
-        expect(answer.type is MessageType.ERROR, f"ERROR {names}", shown(answer))
+        expect(answer.type is MessageType.ERROR, f"ERROR {names}", describe(answer))
         expect(answer.version == message.version, "its version", answer.version)
         body = ErrorBody.decode(answer.body)
-        expect(body.code in codes, f"ERROR {names}", shown(answer))
+        expect(body.code in codes, f"ERROR {names}", describe(answer))
         may_be = message.attempt or body.code is ErrorCode.LEASE_LOST
         expect(may_be or not body.executed, "executed 0", body.executed)
 
@@ -186,12 +194,12 @@ class Client:
         hello = self.message(MessageType.HELLO, _HELLO, **changes)
         return self.ask(hello, MessageType.WELCOME)
 
-    def heard(self) -> list[Message]:
-        """Returns what has come, once the server has read all that was said."""
+    def receive_all(self) -> list[Message]:
+        """Return what has arrived once the server has read all of our messages."""
         asked = self.message(MessageType.HELLO, _HELLO)
-        self.say(asked)
+        self.send(asked)
         came, seconds = [], _ANSWER_SECONDS
-        while (message := self.hear(seconds)) is not None:
+        while (message := self.receive(seconds)) is not None:
             came.append(message)
             if message.request == asked.request:
                 seconds = _QUIET_SECONDS
@@ -200,8 +208,8 @@ class Client:
 
     # Envs.
 
-    def attach(self, **changes: Any) -> Client:
-        """Gets envs, and resets them; raises NotOffered if there are none such."""
+    def attach(self, **changes: Any) -> ProbeClient:
+        """Gets envs, and resets them; raises SkipRule if there are none such."""
         given = {**_ASKED, "env_name": self.subject.env_name, **changes}
         self.attached = self.message(2, Attach(**given).encode(), epoch=0)
         self.granted = self.grant(self.attached)
@@ -219,11 +227,11 @@ class Client:
         answer: Message | None = self.ask(asked)
         while answer is None or answer.type is MessageType.BUILDING:
             expect(asked.attempt < _BUILD_COPIES, "GRANTED", "BUILDING only")
-            if (answer := self.hear(1.0)) is None:
+            if (answer := self.receive(1.0)) is None:
                 asked.attempt += 1
-                self.say(asked)
-        if (text := shown(answer)).startswith("ERROR REFUSED: "):
-            raise NotOffered(text)
+                self.send(asked)
+        if (text := describe(answer)).startswith("ERROR REFUSED: "):
+            raise SkipRule(text)
         expect(answer.type is MessageType.GRANTED, "GRANTED", text)
         return answer.body
 
@@ -232,33 +240,33 @@ class Client:
         entries = tuple((block, self.seqs[block] + 1) for block in blocks)
         return self.message(kind, body, entries=entries)
 
-    def operate(self, message: Message, *copies: Message) -> Played:
-        """Has a STEP or RESET carried out."""
-        self.say(message, *copies)
+    def execute(self, message: Message, *copies: Message) -> ProbeResult:
+        """Send a STEP or RESET, with copies; return its result."""
+        self.send(message, *copies)
         for block, seq in message.entries:
             self.seqs[block] = seq
         self.num_steps += message.type is MessageType.STEP
         self.last = message
         return self.read(self.answer(message, *copies))
 
-    def read(self, answer: Message) -> Played:
+    def read(self, answer: Message) -> ProbeResult:
         """Reads the RESULT of the last operation."""
-        expect(answer.type is MessageType.RESULT, "RESULT", shown(answer))
+        expect(answer.type is MessageType.RESULT, "RESULT", describe(answer))
         expect(answer.entries == self.last.entries, "the entries", answer.entries)
         expect(answer.epoch == self.epoch, f"epoch {self.epoch}", answer.epoch)
         blocks = tuple(block for block, _ in answer.entries)
         self._parts[blocks].unpack_results(answer.body, answer.payload)
-        report, rows = Report.decode(answer.report), self._rows
+        report, rows = ResultReport.decode(answer.report), self._rows
         expect(not report.errors, "no errors", report.errors)
         faults = sorted(fault.env_index for fault in report.faults)
         expect(faults == np.flatnonzero(rows.status).tolist(), "a fault a row", faults)
         raw = answer.body + bytes(answer.payload)
-        return Played(raw, rows.at(np.arange(len(rows.reward))))
+        return ProbeResult(raw, rows.at(np.arange(len(rows.reward))))
 
-    def reset(self, resets: Mapping[int, Any]) -> Played:
+    def reset(self, resets: Mapping[int, Any]) -> ProbeResult:
         """Resets blocks, each with rows and seeds or None."""
         body = ResetBody(resets=tuple(resets.values())).encode()
-        return self.operate(self.operation(MessageType.RESET, [*resets], body))
+        return self.execute(self.operation(MessageType.RESET, [*resets], body))
 
     def next_step(self, first: Any = None) -> Message:
         """Returns a STEP of all blocks.
@@ -276,15 +284,15 @@ class Client:
         message.body, message.payload = self._parts[blocks].pack_actions()
         return message
 
-    def step(self) -> Played:
+    def step(self) -> ProbeResult:
         """Steps all blocks."""
-        return self.operate(self.next_step())
+        return self.execute(self.next_step())
 
     def begin(self) -> None:
         """Gets envs whose episodes are known, and takes a few steps."""
         _ = self.subject.reference
         self.attach()
-        self.played = [self.step() for _ in range(3)][-1]
+        self.last_result = [self.step() for _ in range(3)][-1]
 
     def follow(self) -> None:
         """Goes on; all has to be as if nothing had been said between."""

@@ -1,4 +1,4 @@
-"""The demo in a terminal: a mark per env, the numbers, and a key for each strike."""
+"""The demo in a terminal: a mark per env, the numbers, and a key for each fault."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOOK_SECONDS = 0.1
 def show(demo: Demo) -> None:
     """Shows it until it ends, or somebody presses q."""
     told: list[str] = []
-    names = {name[0]: name for name in demo.strikes}
+    names = {name[0]: name for name in demo.faults}
     screen = Live(console=console(), get_renderable=lambda: _screen(demo, told))
     with keyboard() as pressed_within, screen:
         while not demo.has_ended.is_set():
@@ -29,14 +29,14 @@ def show(demo: Demo) -> None:
                     return
                 if key in names:
                     args = demo, names[key], told
-                    threading.Thread(target=_strike, args=args, daemon=True).start()
+                    threading.Thread(target=_inject, args=args, daemon=True).start()
 
 
-def _strike(demo: Demo, name: str, told: list[str]) -> None:
-    label, strike = demo.strikes[name]
+def _inject(demo: Demo, name: str, told: list[str]) -> None:
+    label, inject = demo.faults[name]
     told.append(f"{label} ...")
     try:
-        told.append(strike())
+        told.append(inject())
     except EnvserveError as error:
         told.append(str(error))
 
@@ -51,5 +51,5 @@ def _screen(demo: Demo, told: list[str]) -> Group:
         if index * 2 % len(away) == 0:
             marks.append(f"\nserver {1 + index * 2 // len(away)} ")
         marks.append(" ." if is_away else " #", "dim" if is_away else "green")
-    keys = ", ".join(f"{name[0]} {label}" for name, (label, _) in demo.strikes.items())
+    keys = ", ".join(f"{name[0]} {label}" for name, (label, _) in demo.faults.items())
     return Group(head, marks, "", Text(f"{keys}, q Quit", "dim"), *told[-5:])

@@ -128,7 +128,7 @@ def _versions() -> Iterator[_Finding]:
 
 
 def _resources() -> Iterator[_Finding]:
-    from envserve.settings import cgroup_limits, num_cores
+    from envserve.host_resources import cgroup_limits, num_cores
     from envserve.slab import anonymous_file
 
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -178,7 +178,7 @@ def _port() -> _Finding:
 
 def _keys() -> _Finding:
     from envserve.keys.key_folder import KeyFolder
-    from envserve.keys.private_files import shown
+    from envserve.keys.private_files import display_path
 
     try:
         folder = KeyFolder()
@@ -187,7 +187,8 @@ def _keys() -> _Finding:
     except KeyFileError as error:
         return _finding("keys", str(error), fails=True)
     own = " and ".join(f"a key as {role}" for role, key in keys.items() if key)
-    text = f"{shown(folder.path)}: {own or 'no key yet'}; clients known: {num_clients}"
+    where, own = display_path(folder.path), own or "no key yet"
+    text = f"{where}: {own}; clients known: {num_clients}"
     return _finding("keys", text)
 
 

@@ -16,9 +16,9 @@ import typer
 
 from envserve.cli.options import Import, Insecure, look_for_modules_here, names_here
 from envserve.cli.terminal import console, fail
-from envserve.envs.user_envs import is_own, named
+from envserve.envs.user_envs import is_user_env, name_and_imports
 from envserve.errors import EnvserveError
-from envserve.settings import num_cores
+from envserve.host_resources import num_cores
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,8 +55,8 @@ def describe(
     known: dict[str, object] = {}
     try:
         if address is None:
-            look_for_modules_here([env] if is_own(env) else [])
-            name, modules = named(env, import_module or ())
+            look_for_modules_here([env] if is_user_env(env) else [])
+            name, modules = name_and_imports(env, import_module or ())
             import_env_modules(modules)
             known = _registered(name)
             batch = BatchEnv.local(name, 1, 1, import_modules=modules)
@@ -110,14 +110,14 @@ def bench(
 ) -> None:
     """Measure an env here, behind a server, and in Gymnasium's vector envs."""
     from envserve.bench.command import bench as measure
-    from envserve.bench.workload import Load
+    from envserve.bench.workload import Workload
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends what it started
     workers = min(num_workers, num_envs)
-    look_for_modules_here([env] if is_own(env) else [])
+    look_for_modules_here([env] if is_user_env(env) else [])
     try:
-        name, modules = named(env, import_module or ())
-        load = Load(name, num_envs, workers, seconds, import_modules=modules)
+        name, modules = name_and_imports(env, import_module or ())
+        load = Workload(name, num_envs, workers, seconds, import_modules=modules)
         measure(load, rounds)
     except EnvserveError as error:
         fail(error, 1)

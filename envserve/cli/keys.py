@@ -115,7 +115,7 @@ def invite(
             raise CodecError(
                 f"expires: expected a date that is to come; got {given['expires']!r}"
             )
-        server = folder.made_key("server")
+        server = folder.ensure_key("server")
         folder.clients.add(grant, now)
     print(Invitation(server.public, pair.secret, name, tuple(at)).line, flush=True)
     print(
@@ -146,10 +146,10 @@ def join(
         from envserve.client.link.join import join as enrol
 
         folder = KeyFolder(home)
-        pair = folder.made_key("client")
+        pair = folder.ensure_key("client")
         enrol(invitation, pair, timeout)
         addresses, server = invitation.addresses, invitation.server_public
-        before = {address: folder.pin_of(address) for address in addresses}
+        before = {address: folder.pinned_key(address) for address in addresses}
         folder.add_pin(addresses, server, invitation.name)
     for address, public in before.items():
         if public not in (None, server):
@@ -208,8 +208,8 @@ def make(
         for name in names:
             parse_words([name, anybodys])  # no path, say
         server = KeyFolder(folder / "server")
-        key = server.made_key("server")
-        server.made_key("client")  # of probes, beside the server
+        key = server.ensure_key("server")
+        server.ensure_key("client")  # of probes, beside the server
         server.clients.read()
         server.add_pin(at, key.public, "server")  # of those on other hosts
         for name in names:
@@ -219,7 +219,7 @@ def make(
             if client.addresses:
                 client.add_pin(at, key.public, name)
                 continue
-            public = formats.encode(formats.PUBLIC, client.made_key("client").public)
+            public = formats.encode(formats.PUBLIC, client.ensure_key("client").public)
             server.clients.add(parse_words([name, public]), time.time())
             client.add_pin(at, key.public, name)
     print(f"{folder}: {' '.join(sorted(path.name for path in folder.iterdir()))}")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from envserve.cli.terminal import fail
-from envserve.envs.user_envs import which_others_write
+from envserve.envs.user_envs import writable_by_others
 from envserve.errors import AddressError
 
 __all__ = [
@@ -27,7 +27,7 @@ def look_for_modules_here(words: list[str] | None) -> list[str] | None:
     here = os.getcwd()
     if all(word.partition(":")[0].endswith(".py") for word in words or ()):
         return words  # files are looked for where they are
-    if place := which_others_write(here):
+    if place := writable_by_others(here):
         fail(
             f"--import: others can write to the working directory, {place}, and so "
             f"any module there could be theirs; start in a folder of your own",

@@ -9,17 +9,20 @@ import sys
 import tempfile
 import threading
 import webbrowser
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from envserve.cli.options import Insecure, look_for_modules_here
 from envserve.cli.terminal import fail
-from envserve.envs.user_envs import is_own
+from envserve.envs.user_envs import is_user_env
 from envserve.errors import EnvserveError
+
+if TYPE_CHECKING:
+    from envserve.monitoring.page.data_feed import DataFeed
 
 __all__ = ["demo", "page"]
 
@@ -52,6 +55,8 @@ def page(
 ) -> None:
     """Show servers, their envs and a run in the browser, until Ctrl-C."""
     from envserve.client.link.discovery import resolve
+    from envserve.monitoring.observer import Observer
+    from envserve.monitoring.page.data_feed import DataFeed
     from envserve.wire.sockets import raise_file_limit
 
     raise_file_limit()
@@ -60,9 +65,9 @@ def page(
     missing = "; the page needs more: pip install 'envserve[page]'"
     try:
         found = [address for word in addresses for address in resolve(word)]
-        shown: dict[str, Any] = {"run": run, "insecure": insecure, "host": host}
+        feed = DataFeed(found, run, partial(Observer, insecure=insecure))
         with contextlib.suppress(KeyboardInterrupt):
-            _serve(found, port, missing, wait, is_opened=open_browser, **shown)
+            _serve(feed, port, missing, wait, is_opened=open_browser, host=host)
     except EnvserveError as error:
         fail(error, 2)
 
@@ -85,8 +90,9 @@ def demo(
 ) -> None:
     """Learn before your eyes, on two servers that you may kill, until Ctrl-C."""
     from envserve.demo.run import Demo
+    from envserve.monitoring.page.data_feed import DataFeed
 
-    look_for_modules_here([env] if is_own(env) else [])
+    look_for_modules_here([env] if is_user_env(env) else [])
     logging.getLogger("envserve").addHandler(logging.NullHandler())  # it is seen
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     print(f"Starting two servers, and {num_envs} envs ...", file=sys.stderr)
@@ -106,17 +112,17 @@ def demo(
 
                 show(it)
             else:
-                found = [server.cable.address for server in it.servers]
-                shown: dict[str, Any] = {"run": run, "buttons": it.strikes}
-                wait = it.has_ended.wait
-                _serve(found, port, missing, wait, is_opened=not no_open, **shown)
+                feed = DataFeed([server.proxy.address for server in it.servers], run)
+                wait, buttons = it.has_ended.wait, it.faults
+                is_opened = not no_open
+                _serve(feed, port, missing, wait, is_opened=is_opened, buttons=buttons)
             it.check()
     except EnvserveError as error:
         fail(error, 1)
 
 
 def _serve(
-    addresses: Sequence[str],
+    feed: DataFeed,
     port: int,
     missing: str,
     wait: Callable[[], object],
@@ -131,7 +137,7 @@ def _serve(
         from envserve.monitoring.page.serve import page_server
     except ModuleNotFoundError as error:
         fail(f"{error}{missing}", 2)
-    build = partial(build_app, addresses, host=host, **shown)
+    build = partial(build_app, feed, host=host, **shown)
     server, listening, url = page_server(lambda token: build(token=token), host, port)
 
     def end(*_: object) -> None:

@@ -95,7 +95,7 @@ def check(
     """
     from rich.text import Text
 
-    from envserve.check.probe_client import SocketLink, Subject
+    from envserve.check.probe_client import ServerUnderTest, SocketLink
     from envserve.check.rules import check as look_at
     from envserve.client.link.connection import ask_welcome
 
@@ -103,7 +103,7 @@ def check(
     out, counts = console(), dict.fromkeys(_COLOURS, 0)
     try:
         ask_welcome(address, 5.0, insecure=insecure)  # knows why nobody answers
-        subject = Subject(lambda: SocketLink(address, insecure=insecure), env)
+        subject = ServerUnderTest(lambda: SocketLink(address, insecure=insecure), env)
         for found in look_at(subject):
             counts[found.outcome] += 1
             if as_json:

@@ -18,7 +18,7 @@ import typer
 
 from envserve.cli.options import look_for_modules_here, names_here
 from envserve.cli.terminal import ConfigFile, LogFormat, LogLevel, fail, set_up_logs
-from envserve.envs.user_envs import absolute, is_own
+from envserve.envs.user_envs import absolute, is_user_env
 from envserve.errors import (
     AddressError,
     EnvserveError,
@@ -171,7 +171,7 @@ def start(
         flag = "--servers" if servers > 1 else "--resources"
         fail(f"{flag}: expected --on ray beside it, got none; say that, or leave it", 2)
     names = [*(own or ()), *(given["env_names"] or ())]
-    look_for_modules_here([*filter(is_own, names)])
+    look_for_modules_here([*filter(is_user_env, names)])
     host = _host_settings({**given, "env_names": names})
     serve = partial(_serve, address_file)
     if not reload:
@@ -246,13 +246,13 @@ def _serve_on_ray(words: list[str], on: str, number: int, resources: Any) -> Non
 
 def _host_settings(given: Mapping[str, Any]) -> HostSettings:
     """Checks options; ends with an error that names the option."""
-    from envserve.crashes.crash_folder import CrashFiles
+    from envserve.crashes.crash_folder import CrashFolder
 
     folder = given["crash_dir"]
     given = {name: value for name, value in given.items() if value not in (None, [])}
     try:
         if folder not in ("", "none"):
-            CrashFiles(Path(folder)).check()
+            CrashFolder(Path(folder)).check()
         return HostSettings(
             **given | {"crash_dir": None if folder == "none" else folder}
         )

@@ -15,7 +15,7 @@ from envserve.cli.terminal import console, fail, keyboard
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from envserve.monitoring.server_monitor import Sight
+    from envserve.monitoring.server_monitor import MonitoredServer
 
 __all__ = ["status", "top"]
 
@@ -47,18 +47,18 @@ def status(
     """
     from msgspec import json
 
-    from envserve.monitoring.server_monitor import look_at, sights_of
+    from envserve.monitoring.server_monitor import monitored_servers, poll_servers
 
-    with sights_of(addresses, insecure=insecure) as sights:
-        look_at(sights, timeout, _GAP_SECONDS)
+    with monitored_servers(addresses, insecure=insecure) as monitored:
+        poll_servers(monitored, timeout, _GAP_SECONDS)
         if as_json:
-            said = json.encode([sight.plain() for sight in sights])
+            said = json.encode([server.plain() for server in monitored])
             print(json.format(said, indent=2).decode())
         else:
-            console().print(_shown(sights, console().width))
-        if not all(sight.is_known for sight in sights):
+            console().print(_shown(monitored, console().width))
+        if not all(server.is_known for server in monitored):
             raise typer.Exit(2)
-        raise typer.Exit(any(sight.status is None for sight in sights))
+        raise typer.Exit(any(server.status is None for server in monitored))
 
 
 def top(
@@ -74,24 +74,24 @@ def top(
     """
     from rich.live import Live
 
-    from envserve.monitoring.server_monitor import look_at, sights_of
+    from envserve.monitoring.server_monitor import monitored_servers, poll_servers
 
     screen = console()
     live = Live(console=screen, screen=True, auto_refresh=False)
     with (
         contextlib.suppress(KeyboardInterrupt),
-        sights_of(addresses, insecure=insecure) as sights,
+        monitored_servers(addresses, insecure=insecure) as monitored,
     ):
-        if not any(sight.is_known for sight in sights):
-            fail(sights[0].error, 2)
+        if not any(server.is_known for server in monitored):
+            fail(monitored[0].error, 2)
         with (
             keyboard() as pressed_within,
             live if screen.is_terminal else contextlib.nullcontext(),
         ):
             has_ended = False
             while not has_ended:
-                look_at(sights, interval)
-                shown = _shown(sights, screen.width)
+                poll_servers(monitored, interval)
+                shown = _shown(monitored, screen.width)
                 if live.is_started:
                     live.update(shown, refresh=True)
                 else:
@@ -100,28 +100,28 @@ def top(
                 has_ended = "q" in pressed_within(interval).lower()
 
 
-def _shown(sights: Sequence[Sight], width: int) -> RenderableType:
+def _shown(monitored: Sequence[MonitoredServer], width: int) -> RenderableType:
     """Returns tables of servers and of leases; lists, where these are too wide."""
     from rich.console import Group
     from rich.text import Text
 
-    servers = [_server_cells(sight) for sight in sights]
+    servers = [_server_cells(server) for server in monitored]
     if width < _WIDE:
         for cells in servers:
             del cells["release"]
     leases = [
         {
             "client": lease.client or f"lease {lease.number}",
-            "of": sight.name,
+            "of": server.name,
             "envs": f"{lease.num_envs} {lease.env_name}",
             "since": _duration(lease.seconds),
             "steps": _number(lease.steps),
             "faults": _faults(lease.faults),
         }
-        for sight in sights
-        for lease in (sight.status.leases if sight.status else ())
+        for server in monitored
+        for lease in (server.status.leases if server.status else ())
     ]
-    errors = [Text(f"{s.name}: {s.error}", "red") for s in sights if s.error]
+    errors = [Text(f"{s.name}: {s.error}", "red") for s in monitored if s.error]
     return Group(*_laid_out(servers, width), *_laid_out(leases, width), *errors)
 
 
@@ -149,19 +149,19 @@ def _laid_out(
     yield Text()
 
 
-def _server_cells(sight: Sight) -> dict[str, str]:
+def _server_cells(server: MonitoredServer) -> dict[str, str]:
     names = "release up envs steps/s p50 p99 faults lag"
-    cells = {"server": sight.name, **dict.fromkeys(names.split(), "-")}
-    if (found := sight.status) is None:
+    cells = {"server": server.name, **dict.fromkeys(names.split(), "-")}
+    if (found := server.status) is None:
         return cells
     cells["envs"] = f"{found.total_envs - found.free_envs} of {found.total_envs}"
     cells["lag"] = f"{found.loop_lag_ms} ms"
     if found.version:
         cells["release"] = found.version
         cells["up"] = _duration(found.seconds)
-        cells["steps/s"] = _number(sight.steps_per_second)
-        cells["p50"] = _duration(sight.env_step_seconds.quantile(0.5))
-        cells["p99"] = _duration(sight.env_step_seconds.quantile(0.99))
+        cells["steps/s"] = _number(server.steps_per_second)
+        cells["p50"] = _duration(server.env_step_seconds.quantile(0.5))
+        cells["p99"] = _duration(server.env_step_seconds.quantile(0.99))
         cells["faults"] = _faults(found.faults)
     if found.is_starting or found.is_draining:
         cells["up"] = "draining" if found.is_draining else "starting"

@@ -17,7 +17,8 @@ from envserve.client.row_set import BatchBlock, RowSet
 from envserve.client.step_result import StepResult
 from envserve.lane import Outcome
 from envserve.slab import Rows, Status, write_pending
-from envserve.spaces.env_spec import EnvSpec, flatten
+from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.leaves import flatten
 
 __all__ = ["Absence", "PutAside"]
 

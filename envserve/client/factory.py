@@ -19,7 +19,7 @@ from envserve.envs.seeding import draw_root_seed
 from envserve.errors import AddressError, ConnectError, EnvsBusy
 from envserve.lane import Lane
 from envserve.pool.pool import Pool
-from envserve.session.client.requests import Patience
+from envserve.session.client.liveness import Timeouts
 from envserve.settings import (
     Autoreset,
     EnvOptions,
@@ -94,7 +94,7 @@ class Builders(Protocol):
           WrapperError: A wrapper is not known, or an argument of it is wrong.
         """
         modules = options.get("import_modules") or ()
-        name, options["import_modules"] = user_envs.named(env_name, modules)
+        name, options["import_modules"] = user_envs.name_and_imports(env_name, modules)
         user_envs.check_files(options["import_modules"])
         given = _settings_of(options, LocalOptions, on_fault)
         if not options.get("import_modules"):  # nobody else knows more of wrappers
@@ -126,7 +126,7 @@ class Builders(Protocol):
         num_servers: int | None = None,
         min_servers: int | None = None,
         insecure: bool = False,
-        max_row_mib: int = Patience.max_row_mib,
+        max_row_mib: int = Timeouts.max_row_mib,
         **options: Unpack[EnvOptions],
     ) -> Self:
         """Takes envs of servers, spread evenly over them.
@@ -176,7 +176,7 @@ class Builders(Protocol):
         asked = _settings_of(options, EnvOptions, on_fault)
         name = user_envs.name_of(env_name)
         whole = EnvRequest(env_name=name, num_envs=num_envs, **asked)
-        patience = Patience(
+        patience = Timeouts(
             connect_seconds=connect_timeout,
             lost_seconds=server_lost_after,
             pads=on_server_lost == "pad",

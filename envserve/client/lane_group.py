@@ -3,7 +3,7 @@
 A block is out while a caller waits for it, and owed while its step goes on without
 one: see `absence`. An interrupt while waiting costs nothing. One that cuts this
 bookkeeping short costs an episode of each row: the next call takes all lanes for lost.
-docs/decisions.md: "An interrupted lane is a lost lane".
+docs/decisions.md: "An interrupt inside an operation invalidates the lane".
 """
 
 from __future__ import annotations

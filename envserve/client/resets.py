@@ -15,7 +15,8 @@ from envserve.envs.seeding import MAX_ROOT_SEED
 from envserve.errors import EnvserveError, EnvTimeout, LocalProtocolError
 from envserve.lane import Lane
 from envserve.slab import Status
-from envserve.spaces.env_spec import EnvSpec, unflatten
+from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.leaves import unflatten
 from envserve.spaces.variable_length import decode_observation
 from envserve.wire.bodies import pack_options
 

@@ -10,7 +10,7 @@ from gymnasium.vector.utils import batch_space, iterate
 from envserve.client.batch_env import BatchEnv
 from envserve.client.vector_env import metadata_of
 from envserve.errors import ActionError, SpaceError
-from envserve.spaces.env_spec import flatten, unflatten
+from envserve.spaces.leaves import flatten, unflatten
 
 __all__ = ["Env"]
 

@@ -15,7 +15,8 @@ from envserve.client.row_set import BatchBlock, RowSet
 from envserve.errors import EnvError, EnvserveError
 from envserve.lane import Outcome
 from envserve.slab import Rows, Status
-from envserve.spaces.env_spec import EnvSpec, flatten, unflatten
+from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.leaves import flatten, unflatten
 from envserve.spaces.variable_length import decode_observation
 
 __all__ = ["StepResult", "add_infos", "decode_result", "gather_result", "last_rows"]
@@ -109,7 +110,7 @@ def gather_result(
     if out is not None or len(row_set.pieces) > 1:
         return _write(row_set, out or _allocate(spec, len(row_set)), infos, spec)
     # Copying is the quickest way to get an array, and this is done at every step; see
-    # docs/decisions.md: "A batch step copies with as few calls as it can".
+    # docs/decisions.md: "A step makes few Python calls and few copies".
     piece = row_set.pieces[0]
     rows = piece.view or piece.read()
     terminated, truncated = rows.terminated.copy(), rows.truncated.copy()

@@ -43,10 +43,12 @@ def batch_infos(
       have, and would take more than 256 MiB for the others; if even that is too much,
       it is left out, and the first such keys are named under "omitted".
     """
-    return _batch(infos, num_envs, _Room(_MAX_UNFILLED))
+    return _batch(infos, num_envs, _FillBudget(_MAX_UNFILLED))
 
 
-class _Room:
+class _FillBudget:
+    """The bytes that array elements of absent rows may take."""
+
     def __init__(self, num_bytes: int) -> None:
         self._left = num_bytes
 
@@ -57,7 +59,7 @@ class _Room:
 
 
 def _batch(
-    infos: Mapping[int, Mapping[str, Any]], num_envs: int, room: _Room
+    infos: Mapping[int, Mapping[str, Any]], num_envs: int, budget: _FillBudget
 ) -> dict[str, Any]:
     rows_by_keys: dict[tuple[str, ...], list[int]] = {}
     for row in sorted(infos):
@@ -71,10 +73,10 @@ def _batch(
     omitted = []
     for key, parts in columns.items():
         num_unfilled = num_envs - sum(len(rows) for rows, _ in parts)
-        if not room.take(num_unfilled, _PLACE_BYTES):
+        if not budget.take(num_unfilled, _PLACE_BYTES):
             omitted.append(key)
             continue
-        batched[key] = _batch_column(parts, num_envs, num_unfilled, room)
+        batched[key] = _batch_column(parts, num_envs, num_unfilled, budget)
         batched[f"_{key}"] = mask = np.zeros(num_envs, np.bool_)
         _write(mask, [(rows, True) for rows, _ in parts])
     if omitted:
@@ -85,13 +87,13 @@ def _batch(
 
 
 def _batch_column(
-    parts: Sequence[_Part], num_envs: int, num_unfilled: int, room: _Room
+    parts: Sequence[_Part], num_envs: int, num_unfilled: int, budget: _FillBudget
 ) -> Any:
     first = parts[0][1][0]
     kind, shape = type(first), ()
     if isinstance(first, np.ndarray):
         kind, shape = first.dtype, first.shape
-    is_array = isinstance(first, np.ndarray) and room.take(num_unfilled, first.nbytes)
+    is_array = isinstance(first, np.ndarray) and budget.take(num_unfilled, first.nbytes)
     if is_array or kind in _NUMBERS or isinstance(first, np.number):
         array = np.zeros((num_envs, *shape), kind)
         # Or there are None, or arrays of other shapes, in other rows.
@@ -100,7 +102,7 @@ def _batch_column(
             return array
     values = {r: v for rows, vs in parts for r, v in zip(rows, vs, strict=True)}
     if all(isinstance(value, dict) for value in values.values()):
-        return _batch(values, num_envs, room)
+        return _batch(values, num_envs, budget)
     array = np.full(num_envs, None, object)
     for row, value in values.items():
         array[row] = value

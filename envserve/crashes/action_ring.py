@@ -19,9 +19,9 @@ from envserve.slab import Layout, arrays_nbytes, map_arrays
 from envserve.spaces.env_spec import EnvSpec
 
 __all__ = [
+    "ActionHistory",
     "ActionRing",
     "Count",
-    "Played",
     "RngState",
     "RowRecord",
     "restore_rng_state",
@@ -39,7 +39,7 @@ _MAX_RING_BYTES: Final = 8 << 20
 #: Longer actions are not kept: copying them would cost more than the step's message.
 _MAX_ACTION_BYTES: Final = 16 << 10
 
-#: What is known of an env; a count is one of its block's steps.
+#: What is known of an env; a count is one of the steps of its row.
 _RECORD: Final = np.dtype(
     [
         ("is_known", np.int64),
@@ -66,7 +66,7 @@ _SET_BY_ENV: Final = -1
 
 
 @dataclass(frozen=True)
-class Played:
+class ActionHistory:
     """How to get an env to where it is, or was when it failed.
 
     Attributes:
@@ -98,51 +98,45 @@ class ActionRing:
     The worker of a row writes, and only one that is not at work is read.
 
     Attributes:
-      num_steps: How many steps of a block are kept; 0 if actions are too long.
+      num_steps: How many steps of a row are kept; 0 if actions are too long.
+      counts: How many steps each row has begun.
     """
 
     def __init__(self, spec: EnvSpec, num_envs: int, memory: Any) -> None:
         """Lays itself over memory of at least `ring_nbytes` bytes."""
         self.num_steps = _num_steps(spec, num_envs)
         arrays = map_arrays(_layout(spec, num_envs), memory)
-        self._records, counts, *self._rings = arrays
-        self.counts = counts.data
+        self._records, self._counts, *self._rings = arrays
+        self.counts = self._counts.data
 
     def note_step(self, actions: Sequence[Array], start: int, stop: int) -> None:
         """Notes that the rows of a block are about to be stepped with their actions."""
-        counts = self.counts
-        count = counts[start]
+        count = self.counts[start]  # of all rows of the block
         if self.num_steps:
             slot = count % self.num_steps
             for ring, array in zip(self._rings, actions, strict=True):
                 ring[slot, start:stop] = array[start:stop]
-        counts[start] = count + 1
+        self._counts[start:stop] = count + 1
 
-    def row(self, row: int, block_start: int) -> RowRecord:
+    def row(self, row: int) -> RowRecord:
         """Returns the record of a row, empty; for its worker."""
         self._records[row] = 0
-        self.counts[block_start] = 0
-        return RowRecord(self._records[row], self.counts, block_start, self.num_steps)
+        self.counts[row] = 0
+        return RowRecord(self._records[row], self.counts, row, self.num_steps)
 
-    def glance(self, row: int, block_start: int) -> tuple[int | None, int]:
+    def glance(self, row: int) -> tuple[int | None, int]:
         """Returns a row's last seed, if all since is known, and its episode's steps."""
         known, _, begun_at, seed, seeded_at, *_ = self._records[row, _PRESENT].item()
         is_seeded = known == 1 and min(seed, seeded_at) >= 0
-        return seed if is_seeded else None, max(0, self.counts[block_start] - begun_at)
+        return seed if is_seeded else None, max(0, self.counts[row] - begun_at)
 
     def read(
-        self,
-        row: int,
-        block_start: int,
-        options: bytes = b"",
-        *,
-        has_failed: bool = False,
-    ) -> Played | None:
+        self, row: int, options: bytes = b"", *, has_failed: bool = False
+    ) -> ActionHistory | None:
         """Returns what a row has been through; None if it was never reset.
 
         Args:
           row: The row.
-          block_start: First row of its block.
           options: What it was last reset with, of resets with options.
           has_failed: Read of the env that has failed in the last step, and has been
             replaced since; not of the present one.
@@ -150,7 +144,7 @@ class ActionRing:
         record = self._records[row, _FAILED if has_failed else _PRESENT].item()
         known, incarnation, begun_at, seed, seeded_at, kept_at, state, *others = record
         touched, digest, options_at = others
-        count = self.counts[block_start]
+        count = self.counts[row]
         # Code of an env can write here too.
         if known != 1 or not max(seeded_at, kept_at, 0) <= begun_at <= count:
             return None
@@ -164,7 +158,7 @@ class ActionRing:
         has_options = options_at == since and digest == zlib.crc32(options)
         num_kept = min(count - since, self.num_steps)
         slots = np.arange(count - num_kept, count) % max(1, self.num_steps)
-        return Played(
+        return ActionHistory(
             incarnation=incarnation,
             seed=seed,
             generator=generator,
@@ -180,14 +174,12 @@ class ActionRing:
 class RowRecord:
     """What one row has been through, as its worker writes it."""
 
-    def __init__(
-        self, records: Array, counts: Any, block_start: int, num_steps: int
-    ) -> None:
-        """Takes the row's records, and where the steps of its block are counted."""
+    def __init__(self, records: Array, counts: Any, row: int, num_steps: int) -> None:
+        """Takes the row's records, and where the steps of rows are counted."""
         self._records = records
         self._present = records[_PRESENT]
         self._counts = counts
-        self._block_start = block_start
+        self._row = row
         self._interval = num_steps // 8
         self._due_at = -1
         self._seeded = self._options = (0, _NEVER)
@@ -201,7 +193,7 @@ class RowRecord:
 
     def begin_as_before(self) -> bool:
         """Notes that an env is about to reset itself; False if `begin` must do it."""
-        count = self._counts[self._block_start]
+        count = self._counts[self._row]
         if count >= self._due_at:
             return False
         self._present["begun_at"] = count
@@ -227,7 +219,7 @@ class RowRecord:
           options: What it is reset with besides.
           is_autoreset: Whether whoever replays the actions will know of this reset.
         """
-        count = self._counts[self._block_start]
+        count = self._counts[self._row]
         generator: RngState | None = None
         if seed is not None:
             self._seeded = (seed, count)
@@ -244,7 +236,7 @@ class RowRecord:
     def adopt(self, other: RowRecord, incarnation: int) -> None:
         """Notes that an env takes over, right after a reset that `other` has noted."""
         _, _, _, seed, seeded_at, kept_at, state, *_ = other._present.item()
-        count = self._counts[self._block_start]
+        count = self._counts[self._row]
         self._seeded = (seed, _NEVER if seeded_at < 0 else count)
         if self._options[1] == count:  # they were the other env's
             self._options = (0, _EARLIER)

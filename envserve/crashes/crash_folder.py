@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-__all__ = ["SUFFIX", "CrashFiles", "default_folder"]
+__all__ = ["SUFFIX", "CrashFolder", "default_folder"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def default_folder() -> Path:
     return Path(tempfile.gettempdir(), f"envserve-crashes-{os.getuid()}")
 
 
-class CrashFiles:
+class CrashFolder:
     """Writes files to a folder, as long as that is cheap and allowed."""
 
     def __init__(self, folder: Path | None, owner: str = "") -> None:
@@ -103,7 +103,7 @@ class CrashFiles:
         return folder
 
     def __repr__(self) -> str:
-        return f"<CrashFiles {self._folder or 'in the default folder'}>"
+        return f"<CrashFolder {self._folder or 'in the default folder'}>"
 
 
 def _prune(folder: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final
 import msgspec
 import numpy as np
 
-from envserve.crashes.action_ring import Count, Played
+from envserve.crashes.action_ring import ActionHistory, Count
 from envserve.errors import ReproError
 from envserve.settings import Autoreset, NonFinite
 from envserve.slab import Status
@@ -76,7 +76,7 @@ class Repro:
     seeded: bool
     env_index: Count
     timeout_seconds: Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
-    played: Played
+    played: ActionHistory
     end: End
     wrappers: tuple[WrapperSpec, ...] = ()
     nonfinite: NonFinite = "raise"

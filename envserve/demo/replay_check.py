@@ -1,4 +1,4 @@
-"""The referee: plays every row once more, in an env of its own, and compares.
+"""Check every row of a batch against a twin env in this process.
 
 Its envs get the seeds and the actions of the rows: whatever a valid row shows must come
 out again, bit for bit. Other rows must be what `BatchEnv` promises of them.
@@ -16,7 +16,7 @@ from envserve.client import StepResult
 from envserve.envs.seeding import INCARNATIONS_PER_LEASE, env_seed
 from envserve.slab import Status
 
-__all__ = ["Referee"]
+__all__ = ["ReplayCheck"]
 
 Array = np.ndarray[Any, Any]
 Env = gymnasium.Env[Any, Any]
@@ -27,7 +27,7 @@ _Step = tuple[bytes, float, bool, bool, bytes]
 _FEW: Final = 32
 
 
-class Referee:
+class ReplayCheck:
     """Counts rows of a batch: those that it has checked, and those that are wrong."""
 
     def __init__(self, make: Callable[[], Env], num_envs: int, root_seed: int) -> None:

@@ -1,4 +1,4 @@
-"""The demo itself: servers, envs that learn, a referee, and what one can do to them."""
+"""Run the demo: servers, envs that learn, a replay check, and faults to inject."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import numpy as np
 
 from envserve.client import BatchEnv
 from envserve.demo.learner import Learner
-from envserve.demo.replay_check import Referee
+from envserve.demo.replay_check import ReplayCheck
 from envserve.demo.servers import DemoServer
-from envserve.demo.tcp_proxy import Cable
+from envserve.demo.tcp_proxy import TcpProxy
 from envserve.envs.registry import Registry, make_env
 from envserve.envs.seeding import draw_root_seed
 from envserve.envs.user_envs import name_of
@@ -47,8 +47,8 @@ class Demo:
 
     Attributes:
       servers: What serves the envs, in row order, as many rows each.
-      strikes: By name, what can be done to them: a label, and a function that does it,
-        waits until all is well again, and says how long that took.
+      faults: The faults to inject, by name: a label, and a function that injects it,
+        waits for recovery, and returns a sentence with the recovery time.
       row: The last line of `metrics.jsonl`.
       has_ended: Set when the envs are stepped no more; `check` raises why.
     """
@@ -62,21 +62,21 @@ class Demo:
           EnvserveError: There is no such env, its spaces are not for the learner, or a
             server does not start.
         """
-        self.strikes: dict[str, tuple[str, Callable[[], str]]] = {}
+        self.faults: dict[str, tuple[str, Callable[[], str]]] = {}
         for name, label, act in (
             ("worker", "Kill a worker", lambda it: it.signal_worker(signal.SIGKILL)),
             ("env", "Hang an env", lambda it: it.signal_worker(signal.SIGSTOP)),
             ("server", "Kill a server", DemoServer.kill_and_restart),
-            ("network", "Cut the network", lambda it: it.cable.cut(_CUT_SECONDS)),
+            ("network", "Cut the network", lambda it: it.proxy.cut(_CUT_SECONDS)),
         ):
-            self.strikes[name] = label, partial(self._strike, label, act)
+            self.faults[name] = label, partial(self._inject, label, act)
         self.row: dict[str, float] = {"steps": 0, "rows_checked": 0, "demo_wrong": 0}
         self.has_ended = threading.Event()
         self._env, self._num_envs, self._folder = env, num_envs, folder
         self._status = np.full(num_envs, Status.PENDING, np.uint8)
         self._seen_at, self._away_at = np.full((2, num_envs), -np.inf)
         self._recovery: dict[str, float] = {}
-        self._is_striking, self._stepped = threading.Lock(), threading.Condition()
+        self._injecting, self._stepped = threading.Lock(), threading.Condition()
         self._error: BaseException | None = None
         Registry([env])
         self._seed = draw_root_seed()
@@ -88,8 +88,8 @@ class Demo:
                 self.servers.append(DemoServer(folder / f"server{index}", *options))
                 stack.callback(self.servers[-1].close)
             for server in self.servers:
-                server.cable = Cable(server.wait_until_ready())
-                stack.callback(server.cable.close)
+                server.proxy = TcpProxy(server.wait_until_ready())
+                stack.callback(server.proxy.close)
             self._player = threading.Thread(target=self._play, name="envserve demo")
             self._player.start()
             stack.callback(self._end)
@@ -114,11 +114,11 @@ class Demo:
     def _end(self) -> None:
         self.has_ended.set()
         self._player.join()
-        with self._is_striking:  # a server that is being started is started
+        with self._injecting:  # a server that is being started is started
             pass
 
     def _play(self) -> None:
-        addresses = [server.cable.address for server in self.servers]
+        addresses = [server.proxy.address for server in self.servers]
         options = self._env, addresses, self._num_envs
         try:
             with BatchEnv.connect(*options, seed=self._seed) as batch:
@@ -132,9 +132,9 @@ class Demo:
 
     def _play_on(self, batch: BatchEnv) -> None:
         learner, rows = self._learner, np.arange(self._num_envs)
-        referee = Referee(self._make_twin, self._num_envs, self._seed)
+        checker = ReplayCheck(self._make_twin, self._num_envs, self._seed)
         observation = batch.reset()
-        referee.reset(observation)
+        checker.reset(observation)
         actions = learner.act(observation, rows)
         batch.send(actions)
         began, num_valid = time.monotonic(), 0
@@ -144,7 +144,7 @@ class Demo:
             enough = min(self._num_envs, max(self._num_envs // 2, num_padding + 1))
             with contextlib.suppress(EnvTimeout):  # the next call gets them
                 rows, result = batch.recv(enough, timeout=_RECV_SECONDS)
-                referee.step(rows, actions[rows], result)
+                checker.step(rows, actions[rows], result)
                 learner.learn(rows, result)
                 actions[rows] = learner.act(result.observation, rows)
                 batch.send(actions[rows], rows)
@@ -155,15 +155,15 @@ class Demo:
                 self._away_at[self.away()] = time.monotonic()
                 self._stepped.notify_all()
             if (seconds := time.monotonic() - began) > _REPORT_SECONDS:
-                self._report(referee, num_valid, seconds)
+                self._report(checker, num_valid, seconds)
                 began, num_valid = time.monotonic(), 0
 
-    def _report(self, referee: Referee, num_valid: int, seconds: float) -> None:
+    def _report(self, checker: ReplayCheck, num_valid: int, seconds: float) -> None:
         self.row = {
             "steps": self.row["steps"] + num_valid,
             "steps_per_second": num_valid / seconds,
-            "rows_checked": referee.num_checked,
-            "demo_wrong": referee.num_wrong,
+            "rows_checked": checker.num_checked,
+            "demo_wrong": checker.num_wrong,
             **self._recovery,
         }
         if self._learner.returns:
@@ -174,9 +174,9 @@ class Demo:
     def _make_twin(self) -> gymnasium.Env[Any, Any]:
         return complete(make_env(name_of(self._env), {}), needs_seed=True)
 
-    def _strike(self, label: str, act: Callable[[DemoServer], None]) -> str:
+    def _inject(self, label: str, act: Callable[[DemoServer], None]) -> str:
         """Does something to a server, and waits for the envs that it hits."""
-        with self._is_striking:
+        with self._injecting:
             self._wait_for(lambda: not any(self.away()))
             index, share = random.randrange(_NUM_SERVERS), self._num_envs / _NUM_SERVERS
             rows = slice(int(index * share), int((index + 1) * share))

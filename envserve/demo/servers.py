@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import Final
 
-from envserve.demo.tcp_proxy import Cable
+from envserve.demo.tcp_proxy import TcpProxy
 from envserve.errors import ServerError
 from envserve.worker.orphans import children
 
@@ -25,9 +25,9 @@ _DRAWN_WITH: Final = ("PIL.Image", "pygame")
 
 
 class DemoServer:
-    """An `envserve start` of this user, behind a `cable` once it is ready."""
+    """An `envserve start` of this user, behind a `proxy` once it is ready."""
 
-    cable: Cable
+    proxy: TcpProxy
 
     def __init__(self, folder: Path, *options: str) -> None:
         """Starts it with more options, its files in a folder that is made."""
@@ -69,10 +69,10 @@ class DemoServer:
         os.kill(random.choice(workers), number)
 
     def kill_and_restart(self) -> None:
-        """Kills it with all its workers, and starts it again behind its cable."""
+        """Kills it with all its workers, and starts it again behind its proxy."""
         self._end(signal.SIGKILL)
         self._start()
-        self.cable.port = self.wait_until_ready()
+        self.proxy.port = self.wait_until_ready()
 
     def close(self) -> None:
         """Ends it; its workers end with it."""

@@ -1,4 +1,4 @@
-"""The network of the demo: TCP connections to a server, which one can cut."""
+"""A TCP proxy in front of a server of the demo, to cut the network."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import socket
 import threading
 from typing import Final
 
-__all__ = ["Cable"]
+__all__ = ["TcpProxy"]
 
 _HOST: Final = "127.0.0.1"
 
 
-class Cable:
-    """Joins whoever connects to its `address` to a `port` of this host."""
+class TcpProxy:
+    """Forward connections from its `address` to a `port` of this host."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -24,7 +24,7 @@ class Cable:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self, seconds: float) -> None:
-        """Lets nothing through for a while; nothing is lost, as in TCP."""
+        """Forward nothing for some seconds; TCP loses no data."""
         self._is_whole.clear()
         mend = threading.Timer(seconds, self._is_whole.set)
         mend.daemon = True

@@ -25,6 +25,7 @@ from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.error import DependencyNotInstalled
 
 from envserve.envs import user_envs
+from envserve.envs.user_envs import is_user_env, writable_by_others
 from envserve.errors import EnvStartError, UnknownEnv
 from envserve.text import did_you_mean
 from envserve.wrappers.apply import wrap
@@ -62,7 +63,7 @@ class Registry:
         """Imports the modules, then fixes the offer.
 
         Args:
-          names: Names to offer, or words of `own_envs` for all that comes with them;
+          names: Names to offer, or words of `user_envs` for all that comes with them;
             None for every env that is registered.
           import_modules: Modules or files that register envs when they are imported.
 
@@ -76,7 +77,7 @@ class Registry:
             names = [name for name in gymnasium.registry if len(name) <= _MAX_NAME]
         offered: set[str] = set()
         for name in names:
-            came = import_env_modules([name]) if user_envs.is_own(name) else (name,)
+            came = import_env_modules([name]) if is_user_env(name) else (name,)
             if not came:
                 raise UnknownEnv(
                     f"{name} registers no env; have it call gymnasium.register(), or "
@@ -87,22 +88,13 @@ class Registry:
             spec_of(name)
         self.names = tuple(sorted(offered))
 
-    def check(self, name: str) -> None:
-        """Raises UnknownEnv if the name is not on offer.
-
-        Near matches are for who asked to find, among the names that it was told: with
-        many names that takes long, and servers have other things to do.
-        """
-        if name not in self.names:
-            raise UnknownEnv(f"no env named {name!r} is offered")
-
 
 def import_env_modules(words: Iterable[str]) -> tuple[str, ...]:
     """Imports what its own user names; returns the names of the envs that came.
 
     Args:
       words: Modules, files, or one of these with a colon and the name of a registered
-        env, a class or a function in it; see `own_envs`.
+        env, a class or a function in it; see `user_envs`.
 
     Raises:
       EnvStartError: A module or file cannot be imported.
@@ -150,8 +142,7 @@ def _import_file(place: str) -> ModuleType:
     folder = str(path.parent)
     if not re.fullmatch(r"[\w-]+", path.stem):
         raise ValueError(f"expected a file of Python, named by one word; got {path}")
-    which_others_write = user_envs.which_others_write
-    if place := which_others_write(folder) or which_others_write(str(path)):
+    if place := writable_by_others(folder) or writable_by_others(str(path)):
         raise ValueError(f"others can write to {place}; have a place of your own")
     if folder not in sys.path:
         sys.path.append(folder)  # last, so that a file there hides nothing

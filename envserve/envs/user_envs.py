@@ -1,7 +1,8 @@
-"""Own envs as words: "my_env.py:Walk", "my_package:Walk-v0", or the class Walk itself.
+"""User envs: "my_env.py:Walk", "my_package:Walk-v0", or the class Walk itself.
 
-Who starts envs here says such a word, never a peer. It has two sides: a plain name, by
-which batches, servers and clients know the env, and what workers import for it.
+Only the user who starts envs on this host can give such a word, never a peer. A word
+stands for two things: the plain name by which batches, servers and clients know the
+env, and the module or file that workers import for it.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ __all__ = [
     "absolute",
     "check_files",
     "importing",
-    "is_own",
+    "is_user_env",
+    "name_and_imports",
     "name_of",
-    "named",
-    "which_others_write",
+    "writable_by_others",
 ]
 
 #: What this process imports just now, because it is named.
 importing: Final[list[str]] = []
 
 
-def is_own(word: str) -> bool:
-    """Tells whether a word says what to import, and is not only a registered name."""
+def is_user_env(word: str) -> bool:
+    """Return whether a word names a module or file to import, not only an env."""
     return ":" in word or word.endswith(".py")
 
 
@@ -71,10 +72,10 @@ def name_of(env: object) -> str:
     return f"{module}:{name}"
 
 
-def named(
+def name_and_imports(
     env: object, import_modules: Sequence[str] = ()
 ) -> tuple[str, tuple[str, ...]]:
-    """Returns the plain name of an env, and all that workers have to import.
+    """Return the plain name of an env, and the modules that workers must import.
 
     Args:
       env: As of `name_of`. A name that this process has registered is registered by
@@ -126,11 +127,11 @@ def _not_importable(name: str) -> UnknownEnv:
     )
 
 
-def which_others_write(place: str) -> str:
-    """Returns by what others could change a file or folder; "" if by nothing.
+def writable_by_others(place: str) -> str:
+    """Return the path by which other users can change a place; "" if there is none.
 
-    That is itself, a link, or a folder above it that is not sticky, up to the home. A
-    user's own group is the user.
+    That is the place itself, a link, or a folder above it that is not sticky, up to the
+    home. The user's own group counts as the user.
     """
     home = os.path.expanduser("~")
     for top in dict.fromkeys((os.path.abspath(place), os.path.realpath(place))):

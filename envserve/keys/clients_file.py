@@ -16,6 +16,7 @@ from typing import Final
 from envserve.errors import CodecError, KeyFileError, RemoteProtocolError
 from envserve.keys import private_files
 from envserve.keys.grant import Grant, format_line, parse_line
+from envserve.keys.private_files import display_path
 
 __all__ = ["ClientsFile"]
 
@@ -31,23 +32,24 @@ class ClientsFile:
       is_current: Whether what is known is what the file says.
     """
 
-    def __init__(self, path: Path, own: bytes | None = None) -> None:
+    def __init__(self, path: Path, local_public: bytes | None = None) -> None:
         """Reads nothing yet.
 
         Args:
           path: The file, which need not exist.
-          own: Public key of the server's own user, who is "local" and may everything.
+          local_public: Public key of the user who runs the server, called "local", who
+            may do everything.
         """
         self._path = path
-        self._own = own
+        self._local_public = local_public
         self._lines: list[tuple[str, Grant | None]] = []
-        self._seen: tuple[int, ...] = ()
+        self._seen = (0, 0, 0, 0)
         self._trouble = ""
         self.is_current = True
 
     def find(self, public: bytes, now: float) -> Grant | None:
         """Returns what a key may at seconds since 1970; None if it is not known."""
-        if public == self._own:
+        if public == self._local_public:
             return Grant(name="local", public=public)
         return next((g for g in self.grants(now) if g.public == public), None)
 
@@ -60,10 +62,10 @@ class ClientsFile:
         """Reads the file; raises KeyFileError, and then everything is as before."""
         text = private_files.read_private(self._path)
         if text is None and self._lines:
-            raise KeyFileError(f"{private_files.shown(self._path)} is gone")
+            raise KeyFileError(f"{display_path(self._path)} is gone")
         if self._lines and not (text or "").endswith("\n"):
             raise KeyFileError(
-                f"{private_files.shown(self._path)}: expected lines that end; got "
+                f"{display_path(self._path)}: expected lines that end; got "
                 "none, or half of one; is it being written?"
             )
         lines: list[tuple[str, Grant | None]] = []
@@ -74,7 +76,7 @@ class ClientsFile:
                 if grant and found & (ids := {grant.public, _slot(grant)}):
                     raise CodecError("expected each name and each key once")
             except CodecError as error:
-                where = f"{private_files.shown(self._path)}, line {number}"
+                where = f"{display_path(self._path)}, line {number}"
                 raise KeyFileError(f"{where}: {error}") from None
             lines.append((line, grant))
             found |= ids if grant else set()
@@ -140,14 +142,9 @@ class ClientsFile:
     def _refresh(self) -> None:
         try:
             found = os.stat(self._path, follow_symlinks=False)
-            seen: tuple[int, ...] = (
-                found.st_ino,
-                found.st_size,
-                found.st_mtime_ns,
-                found.st_ctime_ns,
-            )
+            seen = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
         except OSError as error:
-            seen = (error.errno or 0,)
+            seen = (error.errno or 0, 0, 0, 0)
         if seen == self._seen:
             return
         try:

@@ -12,14 +12,7 @@ from typing import Final
 
 from envserve.errors import CodecError
 
-__all__ = [
-    "INVITATION",
-    "PUBLIC",
-    "SECRET",
-    "decode",
-    "encode",
-    "fingerprint",
-]
+__all__ = ["INVITATION", "PUBLIC", "SECRET", "decode", "encode", "fingerprint"]
 
 PUBLIC: Final = "envserve-public-1."
 SECRET: Final = "envserve-secret-1."

@@ -26,9 +26,6 @@ _Count = Annotated[int, Meta(ge=1)]
 _Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 _Pattern = Annotated[str, Meta(min_length=1)]
 
-#: Options that are not called like their field.
-_OPTIONS: Final = {"expose": "exposed", "kwargs": "allowed_kwargs"}
-_NAMES: Final = {field: option for option, field in _OPTIONS.items()}
 #: Of users without a key of their own in `clients`.
 _RESERVED: Final = ("local", "server")
 
@@ -70,6 +67,11 @@ class Grant:
 
 
 _HINTS: Final = get_type_hints(Grant, include_extras=True)
+_SHORT: Final = {"exposed": "expose", "allowed_kwargs": "kwargs"}
+#: The field that each option sets.
+_FIELDS: Final = {
+    _SHORT.get(f.name, f.name.replace("_", "-")): f for f in fields(Grant)[2:]
+}
 
 
 def parse_line(line: str) -> Grant | None:
@@ -92,26 +94,21 @@ def parse_words(words: Sequence[str]) -> Grant:
     given: dict[str, Any] = {"name": name, "public": formats.decode(prefix, key)}
     if name in _RESERVED or name.startswith("envserve-"):
         raise CodecError("expected another name: no key, nor local, nor server")
-    known = {_NAMES.get(f.name, f.name.replace("_", "-")) for f in fields(Grant)}
-    known -= given.keys()
     for option in options:
         word, _, value = option.partition("=")
-        if word not in known or not value or re.search(r"[\s#]", value):
+        if word not in _FIELDS or not value or re.search(r"[\s#]", value):
             raise CodecError(
-                f"expected options of {', '.join(sorted(known))}, each with = and a "
+                f"expected options of {', '.join(sorted(_FIELDS))}, each with = and a "
                 f"value without spaces and #; got {word.partition('.')[0]!r:.40}"
             )
-        given[_field(word)] = _value_of(word, value)
+        given[_FIELDS[word].name] = _value_of(word, value)
     if is_invitation != ("until" in given):
         raise CodecError("expected until= with an invitation, and only there")
     return Grant(**given | {"name": _value_of("name", name)})
 
 
-def _field(option: str) -> str:
-    return _OPTIONS.get(option, option.replace("-", "_"))
-
-
 def _value_of(option: str, text: str) -> Any:
+    """Convert the text of an option, or of the name; raise CodecError."""
     if option in ("expires", "until"):
         return _seconds_of(option, text)
     value: Any = text
@@ -119,7 +116,8 @@ def _value_of(option: str, text: str) -> Any:
         # Within brackets a comma is part of a word: "level:int[0,10]".
         value = tuple(re.split(r",(?![^\[]*\])", text))
     try:
-        value = convert(value, _HINTS[_field(option)], is_strict=False)
+        field = option if option == "name" else _FIELDS[option].name
+        value = convert(value, _HINTS[field], is_strict=False)
         if option == "kwargs":
             check_ranges(value)
         return value
@@ -153,7 +151,7 @@ def format_line(grant: Grant) -> str:
     """Returns the line of `clients` that `parse_line` reads as this grant."""
     prefix = formats.INVITATION if grant.is_invitation else formats.PUBLIC
     words = [f"{grant.name:12}", formats.encode(prefix, grant.public)]
-    for field in fields(Grant)[2:]:
+    for option, field in _FIELDS.items():
         value: Any = getattr(grant, field.name)
         if value == field.default:
             continue
@@ -161,6 +159,5 @@ def format_line(grant: Grant) -> str:
             value = format_time(value)
         elif isinstance(value, tuple):
             value = ",".join(value)
-        option = _NAMES.get(field.name, field.name.replace("_", "-"))
         words.append(f"{option}={value}")
     return " ".join(words)

@@ -21,6 +21,7 @@ from envserve.address import NamedAddress, is_private
 from envserve.errors import CodecError, ConnectError, KeyFileError
 from envserve.keys import formats, private_files
 from envserve.keys.key_pair import KeyPair, Keys
+from envserve.keys.private_files import display_path
 
 if TYPE_CHECKING:
     from envserve.keys.clients_file import ClientsFile
@@ -70,10 +71,10 @@ class KeyFolder:
         try:
             return KeyPair.of(formats.decode(formats.SECRET, "".join(lines).strip()))
         except CodecError as error:
-            raise KeyFileError(f"{private_files.shown(path)}: {error}") from None
+            raise KeyFileError(f"{display_path(path)}: {error}") from None
 
-    def made_key(self, role: Role) -> KeyPair:
-        """Returns the same; makes it if need be."""
+    def ensure_key(self, role: Role) -> KeyPair:
+        """Return the same key, and make it first if there is none."""
         if (pair := self.key(role)) is None:
             with private_files.locked(self.path):
                 pair = self.key(role) or self.new_key(role)
@@ -120,24 +121,24 @@ class KeyFolder:
             _check_owner(address.removeprefix("ipc://"))
             return None
         name = address.name if isinstance(address, NamedAddress) else address
-        pin = self.pin_of(address) or self.pin_of(name)
+        pin = self.pinned_key(address) or self.pinned_key(name)
         if pin is None and insecure:
             return None
         try:
             if pin is None and is_private(address):
-                pin = self.made_key("server").public
+                pin = self.ensure_key("server").public
         except ValueError as error:
             raise ConnectError(str(error)) from None
         if pin is None:
             raise ConnectError(unknown_server(name))
-        return pin, self.made_key("client")
+        return pin, self.ensure_key("client")
 
     @property
     def addresses(self) -> list[str]:
         """Servers whose key was noted; raises KeyFileError."""
         return list(self._pins())
 
-    def pin_of(self, address: str) -> bytes | None:
+    def pinned_key(self, address: str) -> bytes | None:
         """Returns the key that was noted of a server; raises KeyFileError."""
         pins = self._pins()
         fitting = (p for p in pins if "*" in p and fnmatchcase(address, p))
@@ -173,7 +174,7 @@ class KeyFolder:
                 )
             except CodecError as error:
                 raise KeyFileError(
-                    f"{private_files.shown(path)}, line {number}: expected addresses "
+                    f"{display_path(path)}, line {number}: expected addresses "
                     f"and a public key; {error}"
                 ) from None
             pins |= dict.fromkeys(words[0].split(","), pin)

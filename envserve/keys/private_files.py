@@ -13,10 +13,10 @@ from pathlib import Path
 
 from envserve.errors import KeyFileError
 
-__all__ = ["locked", "make_folder", "read_private", "shown", "write_private"]
+__all__ = ["display_path", "locked", "make_folder", "read_private", "write_private"]
 
 
-def shown(path: Path) -> str:
+def display_path(path: Path) -> str:
     """Returns a path as people write it, with ~ for their home."""
     with contextlib.suppress(ValueError, RuntimeError):
         return f"~/{path.relative_to(Path.home())}"
@@ -33,7 +33,7 @@ def read_private(path: Path, remedy: str = "") -> str | None:
     Raises:
       KeyFileError: Others can read it or own it, or it cannot be read.
     """
-    with _refusals(path, "read"):
+    with _as_key_file_error(path, "read"):
         try:
             _check(path.parent, os.stat(path.parent), "chmod 700")
             # Not blocked by a pipe, and not led elsewhere by a link.
@@ -43,13 +43,13 @@ def read_private(path: Path, remedy: str = "") -> str | None:
         with open(fd, encoding="utf-8", errors="replace") as file:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
-                raise KeyFileError(f"{shown(path)} is no file; take it away")
+                raise KeyFileError(f"{display_path(path)} is no file; take it away")
             _check(path, found, f"chmod 600{remedy}")
             return file.read()
 
 
 @contextlib.contextmanager
-def _refusals(path: Path, participle: str) -> Iterator[None]:
+def _as_key_file_error(path: Path, participle: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -57,27 +57,28 @@ def _refusals(path: Path, participle: str) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             remedy = "expected room to write; make some, or name another ENVSERVE_HOME"
         raise KeyFileError(
-            f"{shown(path)} cannot be {participle}: {error.strerror}; {remedy}"
+            f"{display_path(path)} cannot be {participle}: {error.strerror}; {remedy}"
         ) from None
 
 
 def _check(path: Path, found: os.stat_result, remedy: str) -> None:
     if found.st_uid != os.geteuid():
         raise KeyFileError(
-            f"{shown(path)} belongs to another user (uid {found.st_uid}); expected uid "
-            f"{os.geteuid()}; take it away, or name another folder by ENVSERVE_HOME"
+            f"{display_path(path)} belongs to another user (uid {found.st_uid}); "
+            f"expected uid {os.geteuid()}; take it away, or name another folder by "
+            f"ENVSERVE_HOME"
         )
     if found.st_mode & 0o077:
         mode = stat.S_IMODE(found.st_mode)
         verb = "read" if mode & 0o055 else "written"
         raise KeyFileError(
-            f"{shown(path)} can be {verb} by others (mode {mode:04o}); {remedy}"
+            f"{display_path(path)} can be {verb} by others (mode {mode:04o}); {remedy}"
         )
 
 
 def make_folder(folder: Path) -> None:
     """Makes a folder for keys if there is none; raises KeyFileError."""
-    with _refusals(folder, "made"):
+    with _as_key_file_error(folder, "made"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check(folder, os.stat(folder), "chmod 700")
 
@@ -91,7 +92,7 @@ def locked(folder: Path, seconds: float = 1.0) -> Iterator[None]:
     """
     make_folder(folder)
     give_up_at = time.monotonic() + seconds
-    with _refusals(folder, "read"):
+    with _as_key_file_error(folder, "read"):
         fd = os.open(folder, os.O_RDONLY)
     try:
         while True:
@@ -100,8 +101,8 @@ def locked(folder: Path, seconds: float = 1.0) -> Iterator[None]:
                 break
             if time.monotonic() > give_up_at:
                 raise KeyFileError(
-                    f"{shown(folder)} is being changed by another process for more "
-                    f"than {seconds:g} s; end that one"
+                    f"{display_path(folder)} is being changed by another process for "
+                    f"more than {seconds:g} s; end that one"
                 )
             time.sleep(0.01)
         yield
@@ -113,7 +114,7 @@ def write_private(path: Path, text: str) -> None:
     """Replaces a file; raises KeyFileError, and then it is what it was."""
     import tempfile  # which a probe does not need
 
-    with _refusals(path, "written"), contextlib.ExitStack() as cleaning:
+    with _as_key_file_error(path, "written"), contextlib.ExitStack() as cleaning:
         fd, part = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # 0600
         cleaning.callback(lambda: Path(part).unlink(missing_ok=True))
         with open(fd, "w", encoding="utf-8") as file:

@@ -1,7 +1,6 @@
-"""What is wrong with a server, for who starts, restarts and routes to servers.
+"""Health probes of a server, as container platforms use them.
 
-Each probe is a question of its own: a server that has nothing to give away must not be
-restarted for it.
+Each probe checks one thing: a server whose envs are all leased must not be restarted.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from envserve.client.link.discovery import resolve
 from envserve.errors import AddressError, EnvserveError, ProtocolMismatch
 from envserve.wire.handshake import Welcome
 
-__all__ = ["Ailment", "diagnose", "probe"]
+__all__ = ["HealthProblem", "diagnose", "probe"]
 
 _MAX_LAG_MS: Final = 5000
 
 
-class Ailment(enum.IntEnum):
-    """What may be wrong, as exit codes of `envserve health`."""
+class HealthProblem(enum.IntEnum):
+    """Exit codes of `envserve health`."""
 
     NO_ANSWER = 1
     NO_ADDRESS = 2
@@ -33,16 +32,17 @@ class Ailment(enum.IntEnum):
 
 def diagnose(
     welcome: Welcome, *, startup: bool = False, live: bool = False, ready: bool = False
-) -> tuple[Ailment, str] | None:
-    """Returns the first thing wrong that is asked about, and a text."""
+) -> tuple[HealthProblem, str] | None:
+    """Return the first problem of those to check, and a text; None without problem."""
     if (startup or ready) and welcome.is_starting:
-        return Ailment.STARTING, "workers cannot be started yet"
+        return HealthProblem.STARTING, "workers cannot be started yet"
     if live and welcome.loop_lag_ms > _MAX_LAG_MS:
-        return Ailment.LAGGING, f"its loop was {welcome.loop_lag_ms / 1000:.1f} s late"
+        seconds = welcome.loop_lag_ms / 1000
+        return HealthProblem.LAGGING, f"its loop was {seconds:.1f} s late"
     if ready and welcome.is_draining:
-        return Ailment.DRAINING, "it is draining"
+        return HealthProblem.DRAINING, "it is draining"
     if ready and not welcome.free_envs:
-        return Ailment.FULL, f"all of its {welcome.total_envs} envs are leased"
+        return HealthProblem.FULL, f"all of its {welcome.total_envs} envs are leased"
     return None
 
 
@@ -55,9 +55,9 @@ def probe(
     timeout: float = 2.0,
     insecure: bool = False,
 ) -> tuple[int, str]:
-    """Asks as `envserve health` does; returns its exit code, and what to say.
+    """Return the exit code of `envserve health`, and a text to print.
 
-    Of several servers the first that is not well counts.
+    Of several servers, the first with a problem counts.
     """
     said = []
     try:
@@ -71,9 +71,9 @@ def probe(
                 f"{welcome.free_envs} of {welcome.total_envs} envs free"
             )
     except AddressError as error:
-        return Ailment.NO_ADDRESS, str(error)
+        return HealthProblem.NO_ADDRESS, str(error)
     except ProtocolMismatch as error:
-        return Ailment.MISMATCH, f"ProtocolMismatch: {error}"
+        return HealthProblem.MISMATCH, f"ProtocolMismatch: {error}"
     except EnvserveError as error:
-        return Ailment.NO_ANSWER, str(error)
+        return HealthProblem.NO_ANSWER, str(error)
     return 0, "\n".join(said)

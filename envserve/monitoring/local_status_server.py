@@ -1,8 +1,8 @@
-"""Lets others look at a batch whose envs run in this process's own workers.
+"""Answer STATUS and FRAME requests about a batch whose envs run in this process.
 
-It speaks as a server does to who looks on, at an ipc address of this user's, from a
-thread of its own; its leases are the batch's lanes, numbered from 1. It reads what is
-counted, and shared memory, and rests forty-nine times as long as it has worked.
+A thread answers as a server does, at an ipc address that only this user can reach; its
+leases are the batch's lanes, numbered from 1. It only reads counters and shared memory,
+and sleeps forty-nine times as long as it has computed.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import zmq
 from envserve.client.batch_env import BatchEnv
 from envserve.errors import RemoteProtocolError
 from envserve.pool.pool import Pool
-from envserve.pool.pool_metrics import add, described_in_full
+from envserve.pool.pool_metrics import add, status_fields
 from envserve.session.server.decisions import Reply
-from envserve.session.server.replies import Answers
+from envserve.session.server.replies import Replies
 from envserve.wire.bodies import FrameRequest
 from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.message import decode
 from envserve.wire.sockets import NOBLOCK, socket_folder
 from envserve.wire.status import ServerStatus
 
-__all__ = ["Lookout"]
+__all__ = ["LocalStatusServer"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 _REST: Final = 49
@@ -38,20 +38,20 @@ _MAX_EPISODES: Final = 256
 _MAX_MESSAGE_BYTES: Final = 64 << 10
 
 
-class Lookout:
-    """Answers who looks at a batch, until it is closed; best used by `with`.
+class LocalStatusServer:
+    """Answer observers of a batch, until it is closed; a context manager.
 
     Attributes:
       address: For `envserve page`, `top` and `status`.
     """
 
     def __init__(self, batch: BatchEnv) -> None:
-        """Begins to answer; lanes to servers are the servers' to show."""
+        """Start to answer, for local lanes only: servers answer for theirs."""
         self._pools = [lane for lane in batch.lanes if isinstance(lane, Pool)]
-        self._answers = Answers(secrets.randbits(63) | 1, shows_folders=True)
+        self._answers = Replies(secrets.randbits(63) | 1, shows_folders=True)
         self._started_at = time.monotonic()
         self._folder = socket_folder()
-        self.address = f"ipc://{self._folder.name}/lookout"
+        self.address = f"ipc://{self._folder.name}/status"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -59,11 +59,11 @@ class Lookout:
         self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
         self._socket.bind(self.address)
         self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lookout", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="status", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Answers no more; may be called twice, and before or after the batch's."""
+        """Stop; may be called twice, and before or after the batch is closed."""
         self._is_closing.set()
         self._context.term()  # wakes the thread, which closes the socket
         self._thread.join()
@@ -76,7 +76,7 @@ class Lookout:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Lookout {self.address}, {len(self._pools)} pools>"
+        return f"<LocalStatusServer {self.address}, {len(self._pools)} pools>"
 
     def _run(self) -> None:
         with self._socket:
@@ -105,7 +105,9 @@ class Lookout:
             if not 1 <= request.lease <= len(self._pools):
                 text = f"there is no lease {request.lease}"
                 return self._answers.refuse(asked, ErrorCode.LEASE_LOST, text)
-            result, record = self._pools[request.lease - 1].looks.answer(request)
+            result, record = self._pools[request.lease - 1].inspector.read_frames(
+                request
+            )
         except RemoteProtocolError as error:
             return self._answers.refuse(asked, ErrorCode.BAD_MESSAGE, str(error))
         body = result.encode()
@@ -115,11 +117,11 @@ class Lookout:
         now, pools = time.monotonic(), self._pools
         leases = []
         for number, pool in enumerate(pools, 1):
-            pool.tally.watch(now)
+            pool.metrics.watch(now)
             known = {"number": number, "seconds": now - self._started_at}
-            leases.append(pool.looks.status(_MAX_EPISODES, **known))
+            leases.append(pool.inspector.status(_MAX_EPISODES, **known))
         return ServerStatus(
-            **described_in_full(add(pool.tally.counts for pool in pools)),
+            **status_fields(add(pool.metrics.counts for pool in pools)),
             version=version("envserve"),
             host=platform.node(),
             pid=os.getpid(),

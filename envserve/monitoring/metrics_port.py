@@ -1,8 +1,9 @@
-"""A port where Prometheus reads metrics; of servers, and of trainers.
+"""A port where Prometheus reads the metrics of a server or of a trainer.
 
-One thread, one connection at a time, a second for each to ask and to read: whoever does
-not holds up other readers for so long, and nobody else. It rests nine times as long as
-it has worked, since it takes that from whoever serves or trains.
+One thread serves one connection at a time, with a second to receive the request and a
+second to send the answer. A stalled reader therefore delays other readers only. After
+each answer the thread sleeps nine times as long as it has computed, because it takes
+that time from serving or training.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ _REST: Final = 9
 _MAX_HEAD_BYTES: Final = 8192
 
 
+# Not prometheus_client.start_http_server: it starts a thread per connection, without
+# limit or timeout (200 silent connections hold 200 threads), lets readers take any
+# amount of CPU time, and prints a traceback when a collector raises.
 class MetricsPort(socketserver.TCPServer):
     """Listens from the start, and answers once it knows what.
 

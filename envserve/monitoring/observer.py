@@ -11,7 +11,7 @@ from envserve.wire.message import Message
 from envserve.wire.status import ServerStatus
 
 if TYPE_CHECKING:
-    from envserve.lane import Picture
+    from envserve.lane import RenderedFrame
 
 __all__ = ["Observer"]
 
@@ -44,7 +44,7 @@ class Observer:
         width: int = 160,
         timeout_seconds: float = 2.0,
         after: Sequence[int] = (),
-    ) -> list[Picture]:
+    ) -> list[RenderedFrame]:
         """Has pictures of envs be made for 3 s, and returns those there are by now.
 
         Args:

@@ -1,4 +1,4 @@
-"""Looks at many servers at once: who is silent keeps nobody waiting."""
+"""Poll many servers concurrently; a silent server does not delay the others."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from envserve.monitoring.observer import Observer
 from envserve.wire.sockets import raise_file_limit
 from envserve.wire.status import Histogram, ServerStatus
 
-__all__ = ["Sight", "look_at", "sights_of"]
+__all__ = ["MonitoredServer", "monitored_servers", "poll_servers"]
 
-_SAID_BY_OLD = ("total_envs", "free_envs", "is_starting", "is_draining", "loop_lag_ms")
+#: What servers that do not know STATUS report in their WELCOME.
+_IN_WELCOME = ("total_envs", "free_envs", "is_starting", "is_draining", "loop_lag_ms")
 
 
-class Sight:
-    """One server, as it was seen last.
+class MonitoredServer:
+    """One server and its latest status.
 
     Attributes:
-      address: Where it is.
-      name: The same, as short as can be.
-      status: What it has said; without a version from one that is too old to be asked,
-        and tells no more than its envs. None if it has said nothing.
-      error: Why it has not.
+      address: Address of the server.
+      name: The address without `tcp://`.
+      status: The latest status, None without an answer. That of a server too old for
+        STATUS has no version, and the fields of a WELCOME only.
+      error: Why there is no status.
       is_known: Whether there is an address.
     """
 
@@ -44,7 +45,7 @@ class Sight:
 
     @property
     def steps_per_second(self) -> float | None:
-        """Env steps since the look before; None if there was none."""
+        """Env steps per second since the poll before; None at the first poll."""
         now, before = self.status, self._before
         if not (now and before and now.version and now.seconds > before.seconds):
             return None
@@ -52,13 +53,13 @@ class Sight:
 
     @property
     def env_step_seconds(self) -> Histogram:
-        """Those since the look before, if there were any; else all."""
+        """Durations of env steps since the poll before; of all if there were none."""
         now = self.status or ServerStatus()
         late = now.env_step_seconds - (self._before or ServerStatus()).env_step_seconds
         return late if late.count else now.env_step_seconds
 
     def plain(self) -> dict[str, Any]:
-        """Returns all of it, fit for JSON."""
+        """Return all of it as plain values, for JSON."""
         return {
             "address": self.address,
             "error": self.error or None,
@@ -66,8 +67,8 @@ class Sight:
             "status": to_builtins(self.status),
         }
 
-    def look(self, timeout_seconds: float) -> None:
-        """Asks the server anew."""
+    def poll(self, timeout_seconds: float) -> None:
+        """Request the server's status."""
         self._before, self.status, self.error = self.status, None, ""
         address, insecure = self.address, self._insecure
         try:
@@ -77,45 +78,49 @@ class Sight:
                 self.status = self._observer.status(timeout_seconds)
             except ProtocolMismatch:
                 old = ask_welcome(address, timeout_seconds, insecure=insecure)
-                known = {name: getattr(old, name) for name in _SAID_BY_OLD}
+                known = {name: getattr(old, name) for name in _IN_WELCOME}
                 self.status = ServerStatus(**known)
         except EnvserveError as error:
             self.error = str(error).removeprefix(f"{address}: ")
 
     def close(self) -> None:
-        """Lets go of the connection."""
+        """Close the connection."""
         if self._observer is not None:
             self._observer.close()
 
 
 @contextlib.contextmanager
-def sights_of(words: Sequence[str], *, insecure: bool) -> Iterator[list[Sight]]:
-    """Gives a sight of each server that words stand for, nobody looked at yet."""
+def monitored_servers(
+    words: Sequence[str], *, insecure: bool
+) -> Iterator[list[MonitoredServer]]:
+    """Yield the servers that these words resolve to, none of them polled yet."""
     raise_file_limit()  # a connection takes nine
-    sights: list[Sight] = []
+    servers: list[MonitoredServer] = []
     for word in words:
         try:
-            sights += [Sight(address, insecure) for address in resolve(word)]
+            servers += [MonitoredServer(address, insecure) for address in resolve(word)]
         except ConnectError as error:
-            sights.append(Sight(word, insecure, str(error)))
+            servers.append(MonitoredServer(word, insecure, str(error)))
     try:
-        yield sights
+        yield servers
     finally:
-        for sight in sights:
-            sight.close()
+        for server in servers:
+            server.close()
 
 
-def look_at(
-    sights: Sequence[Sight], timeout_seconds: float, gap_seconds: float | None = None
+def poll_servers(
+    servers: Sequence[MonitoredServer],
+    timeout_seconds: float,
+    gap_seconds: float | None = None,
 ) -> None:
-    """Asks all of them at the same time; after a gap once more who has answered."""
+    """Poll all servers concurrently; after a gap once more those that have answered."""
 
-    def look(sight: Sight) -> None:
-        sight.look(timeout_seconds)
-        if gap_seconds is not None and sight.status is not None:
+    def poll(server: MonitoredServer) -> None:
+        server.poll(timeout_seconds)
+        if gap_seconds is not None and server.status is not None:
             time.sleep(gap_seconds)  # over which speed is measured
-            sight.look(timeout_seconds)
+            server.poll(timeout_seconds)
 
-    known = [sight for sight in sights if sight.is_known]
+    known = [server for server in servers if server.is_known]
     with ThreadPoolExecutor(max(1, len(known))) as threads:
-        list(threads.map(look, known))
+        list(threads.map(poll, known))

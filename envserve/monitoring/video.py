@@ -1,6 +1,6 @@
-"""Frames into MP4 and GIF files, by ffmpeg; and what draws where there is no screen.
+"""Write frames to MP4 and GIF files with ffmpeg.
 
-A file with its proper name is complete: frames go to one that ends in `.partial`.
+A file with its final name is complete: frames go to one that ends in `.partial`.
 """
 
 from __future__ import annotations

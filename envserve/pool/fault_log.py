@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from envserve.crashes.action_ring import ActionRing, Played
-from envserve.crashes.crash_folder import CrashFiles
+from envserve.crashes.action_ring import ActionHistory, ActionRing
+from envserve.crashes.crash_folder import CrashFolder
 from envserve.crashes.repro_file import End, Repro, encode_repro
 from envserve.envs.seeding import env_seed
 from envserve.errors import CodecError, EnvError
@@ -24,16 +24,18 @@ from envserve.pool.supervisor import SupervisedWorker
 from envserve.pool.worker_states import Exit, Lost
 from envserve.settings import PoolSettings
 from envserve.slab import Slab, Status, row_of_beat
-from envserve.spaces.env_spec import EnvSpec, flatten
+from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.leaves import flatten
 from envserve.spaces.variable_length import action_values
-from envserve.text import Seldom, one_line, printable
+from envserve.text import LogThrottle, one_line, printable
 from envserve.worker.channel import Kind
 
 __all__ = ["FaultLog"]
 
+_LOGGER: Final = logging.getLogger("envserve.pool")
 _MAX_CAUSE: Final = 300  # characters of what is said on the line
 _MAX_ACTION: Final = 80
-_MAX_NOTED: Final = 16  # classes of envs
+_MAX_WARNED: Final = 16  # classes of envs
 #: How often a record is read until no step has come between.
 _MAX_READS: Final = 8
 
@@ -45,24 +47,17 @@ class FaultLog:
       options: What each row was last reset with, of those that had any; encoded.
     """
 
-    def __init__(
-        self,
-        config: PoolSettings,
-        logger: logging.Logger,
-        label: str = "",
-        owner: str = "",
-    ) -> None:
-        """Takes settings, where lines go, how they begin, and whose envs they are."""
+    def __init__(self, config: PoolSettings, label: str = "", owner: str = "") -> None:
+        """Take the settings, the prefix of log lines, and the owner of the envs."""
         self._config = config
-        self._logger = logger
         self._label = f"{label}: " if label else ""
         self._files = None
         if config.crash_dir not in (None, "none"):
             folder = Path(config.crash_dir) if config.crash_dir else None
-            self._files = CrashFiles(folder, owner)
+            self._files = CrashFolder(folder, owner)
         self._last_detail = ""
-        self._seldom = Seldom()
-        self._noted: set[str] = set()
+        self._throttle = LogThrottle()
+        self._warned: set[str] = set()
         self.options: dict[int, bytes] = {}
 
     def attach(self, slab: Slab, spec: EnvSpec) -> None:
@@ -74,16 +69,16 @@ class FaultLog:
     def env_failed(self, fault: Fault, worker: SupervisedWorker, now: float) -> None:
         """Reports an env that has raised, or broken its spaces, and was rebuilt."""
         row = fault.env_index
-        block = next(b for b in worker.blocks if row < b.stop)
-        played = self._read(row, block.start, has_failed=True)
+        played = self._read(row, has_failed=True)
         end = End(status=fault.status, text=fault.text, is_violation=fault.is_violation)
-        path = self._write(row, played, end, self._config.step_timeout_seconds, now)
+        path = self._write(row, played, end, now)
         pid = None
         if worker.process is not None:
             worker.process.poll_exit()  # which hears of its start, too
             pid = worker.process.pid
         name = f"Env {self._index_of(row)}"
         if self._config.vectorized:
+            block = next(b for b in worker.blocks if row in b.rows)
             name = f"The vector env of envs {self._index_of(row)} to "
             name += f"{self._index_of(block.stop - 1)}"
         self._log(
@@ -99,7 +94,7 @@ class FaultLog:
         That is the caller's mistake as a rule, who hears of it: a line a second will
         do, without a traceback and a repro file for each env.
         """
-        more = self._seldom.passes("reset", now)
+        more = self._throttle.passes("reset", now)
         if more is not None:
             others = f"; {num_faults - 1} more of its block" if num_faults > 1 else ""
             head = _shortened(str(error).partition("\n")[0], _MAX_CAUSE)
@@ -136,22 +131,22 @@ class FaultLog:
             detail or exit_.excerpt,
         )
 
-    def note(self, notes: Sequence[str]) -> Sequence[str]:
+    def warn_once(self, notes: Sequence[str]) -> Sequence[str]:
         """Says what workers note, once for each class of envs; returns what is new."""
         new = {note.partition(" ")[0]: note for note in notes}
-        if new.keys() <= self._noted or len(self._noted) > _MAX_NOTED:
+        if new.keys() <= self._warned or len(self._warned) > _MAX_WARNED:
             return ()
-        self._noted |= new.keys()
+        self._warned |= new.keys()
         for note in new.values():
-            self._logger.warning("%s%s", self._label, note)
+            _LOGGER.warning("%s%s", self._label, note)
         return [*new.values()]
 
     def forget(self, worker: SupervisedWorker) -> None:
         """Forgets what a worker's envs went through, for its successor's sake."""
         self._heartbeats[worker.index, :2] = 0
         for block in worker.blocks:
-            for row in range(block.start, block.stop):
-                self._ring.row(row, block.start)
+            for row in block.rows:
+                self._ring.row(row)
 
     def _blame(
         self, worker: SupervisedWorker, end: End, running: Mapping[int, int], now: float
@@ -159,28 +154,24 @@ class FaultLog:
         """Says which env a worker was in as it ended, and writes a file of it."""
         beat, is_slow = self._heartbeats[worker.index, :2].tolist()
         row = row_of_beat(beat)
-        hosts = [b for b in worker.blocks if row in range(b.start, b.stop)]
+        hosts = [block for block in worker.blocks if row in block.rows]
         if row is None or not any(is_slow or b.index in running for b in hosts):
             return ["no env was at work"], None
         (block,) = hosts
-        played = self._read(row, block.start)
+        played = self._read(row)
         is_call = running.get(block.index) == Kind.CALL
         doing = "a call of" if is_call else "a reset of" if is_slow else "a step of"
         parts = [f"in {doing} env {self._index_of(row)}", *self._story(row, played)]
         if is_call:
             return parts, None
-        config = self._config
-        seconds = (
-            config.reset_timeout_seconds if is_slow else config.step_timeout_seconds
-        )
-        return parts, self._write(row, played, end, seconds, now)
+        return parts, self._write(row, played, end, now, is_reset=bool(is_slow))
 
     def _log(self, head: str, parts: list[str], detail: str) -> None:
         """Logs a line; below it what it is about, when that is not as the last time."""
         below = "" if detail == self._last_detail else f"\n{printable(detail)}".rstrip()
         self._last_detail = detail
         line = "; ".join([head, *parts])
-        self._logger.warning("%s%s%s", self._label, line, below)
+        _LOGGER.warning("%s%s%s", self._label, line, below)
 
     def error_of(self, fault: Fault) -> EnvError:
         """Returns what to raise for an env that could not be reset as was asked."""
@@ -192,14 +183,14 @@ class FaultLog:
             remote_traceback=fault.detail,
         )
 
-    def _read(self, row: int, start: int, *, has_failed: bool = False) -> Played | None:
+    def _read(self, row: int, *, has_failed: bool = False) -> ActionHistory | None:
         options = self.options.get(row, b"")
-        return self._ring.read(row, start, options, has_failed=has_failed)
+        return self._ring.read(row, options, has_failed=has_failed)
 
     def _index_of(self, row: int) -> int:
         return self._config.first_env_index + row
 
-    def _story(self, row: int, played: Played | None) -> list[str]:
+    def _story(self, row: int, played: ActionHistory | None) -> list[str]:
         if played is None:
             return ["it was never reset"]
         incarnation, seed = played.incarnation, played.seed
@@ -217,38 +208,35 @@ class FaultLog:
     def _write(
         self,
         row: int,
-        played: Played | None,
+        played: ActionHistory | None,
         end: End,
-        timeout_seconds: float,
         now: float,
+        *,
+        is_reset: bool = False,
     ) -> Path | None:
         if self._files is None or played is None or not self._files.has_room(now):
             return None
         name = self._config.env_name
         name = f"{name}-env-{self._index_of(row)}-{end.status.name.lower()}"
-        return self._files.write(
-            name, self._repro(row, played, end, timeout_seconds), now
-        )
+        return self._files.write(name, self._repro(row, played, end, is_reset), now)
 
-    def record(self, row: int, start: int) -> bytes:
-        """Returns a repro file of an env that goes on; nothing if it was never reset.
-
-        `start` is the first row of its block.
-        """
-        counts = self._ring.counts
-        for _ in range(_MAX_READS):
-            count, played = counts[start], self._read(row, start)
-            if count == counts[start]:
+    def record(self, row: int) -> bytes:
+        """Return the repro file of a running env; empty if it was never reset."""
+        played, counts = None, self._ring.counts
+        for _ in range(_MAX_READS if row < len(counts) else 0):
+            count, played = counts[row], self._read(row)
+            if count == counts[row]:
                 break
         if played is None:
             return b""
         end = End(status=Status.OK, text="went on when this was recorded")
-        return self._repro(row, played, end, self._config.step_timeout_seconds)
+        return self._repro(row, played, end)
 
     def _repro(
-        self, row: int, played: Played, end: End, timeout_seconds: float
+        self, row: int, played: ActionHistory, end: End, is_reset: bool = False
     ) -> bytes:
         config = self._config
+        timeouts = config.step_timeout_seconds, config.reset_timeout_seconds
         repro = Repro(
             env_name=config.env_name,
             env_kwargs=dict(config.env_kwargs),
@@ -261,7 +249,7 @@ class FaultLog:
             root_seed=int(config.seed),
             seeded=config.seeded,
             env_index=int(self._index_of(row)),
-            timeout_seconds=timeout_seconds,
+            timeout_seconds=timeouts[is_reset],
             played=played,
             end=end,
         )
@@ -284,7 +272,7 @@ def _shortened(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
-def _action_text(spec: EnvSpec, played: Played) -> str:
+def _action_text(spec: EnvSpec, played: ActionHistory) -> str:
     last: list[Any] = [array[-1:] for array in played.actions]
     with contextlib.suppress(CodecError):  # else bytes are shown
         last = flatten(spec.action_space, action_values(spec, last)[0])

@@ -12,14 +12,14 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from envserve.errors import RemoteProtocolError
-from envserve.pool.block_operations import Operations
-from envserve.pool.worker_set import Workers
+from envserve.pool.block_operations import BlockOperations
+from envserve.pool.worker_set import WorkerSet
 from envserve.pool.worker_states import WorkerState
 from envserve.wire.bodies import FrameRequest, FrameResult
 from envserve.wire.constants import MAX_FRAMES_BYTES
 from envserve.wire.status import LeaseStatus
 
-__all__ = ["Looks"]
+__all__ = ["PoolInspector"]
 
 #: How long workers make pictures after somebody has asked for them.
 _WATCH_NS: Final = 3_000_000_000
@@ -27,10 +27,10 @@ _WATCH_NS: Final = 3_000_000_000
 _MAX_ABSENT: Final = 1024
 
 
-class Looks:
+class PoolInspector:
     """Answers STATUS and FRAME for one pool."""
 
-    def __init__(self, workers: Workers, operations: Operations) -> None:
+    def __init__(self, workers: WorkerSet, operations: BlockOperations) -> None:
         self._workers, self._operations = workers, operations
 
     @property
@@ -39,10 +39,10 @@ class Looks:
         return len(self._operations.rows_where(lambda _, kind: kind))
 
     def status(self, most_episodes: int, **known: Any) -> LeaseStatus:
-        """Returns what it has been through, and what it is doing; see `Tally`."""
+        """Returns what it has been through, and what it is doing; see `PoolMetrics`."""
         config, serves = self._workers.config, WorkerState.SERVING
         away = self._operations.rows_where(lambda it, _: it.state is not serves)
-        return self._operations.tally.status(
+        return self._operations.metrics.status(
             most_episodes,
             env_name=config.env_name,
             num_envs=config.num_envs,
@@ -51,7 +51,7 @@ class Looks:
             **known,
         )
 
-    def answer(self, request: FrameRequest) -> tuple[FrameResult, bytes]:
+    def read_frames(self, request: FrameRequest) -> tuple[FrameResult, bytes]:
         """Has workers go on to make pictures; returns those there are, or the record.
 
         Raises RemoteProtocolError if there is no such record.
@@ -69,9 +69,9 @@ class Looks:
         pictures, room = [], MAX_FRAMES_BYTES
         known = request.after[: len(rows)]
         for row, serial in zip_longest(rows, known, fillvalue=0):
-            picture = board.picture(row, serial)
+            picture = board.latest(row, serial)
             if picture is not None and len(picture.jpeg) <= room:
-                total = self._operations.tally.running_return(row)
+                total = self._operations.metrics.running_return(row)
                 pictures.append(replace(picture, episode_return=total))
                 room -= len(picture.jpeg)
         return FrameResult(pictures=tuple(pictures)), b""

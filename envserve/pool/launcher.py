@@ -25,7 +25,7 @@ from envserve.pool.privileges import limits_of, popen_options
 from envserve.pool.worker_states import Exit
 from envserve.settings import HostSettings
 from envserve.spaces import codec
-from envserve.worker.channel import Channel, Kind, pack_frame
+from envserve.worker.channel import Channel, Kind, pack_message
 from envserve.worker.template import kill_group
 
 __all__ = ["KILL_SECONDS", "Launcher", "WorkerProcess"]
@@ -46,7 +46,7 @@ _EXIT_STATUS_GRACE_SECONDS: Final = 0.2
 KILL_SECONDS: Final = 5.0
 
 
-class Reserve:
+class DescriptorReserve:
     """Descriptors that are kept: who enters can open some, whoever holds all others."""
 
     def __init__(self, count: int) -> None:
@@ -166,7 +166,7 @@ class Launcher:
           num_reserved: How many descriptors to keep for workers.
           host: Limits of the processes, their user and their environment.
         """
-        self.reserve = Reserve(num_reserved)
+        self.reserve = DescriptorReserve(num_reserved)
         self._import_modules = list(import_modules)
         self._preload = list(preload)
         self._limits, self._popen_options = limits_of(host), popen_options(host)
@@ -273,20 +273,20 @@ class Launcher:
 
     def _read(self) -> bool:
         """Handles reports that have come; tells whether there may be more."""
-        frames = self._channel.read()
+        messages = self._channel.read()
         if self._channel.is_at_end:
             self._end_template("", is_gone=True)
-        elif frames:
+        elif messages:
             self._heard_at = self._clock()
-            for frame in frames:
-                self._on_message(codec.decode(frame.payload))
+            for message in messages:
+                self._on_message(codec.decode(message.payload))
         elif self._pending and self._clock() - self._heard_at > _FORK_SECONDS:
             modules = ", ".join([*self._import_modules, *self._preload])
             self._end_template(
                 f"took longer than {_FORK_SECONDS:g} s to fork a worker; is an "
                 f"import stuck ({modules or 'gymnasium'})? It "
             )
-        return bool(frames)
+        return bool(messages)
 
     def close(self) -> None:
         """Ends the template process; workers that still run are killed with it."""
@@ -300,7 +300,7 @@ class Launcher:
     ) -> None:
         """Sends a message, and the socket that goes with it; repeats are dropped."""
         self._is_midway = True
-        data = pack_frame(Kind.FORK, payload=codec.encode(message))
+        data = pack_message(Kind.FORK, payload=codec.encode(message))
         if (data, None) not in self._channel.unsent:
             self._channel.send(data, theirs)
         self._is_midway = False

@@ -9,31 +9,29 @@ says `lose`, which replaces all workers: no line is written so that it could be 
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final, Self
 
 from envserve.errors import EnvserveError, EnvStartError, LocalProtocolError
+from envserve.host_resources import num_cores
 from envserve.lane import Call, Outcome, Reset, make_blocks
-from envserve.pool.block_operations import Operations, Task, reset_task
+from envserve.pool.block_operations import BlockOperations, Task, reset_task
 from envserve.pool.fault_log import FaultLog
-from envserve.pool.inspector import Looks
+from envserve.pool.inspector import PoolInspector
 from envserve.pool.launcher import Launcher
-from envserve.pool.pool_metrics import Tally
+from envserve.pool.pool_metrics import PoolMetrics
 from envserve.pool.supervisor import SupervisedWorker
-from envserve.pool.worker_set import Workers
+from envserve.pool.worker_set import WorkerSet
 from envserve.pool.worker_states import Lost, WorkerState
-from envserve.settings import PoolSettings, num_cores
+from envserve.settings import PoolSettings
 from envserve.slab import Rows, Status
 from envserve.spaces.env_spec import EnvSpec
 from envserve.worker.attribute_calls import call_payload
 from envserve.worker.channel import Kind
 
 __all__ = ["Pool"]
-
-_LOGGER: Final = logging.getLogger("envserve.pool")
 
 #: When a busy worker is looked at, at the latest.
 _WATCH_SECONDS: Final = 0.1
@@ -50,8 +48,8 @@ class Pool:
       config: What was to be built.
       blocks: The blocks, which partition the rows.
       num_envs: Number of rows.
-      tally: What it has been through, in numbers.
-      looks: What others see of it while it runs.
+      metrics: Counts of steps, faults, restarts and durations.
+      inspector: State of the pool for readers in other threads.
       is_waiting: Whether a call that was interrupted did nothing but wait.
     """
 
@@ -86,13 +84,15 @@ class Pool:
             config.blocks_per_split,
         )
         self._clock = clock
-        self._workers = Workers(config, self.blocks, launcher, clock)
+        self._workers = WorkerSet(config, self.blocks, launcher, clock)
         self._has_cores_for_all = len(self._workers.all) <= num_cores()
-        log = FaultLog(config, _LOGGER, label, owner)
+        log = FaultLog(config, label, owner)
         counts_resets = config.autoreset == "next_step"
-        self.tally = Tally(self.blocks, counts_resets=counts_resets)
-        self._operations = Operations(self.blocks, self._workers, log, self.tally)
-        self.looks = Looks(self._workers, self._operations)
+        self.metrics = PoolMetrics(self.blocks, counts_resets=counts_resets)
+        self._operations = BlockOperations(
+            self.blocks, self._workers, log, self.metrics
+        )
+        self.inspector = PoolInspector(self._workers, self._operations)
         self.is_waiting = self._is_released = False
         try:
             self._advance(0.0, clock())
@@ -157,7 +157,7 @@ class Pool:
 
     def stats(self) -> Mapping[str, int]:
         """Returns how often workers were replaced."""
-        return {"restarts": self.tally.restarts}
+        return {"restarts": self.metrics.restarts}
 
     def finish_start(self, deadline: float) -> None:
         """Waits until all envs are built.
@@ -191,7 +191,7 @@ class Pool:
         indices = [reset.block for reset in resets]
         self._operations.check_idle(indices)
         tasks = [reset_task(self.blocks[reset.block], reset) for reset in resets]
-        self._operations.note_resets(resets)
+        self._operations.record_resets(resets)
         self._submit(Kind.RESET, indices, tasks)
 
     def submit_call(self, calls: Sequence[Call]) -> None:
@@ -213,8 +213,10 @@ class Pool:
         now = self._clock()
         workers = self._workers
         workers.watch_at = min(workers.watch_at, now + _WATCH_SECONDS)
-        for worker, frames in self._operations.begin(kind, indices, tasks, now).items():
-            worker.send(b"".join(frames), len(frames), now)
+        for worker, messages in self._operations.begin(
+            kind, indices, tasks, now
+        ).items():
+            worker.send(b"".join(messages), len(messages), now)
 
     # Going on.
 
@@ -227,9 +229,9 @@ class Pool:
             raise LocalProtocolError(f"{self!r} can no longer be used")
         self.is_waiting = False
         operations = self._operations
-        if len(operations.outcomes) < min_finished and not operations.has_news:
+        if len(operations.outcomes) < min_finished and not operations.has_new_absent:
             self._wait(timeout_seconds, min_finished)
-        operations.has_news = False
+        operations.has_new_absent = False
         finished, operations.outcomes = operations.outcomes, []
         return finished
 
@@ -244,7 +246,7 @@ class Pool:
             missing = min_finished - len(operations.outcomes)
             is_for_all = 1 < missing >= operations.num_running
             self._advance(give_up_at - now, now, is_for_all)
-            if len(operations.outcomes) >= min_finished or operations.has_news:
+            if len(operations.outcomes) >= min_finished or operations.has_new_absent:
                 return
             now = self._clock()
             if now >= give_up_at or workers.error is not None or self.is_closed:
@@ -300,7 +302,7 @@ class Pool:
         if self._operations.state != "closing":
             lost = Lost(Status.WORKER_DIED, f"was replaced: {text}")
             replaced = self._workers.replace(lost.text, self._clock())
-            self._operations.drop_all(replaced, lost, self._clock())
+            self._operations.invalidate_all(replaced, lost, self._clock())
 
     # Closing.
 

@@ -19,7 +19,7 @@ from envserve.slab import Slab, Status
 from envserve.wire.status import Histogram, LeaseStatus
 from envserve.worker.step_timings import BOUNDS, NUM_CELLS, RESET_CELL, STEP_CELL
 
-__all__ = ["MANY", "Counts", "Tally", "add", "described_in_full"]
+__all__ = ["MAX_WAITS", "Counts", "PoolMetrics", "add", "status_fields"]
 
 Array = np.ndarray[Any, Any]
 #: All that a pool, or a server, has counted: sums of them mean the same.
@@ -28,7 +28,7 @@ Counts = Array
 #: For how long episodes are followed after somebody has looked.
 _WATCH_SECONDS: Final = 10.0
 #: How many durations are kept before they are sorted by how long they are.
-MANY: Final = 1000
+MAX_WAITS: Final = 1000
 _NAMES: Final = [status.name for status in Status]
 _KINDS: Final = len(_NAMES)
 _OK: Final = int(Status.OK)
@@ -39,7 +39,7 @@ _MOST: Final = 1 << 58
 _EDGES: Final = (0, *accumulate([1, _KINDS, _KINDS, NUM_CELLS, NUM_CELLS, NUM_CELLS]))
 
 
-class Tally:
+class PoolMetrics:
     """Counts for one pool.
 
     Attributes:
@@ -47,7 +47,7 @@ class Tally:
       invalid: Rows of steps that were not valid, by status.
       restarts: How often workers were replaced.
       faults: How often envs or workers failed, by status.
-      waits: How long steps of blocks took, at most `MANY` of late.
+      waits: How long steps of blocks took, the last `MAX_WAITS` at most.
       is_watched: Whether episodes are followed.
       episodes: The last that ended, and `recoveries` of rows; see `LeaseStatus`.
     """
@@ -72,23 +72,23 @@ class Tally:
         self._begun: list[int | None] = [None] * blocks[-1].stop
         self.slab: Slab | None = None  # while the pool has one
 
-    def note_step(self, block: int, seconds: float, now: float) -> None:
+    def record_step(self, block: int, seconds: float, now: float) -> None:
         """Counts a step of a block; its usual case stands where outcomes are made."""
         self.steps[block] += 1
         self.waits.append(seconds)
-        self.follow(block, now)
+        self.follow_episodes(block, now)
 
-    def note_lost(self, index: int, status: int, since: float, now: float) -> None:
+    def record_lost(self, index: int, status: int, since: float, now: float) -> None:
         """Counts a step that was answered by a lost row for each env of a block."""
         block = self._blocks[index]
-        rows, milliseconds = range(block.start, block.stop), int(1000 * (now - since))
-        self.invalid[status] += len(rows)
-        for row in rows:
+        milliseconds = int(1000 * (now - since))
+        self.invalid[status] += len(block.rows)
+        for row in block.rows:
             self.num_recoveries += 1
             self.recoveries.append((self.num_recoveries, row, milliseconds))
-        self.begin(rows, index)
+        self.begin_episodes(block.rows, index)
 
-    def begin(self, rows: Iterable[int], block: int) -> None:
+    def begin_episodes(self, rows: Iterable[int], block: int) -> None:
         """Notes that episodes begin, with the block's next step."""
         for row in rows:
             self._begun[row], self._returns[row] = self.steps[block], 0.0
@@ -102,15 +102,15 @@ class Tally:
         if not self.is_watched and (slab := self.slab) is not None:
             self._begun, rows = [None] * len(self._begun), slab.rows
             arrays = rows.reward, rows.terminated, rows.truncated, rows.status
-            parts = [slice(block.start, block.stop) for block in self._blocks]
             self._views = [
-                [a[part] for a in (*arrays, self._returns)] for part in parts
+                [array[block.part] for array in (*arrays, self._returns)]
+                for block in self._blocks
             ]
             self.is_watched = True
 
-    def follow(self, index: int, now: float) -> None:
+    def follow_episodes(self, index: int, now: float) -> None:
         """Goes on with what does not stand where outcomes are made."""
-        if len(self.waits) > MANY:
+        if len(self.waits) > MAX_WAITS:
             self._sort()
         self.is_watched &= now <= self._watched_until
         if not self.is_watched:
@@ -150,7 +150,7 @@ class Tally:
     @property
     def num_env_steps(self) -> int:
         """Rows that came from the envs, and are valid."""
-        sizes = (block.stop - block.start for block in self._blocks)
+        sizes = (len(block.rows) for block in self._blocks)
         return sum(map(int.__mul__, self.steps, sizes)) - self.invalid[Status.ENV_ERROR]
 
     @property
@@ -170,7 +170,7 @@ class Tally:
 
         There is room for so many of the last episodes, and for as many recoveries.
         """
-        found = described_in_full(self.counts)
+        found = status_fields(self.counts)
         del found["resets"], found["reset_seconds"]
         env_seconds = found.pop("env_step_seconds").sum
         return LeaseStatus(
@@ -190,7 +190,7 @@ def add(all_counts: Iterable[Counts]) -> Counts:
     return total.clip(0, _MOST)
 
 
-def described_in_full(counts: Counts) -> dict[str, Any]:
+def status_fields(counts: Counts) -> dict[str, Any]:
     """Returns counts as fields of a `ServerStatus`; a `LeaseStatus` has less."""
     cells = counts.tolist()
     parts = [cells[start:stop] for start, stop in pairwise(_EDGES)]

@@ -24,9 +24,9 @@ from envserve.pool.launcher import Launcher, WorkerProcess
 from envserve.slab import Status
 from envserve.spaces import codec
 from envserve.text import one_line
-from envserve.worker.channel import Frame, Kind, pack_frame
+from envserve.worker.channel import ChannelMessage, Kind, pack_message
 
-__all__ = ["Ending", "describe_repro", "load_repro", "replay"]
+__all__ = ["ReplayResult", "describe_repro", "load_repro", "replay"]
 
 OnFrame = Callable[[float, Any], None]
 
@@ -36,7 +36,7 @@ _EXIT_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True)
-class Ending:
+class ReplayResult:
     """How a replay has ended.
 
     Attributes:
@@ -100,7 +100,7 @@ def replay(
     timeout_seconds: float | None = None,
     on_frame: OnFrame | None = None,
     num_frames: int = 0,
-) -> Ending:
+) -> ReplayResult:
     """Builds the env anew in a process of its own, and applies the actions.
 
     Args:
@@ -120,7 +120,7 @@ def replay(
             kwargs = {**repro.env_kwargs, "render_mode": "rgb_array"}
             repro = replace(repro, env_kwargs=kwargs)
         number, payload = num_frames if on_frame else 0, encode_repro(repro)
-        process.channel.send(pack_frame(Kind.REPLAY, 0, number, payload))
+        process.channel.send(pack_message(Kind.REPLAY, 0, number, payload))
         try:
             return _follow(repro, process, timeout_seconds, on_frame)
         finally:
@@ -132,31 +132,31 @@ def _follow(
     process: WorkerProcess,
     timeout_seconds: float,
     on_frame: OnFrame | None,
-) -> Ending:
+) -> ReplayResult:
     number: int | None = None
-    for frame in _frames(process, timeout_seconds):
-        if not isinstance(frame, Frame):
-            end = End(status=Status.TIMEOUT, text=f"hung for {frame:g} s")
+    for message in _messages(process, timeout_seconds):
+        if not isinstance(message, ChannelMessage):
+            end = End(status=Status.TIMEOUT, text=f"hung for {message:g} s")
             return _judge(repro, number, end)
-        if frame.kind is Kind.DONE:
-            number = frame.sequence
-        elif frame.kind is Kind.PICTURE:
+        if message.kind is Kind.DONE:
+            number = message.sequence
+        elif message.kind is Kind.VIDEO_FRAME:
             if on_frame:
-                on_frame(*codec.decode(frame.payload))
-        elif frame.kind is Kind.READY:
+                on_frame(*codec.decode(message.payload))
+        elif message.kind is Kind.READY:
             text = f"did not crash in {_actions(len(repro.played.actions[0]))}"
             if repro.end.status is Status.OK:  # a flight record
-                return Ending(True, f"to its end: {text}", number)
-            return Ending(False, text, number)
-        elif frame.kind is Kind.FAILED and frame.block:
-            failure = codec.decode(frame.payload)
+                return ReplayResult(True, f"to its end: {text}", number)
+            return ReplayResult(False, text, number)
+        elif message.kind is Kind.FAILED and message.block:
+            failure = codec.decode(message.payload)
             return _judge(repro, number, End(status=Status.ENV_ERROR, **failure))
         else:
-            text = frame.payload.decode(errors="replace").strip()
+            text = message.payload.decode(errors="replace").strip()
             hint = ", ".join(map(one_line, repro.import_modules))
             if hint:
                 text += f"\nThe file was written where {hint} had been imported."
-            return Ending(False, f"could not be played: {text}", None)
+            return ReplayResult(False, f"could not be played: {text}", None)
     end_ = process.wait_exit(_EXIT_SECONDS)
     if end_ is None:
         raise ReproError(
@@ -167,7 +167,9 @@ def _follow(
     return _judge(repro, number, end)
 
 
-def _frames(process: WorkerProcess, timeout_seconds: float) -> Iterator[Frame | float]:
+def _messages(
+    process: WorkerProcess, timeout_seconds: float
+) -> Iterator[ChannelMessage | float]:
     """Yields what the process sends once the env is built; if it hangs, how long."""
     limit = _BUILD_SECONDS
     give_up_at = time.monotonic() + limit
@@ -177,22 +179,22 @@ def _frames(process: WorkerProcess, timeout_seconds: float) -> Iterator[Frame | 
             yield limit
             return
         process.channel.wait(left)
-        for frame in process.channel.read():
-            if frame.kind is Kind.BUILT:
+        for message in process.channel.read():
+            if message.kind is Kind.BUILT:
                 limit = timeout_seconds
             else:
-                yield frame
+                yield message
             give_up_at = time.monotonic() + limit
 
 
-def _judge(repro: Repro, number: int | None, found: End) -> Ending:
+def _judge(repro: Repro, number: int | None, found: End) -> ReplayResult:
     """Compares an ending with the one in the file."""
     where = "before the reset"
     if number is not None:
         where = f"in action {number}" if number else "in the reset"
     is_alike = number == len(repro.played.actions[0])
     is_alike = is_alike and _signs(found) == _signs(repro.end)
-    return Ending(is_alike, f"{where}: {found.text.strip()}", number)
+    return ReplayResult(is_alike, f"{where}: {found.text.strip()}", number)
 
 
 def _signs(end: End) -> tuple[object, ...]:

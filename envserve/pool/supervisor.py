@@ -13,20 +13,14 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, Final
 
-from envserve.errors import (
-    EnvserveError,
-    EnvStartError,
-    UnknownEnv,
-    WorkerError,
-    WrapperError,
-)
+from envserve.errors import EnvserveError, EnvStartError, WorkerError
 from envserve.lane import Block
 from envserve.pool.launcher import KILL_SECONDS, Launcher, WorkerProcess
 from envserve.pool.worker_states import MOVES, Event, Exit, Lost, Ready, WorkerState
 from envserve.settings import EnvRequest, PoolSettings
 from envserve.slab import Slab, Status
 from envserve.spaces import codec
-from envserve.worker.channel import Frame, Kind, pack_frame
+from envserve.worker.channel import REFUSALS, ChannelMessage, Kind, pack_message
 from envserve.worker.worker_report import read_spaces
 from envserve.wrappers.specs import plain_wrappers
 
@@ -42,7 +36,6 @@ _FIRST_BACKOFF_SECONDS: Final = 0.1
 #: Least from one start to the next of a worker that has not stepped in between.
 _START_SECONDS: Final = 0.1
 _MAX_BACKOFF_SECONDS: Final = 30.0
-_REFUSALS: Final = {Kind.UNKNOWN_ENV: UnknownEnv, Kind.BAD_WRAPPER: WrapperError}
 #: What a worker needs to know, as far as it is plain.
 _SETTINGS: Final = (*(field.name for field in fields(EnvRequest)), "max_infos_kib")
 
@@ -117,7 +110,7 @@ class SupervisedWorker:
         self._slab: Slab | None = None
         self._restarts = _Restarts()
         self._is_built = False  # since the start
-        self._traceback, self._is_hopeless = "", False  # by a FAILED frame
+        self._traceback, self._is_hopeless = "", False  # by a FAILED message
         self._kill_status = Status.WORKER_DIED
         self._close_by = math.inf
         self._beat, self._beat_at = [0, 0], 0.0
@@ -151,7 +144,7 @@ class SupervisedWorker:
         except WorkerError as error:
             return self._on_end(f"could not be started: {error}", "", now)
         message = self._build_message(incarnations)
-        self.process.channel.send(pack_frame(Kind.BUILD, payload=message))
+        self.process.channel.send(pack_message(Kind.BUILD, payload=message))
         if self._slab is not None:
             self.attach(self._slab)
         return []
@@ -166,11 +159,7 @@ class SupervisedWorker:
             "num_workers": self._num_workers,
             "worker": self.index,
             "blocks": [[block.index, block.start, block.stop] for block in self.blocks],
-            "incarnations": [
-                [row, incarnations[row]]
-                for block in self.blocks
-                for row in range(block.start, block.stop)
-            ],
+            "incarnations": [*incarnations],
         }
         return codec.encode(message)
 
@@ -178,7 +167,7 @@ class SupervisedWorker:
         """Passes the slab to this process and all that follow it."""
         self._slab = slab
         if self.process is not None:
-            self.process.channel.send(pack_frame(Kind.SLAB), slab.fd)
+            self.process.channel.send(pack_message(Kind.SLAB), slab.fd)
 
     def send(self, data: bytes, count: int, now: float) -> None:
         """Sends so many operations to a worker that is SERVING."""
@@ -204,7 +193,7 @@ class SupervisedWorker:
             self.drop()
         elif not was_asked and self.state is not WorkerState.KILLED:
             self._move(WorkerState.CLOSING)
-            self.process.channel.send(pack_frame(Kind.CLOSE))
+            self.process.channel.send(pack_message(Kind.CLOSE))
 
     def end(self, reason: str, now: float) -> None:
         """Kills the process and waits until it has ended; there will be no other.
@@ -230,22 +219,22 @@ class SupervisedWorker:
         if (process := self.process) is None:
             return ()
         try:
-            frames = process.channel.read()
+            messages = process.channel.read()
         except WorkerError as error:
             self.fail(f"sent what is no message: {error}", now)
-            frames = []
+            messages = []
         events: list[Event] = []
-        for frame in frames:
+        for message in messages:
             self._beat_at = now
-            if frame.kind is Kind.DONE and self.state is WorkerState.SERVING:
+            if message.kind is Kind.DONE and self.state is WorkerState.SERVING:
                 self.num_unanswered -= 1
-                events.append(frame)
+                events.append(message)
             elif self.state is WorkerState.STARTING:
-                events += self._on_start_message(frame, now)
+                events += self._on_start_message(message, now)
             # What was killed was hung, and the signal that has it write its stack may
             # have woken it from a system call with a wrong result.
             elif self.state is WorkerState.SERVING:
-                self._on_odd_message(frame, now)
+                self._on_odd_message(message, now)
         is_at_end = process.channel.is_at_end
         if is_at_end or self.state is WorkerState.KILLED:
             self.is_ending = is_at_end
@@ -280,10 +269,10 @@ class SupervisedWorker:
             return math.inf
         return now + _WATCH_SECONDS
 
-    def _on_start_message(self, frame: Frame, now: float) -> list[Event]:
-        if frame.kind is Kind.READY:
+    def _on_start_message(self, message: ChannelMessage, now: float) -> list[Event]:
+        if message.kind is Kind.READY:
             try:
-                spec = read_spaces(frame.payload, self._config.env_name)
+                spec = read_spaces(message.payload, self._config.env_name)
             except ValueError as error:
                 # Said at once: the next process would send the same.
                 self._traceback = f"It sent spaces that cannot be read: {error}"
@@ -292,18 +281,20 @@ class SupervisedWorker:
             self._move(WorkerState.SERVING)
             self._is_built = True
             return [Ready(spec)]
-        if frame.kind in _REFUSALS:
-            self.error = _REFUSALS[frame.kind](frame.payload.decode(errors="replace"))
-        elif frame.kind is not Kind.BUILT:
-            self._on_odd_message(frame, now)
+        if message.kind in REFUSALS:
+            self.error = REFUSALS[message.kind](
+                message.payload.decode(errors="replace")
+            )
+        elif message.kind is not Kind.BUILT:
+            self._on_odd_message(message, now)
         return []
 
-    def _on_odd_message(self, frame: Frame, now: float) -> None:
-        if frame.kind is Kind.FAILED:
-            self._traceback = frame.payload.decode(errors="replace")
-            self._is_hopeless = frame.block == 1
+    def _on_odd_message(self, message: ChannelMessage, now: float) -> None:
+        if message.kind is Kind.FAILED:
+            self._traceback = message.payload.decode(errors="replace")
+            self._is_hopeless = message.block == 1
         else:
-            self.fail(f"sent {frame.kind.name} when it should not", now)
+            self.fail(f"sent {message.kind.name} when it should not", now)
 
     def _check_heartbeat(self, slab: Slab, now: float) -> None:
         beat = slab.heartbeats[self.index, :2].tolist()

@@ -22,15 +22,15 @@ from envserve.settings import PoolSettings
 from envserve.slab import Slab, rows_mib
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
-from envserve.worker.frame_board import PictureBoard, board_nbytes
+from envserve.worker.frame_board import FrameBoard, board_nbytes
 from envserve.wrappers.specs import plain_wrappers
 
-__all__ = ["Workers"]
+__all__ = ["WorkerSet"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 
 
-class Workers:
+class WorkerSet:
     """The workers of a pool, and a descriptor to wait for them.
 
     Attributes:
@@ -74,7 +74,7 @@ class Workers:
         self.spec: EnvSpec | None = None
         self.error: EnvserveError | None = None
         self.slab: Slab | None = None
-        self.board: PictureBoard | None = None
+        self.board: FrameBoard | None = None
         self._specs: dict[int, EnvSpec] = {}  # of the workers that are ready first
         self.all = [self._new_worker(index) for index in range(self._num_workers)]
 
@@ -125,7 +125,7 @@ class Workers:
         except OSError as error:
             self.error = WorkerError(f"no shared memory for the rows: {error}")
             return False
-        self.board = PictureBoard(num_envs, len(self.all), self.slab.extra[ring:])
+        self.board = FrameBoard(num_envs, len(self.all), self.slab.extra[ring:])
         for each in self.all:
             each.attach(self.slab)
         self.spec = first

@@ -19,7 +19,7 @@ from envserve import worker
 from envserve.slab import Status
 from envserve.spaces.env_spec import EnvSpec
 from envserve.text import one_line
-from envserve.worker.channel import Frame
+from envserve.worker.channel import ChannelMessage
 
 __all__ = ["MOVES", "Event", "Exit", "Lost", "Ready", "WorkerState"]
 
@@ -75,8 +75,8 @@ class Lost(NamedTuple):
     text: str
 
 
-#: What happens to a worker; a frame is the answer to an operation.
-Event = Frame | Ready | Lost
+#: What happens to a worker; a `ChannelMessage` is the answer to an operation.
+Event = ChannelMessage | Ready | Lost
 
 
 @dataclass(frozen=True)

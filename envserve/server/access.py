@@ -21,9 +21,8 @@ from envserve.keys import formats
 from envserve.keys.grant import Grant
 from envserve.keys.key_folder import KeyFolder
 from envserve.keys.key_pair import KeyPair
-from envserve.server.router import Router
+from envserve.server.zmq_guards.server_sockets import ServerSockets
 from envserve.server.zmq_guards.zap import Zap
-from envserve.session.server.quotas import tell
 from envserve.wire.sockets import UNKNOWN_KEY, use_keys
 
 __all__ = ["Access", "check_refusal"]
@@ -46,8 +45,8 @@ class Access:
           KeyFileError: A file cannot be read, or others can.
         """
         self._now = time.time  # keys end on dates
-        folder.made_key("client")
-        self.keys = folder.made_key("server")
+        folder.ensure_key("client")
+        self.keys = folder.ensure_key("server")
         self.clients = folder.clients
         self.clients.read()
         self._admitted: set[tuple[str, bytes]] = set()  # users and keys
@@ -87,8 +86,11 @@ class Access:
                 return grant
         return None
 
-    def enrol(self, user: str, public: bytes) -> None:
-        """Puts a client's key in the place of the invitation that it came by.
+    def enrol(self, user: str, public: bytes) -> str:
+        """Replace an invitation by the key of the client that was invited.
+
+        Returns:
+          The name of the user.
 
         Raises:
           RemoteProtocolError: It came by none that is good now.
@@ -101,7 +103,7 @@ class Access:
         if grant is None:
             raise RemoteProtocolError("expected the key of an invitation that is good")
         _LOGGER.info("%s joined, key %s", grant.name, formats.fingerprint(public))
-        tell("joined", grant.name)
+        return grant.name
 
     def find_revoked(self) -> set[str]:
         """Returns users who were let in with a key that is not theirs any more."""
@@ -118,14 +120,14 @@ class Access:
         self._revoked.clear()
 
 
-async def check_refusal(router: Router, zap: Zap, server_public: bytes) -> None:
-    """Has a stranger knock at the router; raises SelfTestError unless it is refused."""
+async def check_refusal(sockets: ServerSockets, zap: Zap, server_public: bytes) -> None:
+    """Connect with an unknown key; raise SelfTestError unless it is refused."""
     zap.is_quiet = True
-    with router.listening_on_loopback() as address:
+    with sockets.listening_on_loopback() as address:
         found = await asyncio.to_thread(_knock, address, server_public)
     zap.is_quiet = False
     zap.counts.clear()
-    if found or router.has_unread():
+    if found or sockets.has_unread():
         raise SelfTestError(
             f"expected a key that nobody knows to be refused; "
             f"{found or 'it was read'}; nothing is served, since anybody could get in; "

@@ -1,7 +1,7 @@
-"""An audit: a line of JSON for whatever users were given, denied, or lost.
+"""An audit log: a line of JSON for everything that users were granted, refused or lost.
 
-What one user is refused again within a second is one more line, with how often. A file
-that cannot be written is said in the log, and costs nobody anything else.
+Refusals of one user within a second are two lines: the first, and the last with their
+number. A file that cannot be written is reported in the log, and has no other effect.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from envserve.errors import ServerError
-from envserve.session.server.quotas import AUDIT
+from envserve.session.server.decisions import Audit
 
-__all__ = ["Audit"]
+__all__ = ["AuditLog"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 _OFTEN: Final = frozenset({"refused", "over quota"})
@@ -27,8 +27,8 @@ _OFTEN_SECONDS: Final = 1.0
 _MAX_TEXT: Final = 300
 
 
-class Audit(logging.Handler):
-    """Appends to a file what `session.quotas.tell` says, until it is closed."""
+class AuditLog:
+    """Appends events to a file, until it is closed."""
 
     def __init__(
         self,
@@ -36,9 +36,12 @@ class Audit(logging.Handler):
         describe: Callable[[str], tuple[str, str]],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """Opens the file, for this user alone; makes it if there is none.
+        """Open the file for this user alone; create it if there is none.
 
-        `describe` returns a user's fingerprint, and address.
+        Args:
+          path: The file.
+          describe: Returns a user's key fingerprint and address; "" if not known.
+          loop: Event loop that writes repeated refusals.
 
         Raises:
           ServerError: It cannot be opened.
@@ -46,8 +49,8 @@ class Audit(logging.Handler):
         self._describe = describe
         self._loop = loop
         self._flush_timer: asyncio.TimerHandle | None = None
-        #: What came again within a second, by event and user.
-        self._again: dict[tuple[str, str], dict[str, Any] | None] = {}
+        #: The latest line of what was repeated within a second, by event and user.
+        self._repeated: dict[tuple[str, str], dict[str, Any] | None] = {}
         self._described: dict[str, tuple[str, str]] = {}
         self._has_failed = False
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -62,65 +65,56 @@ class Audit(logging.Handler):
                 f"--audit {path} cannot be written: {error.strerror}; name a file of "
                 f"your own, in a folder that exists"
             ) from None
-        super().__init__()  # from now on it is closed when the process ends
-        AUDIT.addHandler(self)
-        AUDIT.setLevel(logging.DEBUG)
-        AUDIT.propagate = False
 
     def close(self) -> None:
-        """Writes what is left."""
-        AUDIT.removeHandler(self)
-        AUDIT.setLevel(logging.NOTSET)
-        AUDIT.propagate = True
-        self._write_again()
+        """Write what is left, and close the file."""
+        self._write_repeated()
         os.close(self._file)
-        super().close()
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Takes what `session.quotas.tell` has said."""
-        assert isinstance(record.args, tuple)
-        event, user, env, count, reason = record.args
-        fingerprint, address = described = self._describe(str(user))
+    def write(self, event: Audit) -> None:
+        """Append an event, or count it if it is repeated within a second."""
+        user = event.user
+        fingerprint, address = described = self._describe(user)
         if fingerprint:
-            self._described[str(user)] = described
-        else:  # a key that was taken away
-            fingerprint, address = self._described.get(str(user), described)
-        time = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+            self._described[user] = described
+        else:  # a key that was revoked
+            fingerprint, address = self._described.get(user, described)
+        time = datetime.datetime.now(datetime.UTC)
         line = {
             "time": time.isoformat(timespec="milliseconds"),
-            "event": event,
+            "event": event.event,
             "name": user,
             "fingerprint": fingerprint,
             "address": address,
-            "env": str(env)[:_MAX_TEXT],
-            "count": count,
-            "reason": str(reason)[:_MAX_TEXT],
+            "env": event.env_name[:_MAX_TEXT],
+            "count": event.num_envs,
+            "reason": event.reason[:_MAX_TEXT],
             "times": 1,
         }
-        key = str(event), str(user)
-        if event not in _OFTEN:
+        key = event.event, user
+        if event.event not in _OFTEN:
             self._write(line)
-        elif key not in self._again:
-            self._again[key] = None
+        elif key not in self._repeated:
+            self._repeated[key] = None
             self._write(line)
             if self._flush_timer is None:
                 wait = _OFTEN_SECONDS
-                self._flush_timer = self._loop.call_later(wait, self._write_again)
+                self._flush_timer = self._loop.call_later(wait, self._write_repeated)
         else:
-            before = self._again[key]
+            before = self._repeated[key]
             line["times"] = 1 if before is None else before["times"] + 1
-            self._again[key] = line
+            self._repeated[key] = line
 
-    def _write_again(self) -> None:
+    def _write_repeated(self) -> None:
         if self._flush_timer is not None:
             self._flush_timer.cancel()
         self._flush_timer = None
-        again, self._again = self._again, {}
-        for line in filter(None, again.values()):
+        repeated, self._repeated = self._repeated, {}
+        for line in filter(None, repeated.values()):
             self._write(line)
 
     def _write(self, line: dict[str, Any]) -> None:
-        # JSON of ASCII only: no text of a peer's gets to a terminal as it is.
+        # ASCII only, so that no text of a peer can control a terminal.
         data = json.dumps(line).encode() + b"\n"
         try:
             os.write(self._file, data)

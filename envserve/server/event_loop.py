@@ -1,9 +1,9 @@
-"""The server's shell: a Router, a pool per lease, and timers; nothing ever waits.
+"""The server's event loop: a Router, a pool per lease, and timers; nothing blocks.
 
-It works off a list of what the session decides; what that leads to at once goes to the
-end of the list. A reply that cannot be sent is dropped: the client asks again, and the
-answer still stands in the rows. Whatever fails unexpectedly is logged and costs one
-session; the server goes on to read.
+It works off a list of decisions of the session; the decisions that follow from one of
+them are appended. A reply that cannot be sent is dropped: the client asks again, and
+the answer is still in the rows. An unexpected exception is logged and costs one
+session; the server continues to read.
 """
 
 from __future__ import annotations
@@ -13,98 +13,122 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Final
 
-from envserve.errors import EnvserveError, EnvStartError, ServerError
+from msgspec.structs import replace
+
+from envserve.errors import (
+    EnvserveError,
+    EnvStartError,
+    RemoteProtocolError,
+    ServerError,
+)
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
-from envserve.pool.pool_metrics import add
-from envserve.server.fair_share import Shares
+from envserve.server.access import Access
+from envserve.server.fair_share import FairShare
 from envserve.server.leased_pool import LeasedPool
 from envserve.server.router import Router
+from envserve.server.status import Counters, StatusBoard
+from envserve.server.watchdogs import LoopLag
 from envserve.session.server.decisions import (
+    Audit,
     Decision,
     EndPool,
+    PoolDecision,
     Reply,
-    RunCall,
+    ReplyFrame,
+    ReplyStatus,
+    ReplyWelcome,
+    RequestDecision,
     RunReset,
     RunStep,
     SessionId,
     StartPool,
 )
-from envserve.session.server.quotas import tell
+from envserve.session.server.policy import Refusal
 from envserve.session.server.server_session import ServerSession
-from envserve.text import Seldom
+from envserve.settings import HostSettings
+from envserve.text import LogThrottle
+from envserve.wire.handshake import Welcome
 from envserve.wire.message import Buffer, Peer
 
-__all__ = ["RouterShell"]
+__all__ = ["ServerLoop"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 #: How long workers may take to end, unless the server is about to.
 _CLOSE_SECONDS: Final = 1.0
-#: Messages handled before the loop turns to pools and timers; `Shares` bounds the time.
+#: Messages handled before pools and timers have their turn, see also `FairShare`.
 _MESSAGES_AT_ONCE: Final = 64
 
 
-class RouterShell:
+class ServerLoop:
     """Moves messages between a Router, a session and its pools.
 
     Attributes:
-      pools: The pools of leases.
-      past_counts: What those have counted that are gone.
+      pools: The pools of leases, by session.
+      counters: Counts since the server started.
       dropped_replies: Replies that could not be sent.
-      failures: Messages and pools at which our own code failed.
-      resends: Replies that were given before.
-      messages_in: Messages that came.
-      messages_out: Replies that left.
-      bytes_in: In those that came.
-      bytes_out: In those that left.
+      status: Sums up the counts, for STATUS and for metrics.
     """
 
     def __init__(
         self,
+        host: HostSettings,
         router: Router,
         session: ServerSession,
         launcher: Launcher,
-        loop: asyncio.AbstractEventLoop,
+        drain_requested: asyncio.Event,
+        access: Access | None = None,
+        audit: Callable[[Audit], None] = lambda event: None,
     ) -> None:
-        """Starts to serve; nothing else may read from the router from now on."""
-        self.dropped_replies = self.failures = self.resends = 0
-        self.messages_in = self.messages_out = self.bytes_in = self.bytes_out = 0
-        self.past_counts = add(())
-        self._defects = Seldom()
+        """Start to serve; nothing else may read from the router from now on.
+
+        Args:
+          host: Limits and permissions.
+          router: Receives and sends messages.
+          session: The server's half of all sessions.
+          launcher: Starts workers.
+          drain_requested: Set when a client asks for a drain.
+          access: Keys of clients; None if no keys are used.
+          audit: Takes events for the audit log.
+        """
+        self._loop = asyncio.get_running_loop()
         self._router = router
         self._session = session
         self._launcher = launcher
-        self._loop = loop
+        self._drain_requested = drain_requested
+        self._access = access
+        self._audit = audit
         self.pools: dict[SessionId, LeasedPool] = {}
+        self.counters = Counters()
+        self.dropped_replies = 0
+        self._lag = LoopLag(self._loop)
+        self.status = StatusBoard(
+            host, session, self.pools, self.counters, self._welcome, self._loop
+        )
+        self._defects = LogThrottle()
         self._lease_timer: asyncio.TimerHandle | None = None
         self._planned_read: asyncio.Handle | None = None
-        self._shares = Shares(session.quotas)
+        self._shares = FairShare(session.quotas)
         self._is_ending = False
         self._has_ended = asyncio.Event()
         self._close_seconds = _CLOSE_SECONDS
-        router.read_with(self._on_messages)
+        router.sockets.read_with(self._on_messages)
         self._plan_read()
 
     def __repr__(self) -> str:
-        return f"<RouterShell {len(self.pools)} pools>"
-
-    @property
-    def num_dropped(self) -> int:
-        """Replies that could not be sent, and messages that were not handled."""
-        unread = self._session.dropped_messages + self._shares.num_dropped
-        return self.dropped_replies + unread
+        return f"<ServerLoop {len(self.pools)} pools>"
 
     # Its end.
 
     async def drain(self, grace_seconds: float) -> None:
-        """Grants no more leases, and waits until those there are have ended.
+        """Grant no more leases, and wait until all leases have ended.
 
         Args:
-          grace_seconds: For the clients: when `stop` will be called at the latest.
+          grace_seconds: Seconds until `stop` will be called, for the clients.
         """
         self._is_ending = True
         self._carry_out(self._session.begin_drain(grace_seconds))
@@ -112,15 +136,15 @@ class RouterShell:
         await self._has_ended.wait()
 
     async def stop(self, timeout_seconds: float, why: str = "") -> None:
-        """Ends all sessions and their workers; tells the clients.
+        """End all sessions and their workers, and notify the clients.
 
-        The socket must stay open until they know: what a client has received but not
-        read is lost with its connection (docs/decisions.md: "A stopping server waits
-        for its clients' acknowledgement").
+        The socket must stay open until the clients have acknowledged, because messages
+        that a client has received but not read are lost with its connection
+        (docs/decisions.md: "A stopping server waits for its clients' acknowledgement").
 
         Args:
-          timeout_seconds: Longest that it takes; workers are killed after half of it.
-          why: For the clients, what has ended a drain.
+          timeout_seconds: Time limit; workers are killed after half of it.
+          why: What has cut a drain short, for the clients; "" without a drain.
         """
         self._is_ending = True
         self._close_seconds = timeout_seconds / 2
@@ -134,7 +158,8 @@ class RouterShell:
         except TimeoutError:
             _LOGGER.warning("stopped before all clients knew, or all workers ended")
         finally:
-            self._router.stop_reading()
+            self._lag.stop()
+            self._router.sockets.stop_reading()
             for handle in (self._lease_timer, self._planned_read):
                 if handle is not None:
                     handle.cancel()
@@ -143,66 +168,78 @@ class RouterShell:
             for number, what in (
                 (self.dropped_replies, "replies could not be sent"),
                 (self._session.dropped_messages, "messages were none of ours"),
-                (self.failures, "failures"),
+                (self.counters.failures, "failures"),
             ):
                 if number:
                     _LOGGER.warning("%s: %d", what, number)
 
     def end_leases(self, users: Collection[str]) -> None:
-        """Ends the sessions of users who may use the server no more."""
+        """End the sessions of users whose keys were revoked."""
         for user in users:
-            tell("revoked", user)
-        self._carry_out(self._session.claims.close_users(users))
+            self._audit(Audit("revoked", user))
+        self._carry_out(self._session.leases.close_users(users))
 
     def shut_out(self, users: Collection[str]) -> None:
-        """Does so again, since they may have come back, and closes all connections."""
+        """End sessions that they have begun since, and close all connections."""
         if not self._is_ending:
-            self._carry_out(self._session.claims.close_users(users))
+            self._carry_out(self._session.leases.close_users(users))
             text = f"keys were taken away of {', '.join(sorted(users))}"
-            self._router.recycle(text)
+            self._router.sockets.recycle(text)
 
     # Messages.
 
     def _on_messages(self) -> None:
-        """Handles messages that have come."""
+        """Handle messages that have arrived."""
         if self._planned_read is not None:
             self._planned_read.cancel()
             self._planned_read = None
-        may_be_more, shares = True, self._shares
+        may_be_more, shares, counters = True, self._shares, self.counters
         now = time.monotonic()
         shares.begin_turn(now)
         try:
             for _ in range(_MESSAGES_AT_ONCE):
                 received = self._router.receive()
                 if received is None:
-                    user = self._router.discarding
+                    user = self._router.sockets.discarding
                     may_be_more = user is not None
                     if may_be_more:
                         shares.charge(time.monotonic(), user)
                     break
                 peer, message = received
-                self.messages_in += 1
-                self.bytes_in += (num_bytes := sum(map(len, message)))
+                counters.messages_in += 1
+                counters.bytes_in += (num_bytes := sum(map(len, message)))
                 decisions: Sequence[Decision] = ()
                 if shares.admits(peer, num_bytes):
                     num_wrong = self._session.dropped_messages
                     decisions = self._receive(peer, message, now)
                     if num_wrong != self._session.dropped_messages:
+                        counters.dropped += 1
                         shares.note_dropped(0, num_bytes)
                     self._carry_out(decisions)
+                else:
+                    counters.dropped += 1
                 now = time.monotonic()
                 is_step = bool(decisions) and isinstance(decisions[0], RunStep)
                 if shares.charge(now, is_step=is_step):
                     break
         finally:
-            pause = shares.end_turn(is_drained=not may_be_more)
-            if (flooder := shares.flooder) is not None:
-                shares.flooder = None
-                self._router.recycle("a flood", flooder, is_sure=True)
+            pause = self._end_turn(is_drained=not may_be_more)
             if pause:
                 self._planned_read = self._loop.call_later(pause, self._on_messages)
             elif may_be_more:
                 self._plan_read()
+
+    def _end_turn(self, *, is_drained: bool) -> float:
+        """Limit users who take too much of the loop; return how long not to read."""
+        shares = self._shares
+        before = shares.throttled
+        pause = shares.end_turn(is_drained)
+        if shares.throttled not in (None, before):
+            why = "it takes too much of the server's time, and its messages are dropped"
+            self._audit(Audit("over quota", shares.throttled, reason=why))
+        if shares.flooder is not None:
+            self._router.sockets.recycle("a flood", shares.flooder, is_sure=True)
+        return pause
 
     def _receive(
         self, peer: Peer, message: Sequence[Buffer], now: float
@@ -210,51 +247,92 @@ class RouterShell:
         try:
             return self._session.receive(peer, message, now)
         except Exception:
-            self.failures += 1
-            more = self._defects.passes("message", now)
-            if more is not None:
-                _LOGGER.exception("a message could not be handled%s", more)
+            self._log_failure("a message could not be handled")
             return self._session.receive_failed(peer, message)
 
+    def _log_failure(self, text: str) -> None:
+        """Count and log an unexpected exception, at most one of a kind per second."""
+        self.counters.failures += 1
+        more = self._defects.passes(text, time.monotonic())
+        if more is not None:
+            _LOGGER.exception("%s%s", text, more)
+
     def _plan_read(self) -> None:
-        if self._planned_read is None and self._router.has_unread():
+        if self._planned_read is None and self._router.sockets.has_unread():
             self._planned_read = self._loop.call_soon(self._on_messages)
 
+    # Decisions.
+
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
-        """Does what was decided, and what that leads to."""
+        """Carry out decisions, and those that follow from them."""
         work = deque(decisions)
         while work:
             decision = work.popleft()
             if isinstance(decision, Reply):
                 self._send(decision)
-                continue
-            try:
-                work.extend(self._use_pool(decision))
-            except Exception as error:
-                work.extend(self._abandon(decision.session, error))
+            elif isinstance(decision, PoolDecision):
+                try:
+                    work.extend(self._use_pool(decision))
+                except Exception as error:
+                    work.extend(self._abandon(decision.session, error))
+            elif isinstance(decision, RequestDecision):
+                work.extend(self._answer(decision))
+            elif isinstance(decision, Audit):
+                self._audit(decision)
+            else:  # BeginDrain
+                self._drain_requested.set()
         if self._is_ending and self._session.has_ended:
             self._has_ended.set()
 
     def _send(self, reply: Reply) -> None:
+        counters = self.counters
         try:
             if self._router.send(reply.peer, reply.frames):
-                self.messages_out += 1
-                self.bytes_out += sum(map(len, reply.frames))
-                self.resends += reply.repeats is not None
+                counters.messages_out += 1
+                counters.bytes_out += sum(map(len, reply.frames))
+                counters.resends += reply.limiter is not None
                 return
         except Exception:  # of ZeroMQ: other replies need not fail
-            self.failures += 1
-            more = self._defects.passes("reply", time.monotonic())
-            if more is not None:
-                _LOGGER.exception("a reply could not be sent%s", more)
+            self._log_failure("a reply could not be sent")
+        counters.dropped += 1
         self.dropped_replies += 1
-        if reply.repeats is not None:
-            reply.repeats.count -= 1
+        if reply.limiter is not None:
+            reply.limiter.count -= 1
 
-    def _use_pool(
-        self, decision: StartPool | RunStep | RunReset | RunCall | EndPool
-    ) -> Sequence[Decision]:
-        """Does something with a pool; returns what is decided upon that."""
+    def _answer(self, decision: RequestDecision) -> Sequence[Decision]:
+        """Answer a request with something that only the server has."""
+        request, now = decision.request, time.monotonic()
+        user, payload = request.peer[-1], b""
+        try:
+            if isinstance(decision, ReplyWelcome):
+                body = self._welcome(user).encode()
+            elif isinstance(decision, ReplyStatus):
+                body = self.status.report(user, now)
+            elif isinstance(decision, ReplyFrame):
+                inspector = self.pools[decision.session].pool.inspector
+                result, payload = inspector.read_frames(decision.wanted)
+                body = result.encode()
+            else:
+                assert self._access is not None, "the session checks that keys are used"
+                name, body = self._access.enrol(user, decision.public), b""
+                self._audit(Audit("joined", name))
+            return self._session.answer(request, body, payload)
+        except (Refusal, RemoteProtocolError) as error:
+            return self._session.refuse(request, error, now)
+        except Exception:
+            self._log_failure("a message could not be handled")
+            return self._session.request_failed(request)
+
+    def _welcome(self, user: str) -> Welcome:
+        """Return the state of the server for a user; raise Refusal."""
+        return replace(
+            self._session.leases.welcome(user),
+            is_starting=not self._launcher.has_imported,
+            loop_lag_ms=int(1000 * self._lag.seconds),
+        )
+
+    def _use_pool(self, decision: PoolDecision) -> Sequence[Decision]:
+        """Carry out a decision about a pool; return the decisions that follow."""
         session = decision.session
         if isinstance(decision, StartPool):
             return self._start_pool(decision)
@@ -273,20 +351,21 @@ class RouterShell:
             else:
                 pool.submit_call(decision.calls)
         except EnvserveError as error:
-            _LOGGER.error("%s: %s", self._session.claims.name_of(session), error)
-            return self._session.pool_failed(session, error)
-        deadline = pool.next_deadline()
-        if deadline is not None and deadline < leased.timer_at:
-            leased.look_at(deadline)
+            return self._fail_pool(session, error)
+        leased.plan()
         absent = pool.absent
         return self._session.pool_finished(session, (), absent) if absent else ()
+
+    def _fail_pool(self, session: SessionId, error: EnvserveError) -> list[Decision]:
+        _LOGGER.error("%s: %s", self._session.leases.name_of(session), error)
+        return self._session.pool_failed(session, error)
 
     def _start_pool(self, decision: StartPool) -> Sequence[Decision]:
         session = decision.session
         if self._lease_timer is None:
             self._plan_lease_end()
         try:
-            label = self._session.claims.name_of(session)
+            label = self._session.leases.name_of(session)
             with self._launcher.reserve:
                 pool = Pool(
                     decision.config,
@@ -295,7 +374,7 @@ class RouterShell:
                     owner=session[0] or label,
                 )
             leased = LeasedPool(pool, self._loop, partial(self._on_pool, session))
-            self.pools[session] = leased  # what fails from here on ends it as such
+            self.pools[session] = leased  # if anything fails from here on, it is closed
             leased.watch()
             return ()
         except EnvserveError as error:
@@ -305,14 +384,13 @@ class RouterShell:
                 f"no workers can be started now: {error}; end other sessions, or raise "
                 f"the server's limits (ulimit -n, ulimit -u)"
             )
-            _LOGGER.error("%s: %s", self._session.claims.name_of(session), failure)
-            return self._session.pool_failed(session, failure)
+            return self._fail_pool(session, failure)
 
     def _abandon(self, session: SessionId, error: Exception) -> list[Decision]:
-        """Gives a session up, at once, since what it needs here has failed."""
-        self.failures += 1
+        """End a session at once, because something that it needs has failed here."""
+        self.counters.failures += 1
         _LOGGER.error(
-            "%s is given up", self._session.claims.name_of(session), exc_info=error
+            "%s is given up", self._session.leases.name_of(session), exc_info=error
         )
         try:
             if session in self.pools:
@@ -325,15 +403,15 @@ class RouterShell:
     # Pools.
 
     def _release(self, session: SessionId) -> None:
-        """Lets go of a pool, but not of what it has counted."""
+        """Close a pool, but keep its counts."""
         leased = self.pools.pop(session)
-        if (claim := self._session.claims.get(session)) is not None:
-            claim.account = leased.account()
-        self.past_counts = add((self.past_counts, leased.pool.tally.counts))
+        if (record := self._session.leases.get(session)) is not None:
+            record.statistics = leased.statistics()
+        self.status.add_past(leased.pool.metrics.counts)
         leased.release()
 
     def _on_pool(self, session: SessionId) -> None:
-        """Passes on what has happened in a pool."""
+        """Pass events of a pool to the session."""
         leased = self.pools[session]
         pool = leased.pool
         try:
@@ -355,9 +433,7 @@ class RouterShell:
                 self._release(session)
                 decisions += self._session.pool_closed(session)
             else:
-                deadline = pool.next_deadline()
-                if deadline is not None and deadline < leased.timer_at:
-                    leased.look_at(deadline)
+                leased.plan()
         except Exception as defect:
             decisions = self._abandon(session, defect)
         if decisions:

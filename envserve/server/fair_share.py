@@ -14,10 +14,10 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from envserve.session.server.quotas import KEYLESS, Quotas, tell
+from envserve.session.server.quotas import KEYLESS, Quotas
 from envserve.wire.message import Peer
 
-__all__ = ["Shares"]
+__all__ = ["FairShare"]
 
 #: How long messages are read before the loop turns to pools and timers.
 _TURN_SECONDS: Final = 0.002
@@ -40,20 +40,18 @@ _FLOOD_BYTES: Final = 64 << 20
 _PAUSE_SECONDS: Final = 0.002
 
 
-class Shares:
+class FairShare:
     """Counts what each user takes of the loop, turn by turn, and judges it.
 
     Attributes:
-      over: The user whose messages are to be dropped unread, if there is one.
-      num_dropped: How many were.
-      flooder: Who is to be shut out, if there is one.
+      throttled: The user whose messages are dropped unread, if there is one.
+      flooder: The user to be shut out, if this turn has found one.
     """
 
     def __init__(self, quotas: Quotas) -> None:
         """Starts with nothing used; `quotas` know how users' shares compare."""
-        self.over: str | None = None
+        self.throttled: str | None = None
         self.flooder: str | None = None
-        self.num_dropped = 0
         self._quotas = quotas
         #: Seconds of the loop by user, in all and but for steps; and how often it left
         #: something unread.
@@ -74,15 +72,14 @@ class Shares:
     def begin_turn(self, now: float) -> None:
         """Begins to read messages."""
         self._now, self._ends_at = now, now + _TURN_SECONDS
-        self._first_dropped = None
+        self._first_dropped = self.flooder = None
 
     def admits(self, peer: Peer, num_bytes: int) -> bool:
         """Tells whether a peer's message is to be handled."""
         self._user = peer[-1]
-        if self._user != self.over:
+        if self._user != self.throttled:
             self._first_dropped = None
             return True
-        self.num_dropped += 1
         self.note_dropped(1, num_bytes)
         if self._first_dropped is None:
             self._first_dropped = peer
@@ -119,14 +116,14 @@ class Shares:
         It is drained if nothing is left unread.
         """
         if is_drained:
-            self._standing_at, self.over = math.inf, None
+            self._standing_at, self.throttled = math.inf, None
         else:
             self._standing_at = min(self._standing_at, self._now)
             if not self._is_step:
                 self._left[self._user] = self._left.get(self._user, 0.0) + 1.0
         if self._now >= self._judged_at + _JUDGE_SECONDS:
             self._judge(self._now)
-        return 0.0 if is_drained or self.over is None else _PAUSE_SECONDS
+        return 0.0 if is_drained or self.throttled is None else _PAUSE_SECONDS
 
     def _judge(self, now: float) -> None:
         kept = math.exp((self._judged_at - now) / _MEMORY_SECONDS)
@@ -134,13 +131,13 @@ class Shares:
         flooder = next((u for u, part in self._dropped.items() if part > 1), None)
         if flooder is not None:
             self.flooder = flooder
-            del self._dropped[flooder]  # it is told once
+            del self._dropped[flooder]  # it is reported once
         for counts in (self._used, self._unearned, self._left, self._dropped):
             for user in list(counts):
                 counts[user] *= kept
                 if counts[user] < _NOTHING:
                     del counts[user]
-        before, self.over = self.over, None
+        self.throttled = None
         is_standing = now >= self._standing_at + _STANDING_SECONDS
         if not (is_standing and self._left) or len(self._used) < 2:
             return
@@ -150,7 +147,4 @@ class Shares:
         used.pop(user, 0.0)
         share = _TOLERANCE * sum(used.values()) / len(used)
         if own > max(_FREE_SECONDS, share):
-            self.over = user
-        if self.over not in (None, before):
-            why = "it takes too much of the server's time, and its messages are dropped"
-            tell("over quota", user, reason=why)
+            self.throttled = user

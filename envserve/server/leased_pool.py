@@ -23,7 +23,7 @@ class LeasedPool:
     """
 
     def __init__(
-        self, pool: Pool, loop: asyncio.AbstractEventLoop, on_news: Callable[[], None]
+        self, pool: Pool, loop: asyncio.AbstractEventLoop, on_event: Callable[[], None]
     ) -> None:
         self.pool = pool
         self.is_announced = self.is_ending = False
@@ -31,15 +31,20 @@ class LeasedPool:
         self.timer_at = math.inf
         self._begun_at = time.monotonic()
         self._loop = loop
-        self._on_news = on_news
+        self._on_event = on_event
 
     def watch(self) -> None:
         """Begins to look after it."""
-        self._loop.add_reader(self.pool.fileno(), self._on_news)
-        self.look_at(time.monotonic())
+        self._loop.add_reader(self.pool.fileno(), self._on_event)
+        self._set_timer(time.monotonic())
 
-    def look_at(self, instant: float) -> None:
-        """Sets the timer."""
+    def plan(self) -> None:
+        """Set the timer for the pool's next deadline, unless it is set earlier."""
+        deadline = self.pool.next_deadline()
+        if deadline is not None and deadline < self.timer_at:
+            self._set_timer(deadline)
+
+    def _set_timer(self, instant: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self.timer_at = instant
@@ -47,11 +52,11 @@ class LeasedPool:
 
     def _on_timer(self) -> None:
         self._timer, self.timer_at = None, math.inf
-        self._on_news()
+        self._on_event()
 
-    def account(self) -> dict[str, float]:
-        """Returns what its envs have done, for the line of a log that tells its end."""
-        tally, seconds = self.pool.tally, time.monotonic() - self._begun_at
+    def statistics(self) -> dict[str, float]:
+        """Return counts of its envs, for the log line at its end."""
+        tally, seconds = self.pool.metrics, time.monotonic() - self._begun_at
         return {
             "env_steps": tally.num_env_steps,
             "seconds": seconds,
@@ -63,10 +68,10 @@ class LeasedPool:
         """Has the pool close, within so many seconds."""
         self.is_ending = True
         self.pool.begin_close(seconds)
-        self.look_at(time.monotonic())
+        self._set_timer(time.monotonic())
 
     def release(self) -> None:
-        """Looks after it no more; ends a pool that is not closed yet by force."""
+        """Watch the pool no more; end a pool that is not closed yet by force."""
         self._loop.remove_reader(self.pool.fileno())
         if self._timer is not None:
             self._timer.cancel()

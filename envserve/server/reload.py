@@ -26,6 +26,8 @@ from envserve.settings import HostSettings
 __all__ = ["serve_anew"]
 
 _LOGGER: Final = logging.getLogger(__name__)
+#: watchfiles would save five lines here, but it cannot wait for the server's end as
+#: well, and its threads would run in a process that forks.
 _LOOK_SECONDS: Final = 0.5
 _PR_SET_PDEATHSIG: Final = 1
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import secrets
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
@@ -18,20 +20,16 @@ from envserve.keys.key_folder import KeyFolder
 from envserve.monitoring.metrics_port import MetricsPort
 from envserve.pool.launcher import Launcher
 from envserve.server.access import Access, check_refusal
-from envserve.server.audit import Audit
-from envserve.server.event_loop import RouterShell
+from envserve.server.audit import AuditLog
+from envserve.server.event_loop import ServerLoop
 from envserve.server.router import Router
-from envserve.server.status import StatusBoard
+from envserve.server.signals import ShutdownSignals
 from envserve.server.systemd import Notifier
-from envserve.server.watchdogs import (
-    ConnectionWatch,
-    LoopLag,
-    StopSignals,
-    keep_from_envs,
-)
-from envserve.server.zmq_guards.send_budget import Unread
+from envserve.server.zmq_guards.connection_watch import ConnectionWatch
+from envserve.server.zmq_guards.send_budget import SendBudget
+from envserve.server.zmq_guards.server_sockets import ServerSockets
 from envserve.server.zmq_guards.zap import Zap
-from envserve.session.server.policy import Health
+from envserve.session.server.decisions import Audit
 from envserve.session.server.server_session import ServerSession
 from envserve.settings import HostSettings
 from envserve.text import did_you_mean
@@ -50,6 +48,7 @@ _FAREWELL_SECONDS: Final = 0.25
 _COPIES: Final = 4
 #: Descriptors that are kept for workers: a quarter, but never more.
 _MAX_RESERVED: Final = 1024
+_PR_SET_DUMPABLE: Final = 4
 #: The process should be gone a second after the grace period.
 _AFTER_DRAIN_SECONDS: Final = 0.8
 
@@ -75,9 +74,9 @@ async def serve(
     """
     loop = asyncio.get_running_loop()
     num_descriptors = raise_file_limit()
-    keep_from_envs(config.worker_user)
+    _keep_from_envs(config.worker_user)
     with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(StopSignals(loop))
+        signals = stack.enter_context(ShutdownSignals(loop))
         metrics = None
         if config.metrics_port is not None:
             metrics = stack.enter_context(
@@ -94,49 +93,50 @@ async def serve(
         )
         stack.callback(launcher.close)
         registry = _registry_of(config)
-        lag = LoopLag(loop)
-        stack.callback(lag.stop)
-        router, access, zap = await _open_sockets(config, loop, stack)
-        # Who made fewer connections has not taken all descriptors.
-        many = num_descriptors // 4
-        suspect = None if zap is None else partial(zap.take_suspect, many)
-        session = ServerSession(
-            config,
-            registry,
-            boot=secrets.randbits(64) | 1,
-            check_health=lambda: Health(
-                is_starting=not launcher.has_imported, loop_lag_seconds=lag.seconds
-            ),
-            enrol=access.enrol if access else None,
-            grant_of=None if access is None else access.grant_of,
-            drain=partial(_ask_drain, signals, config.drain_grace_seconds),
-        )
+        sockets, access, zap, audit = await _open_sockets(config, loop, stack)
+        boot = secrets.randbits(64) | 1
+        grant_of = None if access is None else access.grant_of
+        session = ServerSession(config, registry.names, boot, grant_of)
         most = partial(_most_buffered, config, session)
-        recycle = partial(_recycle, router, suspect)
-        stack.callback(ConnectionWatch(loop, recycle, most).stop)
-        shell = RouterShell(router, session, launcher, loop)
-        board = StatusBoard(config, session, shell, loop)
-        if metrics is not None:
-            board.show_at(metrics, partial(_attacks, router, zap))
-        session.questions.look = lambda s, asked: shell.pools[s].pool.looks.answer(
-            asked
+        # A user with fewer connections has not taken all descriptors.
+        many = num_descriptors // 4
+        stack.callback(ConnectionWatch(loop, sockets, zap, most, many).stop)
+        limits = config.max_unread_mib << 20, config.max_total_unread_mib << 20
+        router = Router(sockets, SendBudget(*limits))
+        server = ServerLoop(
+            config, router, session, launcher, signals.asked, access, audit
         )
-        watch = _warn_of_no_keys(config) if access is None else _watch(access, shell)
+        if metrics is not None:
+            server.status.show_at(metrics, partial(_attacks, sockets, zap))
+        watch = _warn_of_no_keys(config) if access is None else _watch(access, server)
         stack.callback(asyncio.create_task(watch).cancel)
         cut_short = ""
         try:
-            on_ready(tuple(router.addresses), len(registry.names))
-            notifier.ready(f"serving on {' '.join(router.addresses)}")
+            on_ready(tuple(sockets.addresses), len(registry.names))
+            notifier.ready(f"serving on {' '.join(sockets.addresses)}")
             await signals.asked.wait()
             notifier.stopping()
             if config.drain_grace_seconds and not signals.at_once.is_set():
-                cut_short = await _drain(shell, signals, config.drain_grace_seconds)
+                cut_short = await _drain(server, signals, config.drain_grace_seconds)
             _LOGGER.info("stopping")
         finally:
             if metrics is not None:  # not in this thread, for which its own may wait
                 await asyncio.to_thread(metrics.server_close)
             seconds = _AFTER_DRAIN_SECONDS if cut_short else _STOP_SECONDS
-            await shell.stop(seconds, cut_short)
+            await server.stop(seconds, cut_short)
+
+
+def _keep_from_envs(worker_user: str) -> None:
+    """Keep other processes of this user from our memory, and log what envs can read."""
+    if sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0):
+        _LOGGER.warning("envs can read this process's memory: prctl has failed")
+    text = f"{worker_user}: envs cannot read the key files of this server's user"
+    if not worker_user:
+        text = (
+            "this server's user: envs can read all of its files, key files as well; "
+            "--worker-user keeps them apart"
+        )
+    _LOGGER.info("workers run as %s", text)
 
 
 def _registry_of(config: HostSettings) -> Registry:
@@ -151,20 +151,17 @@ def _registry_of(config: HostSettings) -> Registry:
 
 def _most_buffered(config: HostSettings, session: ServerSession) -> int:
     """Returns how many bytes may be on their way: answers are copied, and encrypted."""
-    leases = [claim.lease for claim in session.claims.values() if claim.lease]
+    leases = [record.lease for record in session.leases.values() if record.lease]
     answers = sum(_COPIES * lease.max_result_bytes for lease in leases)
-    kept = sum(lease.kept.num_bytes for lease in leases)
+    kept = sum(lease.results.num_bytes for lease in leases)
     return (config.max_buffered_mib << 20) + answers + kept
 
 
-def _ask_drain(signals: StopSignals, grace_seconds: float) -> float:
-    signals.asked.set()
-    return grace_seconds
-
-
-async def _drain(shell: RouterShell, signals: StopSignals, grace_seconds: float) -> str:
-    """Lets running episodes end; returns what has cut that short, if anything has."""
-    if await signals.wait_for(shell.drain(grace_seconds), grace_seconds):
+async def _drain(
+    server: ServerLoop, signals: ShutdownSignals, grace_seconds: float
+) -> str:
+    """Let running episodes end; return what has cut that short, or ""."""
+    if await signals.wait_for(server.drain(grace_seconds), grace_seconds):
         return ""
     if signals.at_once.is_set():
         return "it was told not to wait"
@@ -175,57 +172,54 @@ async def _open_sockets(
     config: HostSettings,
     loop: asyncio.AbstractEventLoop,
     stack: contextlib.ExitStack,
-) -> tuple[Router, Access | None, Zap | None]:
-    """Listens, once nobody can get in who should not."""
+) -> tuple[ServerSockets, Access | None, Zap | None, Callable[[Audit], None]]:
+    """Listen, once it is certain that only authorised clients can connect."""
     access = zap = None
     if not config.insecure_no_auth and any(a.startswith("tcp:") for a in config.binds):
         access = Access(KeyFolder())
         access.check_binds(config.binds)
-    secret = None if access is None else access.keys.secret
-    mib = 1 << 20
-    unread = Unread(config.max_unread_mib * mib, config.max_total_unread_mib * mib)
-    router = Router(config.binds, config.max_message_bytes, loop, unread, secret)
-    stack.callback(router.close)
-    if access is not None:
-        zap = Zap(router.context, access.find, loop, router.is_shut_out)
-        stack.callback(zap.close)
-        await check_refusal(router, zap, access.keys.public)
+
+    def describe(user: str) -> tuple[str, str]:
+        grant = None if access is None else access.grant_of(user)
+        shown = "" if grant is None else formats.fingerprint(grant.public)
+        return shown, "" if zap is None else zap.addresses.get(user, "")
+
+    audit: Callable[[Audit], None] = _no_audit
     if config.audit is not None:
-
-        def describe(user: str) -> tuple[str, str]:
-            grant = None if access is None else access.grant_of(user)
-            shown = "" if grant is None else formats.fingerprint(grant.public)
-            return shown, "" if zap is None else zap.addresses.get(user, "")
-
-        stack.callback(Audit(config.audit, describe, loop).close)
-    router.listen()
-    return router, access, zap
-
-
-def _recycle(
-    router: Router, suspect: Callable[[], str] | None, why: str, is_of_number: bool
-) -> None:
-    """Blames whoever has made most connections, if it is for their number."""
-    user = suspect() if suspect is not None else ""
-    router.recycle(why, user if is_of_number else "")
+        log = AuditLog(config.audit, describe, loop)
+        stack.callback(log.close)
+        audit = log.write
+    secret = None if access is None else access.keys.secret
+    sockets = ServerSockets(config.binds, config.max_message_bytes, loop, secret, audit)
+    stack.callback(sockets.close)
+    if access is not None:
+        zap = Zap(sockets.context, access.find, loop, sockets.is_shut_out, audit)
+        stack.callback(zap.close)
+        await check_refusal(sockets, zap, access.keys.public)
+    sockets.listen()
+    return sockets, access, zap, audit
 
 
-def _attacks(router: Router, zap: Zap | None) -> Mapping[str, int]:
-    """Returns how often somebody has met a closed door, or had all doors closed."""
+def _no_audit(event: Audit) -> None:
+    """Ignore an event, because there is no audit log."""
+
+
+def _attacks(sockets: ServerSockets, zap: Zap | None) -> Mapping[str, int]:
+    """Return how often keys were refused, and all connections were closed."""
     refused = zap.counts["300"] + zap.counts["400"] if zap is not None else 0
-    return {"refused_keys_total": refused, "reopened_total": router.num_reopened}
+    return {"refused_keys_total": refused, "reopened_total": sockets.num_reopened}
 
 
-async def _watch(access: Access, shell: RouterShell) -> None:
-    """Ends what those have who may use the server no more."""
+async def _watch(access: Access, server: ServerLoop) -> None:
+    """End the sessions of users whose keys were revoked."""
     while True:
         await asyncio.sleep(_WATCH_SECONDS)
         try:
             if revoked := access.find_revoked():
-                shell.end_leases(revoked)
+                server.end_leases(revoked)
                 # Not at once: what a client has not read is lost with its connection.
                 await asyncio.sleep(_FAREWELL_SECONDS)
-                shell.shut_out(revoked)
+                server.shut_out(revoked)
                 access.forget_revoked()
         except Exception:
             _LOGGER.exception("whose key was taken away could not be found out")

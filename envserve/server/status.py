@@ -1,7 +1,7 @@
-"""What a server says about itself: to STATUS, and to who scrapes its metrics.
+"""Sums up what a server has counted, for STATUS and for readers of its metrics.
 
-It is made anew at most ten times a second, however often it is asked for, and then once
-for each user who asks: what others have, nobody learns.
+The sum is computed at most ten times a second, however often it is asked for, and then
+once for each user who asks: no user sees the leases of another.
 """
 
 from __future__ import annotations
@@ -11,39 +11,56 @@ import math
 import os
 import platform
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Final
 
 from msgspec.structs import replace
 
 from envserve.monitoring.metrics_port import MetricsPort
-from envserve.pool.pool_metrics import add, described_in_full
-from envserve.server.event_loop import RouterShell
+from envserve.pool.pool_metrics import Counts, add, status_fields
+from envserve.server.leased_pool import LeasedPool
+from envserve.session.server.decisions import SessionId
 from envserve.session.server.server_session import ServerSession
 from envserve.settings import HostSettings
+from envserve.wire.handshake import Welcome
 from envserve.wire.status import ServerStatus
 
-__all__ = ["StatusBoard"]
+__all__ = ["Counters", "StatusBoard"]
 
-#: Between two fresh answers.
+#: Seconds between two fresh answers.
 _SECONDS: Final = 0.1
-#: How long who reads metrics waits for the serving loop.
+#: Seconds that a reader of metrics waits for the server's event loop.
 _PATIENCE_SECONDS: Final = 5.0
-#: Of all leases together.
+#: Most episodes in an answer, of all leases together.
 _MAX_EPISODES: Final = 512
 
 
+@dataclass
+class Counters:
+    """Counts of a server's event loop; see `ServerStatus`, which has the same names."""
+
+    failures: int = 0
+    messages_in: int = 0
+    messages_out: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    resends: int = 0
+    dropped: int = 0
+
+
 class StatusBoard:
-    """Sums up what a server's shell, session and pools have counted."""
+    """Sums up what a server's event loop, session and pools have counted."""
 
     def __init__(
         self,
         host: HostSettings,
         session: ServerSession,
-        shell: RouterShell,
+        pools: Mapping[SessionId, LeasedPool],
+        counters: Counters,
+        welcome: Callable[[str], Welcome],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """Answers STATUS from now on."""
         self._loop = loop
         self._known: dict[str, Any] = {
             "version": version("envserve"),
@@ -51,34 +68,38 @@ class StatusBoard:
             "pid": os.getpid(),
             "num_workers": host.num_workers,
         }
-        self._session = session
-        self._shell = shell
+        self._session, self._pools, self._counters = session, pools, counters
+        self._welcome = welcome
+        self._past = add(())  # counts of pools that are closed
         self._started_at = loop.time()
         self._made_at = -math.inf
         self._totals = ServerStatus()
         self._bodies: dict[str, bytes] = {}
-        session.questions.report = self.report
+
+    def add_past(self, counts: Counts) -> None:
+        """Keep what a pool has counted that is about to be closed."""
+        self._past = add((self._past, counts))
 
     def report(self, user: str, now: float) -> bytes:
-        """Returns the body of a STATUS_RESULT; that of a moment ago if there is one."""
+        """Return the body of a STATUS_RESULT for a user; it may be 0.1 s old."""
         self._refresh(now)
         body = self._bodies.get(user)
         if body is None:
-            for claim in self._session.claims.seen_by(user):
-                if (leased := self._shell.pools.get(claim.session)) is not None:
-                    leased.pool.tally.watch(now)
-            body = self._bodies[user] = self._told_to(user, now).encode()
+            for record in self._session.leases.seen_by(user):
+                if (leased := self._pools.get(record.session)) is not None:
+                    leased.pool.metrics.watch(now)
+            body = self._bodies[user] = self._status_for(user, now).encode()
         return body
 
     def show_at(
         self, port: MetricsPort, attacks: Callable[[], Mapping[str, int]] = dict
     ) -> None:
-        """Shows metrics at a port from now on; `attacks` as of `ServerCollector`."""
+        """Serve metrics at a port; `attacks` is the argument of `ServerCollector`."""
         from envserve.server.metrics import ServerCollector
 
         async def ask() -> ServerStatus:
             self._refresh(now := self._loop.time())
-            return self._told_to("local", now)
+            return self._status_for("local", now)
 
         def wait() -> ServerStatus:
             asked = asyncio.run_coroutine_threadsafe(ask(), self._loop)
@@ -87,45 +108,37 @@ class StatusBoard:
         port.show(ServerCollector(wait, attacks))
 
     def _refresh(self, now: float) -> None:
-        """Sums all leases up, unless that was done a moment ago."""
+        """Sum up all leases, unless that was done a moment ago."""
         if now < self._made_at + _SECONDS:
             return
         self._made_at = now
         self._bodies.clear()
-        session, shell = self._session, self._shell
-        pools = [leased.pool for leased in shell.pools.values()]
-        counts = add([shell.past_counts, *(pool.tally.counts for pool in pools)])
+        pools = [leased.pool for leased in self._pools.values()]
+        counts = add([self._past, *(pool.metrics.counts for pool in pools)])
         self._totals = ServerStatus(
             **self._known,
-            **described_in_full(counts),
+            **status_fields(counts),
             seconds=now - self._started_at,
-            in_flight=sum(pool.looks.num_in_flight for pool in pools),
-            failures=shell.failures,
-            refusals=dict(session.refusals),
-            messages_in=shell.messages_in,
-            messages_out=shell.messages_out,
-            bytes_in=shell.bytes_in,
-            bytes_out=shell.bytes_out,
-            resends=shell.resends,
-            dropped=shell.num_dropped,
+            in_flight=sum(pool.inspector.num_in_flight for pool in pools),
+            refusals=dict(self._session.refusals),
+            **vars(self._counters),
         )
 
-    def _told_to(self, user: str, now: float) -> ServerStatus:
-        """Returns what one user may know."""
-        session, pools = self._session, self._shell.pools
-        seen = session.claims.seen_by(user)
+    def _status_for(self, user: str, now: float) -> ServerStatus:
+        """Return what one user may see."""
+        pools, seen = self._pools, self._session.leases.seen_by(user)
         leases = [
-            pools[claim.session].pool.looks.status(
+            pools[record.session].pool.inspector.status(
                 max(1, _MAX_EPISODES // len(seen)),
-                number=claim.number,
-                user=claim.user,
-                client=claim.client,
-                seconds=now - claim.since,
+                number=record.number,
+                user=record.user,
+                client=record.client,
+                seconds=now - record.since,
             )
-            for claim in seen
-            if claim.session in pools
+            for record in seen
+            if record.session in pools
         ]
-        welcome = session.claims.welcome(user, session.check_health())
+        welcome = self._welcome(user)
         return replace(
             self._totals,
             total_envs=welcome.total_envs,

@@ -1,42 +1,49 @@
-"""The theory of the conversation, and where each of its halves can be.
+"""The protocol between a client and a server, and the states of its two halves.
 
-What is promised: a step is applied at most once, and its result is never paired with
-another action; though messages may be lost, copied, late and out of order, and though
-either side may be stopped, or killed and started anew, at any moment.
+Guarantee: a step is applied at most once, and its result is never paired with another
+action. This holds although messages may be lost, duplicated, delayed and reordered, and
+although client and server may be suspended, killed or restarted at any moment.
 
-Five numbers do that. Each is drawn, or counted, by one side only:
+Five numbers provide it. Each is drawn or counted by one side only:
 
-* *session*, drawn by the client: one claim on envs. After a loss the client goes on
-  under another, so no answer to the old one can be mistaken for one to the new.
-* *boot*, drawn by the server when it starts. An answer with another boot says that the
-  server was restarted, and its envs are gone.
-* *epoch*, counted by the server: one lease. A request of another epoch is refused.
-* *seq*, counted by the client: one operation of one block; 1, 2, 3 ... within a lease.
-  An answer uses its seq up; a request that was refused leaves it to the next one.
-* *attempt*, counted by the client: one copy of a request. Each is answered once.
+* *session*, drawn by the client: one request for envs, from ATTACH to the end of its
+  lease. After a loss the client continues under another session, so a reply to the old
+  one cannot be mistaken for a reply to the new one.
+* *boot*, drawn by the server when it starts. A reply with another boot shows that the
+  server was restarted, and that its envs are gone.
+* *epoch*, counted by the server: one lease. The server rejects requests of another
+  epoch.
+* *seq*, counted by the client: one operation (STEP, RESET or CALL) of one block; 1, 2,
+  3 ... within a lease. A reply uses up its seq. A rejected request does not use up its
+  seq, so the next request has the same one.
+* *attempt*, counted by the client: one copy of a request. Each copy is answered once.
 
-What the client promises. A block has one operation at a time. The next one is sent when
-the last was answered, or its lease is lost. Until then the same request is sent again
-and again. Nothing of a lost lease is sent again: the first request of each block under
-the next one is a RESET. In place of a step, the caller gets the lost row from it; a
-reset is asked for anew; a call fails, since it may have been carried out.
+The client's part: a block has one operation at a time. The client sends the next one
+after the reply to the last one, or after the loss of the lease. Until then it resends
+the same request. It never resends a request of a lost lease: the first request for each
+block under the next lease is a RESET. If the lost request was a step, the caller gets a
+row with a lost status in place of its result. A reset is requested again. A call fails,
+because the envs may have executed it already.
 
-What the server promises. A block's next seq is carried out. A copy of the last one
-joins it while it runs, and is answered again when it is done; older ones are ignored,
-later ones refused. The answer is the block's rows, which stay as they are until its
-next seq (docs/decisions.md: "The slab is the reply cache").
+The server's part: the server executes a request with the next seq of each of its
+blocks. A copy of the latest request joins that request while it runs, and is answered
+again afterwards. Older requests are ignored, and newer ones are rejected. The reply
+consists of the rows of the blocks, which do not change until the blocks' next seq
+(docs/decisions.md: "The slab is the reply cache").
 
-What is absent. Envs of a block in flight may not be there: their worker or their lease
-is lost, or the server is silent. The client says so, and leaves it to its caller how
-long to wait. The operation stays in flight all the while.
+Absence: the envs of a block in flight may be missing, because their worker or their
+lease is lost, or because the server is unreachable. The client reports such blocks as
+absent, and its caller decides how long to wait. The operation stays in flight.
 
-Who is silent. A client loses its lease. A server is asked for a sign of life after a
-second, is unreachable after a few, and lost after a minute. How a session has ended is
-remembered, so that a late message does not revive it.
+Liveness: a client that sends nothing for long enough loses its lease. A client sends a
+PING after a second without a message. It considers the server unreachable after a few
+seconds of silence, and lost after a minute. The server remembers how a session ended,
+so that a delayed message does not revive it.
 
-Below is a section per machine: its states, and its legal moves. Only `Machine.move`,
-and for blocks `Lease._move`, writes a state. A block of the client needs none: it is
-idle, in flight, or ended and not collected, see `Operations`.
+The sections below define the states and the legal moves of each machine. Only
+`Machine.move`, and `Lease._move` for the blocks of a lease, change a state. The blocks
+of a client need no machine: they are idle, in flight, or ended and not yet collected,
+see `ClientBlocks`.
 """
 
 from __future__ import annotations
@@ -47,17 +54,17 @@ from typing import Final, Generic, TypeVar
 
 from envserve.errors import LocalProtocolError
 
-__all__ = ["BLOCK_MOVES", "BlockState", "ClaimState", "ClientState", "Machine"]
+__all__ = ["BLOCK_MOVES", "BlockState", "ClientState", "LeaseState", "Machine"]
 
 State = TypeVar("State", bound=enum.Enum)
 _Moves = Mapping[enum.Enum, Collection[enum.Enum]]
 
 
 class Machine(Generic[State]):
-    """Where something is.
+    """A state that changes by legal moves only.
 
     Attributes:
-      state: To be read only: `move` writes it.
+      state: The current state, which only `move` changes.
     """
 
     __slots__ = ("state",)
@@ -66,7 +73,7 @@ class Machine(Generic[State]):
         self.state = start
 
     def move(self, state: State) -> None:
-        """Goes to another state; raises LocalProtocolError if that is not legal."""
+        """Change the state; raise LocalProtocolError if the move is not legal."""
         moves = _MOVES[self.state]
         if state not in moves:
             legal = ", ".join(item.name for item in moves) or "none"
@@ -81,42 +88,42 @@ class Machine(Generic[State]):
 
 
 class ClientState(enum.Enum):
-    """What a client does at the moment."""
+    """State of a client's session."""
 
-    CONNECTING = enum.auto()  # no transport yet
+    CONNECTING = enum.auto()  # there is no connection yet
     HELLO_SENT = enum.auto()  # or about to be sent again, after a loss
-    ATTACHING = enum.auto()  # the server knows us, and builds envs
+    ATTACHING = enum.auto()  # the server has answered, and builds envs
     READY = enum.auto()  # envs are granted
-    CLOSING = enum.auto()  # they are given back
+    CLOSING = enum.auto()  # envs are being returned
     CLOSED = enum.auto()
-    LOST = enum.auto()  # the session's `error` says why
+    LOST = enum.auto()  # the session's `error` has the reason
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing follows any more."""
+        """Whether this state is final."""
         return self in (ClientState.CLOSED, ClientState.LOST)
 
     @property
     def has_envs(self) -> bool:
-        """Whether envs are granted, and the server has not taken them back."""
+        """Whether envs are granted, as far as the client knows."""
         return self in (ClientState.READY, ClientState.CLOSING)
 
 
 _CLIENT_MOVES: Final[_Moves] = {
     ClientState.CONNECTING: (
-        ClientState.HELLO_SENT,  # there is a connection
-        ClientState.CLOSED,  # nothing to give back
-        ClientState.LOST,  # nobody answers
+        ClientState.HELLO_SENT,  # connected
+        ClientState.CLOSED,  # there is nothing to return
+        ClientState.LOST,  # no server answers
     ),
     ClientState.HELLO_SENT: (
-        ClientState.HELLO_SENT,  # lost once more
+        ClientState.HELLO_SENT,  # lost again
         ClientState.ATTACHING,  # WELCOME
         ClientState.CLOSED,
         ClientState.LOST,
     ),
     ClientState.ATTACHING: (
-        ClientState.ATTACHING,  # it was busy, and is asked again
-        ClientState.HELLO_SENT,  # restarted, or what was building is broken
+        ClientState.ATTACHING,  # the server was busy, and is asked again
+        ClientState.HELLO_SENT,  # the server was restarted, or a build has failed
         ClientState.READY,  # GRANTED
         ClientState.CLOSING,
         ClientState.LOST,
@@ -127,52 +134,52 @@ _CLIENT_MOVES: Final[_Moves] = {
         ClientState.LOST,
     ),
     ClientState.CLOSING: (
-        ClientState.CLOSED,  # DETACHED, or whatever else says that the envs are free
-        ClientState.LOST,  # nobody answers
+        ClientState.CLOSED,  # DETACHED, or another reply that shows that envs are free
+        ClientState.LOST,  # no server answers
     ),
     ClientState.CLOSED: (),
     ClientState.LOST: (),
 }
 
 
-# A claim, on the server.
+# A lease, on the server.
 
 
-class ClaimState(enum.Enum):
-    """Where a client's claim on envs is, from its ATTACH on."""
+class LeaseState(enum.Enum):
+    """State of a lease, from the client's ATTACH on."""
 
-    BUILDING = enum.auto()
-    GRANTED = enum.auto()  # it has a lease
+    BUILDING = enum.auto()  # its envs are being built, or wait for that
+    GRANTED = enum.auto()
     CLOSING = enum.auto()  # its workers are being ended
     ENDED = enum.auto()  # its envs are free
 
 
-_CLAIM_MOVES: Final[_Moves] = {
-    ClaimState.BUILDING: (
-        ClaimState.GRANTED,  # the envs are built
-        ClaimState.CLOSING,  # they cannot be, or nobody wants them any more
+_LEASE_MOVES: Final[_Moves] = {
+    LeaseState.BUILDING: (
+        LeaseState.GRANTED,  # the envs are built
+        LeaseState.CLOSING,  # the envs cannot be built, or are not wanted any more
     ),
-    ClaimState.GRANTED: (ClaimState.CLOSING,),  # DETACH, silence, a fault, the end
-    ClaimState.CLOSING: (ClaimState.ENDED,),
-    ClaimState.ENDED: (),
+    LeaseState.GRANTED: (LeaseState.CLOSING,),  # DETACH, silence, a fault, shutdown
+    LeaseState.CLOSING: (LeaseState.ENDED,),
+    LeaseState.ENDED: (),
 }
 
-_MOVES: Final[_Moves] = {**_CLIENT_MOVES, **_CLAIM_MOVES}
+_MOVES: Final[_Moves] = {**_CLIENT_MOVES, **_LEASE_MOVES}
 
 
 # A block of a lease, on the server.
 
 
-class BlockState(enum.IntEnum):  # an int: its hash is looked up at every step
-    """What became of a block's latest request."""
+class BlockState(enum.IntEnum):  # IntEnum, because its hash is computed at every step
+    """State of a block's latest request."""
 
-    IDLE = 0  # there was none yet
+    IDLE = 0  # there was no request yet
     RUNNING = 1
-    ABSENT = 2  # running, and its client was told that its envs are not there
-    DONE = 3  # the rows are its answer, until the next request
+    ABSENT = 2  # running, and the client was notified that the envs are missing
+    DONE = 3  # the rows are the reply, until the next request
 
 
-#: `Lease._move` holds many blocks at once to it.
+#: Legal moves of blocks; `Lease._move` applies them to several blocks at once.
 BLOCK_MOVES: Final[_Moves] = {
     BlockState.IDLE: (BlockState.RUNNING,),
     BlockState.RUNNING: (BlockState.ABSENT, BlockState.DONE),

@@ -12,7 +12,8 @@ import numpy as np
 from gymnasium.spaces import Box, Space
 
 from envserve.errors import ActionError, SpaceError
-from envserve.spaces.env_spec import EnvSpec, Leaf, flatten
+from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.leaves import Leaf, flatten
 from envserve.spaces.variable_length import encode_row
 
 __all__ = ["ActionBounds", "check_action_rows", "check_actions", "clip_roundings"]

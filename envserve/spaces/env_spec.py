@@ -24,25 +24,12 @@ from envserve.spaces.leaves import (
     NOTHING,
     Leaf,
     children_of,
-    flatten,
     is_uniform,
     kind_of,
     leaves_of,
-    own_classes,
-    unflatten,
 )
 
-__all__ = [
-    "EnvSpec",
-    "Leaf",
-    "describe",
-    "flatten",
-    "leaves_of",
-    "own_classes",
-    "restore",
-    "spaces_equal",
-    "unflatten",
-]
+__all__ = ["EnvSpec", "describe", "restore", "spaces_equal"]
 
 Array = np.ndarray[Any, Any]
 
@@ -139,7 +126,7 @@ def restore(description: Any) -> Space[Any]:
     """
     try:
         with np.errstate(over="raise", invalid="raise"):  # not a warning: an error
-            space = _restore(description, MAX_DEPTH, _Room())
+            space = _restore(description, MAX_DEPTH, _SpaceBudget())
         leaves_of(space)
     except SpaceError:
         raise
@@ -152,15 +139,15 @@ def restore(description: Any) -> Space[Any]:
     return space
 
 
-class _Room:
-    """What a description may claim: a few bytes of its own can ask for gigabytes."""
+class _SpaceBudget:
+    """The memory a description may claim: a few bytes of it can ask for gigabytes."""
 
     def __init__(self) -> None:
-        self._left = [_MAX_VALUE_BYTES]  # shared with the rooms inside
+        self._left = [_MAX_VALUE_BYTES]  # shared with the budgets inside
         self._copies, self._longest, self.times = 1, _MAX_VALUE_BYTES, 1
 
-    def inside(self, copies: int) -> _Room:
-        """Returns the room in an encoded leaf, of which there are so many copies.
+    def nested(self, copies: int) -> _SpaceBudget:
+        """Return the budget inside an encoded leaf that is stored `copies` times.
 
         No array in it is larger than the longest row; but there it is written out.
         """
@@ -169,8 +156,8 @@ class _Room:
         inner._longest, inner.times = MAX_ROW_BYTES, _COPIES
         return inner
 
-    def take(self, sizes: Iterable[Any], num_bytes: int, times: int = 1) -> None:
-        """Takes room for numbers of so many bytes each, so many times."""
+    def charge(self, sizes: Iterable[Any], num_bytes: int, times: int = 1) -> None:
+        """Charge `times` arrays of this shape; raise SpaceError above the budget."""
         shape = tuple(int(size) for size in sizes)
         total = math.prod(max(size, 1) for size in shape) * num_bytes
         self._left[0] -= total * times * self._copies
@@ -182,14 +169,16 @@ class _Room:
             )
 
 
-def _restore(description: dict[str, Any], depth: int, room: _Room) -> Space[Any]:
+def _restore(
+    description: dict[str, Any], depth: int, budget: _SpaceBudget
+) -> Space[Any]:
     if depth == 0:
         raise SpaceError(f"expected a space nested at most {MAX_DEPTH} deep")
-    room.take((), _SPACE_BYTES)
+    budget.charge((), _SPACE_BYTES)
     kind = description["kind"]
     if kind == "dict":
         pairs = [
-            (key, _restore(child, depth - 1, room))
+            (key, _restore(child, depth - 1, budget))
             for key, child in description["spaces"]
         ]
         # A list of pairs keeps the order; from a plain dict Gymnasium sorts the keys.
@@ -197,15 +186,15 @@ def _restore(description: dict[str, Any], depth: int, room: _Room) -> Space[Any]
     if kind in _FIXED:
         names, build = _FIXED[kind]
         dtype = codec.dtype_from_code(description["dtype"])
-        return build(room, dtype, *(description[name] for name in names))
+        return build(budget, dtype, *(description[name] for name in names))
     if kind != "tuple" and kind not in _ENCODED:
         shown = repr(kind[:_MAX_TEXT]) if isinstance(kind, str) else type(kind).__name__
         raise SpaceError(f"expected a kind of space that is known; got {shown}")
     if kind == "text":
-        room.take([sum(map(len, description["character_list"]))], 1, 8 * _COPIES)
+        budget.charge([sum(map(len, description["character_list"]))], 1, 8 * _COPIES)
     if kind in _ENCODED:  # Gymnasium keeps a batched copy of what is in some
-        room = room.inside(1 + (kind == "graph" or bool(description.get("stack"))))
-    children = [_restore(child, depth - 1, room) for child in description["spaces"]]
+        budget = budget.nested(1 + (kind == "graph" or bool(description.get("stack"))))
+    children = [_restore(child, depth - 1, budget) for child in description["spaces"]]
     if kind == "tuple":
         return spaces.Tuple(children)
     names, build = _ENCODED[kind]
@@ -223,26 +212,26 @@ def _compact(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _expand(room: _Room, value: Any, dtype: np.dtype[Any]) -> Array:
+def _expand(budget: _SpaceBudget, value: Any, dtype: np.dtype[Any]) -> Array:
     if isinstance(value, dict):
-        room.take(value["shape"], dtype.itemsize, _COPIES)
+        budget.charge(value["shape"], dtype.itemsize, _COPIES)
         return np.full(tuple(value["shape"]), np.array(value["fill"], dtype), dtype)
     if not isinstance(value, np.ndarray) or value.dtype != dtype:
         got = getattr(value, "dtype", type(value).__name__)
         raise SpaceError(f"expected an array of {dtype}; got {got}")
-    room.take(value.shape, dtype.itemsize, room.times)
+    budget.charge(value.shape, dtype.itemsize, budget.times)
     return value
 
 
-def _box(room: _Room, dtype: np.dtype[Any], low: Any, high: Any) -> Space[Any]:
+def _box(budget: _SpaceBudget, dtype: np.dtype[Any], low: Any, high: Any) -> Space[Any]:
     if not isinstance(low, dict) or not isinstance(high, dict):
-        low, high = _expand(room, low, dtype), _expand(room, high, dtype)
+        low, high = _expand(budget, low, dtype), _expand(budget, high, dtype)
         return spaces.Box(low, high, dtype=dtype.type)
     if low["shape"] != high["shape"]:
         raise SpaceError("expected a low and a high of the same shape")
     # One low and one high, seen from everywhere: bounds of a film take no memory.
     shape = tuple(low["shape"])
-    room.take(shape, dtype.itemsize, room.times)
+    budget.charge(shape, dtype.itemsize, budget.times)
     low, high = (np.array(bound["fill"], dtype).reshape(()) for bound in (low, high))
     box = spaces.Box(low, high, dtype=dtype.type)
     for name in ("low", "high", "bounded_below", "bounded_above"):
@@ -251,21 +240,23 @@ def _box(room: _Room, dtype: np.dtype[Any], low: Any, high: Any) -> Space[Any]:
     return box
 
 
-def _discrete(_: _Room, dtype: np.dtype[Any], n: int, start: int) -> Space[Any]:
+def _discrete(_: _SpaceBudget, dtype: np.dtype[Any], n: int, start: int) -> Space[Any]:
     return spaces.Discrete(n, start=start, dtype=dtype.type)
 
 
-def _multi_binary(room: _Room, _: np.dtype[Any], shape: list[int]) -> Space[Any]:
-    room.take(shape, 1, room.times)
+def _multi_binary(
+    budget: _SpaceBudget, _: np.dtype[Any], shape: list[int]
+) -> Space[Any]:
+    budget.charge(shape, 1, budget.times)
     sizes = tuple(int(size) for size in shape)
     # Gymnasium holds MultiBinary(7) and MultiBinary((7,)) for different.
     return spaces.MultiBinary(sizes[0] if len(sizes) == 1 else sizes)
 
 
 def _multi_discrete(
-    room: _Room, dtype: np.dtype[Any], nvec: Any, start: Any
+    budget: _SpaceBudget, dtype: np.dtype[Any], nvec: Any, start: Any
 ) -> Space[Any]:
-    nvec, start = _expand(room, nvec, dtype), _expand(room, start, dtype)
+    nvec, start = _expand(budget, nvec, dtype), _expand(budget, start, dtype)
     return spaces.MultiDiscrete(nvec, dtype=dtype.type, start=start)
 
 

@@ -1,12 +1,12 @@
-"""Infos as bytes, within bounds, whatever env code has put into them.
+"""Encode infos within a budget, whatever env code has put into them.
 
-What has no plain form, or finds no room, is left out by its key, the largest first,
-and named under "omitted"; all else stays.
+Values without a plain form are left out, as are the largest values if an info exceeds
+the budget. Their keys are listed under "omitted".
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from envserve.spaces import codec
 
-__all__ = ["Packed", "Room", "encode_infos", "join_infos", "snapshot"]
+__all__ = ["InfoBudget", "PackedInfo", "encode_infos", "join_infos", "snapshot"]
 
 #: How many keys of a row are named, and how many characters of each.
 _MAX_NAMES: Final = 16
@@ -34,14 +34,22 @@ _OMITTED_VALUES: Final = 3
 _PACKER: Final = msgpack.Packer()
 
 
-class Room(NamedTuple):
-    """How many bytes, and values as `codec.check` counts them, there may be."""
+class InfoBudget(NamedTuple):
+    """The most bytes, and values as `codec.check` counts them, that infos may take."""
 
     num_bytes: int
     num_values: int
 
+    def allows(self, num_bytes: int, num_values: int) -> bool:
+        """Return whether so many bytes and values are within the budget."""
+        return num_bytes <= self.num_bytes and num_values <= self.num_values
+
+    def share(self, num_bytes: int, num_values: int) -> float:
+        """Return the share of the budget that so many bytes and values take."""
+        return max(num_bytes / self.num_bytes, num_values / self.num_values)
+
     def holds(self, encoded: bytes) -> bool:
-        """Tells whether an encoded value is within it."""
+        """Return whether an encoded value is within the budget."""
         if len(encoded) > self.num_bytes:
             return False
         if 4 * len(encoded) <= self.num_values:  # so few bytes hold no more
@@ -53,8 +61,8 @@ class Room(NamedTuple):
         return True
 
 
-class Packed(NamedTuple):
-    """A row's info as it was encoded, and how many values that has."""
+class PackedInfo(NamedTuple):
+    """The encoded info of a row, and the number of values in it."""
 
     encoded: bytes
     num_values: int
@@ -98,75 +106,77 @@ class _Info:
     def encode(self) -> bytes:
         if self.omitted:
             self.pairs["omitted"] = codec.encode({"omitted": self.omitted})[1:], 0
-        pairs = [pair for pair, _ in self.pairs.values()]
-        return b"".join([_PACKER.pack_map_header(len(pairs)), *pairs])
+        return _pack_map([pair for pair, _ in self.pairs.values()])
+
+
+def _pack_map(pairs: Sequence[bytes]) -> bytes:
+    return b"".join([_PACKER.pack_map_header(len(pairs)), *pairs])
 
 
 def encode_infos(
-    infos: Mapping[int, Mapping[Any, Any]], row_room: Room, room: Room
+    infos: Mapping[int, Mapping[Any, Any]], row_budget: InfoBudget, budget: InfoBudget
 ) -> bytes:
     """Encodes infos by row, as a map.
 
-    Each row's has `row_room`, and all of them together `room`, which is not less.
+    Each row's has `row_budget`, and all of them together `budget`, which is not less.
     """
     try:
         encoded = codec.encode(infos)
     except codec.CodecError:
         pass
     else:
-        if row_room.holds(encoded):
+        if row_budget.holds(encoded):
             return encoded
     fitted = {row: _Info(info) for row, info in infos.items()}
     for info in fitted.values():
-        _omit_largest([info], row_room)
-    _omit_largest(fitted.values(), room)
-    rows = [_PACKER.pack(row) + info.encode() for row, info in fitted.items()]
-    encoded = b"".join([_PACKER.pack_map_header(len(rows)), *rows])
-    return encoded if room.holds(encoded) else codec.encode({})  # names alone
+        _omit_largest([info], row_budget)
+    _omit_largest(fitted.values(), budget)
+    encoded = _pack_map([_PACKER.pack(r) + info.encode() for r, info in fitted.items()])
+    return encoded if budget.holds(encoded) else codec.encode({})  # names alone
 
 
 def join_infos(
-    packed: Mapping[int, Packed], infos: Mapping[int, Mapping[Any, Any]], room: Room
+    packed: Mapping[int, PackedInfo],
+    infos: Mapping[int, Mapping[Any, Any]],
+    budget: InfoBudget,
 ) -> bytes:
     """Does the same with infos that have been encoded already.
 
-    Where their pairs are many, those that exceed the room go row by row, the largest
+    Where their pairs are many, those that exceed the budget go row by row, the largest
     first: to look at each pair would take seconds.
     """
     num_bytes = _ROW_BYTES + sum(len(p.encoded) + _KEY_BYTES for p in packed.values())
     num_values = _ROW_VALUES + sum(p.num_values + 2 for p in packed.values())
     kept = {row: each.encoded for row, each in packed.items()}
-    if num_bytes > room.num_bytes or num_values > room.num_values:
+    if not budget.allows(num_bytes, num_values):
         if num_values <= _FEW_VALUES:
-            return encode_infos(infos, room, room)
+            return encode_infos(infos, budget, budget)
         shares = {
-            row: max(len(each) / room.num_bytes, values / room.num_values)
-            for row, (each, values) in packed.items()
+            r: budget.share(len(p.encoded), p.num_values) for r, p in packed.items()
         }
         for row in sorted(shares, key=lambda row: shares[row], reverse=True):
-            if num_bytes <= room.num_bytes and num_values <= room.num_values:
+            if budget.allows(num_bytes, num_values):
                 break
             num_bytes -= len(kept[row]) - len(_ALL_OMITTED)
             num_values -= packed[row].num_values - _OMITTED_VALUES
             kept[row] = _ALL_OMITTED
-        if num_bytes > room.num_bytes or num_values > room.num_values:
+        if not budget.allows(num_bytes, num_values):
             return codec.encode({})  # names alone
-    rows = [_PACKER.pack(row) + each for row, each in kept.items()]
-    return b"".join([_PACKER.pack_map_header(len(rows)), *rows])
+    return _pack_map([_PACKER.pack(row) + each for row, each in kept.items()])
 
 
-def _omit_largest(infos: Collection[_Info], room: Room) -> None:
+def _omit_largest(infos: Collection[_Info], budget: InfoBudget) -> None:
     num_bytes = sum(info.num_bytes for info in infos)
     num_values = sum(info.num_values for info in infos)
-    if num_bytes <= room.num_bytes and num_values <= room.num_values:
+    if budget.allows(num_bytes, num_values):
         return
     sizes = [
-        (max(len(pair) / room.num_bytes, count / room.num_values), info, key)
+        (budget.share(len(pair), count), info, key)
         for info in infos
         for key, (pair, count) in info.pairs.items()
     ]
     for _, info, key in sorted(sizes, key=itemgetter(0), reverse=True):
-        if num_bytes <= room.num_bytes and num_values <= room.num_values:
+        if budget.allows(num_bytes, num_values):
             return
         num_bytes -= info.num_bytes
         num_values -= info.num_values

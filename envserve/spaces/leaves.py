@@ -1,8 +1,9 @@
-"""What a space is made of: a flat list of leaves, each an array in every batch.
+"""Flatten a space into leaves, each of which is one array in every batch.
 
 Box, Discrete, MultiBinary and MultiDiscrete are leaves. So are Text, Sequence, Graph
-and OneOf, of whose values `encoded` makes rows of bytes. Dict and Tuple are flattened
-in their own order. A subclass is taken as what it is; any other Space is an error.
+and OneOf, whose values `variable_length` encodes as rows of bytes. Dict and Tuple are
+flattened in their own order. A subclass counts as its base; any other Space is an
+error.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ __all__ = [
     "NOTHING",
     "Leaf",
     "children_of",
+    "custom_space_classes",
     "flatten",
     "is_uniform",
     "kind_of",
     "leaves_of",
-    "own_classes",
     "unflatten",
 ]
 
@@ -75,7 +76,8 @@ class Leaf:
       shape: Shape of one env's value, without the batch dimension.
       dtype: The space's own dtype, kept as it is.
       space: The leaf's Gymnasium space.
-      is_encoded: Whether its values are rows of bytes, see `encoded`: uint8 `[bytes]`.
+      is_encoded: Whether its values are rows of bytes, uint8 `[bytes]`; see
+        `variable_length`.
     """
 
     path: str
@@ -138,13 +140,13 @@ def leaves_of(space: Space[Any]) -> tuple[Leaf, ...]:
     return tuple(_walk(space, "", MAX_DEPTH))
 
 
-def own_classes(space: Space[Any]) -> dict[str, str]:
+def custom_space_classes(space: Space[Any]) -> dict[str, str]:
     """Returns what kinds the classes of users in a space are taken as, by name."""
     kind, found = kind_of(space), {}
     if not type(space).__module__.startswith("gymnasium.spaces"):
         found[type(space).__qualname__] = kind
     for child in children_of(space, kind):
-        found |= own_classes(child)
+        found |= custom_space_classes(child)
     return found
 
 

@@ -1,8 +1,8 @@
-"""The wire: messages, their bodies, rows and reports, as bytes. No I/O, no clock.
+"""The wire format: messages, their bodies, rows and reports, as bytes.
 
-All that comes from a peer is checked against limits before it is decoded; whatever is
-wrong with it raises RemoteProtocolError, and nothing else. NumPy is not for everybody
-who greets a server: `greetings`, `message` and `status` do without.
+Everything from a peer is checked against limits before it is decoded; any violation
+raises RemoteProtocolError. `handshake`, `message` and `status` do not import NumPy, so
+that a health probe starts fast.
 """
 
 __all__: list[str] = []

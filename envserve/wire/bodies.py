@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Self, TypeVar
 from msgspec import Meta, Raw
 
 from envserve.errors import RemoteProtocolError, SpaceError
-from envserve.lane import Block, Call, CallKind, Picture
+from envserve.lane import Block, Call, CallKind, RenderedFrame
 from envserve.settings import EnvRequest, convert
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec, describe, restore
@@ -304,4 +304,4 @@ class FrameResult(Body, frozen=True, kw_only=True):
       pictures: As many as there is room for.
     """
 
-    pictures: Annotated[tuple[Picture, ...], Meta(max_length=MAX_FRAME_ROWS)] = ()
+    pictures: Annotated[tuple[RenderedFrame, ...], Meta(max_length=MAX_FRAME_ROWS)] = ()

@@ -20,7 +20,7 @@ MAX_ENTRIES: Final = 4096
 #: With prefix and entries, below the 1 MiB that servers accept by default.
 MAX_BODY_BYTES: Final = (1 << 20) - (64 << 10)
 #: What is decoded into Python's values costs time by their number, not by their bytes
-#: (docs/decisions.md: "No message takes a server 2 ms").
+#: (docs/decisions.md: "No message occupies the server for more than 2 ms").
 MAX_ATTACH_BYTES: Final = 4 << 10
 MAX_ATTACH_VALUES: Final = 256
 MAX_CALL_BYTES: Final = 64 << 10

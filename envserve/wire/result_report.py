@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from envserve.errors import EnvserveError, RemoteProtocolError
 from envserve.lane import Fault, Outcome
 from envserve.slab import Status
-from envserve.spaces.infos import Packed, Room, encode_infos, join_infos
+from envserve.spaces.infos import InfoBudget, PackedInfo, encode_infos, join_infos
 from envserve.text import one_line, printable
 from envserve.wire.bodies import read_values
 from envserve.wire.constants import (
@@ -31,7 +31,7 @@ from envserve.wire.constants import (
 from envserve.wire.handshake import Body, ErrorBody, Row, clip, exception_of, read
 from envserve.wire.message import Buffer
 
-__all__ = ["Report"]
+__all__ = ["ResultReport"]
 
 #: To how many bytes texts are cut, one after the other, until the report fits.
 _TEXT_BYTES: Final = (MAX_TEXT_BYTES, 1024, 256, 64)
@@ -63,7 +63,7 @@ class _FaultGroup(Struct, array_like=True):
         self.text = printable(self.text)
 
 
-class _Report(Body, frozen=True, kw_only=True):
+class _ReportBody(Body, frozen=True, kw_only=True):
     """A report on the wire: one text often concerns all rows of a worker."""
 
     infos: Raw
@@ -73,8 +73,8 @@ class _Report(Body, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """What a RESULT says beyond its rows.
+class ResultReport:
+    """The infos, faults, errors and notes of a RESULT.
 
     Attributes:
       infos: Info dict by row.
@@ -88,7 +88,7 @@ class Report:
     faults: Sequence[Fault] = ()
     errors: Mapping[int, ErrorBody] = field(default_factory=dict)
     notes: Sequence[str] = ()
-    packed_infos: Mapping[int, Packed] = field(default_factory=dict)
+    packed_infos: Mapping[int, PackedInfo] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """Returns the frame, empty if there is nothing to say."""
@@ -105,24 +105,24 @@ class Report:
         if max(len(faults), len(errors)) <= MAX_ENTRIES:
             for text_bytes in _TEXT_BYTES:
                 frame = _pack(b"\x80", faults, errors, notes, text_bytes)
-                room = Room(MAX_REPORT_BYTES - len(frame), MAX_REPORT_VALUES)
-                if room.num_bytes > 0:
-                    infos = self._encode_infos(room)
+                budget = InfoBudget(MAX_REPORT_BYTES - len(frame), MAX_REPORT_VALUES)
+                if budget.num_bytes > 0:
+                    infos = self._encode_infos(budget)
                     return _pack(infos, faults, errors, notes, text_bytes)
         merged = _merge_faults(faults), _merge_errors(errors)
         return _pack(b"\x80", *merged, notes, _MERGED_TEXT_BYTES)
 
-    def _encode_infos(self, room: Room) -> bytes:
+    def _encode_infos(self, budget: InfoBudget) -> bytes:
         if len(self.packed_infos) == len(self.infos):
-            return join_infos(self.packed_infos, self.infos, room)
-        return encode_infos(self.infos, room, room)
+            return join_infos(self.packed_infos, self.infos, budget)
+        return encode_infos(self.infos, budget, budget)
 
     @classmethod
-    def decode(cls, frame: Buffer) -> Report:
+    def decode(cls, frame: Buffer) -> ResultReport:
         """Reads a frame, of no row or block twice; raises RemoteProtocolError."""
         if not frame:
             return cls()
-        report = read(frame, _Report, "report")
+        report = read(frame, _ReportBody, "report")
         rows = _unpack_disjoint([group.rows for group in report.faults], "faults")
         blocks = _unpack_disjoint([blocks for blocks, _ in report.errors], "errors")
         return cls(
@@ -186,7 +186,7 @@ def _pack(
     notes: tuple[str, ...],
     text_bytes: int,
 ) -> bytes:
-    return _Report(
+    return _ReportBody(
         notes=tuple(clip(note, _MAX_NOTE) for note in notes),
         infos=Raw(infos),
         faults=[

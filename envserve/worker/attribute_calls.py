@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, Self
 
 from envserve.errors import CallError
-from envserve.lane import Block, Call, Fault
+from envserve.lane import Block, Call, Fault, Outcome
 from envserve.spaces import codec
 from envserve.worker.channel import MAX_CALL_BYTES
 from envserve.worker.worker_report import encode_report, fault_of, read_report
@@ -74,7 +74,7 @@ class CallTask(NamedTuple):
         """Whether an env may be another than before."""
         return self.kind in ("call", "set")
 
-    def given(self, position: int) -> tuple[list[Any], dict[str, Any]]:
+    def arguments_for(self, position: int) -> tuple[list[Any], dict[str, Any]]:
         """Returns the arguments for a row, which are its own, by its position."""
         arguments, named = codec.decode(self.arguments, max_bytes=MAX_CALL_BYTES)
         return ([arguments[position]] if self.kind == "set" else arguments), named
@@ -91,7 +91,7 @@ def answer_call(
       is_once: Whether rows that there is no room for cannot be asked anew.
     """
     values: list[bytes] = []
-    faults: list[dict[str, Any]] = []
+    faults: list[Fault] = []
     size = num_values = 0
     enough = _ENOUGH_BYTES if is_once else task.enough
     for position, row in enumerate(task.rows):
@@ -111,12 +111,12 @@ def answer_call(
         except Exception as error:
             value, fault = _NOTHING, fault_of(row, error)
             if isinstance(error, codec.CodecError):  # it says all
-                fault["text"] = str(error)
+                fault = fault._replace(text=str(error))
             faults.append(fault)
             num_values += 1
         values.append(value)
         size += len(value)
-    report = encode_report(faults, {}, (), len(task.rows), 1)
+    report = encode_report(len(task.rows), 1, faults)
     head = _LENGTH.pack(len(report)) + report + _LIST + len(values).to_bytes(4, "big")
     return b"".join([head, *values])
 
@@ -149,9 +149,11 @@ def _refuse(position: int) -> Any:
 
 
 def _use(task: CallTask, env: Any) -> Any:
-    arguments, named = task.given(-1)
+    arguments, named = task.arguments_for(-1)
     if task.kind == "set":
-        given = [codec.encode(task.given(at)[0]) for at in range(len(task.rows))]
+        given = [
+            codec.encode(task.arguments_for(at)[0]) for at in range(len(task.rows))
+        ]
         if len({*given}) > 1:
             raise ValueError("expected one value for a vector env; got several")
         return setattr(env, task.name, arguments[0])
@@ -161,11 +163,8 @@ def _use(task: CallTask, env: Any) -> Any:
     return value
 
 
-def read_answer(payload: bytes, block: Block) -> tuple[Sequence[Fault], bytes]:
-    """Reads a worker's answer.
-
-    Returns:
-      Faults, and the values, encoded.
+def read_answer(payload: bytes, block: Block) -> Outcome:
+    """Read a worker's answer, of which `result` has the values.
 
     Raises:
       ValueError: It is none of this block.
@@ -174,4 +173,5 @@ def read_answer(payload: bytes, block: Block) -> tuple[Sequence[Fault], bytes]:
     end = start + int.from_bytes(payload[:start], "little")
     if end > len(payload):
         raise ValueError(f"expected an answer to a call; got {len(payload)} bytes")
-    return read_report(payload[start:end], block, 1).faults, payload[end:]
+    outcome, _ = read_report(payload[start:end], block, 1)
+    return Outcome(block.index, faults=outcome.faults, result=payload[end:])

@@ -1,6 +1,6 @@
 """What pool and worker say to each other over a socket pair.
 
-Every frame is a header (kind, block, sequence number, payload length) and a payload
+Every message is a header (kind, block, sequence number, payload length) and a payload
 in `codec`'s encoding. A step is one header; its rows are in the slab.
 """
 
@@ -17,21 +17,25 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from envserve.errors import WorkerError
+from envserve.errors import UnknownEnv, WorkerError, WrapperError
+from envserve.settings import EnvRequest
 
 __all__ = [
     "HEADER",
     "MAX_ANSWER_BYTES",
     "MAX_CALL_BYTES",
+    "REFUSALS",
+    "BuildMessage",
     "Channel",
-    "Frame",
-    "FrameReader",
-    "Inbox",
+    "ChannelMessage",
     "Kind",
-    "pack_frame",
+    "MessageDecoder",
+    "MessageReader",
+    "pack_message",
 ]
 
 #: Kind, block, sequence number, bytes of payload.
@@ -48,7 +52,7 @@ MAX_ANSWER_BYTES: Final = MAX_CALL_BYTES + (8 << 20)
 
 
 class Kind(enum.IntEnum):
-    """Kinds of frames."""
+    """Kinds of messages."""
 
     # Pool to worker.
     BUILD = 1  # what envs to build; answered by READY or FAILED
@@ -57,34 +61,35 @@ class Kind(enum.IntEnum):
     RESET = 4  # of rows of a block; answered by DONE
     CALL = 5  # attribute access on an env; answered by DONE
     CLOSE = 6  # close the envs and exit
-    REPLAY = 14  # in place of BUILD: apply what a file holds; see `worker.play`
+    REPLAY = 14  # in place of BUILD: apply what a file holds; see `replay_worker`
     # Worker to pool.
     BUILT = 7  # one more env is built
     READY = 8  # all are; carries their spaces
     DONE = 9  # the block's rows are written
     FAILED = 10  # traceback; the worker exits, as others would if block is 1
-    PICTURE = 17  # of REPLAY: frames per second, and what the env has rendered
+    VIDEO_FRAME = 17  # of REPLAY: frames per second, and what the env has rendered
     UNKNOWN_ENV = 11  # message; the worker exits
     BAD_WRAPPER = 15  # message; the worker exits
     # Between launcher and template.
     FORK = 16  # what to import, fork or kill, and what has become of that
 
 
+#: Errors of the request, which every worker would raise; by the kind that reports them.
+REFUSALS: Final = {Kind.UNKNOWN_ENV: UnknownEnv, Kind.BAD_WRAPPER: WrapperError}
 _KINDS: Final = {int(kind): kind for kind in Kind}
-#: Longest payload of a frame, unless it is one of those below.
+#: Longest payload of a message, unless it is one of those below.
 _MAX_BYTES: Final = 64 << 20
 #: What workers say is read in the loop that serves all.
 _MAX_BYTES_OF: Final = {
     Kind.READY: 16 << 20,
     Kind.DONE: MAX_ANSWER_BYTES,
-    **dict.fromkeys([Kind.BUILT, Kind.FAILED], 128 << 10),
-    **dict.fromkeys([Kind.UNKNOWN_ENV, Kind.BAD_WRAPPER], 128 << 10),
+    **dict.fromkeys([Kind.BUILT, Kind.FAILED, *REFUSALS], 128 << 10),
 }
 _NEW: Final = tuple.__new__
 
 
-class Frame(NamedTuple):
-    """A frame that was read."""
+class ChannelMessage(NamedTuple):
+    """A message that was read."""
 
     kind: Kind
     block: int
@@ -92,28 +97,47 @@ class Frame(NamedTuple):
     payload: bytes
 
 
-def pack_frame(
+def pack_message(
     kind: int, block: int = 0, sequence: int = 0, payload: bytes = b""
 ) -> bytes:
-    """Returns the bytes of a frame."""
+    """Returns the bytes of a message."""
     return HEADER.pack(kind, block, sequence, len(payload)) + payload
 
 
-class FrameReader:
-    """Cuts a stream of bytes into frames."""
+@dataclass(frozen=True, kw_only=True)
+class BuildMessage(EnvRequest):
+    """Content of BUILD: the envs of a worker. The pool has checked all of it."""
+
+    max_infos_kib: int
+    """Limit of a row's infos in KiB."""
+    num_workers: int
+    """Number of workers of the pool."""
+    worker: int
+    """Index of this worker among them."""
+    blocks: Sequence[tuple[int, int, int]]
+    """Index, first row, and row after the last of each block."""
+    incarnations: Sequence[int]
+    """For each row of the pool, how often its env has been rebuilt before."""
+
+    def __post_init__(self) -> None:
+        """Check nothing: to resolve the types would delay every start of a worker."""
+
+
+class MessageDecoder:
+    """Cuts a stream of bytes into messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[Frame]:
-        """Returns frames that are complete now; raises WorkerError for other bytes."""
+    def feed(self, data: bytes) -> list[ChannelMessage]:
+        """Return the messages that are complete; raise WorkerError for other bytes."""
         buffer = self._buffer
         if not buffer and len(data) == HEADER.size:
             code, block, sequence, length = HEADER.unpack(data)
             if length == 0 and code in _KINDS:  # the usual case, without a call
-                return [_NEW(Frame, (_KINDS[code], block, sequence, b""))]
+                return [_NEW(ChannelMessage, (_KINDS[code], block, sequence, b""))]
         buffer += data
-        frames = []
+        messages = []
         offset = 0
         while len(buffer) - offset >= HEADER.size:
             code, block, sequence, length = HEADER.unpack_from(buffer, offset)
@@ -121,16 +145,18 @@ class FrameReader:
             limit = _MAX_BYTES if kind is None else _MAX_BYTES_OF.get(kind, _MAX_BYTES)
             if kind is None or length > limit:
                 raise WorkerError(
-                    f"expected a frame of a known kind below {limit} bytes; "
+                    f"expected a message of a known kind below {limit} bytes; "
                     f"got kind {code} of {length} bytes"
                 )
             start = offset + HEADER.size
             if len(buffer) < start + length:
                 break
             offset = start + length
-            frames.append(Frame(kind, block, sequence, bytes(buffer[start:offset])))
+            messages.append(
+                ChannelMessage(kind, block, sequence, bytes(buffer[start:offset]))
+            )
         del buffer[:offset]
-        return frames
+        return messages
 
 
 _Passed = int | socket.socket | None
@@ -161,7 +187,7 @@ class Channel:
         self.socket = end
         self.is_at_end = False
         self.unsent: deque[tuple[bytes, _Passed]] = deque()
-        self._reader = FrameReader()
+        self._reader = MessageDecoder()
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
         self._selector = selector
@@ -170,7 +196,7 @@ class Channel:
             selector.register(end, selectors.EVENT_READ, owner)
 
     def send(self, data: bytes, passed: _Passed = None) -> None:
-        """Sends frames, without waiting, and maybe a descriptor with them.
+        """Sends messages, without waiting, and maybe a descriptor with them.
 
         A socket that is passed is closed once it is sent.
         """
@@ -208,11 +234,11 @@ class Channel:
                 events |= selectors.EVENT_WRITE
             self._selector.modify(self.socket, events, self._owner)
 
-    def read(self) -> list[Frame]:
-        """Returns the frames that have come; sends what is left to.
+    def read(self) -> list[ChannelMessage]:
+        """Returns the messages that have come; sends what is left to.
 
         Raises:
-          WorkerError: What has come is no frame.
+          WorkerError: What has come is no message.
         """
         if self.unsent:
             self.flush()
@@ -254,12 +280,12 @@ class Channel:
                 self._selector.unregister(self.socket)
 
 
-class Inbox:
+class MessageReader:
     """What the pool sends, as a worker reads it.
 
     Attributes:
       fds: Descriptors that have come.
-      spin_seconds: How long to look for a frame, giving way to others, before sleeping.
+      spin_seconds: How long to poll for a message, yielding the core, before sleeping.
     """
 
     def __init__(self, channel: socket.socket) -> None:
@@ -267,9 +293,9 @@ class Inbox:
         self.spin_seconds = 0.0
         self._channel = channel
 
-    def frames(self) -> Iterator[Frame]:
-        """Yields frames until the pool closes its end."""
-        reader = FrameReader()
+    def messages(self) -> Iterator[ChannelMessage]:
+        """Yields messages until the pool closes its end."""
+        reader = MessageDecoder()
         has_slab = False
         while True:
             if has_slab:

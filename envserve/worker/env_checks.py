@@ -15,11 +15,11 @@ from gymnasium.spaces import Space
 
 from envserve.errors import SpaceError
 from envserve.settings import NonFinite
-from envserve.spaces.env_spec import Leaf, flatten
+from envserve.spaces.leaves import Leaf, flatten
 from envserve.spaces.variable_length import encode_row
 
 __all__ = [
-    "Rules",
+    "EnvChecks",
     "SpaceViolation",
     "flag_of",
     "label_of",
@@ -50,7 +50,7 @@ class SpaceViolation(Exception):
 
 
 @dataclass(frozen=True)
-class Rules:
+class EnvChecks:
     """How an env's values are taken.
 
     Attributes:
@@ -64,10 +64,11 @@ class Rules:
     notes: dict[str, str] = field(default_factory=dict)
 
     def take_notes(self) -> list[str]:
-        """Returns what is new of them; each is said once."""
+        """Return the notes that are new, each of them once."""
+        if not self.notes:
+            return []
         notes = [note for note in self.notes.values() if note]
-        if notes:
-            self.notes.update(dict.fromkeys(self.notes, ""))
+        self.notes.update(dict.fromkeys(self.notes, ""))
         return notes
 
     def check_finite(self, wanted: str, value: Any) -> None:
@@ -98,7 +99,7 @@ def label_of(leaf: Leaf) -> str:
     return f"observation {leaf.path!r}" if leaf.path else "observation"
 
 
-def leaf_array(leaf: Leaf, value: Any, rules: Rules, env_class: type) -> Array:
+def leaf_array(leaf: Leaf, value: Any, checks: EnvChecks, env_class: type) -> Array:
     """Brings a leaf's value to an array that can be written to its rows.
 
     Gymnasium's vector envs copy into arrays of the space's dtype: `SyncVectorEnv` what
@@ -109,7 +110,7 @@ def leaf_array(leaf: Leaf, value: Any, rules: Rules, env_class: type) -> Array:
     Args:
       leaf: What the space says.
       value: What the env gave. Lists and numbers have no dtype of their own.
-      rules: Whether an array may be cast; takes the note that it is.
+      checks: Whether an array may be cast; takes the note that it is.
       env_class: Whose it is.
     """
     if leaf.is_encoded:
@@ -129,7 +130,7 @@ def leaf_array(leaf: Leaf, value: Any, rules: Rules, env_class: type) -> Array:
     has_dtype = isinstance(value, np.ndarray) and bool(array.ndim)
     are_integers = dtype.kind in "iu" and leaf.dtype.kind in "iu"
     can_cast = are_integers or np.can_cast(dtype, leaf.dtype, "same_kind")
-    if not can_cast or (rules.strict_spaces and has_dtype):
+    if not can_cast or (checks.strict_spaces and has_dtype):
         hint = "cast it in the env, or declare that in its observation space"
         raise _unlike(leaf, value, array, hint)
     if are_integers and array.size:
@@ -141,8 +142,8 @@ def leaf_array(leaf: Leaf, value: Any, rules: Rules, env_class: type) -> Array:
                     f"{limits.max}; got {odd}; declare a wider dtype in the space"
                 )
     name = env_class.__name__
-    if has_dtype and name not in rules.notes:
-        rules.notes[name] = (
+    if has_dtype and name not in checks.notes:
+        checks.notes[name] = (
             f"{name} gives {label_of(leaf)} as {dtype}, and its space says "
             f"{leaf.dtype}: it is cast; do so in the env, or declare {dtype} "
             f"(strict_spaces makes it an error)"

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -19,13 +19,14 @@ import numpy as np
 from envserve.crashes.action_ring import RowRecord
 from envserve.envs.registry import make_env
 from envserve.envs.seeding import env_seed
+from envserve.settings import EnvRequest
 from envserve.slab import BEAT, Rows, next_beat
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.infos import snapshot
 from envserve.worker import step_timings
 from envserve.worker.env_checks import (
-    Rules,
+    EnvChecks,
     SpaceViolation,
     flag_of,
     label_of,
@@ -37,9 +38,8 @@ from envserve.worker.env_checks import (
 )
 from envserve.worker.rendering import render
 from envserve.worker.reset_signature import complete
-from envserve.wrappers.specs import WrapperSpec
 
-__all__ = ["EnvRow", "SpaceViolation"]
+__all__ = ["EnvRow"]
 
 Array = np.ndarray[Any, Any]
 
@@ -48,6 +48,7 @@ class EnvRow:
     """An env and the row of the slab that it writes.
 
     Attributes:
+      request: How the env is built.
       row: Row of the pool.
       env_index: Row of the whole batch, from which the seeds follow.
       incarnation: How often the env has been rebuilt, over all its processes.
@@ -55,44 +56,34 @@ class EnvRow:
       inner_env: The env without its wrappers, once built.
       is_fresh: Whether this incarnation has not been reset yet.
       attributes: Those that have been set, which the next incarnation gets too.
-      is_seeded: Whether its first reset gets a seed.
+      autoreset: See `settings.Autoreset`.
     """
 
     def __init__(
         self,
-        *,
+        request: EnvRequest,
         row: int,
-        env_index: int,
-        incarnation: int,
-        name: str,
-        kwargs: Mapping[str, Any],
-        root_seed: int,
-        is_seeded: bool = True,
-        wrappers: Sequence[WrapperSpec] = (),
-        rules: Rules | None = None,
+        incarnation: int = 0,
+        checks: EnvChecks | None = None,
     ) -> None:
-        """Only stores; `build` makes the env."""
+        """Store the arguments; `build` makes the env."""
         self.row = row
-        self.env_index = env_index
+        self.env_index = request.first_env_index + row
         self.incarnation = incarnation
-        self._name = name
-        self._kwargs = dict(kwargs)
-        self._wrappers = tuple(wrappers)
-        self._root_seed = root_seed
-        self.is_seeded = is_seeded
+        self.request = request
+        self.autoreset = request.autoreset
         self.is_fresh = True
-        self._rules = rules or Rules()
+        self._checks = checks or EnvChecks()
         self._fresh_seed: int | None = None
         self._last_seed: int | None = None
         self._beat = 0
         self._needs_reset = False
-        self._is_built = False
         self.attributes: dict[str, Any] = {}
 
     @property
     def seed(self) -> int:
         """Seed of this incarnation."""
-        return env_seed(self._root_seed, self.env_index, self.incarnation)
+        return env_seed(self.request.seed, self.env_index, self.incarnation)
 
     def forget_seed(self) -> None:
         """Has the first reset get no seed, unless one is given."""
@@ -100,14 +91,15 @@ class EnvRow:
 
     def build(self) -> EnvSpec:
         """Makes the env; its first reset will use the incarnation's seed, if any."""
-        env = make_env(self._name, self._kwargs, self._wrappers)
-        self._env = complete(env, needs_seed=self.is_seeded)
+        request = self.request
+        env = make_env(request.env_name, request.env_kwargs, request.wrappers)
+        self._env = complete(env, needs_seed=request.seeded)
         self._step_env = self._env.step
         self.inner_env = self._env.unwrapped
-        self._is_built = True
         self.is_fresh = True
-        self._fresh_seed = self.seed if self.is_seeded else None
-        spec = EnvSpec(self._name, self._env.observation_space, self._env.action_space)
+        self._fresh_seed = self.seed if request.seeded else None
+        own_spaces = self._env.observation_space, self._env.action_space
+        spec = EnvSpec(request.env_name, *own_spaces)
         self._space = spec.observation_space
         self._leaves = spec.observation_leaves
         self._only_leaf = self._only_dtype = self._only_shape = None
@@ -125,20 +117,13 @@ class EnvRow:
         for name, value in self.attributes.items():
             self._env.set_wrapper_attr(name, copy.deepcopy(value))
 
-    def attach(
-        self,
-        rows: Rows,
-        heartbeat: memoryview,
-        record: RowRecord,
-        autoreset: str = "same_step",
-    ) -> None:
+    def attach(self, rows: Rows, heartbeat: memoryview, record: RowRecord) -> None:
         """Sets where to write.
 
         Args:
           rows: Rows of the pool.
           heartbeat: What shows that it goes on, and whose env is at work; see `Slab`.
           record: Where to note what it goes through.
-          autoreset: See `settings.Autoreset`.
         """
         self._observation = rows.observation
         self._final_observation = rows.final_observation
@@ -147,8 +132,6 @@ class EnvRow:
         self._heartbeat = heartbeat
         self._beat = next_beat(self._beat, self.row)
         self.record = record
-        self._is_same_step = autoreset == "same_step"
-        self._is_next_step = autoreset == "next_step"
 
     def step(self, action: Any) -> tuple[float, bool, bool, Mapping[str, Any]]:
         """Steps the env and writes its observation.
@@ -161,7 +144,7 @@ class EnvRow:
         """
         self._beat = beat = self._beat + BEAT
         self._heartbeat[0] = beat
-        if self._needs_reset and self._is_next_step:
+        if self._needs_reset and self.autoreset == "next_step":
             return 0.0, False, False, self._begin_episode(is_autoreset=True)
         try:
             observation, reward, terminated, truncated, info = self._step_env(action)
@@ -202,8 +185,8 @@ class EnvRow:
         """Writes the last observation and the next first one; returns the info."""
         self._write(self._final_observation, observation)
         # Looked at before the next episode begins: the record is still of this one.
-        self._check_finite(reward, self._final_observation)
-        if not self._is_same_step:
+        self.check_finite(reward, self._final_observation)
+        if self.autoreset != "same_step":
             self._needs_reset = True
             self._write(self._observation, observation)
             return info
@@ -277,8 +260,8 @@ class EnvRow:
             return value(*arguments, **named)
         return value
 
-    def render(self, row: int) -> Any:
-        """Returns what the env shows; see `worker.camera`."""
+    def render(self) -> Any:
+        """Return what the env renders; see `rendering.render`."""
         return render(self._env)
 
     def step_by(self, call: Callable[..., Any]) -> None:
@@ -289,21 +272,20 @@ class EnvRow:
         self._step_env = self._env.step
 
     def close(self) -> None:
-        """Closes the env, if there is one; what it raises then is of no use."""
-        if self._is_built:
-            self._is_built = False
-            with contextlib.suppress(Exception):
-                self._env.close()
+        """Close the env, if it was built, even if it raises."""
+        with contextlib.suppress(Exception):
+            self._env.close()
 
-    def check_finite(self, reward: float = 0.0) -> None:
-        """Raises SpaceViolation for NaN or infinity in a reward, or the observation."""
-        self._check_finite(reward, self._observation)
-
-    def _check_finite(self, reward: float, target: tuple[Array, ...]) -> None:
-        check = self._rules.check_finite
+    def check_finite(
+        self, reward: float = 0.0, observation: tuple[Array, ...] = ()
+    ) -> None:
+        """Raise SpaceViolation for NaN or infinity in a reward, or the observation."""
+        check = self._checks.check_finite
         if not math.isfinite(reward):
             check("a finite reward", reward)
-        for leaf, array in zip(self._leaves, target, strict=True):
+        for leaf, array in zip(
+            self._leaves, observation or self._observation, strict=True
+        ):
             check(f"{label_of(leaf)} to be finite", array[self.row])
 
     def _write(self, target: tuple[Array, ...], observation: Any) -> None:
@@ -319,4 +301,4 @@ class EnvRow:
         values = leaf_values(self._space, observation)
         for leaf, array, value in zip(self._leaves, target, values, strict=True):
             env_class = type(self.inner_env)
-            array[self.row] = leaf_array(leaf, value, self._rules, env_class)
+            array[self.row] = leaf_array(leaf, value, self._checks, env_class)

@@ -1,9 +1,9 @@
 """Pictures of envs that somebody looks at, in shared memory behind a pool's rows.
 
 Who looks writes which rows, how large and until when. Workers read one number when
-nobody does. A row's slot holds one encoded `Picture` and its checksum: what is written
-over while it is read, or by code of an env, is no picture. Slots are few; the row that
-was wanted least of late gives its own up.
+nobody does. A row's slot holds one encoded `RenderedFrame` and its checksum: what is
+written over while it is read, or by code of an env, is no picture. Slots are few; the
+row that was wanted least of late gives its own up.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from envserve.lane import Picture
+from envserve.lane import RenderedFrame
 from envserve.slab import Layout, arrays_nbytes, map_arrays
 
 __all__ = [
     "MAX_WATCHED",
-    "PictureBoard",
+    "FrameBoard",
     "board_nbytes",
 ]
 
@@ -32,7 +32,7 @@ _SLOT_BYTES: Final = 56 << 10
 _HEAD: Final = struct.Struct("<qII")
 
 
-class PictureBoard:
+class FrameBoard:
     """Who is watched, and the latest pictures. Instants are of `time.monotonic_ns`.
 
     Attributes:
@@ -63,13 +63,13 @@ class PictureBoard:
             wanted[slot] = row, until, width
         self.until[0] = until
 
-    def show(self, slot: int, picture: Picture) -> None:
+    def write(self, slot: int, picture: RenderedFrame) -> None:
         """Puts a picture into a slot; for the row's worker."""
         data = msgspec.msgpack.encode(picture)
         head = _HEAD.pack(picture.serial, len(data), zlib.crc32(data))
         self._slots[slot].data[: _HEAD.size + len(data)] = head + data
 
-    def picture(self, row: int, known: int = 0) -> Picture | None:
+    def latest(self, row: int, known: int = 0) -> RenderedFrame | None:
         """Returns the latest picture of a row, unless its serial is known."""
         slot = self._slot_of.get(row)
         if slot is None:
@@ -80,7 +80,7 @@ class PictureBoard:
         if serial == known or zlib.crc32(data) != checksum:
             return None
         try:
-            picture = msgspec.msgpack.decode(data, type=Picture)
+            picture = msgspec.msgpack.decode(data, type=RenderedFrame)
         except ValueError:  # nobody but the env's code writes that
             return None
         return picture if picture.row == row else None

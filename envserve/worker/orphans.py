@@ -1,6 +1,6 @@
 """Processes that end with who has started them, and those that others adopt.
 
-`Orphans` reaps what processes of envs have left to this one, which adopts it: see
+`OrphanReaper` reaps what processes of envs have left to this one, which adopts it: see
 `template`. Its own children are an env's to wait for: their exit codes are known once.
 """
 
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-__all__ = ["Orphans", "children", "until_parent_ends"]
+__all__ = ["OrphanReaper", "children", "until_parent_ends"]
 
 #: What nobody has waited for within this time was adopted, most likely.
 _PATIENCE_SECONDS: Final = 60.0
@@ -21,7 +21,7 @@ _PATIENCE_SECONDS: Final = 60.0
 _EVERY: Final = 256
 
 
-class Orphans:
+class OrphanReaper:
     """Knows since when which children have ended."""
 
     def __init__(self) -> None:

@@ -14,20 +14,19 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
-from envserve.crashes.action_ring import ActionRing, ring_nbytes
-from envserve.lane import MAX_JPEG_BYTES, MAX_TEXT, Picture
-from envserve.slab import Slab, next_beat
-from envserve.spaces.env_spec import EnvSpec
+from envserve.crashes.action_ring import ActionRing
+from envserve.lane import MAX_JPEG_BYTES, MAX_TEXT, RenderedFrame
+from envserve.slab import next_beat
 from envserve.text import without_folders
-from envserve.worker.frame_board import PictureBoard
+from envserve.worker.frame_board import FrameBoard
 
-__all__ = ["Camera", "headless_settings", "jpeg_of", "render"]
+__all__ = ["FrameRenderer", "encode_jpeg", "headless_settings", "render"]
 
 #: For so many times as long as it took there is no other picture. What is loaded for a
 #: row's first one is spread, but counts no more than that.
@@ -40,39 +39,37 @@ _QUALITIES: Final = (75, 50, 25)
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 
-class Camera:
-    """Shows what is watched of a worker's rows, one row at a time.
+class _Block(Protocol):
+    rows: range
+
+    def render(self, row: int) -> Any: ...
+
+
+class FrameRenderer:
+    """Render the watched rows of a worker to the board, one row at a time.
 
     Attributes:
-      until: Its first number is 0 while nobody looks.
+      until: `until` of the board; its only number is 0 while no row is watched.
     """
 
     def __init__(
         self,
-        build: Mapping[str, Any],
-        spec: EnvSpec,
-        blocks: Mapping[int, Sequence[Any]],
-        slab: Slab,
+        board: FrameBoard,
+        worker: int,
+        heartbeat: memoryview,
         ring: ActionRing,
+        blocks: Iterable[_Block],
     ) -> None:
-        """Takes what the worker was told to build, and the envs of each block."""
-        num_envs = build["num_envs"]
-        memory = slab.extra[ring_nbytes(spec, num_envs) :]
-        self._board = PictureBoard(num_envs, build["num_workers"], memory)
-        self.until = self._board.until
-        self._worker = build["worker"]
-        self._heartbeat = slab.heartbeats[self._worker].data
+        self._board = board
+        self.until = board.until
+        self._worker = worker
+        self._heartbeat = heartbeat
         self._ring = ring
-        #: First row of the block, and the env, of each row.
-        self._rows = {
-            row: (start, blocks[index][min(row - start, len(blocks[index]) - 1)])
-            for index, start, stop in build["blocks"]
-            for row in range(start, stop)
-        }
-        self._shown_at = dict.fromkeys(self._rows, 0)
+        self._blocks = {row: block for block in blocks for row in block.rows}
+        self._shown_at = dict.fromkeys(self._blocks, 0)
         self._rests_until = 0
 
-    def look(self) -> None:
+    def render_due_row(self) -> None:
         """Shows the row that was not shown for longest, if it is time to."""
         begin, is_first = time.monotonic_ns(), False
         if begin < self._rests_until:
@@ -89,10 +86,12 @@ class Camera:
             shown_at, row, slot, width = min(due)
             is_first, self._shown_at[row] = not shown_at, begin
             jpeg, text = self._picture(row, width)
-            seed, steps = self._ring.glance(row, self._rows[row][0])
+            seed, steps = self._ring.glance(row)
             known: Any = {"row": row, "seed": seed, "episode_steps": steps}
-            picture = Picture(serial=begin, jpeg=jpeg, text=text[:MAX_TEXT], **known)
-            self._board.show(slot, picture)
+            picture = RenderedFrame(
+                serial=begin, jpeg=jpeg, text=text[:MAX_TEXT], **known
+            )
+            self._board.write(slot, picture)
         end = time.monotonic_ns()
         rest = _REST * (end - begin)
         self._rests_until = end + (min(rest, _MOST_FIRST_NS) if is_first else rest)
@@ -105,8 +104,8 @@ class Camera:
         self._heartbeat[0] = next_beat(self._heartbeat[0], row)
         ended[worker] += 1
         try:
-            frame = self._rows[row][1].render(row)
-            jpeg = jpeg_of(frame, width)
+            frame = self._blocks[row].render(row)
+            jpeg = encode_jpeg(frame, width)
         except Exception as error:
             name = type(error).__name__
             frame, jpeg = without_folders(f"render raised {name}: {error}"), b""
@@ -141,7 +140,7 @@ def _do_without_a_screen() -> None:
     os.environ.update(headless_settings(os.environ))
 
 
-def jpeg_of(frame: Any, width: int) -> bytes:
+def encode_jpeg(frame: Any, width: int) -> bytes:
     """Returns a JPEG at most so many pixels across; empty for what is no picture.
 
     Args:

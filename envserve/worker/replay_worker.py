@@ -14,13 +14,14 @@ import numpy as np
 from envserve.crashes.action_ring import RowRecord, restore_rng_state
 from envserve.crashes.repro_file import Repro, decode_repro
 from envserve.errors import EnvStartError, ReproError, VideoError
+from envserve.settings import EnvRequest
 from envserve.slab import Rows, private_heartbeat
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.variable_length import action_values
 from envserve.text import one_line
-from envserve.worker.channel import Kind, pack_frame
-from envserve.worker.env_checks import Rules
+from envserve.worker.channel import Kind, pack_message
+from envserve.worker.env_checks import EnvChecks
 from envserve.worker.env_row import EnvRow
 from envserve.worker.worker_report import fault_of
 
@@ -40,10 +41,10 @@ def run(channel: socket.socket, payload: bytes, num_filmed: int = 0) -> None:
     def on_action(number: int) -> None:
         if number and number >= first_filmed:
             channel.sendall(_picture(env))
-        channel.sendall(pack_frame(Kind.DONE, sequence=number))
+        channel.sendall(pack_message(Kind.DONE, sequence=number))
 
     env, spec = build(repro)
-    channel.sendall(pack_frame(Kind.BUILT))
+    channel.sendall(pack_message(Kind.BUILT))
     try:
         play(repro, env, spec, on_action)
         if num_filmed:
@@ -52,11 +53,11 @@ def run(channel: socket.socket, payload: bytes, num_filmed: int = 0) -> None:
         raise EnvStartError(str(error)) from None
     except Exception as error:
         fault = fault_of(0, error)
-        told = {"text": fault["text"], "is_violation": fault["violation"]}
+        told = {"text": fault.text, "is_violation": fault.is_violation}
         failure = codec.encode(told)
-        channel.sendall(pack_frame(Kind.FAILED, block=1, payload=failure))
+        channel.sendall(pack_message(Kind.FAILED, block=1, payload=failure))
     else:
-        channel.sendall(pack_frame(Kind.READY))
+        channel.sendall(pack_message(Kind.READY))
 
 
 def build(repro: Repro) -> tuple[EnvRow, EnvSpec]:
@@ -69,17 +70,18 @@ def build(repro: Repro) -> tuple[EnvRow, EnvSpec]:
         raise EnvStartError(
             "its vector env stepped other rows with it, which the file does not hold"
         )
-    env = EnvRow(
-        row=0,
-        env_index=repro.env_index,
-        incarnation=repro.played.incarnation,
-        name=repro.env_name,
-        kwargs=repro.env_kwargs,
-        root_seed=repro.root_seed,
-        is_seeded=repro.seeded,
+    request = EnvRequest(
+        env_name=repro.env_name,
+        env_kwargs=repro.env_kwargs,
+        num_envs=1,
+        seed=repro.root_seed,
+        seeded=repro.seeded,
+        first_env_index=repro.env_index,
         wrappers=repro.wrappers,
-        rules=Rules(repro.nonfinite, repro.strict_spaces),
+        autoreset=repro.autoreset,
     )
+    checks = EnvChecks(repro.nonfinite, repro.strict_spaces)
+    env = EnvRow(request, 0, repro.played.incarnation, checks)
     spec = env.build()
     _check_actions(repro, spec)
     return env, spec
@@ -94,7 +96,7 @@ def _picture(env: EnvRow) -> bytes:
     except Exception as error:
         picture = error
     if getattr(picture, "dtype", None) == np.uint8 and picture.shape[2:] == (3,):
-        return pack_frame(Kind.PICTURE, payload=codec.encode([rate, picture]))
+        return pack_message(Kind.VIDEO_FRAME, payload=codec.encode([rate, picture]))
     raise VideoError(
         f"expected render() to give a frame, uint8 [height, width, 3]; got "
         f"{one_line(repr(picture), 200)}; the env has to support "
@@ -114,8 +116,7 @@ def play(
       Exception: What the env raises, or `SpaceViolation`.
     """
     rows = Rows.allocate(spec, 1)
-    heartbeat = private_heartbeat()
-    env.attach(rows, heartbeat, RowRecord.private(), repro.autoreset)
+    env.attach(rows, private_heartbeat(), RowRecord.private())
     played = repro.played
     if played.generator is not None:
         if repro.seeded:  # else this would be by chance, and fail by chance

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -22,20 +22,33 @@ from envserve.spaces.infos import snapshot
 from envserve.worker import step_timings
 from envserve.worker.env_row import EnvRow
 
-__all__ = ["SpareRow", "reset_threads"]
+__all__ = ["ResetThreads", "SpareRow"]
 
-#: The two envs never reset themselves: their row does it.
-_OWN_AUTORESET: Final = "disabled"
 #: More would only get in the way of the stepping thread when resets need the processor.
 _MAX_THREADS: Final = 16
 #: How soon a reset that computes gives way to the stepping thread.
 _SWITCH_SECONDS: Final = 0.5e-3
 
 
-def reset_threads(num_envs: int) -> ThreadPoolExecutor:
-    """Returns threads that reset some envs of this process while it steps others."""
-    sys.setswitchinterval(_SWITCH_SECONDS)
-    return ThreadPoolExecutor(min(num_envs, _MAX_THREADS), "reset")
+class ResetThreads(ThreadPoolExecutor):
+    """Threads that reset the spare envs of a process while it steps the others."""
+
+    def __init__(self, num_envs: int) -> None:
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        super().__init__(min(num_envs, _MAX_THREADS), "reset")
+        self._resets: set[Future[Mapping[str, Any]]] = set()
+
+    def start_reset(self, env: EnvRow, seed: int | None) -> Future[Mapping[str, Any]]:
+        """Reset an env in one of the threads; the result is the info of the reset."""
+        reset = self.submit(env.reset, seed)
+        self._resets.add(reset)
+        reset.add_done_callback(self._resets.discard)
+        return reset
+
+    def close(self, timeout_seconds: float) -> None:
+        """Cancel the resets that have not begun, and wait for the others."""
+        self.shutdown(wait=False, cancel_futures=True)
+        wait([*self._resets], timeout_seconds)
 
 
 class SpareRow:
@@ -50,26 +63,24 @@ class SpareRow:
       env_index: Row of the whole batch, from which the seeds follow.
       incarnation: How often one of the envs, or both with their process, was rebuilt.
       record: What the row has been through, once attached.
-      warming: The reset of the spare, from its first to the next turn of the row.
     """
 
-    def __init__(self, make: Callable[[], EnvRow], threads: ThreadPoolExecutor) -> None:
-        """Only stores; `build` and `build_spare` make the two equal envs."""
-        self._active, self._spare = make(), make()
+    def __init__(self, active: EnvRow, spare: EnvRow, threads: ResetThreads) -> None:
+        """Take two equal rows; `build` and `build_spare` make their envs."""
+        self._active, self._spare = active, spare
         self._spare.attributes = self._active.attributes
+        # The envs do not reset themselves; their row does it.
+        self._autoreset = active.autoreset
+        active.autoreset = spare.autoreset = "disabled"
         self._threads = threads
-        self.row = self._active.row
-        self.env_index = self._active.env_index
-        self.incarnation = self._active.incarnation
-        self.warming: Future[Mapping[str, Any]] | None = None
-        self._spare_seed = spare_seed(self.seed) if self._active.is_seeded else None
+        self.row = active.row
+        self.env_index = active.env_index
+        self.incarnation = active.incarnation
+        #: The reset of the spare, from its start until the spare becomes active.
+        self._warming: Future[Mapping[str, Any]] | None = None
+        self._spare_seed = spare_seed(active.seed) if active.request.seeded else None
         self._is_over = False
         self._missed_attributes: dict[str, Any] = {}  # while the spare was away
-
-    @property
-    def seed(self) -> int:
-        """Seed of this incarnation."""
-        return self._active.seed
 
     @property
     def is_fresh(self) -> bool:
@@ -97,33 +108,25 @@ class SpareRow:
         self._active.rebuild()
         self.incarnation = self._active.incarnation
 
-    def attach(
-        self,
-        rows: Rows,
-        heartbeat: memoryview,
-        record: RowRecord,
-        autoreset: str = "same_step",
-    ) -> None:
+    def attach(self, rows: Rows, heartbeat: memoryview, record: RowRecord) -> None:
         """Sets where to write; see `EnvRow.attach`."""
         self._rows = rows
         self._heartbeat = heartbeat
         self.record = record
         self._warm_record = RowRecord.private()
-        self._is_same_step = autoreset == "same_step"
-        self._is_next_step = autoreset == "next_step"
         self._warm_rows = Rows.allocate(self._spec, 1)
         self._warm_heartbeat = private_heartbeat()
-        self._active.attach(rows, heartbeat, record, _OWN_AUTORESET)
+        self._active.attach(rows, heartbeat, record)
 
     def step(self, action: Any) -> tuple[float, bool, bool, Mapping[str, Any]]:
         """Steps the active env; see `EnvRow.step`."""
-        if self._is_over and self._is_next_step:
+        if self._is_over and self._autoreset == "next_step":
             return 0.0, False, False, self.reset(None)
         reward, terminated, truncated, info = self._active.step(action)
         if not (terminated or truncated):
             return reward, terminated, truncated, info
         self._is_over = True
-        if self._is_same_step:
+        if self._autoreset == "same_step":
             info = snapshot(info)
             reset_info = self.reset(None)
             if reset_info or "reset_info" in info:
@@ -143,12 +146,12 @@ class SpareRow:
             info = self._take_turns()
         else:
             is_turn = seed is not None or not self.is_fresh
-            if is_turn and self.warming is not None:
-                self._take_spare(self.warming)
+            if is_turn and self._warming is not None:
+                self._take_spare(self._warming)
             if seed is not None:
                 self._spare_seed = spare_seed(seed)
             info = self._active.reset(seed, options)
-        if self.warming is None:
+        if self._warming is None:
             self._warm_spare()
         return info
 
@@ -168,19 +171,19 @@ class SpareRow:
             return self._active.call(kind, name, arguments, named)
         value = copy.deepcopy(arguments[0])
         self._active.call("set", name, arguments)
-        if self.warming is None:
+        if self._warming is None:
             self._set_attributes(self._spare, {name: value})
         else:
             self._missed_attributes[name] = value
 
-    def render(self, row: int) -> Any:
-        """Returns what the active env shows."""
-        return self._active.render(row)
+    def render(self) -> Any:
+        """Return what the active env renders."""
+        return self._active.render()
 
     def close(self) -> None:
         """Closes both envs, except one that a thread has not given back."""
         self._active.close()
-        if self.warming is None or self.warming.done():
+        if self._warming is None or self._warming.done():
             self._spare.close()
 
     def check_finite(self, reward: float = 0.0) -> None:
@@ -189,9 +192,9 @@ class SpareRow:
 
     def _take_turns(self) -> Mapping[str, Any]:
         """Begins the episode that the spare has been made ready for."""
-        assert self.warming is not None, "it begins with the first reset of the row"
+        assert self._warming is not None, "it begins with the first reset of the row"
         is_stale = bool(self._missed_attributes)
-        info = self._take_spare(self.warming)
+        info = self._take_spare(self._warming)
         if is_stale:
             return self._active.reset(None)
         for target, warm in zip(
@@ -207,7 +210,7 @@ class SpareRow:
           Exception: Whatever that reset has raised. The env is active nevertheless, and
             is to be rebuilt.
         """
-        self.warming = None
+        self._warming = None
         self._active, self._spare = self._spare, self._active
         missed, self._missed_attributes = self._missed_attributes, {}
         self._heartbeat[0] = next_beat(self._heartbeat[0], self.row)
@@ -218,9 +221,7 @@ class SpareRow:
         finally:
             step_timings.move(self._warm_heartbeat, self._heartbeat)
             self._active.row = self.row
-            self._active.attach(
-                self._rows, self._heartbeat, self.record, _OWN_AUTORESET
-            )
+            self._active.attach(self._rows, self._heartbeat, self.record)
             self.record.adopt(self._warm_record, self.incarnation)
         self._heartbeat[1] = 0
         self._set_attributes(self._active, missed)
@@ -229,11 +230,9 @@ class SpareRow:
     def _warm_spare(self) -> None:
         """Hands the spare to a thread, which resets it."""
         self._spare.row = 0
-        self._spare.attach(
-            self._warm_rows, self._warm_heartbeat, self._warm_record, _OWN_AUTORESET
-        )
+        self._spare.attach(self._warm_rows, self._warm_heartbeat, self._warm_record)
         seed, self._spare_seed = self._spare_seed, None
-        self.warming = self._threads.submit(self._spare.reset, seed)
+        self._warming = self._threads.start_reset(self._spare, seed)
 
     def _set_attributes(self, env: EnvRow, attributes: Mapping[str, Any]) -> None:
         for name, value in attributes.items():

@@ -85,11 +85,11 @@ class StderrPipes:
             return False
         return True
 
-    def end(self, worker: int, *, is_told: bool = False) -> bytes:
+    def end(self, worker: int, *, is_reported: bool = False) -> bytes:
         """Returns the end of what a worker has written that is no more.
 
         A process that it has left behind may still write; that is passed on as well.
-        A stack at its end is not if it `is_told` by who gets this.
+        A stack at its end is not passed on if the caller reports it (`is_reported`).
         """
         for read_fd in [fd for fd, owner in self._workers.items() if owner == worker]:
             for _ in range(_MAX_LAST_READS):
@@ -100,7 +100,7 @@ class StderrPipes:
                 self._keep_stack(worker, self._held[read_fd])
                 self._let_go(read_fd)
         stack = self._stacks.pop(worker, b"")
-        if stack and not is_told:
+        if stack and not is_reported:
             self._pass_on(stack)
         return bytes(self._tails.pop(worker, b""))
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from envserve.spaces import codec
-from envserve.worker.channel import FrameReader, Kind, pack_frame
+from envserve.worker.channel import Kind, MessageDecoder, pack_message
 from envserve.worker.orphans import children
 from envserve.worker.stderr_pipes import StderrPipes
 
@@ -67,7 +67,7 @@ class _Template:
         self._wakeup_writer = wakeup_writer
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wakeup_writer.fileno(), warn_on_full_buffer=False)
-        self._reader = FrameReader()
+        self._reader = MessageDecoder()
         self._fds: list[int] = []
         self._import_error = ""
         self._workers: dict[int, int] = {}  # process id by request
@@ -158,8 +158,8 @@ class _Template:
         except ConnectionError:
             return False
         self._fds += fds
-        for frame in self._reader.feed(data):
-            message = codec.decode(frame.payload)
+        for received in self._reader.feed(data):
+            message = codec.decode(received.payload)
             if "import" in message:
                 self._import(message["import"], message["preload"])
                 self._helpers = {*_children()}
@@ -281,13 +281,13 @@ class _Template:
             (request,) = [k for k, v in self._workers.items() if v == pid]
             del self._workers[request]
             code = os.waitstatus_to_exitcode(status)
-            tail = self._pipes.end(request, is_told=code != 0)
+            tail = self._pipes.end(request, is_reported=code != 0)
             self._report({"pid": pid, "exit": code, "stderr": tail})
 
     def _report(self, message: dict[str, Any]) -> None:
         # A closed owner is noticed by the next read.
         with contextlib.suppress(OSError):
-            self._owner.sendall(pack_frame(Kind.FORK, payload=codec.encode(message)))
+            self._owner.sendall(pack_message(Kind.FORK, payload=codec.encode(message)))
 
 
 def _be_first_to_go() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -22,6 +22,7 @@ from envserve.crashes.action_ring import ActionRing
 from envserve.envs.registry import spec_of
 from envserve.envs.seeding import env_seed
 from envserve.errors import EnvStartError, UnknownEnv
+from envserve.lane import Fault
 from envserve.slab import Rows, Status, next_beat
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
@@ -29,8 +30,9 @@ from envserve.spaces.infos import snapshot
 from envserve.spaces.leaves import unflatten
 from envserve.worker import step_timings
 from envserve.worker.attribute_calls import CallTask, answer_call_of_all
+from envserve.worker.channel import BuildMessage
 from envserve.worker.env_checks import (
-    Rules,
+    EnvChecks,
     SpaceViolation,
     label_of,
     leaf_array,
@@ -54,40 +56,35 @@ _FINAL: Final = frozenset({"final_obs", "final_info", "_final_obs", "_final_info
 
 
 class VectorBlock:
-    """The rows of a block, and the vector env that plays them.
+    """The rows of a block, and the vector env that steps all of them in one call.
 
     Attributes:
-      row: The first row.
-      env_index: That of the whole batch.
+      rows: Rows of the pool.
     """
 
-    def __init__(
-        self, build: Mapping[str, Any], rows: range, rules: Rules, incarnation: int
-    ) -> None:
-        """Only stores; `build` makes the vector env."""
-        self._config = build
-        self._numbers = rows
-        self.row = rows.start
-        self.env_index = build["first_env_index"] + rows.start
-        self._rules = rules
+    def __init__(self, config: BuildMessage, rows: range, checks: EnvChecks) -> None:
+        """Store the arguments; `build` makes the vector env."""
+        self.rows = rows
+        self._config = config
+        self._checks = checks
+        self._report = partial(encode_report, len(rows), config.max_infos_kib)
         self._all = np.ones(len(rows), np.bool_)
-        self._incarnation = incarnation
+        self._incarnation = config.incarnations[rows.start]
         self._beat = 0
 
     @property
-    def seed(self) -> int | None:
-        """Seed of the first row."""
-        return self._seeds[0]
-
-    @property
     def _seeds(self) -> list[int | None]:
-        root, first = self._config["seed"], self._config["first_env_index"]
-        return [env_seed(root, first + n, self._incarnation) for n in self._numbers]
+        root, first = self._config.seed, self._config.first_env_index
+        return [env_seed(root, first + n, self._incarnation) for n in self.rows]
 
-    def build(self) -> EnvSpec:
-        """Makes the vector env; its first reset will use this incarnation's seeds."""
-        name, autoreset = self._config["env_name"], self._config["autoreset"]
-        env = self._env = _make(self._config, len(self._numbers))
+    def build(self) -> Iterator[tuple[int, EnvSpec]]:
+        """Make the vector env; yield the index and the spaces of its first env."""
+        yield self._config.first_env_index + self.rows.start, self._make_env()
+
+    def _make_env(self) -> EnvSpec:
+        """Make the vector env; its first reset will use the incarnation's seeds."""
+        name, autoreset = self._config.env_name, self._config.autoreset
+        env = self._env = _make(self._config, len(self.rows))
         mode = AutoresetMode(env.metadata.get("autoreset_mode"))
         self._takes_mask = env.metadata.get("reset_mask", mode.name == "DISABLED")
         self._has_final = mode.name == "SAME_STEP"
@@ -111,12 +108,12 @@ class VectorBlock:
 
     def attach(self, rows: Rows, heartbeat: memoryview, ring: ActionRing) -> None:
         """Sets where to write."""
-        start, stop = self._numbers.start, self._numbers.stop
-        mine = self._rows = rows.at(slice(start, stop))
-        self._observed = [*zip(mine.final_observation, mine.observation, strict=True)]
+        start, stop = self.rows.start, self.rows.stop
+        block = self._block = rows.at(slice(start, stop))
+        self._observed = [*zip(block.final_observation, block.observation, strict=True)]
         self._heartbeat = heartbeat
         self._note_step = partial(ring.note_step, rows.action, start, stop)
-        self._records = [ring.row(number, start) for number in self._numbers]
+        self._records = [ring.row(number) for number in self.rows]
 
     def close(self) -> None:
         """Closes the env; what it raises then is of no use."""
@@ -127,22 +124,17 @@ class VectorBlock:
         """Steps all rows with the actions in the slab; returns the report."""
         began_at = step_timings.begin(self._heartbeat)
         self._note_step()
-        self._rows.status[...] = Status.OK
+        self._block.status[...] = Status.OK
+        faults, infos = [], {}
         try:
-            return self._report(self._step())
+            infos = self._step()
         except Exception as error:
-            return self._report({}, self._recover(error))
-        finally:
-            step_timings.note_step(self._heartbeat, began_at, len(self._numbers))
-
-    def _report(
-        self, infos: dict[int, _Infos], faults: Sequence[dict[str, Any]] = ()
-    ) -> bytes:
-        limit, notes = self._config["max_infos_kib"], self._rules.take_notes()
-        return encode_report([*faults], infos, (), len(self._numbers), limit, notes)
+            faults = self._recover(error)
+        step_timings.note_step(self._heartbeat, began_at, len(self.rows))
+        return self._report(faults, infos, self._checks.take_notes())
 
     def _step(self) -> dict[int, _Infos]:
-        rows, spec = self._rows, self._spec
+        rows, spec = self._block, self._spec
         actions = [array.copy() for array in rows.action]  # envs may keep them
         self._note_call(is_slow=False)
         results = self._env.step(unflatten(spec.action_space, actions))
@@ -180,8 +172,8 @@ class VectorBlock:
         self, infos: _Infos, ended: Array, begun: _Infos
     ) -> dict[int, _Infos]:
         """Takes apart the infos that are asked for: of a step, of resets in it."""
-        wanted = {"all": self._all, "episode_end": ended}.get(self._config["infos"])
-        finals, size = infos.get("final_info", {}), len(self._numbers)
+        wanted = {"all": self._all, "episode_end": ended}.get(self._config.infos)
+        finals, size = infos.get("final_info", {}), len(self.rows)
         infos = {key: infos[key] for key in infos if key not in _FINAL}
         by_row: dict[int, _Infos] = {}
         for row in [] if wanted is None else wanted.nonzero()[0].tolist():
@@ -191,18 +183,18 @@ class VectorBlock:
             if ended[row] and (reset_info or "reset_info" in info):
                 info["reset_info"] = reset_info
             if info:
-                by_row[self._numbers[row]] = info
+                by_row[self.rows[row]] = info
         return by_row
 
     def reset(self, payload: bytes) -> bytes:
         """Resets some rows, or all; returns the report."""
         request = codec.decode(payload) if payload else {}
-        numbers = request.get("rows") or [*self._numbers]
+        numbers = request.get("rows") or [*self.rows]
         given, options = request.get("seeds"), request.get("options", b"")
         known = dict(zip(numbers, given or [None] * len(numbers), strict=True))
-        seeds = [known.get(n) for n in self._numbers] if given else None
-        mask = np.isin(self._numbers, numbers)
-        rows, faults, infos = self._rows, [], _NO_INFOS
+        seeds = [known.get(n) for n in self.rows] if given else None
+        mask = np.isin(self.rows, numbers)
+        rows, faults, infos = self._block, [], _NO_INFOS
         try:
             infos = self._reset(seeds, mask, options)
         except Exception as error:
@@ -212,11 +204,11 @@ class VectorBlock:
         rows.reward[mask] = 0.0
         rows.terminated[mask] = rows.truncated[mask] = False
         rows.status[mask] = Status.OK
-        if faults or not infos or self._config["infos"] != "all":
-            return self._report({}, faults)
-        start, size = self._numbers.start, len(self._numbers)
-        each = ((n, _info_of(infos, n - start, size)) for n in numbers)
-        return self._report({number: info for number, info in each if info})
+        start, size = self.rows.start, len(self.rows)
+        reported = numbers if infos and self._config.infos == "all" else ()
+        each = ((row, _info_of(infos, row - start, size)) for row in reported)
+        by_row = {row: info for row, info in each if info}
+        return self._report(faults, by_row, self._checks.take_notes())
 
     def _reset(self, seeds: _Seeds | None, mask: Array, options: bytes = b"") -> _Infos:
         """Resets some rows and writes their first observations; returns the infos.
@@ -227,7 +219,7 @@ class VectorBlock:
           options: See `lane.Reset`.
         """
         if self._is_fresh:
-            if self._config["seeded"]:
+            if self._config.seeded:
                 triples = zip(mask, seeds or self._seeds, self._seeds, strict=True)
                 seeds = [given if chosen else own for chosen, given, own in triples]
             mask = self._all
@@ -249,7 +241,7 @@ class VectorBlock:
         began_at = step_timings.begin()
         result = self._env.reset(seed=seed, options=own_options or None)
         step_timings.note_resets(self._heartbeat, began_at, int(mask.sum()))
-        self._write(self._rows.observation, result[0], mask)
+        self._write(self._block.observation, result[0], mask)
         self._heartbeat[1] = 0
         infos: _Infos = result[1]
         return infos
@@ -266,27 +258,29 @@ class VectorBlock:
                 record.begin(None, *given, is_autoreset=is_auto)
 
     def _note_call(self, *, is_slow: bool) -> None:
-        self._beat = self._heartbeat[0] = next_beat(self._beat, self._numbers.start)
+        self._beat = self._heartbeat[0] = next_beat(self._beat, self.rows.start)
         self._heartbeat[1] = int(is_slow)
 
-    def _recover(self, error: Exception) -> list[dict[str, Any]]:
-        """Replaces the env, as `worker.process` does a single one that failed."""
-        faults = _faults(error, self._numbers)
+    def _recover(self, error: Exception) -> list[Fault]:
+        """Replace the vector env that failed; see `EnvBlock`."""
+        first = fault_of(self.rows.start, error)
+        brief = first.text.strip().rpartition("\n")[2][:_MAX_BRIEF]
+        others = (first._replace(env_index=n, text=brief) for n in self.rows[1:])
         for final, last in self._observed:
             final[...] = 0 if isinstance(error, SpaceViolation) else last
-        self._rows.status[...] = Status.PENDING
+        self._block.status[...] = Status.PENDING
         for record in self._records:
             record.keep_failed()
         self._note_call(is_slow=True)
         self.close()
         self._incarnation += 1
-        self.build()
+        self._make_env()
         self._reset(None, self._all)
-        return faults
+        return [first, *others]
 
     def render(self, row: int) -> Any:
         """Returns what one of the envs shows; all of them draw."""
-        return render(self._env)[row - self.row]
+        return render(self._env)[row - self.rows.start]
 
     def call(self, payload: bytes) -> bytes:
         """Uses an attribute of the env's; of a tuple, a row gets its own."""
@@ -294,7 +288,7 @@ class VectorBlock:
         self._note_call(is_slow=True)
         for record in self._records if task.changes_env else ():
             record.touch()
-        answer = answer_call_of_all(task, self._env, self._numbers)
+        answer = answer_call_of_all(task, self._env, self.rows)
         self._heartbeat[1] = 0
         return answer
 
@@ -307,11 +301,11 @@ class VectorBlock:
         for leaf, array, value in zip(
             self._spec.observation_leaves, target, values, strict=True
         ):
-            if mask is not None and len(value) == len(self._numbers):
+            if mask is not None and len(value) == len(self.rows):
                 value = np.asarray(value)[mask]
-            count = len(self._numbers) if mask is None else int(mask.sum())
+            count = len(self.rows) if mask is None else int(mask.sum())
             leaf_of_all = replace(leaf, shape=(count, *leaf.shape))
-            checked = leaf_array(leaf_of_all, value, self._rules, env_class)
+            checked = leaf_array(leaf_of_all, value, self._checks, env_class)
             self._put(label_of(leaf), array, checked, mask)
 
     def _put(
@@ -321,27 +315,20 @@ class VectorBlock:
             with np.errstate(all="ignore"):  # a sum that is finite has finite terms
                 total = array.sum()
             if not np.isfinite(total):
-                self._rules.check_finite(f"{label} to be finite", array)
+                self._checks.check_finite(f"{label} to be finite", array)
         target[... if mask is None else mask] = array
 
 
-def _make(config: Mapping[str, Any], num_envs: int) -> Any:
+def _make(config: BuildMessage, num_envs: int) -> Any:
     for setting in ("wrappers", "spare_envs"):
-        if config[setting]:
+        if getattr(config, setting):
             raise EnvStartError(f"expected no {setting} with a vector env; got some")
-    name = config["env_name"]
+    name = config.env_name
     known = spec_of(name)
     if known.vector_entry_point is None:
         raise UnknownEnv(f"no env named {name!r} has a vector_entry_point")
-    mode, kwargs = "vector_entry_point", config["env_kwargs"]
+    mode, kwargs = "vector_entry_point", config.env_kwargs
     return gymnasium.make_vec(known, num_envs, vectorization_mode=mode, **kwargs)
-
-
-def _faults(error: Exception, numbers: Sequence[int]) -> list[dict[str, Any]]:
-    """Says of rows what has failed: of the first at length, of the others in brief."""
-    first = fault_of(numbers[0], error)
-    brief = first["text"].strip().rpartition("\n")[2][:_MAX_BRIEF]
-    return [first, *({**first, "row": row, "text": brief} for row in numbers[1:])]
 
 
 def _info_of(infos: _Infos, row: int, size: int) -> dict[str, Any]:

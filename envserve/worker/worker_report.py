@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
 
 from envserve.errors import SpaceError
-from envserve.lane import Block, Fault
+from envserve.lane import Block, Fault, Outcome
 from envserve.slab import Status
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec, describe, restore
-from envserve.spaces.infos import Packed, Room, encode_infos
+from envserve.spaces.infos import InfoBudget, PackedInfo, encode_infos
 from envserve.text import one_line
 from envserve.worker.env_checks import SpaceViolation
 
 __all__ = [
-    "Report",
+    "WorkerReport",
     "encode_report",
     "encode_spaces",
     "fault_of",
@@ -82,47 +82,28 @@ def read_spaces(payload: bytes, env_name: str) -> EnvSpec:
     return EnvSpec(env_name, *both)
 
 
-@dataclass(frozen=True)
-class Report:
-    """What a worker says of an operation besides the rows.
+class WorkerReport(msgspec.Struct):
+    """What a worker reports of an operation, beside the rows.
 
     Attributes:
-      faults: Rows that failed.
-      infos: Info dicts by row.
-      rebuilt: Rows whose env is another one now.
-      notes: What is to be said once about the envs.
-      packed_infos: The infos as they came.
+      faults: Faults of rows, whose envs were rebuilt after them.
+      rebuilt: Rows whose envs were rebuilt for another reason.
+      infos: Encoded info dicts by row.
+      notes: Warnings about the envs.
     """
 
-    faults: Sequence[Fault] = ()
-    infos: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    rebuilt: Sequence[int] = ()
-    notes: Sequence[str] = ()
-    packed_infos: Mapping[int, Packed] = field(default_factory=dict)
-
-
-class _Fault(msgspec.Struct):
-    row: int
-    status: Status
-    text: str
-    violation: bool
-
-
-class _Told(msgspec.Struct):
-    """What `encode_report` has made."""
-
-    faults: list[_Fault]
+    faults: list[Fault]
     rebuilt: list[int]
     infos: dict[int, msgspec.Raw]
     notes: list[str]
 
 
-def max_infos(num_rows: int, max_infos_kib: int) -> tuple[Room, Room]:
+def max_infos(num_rows: int, max_infos_kib: int) -> tuple[InfoBudget, InfoBudget]:
     """Returns what the infos of a row, and of so many rows, may take."""
     num_bytes, num_values = max_infos_kib << 10, max_infos_kib * _VALUES_PER_KIB
     total = min(min(num_rows, _FULL_ROWS) * num_bytes, _MAX_INFOS)
     total_values = num_values + num_rows * _INFO_VALUES
-    return Room(num_bytes, num_values), Room(total, total_values)
+    return InfoBudget(num_bytes, num_values), InfoBudget(total, total_values)
 
 
 def max_report(num_rows: int, max_infos_kib: int) -> int:
@@ -132,58 +113,60 @@ def max_report(num_rows: int, max_infos_kib: int) -> int:
     return num_bytes + 4 * _MAX_NOTES * _MAX_NOTE
 
 
-def read_report(payload: bytes, block: Block, max_infos_kib: int) -> Report:
-    """Reads the payload of a DONE, unless it is so long that reading takes long.
+def read_report(
+    payload: bytes, block: Block, max_infos_kib: int
+) -> tuple[Outcome, Sequence[int]]:
+    """Read the payload of a DONE, unless it is so long that reading takes long.
+
+    Returns:
+      The outcome of the operation, and the rows whose envs were rebuilt.
 
     Raises:
       ValueError: It is no report on rows of this block.
     """
     if not payload:
-        return Report()
-    rows = range(block.start, block.stop)
+        return Outcome(block.index), ()
+    rows = block.rows
     _, room = max_infos(len(rows), max_infos_kib)
     if len(payload) > max_report(len(rows), max_infos_kib):
         raise ValueError(f"{len(payload)} bytes are too many for {len(rows)} rows")
     try:
-        told = msgspec.msgpack.decode(payload, type=_Told)
+        report = msgspec.msgpack.decode(payload, type=WorkerReport)
         packed, left, infos = {}, room.num_values, {}
-        for row, raw in told.infos.items():
+        for row, raw in report.infos.items():
             encoded = bytes(raw)
             num_values = codec.check(encoded, left)
             left -= num_values
-            packed[row] = Packed(encoded, num_values)
+            packed[row] = PackedInfo(encoded, num_values)
             infos[row] = codec.unpack(encoded)
     except (msgspec.MsgspecError, codec.CodecError, RecursionError) as error:
         raise ValueError(repr(error)) from None
     if any(type(info) is not dict for info in infos.values()):
         raise ValueError("expected a dict for each row's info")
-    faults = [Fault(f.row, f.status, f.text, f.violation) for f in told.faults]
-    failed = {fault.row for fault in told.faults}
-    if len(failed) < len(faults):
+    failed = {fault.env_index for fault in report.faults}
+    if len(failed) < len(report.faults):
         raise ValueError("expected at most one fault of a row")
-    rebuilt = [*told.rebuilt, *failed]
+    rebuilt = [*report.rebuilt, *failed]
     if len(rebuilt) > _MOST_REBUILT * len(rows):
         raise ValueError(f"{len(rebuilt)} envs of {len(rows)} rows were rebuilt")
     if strangers := {*rebuilt, *infos} - {*rows}:
         raise ValueError(f"rows {strangers} are not of block {block.index}")
-    notes = [one_line(note, _MAX_NOTE) for note in told.notes[:_MAX_NOTES]]
-    return Report(faults, infos, rebuilt, notes, packed)
+    notes = [one_line(note, _MAX_NOTE) for note in report.notes[:_MAX_NOTES]]
+    outcome = Outcome(
+        block.index, infos, report.faults, notes=notes, packed_infos=packed
+    )
+    return outcome, rebuilt
 
 
-def fault_of(row: int, error: Exception) -> dict[str, Any]:
-    """Returns what a report says of a row whose env has raised this."""
+def fault_of(row: int, error: Exception) -> Fault:
+    """Return the fault of a row whose env has raised an error."""
     if isinstance(error, SpaceViolation):
         text, is_violation = str(error), not error.is_masked
     else:  # the traceback from the frame below the one that caught it
         inner = error.__traceback__.tb_next if error.__traceback__ else None
         text = "".join(traceback.format_exception(type(error), error, inner))
         is_violation = False
-    return {
-        "row": row,
-        "status": int(Status.ENV_ERROR),
-        "text": sendable(text),
-        "violation": is_violation,
-    }
+    return Fault(row, Status.ENV_ERROR, sendable(text), is_violation)
 
 
 def sendable(text: str) -> str:
@@ -192,22 +175,23 @@ def sendable(text: str) -> str:
 
 
 def encode_report(
-    faults: list[dict[str, Any]],
-    infos: dict[int, Mapping[str, Any]],
-    rebuilt: Sequence[int],
     num_rows: int,
     max_infos_kib: int,
+    faults: Sequence[Fault] = (),
+    infos: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
     notes: Sequence[str] = (),
+    rebuilt: Sequence[int] = (),
 ) -> bytes:
     """Encodes what goes beside the rows; nothing at all in the usual case."""
     if not faults and not infos and not rebuilt and not notes:
         return b""
-    left = _MAX_TEXTS
-    shortest = sorted(faults, key=lambda fault: len(fault["text"]))
-    for number, fault in enumerate(shortest):
-        kept = max(_MIN_TEXT, left // (len(faults) - number))
-        fault["text"] = fault["text"].encode()[-kept:].decode(errors="ignore")
-        left -= len(fault["text"].encode())
+    left, cut = _MAX_TEXTS, [*faults]
+    shortest = sorted(range(len(cut)), key=lambda index: len(cut[index].text))
+    for number, index in enumerate(shortest):
+        kept = max(_MIN_TEXT, left // (len(cut) - number))
+        text = cut[index].text.encode()[-kept:].decode(errors="ignore")
+        cut[index] = cut[index]._replace(text=text)
+        left -= len(text.encode())
     encoded = encode_infos(infos, *max_infos(num_rows, max_infos_kib))
-    report = {"faults": faults, "rebuilt": rebuilt, "infos": msgspec.Raw(encoded)}
+    report = {"faults": cut, "rebuilt": rebuilt, "infos": msgspec.Raw(encoded)}
     return msgspec.msgpack.encode({**report, "notes": notes[:_MAX_NOTES]})

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from envserve.envs.user_envs import absolute, name_of
-from envserve.settings import num_cores
+from envserve.host_resources import num_cores
 from ppo.cli.options import place_of
 from ppo.cli.progress import Screen
 from ppo.config.config import Config

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import typer
 
-from envserve.settings import num_cores
+from envserve.host_resources import num_cores
 from envserve.worker.orphans import until_parent_ends
 from ppo.cli.progress import Screen
 from ppo.cli.run_setup import Plan

@@ -334,10 +334,12 @@ class Watchers(contextlib.ExitStack):
         """Let others look from now on; `env` is what the run trains on."""
         self._env = env
         if self._has_page:
-            from envserve.monitoring.local_status_server import Lookout
+            from envserve.monitoring.local_status_server import LocalStatusServer
             from envserve.monitoring.page.serve import page_process
 
-            servers = plan.place.addresses or [self.enter_context(Lookout(env)).address]
+            servers = plan.place.addresses or [
+                self.enter_context(LocalStatusServer(env)).address
+            ]
             run, insecure = plan.run_folder.path, plan.config.insecure
             process, url = page_process(servers, run, insecure=insecure)
             self.enter_context(process)

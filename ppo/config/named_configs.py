@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from envserve.envs.user_envs import is_own
+from envserve.envs.user_envs import is_user_env
 from ppo.config.config import Config
 from ppo.errors import ConfigError, suggestion
 
@@ -210,7 +210,7 @@ and over seeds; docs/scores.md says more. Empty where it was not measured."""
 
 def is_env(name: str) -> bool:
     """Whether a name is that of an env: registered, `MODULE:NAME` or `FILE.py:NAME`."""
-    if is_own(name):
+    if is_user_env(name):
         return ":" in name
     return re.search(r"-v\d+$", name) is not None
 

@@ -15,19 +15,18 @@ def counting(name: str, log: Path) -> Iterator[Measure]:
     """Measures 1, 2, 3, ...; writes down every measurement, and its end."""
     count = 0
 
+    def write(line: str) -> None:
+        with log.open("a") as file:
+            file.write(f"{line}\n")
+
     def measure() -> Mapping[str, float]:
         nonlocal count
         count += 1
-        write(log, name)
-        return {"value": float(count)}
+        write(name)
+        return {"value": float(count), "pid": float(os.getpid())}
 
     yield measure
-    write(log, f"end of {name}")
-
-
-@contextlib.contextmanager
-def telling_its_pid() -> Iterator[Measure]:
-    yield lambda: {"pid": float(os.getpid())}
+    write(f"end of {name}")
 
 
 @contextlib.contextmanager
@@ -37,15 +36,5 @@ def raising(error: Exception) -> Iterator[Measure]:
 
 
 @contextlib.contextmanager
-def failing_to_measure() -> Iterator[Measure]:
-    yield lambda: {"value": 1 / 0}
-
-
-@contextlib.contextmanager
 def dying() -> Iterator[Measure]:
     yield lambda: os._exit(7)
-
-
-def write(log: Path, line: str) -> None:
-    with log.open("a") as file:
-        file.write(f"{line}\n")

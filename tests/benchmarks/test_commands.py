@@ -19,7 +19,7 @@ from benchmarks.lab.processes import proportional_set_bytes, with_descendants
 from benchmarks.learning.goal import learning_sb3
 from benchmarks.learning.train import training_sb3
 from envserve.bench.interleaved import MICROSECONDS, SPEED, THREAD
-from envserve.bench.workload import Load
+from envserve.bench.workload import Workload
 from ppo.config import Config
 from tests.benchmarks.conftest import Bench
 
@@ -117,9 +117,17 @@ def test_memory_counts_a_process_and_what_it_has_started() -> None:
 @pytest.mark.parametrize(
     ("opener", "arguments", "module"),
     [
-        (peers.sb3_subprocess, (Load("CartPole-v1", 1, 1, 0.01),), "stable_baselines3"),
-        (peers.tianshou_shared_memory, (Load("CartPole-v1", 1, 1, 0.01),), "tianshou"),
-        (peers.envpool, (Load("CartPole-v1", 1, 1, 0.01),), "envpool"),
+        (
+            peers.sb3_subprocess,
+            (Workload("CartPole-v1", 1, 1, 0.01),),
+            "stable_baselines3",
+        ),
+        (
+            peers.tianshou_shared_memory,
+            (Workload("CartPole-v1", 1, 1, 0.01),),
+            "tianshou",
+        ),
+        (peers.envpool, (Workload("CartPole-v1", 1, 1, 0.01),), "envpool"),
         (learning_sb3, ("cartpole", 475.0, 1000), "torch"),
         (training_sb3, (Config(env_name="CartPole-v1"), 1, "SubprocVecEnv"), "torch"),
         (training_sb3, (Config(env_name="CartPole-v1"), 1, "DummyVecEnv"), "torch"),

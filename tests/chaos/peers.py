@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.cases.peers import sb3_vec_env
 from benchmarks.harness import Skip
 from benchmarks.lab.processes import kill_all, with_descendants
-from envserve.bench.workload import Load
+from envserve.bench.workload import Workload
 from envserve.client import BatchEnv
 from envserve.pool.pool import Pool
 from tests.chaos.isolated import DidNotEnd, run_isolated
@@ -43,7 +43,7 @@ _PATIENCE_SECONDS: Final = 0.2
 _GIVE_UP_SECONDS: Final = 20.0
 _PROBE_SECONDS: Final = 90.0
 #: Episodes do not end, so that no row is one of a reset.
-_LOAD: Final = Load(
+_LOAD: Final = Workload(
     "envserve/Ledger-v0",
     *(_NUM_ENVS, _NUM_ENVS, 0.0),
     {

@@ -42,7 +42,8 @@ def test_a_wrong_row_is_noticed_after_a_fault(name: str, random_seed: int) -> No
 
 @pytest.mark.parametrize(
     "name",
-    ["kill", "raise", "hang", "elastic", *(n for n in CASE if n.startswith("network"))],
+    ["kill", "raise", "hang", "elastic", "two-trainers"]
+    + [name for name in CASE if name.startswith("network")],
 )
 def test_faults_alone_are_no_wrong_rows(name: str, random_seed: int) -> None:
     result = run(name, random_seed)

@@ -1,4 +1,4 @@
-"""How the time from a fault to the next valid row is told."""
+"""The time from a fault to the next valid row."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ OK, PENDING = Status.OK, Status.PENDING
 DIED, LATE = Status.WORKER_DIED, Status.LATE
 
 
-def note(
-    recoveries: Recoveries, now: float, *status: Status, rows: np.ndarray | None = None
-) -> None:
+def note(recoveries: Recoveries, now: float, *status: Status) -> None:
     """A call of a tenth of a second that ends now."""
-    recoveries.note(np.array(status, np.uint8), now - 0.1, now, rows)
+    recoveries.note(np.array(status, np.uint8), now - 0.1, now)
 
 
 def test_a_fault_lasts_from_the_strike_to_the_first_valid_row_after_the_loss() -> None:
     recoveries = Recoveries(2)
-    recoveries.strike(np.array([1]), 10.0)
+    recoveries.strike(np.array([0, 1]), 10.0)
+    recoveries.retract(np.array([0]))  # that one did not happen
     note(recoveries, 10.1, OK, OK)  # it was answered before it was hit
     note(recoveries, 10.2, OK, PENDING)
     note(recoveries, 10.3, OK, DIED)
     assert recoveries.seconds == []
-    assert recoveries.is_open()
     assert recoveries.is_open(np.array([1]))
     assert not recoveries.is_open(np.array([0]))
     note(recoveries, 10.5, OK, OK)
@@ -42,7 +40,7 @@ def test_a_fault_lasts_from_the_strike_to_the_first_valid_row_after_the_loss() -
         ((PENDING, LATE, OK), 0.3),
     ],
 )
-def test_a_fault_that_nobody_announced_is_told_by_what_comes(
+def test_an_unannounced_fault_begins_with_the_first_row_that_is_not_valid(
     statuses: tuple[Status, ...], seconds: float
 ) -> None:
     recoveries = Recoveries(1)
@@ -50,21 +48,3 @@ def test_a_fault_that_nobody_announced_is_told_by_what_comes(
         assert recoveries.seconds == []
         note(recoveries, 10.0 + 0.1 * number, status)
     assert recoveries.seconds == [pytest.approx(seconds)]
-
-
-def test_some_rows_may_be_noted_by_themselves() -> None:
-    recoveries = Recoveries(3)
-    note(recoveries, 10.1, DIED, rows=np.array([2]))
-    note(recoveries, 10.2, OK, OK, rows=np.array([0, 1]))
-    assert recoveries.seconds == []
-    note(recoveries, 10.2, OK, rows=np.array([2]))
-    assert len(recoveries.seconds) == 1
-
-
-def test_a_fault_that_has_not_happened_is_forgotten() -> None:
-    recoveries = Recoveries(1)
-    recoveries.strike(np.array([0]), 10.0)
-    recoveries.retract(np.array([0]))
-    assert not recoveries.is_open()
-    note(recoveries, 10.1, OK)
-    assert recoveries.seconds == []

@@ -52,8 +52,8 @@ def source_of(name: str) -> str:
 
 def own_form(source: str) -> str:
     """Puts in the lines that a trainer's users have without us."""
-    source = re.sub(r"# Its own has no such line\.\n.*\n", "", source)
-    return re.sub(r"# Its own: (.*\n).*\n", r"\1", source)
+    source = re.sub(r"# Not in the original\.\n.*\n", "", source)
+    return re.sub(r"# Original: (.*\n).*\n", r"\1", source)
 
 
 def run_example(

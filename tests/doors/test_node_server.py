@@ -13,7 +13,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from envserve.check.probe_client import SocketLink, Subject
+from envserve.check.probe_client import ServerUnderTest, SocketLink
 from envserve.check.rules import check
 from envserve.client import BatchEnv
 from envserve.client.link.connection import ask_welcome
@@ -40,8 +40,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
     """Of a server that uses the keys of this user."""
-    assert KeyFolder().made_key("server")
-    assert KeyFolder().made_key("client")
+    assert KeyFolder().ensure_key("server")
+    assert KeyFolder().ensure_key("client")
     process = subprocess.Popen(
         ["node", "server.mjs", "--bind", "tcp://127.0.0.1:*", "--lease-seconds", "4"],
         cwd=folder,
@@ -55,7 +55,7 @@ def address(folder: Path) -> Iterator[str]:
 
 
 def test_check_finds_nothing_wrong(address: str) -> None:
-    found = list(check(Subject(lambda: SocketLink(address))))
+    found = list(check(ServerUnderTest(lambda: SocketLink(address))))
     assert [f for f in found if f.outcome != "ok"] == []
 
 
@@ -66,7 +66,7 @@ def test_who_has_another_key_is_not_let_in(address: str, tmp_path: Path) -> None
     stranger.add_pin([address], server.public, "me")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ENVSERVE_HOME", str(tmp_path))
-        assert isinstance(stranger.made_key("client"), KeyPair)
+        assert isinstance(stranger.ensure_key("client"), KeyPair)
         with pytest.raises(ConnectError, match="does not know this client's key"):
             ask_welcome(address, 10.0)
 

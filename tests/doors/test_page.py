@@ -7,12 +7,14 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from envserve.errors import ConnectError
 from envserve.monitoring.page.app import build_app
+from envserve.monitoring.page.data_feed import DataFeed
 from tests.envserve.page_client import served
 from tests.envserve.page_fakes import FakeObserver, FakeServer
 
@@ -49,15 +51,10 @@ def url(servers: dict[str, FakeServer], tmp_path: Path) -> Iterator[str]:
     rows[-1] |= {"evaluation_return": 170.0, "demo_wrong": 0, "demo_recovery_ms": 83}
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "metrics.jsonl").write_text(text)
-    with served(
-        lambda token: build_app(
-            [*servers],
-            run=tmp_path,
-            token=token,
-            buttons={"kill": ("Kill a worker", lambda: "Dead.")},
-            observe=lambda address: FakeObserver(servers[address]),  # type: ignore
-        )
-    ) as url:
+    observe = cast(Any, lambda address: FakeObserver(servers[address]))
+    feed = DataFeed([*servers], tmp_path, observe)
+    buttons = {"kill": ("Kill a worker", lambda: "Dead.")}
+    with served(lambda token: build_app(feed, token=token, buttons=buttons)) as url:
         yield url
 
 
@@ -233,7 +230,8 @@ def test_a_page_left_open_says_that_it_is_of_another_start(
     def build(token: str):  # type: ignore[no-untyped-def]
         address = "tcp://sim1:5555"
         server = FakeObserver(servers[address])
-        return build_app([address], run=None, token=token, observe=lambda _: server)  # type: ignore
+        feed = DataFeed([address], None, cast(Any, lambda _: server))
+        return build_app(feed, token=token)
 
     with chromium.new_context() as context, socket.socket() as kept:
         # While it has the port, nobody else is given it; it listens to nobody.

@@ -166,15 +166,15 @@ class LooksAtNoEpoch(Server):
 @found_by("attached_again")
 class IgnoresWhatAnotherAttachAsks(Server):
     def hears(self, message: Message) -> Message:
-        claim = self.session.claims.get(("", message.session))
-        is_again = claim is not None and message.type is Kind.ATTACH
-        return changed(message, body=claim.attach_body) if is_again else message  # type: ignore[union-attr]
+        record = self.session.leases.get(("", message.session))
+        is_again = record is not None and message.type is Kind.ATTACH
+        return changed(message, body=record.attach_body) if is_again else message  # type: ignore[union-attr]
 
 
 @found_by("detached")
 class RevivesASession(Server):
     def hears(self, message: Message) -> Message:
-        self.session.claims.ended.clear()
+        self.session.leases.ended.clear()
         return message
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from envserve.check.probe_client import Subject
-from envserve.check.rules import Finding, check
+from envserve.check.probe_client import ServerUnderTest
+from envserve.check.rules import CheckResult, check
 from envserve.envs.seeding import env_seed
 from envserve.errors import RemoteProtocolError
 from envserve.session.server.lease import Lease
@@ -97,8 +97,8 @@ class Server(FakeServer):
 
     def lease_of(self, message: Message) -> Lease | None:
         """The lease that it is about, if it is about one."""
-        claim = self.session.claims.get(("", message.session))
-        return claim.lease if claim else None
+        record = self.session.leases.get(("", message.session))
+        return record.lease if record else None
 
     def listen(self, route: bytes, frames: Sequence[Buffer]) -> None:
         if max(map(len, frames)) > POLICY.max_message_bytes:
@@ -148,6 +148,6 @@ class MemoryLink:
         self._inbox.clear()
 
 
-def findings(server: Server) -> Iterator[Finding]:
+def findings(server: Server) -> Iterator[CheckResult]:
     """What `check` finds."""
-    return check(Subject(lambda: MemoryLink(server)))  # type: ignore[arg-type, return-value]
+    return check(ServerUnderTest(lambda: MemoryLink(server)))  # type: ignore[arg-type, return-value]

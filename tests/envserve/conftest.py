@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,8 +16,10 @@ from typing import Any
 import pytest
 import zmq
 
+from envserve import make_vec
 from envserve.client import BatchEnv
 from envserve.client.link.remote_lane import RemoteLane
+from envserve.client.vector_env import VectorEnv
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
 from tests.envserve.pool_driver import ODD_ENVS, PoolMaker, attach_lane, launcher_with
@@ -124,6 +127,49 @@ def shared_address(
         yield "" if lane_kind == "local" else start(bind_for(lane_kind, folder))
 
 
+@contextlib.contextmanager
+def pools_of(launcher: Launcher) -> Iterator[None]:
+    """Local batches use workers of one launcher: to start another takes long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("envserve.client.factory.Pool", partial(Pool, launcher=launcher))
+        yield
+
+
+@pytest.fixture
+def one_launcher(launcher: Launcher) -> Iterator[None]:
+    with pools_of(launcher):
+        yield
+
+
+MakeEnvs = Callable[..., VectorEnv]
+
+
+@pytest.fixture
+def make_envs_here(one_launcher: None) -> Iterator[MakeEnvs]:
+    """Makes vector envs in workers of one launcher, and closes those still held."""
+    made: list[weakref.ref[VectorEnv]] = []
+
+    def make(env: str, num_envs: int = 4, **options: Any) -> VectorEnv:
+        if "addresses" not in options:
+            options |= {"num_workers": 2, "import_modules": [MODULE]}
+        envs = make_vec(env, num_envs, **options)
+        made.append(weakref.ref(envs))
+        return envs
+
+    yield make
+    for each in made:
+        if (envs := each()) is not None:
+            envs.close()
+
+
+@pytest.fixture
+def make_envs(make_envs_here: MakeEnvs, shared_address: str) -> MakeEnvs:
+    """The same, here and behind a server."""
+    if not shared_address:
+        return make_envs_here
+    return partial(make_envs_here, addresses=[shared_address])
+
+
 class MakeBatch:
     """Builds batches over one kind of lane, and closes them."""
 
@@ -150,9 +196,7 @@ class MakeBatch:
             options["import_modules"] = [MODULE]
             if step_timeout is not None:
                 options["step_timeout"] = step_timeout
-            with pytest.MonkeyPatch.context() as patch:
-                pool = partial(Pool, launcher=self._launcher)
-                patch.setattr("envserve.client.factory.Pool", pool)
+            with pools_of(self._launcher):
                 batch = BatchEnv.local(env_name, num_envs, num_workers, **options)
         else:
             address = self._address

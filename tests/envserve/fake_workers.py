@@ -18,7 +18,13 @@ from envserve.settings import PoolSettings
 from envserve.slab import Status
 from envserve.spaces import codec
 from envserve.spaces.env_spec import describe
-from envserve.worker.channel import Channel, Frame, FrameReader, Kind, pack_frame
+from envserve.worker.channel import (
+    Channel,
+    ChannelMessage,
+    Kind,
+    MessageDecoder,
+    pack_message,
+)
 
 from .pool_driver import gather, wait_for
 
@@ -37,10 +43,10 @@ class FakeWorker:
         )
         self.process.pid = 1000 + number
         self.theirs.settimeout(40.0)
-        self._reader = FrameReader()
-        self._frames: list[Frame] = []
+        self._reader = MessageDecoder()
+        self._frames: list[ChannelMessage] = []
 
-    def receive(self) -> Frame:
+    def receive(self) -> ChannelMessage:
         while not self._frames:
             self._frames += self._reader.feed(self.theirs.recv(1 << 16))
         return self._frames.pop(0)
@@ -60,7 +66,7 @@ class FakeWorker:
         self.theirs.settimeout(40.0)
 
     def send(self, *frame: Any) -> None:
-        self.theirs.sendall(pack_frame(*frame))
+        self.theirs.sendall(pack_message(*frame))
 
     def answer(self, payload: bytes = b"") -> None:
         frame = self.receive()
@@ -129,7 +135,7 @@ class Scene:
     def worker(self) -> FakeWorker:
         return self.launcher.workers[-1]
 
-    def start_step(self) -> Frame:
+    def start_step(self) -> ChannelMessage:
         self.worker.become_ready()
         wait_for(self.pool, lambda: self.pool.is_ready)
         assert self.worker.receive().kind is Kind.SLAB

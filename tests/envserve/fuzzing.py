@@ -21,7 +21,8 @@ from envserve.lane import Block, Fault, make_blocks
 from envserve.settings import HostSettings
 from envserve.slab import Rows, Status
 from envserve.spaces import codec
-from envserve.spaces.env_spec import EnvSpec, leaves_of
+from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.leaves import leaves_of
 from envserve.spaces.variable_length import decode_row, encode_row
 from envserve.wire.bodies import (
     Attach,
@@ -35,9 +36,9 @@ from envserve.wire.bodies import (
 from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.handshake import ErrorBody, Hello, Welcome
 from envserve.wire.message import Message, decode, encode
-from envserve.wire.result_report import Report
+from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import RowCodec, RowPart
-from envserve.worker.channel import FrameReader, Kind, pack_frame
+from envserve.worker.channel import Kind, MessageDecoder, pack_message
 from envserve.worker.worker_report import (
     encode_report,
     encode_spaces,
@@ -173,12 +174,12 @@ def make_targets() -> dict[str, Target]:
         [[[]]],
     ]
     targets["codec"] = Target(codec.decode, [*map(codec.encode, values)], (CodecError,))
-    frame = pack_frame(Kind.DONE, 1, 2, b"payload") + pack_frame(Kind.READY)
+    frame = pack_message(Kind.DONE, 1, 2, b"payload") + pack_message(Kind.READY)
     targets["frames of a worker"] = Target(
-        lambda data: FrameReader().feed(data), [frame], (WorkerError,)
+        lambda data: MessageDecoder().feed(data), [frame], (WorkerError,)
     )
-    faults = [{"row": 1, "status": 1, "text": "no", "violation": False}]
-    report = encode_report(faults, {0: {"a": 1.5}, 1: {}}, [0], 2, 64)
+    faults = [Fault(1, Status.ENV_ERROR, "no")]
+    report = encode_report(2, 64, faults, {0: {"a": 1.5}, 1: {}}, rebuilt=[0])
     targets["report of a worker"] = Target(
         lambda data: read_report(data, Block(0, 0, 2, 0, 0), 64),
         [report],
@@ -230,7 +231,7 @@ def _bodies() -> list[tuple[type, list[Any]]]:
     error = ErrorBody(
         code=ErrorCode.CALL_FAILED, text="no", traceback="a\nb", env_index=3
     )
-    report = Report(
+    report = ResultReport(
         infos={0: {"a": 1.5}},
         faults=[Fault(1, Status.ENV_ERROR, "no", is_violation=True)],
         errors={0: error},
@@ -242,7 +243,7 @@ def _bodies() -> list[tuple[type, list[Any]]]:
         (Pong, [Pong(running={0: 12, 3: 4000})]),
         (Drain, [Drain(grace_ms=7)]),
         (ErrorBody, [error]),
-        (Report, [_Encoded(report)]),
+        (ResultReport, [_Encoded(report)]),
         (
             Attach,
             [
@@ -303,7 +304,7 @@ def _server_target() -> Target:
 
     def read(data: bytes) -> None:
         now = next(counter) / 1000
-        lease = server.session.claims["", SESSION].lease
+        lease = server.session.leases["", SESSION].lease
         assert lease is not None
         # As if in step: seqs that are next would hardly be hit by chance.
         for index, seq in enumerate(lease._last_seq):
@@ -320,7 +321,7 @@ def _server_target() -> Target:
                 server.session.pool_failed(session, WorkerError("enough")), now
             )
         if ("", SESSION) not in server.pools:
-            server.session.claims.ended.clear()
+            server.session.leases.ended.clear()
             RawClient(server)
 
     return Target(read, _messages(server.boot), ())

@@ -174,7 +174,7 @@ def serve(name: str, misused: str) -> None:
     """Binds a ROUTER, says where, and serves until it is killed."""
     script = Script(name, MessageType[misused])
     router = zmq.Context().socket(zmq.ROUTER)
-    keys = KeyFolder().made_key("server")  # it is who its clients expect
+    keys = KeyFolder().ensure_key("server")  # it is who its clients expect
     router.setsockopt(zmq.CURVE_SERVER, 1)
     router.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     router.setsockopt(zmq.SNDHWM, 64)

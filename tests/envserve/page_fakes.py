@@ -11,7 +11,7 @@ from typing import Any, Self
 from PIL import Image, ImageDraw
 
 from envserve.errors import ConnectError, EnvserveError, LeaseLost
-from envserve.lane import Picture
+from envserve.lane import RenderedFrame
 from envserve.wire.status import Histogram, LeaseStatus, ServerStatus
 
 BOUNDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
@@ -128,7 +128,7 @@ class FakeObserver:
         width: int,
         timeout: float,
         after: Sequence[int] = (),
-    ) -> list[Picture]:
+    ) -> list[RenderedFrame]:
         server = self._server
         if server.error:
             raise server.error
@@ -147,7 +147,7 @@ class FakeObserver:
         return b"record of %d %d" % (lease, row)
 
 
-def picture(row: int, tick: int, width: int, *, has_jpeg: bool) -> Picture:
+def picture(row: int, tick: int, width: int, *, has_jpeg: bool) -> RenderedFrame:
     """A cart with its pole, at some angle."""
     angle, x = 0.3 * math.sin(tick / 7 + row), 0.2 * math.sin(tick / 11 + 2 * row)
     height = width * 2 // 3
@@ -160,7 +160,7 @@ def picture(row: int, tick: int, width: int, *, has_jpeg: bool) -> Picture:
     pen.line((middle, ground, *top), "#ca9865", max(3, width // 40))
     file = io.BytesIO()
     image.save(file, "JPEG")
-    return Picture(
+    return RenderedFrame(
         row=row,
         serial=tick + 1,
         jpeg=file.getvalue() if has_jpeg else b"",

@@ -81,9 +81,9 @@ def requests_are_not_sent_again(patch: Patch) -> None:
 @bug(suffer("send_stray"))
 def a_stale_epoch_is_accepted(patch: Patch) -> None:
     def mend(self: Any, asked: Any) -> Any:
-        claim = self.claims.get((OWNER, asked.session))
-        if claim is not None and claim.lease is not None:
-            asked.epoch = claim.lease.epoch
+        record = self.leases.get((OWNER, asked.session))
+        if record is not None and record.lease is not None:
+            asked.epoch = record.lease.epoch
         return asked
 
     alter_messages(patch, ServerSession, mend)
@@ -178,7 +178,7 @@ def leases_never_expire(patch: Patch) -> None:
 
 @bug()
 def capacity_is_not_looked_at(patch: Patch) -> None:
-    patch.setattr(lease_table.Claims, "free_envs", 1 << 20)
+    patch.setattr(lease_table.LeaseTable, "free_envs", 1 << 20)
 
 
 @bug(suffer("cut_one_way", Profile(), max_outage=1000.0))
@@ -198,7 +198,7 @@ def leases_use_the_same_seeds_again(patch: Patch) -> None:
 def refused_operations_use_up_a_seq(patch: Patch) -> None:
     around(
         patch,
-        client_blocks.Operations,
+        client_blocks.ClientBlocks,
         "fail",
         lambda real, *args, uses_seq=True: real(*args),
     )
@@ -210,7 +210,7 @@ def a_block_that_was_lost_is_stepped_on(patch: Patch) -> None:
         real(self, *arguments)
         self.lost.clear()
 
-    around(patch, client_blocks.Operations, "lose", forget)
+    around(patch, client_blocks.ClientBlocks, "lose", forget)
 
 
 @bug()

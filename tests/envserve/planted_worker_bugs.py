@@ -15,8 +15,8 @@ from envserve.pool import block_operations
 from envserve.pool.pool import Pool
 from envserve.pool.supervisor import SupervisedWorker
 from envserve.slab import Status, write_lost
-from envserve.worker import process
-from envserve.worker.channel import Kind, pack_frame
+from envserve.worker import env_block, process
+from envserve.worker.channel import Kind, pack_message
 from envserve.worker.env_row import EnvRow
 from tests.envserve.planted_bugs import around
 from tests.oracle.ledger_env import LedgerEnv
@@ -63,7 +63,10 @@ def an_env_is_stepped_twice(patch: Patch) -> None:
 
 @plant_in(WORKER_BUGS)
 def an_action_goes_to_the_neighbour(patch: Patch) -> None:
-    around(patch, process, "action_values", lambda real, *args: list(real(*args))[::-1])
+    def swap(real: Any, *args: Any) -> Any:
+        return list(real(*args))[::-1]
+
+    around(patch, env_block, "action_values", swap)
 
 
 @plant_in(WORKER_BUGS)
@@ -84,7 +87,7 @@ def a_step_is_answered_before_it_is_done(patch: Patch) -> None:
     def handle(real: Any, self: Any, frame: Any) -> None:
         send = self._send
         if frame.kind is Kind.STEP:
-            send(pack_frame(Kind.DONE, frame.block, frame.sequence))
+            send(pack_message(Kind.DONE, frame.block, frame.sequence))
             time.sleep(0.01)
             self._send = lambda _: None
         real(self, frame)

@@ -17,7 +17,7 @@ from envserve.client.link.remote_lane import RemoteLane
 from envserve.lane import Call, Lane, Outcome, Reset
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
-from envserve.session.client.requests import Patience
+from envserve.session.client.liveness import Timeouts
 from envserve.settings import PoolSettings
 from envserve.slab import Status
 from envserve.spaces import codec
@@ -145,7 +145,7 @@ def wait_for(pool: Pool, condition: Callable[[], bool], seconds: float = 40.0) -
 def attach_lane(
     server: ServerProcess | str,
     *args: object,
-    patience: Patience | None = None,
+    patience: Timeouts | None = None,
     **changes: object,
 ) -> RemoteLane:
     """Returns a lane to a server, its envs reset; the rest is for `make_config`."""

@@ -9,7 +9,7 @@ from typing import Self
 from envserve.client.link.connection import Connection
 from envserve.client.link.session_driver import Exchange
 from envserve.lane import Outcome, Reset
-from envserve.session.client.requests import Patience
+from envserve.session.client.liveness import Timeouts
 from envserve.session.states import ClientState
 from envserve.wire.bodies import Attach
 from tests.envserve.server_process import LEDGER
@@ -34,7 +34,7 @@ class SessionClient:
         self.session = OneLease(
             address,
             attach,
-            Patience(connect_seconds=40.0),
+            Timeouts(connect_seconds=40.0),
             session=session,
             now=time.monotonic(),
             client=client,

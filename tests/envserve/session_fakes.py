@@ -10,14 +10,20 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from envserve.errors import CallError, EnvserveError, UnknownEnv
+from envserve.errors import CallError, EnvserveError
 from envserve.lane import Call, Fault, Outcome, Reset
 from envserve.session.client.client_session import ClientSession
-from envserve.session.client.requests import Patience
+from envserve.session.client.liveness import Timeouts
 from envserve.session.server.decisions import (
+    Audit,
+    BeginDrain,
     Decision,
     EndPool,
     Reply,
+    ReplyFrame,
+    ReplyStatus,
+    ReplyWelcome,
+    RequestDecision,
     RunStep,
     SessionId,
     StartPool,
@@ -28,7 +34,7 @@ from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Status
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
-from envserve.wire.bodies import Attach, FrameResult
+from envserve.wire.bodies import Attach, FrameRequest, FrameResult
 from envserve.wire.constants import MessageType
 from envserve.wire.handshake import Welcome
 from envserve.wire.message import Buffer, Message, Peer, decode, encode
@@ -46,14 +52,6 @@ def make_call(
 ) -> Call:
     packed = codec.encode([list(arguments), {}])
     return Call(block, tuple(rows), kind, name, packed)
-
-
-class FakeOffer:
-    names: tuple[str, ...] = ("Fake-v0",)
-
-    def check(self, name: str) -> None:
-        if name not in self.names:
-            raise UnknownEnv(f"no env named {name!r} is offered")
 
 
 class FakePool(MemoryPool):
@@ -117,11 +115,18 @@ class FakeServer:
     pool: type[FakePool] = FakePool
     pools: dict[SessionId, FakePool] = field(default_factory=dict)
     replies: list[Reply] = field(default_factory=list)
+    audits: list[Audit] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.session = ServerSession(self.policy, FakeOffer(), self.boot)
-        self.session.questions.report = lambda user, now: ServerStatus().encode()
-        self.session.questions.look = lambda session, asked: (FrameResult(), b"")
+        self.session = ServerSession(self.policy, (SPEC.env_name,), self.boot)
+
+    def report(self, user: str, now: float) -> bytes:
+        return ServerStatus().encode()
+
+    def look(
+        self, session: SessionId, request: FrameRequest
+    ) -> tuple[FrameResult, bytes]:
+        return FrameResult(), b""
 
     def receive(self, peer: Peer, frames: Sequence[Buffer], now: float) -> None:
         self.carry_out(self.session.receive(peer, frames, now), now)
@@ -137,6 +142,10 @@ class FakeServer:
         for decision in decisions:
             if isinstance(decision, Reply):
                 self.replies.append(decision)
+            elif isinstance(decision, Audit):
+                self.audits.append(decision)
+            elif isinstance(decision, RequestDecision):
+                self.carry_out(self.answer(decision, now), now)
             elif isinstance(decision, StartPool):
                 self.pools[decision.session] = self.pool(decision.config)
                 if self.builds_at_once:
@@ -145,8 +154,21 @@ class FakeServer:
                 if decision.session in self.pools:  # or it was not begun
                     self.pools.pop(decision.session).close()
                 self.carry_out(self.session.pool_closed(decision.session), now)
-            else:
+            elif not isinstance(decision, BeginDrain):
                 self.pools[decision.session].begin(decision)
+
+    def answer(self, decision: RequestDecision, now: float) -> Sequence[Decision]:
+        request, payload = decision.request, b""
+        user = request.peer[-1]
+        if isinstance(decision, ReplyWelcome):
+            body = self.session.leases.welcome(user).encode()
+        elif isinstance(decision, ReplyStatus):
+            body = self.report(user, now)
+        else:
+            assert isinstance(decision, ReplyFrame), decision
+            result, payload = self.look(decision.session, decision.wanted)
+            body = result.encode()
+        return self.session.answer(request, body, payload)
 
     def build(self, session: SessionId, now: float) -> None:
         pool = self.pools[session]
@@ -198,14 +220,14 @@ def make_client(
     now: float = 0.0,
     session: int = 11,
     client: str = "",
-    patience: Patience | None = None,
+    patience: Timeouts | None = None,
     kind: type[ClientSession] = ClientSession,
     **changes: object,
 ) -> ClientSession:
     return kind(
         ADDRESS,
         make_attach(**changes),
-        patience or Patience(),
+        patience or Timeouts(),
         session=session,
         now=now,
         client=client,

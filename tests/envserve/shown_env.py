@@ -28,23 +28,41 @@ class Line(gymnasium.Env[Any, Any]):
         self._shown = np.array(shown, dtype)
         shape = self._shown.shape[1:]
         self.observation_space = spaces.Box(low, high, shape, np.dtype(dtype).type)
-        self._array = np.empty(shape, dtype)
+        self.array = np.empty(shape, dtype)
         self.actions: list[Any] = []
 
     def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
         self._step = 0
-        self._array[...] = self._shown[0]
-        return self._array, {"step": 0}
+        self.array[...] = self._shown[0]
+        return self.array, {"step": 0}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self._step += 1
         self.actions.append(action)
-        self._array[...] = self._shown[self._step]
+        self.array[...] = self._shown[self._step]
         is_over = self._step == len(self._shown) - 1
-        return self._array, float(self._step), is_over, False, {"step": self._step}
+        return self.array, float(self._step), is_over, False, {"step": self._step}
 
     def render(self) -> Any:
-        return self._array.copy()
+        return self.array.copy()
+
+
+class Bounded(gymnasium.Env[Any, Any]):
+    """Shows its action."""
+
+    def __init__(
+        self,
+        observation: spaces.Space[Any],
+        action: spaces.Space[Any] = Line.action_space,
+    ) -> None:
+        self.observation_space = observation
+        self.action_space = action
+
+    def reset(self, **_: Any) -> Any:
+        return np.array(self.observation_space.low), {}  # type: ignore[attr-defined]
+
+    def step(self, action: Any) -> Any:
+        return np.array(action), 0.0, False, False, {}
 
 
 def line(

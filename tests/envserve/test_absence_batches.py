@@ -1,11 +1,9 @@
-"""Batches of which a part is absent for a while."""
+"""A half of a batch is lost and absent, while the other half is stepped."""
 
 from __future__ import annotations
 
-import math
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,41 +11,33 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv, StepResult
-from envserve.pool.pool import Pool
 from envserve.slab import Status
-from tests.envserve import gated_env
 from tests.envserve.conftest import StartServer, bind_for
-from tests.envserve.gated_env import GATED
-from tests.envserve.pool_driver import kill
-from tests.envserve.server_process import make_config
+from tests.oracle import probe_envs
+from tests.oracle.probe_envs import GATED
 
 #: Steps of an episode that does not end in a test.
 LONG = 1_000_000
 
 
-@pytest.fixture
-def gate(tmp_path: Path) -> Path:
-    """Closed while it exists."""
-    return tmp_path / "gate"
-
-
 class Halves:
-    """A batch of two lanes, the first of which can be lost for as long as we like."""
+    """A batch of two blocks; the gate keeps envs from being built while it exists."""
 
-    def __init__(self, batch: BatchEnv, gate: Path, kill_worker: Callable[[], None]):
+    def __init__(self, batch: BatchEnv, gate: Path) -> None:
         self.batch = batch
         self.gate = gate
-        self._kill_worker = kill_worker
         self.count = 0
+        batch.reset()
+
+    def lose(self) -> None:
+        pid = self.batch.call(0, "pid")
+        self.gate.touch()
+        os.kill(pid, signal.SIGKILL)
 
     @property
     def action(self) -> int:
         """The action of the last step, another one each time."""
         return self.count % 1000
-
-    def lose(self) -> None:
-        self.gate.touch()
-        self._kill_worker()
 
     def step(self) -> StepResult:
         self.count += 1
@@ -61,51 +51,21 @@ class Halves:
         raise AssertionError(f"no row was {status!r}")
 
 
-def gated_lane(index: int, gate: Path) -> Pool:
-    lane = Pool(
-        make_config(
-            GATED,
-            2,
-            first_env_index=2 * index,
-            env_kwargs={"gate": str(gate), "length": LONG},
-            import_modules=(gated_env.__name__,),
-        )
-    )
-    lane.finish_start(math.inf)
-    return lane
-
-
 @pytest.fixture(params=["local", "ipc"])
 def halves(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    gate: Path,
-    start_server: StartServer,
+    request: pytest.FixtureRequest, tmp_path: Path, start_server: StartServer
 ) -> Iterator[Halves]:
-    if request.param == "local":
-        lanes = [gated_lane(0, gate), gated_lane(1, tmp_path / "always open")]
-        with BatchEnv(lanes, padding_after=0.0) as batch:
-            batch.reset()
-            yield Halves(batch, gate, lambda: kill(lanes[0].worker_pids[0]))
-        return
-    options = {"gate": str(gate), "length": LONG}
-    address = start_server(
-        bind_for("ipc", tmp_path),
-        *(
-            "--import",
-            gated_env.__name__,
-            "--allow-kwarg",
-            "gate:any",
-            "--expose",
-            "pid",
-        ),
-    )
-    with BatchEnv.connect(
-        GATED, [address], 4, env_kwargs=options, padding_after=0.0
-    ) as batch:
-        batch.reset()
-        pid = batch.call(0, "pid")
-        yield Halves(batch, gate, lambda: os.kill(pid, signal.SIGKILL))
+    gate = tmp_path / "gate"
+    connect: Callable[..., BatchEnv] = BatchEnv.local
+    where: tuple[object, ...] = (4, 2)
+    options: dict[str, object] = {"import_modules": [probe_envs.MODULE]}
+    if request.param == "ipc":
+        openings = ("--allow-kwarg", "gate:any", "--expose", "pid")
+        address = start_server(bind_for("ipc", tmp_path), *openings)
+        connect, where, options = BatchEnv.connect, ([address], 4), {}
+    kwargs = {"gate": str(gate), "length": LONG}
+    with connect(GATED, *where, env_kwargs=kwargs, padding_after=0.0, **options) as it:
+        yield Halves(it, gate)
 
 
 def test_the_others_go_on_while_a_lost_half_is_pending(halves: Halves) -> None:
@@ -141,34 +101,3 @@ def test_the_others_go_on_while_a_lost_half_is_pending(halves: Halves) -> None:
     latency = stats.latency_seconds
     assert 0.0 < latency["p50"] <= latency["p99"] <= latency["max"]
     assert len(stats.lanes) == len(halves.batch.lanes)
-
-
-def test_rows_that_are_pending_are_received_and_sent_again(halves: Halves) -> None:
-    halves.lose()
-    halves.step_until(Status.PENDING)
-    batch = halves.batch
-    batch.send(np.full(4, 7))
-    rows, result = batch.recv(4)
-    assert rows.tolist() == [0, 1, 2, 3]
-    assert result.status.tolist() == [Status.PENDING] * 2 + [Status.OK] * 2
-    halves.gate.unlink()
-    halves.step_until(Status.WORKER_DIED)
-    assert halves.step().valid.all()
-
-
-def test_a_batch_of_which_nothing_is_alive_waits_for_it(gate: Path) -> None:
-    lanes = [gated_lane(index, gate) for index in range(2)]
-    with BatchEnv(lanes, padding_after=0.0) as batch:
-        batch.reset()
-        gate.touch()
-        for lane in lanes:
-            kill(lane.worker_pids[0])
-        opening = threading.Timer(0.5, gate.unlink)
-        opening.start()
-        zeros = np.zeros(4, np.int64)
-        lost = np.zeros(4, bool)
-        while not lost.all():
-            status = batch.step(zeros).status
-            assert not (status == Status.PENDING).all()
-            lost |= status == Status.WORKER_DIED
-        opening.join()

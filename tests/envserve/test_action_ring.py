@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from envserve.crashes.action_ring import ActionRing, Played, ring_nbytes
+from envserve.crashes.action_ring import ActionHistory, ActionRing, ring_nbytes
 from envserve.crashes.repro_file import End, Repro, decode_repro, encode_repro
+from envserve.settings import Autoreset, EnvRequest
 from envserve.slab import Rows, Status, private_heartbeat
 from envserve.spaces import codec
-from envserve.worker.env_row import EnvRow, SpaceViolation
+from envserve.worker.env_checks import SpaceViolation
+from envserve.worker.env_row import EnvRow
 from envserve.worker.replay_worker import play
-from envserve.worker.spare_row import SpareRow, reset_threads
+from envserve.worker.spare_row import ResetThreads, SpareRow
 
 Array = np.ndarray[Any, Any]
 ROOT_SEED = 3
@@ -65,16 +67,15 @@ class Walk:
     """A block of two rows from row 1 on, of which row 2 is looked at."""
 
     def __init__(
-        self, autoreset: str = "same_step", has_spare: bool = False, **kwargs: Any
+        self, autoreset: Autoreset = "same_step", has_spare: bool = False, **kwargs: Any
     ) -> None:
         self.autoreset = autoreset
         self.kwargs = kwargs
-        self.threads = reset_threads(1) if has_spare else None
-
-        def make() -> EnvRow:
-            return self.env_row(2, 4)
-
-        self.env = make() if self.threads is None else SpareRow(make, self.threads)
+        self.threads = ResetThreads(1) if has_spare else None
+        arguments = self.request(first_env_index=5), 2, 4
+        self.env: EnvRow | SpareRow = EnvRow(*arguments)
+        if self.threads is not None:
+            self.env = SpareRow(self.env, EnvRow(*arguments), self.threads)
         self.spec = self.env.build()
         if isinstance(self.env, SpareRow):
             self.env.build_spare()
@@ -82,19 +83,19 @@ class Walk:
         self.memory = bytearray(ring_nbytes(self.spec, 3))
         self.ring = ActionRing(self.spec, 3, self.memory)
         heartbeat = private_heartbeat()
-        record = self.ring.row(2, 1)
-        self.env.attach(self.rows, heartbeat, record, autoreset)
+        record = self.ring.row(2)
+        self.env.attach(self.rows, heartbeat, record)
         self.space = self.spec.action_space
         self.space.seed(1)
 
-    def env_row(self, row: int, incarnation: int) -> EnvRow:
-        return EnvRow(
-            row=row,
-            env_index=7,
-            incarnation=incarnation,
-            name="Walk-v0",
-            kwargs=self.kwargs,
-            root_seed=ROOT_SEED,
+    def request(self, first_env_index: int) -> EnvRequest:
+        return EnvRequest(
+            env_name="Walk-v0",
+            env_kwargs=self.kwargs,
+            num_envs=3,
+            seed=ROOT_SEED,
+            first_env_index=first_env_index,
+            autoreset=self.autoreset,
         )
 
     def step(self, num_steps: int = 1) -> None:
@@ -112,19 +113,19 @@ class Walk:
         seen: list[float] = self.rows.observation[0][2].tolist()
         return seen
 
-    def played(self, **options: Any) -> Played:
+    def played(self, **options: Any) -> ActionHistory:
         # As another process would see it.
-        played = ActionRing(self.spec, 3, bytearray(self.memory)).read(2, 1, **options)
+        played = ActionRing(self.spec, 3, bytearray(self.memory)).read(2, **options)
         assert played is not None
         return played
 
-    def replay(self, played: Played | None = None) -> list[float]:
+    def replay(self, played: ActionHistory | None = None) -> list[float]:
         """Plays what a file says in a new env; returns where that is then."""
         repro = Repro(
             env_name="Walk-v0",
             env_kwargs=self.kwargs,
             import_modules=(),
-            autoreset=self.autoreset,  # type: ignore[arg-type]
+            autoreset=self.autoreset,
             root_seed=ROOT_SEED,
             seeded=True,
             env_index=7,
@@ -133,7 +134,8 @@ class Walk:
             end=End(status=Status.ENV_ERROR, text=""),
         )
         repro = decode_repro(encode_repro(repro))
-        env = self.env_row(0, repro.played.incarnation)
+        request = self.request(first_env_index=7)
+        env = EnvRow(request, 0, repro.played.incarnation)
         rows = play(repro, env, env.build(), lambda _: None)
         seen: list[float] = rows.observation[0][0].tolist()
         return seen
@@ -297,13 +299,13 @@ def test_a_last_observation_that_is_not_finite_fails_before_the_next_episode(
     walk.step(20)
     while walk.played().episode_step:  # up to an end, where a new episode has begun
         walk.step()
-    num_played = walk.ring.counts[1]
+    num_played = walk.ring.counts[2]
     walk.env.call("set", "bias", [np.nan])
     with pytest.raises(SpaceViolation, match="expected observation to be finite"):
         walk.step(4)
     walk.env.record.keep_failed()
     failed = walk.played(has_failed=True)
-    assert failed.episode_step == walk.ring.counts[1] - num_played > 0
+    assert failed.episode_step == walk.ring.counts[2] - num_played > 0
     assert len(failed.actions[0]) >= failed.episode_step
 
 
@@ -319,12 +321,12 @@ def test_touched_env_is_marked(make: Make) -> None:
 
 def test_nothing_is_read_of_a_row_without_a_reset_or_with_rubbish(make: Make) -> None:
     walk = make()
-    assert walk.ring.read(2, 1) is None
+    assert walk.ring.read(2) is None
     walk.env.reset(None)
-    assert walk.ring.read(1, 1) is None
-    assert walk.ring.read(2, 1, has_failed=True) is None
-    walk.ring.counts[1] = -5
-    assert walk.ring.read(2, 1) is None
+    assert walk.ring.read(1) is None
+    assert walk.ring.read(2, has_failed=True) is None
+    walk.ring.counts[2] = -5
+    assert walk.ring.read(2) is None
     for byte in (0x01, 0xFF):
         walk.memory[:] = bytes([byte]) * len(walk.memory)
-        assert walk.ring.read(2, 1) is None
+        assert walk.ring.read(2) is None

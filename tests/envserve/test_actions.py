@@ -16,7 +16,8 @@ from envserve.spaces.action_checks import (
     check_actions,
     clip_roundings,
 )
-from envserve.spaces.env_spec import EnvSpec, flatten
+from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.leaves import flatten
 from tests.oracle.probe_envs import SPACES
 
 inf, nan = np.inf, np.nan

@@ -62,7 +62,7 @@ def test_a_name_stands_for_all_its_addresses_and_its_key_for_all_of_them(
     assert found == ("tcp://10.0.0.10:7", "tcp://10.0.0.9:7", "tcp://[::7]:7")
     folder = KeyFolder(tmp_path / "keys")
     server = KeyPair.make().public
-    folder.made_key("client")
+    folder.ensure_key("client")
     folder.add_pin(["tcp://sims:7"], server, "me")
     for address in found:
         keys = folder.keys_for(address)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 from collections.abc import AsyncIterator
@@ -13,8 +14,8 @@ import pytest
 import pytest_asyncio
 
 from envserve.errors import ServerError
-from envserve.server.audit import Audit
-from envserve.session.server.quotas import AUDIT, tell
+from envserve.server.audit import AuditLog
+from envserve.session.server.decisions import Audit
 
 KNOWN = {"ann": ("7QK2", "10.0.0.7")}
 
@@ -28,18 +29,17 @@ def describe(user: str) -> tuple[str, str]:
 
 
 @pytest_asyncio.fixture
-async def audit(tmp_path: Path) -> AsyncIterator[Audit]:
-    audit = Audit(str(tmp_path / "audit"), describe, asyncio.get_running_loop())
-    yield audit
-    if audit in AUDIT.handlers:
-        audit.close()
+async def audit(tmp_path: Path) -> AsyncIterator[AuditLog]:
+    audit = AuditLog(str(tmp_path / "audit"), describe, asyncio.get_running_loop())
+    with contextlib.closing(audit):
+        yield audit
 
 
 async def test_each_event_is_a_line_that_only_this_user_can_read(
-    audit: Audit, tmp_path: Path
+    audit: AuditLog, tmp_path: Path
 ) -> None:
-    tell("attached", "ann", "CartPole-v1", 4)
-    tell("ended", "ann", "CartPole-v1", 4, "detached")
+    audit.write(Audit("attached", "ann", "CartPole-v1", 4))
+    audit.write(Audit("ended", "ann", "CartPole-v1", 4, "detached"))
     path = tmp_path / "audit"
     assert path.stat().st_mode & 0o777 == 0o600
     first, second = lines_of(path)
@@ -57,12 +57,11 @@ async def test_each_event_is_a_line_that_only_this_user_can_read(
     assert (second["event"], second["reason"]) == ("ended", "detached")
 
 
-async def test_refusals_within_a_second_are_two_lines(
-    audit: Audit, tmp_path: Path
-) -> None:
+async def test_refusals_within_a_second_are_two_lines(tmp_path: Path) -> None:
+    audit = AuditLog(str(tmp_path / "audit"), describe, asyncio.get_running_loop())
     for index in range(100):
-        tell("refused", "ann", reason=f"number {index}")
-        tell("over quota", "bob", reason=f"number {index}")
+        audit.write(Audit("refused", "ann", reason=f"number {index}"))
+        audit.write(Audit("over quota", "bob", reason=f"number {index}"))
     path = tmp_path / "audit"
     assert [line["times"] for line in lines_of(path)] == [1, 1]
     audit.close()
@@ -71,20 +70,20 @@ async def test_refusals_within_a_second_are_two_lines(
 
 
 async def test_the_second_line_comes_by_itself(
-    audit: Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    audit: AuditLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("envserve.server.audit._OFTEN_SECONDS", 0.0)
     for _ in range(3):
-        tell("refused", "ann")
+        audit.write(Audit("refused", "ann"))
     await asyncio.sleep(0.01)
-    tell("refused", "ann")
+    audit.write(Audit("refused", "ann"))
     assert [one["times"] for one in lines_of(tmp_path / "audit")] == [1, 2, 1]
 
 
 async def test_text_of_peers_is_printable_and_short(
-    audit: Audit, tmp_path: Path
+    audit: AuditLog, tmp_path: Path
 ) -> None:
-    tell("refused", "", "\x1b]0;\u202eevil\n" + "x" * 9000)
+    audit.write(Audit("refused", "", "\x1b]0;\u202eevil\n" + "x" * 9000))
     (line,) = (tmp_path / "audit").read_text().splitlines()
     assert line.isascii()
     assert line.isprintable()
@@ -92,11 +91,11 @@ async def test_text_of_peers_is_printable_and_short(
 
 
 async def test_a_key_that_is_gone_keeps_its_fingerprint(
-    audit: Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    audit: AuditLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tell("attached", "ann")
+    audit.write(Audit("attached", "ann"))
     monkeypatch.delitem(KNOWN, "ann")
-    tell("revoked", "ann")
+    audit.write(Audit("revoked", "ann"))
     assert [one["fingerprint"] for one in lines_of(tmp_path / "audit")] == ["7QK2"] * 2
 
 
@@ -105,10 +104,9 @@ async def test_it_is_appended_to_and_closed_to_others(tmp_path: Path) -> None:
     path.touch(0o644)
     loop = asyncio.get_running_loop()
     for _ in range(2):
-        audit = Audit(str(path), describe, loop)
-        tell("attached", "ann")
+        audit = AuditLog(str(path), describe, loop)
+        audit.write(Audit("attached", "ann"))
         audit.close()
-        tell("attached", "ann")  # which nobody takes
     assert len(lines_of(path)) == 2
     assert path.stat().st_mode & 0o777 == 0o600
 
@@ -118,8 +116,7 @@ async def test_what_cannot_be_opened_is_an_error_at_the_start(tmp_path: Path) ->
     mode = os.stat("/dev/full").st_mode
     for name in ("none/audit", "link", ".", "/dev/full"):
         with pytest.raises(ServerError, match=r"--audit .* cannot be written: "):
-            Audit(str(tmp_path / name), describe, asyncio.get_running_loop())
-    assert not AUDIT.handlers
+            AuditLog(str(tmp_path / name), describe, asyncio.get_running_loop())
     assert os.stat("/dev/full").st_mode == mode
 
 
@@ -127,11 +124,11 @@ async def test_a_full_disk_is_said_once_and_costs_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "audit"
-    audit = Audit(str(path), describe, asyncio.get_running_loop())
+    audit = AuditLog(str(path), describe, asyncio.get_running_loop())
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, audit._file)
     os.close(full)
     for _ in range(3):
-        tell("attached", "ann")
+        audit.write(Audit("attached", "ann"))
     audit.close()
     assert caplog.text.count("the audit cannot be written") == 1

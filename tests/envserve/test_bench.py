@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from envserve.bench.cases import bare_loops
 from envserve.bench.command import REMEDIES, judge
-from envserve.bench.interleaved import SPEED, Measurements, take_turns
-from envserve.bench.workload import Load
+from envserve.bench.interleaved import SPEED, Measurements, interleave
+from envserve.bench.workload import Workload
 from envserve.cli.app import app
 from envserve.errors import EnvStartError, UnknownEnv
 from envserve.worker.orphans import children
@@ -133,11 +133,11 @@ def test_what_an_env_lacks_is_said_in_one_line(
 
     monkeypatch.setattr("gymnasium.make", make)
     with pytest.raises(EnvStartError, match=text):
-        Load("CartPole-v1", 1, 1, 0).check()
+        Workload("CartPole-v1", 1, 1, 0).check()
 
 
 def test_the_limit_steps_every_env_with_the_same_actions_as_others() -> None:
-    load = Load("CartPole-v1", 3, 2, 0.01)
+    load = Workload("CartPole-v1", 3, 2, 0.01)
     first, second = load.actions(), load.actions()
     assert all((a == b).all() for a, b in zip(first, second, strict=True))
     assert first[0].shape == (3,)
@@ -147,7 +147,7 @@ def test_the_limit_steps_every_env_with_the_same_actions_as_others() -> None:
 
 
 def test_the_limit_says_itself_that_there_is_no_such_env() -> None:
-    load = Load("CartPole-v9", 1, 1, 0.01)
+    load = Workload("CartPole-v9", 1, 1, 0.01)
     with pytest.raises(UnknownEnv), bare_loops(load):
         pass
 
@@ -161,7 +161,7 @@ def test_cases_take_turns_to_and_fro() -> None:
         return {"count": float(len(order))}
 
     cases = {name: lambda name=name: measure(name) for name in "abc"}
-    measured = take_turns(cases, 3, said.append)
+    measured = interleave(cases, 3, said.append)
     assert "".join(order) == "abccbaabc"
     assert measured.values("a", "count") == [1.0, 6.0, 7.0]
     assert said[:4] == [

@@ -118,12 +118,13 @@ def test_a_block_calls_as_many_as_it_has_room_for() -> None:
 
     def value_of(position: int) -> Any:
         called.append(position)
-        assert task.given(position) == (["y"], {})
+        assert task.arguments_for(position) == (["y"], {})
         if position == 0:
             raise ValueError("not that one")
         return bytes(5 << 20)
 
-    (fault,), values = read_answer(answer_call(task, value_of), block)
+    outcome = read_answer(answer_call(task, value_of), block)
+    (fault,), values = outcome.faults, outcome.result
     assert (fault.env_index, fault.text.splitlines()[-1]) == (
         4,
         "ValueError: not that one",
@@ -152,7 +153,8 @@ def test_a_vector_env_is_called_once_however_much_it_gives() -> None:
             called.append(size)
             return bytes(size)
 
-    (fault, _), _ = read_answer(answer_call_of_all(task, Env(), range(3)), block)
+    answer = answer_call_of_all(task, Env(), range(3))
+    fault, _ = read_answer(answer, block).faults
     assert "expected at most 4 MiB" in fault.text
     assert (fault.env_index, called) == (1, [5 << 20])
 
@@ -162,7 +164,8 @@ def test_results_hold_so_many_values() -> None:
     task = CallTask.read(call_payload(make_call([0, 1, 2, 3, 4], "get", "x")))
     odd: list[Any] = [[{}] * 60_000] * 3
     given = [odd, *[[0] * 60_000] * 4]
-    (fault,), values = read_answer(answer_call(task, given.__getitem__), block)
+    outcome = read_answer(answer_call(task, given.__getitem__), block)
+    (fault,), values = outcome.faults, outcome.result
     assert "expected at most 131072 values" in fault.text
     assert _values_in(values) == [None, *given[1:4]]
     with pytest.raises(CodecError, match="expected at most 262144 values"):

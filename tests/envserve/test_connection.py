@@ -19,9 +19,9 @@ from envserve.client.link.connection import Connection, SharedContext
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.client.link.session_driver import Exchange
 from envserve.errors import ConnectError, RemoteProtocolError
+from envserve.host_resources import num_cores
 from envserve.monitoring.observer import Observer
 from envserve.session.client.client_session import ClientSession
-from envserve.settings import num_cores
 from envserve.worker.channel import MAX_CALL_BYTES
 from tests.envserve.conftest import Serve
 from tests.envserve.server_process import make_config

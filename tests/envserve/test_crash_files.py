@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from envserve.crashes.crash_folder import CrashFiles, default_folder
+from envserve.crashes.crash_folder import CrashFolder, default_folder
 
 
 def test_file_is_private_whole_and_named_after_its_subject(tmp_path: Path) -> None:
-    files = CrashFiles(tmp_path / "new" / "folder")
+    files = CrashFolder(tmp_path / "new" / "folder")
     path = files.write("envs/Odd name\n-v0 env 7", b"content", 0.0)
     assert path is not None
     assert path.parent == tmp_path / "new" / "folder"
@@ -22,22 +22,19 @@ def test_file_is_private_whole_and_named_after_its_subject(tmp_path: Path) -> No
     assert os.listdir(path.parent) == [path.name]
 
 
-def test_one_file_a_second_and_the_newest_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("envserve.crashes.crash_folder._MAX_FILES", 3)
+def test_one_file_a_second_and_the_newest_are_kept(tmp_path: Path) -> None:
     strangers = [tmp_path / name for name in ("notes.txt", "download.part")]
     for file in strangers:
         file.touch()
         os.utime(file, (0, 0))
-    files = CrashFiles(tmp_path)
+    files = CrashFolder(tmp_path)
     first = files.write("a", b"", -2.0)
     assert first is not None
     leftover = first.with_name(f"{first.name}.part")  # of a process that was killed
     first.rename(leftover)
     os.utime(leftover, (0, 0))
     paths = []
-    for number in range(5):
+    for number in range(52):
         now = 2.0 * number
         assert files.has_room(now)
         path = files.write("a", b"", now)
@@ -45,30 +42,30 @@ def test_one_file_a_second_and_the_newest_are_kept(
         os.utime(path, (number, number))
         paths.append(path)
         assert not files.has_room(now + 0.9)
-    files.write("b", b"", 100.0)
-    left = {path for path in tmp_path.iterdir() if path.name.startswith("a")}
-    assert left == set(paths[3:])
+    newest = files.write("b", b"", 200.0)
+    left = {*tmp_path.iterdir()} - {*strangers}
+    assert left == {*paths[3:], newest}  # 50 in all
     assert all(stranger.exists() for stranger in strangers)
     assert not leftover.exists()
 
 
-@pytest.mark.parametrize("limit", ["files", "bytes"])
+@pytest.mark.parametrize(("mib", "num_left"), [(0, 50), (20, 5)])
 def test_files_of_whoever_has_the_most_give_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+    tmp_path: Path, mib: int, num_left: int
 ) -> None:
-    monkeypatch.setattr("envserve.crashes.crash_folder._MAX_FILES", 50)
-    monkeypatch.setattr("envserve.crashes.crash_folder._MAX_BYTES", 1000)
-    crasher, other = (CrashFiles(tmp_path, owner) for owner in ("lease 1", "lease 2"))
+    """At most 50 files, and 64 MiB: three of 20 MiB, the newest, and the other's."""
+    crasher, other = (CrashFolder(tmp_path, owner) for owner in ("lease 1", "lease 2"))
     evidence = other.write("env-1", bytes(100), 0.0)
     assert evidence is not None
     os.utime(evidence, (0, 0))
     for number in range(1, 70):
-        path = crasher.write("env-1", bytes(300 if limit == "bytes" else 1), number)
+        path = crasher.write("env-1", b"", number)
         assert path is not None
+        os.truncate(path, mib << 20)
         os.utime(path, (number, number))
     left = {*tmp_path.iterdir()}
     assert {evidence, path} < left
-    assert len(left) == (4 if limit == "bytes" else 50)
+    assert len(left) == num_left
 
 
 @pytest.mark.parametrize("kind", ["file", "full", "gone"])
@@ -90,7 +87,7 @@ def test_file_system_that_refuses_costs_one_line_until_it_takes_files_again(
         monkeypatch.setattr(os, "replace", refuse)
     else:
         folder = Path("/proc/no/such/folder")
-    files = CrashFiles(folder)
+    files = CrashFolder(folder)
     for now in (0.0, 1.0, 2.0):
         assert files.write("a", b"content", now) is None
     assert len(caplog.messages) == 1
@@ -124,7 +121,7 @@ def test_default_folder_that_is_not_ours_alone_is_refused(
         monkeypatch.setattr(
             "envserve.crashes.crash_folder.default_folder", lambda: folder
         )
-    files = CrashFiles(None)
+    files = CrashFolder(None)
     assert files.write("a", b"content", 0.0) is None
     assert "only this user can use" in caplog.text
     assert list(real.iterdir()) == []
@@ -138,7 +135,7 @@ def test_no_temporary_folder_costs_one_line(
         raise FileNotFoundError(2, "No usable temporary directory found")
 
     monkeypatch.setattr("tempfile.gettempdir", refuse)
-    files = CrashFiles(None)
+    files = CrashFolder(None)
     assert "default" in repr(files)
     assert files.write("a", b"content", 0.0) is None
     assert files.write("a", b"content", 1.0) is None
@@ -150,7 +147,7 @@ def test_default_folder_is_made_for_this_user_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    path = CrashFiles(None).write("a", b"content", 0.0)
+    path = CrashFolder(None).write("a", b"content", 0.0)
     assert path is not None
     assert path.parent == default_folder()
     assert path.parent.stat().st_mode & 0o777 == 0o700

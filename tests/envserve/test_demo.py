@@ -1,4 +1,4 @@
-"""The demo: strikes cost no wrong transition, and all that it starts ends with it."""
+"""The demo: faults cost no wrong transition, and all that it starts ends with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from envserve.demo.run import Demo
-from envserve.demo.tcp_proxy import Cable
+from envserve.demo.tcp_proxy import TcpProxy
 from envserve.errors import EnvserveError, ServerError, SpaceError, UnknownEnv
 from tests.left_behind import left_processes, running_processes
 
@@ -27,8 +27,8 @@ END_SECONDS = 30.0
 def test_each_strike_is_told_and_costs_no_wrong_transition(tmp_path: Path) -> None:
     with Demo("CartPole-v1", 8, tmp_path) as demo:
         for name in ("network", "worker", "env", "server"):
-            label, strike = demo.strikes[name]
-            text = strike()
+            label, inject = demo.faults[name]
+            text = inject()
             num_hit = int(text.removeprefix(f"{label}: ").split()[0])
             assert 1 <= num_hit <= 4, text
     demo.check()
@@ -38,7 +38,7 @@ def test_each_strike_is_told_and_costs_no_wrong_transition(tmp_path: Path) -> No
     assert row["rows_checked"] > row["steps"] > 0
     assert row["demo_recovery_ms"] > 0
     with pytest.raises(ServerError, match="ended"):
-        demo.strikes["worker"][1]()
+        demo.faults["worker"][1]()
 
 
 @pytest.mark.parametrize(
@@ -57,40 +57,40 @@ def test_an_env_that_cannot_be_shown_is_refused_at_once(
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Cable, socket.socket, socket.socket]]:
-    """A cable, and both ends of a connection through it."""
+def ends() -> Iterator[tuple[TcpProxy, socket.socket, socket.socket]]:
+    """A proxy, and both ends of a connection through it."""
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        cable = Cable(listening.getsockname()[1])
-        stack.callback(cable.close)
-        port = int(cable.address.rpartition(":")[2])
+        proxy = TcpProxy(listening.getsockname()[1])
+        stack.callback(proxy.close)
+        port = int(proxy.address.rpartition(":")[2])
         near = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
         far = stack.enter_context(listening.accept()[0])
         for end in (near, far):
             end.settimeout(10)
-        yield cable, near, far
+        yield proxy, near, far
 
 
 def test_a_cable_passes_on_both_ways_and_holds_back_while_it_is_cut(
-    ends: tuple[Cable, socket.socket, socket.socket],
+    ends: tuple[TcpProxy, socket.socket, socket.socket],
 ) -> None:
-    cable, near, far = ends
+    proxy, near, far = ends
     near.sendall(b"out")
     assert far.recv(10) == b"out"
     far.sendall(b"back")
     assert near.recv(10) == b"back"
-    cable.cut(3600.0)
+    proxy.cut(3600.0)
     near.sendall(b"late")
     far.settimeout(0.05)
     with pytest.raises(TimeoutError):
         far.recv(10)
-    cable.cut(0.0)
+    proxy.cut(0.0)
     far.settimeout(10)
     assert far.recv(10) == b"late"
 
 
 def test_when_one_end_of_a_cable_goes_so_does_the_other(
-    ends: tuple[Cable, socket.socket, socket.socket],
+    ends: tuple[TcpProxy, socket.socket, socket.socket],
 ) -> None:
     _, near, far = ends
     far.close()

@@ -25,7 +25,7 @@ from envserve.errors import ConnectError
 from envserve.keys.formats import fingerprint
 from envserve.keys.key_folder import KeyFolder
 from envserve.keys.key_pair import KeyPair, Keys
-from envserve.session.client.requests import Patience
+from envserve.session.client.liveness import Timeouts
 from tests.envserve.conftest import Serve
 from tests.envserve.server_process import make_config
 
@@ -261,7 +261,7 @@ def test_a_name_of_no_host_is_said_but_may_be_one_soon(
         connection.ask_welcome(address, 20.0, insecure=True)
     started = time.monotonic()
     lane = RemoteLane(
-        address, make_config(), Patience(connect_seconds=5.0), insecure=True
+        address, make_config(), Timeouts(connect_seconds=5.0), insecure=True
     )
     with pytest.raises(ConnectError, match=text):
         lane.finish_start(started + 60.0)
@@ -287,7 +287,7 @@ def test_a_lane_says_so_soon_and_has_sent_nothing(
     # Who is not known may be invited meanwhile.
     connect_seconds = 6.0 if name == "refuses" else 60.0
     lane = RemoteLane(
-        peer.address, make_config(), Patience(connect_seconds=connect_seconds)
+        peer.address, make_config(), Timeouts(connect_seconds=connect_seconds)
     )
     started = time.monotonic()
     with pytest.raises(ConnectError) as error:
@@ -313,7 +313,7 @@ def test_a_server_that_stands_still_has_as_long_as_one_that_is_not_there(
         lane = RemoteLane(
             server.address,
             make_config("CartPole-v1"),
-            Patience(connect_seconds=4.0),
+            Timeouts(connect_seconds=4.0),
             insecure=server.is_insecure,
         )
         with pytest.raises(ConnectError, match="says nothing: it hangs"):
@@ -342,7 +342,7 @@ def test_connections_that_work_are_not_looked_at(
     # Longer than a loaded machine needs to connect.
     monkeypatch.setattr("envserve.client.link.zmq_guards.diagnosis.ALONE_SECONDS", 4.0)
     peer = listen(Router, SERVER)
-    lane = RemoteLane(peer.address, make_config(), Patience(connect_seconds=6.0))
+    lane = RemoteLane(peer.address, make_config(), Timeouts(connect_seconds=6.0))
     with pytest.raises(ConnectError, match="no server answered within 6 s"):
         lane.finish_start(time.monotonic() + 60.0)
     assert peer.heard[0].startswith(b"ENVS")

@@ -29,7 +29,7 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home = tmp_path / "home"
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("ENVSERVE_HOME", str(home))
-    KeyFolder().made_key("client")
+    KeyFolder().ensure_key("client")
     monkeypatch.setattr(doctor, "_RENDERERS", {"none-such": ("Env-v0", "remedy")})
     return home
 
@@ -83,10 +83,12 @@ def test_few_open_files_a_quota_and_little_memory_are_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
-    monkeypatch.setattr("envserve.settings.num_cores", lambda: 2)
+    monkeypatch.setattr("envserve.host_resources.num_cores", lambda: 2)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     limits = [[1 << 29], [1 << 40]]
-    monkeypatch.setattr("envserve.settings.cgroup_limits", lambda *_: iter(limits))
+    monkeypatch.setattr(
+        "envserve.host_resources.cgroup_limits", lambda *_: iter(limits)
+    )
     code, found = examine()
     assert code == 0
     assert found["open files"] == {

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from envserve.cli.app import app
 from envserve.client.link.connection import Connection
-from envserve.session.server.decisions import Reply
+from envserve.session.server.decisions import Audit, BeginDrain, Reply
 from envserve.session.server.server_session import ServerSession
 from envserve.settings import HostSettings
 from envserve.wire.bodies import Drain
@@ -17,25 +17,20 @@ from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.handshake import ErrorBody
 from envserve.wire.message import Message, decode, encode
 from tests.envserve.conftest import Join, Serve
-from tests.envserve.session_fakes import FakeOffer
 from tests.envserve.test_server_keys import Homes
 from tests.envserve.test_server_keys import homes as homes
 
 
 def answers_to(user: str, times: int = 1) -> tuple[list[Message], int]:
     """What a user who asks is told, and how often the server was told to drain."""
-    drains: list[float] = []
-
-    def drain() -> float:
-        drains.append(8.0)
-        return 8.0
-
-    session = ServerSession(HostSettings(), FakeOffer(), boot=7, drain=drain)
+    policy = HostSettings(drain_grace_seconds=8.0)
+    session = ServerSession(policy, (), boot=7)
     frames = encode(Message(MessageType.ASK_DRAIN, request=3, body=b"drain"))
     told = [session.receive((0, b"route", user), frames, 0.0) for _ in range(times)]
-    replies = [reply for decisions in told for reply in decisions]
-    assert all(isinstance(reply, Reply) for reply in replies)
-    return [decode(r.frames) for r in replies if isinstance(r, Reply)], len(drains)
+    decisions = [decision for each in told for decision in each]
+    assert all(isinstance(d, Reply | Audit | BeginDrain) for d in decisions)
+    num_drains = sum(isinstance(decision, BeginDrain) for decision in decisions)
+    return [decode(d.frames) for d in decisions if isinstance(d, Reply)], num_drains
 
 
 def test_its_own_user_is_told_how_long_it_takes_and_may_ask_again() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -108,34 +106,6 @@ def step_until_valid(player: Player, struck: Array) -> None:
     while not result.valid.all():
         assert result.valid[others].all()
         result = player.step()
-
-
-def test_a_batch_goes_on_while_servers_are_killed_drained_and_added(
-    source: Source, play: Play
-) -> None:
-    first, second, third, fourth = (source.start(4) for _ in range(4))
-    player = play(16)
-    step_until_valid(player, np.array([], int))
-    killed = rows_at(player, first)
-    first.kill()
-    added = source.start(4)
-    while not rows_at(player, added).size:
-        result = player.step()
-        assert np.delete(result.valid, killed).all()
-    step_until_valid(player, killed)
-    source.start(4)
-    drained = rows_at(player, second)
-    command = [sys.executable, "-m", "envserve", "drain", second.address]
-    with subprocess.Popen(command) as drain:
-        while rows_at(player, second).size:
-            result = player.step()
-            assert np.delete(result.valid, drained).all()
-        step_until_valid(player, drained)
-    assert (drain.returncode, second.wait()) == (0, 0)
-    assert player.ledger.losses[Status.SERVER_LOST] == 8  # an episode of each row
-    names = {lane.name for lane in player.batch.lanes}
-    assert names == {server.address for server in source.servers[2:]}
-    assert {third.address, fourth.address} < names
 
 
 def test_a_server_at_a_file_is_left_as_soon_as_nobody_listens_there(

@@ -27,15 +27,9 @@ from hypothesis import strategies as st
 
 from envserve.errors import CodecError, RemoteProtocolError, SpaceError
 from envserve.slab import Rows
-from envserve.spaces import codec, leaves, variable_length
-from envserve.spaces.env_spec import (
-    EnvSpec,
-    Leaf,
-    describe,
-    flatten,
-    leaves_of,
-    restore,
-)
+from envserve.spaces import codec, leaves
+from envserve.spaces.env_spec import EnvSpec, describe, restore
+from envserve.spaces.leaves import Leaf, flatten, leaves_of
 from envserve.spaces.variable_length import (
     decode_observation,
     decode_row,
@@ -238,21 +232,17 @@ def test_a_bad_row_names_its_env() -> None:
     assert seen["mission"][1] == decode_row(spec.observation_leaves[1], np.zeros(4))
 
 
-def test_rows_of_a_step_hold_so_many_values_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(variable_length, "_MAX_BATCH_VALUES", 1000)
+def test_rows_of_a_step_hold_so_many_values_together() -> None:
     spec = EnvSpec("A", Sequence(Discrete(2)), Discrete(2))
     (leaf,) = spec.observation_leaves
-    rows = np.tile(packed(leaf, [0] * 100), (64, 1))
-    with pytest.raises(RemoteProtocolError, match=r"Env 10: .* at most 1000 values"):
-        decode_observation(spec, range(64), rows, is_whole=np.ones(64, np.bool_))
-    ended = np.arange(64) == 3
-    seen = decode_observation(spec, range(64), rows, is_whole=~ended, ended=ended)
-    assert [len(each) for each in seen] == [100 * (row == 3) for row in range(64)]
-    rows[0, 4] = 255  # a row that was cut short counts, too
-    with pytest.raises(RemoteProtocolError, match=r"Env 0: .* at most 1000 values"):
-        decode_observation(spec, range(1), rows[:1], is_whole=ended[:1])
+    rows = np.tile(packed(leaf, [0] * 100), (40, 1))
+    rows[:32, 4] = 255  # of rows that were cut short, each counts as 8192 values
+    is_whole = np.arange(40) >= 32
+    with pytest.raises(RemoteProtocolError, match=r"Env 32: .* at most 262144 values"):
+        decode_observation(spec, range(40), rows, is_whole=is_whole)
+    ended = np.arange(40) >= 31
+    seen = decode_observation(spec, range(40), rows, is_whole=is_whole, ended=ended)
+    assert [len(each) for each in seen] == [0] * 32 + [100] * 8
 
 
 def test_an_empty_value_is_made_once() -> None:

@@ -27,6 +27,7 @@ from envserve.crashes.action_ring import ActionRing, ring_nbytes
 from envserve.crashes.repro_file import End, Repro, decode_repro, encode_repro
 from envserve.errors import ActionError, CodecError, SpaceError
 from envserve.pool.fault_log import _action_text
+from envserve.settings import EnvRequest
 from envserve.slab import Rows, Status, private_heartbeat
 from envserve.spaces.action_checks import ActionBounds, check_action_rows, check_actions
 from envserve.spaces.env_spec import EnvSpec, describe, restore
@@ -70,16 +71,14 @@ def test_a_server_does_not_read_actions_and_a_worker_refuses_them() -> None:
 
 @pytest.mark.parametrize("name", ["dict_of_all", "sequence_stacked", "dict_empty"])
 def test_a_crash_file_plays_the_same_actions(name: str) -> None:
-    make: dict[str, Any] = {
-        **{"row": 0, "env_index": 0, "incarnation": 0, "name": "Table-v0"},
-        **{"kwargs": {"space": name}, "root_seed": 3},
-    }
-    env = EnvRow(**make)
+    kwargs = {"space": name}
+    request = EnvRequest(env_name="Table-v0", env_kwargs=kwargs, num_envs=1, seed=3)
+    env = EnvRow(request, 0)
     spec = env.build()
     rows = Rows.allocate(spec, 1)
     ring = ActionRing(spec, 1, bytearray(ring_nbytes(spec, 1)))
     heartbeat = private_heartbeat()
-    env.attach(rows, heartbeat, ring.row(0, 0))
+    env.attach(rows, heartbeat, ring.row(0))
     env.reset(None)
     for _ in range(2):
         action = spec.action_space.sample()
@@ -90,7 +89,7 @@ def test_a_crash_file_plays_the_same_actions(name: str) -> None:
             target[...] = array
         ring.note_step(rows.action, 0, 1)
         env.step(action)
-    played = ring.read(0, 0)
+    played = ring.read(0)
     assert played is not None
     repro = Repro(
         env_name="Table-v0",
@@ -104,7 +103,7 @@ def test_a_crash_file_plays_the_same_actions(name: str) -> None:
         played=played,
         end=End(status=Status.ENV_ERROR, text=""),
     )
-    again = EnvRow(**make)
+    again = EnvRow(request, 0)
     numbers: list[int] = []
     seen = play(decode_repro(encode_repro(repro)), again, again.build(), numbers.append)
     assert numbers == [0, 1, 2]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from envserve import BatchEnv, make_vec
-from envserve.worker.channel import Channel, Frame, Kind, pack_frame
+from envserve.worker.channel import Channel, ChannelMessage, Kind, pack_message
 
 ENVS = """
 import os, socket, time
@@ -176,18 +176,18 @@ def test_who_waits_for_an_answer_sends_what_is_left_of_the_question() -> None:
     size = 16 << 20
 
     def answer() -> None:
-        left = len(pack_frame(Kind.REPLAY, payload=bytes(size)))
+        left = len(pack_message(Kind.REPLAY, payload=bytes(size)))
         while left:
             left -= len(theirs.recv(1 << 16))
-        theirs.sendall(pack_frame(Kind.DONE))
+        theirs.sendall(pack_message(Kind.DONE))
 
     with theirs:
         channel = Channel(ours)
-        channel.send(pack_frame(Kind.REPLAY, payload=bytes(size)))
+        channel.send(pack_message(Kind.REPLAY, payload=bytes(size)))
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         until = time.monotonic() + 200
-        frames: list[Frame] = []
+        frames: list[ChannelMessage] = []
         while not frames and time.monotonic() < until:
             channel.wait(200)
             frames = channel.read()

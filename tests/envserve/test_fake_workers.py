@@ -17,7 +17,7 @@ from envserve.slab import Status
 from envserve.spaces import codec
 from envserve.spaces.env_spec import describe
 from envserve.worker import channel
-from envserve.worker.channel import Frame, Kind, pack_frame
+from envserve.worker.channel import ChannelMessage, Kind, pack_message
 
 from .fake_workers import DISCRETE, Scene
 from .pool_driver import gather, wait_for
@@ -45,8 +45,8 @@ def report(**changes: Any) -> bytes:
     return codec.encode(plain | changes)
 
 
-def fault(**changes: Any) -> dict[str, Any]:
-    return {"row": 0, "status": 1, "text": "", "violation": False} | changes
+def fault(row: int = 0, status: int = 1) -> list[Any]:
+    return [row, status, "", False]
 
 
 def test_answer_with_the_right_number_finishes_the_step(scene: Scene) -> None:
@@ -64,19 +64,19 @@ def test_every_submission_has_another_number(scene: Scene) -> None:
     assert len(numbers) == 3
 
 
-WRONG: dict[str, Callable[[Frame], bytes]] = {
+WRONG: dict[str, Callable[[ChannelMessage], bytes]] = {
     "no frame": lambda frame: b"\xff" * 64,
     "endless frame": lambda frame: b"\x09" + b"\xff" * 11,
     "long traceback": lambda frame: channel.HEADER.pack(Kind.FAILED, 0, 0, 1 << 20),
     "text": lambda frame: b"Traceback (most recent call last):\n",
-    "another number": lambda frame: pack_frame(Kind.DONE, 0, frame.sequence + 1),
-    "an old number": lambda frame: pack_frame(Kind.DONE, 0, frame.sequence - 1),
-    "idle block": lambda frame: pack_frame(Kind.DONE, 1, frame.sequence),
-    "no block": lambda frame: pack_frame(Kind.DONE, 9, frame.sequence),
-    "ready again": lambda frame: pack_frame(Kind.READY),
-    "a command": lambda frame: pack_frame(Kind.STEP, 0, frame.sequence),
+    "another number": lambda frame: pack_message(Kind.DONE, 0, frame.sequence + 1),
+    "an old number": lambda frame: pack_message(Kind.DONE, 0, frame.sequence - 1),
+    "idle block": lambda frame: pack_message(Kind.DONE, 1, frame.sequence),
+    "no block": lambda frame: pack_message(Kind.DONE, 9, frame.sequence),
+    "ready again": lambda frame: pack_message(Kind.READY),
+    "a command": lambda frame: pack_message(Kind.STEP, 0, frame.sequence),
     **{
-        f"report {name}": lambda frame, payload=payload: pack_frame(  # type: ignore[misc]
+        f"report {name}": lambda frame, payload=payload: pack_message(  # type: ignore[misc]
             Kind.DONE, 0, frame.sequence, payload
         )
         for name, payload in {
@@ -89,7 +89,7 @@ WRONG: dict[str, Callable[[Frame], bytes]] = {
             "of a named row": report(infos={"x": {}}),
             "of a list as row": report(rebuilt=[[0]]),
             "of no status": report(faults=[fault(status=77)]),
-            "of half a fault": report(faults=[{"row": 0}]),
+            "of half a fault": report(faults=[[0]]),
             "of no list": report(faults=3),
             "of too many bytes": report(infos={0: {"": bytes(180 << 10)}}),
             "of too many values": report(infos={0: {"": [[]] * 20_000}}),

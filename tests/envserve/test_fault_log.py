@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import shlex
 import signal
@@ -176,21 +175,21 @@ def test_worker_that_stops_by_itself_says_why_on_the_line(
     assert "exited with code 1; in a reset of env 0" in line
     assert line.endswith('its stderr ends with "SystemExit: 3"')
     caplog.clear()
-    log = FaultLog(pool.config, logging.getLogger(LOGGER), "session 7")
+    log = FaultLog(pool.config, "session 7")
     worker = pool._workers.all[0]
     slab = pool._workers.slab
     assert slab is not None
     ring = ActionRing(pool.spec, 1, slab.extra)
     log.attach(slab, pool.spec)
     text = "stopped:\nTraceback:\nValueError: no level"
-    assert ring.read(0, 0) is not None
+    assert ring.read(0) is not None
     log.worker_lost(worker, Lost(Status.WORKER_DIED, text), {}, 0.0)
     log.forget(worker)
     (line,) = lines(caplog)
     assert line.startswith("session 7: worker 0 (of envs 0 to 0), pid ")
     assert "stopped: ValueError: no level; no env was at work" in line
     # What is known of the old envs must not be taken for the new ones'.
-    assert ring.read(0, 0) is None
+    assert ring.read(0) is None
     assert not slab.heartbeats[:, :2].any()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from envserve.cli.app import app
 from envserve.client import BatchEnv
 from envserve.crashes.repro_file import decode_repro
 from envserve.errors import LeaseLost, LocalProtocolError
-from envserve.lane import Picture
+from envserve.lane import RenderedFrame
 from envserve.monitoring.observer import Observer
 from envserve.pool.pool import Pool
 from envserve.session.server.decisions import SessionId
@@ -40,25 +41,31 @@ BOB: Peer = (0, b"b", "bob")
 LOCAL: Peer = (0, b"c", "local")
 
 
+@dataclass
+class SeenServer(FakeServer):
+    """Shows a record, or no pictures at all; and what it was asked for."""
+
+    looks: list[tuple[SessionId, FrameRequest]] = field(default_factory=list)
+
+    def look(
+        self, session: SessionId, request: FrameRequest
+    ) -> tuple[FrameResult, bytes]:
+        self.looks.append((session, request))
+        return FrameResult(), b"record" if request.record else b""
+
+
 class Host:
     """A server half with leases of Ann and Bob, 1 and 2, and who asks for pictures."""
 
     def __init__(self) -> None:
-        self.server = FakeServer()
-        self.looks: list[tuple[SessionId, FrameRequest]] = []
-        self.server.session.questions.look = self._look
+        self.server = SeenServer()
+        self.looks = self.server.looks
         self.now = 5.0
         for number, peer in enumerate((ANN, BOB), 11):
             attach = make_attach(num_envs=2).encode()
             kind = MessageType.ATTACH
             answers = self.say(peer, kind, attach, session=number, boot=77)
             assert MessageType.GRANTED in [answer.type for answer in answers]
-
-    def _look(
-        self, session: SessionId, request: FrameRequest
-    ) -> tuple[FrameResult, bytes]:
-        self.looks.append((session, request))
-        return FrameResult(), b"record" if request.record else b""
 
     def say(
         self, peer: Peer, kind: MessageType, body: bytes, **numbers: Any
@@ -136,7 +143,7 @@ def test_what_is_malformed_is_refused(host: Host, change: dict[str, Any]) -> Non
 def test_the_longest_answer_fits_into_a_body() -> None:
     text = "\N{PILE OF POO}" * 1024
     numbers: Any = {"serial": 2**63 - 1, "seed": 2**63 - 1, "episode_steps": 2**63 - 1}
-    each = Picture(row=65535, text=text, episode_return=1.5, **numbers)
+    each = RenderedFrame(row=65535, text=text, episode_return=1.5, **numbers)
     num_bytes = len(FrameResult(pictures=(each,) * 64).encode()) + MAX_FRAMES_BYTES
     assert num_bytes < MAX_BODY_BYTES
 
@@ -156,10 +163,10 @@ def number_of(observer: Observer) -> int:
 
 
 def step_until(
-    batch: BatchEnv, look: Callable[[], list[Picture]], num_rows: int
-) -> dict[int, Picture]:
+    batch: BatchEnv, look: Callable[[], list[RenderedFrame]], num_rows: int
+) -> dict[int, RenderedFrame]:
     """Steps until there is a picture of each row."""
-    seen: dict[int, Picture] = {}
+    seen: dict[int, RenderedFrame] = {}
     actions = np.zeros(batch.num_envs, np.int64)
     while len(seen) < num_rows:
         for _ in range(20):
@@ -219,11 +226,11 @@ def test_watched_or_not_a_batch_has_the_same_rows(address: str) -> None:
     assert all(map(np.array_equal, watched, play(None)))
 
 
-def picture_of(pool: Pool, *, known: int = 0) -> tuple[Picture, list[Status]]:
+def picture_of(pool: Pool, *, known: int = 0) -> tuple[RenderedFrame, list[Status]]:
     """Steps until row 0 shows something new; returns that, and statuses that came."""
     statuses: list[Status] = []
     request = FrameRequest(lease=0, rows=(0,), after=(known,))
-    while not (found := pool.looks.answer(request)[0].pictures):
+    while not (found := pool.inspector.read_frames(request)[0].pictures):
         step(pool, 0)
         statuses.append(Status(pool.rows.status[0]))
     return found[0], statuses

@@ -187,7 +187,7 @@ def test_what_nobody_expects_in_the_keeper_is_the_lanes_error_at_once(
     def fail(*_: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr("envserve.session.client.attachment.Operations", fail)
+    monkeypatch.setattr("envserve.session.client.attachment.ClientBlocks", fail)
     lane = RemoteLane(host("nothing"), make_config())
     started = time.monotonic()
     with pytest.raises(ServerError, match="MemoryError: no room"):

@@ -12,19 +12,21 @@ import pytest
 
 from envserve.lane import Block
 from envserve.spaces import codec
-from envserve.spaces.infos import Packed, Room, encode_infos, join_infos
-from envserve.wire.result_report import Report
+from envserve.spaces.infos import InfoBudget, PackedInfo, encode_infos, join_infos
+from envserve.wire.result_report import ResultReport
 from envserve.worker.worker_report import encode_report, max_infos, read_report
 from tests.envserve.stalls import soonest
 
-ROW = Room(64 << 10, 16 << 10)
-ALL = Room(1 << 20, 20 << 10)
+ROW = InfoBudget(64 << 10, 16 << 10)
+ALL = InfoBudget(1 << 20, 20 << 10)
 
 
-def fitted(infos: Mapping[int, Any], row: Room = ROW, room: Room = ALL) -> Any:
+def fitted(
+    infos: Mapping[int, Any], row: InfoBudget = ROW, budget: InfoBudget = ALL
+) -> Any:
     """What arrives; it takes no more than there is."""
-    encoded = encode_infos(infos, row, room)
-    assert room.holds(encoded)
+    encoded = encode_infos(infos, row, budget)
+    assert budget.holds(encoded)
     return codec.decode(encoded, max_bytes=1 << 26)
 
 
@@ -73,15 +75,15 @@ def test_names_have_a_bound_and_so_have_rows_of_nothing_but_names() -> None:
     assert info["omitted"][-1] == "..."
     assert len(info) == 1 + 7
     many = {row: {f"{row:0100}": object()} for row in range(5000)}
-    assert fitted(many, room=Room(100_000, 1 << 20)) == {}
+    assert fitted(many, budget=InfoBudget(100_000, 1 << 20)) == {}
 
 
 @pytest.mark.parametrize("info", [{"k": np.array(True)}, {"k": []}, {1: 2}])
 def test_what_fits_can_be_read_by_the_pool(info: dict[Any, Any]) -> None:
     """However little each value is."""
     infos: dict[int, Mapping[str, Any]] = dict.fromkeys(range(200), info)
-    payload = encode_report([], infos, [], 200, 64)
-    found = read_report(payload, Block(0, 0, 200, 0, 0), 64).infos
+    payload = encode_report(200, 64, infos=infos)
+    found = read_report(payload, Block(0, 0, 200, 0, 0), 64)[0].infos
     assert found.keys() == infos.keys()
     assert all(each.keys() == info.keys() for each in found.values())
 
@@ -91,14 +93,14 @@ def test_a_block_has_room_for_16_rows_that_take_all_they_may() -> None:
     assert rows == [1, 16, 16]
 
 
-def joined(infos: Mapping[int, Any], room: Room = ALL) -> Any:
+def joined(infos: Mapping[int, Any], budget: InfoBudget = ALL) -> Any:
     """What arrives of infos that workers have encoded."""
     packed = {}
     for row, info in infos.items():
         encoded = codec.encode(info)
-        packed[row] = Packed(encoded, codec.check(encoded, 1 << 20))
-    encoded = join_infos(packed, infos, room)
-    assert room.holds(encoded)
+        packed[row] = PackedInfo(encoded, codec.check(encoded, 1 << 20))
+    encoded = join_infos(packed, infos, budget)
+    assert budget.holds(encoded)
     return codec.decode(encoded, max_bytes=1 << 26)
 
 
@@ -116,7 +118,7 @@ def test_where_pairs_are_many_rows_go_the_largest_first() -> None:
     assert gone
     assert {row % 2 for row in gone} == {1}
     assert all(found[row] == small for row in range(0, 200, 2))
-    assert joined(dict.fromkeys(range(9000), small), Room(1 << 20, 20_000)) == {}
+    assert joined(dict.fromkeys(range(9000), small), InfoBudget(1 << 20, 20_000)) == {}
 
 
 def test_an_answer_with_many_infos_is_made_soon() -> None:
@@ -124,9 +126,9 @@ def test_an_answer_with_many_infos_is_made_soon() -> None:
     info = {f"k{number}": number for number in range(150)}
     infos: dict[int, Mapping[str, Any]] = dict.fromkeys(range(64), info)
     block = Block(0, 0, 64, 0, 0)
-    report = read_report(encode_report([], infos, (), 64, 64), block, 64)
+    report, _ = read_report(encode_report(64, 64, infos=infos), block, 64)
     rows = range(64 * 16)
-    many = Report(
+    many = ResultReport(
         infos={row: report.infos[row % 64] for row in rows},
         packed_infos={row: report.packed_infos[row % 64] for row in rows},
     )
@@ -137,10 +139,10 @@ def test_an_answer_with_many_infos_is_made_soon() -> None:
         return time.thread_time() - start
 
     assert soonest(attempt, 0.1) < 0.1
-    assert Report.decode(many.encode()).infos.keys() == {*rows}
+    assert ResultReport.decode(many.encode()).infos.keys() == {*rows}
 
 
-FAULT = {"row": 0, "status": 2, "text": "it fell", "violation": False}
+FAULT = [0, 2, "it fell", False]
 EMPTY: dict[str, Any] = {"faults": [], "rebuilt": [], "infos": {}, "notes": []}
 
 
@@ -149,10 +151,10 @@ EMPTY: dict[str, Any] = {"faults": [], "rebuilt": [], "infos": {}, "notes": []}
     [
         ({"faults": [FAULT, FAULT]}, "at most one fault of a row"),
         ({"faults": [FAULT] * 700}, "at most one fault of a row"),
-        ({"faults": [{**FAULT, "text": 5}]}, "Expected `str`"),
-        ({"faults": [{**FAULT, "violation": "no"}]}, "Expected `bool`"),
-        ({"faults": [{**FAULT, "status": 99}]}, "Invalid enum value 99"),
-        ({"faults": [{**FAULT, "row": 2}]}, "not of block 0"),
+        ({"faults": [[0, 2, 5, False]]}, "Expected `str`"),
+        ({"faults": [[0, 2, "it fell", "no"]]}, "Expected `bool`"),
+        ({"faults": [[0, 99, "it fell", False]]}, "Invalid enum value 99"),
+        ({"faults": [[2, 2, "it fell", False]]}, "not of block 0"),
         ({"rebuilt": [0] * 5}, "5 envs of 2 rows were rebuilt"),
         ({"infos": {0: [1]}}, "expected a dict"),
         ({"infos": {0: {"k": [0] * 60_000}}}, "expected at most .* values"),

@@ -80,27 +80,11 @@ def test_an_invitation_lets_one_client_in_until_it_is_removed(
         "Error: this invitation was used, or is older than 15 minutes; ask for "
         "another: envserve invite trainer-1\n"
     )
-    assert KeyFolder(tmp_path / "another").pin_of(server.address) is None
+    assert KeyFolder(tmp_path / "another").pinned_key(server.address) is None
     run_at("server", "clients", "remove", "trainer-1")
     wait_until(
         lambda: run_at("client", "health", server.address, "--timeout", "1").exit_code
     )
-
-
-def test_who_is_invited_again_has_one_key(
-    run_at: RunAt, server: ServerProcess, tmp_path: Path
-) -> None:
-    for home in ("first", "second"):
-        line = invite(run_at, server)
-        assert run_at(home, "join", input=line).exit_code == 0
-    pair = KeyFolder(tmp_path / "second").key("client")
-    assert pair is not None
-    (grant,) = KeyFolder(tmp_path / "server").clients.grants()
-    assert grant.public == pair.public
-    # The second's key stands under its name; another's name does not get it too.
-    result = run_at("second", "join", input=invite(run_at, server, "trainer-2"))
-    assert result.exit_code == 1
-    assert "this client's key is known here as trainer-1" in result.stderr
 
 
 def exchange(
@@ -168,7 +152,7 @@ def test_no_secret_is_where_others_could_see_it(
         ("client", "client"),
     )
     for home, role in roles:
-        pair = KeyFolder(tmp_path / home).made_key(role)
+        pair = KeyFolder(tmp_path / home).ensure_key(role)
         secrets.append(formats.encode(formats.SECRET, pair.secret)[18:])
     seen = joined.stdout + joined.stderr + server.log
     clients = run_at("server", "clients").stdout
@@ -192,8 +176,8 @@ def test_a_server_that_does_not_answer_leaves_no_pin(
     assert result.exit_code == 1
     assert result.stderr.startswith(f"Error: {host}:1: ")
     assert time.monotonic() - start < 40
-    assert KeyFolder(tmp_path / "client").pin_of(f"{host}:1") is None
+    assert KeyFolder(tmp_path / "client").pinned_key(f"{host}:1") is None
     # It was not used, so it is still good: at another of the server's addresses.
     both = line.replace(f":{port}", f":1,127.0.0.1:{port}")
     assert run_at("client", "join", "--timeout", "8", input=both).exit_code == 0
-    assert KeyFolder(tmp_path / "client").pin_of(f"{host}:1") is not None
+    assert KeyFolder(tmp_path / "client").pinned_key(f"{host}:1") is not None

@@ -193,7 +193,7 @@ def test_home_is_an_option_too(run: Run, tmp_path: Path) -> None:
 def test_a_file_that_others_can_read_ends_a_command_with_2(
     run: Run, home: Path
 ) -> None:
-    KeyFolder(home).made_key("server")
+    KeyFolder(home).ensure_key("server")
     (home / "server.key").chmod(0o640)
     result = run("invite", "ci", *AT, "--stdout")
     assert (result.exit_code, result.stdout) == (2, "")
@@ -275,11 +275,11 @@ def test_a_new_key_says_what_follows(
     run: Run, home: Path, role: Role, text: str
 ) -> None:
     folder = KeyFolder(home)
-    old = folder.made_key(role)
+    old = folder.ensure_key(role)
     (home / f"{role}.key").chmod(0o644)
     result = run("keys", "new", *([role] if role == "client" else []))
     assert result.exit_code == 0, result.stderr
-    new = folder.made_key(role)
+    new = folder.ensure_key(role)
     assert new != old
     assert formats.fingerprint(new.public) in result.stdout
     assert text in result.stdout

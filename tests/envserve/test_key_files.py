@@ -31,8 +31,8 @@ def folder(tmp_path: Path) -> KeyFolder:
 
 
 def fill(folder: KeyFolder) -> None:
-    folder.made_key("server")
-    folder.made_key("client")
+    folder.ensure_key("server")
+    folder.ensure_key("client")
     folder.clients.add(Grant(name="ci", public=bytes(32)), NOW)
     folder.add_pin(["tcp://sim1:5555"], bytes(32), "ci")
 
@@ -41,7 +41,7 @@ def read_all(folder: KeyFolder) -> None:
     folder.key("server")
     folder.key("client")
     ClientsFile(folder.path / "clients").read()
-    folder.pin_of("tcp://sim1:5555")
+    folder.pinned_key("tcp://sim1:5555")
 
 
 def invite(folder: KeyFolder, name: str, **more: float) -> bytes:
@@ -54,7 +54,7 @@ def invite(folder: KeyFolder, name: str, **more: float) -> bytes:
 def test_nothing_is_made_that_was_not_asked_for(folder: KeyFolder) -> None:
     read_all(folder)
     assert folder.key("server") is folder.key("client") is None
-    assert folder.pin_of("tcp://127.0.0.1:5555") is None
+    assert folder.pinned_key("tcp://127.0.0.1:5555") is None
     assert folder.clients.find(bytes(32), NOW) is None
     assert not folder.path.parent.exists()
 
@@ -72,10 +72,10 @@ def test_what_is_made_is_private_whatever_the_umask(folder: KeyFolder) -> None:
 
 
 def test_a_key_is_made_once_and_read_again(folder: KeyFolder) -> None:
-    pair = folder.made_key("server")
+    pair = folder.ensure_key("server")
     assert pair is not None
-    assert folder.made_key("server") == folder.key("server") == pair
-    assert folder.made_key("client") != pair
+    assert folder.ensure_key("server") == folder.key("server") == pair
+    assert folder.ensure_key("client") != pair
     first, second = (folder.path / "server.key").read_text().splitlines()
     assert first.startswith("# envserve key, 20")
     assert first.endswith("; whoever has it is you")
@@ -87,7 +87,7 @@ def test_two_that_make_a_key_at_once_have_the_same(folder: KeyFolder) -> None:
     found = []
     threads = [
         threading.Thread(
-            target=lambda: found.append(KeyFolder(folder.path).made_key("server"))
+            target=lambda: found.append(KeyFolder(folder.path).ensure_key("server"))
         )
         for _ in range(4)
     ]
@@ -117,7 +117,7 @@ def test_a_key_that_others_can_read_is_refused_in_these_words(
     fill(folder)
     (folder.path / "server.key").chmod(0o644)
     with pytest.raises(KeyFileError) as caught:
-        folder.made_key("server")
+        folder.ensure_key("server")
     assert str(caught.value) == (
         "~/.config/envserve/server.key can be read by others (mode 0644); chmod 600, "
         "and make a new one if somebody may have read it: envserve keys new"
@@ -165,7 +165,7 @@ def test_another_user_reads_no_file_of_ours() -> None:
     code = (
         "import os, sys; from envserve.keys.key_folder import KeyFolder\n"
         "import envserve.keys.key_pair; os.setuid(65534)\n"  # its Python may be private
-        "try: KeyFolder(sys.argv[1]).made_key('server')\n"
+        "try: KeyFolder(sys.argv[1]).ensure_key('server')\n"
         "except Exception as error: print(type(error).__name__, error)"
     )
     with tempfile.TemporaryDirectory() as top:
@@ -184,14 +184,14 @@ def test_another_user_reads_no_file_of_ours() -> None:
 def test_a_key_file_with_other_content_is_refused_and_not_repeated(
     folder: KeyFolder,
 ) -> None:
-    pair = folder.made_key("server")
+    pair = folder.ensure_key("server")
     assert pair is not None
     path = folder.path / "server.key"
     text = path.read_text()
     for wrong in ("", text[:-5], text + text, text.replace("secret", "public")):
         path.write_text(wrong)
         with pytest.raises(KeyFileError, match=r"server\.key: expected") as caught:
-            folder.made_key("server")
+            folder.ensure_key("server")
         assert text.split(".")[-1][:40] not in str(caught.value)
 
 
@@ -218,12 +218,12 @@ def test_a_file_that_cannot_be_replaced_is_what_it_was(
 def test_a_pin_is_found_by_each_address_and_replaced_by_a_later_one(
     folder: KeyFolder,
 ) -> None:
-    old, new, own = bytes(32), b"n" * 32, folder.made_key("server")
+    old, new, own = bytes(32), b"n" * 32, folder.ensure_key("server")
     folder.add_pin(["tcp://sim1:5555", "tcp://10.0.0.7:5555"], old, "trainer-1")
     folder.add_pin(["tcp://sim1:5555", "tcp://127.0.0.1:7"], new, "t-1")
-    assert folder.pin_of("tcp://10.0.0.7:5555") == old
-    assert folder.pin_of("tcp://sim1:5555") == new
-    assert folder.pin_of("tcp://sim2:5555") is None
+    assert folder.pinned_key("tcp://10.0.0.7:5555") == old
+    assert folder.pinned_key("tcp://sim1:5555") == new
+    assert folder.pinned_key("tcp://sim2:5555") is None
     # On loopback this user's own server is expected, if nothing else was noted.
     assert own is not None
     assert folder.keys_for("tcp://127.0.0.1:5555") == (own.public, folder.key("client"))
@@ -231,17 +231,17 @@ def test_a_pin_is_found_by_each_address_and_replaced_by_a_later_one(
     (folder.path / "servers").write_text(
         f"tcp://a:1,tcp://b:1  {formats.encode(formats.PUBLIC, old)}  # as trainer-1\n"
     )
-    assert folder.pin_of("tcp://a:1") == folder.pin_of("tcp://b:1") == old
+    assert folder.pinned_key("tcp://a:1") == folder.pinned_key("tcp://b:1") == old
 
 
 def test_one_pin_fits_all_servers_of_a_cluster(folder: KeyFolder) -> None:
     cluster, one = b"c" * 32, b"o" * 32
     folder.add_pin(["tcp://*:5555"], cluster, "trainer")
     folder.add_pin(["tcp://10.0.0.7:5555"], one, "trainer")
-    assert folder.pin_of("tcp://10.0.0.8:5555") == cluster
-    assert folder.pin_of("tcp://[fe80::1]:5555") == cluster
-    assert folder.pin_of("tcp://10.0.0.7:5555") == one
-    assert folder.pin_of("tcp://10.0.0.8:5556") is None
+    assert folder.pinned_key("tcp://10.0.0.8:5555") == cluster
+    assert folder.pinned_key("tcp://[fe80::1]:5555") == cluster
+    assert folder.pinned_key("tcp://10.0.0.7:5555") == one
+    assert folder.pinned_key("tcp://10.0.0.8:5556") is None
 
 
 def test_a_pin_that_cannot_be_read_is_an_error_and_not_no_pin(
@@ -251,7 +251,7 @@ def test_a_pin_that_cannot_be_read_is_an_error_and_not_no_pin(
     with (folder.path / "servers").open("a") as file:
         file.write("tcp://sim2:5555\n")
     with pytest.raises(KeyFileError, match="servers, line 2: expected addresses"):
-        folder.pin_of("tcp://sim2:5555")
+        folder.pinned_key("tcp://sim2:5555")
 
 
 def test_a_client_has_keys_for_servers_that_it_joined(folder: KeyFolder) -> None:

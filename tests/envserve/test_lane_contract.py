@@ -12,7 +12,8 @@ from gymnasium import spaces
 from envserve.client import BatchEnv
 from envserve.envs.seeding import env_seed, spare_seed
 from envserve.errors import ActionError, CallError, LocalProtocolError
-from envserve.spaces.env_spec import flatten, spaces_equal
+from envserve.spaces.env_spec import spaces_equal
+from envserve.spaces.leaves import flatten
 from tests.oracle.ledger_env import ledger_hash
 from tests.oracle.probe_envs import SPACES
 

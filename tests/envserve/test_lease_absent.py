@@ -7,14 +7,11 @@ from typing import Any, Final
 import pytest
 
 from envserve.errors import LocalProtocolError
-from envserve.lane import Fault
-from envserve.session.states import ClaimState, Machine
+from envserve.session.states import LeaseState, Machine
 from envserve.settings import HostSettings
-from envserve.slab import Status
 from envserve.wire.bodies import Pong
 from envserve.wire.constants import MessageType
 from envserve.wire.message import Message
-from envserve.wire.result_report import Report
 from tests.envserve.raw_client import RawClient, blocks_of, changed
 from tests.envserve.session_fakes import FakeServer
 
@@ -45,21 +42,6 @@ def test_a_done_block_is_answered_though_another_is_absent(client: RawClient) ->
     assert kinds_and_blocks(client.finish()) == [(RESULT, [0, 1])]
 
 
-def test_blocks_are_answered_one_by_one_from_the_first_absent_one_on() -> None:
-    client = RawClient(FakeServer(), num_splits=2)
-    client.send(client.step(1))
-    told = client.finish(0, absent=[2])
-    assert kinds_and_blocks(told) == [(ABSENT, [2]), (RESULT, [0])]
-    told = client.finish(1, absent=[2, 3])
-    assert kinds_and_blocks(told) == [(RESULT, [1]), (ABSENT, [3])]
-    faults = [Fault(3, Status.TIMEOUT, "hung", False)]
-    pool = client.pool
-    lost, late = client.end([pool.finish(3, faults=faults), pool.finish(2)])
-    assert kinds_and_blocks([lost, late]) == [(RESULT, [3]), (RESULT, [2])]
-    assert list(Report.decode(lost.report).faults) == faults
-    assert not late.report
-
-
 def test_a_copy_is_answered_for_each_block_as_it_is(client: RawClient) -> None:
     frames = client.step(1)
     client.send(frames)
@@ -72,23 +54,6 @@ def test_a_copy_is_answered_for_each_block_as_it_is(client: RawClient) -> None:
     again = client.send(changed(frames, attempt=4))
     assert kinds_and_blocks(again) == [(RESULT, [0]), (RESULT, [1])]
     assert len(client.pool.executed) == 2
-
-
-def test_a_block_may_go_on_while_its_neighbour_is_absent(client: RawClient) -> None:
-    frames = client.step(1)
-    client.send(frames)
-    client.finish(0, absent=[1])
-    client.send(client.step(2, seq=2, blocks=[0]))
-    told = client.send(changed(frames, attempt=1))
-    assert kinds_and_blocks(told) == [(ABSENT, [1])]  # 0 has a later request
-    told = client.finish(0, 1)
-    assert kinds_and_blocks(told) == [(RESULT, [0]), (RESULT, [1])]
-    assert told[0].request > told[1].request
-    again = client.send(changed(frames, attempt=2))
-    assert kinds_and_blocks(again) == [(RESULT, [1])]
-    client.send(client.step(2, seq=2, blocks=[1]))
-    assert not client.send(changed(frames, attempt=3))
-    assert client.pool.executed[2:] == [(0, (2, 2)), (1, (2, 2))]
 
 
 def test_a_reset_and_a_call_are_said_to_be_absent_too(client: RawClient) -> None:
@@ -121,11 +86,11 @@ def test_what_was_not_asked_cannot_end(client: RawClient) -> None:
 
 
 def test_a_claim_moves_only_forward() -> None:
-    machine = Machine(ClaimState.BUILDING)
-    for state in (ClaimState.GRANTED, ClaimState.CLOSING, ClaimState.ENDED):
+    machine = Machine(LeaseState.BUILDING)
+    for state in (LeaseState.GRANTED, LeaseState.CLOSING, LeaseState.ENDED):
         machine.move(state)
         with pytest.raises(LocalProtocolError, match=f"from {state.name}"):
-            machine.move(ClaimState.BUILDING)
+            machine.move(LeaseState.BUILDING)
 
 
 def test_of_many_answers_others_are_first_another_time() -> None:

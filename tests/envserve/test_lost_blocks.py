@@ -118,37 +118,6 @@ def test_collect_tells_once_that_a_block_has_become_absent(
     assert all(outcome.faults for outcome in gather(pool, [0, 1]))
 
 
-def test_envs_that_hang_in_their_reset_are_replaced_until_they_are_back(
-    make_pool: PoolMaker,
-) -> None:
-    hang = f"if seed == {env_seed(SEED, 0, 1)}: time.sleep(3600)"
-    pool = make_pool.and_reset(
-        SCRIPT, 2, 2, env_kwargs={"reset": hang}, reset_timeout_seconds=3.0
-    )
-    kill(pool.worker_pids[0])
-    lost, _ = step(pool, 1)
-    assert pool.stats()["restarts"] == 2
-    assert seeds(pool)[0] == env_seed(SEED, 0, 2)
-    # The episode ended with the first loss, not with the hang.
-    assert pool.rows.status[0] == Status.WORKER_DIED
-    assert "SIGKILL" in lost.faults[0].text
-    assert "timed out" not in lost.faults[0].text
-
-
-def test_an_idle_lost_block_is_reset_only_when_it_is_stepped(
-    make_gated: MakePool, gate: Path
-) -> None:
-    pool = make_gated(2, 2)
-    before = seeds(pool)
-    lose_worker(pool, gate)
-    gate.unlink()
-    wait_for(pool, lambda: is_serving(pool) and pool.next_deadline() is None)
-    assert seeds(pool) == before
-    step(pool, 1)
-    assert pool.rows.status.tolist() == [Status.WORKER_DIED, Status.OK]
-    assert seeds(pool) == [env_seed(SEED, 0, 1), env_seed(SEED, 1, 0)]
-
-
 def test_rows_that_were_answered_stay_when_their_worker_dies_before_they_are_read(
     make_pool: PoolMaker,
 ) -> None:

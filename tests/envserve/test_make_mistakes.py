@@ -17,19 +17,11 @@ from envserve import make, make_vec
 from envserve.client.make_vec import make_batch
 from envserve.client.single_env import Env
 from envserve.errors import ActionError, LocalProtocolError
-from envserve.pool.launcher import Launcher
-from envserve.pool.pool import Pool
 from envserve.pool.replay import load_repro
 from tests.oracle.probe_envs import MODULE
 
 SERVER = "tcp://127.0.0.1:1"
-
-
-@pytest.fixture(autouse=True)
-def few_templates(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "envserve.client.factory.Pool", partial(Pool, launcher=launcher)
-    )
+pytestmark = pytest.mark.usefixtures("one_launcher")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from envserve.settings import num_cores
+from envserve.host_resources import num_cores
 
 V2 = "0::/pod/app\n"
 V1 = "9:cpuset:/\n4:cpu,cpuacct:/docker/7f\n1:name=systemd:/\n0::/\n"

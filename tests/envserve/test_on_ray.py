@@ -123,4 +123,4 @@ def test_keys_are_made_for_a_name(tmp_path: Path) -> None:
     assert not ending.value.code
     server = KeyFolder(tmp_path / "server").key("server")
     assert server is not None
-    assert KeyFolder(tmp_path / "gpu1").pin_of("ray://lab/sims") == server.public
+    assert KeyFolder(tmp_path / "gpu1").pinned_key("ray://lab/sims") == server.public

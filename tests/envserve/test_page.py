@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 import pytest
 from starlette.applications import Starlette
@@ -20,7 +20,7 @@ from envserve.cli.app import app
 from envserve.errors import ConnectError, ServerError
 from envserve.monitoring.observer import Observer
 from envserve.monitoring.page.app import build_app
-from envserve.monitoring.page.data_feed import Gatherer
+from envserve.monitoring.page.data_feed import DataFeed
 from envserve.monitoring.page.serve import page_process, page_server
 from tests.envserve.page_client import TIMEOUT_SECONDS, Browser, served
 from tests.envserve.page_fakes import FakeObserver, FakeServer
@@ -42,13 +42,9 @@ Build = Callable[[str], Starlette]
 
 
 def build_over(server: FakeServer, run: Path | None = None) -> Build:
-    return lambda token: build_app(
-        [ADDRESS],
-        run=run,
-        token=token,
-        buttons=BUTTONS,
-        observe=lambda _: FakeObserver(server),  # type: ignore[arg-type,return-value]
-    )
+    observe = cast(Any, lambda _: FakeObserver(server))
+    feed = DataFeed([ADDRESS], run, observe)
+    return lambda token: build_app(feed, token=token, buttons=BUTTONS)
 
 
 @pytest.fixture(scope="module")
@@ -260,16 +256,17 @@ async def test_a_reader_who_does_not_read_is_dropped_and_others_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("envserve.monitoring.page.app._MAX_STUCK_SECONDS", 0.1)
-    app = build_over(FakeServer("CartPole-v1"))("secret")
-    gatherer: Gatherer = app.state.gatherer
+    observe = cast(Any, lambda _: FakeObserver(FakeServer("CartPole-v1")))
+    feed = DataFeed([ADDRESS], None, observe)
+    app = build_app(feed, token="secret")
     async with app.router.lifespan_context(app):
-        slow, patient = Stuck(), gatherer.join()
+        slow, patient = Stuck(), feed.subscribe()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(app(slow.scope, slow.receive, slow.send))
             await slow.is_stuck.wait()
-            assert len(gatherer.readers) == 2
-        assert len(gatherer.readers) == 1
-        await anext(patient.texts())
+            assert len(feed.subscribers) == 2
+        assert len(feed.subscribers) == 1
+        await anext(patient.events())
 
 
 class Stuck:
@@ -301,16 +298,16 @@ class Stuck:
 
 
 async def test_a_late_reader_is_told_what_is_newest_and_nothing_else() -> None:
-    gatherer = Gatherer([], None, never)
-    reader = gatherer.join()
-    assert gatherer.look(reader.name, {(0, 1, 2): 160})
+    feed = DataFeed([], None, never)
+    reader = feed.subscribe()
+    assert feed.set_tiles(reader.name, {(0, 1, 2): 160})
     for number in range(1000):
-        gatherer.publish((0, 1, 2), b"picture %d" % number)
-        gatherer.publish((0, 1, 3), b"of another tile")
-        gatherer.publish(0, b"status %d" % number)
-    texts = reader.texts()
+        feed.publish((0, 1, 2), b"picture %d" % number)
+        feed.publish((0, 1, 3), b"of another tile")
+        feed.publish(0, b"status %d" % number)
+    texts = reader.events()
     assert [await anext(texts) for _ in range(2)] == [b"picture 999", b"status 999"]
-    gatherer.publish("run", b"run")
+    feed.publish("run", b"run")
     assert await anext(texts) == b"run"
 
 
@@ -366,14 +363,10 @@ def test_what_cannot_be_shown_is_said_in_a_line(
 
 async def test_while_nobody_looks_nothing_is_done() -> None:
     server = FakeServer("CartPole-v1")
-    gatherer = Gatherer(
-        ["tcp://sim1:5555"],
-        None,
-        observe=lambda _: FakeObserver(server),  # type: ignore[arg-type,return-value]
-    )
-    await gatherer.start()
+    feed = DataFeed([ADDRESS], None, cast(Any, lambda _: FakeObserver(server)))
+    await feed.start()
     before = time.process_time()
     await asyncio.sleep(1.0)
     spent = time.process_time() - before
-    await gatherer.close()
+    await feed.close()
     assert spent < 0.25, "expected threads to rest; they took a core's time"

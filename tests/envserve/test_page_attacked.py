@@ -9,10 +9,10 @@ from urllib.parse import urlsplit
 
 import pytest
 from msgspec.structs import replace
-from starlette.applications import Starlette
 
-from envserve.lane import Picture
+from envserve.lane import RenderedFrame
 from envserve.monitoring.page.app import build_app
+from envserve.monitoring.page.data_feed import DataFeed
 from tests.envserve.page_client import TIMEOUT_SECONDS, Browser, served
 from tests.envserve.page_fakes import FakeObserver, FakeServer
 from tests.envserve.test_page import ADDRESS, build_over, look
@@ -21,7 +21,7 @@ from tests.envserve.test_page import ADDRESS, build_over, look
 class Talkative(FakeObserver):
     """Tells of rows that nobody has asked for, others each time."""
 
-    def frames(self, *asked: Any) -> list[Picture]:
+    def frames(self, *asked: Any) -> list[RenderedFrame]:
         (wanted,) = super().frames(*asked)
         first = self._server.ticks = self._server.ticks + 100
         return [replace(wanted, row=first + row, serial=first) for row in range(100)]
@@ -29,18 +29,16 @@ class Talkative(FakeObserver):
 
 def test_pictures_that_nobody_has_asked_for_are_not_kept() -> None:
     server = FakeServer("CartPole-v1")
-    apps: list[Starlette] = []
+    feed = DataFeed([ADDRESS], None, cast(Any, lambda _: Talkative(server)))
 
-    def build(token: str) -> Starlette:
-        observe = cast(Any, lambda _: Talkative(server))
-        apps.append(build_app([ADDRESS], run=None, token=token, observe=observe))
-        return apps[0]
-
-    with served(build) as url, Browser(url).events() as events:
+    with (
+        served(lambda token: build_app(feed, token=token)) as url,
+        Browser(url).events() as events,
+    ):
         look(Browser(url), events.reader, (0, 1, 3, 160))
         while len(server.asked) < 3:
             events.until("server")
-        assert [key for key in apps[0].state.gatherer._newest if key != 0] == []
+        assert [key for key in feed._latest if key != 0] == []
 
 
 @pytest.mark.parametrize(

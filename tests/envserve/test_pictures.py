@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,13 +15,13 @@ from gymnasium import spaces
 from PIL import Image
 
 from envserve.crashes.action_ring import ActionRing, ring_nbytes
-from envserve.lane import MAX_JPEG_BYTES, Picture
+from envserve.lane import MAX_JPEG_BYTES, RenderedFrame
 from envserve.slab import Slab
 from envserve.spaces.env_spec import EnvSpec
-from envserve.worker import rendering as cameras
-from envserve.worker.frame_board import MAX_WATCHED, PictureBoard
+from envserve.worker import rendering
+from envserve.worker.frame_board import MAX_WATCHED, FrameBoard
 from envserve.worker.frame_board import board_nbytes as board_bytes
-from envserve.worker.rendering import Camera, jpeg_of, render
+from envserve.worker.rendering import FrameRenderer, encode_jpeg, render
 
 SPEC = EnvSpec("Tiny-v0", spaces.Box(-1.0, 1.0, (2,), np.float32), spaces.Discrete(2))
 GREY = np.full((40, 60, 3), 90, np.uint8)
@@ -56,27 +56,25 @@ class Shown:
 
 
 class Studio:
-    """A worker's camera, who looks at its rows, and a clock."""
+    """A worker's renderer and its only block, who looks at the rows, and a clock."""
 
     def __init__(self, num_envs: int = 3) -> None:
         extra = ring_nbytes(SPEC, num_envs) + board_bytes(num_envs, 1)
         self.slab = Slab.create(SPEC, num_envs, 1, extra)
         self.clock = Clock()
         self.envs = [Shown(self.clock) for _ in range(num_envs)]
-        self.build = {
-            "num_envs": num_envs,
-            "num_workers": 1,
-            "worker": 0,
-            "blocks": [[0, 0, num_envs]],
-        }
-        memory = self.slab.extra[ring_nbytes(SPEC, num_envs) :]
-        self.board = PictureBoard(num_envs, 1, memory)
-        self.camera = self.start()
+        self.rows = range(num_envs)
+        self.memory = self.slab.extra[ring_nbytes(SPEC, num_envs) :]
+        self.board = FrameBoard(num_envs, 1, self.memory)
+        self.renderer = self.start()
 
-    def start(self) -> Camera:
+    def start(self) -> FrameRenderer:
         """Begins a process of the worker."""
         ring = ActionRing(SPEC, len(self.envs), self.slab.extra)
-        return Camera(self.build, SPEC, {0: self.envs}, self.slab, ring)
+        return FrameRenderer(self.board, 0, self.slab.heartbeats[0].data, ring, [self])
+
+    def render(self, row: int) -> Any:
+        return self.envs[row].render(row)
 
     def watch(self, *rows: int, width: int = 160, seconds: float = 3.0) -> None:
         now = self.clock.now
@@ -85,11 +83,11 @@ class Studio:
     def look(self, after_seconds: float = 0.0) -> None:
         """Does what a worker does after each operation."""
         self.clock.now += int(after_seconds * SECOND)
-        if self.camera.until[0]:
-            self.camera.look()
+        if self.renderer.until[0]:
+            self.renderer.render_due_row()
 
-    def see(self, row: int = 0) -> Picture:
-        picture = self.board.picture(row)
+    def see(self, row: int = 0) -> RenderedFrame:
+        picture = self.board.latest(row)
         assert picture is not None
         return picture
 
@@ -97,14 +95,14 @@ class Studio:
 @pytest.fixture
 def studio(monkeypatch: pytest.MonkeyPatch) -> Iterator[Studio]:
     made = Studio()
-    monkeypatch.setattr(cameras, "time", made.clock)
+    monkeypatch.setattr(rendering, "time", made.clock)
     yield made
     made.slab.close()
 
 
 @pytest.fixture(autouse=True)
 def keep_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cameras, "headless_settings", lambda _: {})
+    monkeypatch.setattr(rendering, "headless_settings", lambda _: {})
 
 
 def size_of(jpeg: bytes) -> tuple[int, int]:
@@ -118,7 +116,7 @@ def test_nobody_looks_and_nothing_is_drawn(studio: Studio) -> None:
     for _ in range(100):
         studio.look(1.0)
     assert not any(env.asked for env in studio.envs)
-    assert studio.board.picture(0) is None
+    assert studio.board.latest(0) is None
 
 
 def test_who_looks_gets_a_picture(studio: Studio) -> None:
@@ -127,8 +125,8 @@ def test_who_looks_gets_a_picture(studio: Studio) -> None:
     picture = studio.see(1)
     assert (picture.row, picture.text, picture.seed) == (1, "", None)
     assert size_of(picture.jpeg) == (60, 40)
-    assert studio.board.picture(1, picture.serial) is None
-    assert studio.board.picture(0) is None
+    assert studio.board.latest(1, picture.serial) is None
+    assert studio.board.latest(0) is None
     assert [env.asked for env in studio.envs] == [[], [1], []]
 
 
@@ -136,7 +134,7 @@ def test_it_ends_when_nobody_looks_any_more(studio: Studio) -> None:
     studio.watch(0)
     studio.look()
     studio.look(4.0)
-    assert studio.camera.until[0] == 0
+    assert studio.renderer.until[0] == 0
     studio.look(1.0)
     assert len(studio.envs[0].asked) == 1
     studio.watch(0)
@@ -181,7 +179,7 @@ def test_what_is_loaded_for_first_pictures_does_not_keep_others_waiting(
 
 def test_slots_are_few_and_go_to_who_is_wanted_last() -> None:
     num_envs = MAX_WATCHED + 10
-    board = PictureBoard(num_envs, 1, bytearray(board_bytes(num_envs, 1)))
+    board = FrameBoard(num_envs, 1, bytearray(board_bytes(num_envs, 1)))
     board.watch(range(MAX_WATCHED), 100, 50)
     board.watch(range(1, MAX_WATCHED), 100, 60)
     board.watch([num_envs - 1, num_envs], 100, 70)
@@ -192,7 +190,7 @@ def test_slots_are_few_and_go_to_who_is_wanted_last() -> None:
 
 def test_rubbish_where_wanted_rows_stand_keeps_nobody_from_looking() -> None:
     num_envs = MAX_WATCHED + 1
-    board = PictureBoard(num_envs, 1, bytearray(board_bytes(num_envs, 1)))
+    board = FrameBoard(num_envs, 1, bytearray(board_bytes(num_envs, 1)))
     board.watch(range(MAX_WATCHED), 100, 50)
     board.wanted[:] = -7  # as code of an env can
     board.watch([MAX_WATCHED], 100, 60)
@@ -237,13 +235,13 @@ def test_what_is_no_picture_is_told(studio: Studio, frame: Any, says: str) -> No
     ids=["4K", "the last of a list", "grey", "with alpha", "tall"],
 )
 def test_pictures_of_all_sizes(frame: Any, width: int, size: Any) -> None:
-    found = size_of(jpeg_of(frame, width))
+    found = size_of(encode_jpeg(frame, width))
     assert found == size or found[1] == size[1] <= 2 * width
 
 
 def test_what_does_not_fit_is_made_smaller(random_generator: Any) -> None:
     noise = random_generator.integers(0, 256, (1024, 1024, 3), np.uint8)
-    assert len(jpeg_of(noise, 1024)) <= MAX_JPEG_BYTES
+    assert len(encode_jpeg(noise, 1024)) <= MAX_JPEG_BYTES
 
 
 def test_without_pillow_the_extra_is_named(
@@ -264,7 +262,7 @@ def test_an_env_whose_render_ends_its_process_is_left_alone_after_two(
     for _ in range(2):
         with pytest.raises(SystemExit):
             studio.look(100.0)
-        studio.camera = studio.start()
+        studio.renderer = studio.start()
     for _ in range(5):
         studio.look(100.0)
     assert studio.envs[0].asked == [0, 0]
@@ -275,32 +273,26 @@ def test_an_env_whose_render_ends_its_process_is_left_alone_after_two(
 # What is read.
 
 
-def tear(studio: Studio) -> None:
-    memory = studio.board._slots[0]
-    memory[100] ^= 1
-
-
-def lie(studio: Studio) -> None:
-    studio.board.show(0, Picture(row=2, serial=5))
-
-
-def swell(studio: Studio) -> None:
-    studio.board._slots[0, 8:12] = 255
-
-
-def scribble(studio: Studio) -> None:
-    studio.board._slots[0, :] = 7
-
-
-@pytest.mark.parametrize("spoil", [tear, lie, swell, scribble])
-def test_what_is_half_written_or_not_ours_is_no_picture(
-    studio: Studio, spoil: Callable[[Studio], None]
+@pytest.mark.parametrize(
+    ("before", "after", "byte"), [(0, 1, 255), (64, 0, 255), (64, 500, 7)]
+)
+def test_what_is_half_written_is_no_picture(
+    studio: Studio, before: int, after: int, byte: int
 ) -> None:
+    """In the JPEG, in what stands before it, and in both."""
     studio.watch(0)
     studio.look()
+    at = bytes(studio.memory).index(studio.see(0).jpeg) + (after == 1) * 100
+    studio.memory[at - before : at + after] = bytes([byte]) * (before + after)
+    assert studio.board.latest(0) is None
+
+
+def test_a_picture_of_another_row_is_no_picture(studio: Studio) -> None:
+    studio.watch(0)
+    studio.board.write(0, RenderedFrame(row=0, serial=5))
     assert studio.see(0)
-    spoil(studio)
-    assert studio.board.picture(0) is None
+    studio.board.write(0, RenderedFrame(row=2, serial=6))
+    assert studio.board.latest(0) is None
 
 
 # Envs that were built without a render mode.
@@ -313,7 +305,7 @@ def test_what_can_draw_is_drawn_and_stays_as_it_is(name: str) -> None:
     env.reset(seed=3), twin.reset(seed=3)
     for step in range(60):
         frame = render(env)
-        assert jpeg_of(frame, 100)
+        assert encode_jpeg(frame, 100)
         assert env.unwrapped.render_mode is None
         results = [each.step(step % 2) for each in (env, twin)]
         assert str(results[0]) == str(results[1])
@@ -325,7 +317,7 @@ def test_what_can_draw_is_drawn_and_stays_as_it_is(name: str) -> None:
 def test_frames_that_are_kept_for_others_stay_theirs() -> None:
     env = gymnasium.make("CartPole-v1", render_mode="rgb_array_list")
     env.reset(seed=0)
-    assert jpeg_of(render(env), 100)
+    assert encode_jpeg(render(env), 100)
     frames: Any = env.render()
     assert len(frames) == 1
     env.close()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from envserve.keys.grant import Grant
-from envserve.session.server.policy import Refusal, check_call, check_kwargs, narrow
+from envserve.session.server.policy import Refusal, check_call, check_kwargs, restrict
 from envserve.settings import HostSettings
 from envserve.wire.constants import ErrorCode
 
@@ -57,14 +57,14 @@ def test_a_key_may_use_no_more_than_the_host_exposes(
 ) -> None:
     host = HostSettings(exposed=frozenset({"level"}))
     grant = Grant(name="trainer-1", public=bytes(32), exposed=own)
-    assert uses(narrow(host, grant), "level") == expected
+    assert uses(restrict(host, grant), "level") == expected
 
 
 def test_a_key_has_no_more_workers_than_it_may_have_processes() -> None:
     host = HostSettings(num_workers=4)
     for most, expected in ((None, 4), (1, 1), (9, 4)):
         grant = Grant(name="trainer-1", public=bytes(32), max_processes=most)
-        assert narrow(host, grant).num_workers == expected
+        assert restrict(host, grant).num_workers == expected
 
 
 NUMBERS = (0, -3, 0.5, True, math.inf)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
@@ -10,16 +10,13 @@ import pytest
 
 from envserve.keys.grant import Grant
 from envserve.session.server.decisions import SessionId
-from envserve.session.server.quotas import AUDIT
 from envserve.session.server.server_session import ServerSession
 from envserve.settings import HostSettings
 from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.handshake import ErrorBody, Hello, Welcome
 from envserve.wire.message import Message, decode, encode
-from tests.envserve.session_fakes import FakeOffer, FakeServer, make_attach
+from tests.envserve.session_fakes import FakeServer, make_attach
 
-#: How often an audit was told of an event of a user.
-Told = Callable[[str, str], int]
 NAMES = ("ALE/Pong-v5", "Fake-v0", "Other-v0")
 
 
@@ -33,10 +30,8 @@ class KeyServer(FakeServer):
         self.numbers: Iterator[int] = count(1)
 
     def __post_init__(self) -> None:
-        offer = FakeOffer()
-        offer.names = NAMES
         self.session = ServerSession(
-            self.policy, offer, self.boot, grant_of=lambda name: self.grants.get(name)
+            self.policy, NAMES, self.boot, grant_of=lambda name: self.grants.get(name)
         )
 
     def say(
@@ -62,21 +57,14 @@ class KeyServer(FakeServer):
         assert set(self.pools) == before
         return ErrorBody.decode(answer.body)
 
+    def num_audits(self, event: str, user: str) -> int:
+        """Return how many events of a kind were audited for a user."""
+        return sum(audit[:2] == (event, user) for audit in self.audits)
+
     def detach(self, session: SessionId) -> None:
         user, number = session
         answer = self.say(user, MessageType.DETACH, session=number)
         assert answer.type is MessageType.DETACHED
-
-
-@pytest.fixture
-def told(caplog: pytest.LogCaptureFixture) -> Told:
-    caplog.set_level("DEBUG", AUDIT.name)
-
-    def count(event: str, user: str) -> int:
-        lines = (each.getMessage() for each in caplog.records)
-        return sum(line.startswith(f"{event}: {user}: ") for line in lines)
-
-    return count
 
 
 def grant(name: str = "ann", **options: Any) -> Grant:
@@ -104,7 +92,7 @@ FEW = {"num_workers": 1, "max_processes": 100}
     ],
 )
 def test_one_more_than_a_user_may_have_is_busy_until_it_gives_one_back(
-    options: dict[str, Any], policy: dict[str, Any], text: str, told: Told
+    options: dict[str, Any], policy: dict[str, Any], text: str
 ) -> None:
     server = KeyServer(grant(**options), grant("bob"), **policy)
     for _ in range(3):
@@ -112,14 +100,14 @@ def test_one_more_than_a_user_may_have_is_busy_until_it_gives_one_back(
     assert len(server.pools) == 3
     body = server.refuse()
     assert (body.code, body.text) == (ErrorCode.ENVS_BUSY, text)
-    assert told("over quota", "ann") == 1
+    assert server.num_audits("over quota", "ann") == 1
     server.attach("bob")
     assert "bob" in {user for user, _ in server.pools}
     server.detach(("ann", 1))
     server.attach()
     assert len(server.pools) == 4
-    assert told("attached", "ann") == 4
-    assert told("ended", "ann") == 1
+    assert server.num_audits("attached", "ann") == 4
+    assert server.num_audits("ended", "ann") == 1
 
 
 def test_more_than_a_user_may_ever_have_is_refused_for_good() -> None:
@@ -170,12 +158,12 @@ def test_users_without_a_key_may_have_all_processes() -> None:
     assert server.refuse("").text == text
 
 
-def test_a_key_attaches_twice_a_second_and_eight_times_at_once(told: Told) -> None:
+def test_a_key_attaches_twice_a_second_and_eight_times_at_once() -> None:
     server = KeyServer(grant(), grant("bob"), **FEW, envs_per_worker=100)
     for _ in range(8):
         server.attach()
     server.attach(session=100)
-    assert told("over quota", "ann") == 1
+    assert server.num_audits("over quota", "ann") == 1
     for user in ("bob", "local", ""):
         server.attach(user)
     assert len(server.pools) == 11
@@ -256,7 +244,7 @@ def test_the_hosts_limit_of_memory_holds_for_all_keys() -> None:
     assert {pool.config.max_row_mib for pool in server.pools.values()} == {2}
 
 
-def test_a_key_may_use_envs_that_fit_its_patterns(told: Told) -> None:
+def test_a_key_may_use_envs_that_fit_its_patterns() -> None:
     server = KeyServer(grant(envs=("ALE/*", "Other-v0")))
     body = server.refuse(env_name="Fake-v0")
     assert body.code is ErrorCode.REFUSED
@@ -264,7 +252,7 @@ def test_a_key_may_use_envs_that_fit_its_patterns(told: Told) -> None:
         "ann may use ALE/* and Other-v0; asked for Fake-v0; the operator can add it in "
         "the file clients"
     )
-    assert told("refused", "ann") == 1
+    assert server.num_audits("refused", "ann") == 1
     for name in ("ALE/Pong-v5", "Other-v0"):
         server.attach(env_name=name)
     assert len(server.pools) == 2
@@ -309,8 +297,8 @@ def test_a_lease_exposes_what_its_key_may_use() -> None:
     )
     for number, user in enumerate(("ann", "local"), 1):
         server.attach(user)
-        claim = server.session.claims[user, number]
-        assert claim.policy.exposed == (
+        record = server.session.leases[user, number]
+        assert record.policy.exposed == (
             {"get:level"} if user == "ann" else {"level", "set:level"}
         )
 
@@ -333,20 +321,20 @@ def test_numbers_of_sessions_are_in_no_log(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level("DEBUG"):
         body = make_attach(num_envs=1).encode()
         server.say("ann", MessageType.ATTACH, session=number, body=body)
-        assert server.session.claims.name_of(("ann", number)) == "lease 1 of ann"
+        assert server.session.leases.name_of(("ann", number)) == "lease 1 of ann"
         server.detach(("ann", number))
     assert "lease 1 of ann: 1 Fake-v0, ended (detached)" in caplog.text
     for text in (f"{number:x}", str(number)):
         assert text not in caplog.text
-    assert server.session.claims.name_of(("ann", number)) == "a lease that has ended"
+    assert server.session.leases.name_of(("ann", number)) == "a lease that has ended"
 
 
 def test_who_lost_its_key_is_told_so_once() -> None:
     server = KeyServer(grant(), grant("bob"))
     for user in ("ann", "bob"):
         server.attach(user)
-    claims = server.session.claims
-    first, second = claims.close_users({"ann"}), claims.close_users({"ann"})
+    leases = server.session.leases
+    first, second = leases.close_users({"ann"}), leases.close_users({"ann"})
     assert [type(decision).__name__ for decision in first] == ["Reply", "EndPool"]
     assert not second
     assert server.session.refusals == {"LEASE_LOST": 1}

@@ -15,7 +15,7 @@ from envserve.client.link import connection, remote_lane
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.errors import ConnectError, EnvStartError, LocalProtocolError, ServerLost
 from envserve.session.client import requests
-from envserve.session.client.requests import Patience
+from envserve.session.client.liveness import Timeouts
 from envserve.slab import Status
 from envserve.spaces import codec
 from tests.chaos.proxy import Proxy
@@ -141,7 +141,7 @@ def test_collect_returns_nothing_after_its_timeout_or_if_nothing_is_in_flight(
 def test_a_server_that_is_killed_makes_blocks_absent_and_is_given_up_in_time(
     server: ServerProcess, attach: Attach
 ) -> None:
-    lane = attach(server, patience=Patience(lost_seconds=6.0, pads=True))
+    lane = attach(server, patience=Timeouts(lost_seconds=6.0, pads=True))
     seen = lane.rows.observation[0].copy()
     server.signal(signal.SIGKILL)
     submit(lane, 1)

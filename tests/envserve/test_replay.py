@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from envserve.crashes.action_ring import Played
+from envserve.crashes.action_ring import ActionHistory
 from envserve.crashes.crash_folder import SUFFIX
 from envserve.crashes.repro_file import End, Repro, decode_repro, encode_repro
 from envserve.errors import ReproError
@@ -181,7 +181,7 @@ def test_a_crash_that_options_lead_to_is_reproduced_once_an_episode_has_begun(
 
 
 def make_repro(fault: str = "segfault", **changes: Any) -> Repro:
-    played = Played(
+    played = ActionHistory(
         incarnation=0,
         seed=3,
         generator=None,

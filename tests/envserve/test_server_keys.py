@@ -19,7 +19,7 @@ from envserve.keys.grant import Grant
 from envserve.keys.key_folder import KeyFolder
 from envserve.keys.key_pair import KeyPair
 from envserve.lane import Outcome
-from envserve.session.client.requests import Patience
+from envserve.session.client.liveness import Timeouts
 from tests.envserve.conftest import Serve
 from tests.envserve.pool_driver import attach_lane, reset, step
 from tests.envserve.server_process import ServerProcess, command, make_config
@@ -41,8 +41,8 @@ class Homes:
         self._root = root
         self._patch = patch
         self.server = self.of("server")
-        self.server.made_key("client")
-        self.server.made_key("server")
+        self.server.ensure_key("client")
+        self.server.ensure_key("server")
 
     def of(self, name: str) -> KeyFolder:
         return KeyFolder(self._root / name)
@@ -59,7 +59,7 @@ class Homes:
         self.become(name)
 
     def let_in(self, name: str, **may: Any) -> None:
-        keys = self.of(name).made_key("client")
+        keys = self.of(name).ensure_key("client")
         grant = Grant(name=name, public=keys.public, **may)
         self.server.clients.add(grant, time.time())
 
@@ -84,7 +84,7 @@ def lane_of(server: ServerProcess, homes: Homes) -> Iterator[Callable[..., Remot
 
         def begin(name: str, connect_seconds: float = 20.0) -> RemoteLane:
             homes.pin(name, server.address)
-            patience = Patience(connect_seconds=connect_seconds)
+            patience = Timeouts(connect_seconds=connect_seconds)
             lane = RemoteLane(server.address, make_config(), patience)
             return stack.enter_context(contextlib.closing(lane))
 
@@ -229,19 +229,6 @@ def test_a_file_that_cannot_be_read_locks_nobody_out_and_lets_nobody_in(
         newcomer.finish_start(time.monotonic() + 20)
         client.step(2)
     assert "the clients known before stay known" in server.log
-
-
-def test_two_users_may_draw_the_same_number(
-    server: ServerProcess, homes: Homes
-) -> None:
-    with (
-        client_of(server, homes, "ann") as ann,
-        client_of(server, homes, "bob") as bob,
-    ):
-        assert ann.session.requests.session == bob.session.requests.session
-        ann.reset()
-        bob.close()
-        assert_sound(ann.step(1))
 
 
 def test_other_hosts_are_let_in_once_one_has_a_key(serve: Serve, homes: Homes) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import subprocess
 import sys
@@ -12,14 +11,10 @@ import numpy as np
 import pytest
 
 from benchmarks.lab.processes import is_running, with_descendants
-from envserve.client.link.connection import Connection
 from envserve.client.link.remote_lane import RemoteLane
-from envserve.errors import ActionError, EnvsBusy, EnvStartError, ServerLost, UnknownEnv
+from envserve.errors import EnvsBusy, EnvStartError, ServerLost, UnknownEnv
 from envserve.lane import Outcome
-from envserve.session.client.requests import Patience
-from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.handshake import ErrorBody, Hello
-from envserve.wire.message import Message, decode, encode
+from envserve.session.client.liveness import Timeouts
 from tests.envserve.conftest import Attach, Join, Serve, WaitUntil
 from tests.envserve.pool_driver import FAULTY, step
 from tests.envserve.server_process import LEDGER, ServerProcess
@@ -47,16 +42,6 @@ def test_two_sessions_have_envs_of_their_own(serve: Serve, attach: Attach) -> No
     step(second, 0)
 
 
-def test_a_busy_server_says_how_many_are_free(serve: Serve, attach: Attach) -> None:
-    server = serve("--envs-per-worker", "3")
-    lane = attach(server, LEDGER, 5)
-    with pytest.raises(EnvsBusy, match="2 envs asked for, 1 of 6 free") as caught:
-        attach(server, LEDGER, 2)
-    assert server.address in str(caught.value)
-    lane.close()
-    attach(server, LEDGER, 6)
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [("CartPole-v7", "did you mean CartPole-v1"), ("Pendulum-v1", "is offered")],
@@ -73,33 +58,6 @@ def test_arguments_are_refused_unless_allowed(serve: Serve, attach: Attach) -> N
     attach(server, env_kwargs={"length": 3, "render_mode": "rgb_array"})
     with pytest.raises(EnvStartError, match="'reset_seconds' is not allowed"):
         attach(server, env_kwargs={"reset_seconds": 9.0})
-
-
-def test_an_invalid_action_costs_nothing(serve: Serve, attach: Attach) -> None:
-    lane = attach(server := serve())
-    step(lane, 1)
-    before = lane.rows.observation[0].copy()
-    for outcome in step(lane, 1000):
-        assert isinstance(outcome.error, ActionError)
-        assert "Env 0" in str(outcome.error)
-        assert server.address in str(outcome.error)
-    assert all(outcome.error is None for outcome in step(lane, 2))
-    np.testing.assert_array_equal(
-        lane.rows.observation[0][:, 2], before[:, 2] + 1, "steps of the episode"
-    )
-
-
-def test_a_client_of_another_version_is_told_both(serve: Serve) -> None:
-    with contextlib.closing(Connection(serve().address)) as connection:
-        hello = Hello(min_version=200, max_version=201).encode()
-        message = Message(type=MessageType.HELLO, version=201, body=hello)
-        while not connection.send(encode(message)):
-            connection.wait(1.0, for_writing=True)
-        while (frames := connection.receive()) is None:
-            connection.wait(20.0, for_writing=False)
-        body = ErrorBody.decode(decode(frames).body)
-    assert body.code is ErrorCode.VERSION_MISMATCH
-    assert "200 to 201" in body.text
 
 
 def test_a_silent_clients_envs_are_freed_when_its_lease_ends(
@@ -157,7 +115,7 @@ def test_a_server_that_ends_is_lost_and_leaves_nothing(
 ) -> None:
     """One that is stopped says so; one that is killed is given up."""
     server = serve("--drain-grace", "0", bind=(f"ipc://{tmp_path}/envs",))
-    lane = attach(server, patience=Patience(lost_seconds=1.0))
+    lane = attach(server, patience=Timeouts(lost_seconds=1.0))
     processes = with_descendants(server.process.pid)[1:]
     assert len(processes) >= 2
     server.signal(number)

@@ -22,11 +22,12 @@ import zmq.asyncio
 from envserve.envs.registry import Registry
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
-from envserve.server import event_loop as shell_module
-from envserve.server.event_loop import RouterShell
+from envserve.server import event_loop
+from envserve.server.event_loop import ServerLoop
 from envserve.server.router import Router
-from envserve.server.zmq_guards.send_budget import Unread
-from envserve.session.server.decisions import Decision, Repeats, Reply
+from envserve.server.zmq_guards.send_budget import SendBudget
+from envserve.server.zmq_guards.server_sockets import ServerSockets
+from envserve.session.server.decisions import Decision, Reply, ResendLimiter
 from envserve.session.server.server_session import ServerSession
 from envserve.settings import HostSettings
 from envserve.slab import Status
@@ -34,7 +35,7 @@ from envserve.wire.bodies import Attach, ResetBody
 from envserve.wire.constants import ErrorCode, Executed, MessageType
 from envserve.wire.handshake import ErrorBody, Hello, Welcome
 from envserve.wire.message import Buffer, Message, decode, encode
-from envserve.wire.result_report import Report
+from envserve.wire.result_report import ResultReport
 from envserve.wire.sockets import raise_file_limit
 
 BOOT = 77
@@ -83,24 +84,25 @@ class Peer:
 @asynccontextmanager
 async def running(
     folder: Path, kind: type[ServerSession] = ServerSession
-) -> AsyncIterator[tuple[RouterShell, Peer]]:
+) -> AsyncIterator[tuple[ServerLoop, Peer]]:
     """A shell in this process; it must not stay deaf, whatever happens."""
     policy = HostSettings(num_workers=2, allowed_kwargs=frozenset({"fault:any"}))
     registry = Registry(("CartPole-v1", FAULTY), ("tests.oracle.probe_envs",))
-    session = kind(policy, registry, BOOT)
+    session = kind(policy, registry.names, BOOT)
     peers = zmq.asyncio.Context()
     loop = asyncio.get_running_loop()
-    router = Router([address := f"ipc://{folder}/shell"], 1 << 20, loop, Unread(0, 0))
-    router.listen()
+    sockets = ServerSockets([address := f"ipc://{folder}/shell"], 1 << 20, loop)
+    sockets.listen()
+    router = Router(sockets, SendBudget(0, 0))
     launcher = Launcher(["tests.oracle.probe_envs"])
-    shell = RouterShell(router, session, launcher, loop)
+    shell = ServerLoop(policy, router, session, launcher, asyncio.Event())
     try:
         yield shell, Peer(peers, address)
     finally:
         await shell.stop(0.0)
         launcher.close()
         peers.destroy(linger=0)
-        router.close()
+        sockets.close()
 
 
 class CountingSession(ServerSession):
@@ -130,7 +132,7 @@ class FailingSession(CountingSession):
         return decisions
 
 
-async def all_received(shell: RouterShell) -> None:
+async def all_received(shell: ServerLoop) -> None:
     session = shell._session
     assert isinstance(session, CountingSession)
     async with asyncio.timeout(20):
@@ -144,7 +146,7 @@ async def test_a_message_at_which_the_server_fails_is_answered_and_logged(
         for _ in range(100):  # more than are read in one go
             await peer.send(MessageType.PING, 9)
         await all_received(shell)
-        assert shell.failures == 100
+        assert shell.counters.failures == 100
         for _ in range(100 - shell.dropped_replies):
             answer = await peer.receive(MessageType.ERROR)
             body = ErrorBody.decode(answer.body)
@@ -195,7 +197,7 @@ async def test_too_many_open_files_fail_one_session(
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(shell_module, "Pool", fail)
+    monkeypatch.setattr(event_loop, "Pool", fail)
     async with running(tmp_path) as (_, peer):
         answer = await peer.ask(MessageType.ATTACH, MessageType.ERROR, ATTACH)
         body = ErrorBody.decode(answer.body)
@@ -218,8 +220,24 @@ async def test_a_pool_at_which_the_server_fails_costs_its_session_only(
         assert body.code is ErrorCode.INTERNAL
         assert "the pool broke" in body.text
         assert await peer.free_envs() == 128
-        assert shell.failures == 1
+        assert shell.counters.failures == 1
     assert "RuntimeError: the pool broke" in caplog.text
+
+
+async def test_a_request_that_the_server_fails_to_answer_gets_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the sum broke")
+
+    async with running(tmp_path) as (shell, peer):
+        monkeypatch.setattr(shell.status, "report", fail)
+        answer = await peer.ask(MessageType.STATUS, MessageType.ERROR)
+        body = ErrorBody.decode(answer.body)
+        assert (body.code, body.executed) == (ErrorCode.INTERNAL, Executed.UNKNOWN)
+        assert await peer.free_envs() == 128
+        assert shell.counters.failures == 1
+    assert "RuntimeError: the sum broke" in caplog.text
 
 
 async def test_a_dead_workers_block_is_absent_and_then_lost(tmp_path: Path) -> None:
@@ -242,7 +260,7 @@ async def test_a_dead_workers_block_is_absent_and_then_lost(tmp_path: Path) -> N
             (kinds.ABSENT, ((1, 2),)),
         ]
         assert told[2] == (kinds.RESULT, ((1, 2),))
-        (fault, _) = Report.decode(answers[2].report).faults
+        (fault, _) = ResultReport.decode(answers[2].report).faults
         assert (fault.env_index, fault.status) == (2, Status.WORKER_DIED)
         # It goes on, and is answered as a whole again.
         await peer.send(kinds.STEP, 3, actions, entries=((0, 3), (1, 3)))
@@ -254,13 +272,13 @@ async def test_an_answer_that_could_not_be_sent_again_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(tmp_path) as (shell, _):
-        repeats = Repeats()
+        limiter = ResendLimiter()
         monkeypatch.setattr(shell._router, "send", lambda *_: False)
         for now in range(20):
-            assert repeats.allow(float(now))
-            shell._carry_out([Reply((1, b"r", ""), [b"?"], repeats)])
-        assert repeats.count == 0
-        assert not repeats.allow(19.5)
+            assert limiter.allow(float(now))
+            shell._carry_out([Reply((1, b"r", ""), [b"?"], limiter)])
+        assert limiter.count == 0
+        assert not limiter.allow(19.5)
         monkeypatch.undo()
 
 
@@ -279,7 +297,7 @@ async def test_a_reply_at_which_the_server_fails_costs_no_other_decision(
         monkeypatch.setattr(shell._router, "send", send)
         shell._carry_out([Reply((1, b"r", ""), [f]) for f in (b"bad", b"good")])
         assert sent == [b"good"]
-        assert (shell.failures, shell.dropped_replies) == (1, 1)
+        assert (shell.counters.failures, shell.dropped_replies) == (1, 1)
         monkeypatch.undo()
     assert "a reply could not be sent" in caplog.text
 
@@ -298,7 +316,7 @@ async def test_what_was_dropped_is_logged_at_the_end(
 async def test_a_stop_hastens_workers_that_are_ending_already(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shell_module, "_CLOSE_SECONDS", 3600.0)
+    monkeypatch.setattr(event_loop, "_CLOSE_SECONDS", 3600.0)
     attach = Attach(
         env_name=FAULTY, num_envs=1, seed=1, env_kwargs={"fault": "hang_in_close"}
     )

@@ -12,7 +12,13 @@ from envserve.session.client.client_session import ClientSession
 from envserve.wire.constants import MessageType
 from envserve.wire.message import Buffer, decode
 from tests.envserve.raw_client import changed
-from tests.envserve.session_fakes import exchange, executed, pair, take_outgoing
+from tests.envserve.session_fakes import (
+    collect,
+    exchange,
+    executed,
+    pair,
+    take_outgoing,
+)
 
 
 def step_frames(client: ClientSession, action: Any, now: float = 0.0) -> list[Buffer]:
@@ -58,8 +64,7 @@ def test_a_refused_action_is_an_error_and_uses_up_no_seq() -> None:
     client.rows.action[0][:] = [1, 1, 100, 1]
     client.submit_step([0, 1], 0.0)
     exchange(client, server, 0.0)
-    outcomes = client.take_outcomes()
-
+    outcomes = collect(client)
     assert [type(outcome.error) for outcome in outcomes] == [ActionError, ActionError]
     assert "Env 2" in str(outcomes[0].error)
     assert "tcp://fake:1" in str(outcomes[0].error)

@@ -12,7 +12,7 @@ from envserve.settings import HostSettings
 from envserve.spaces import codec
 from envserve.wire.bodies import CallBody
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.result_report import Report
+from envserve.wire.result_report import ResultReport
 from tests.envserve.raw_client import RawClient, blocks_of, changed, errors_in
 from tests.envserve.session_fakes import FakeServer, attach, collect, exchange
 
@@ -41,18 +41,18 @@ def test_what_calls_have_given_is_kept_within_a_bound() -> None:
     for block in range(8):
         (given,) = client.end([Outcome(block, result=picture)])
         assert bytes(given.payload) == picture
-    (lease,) = [claim.lease for claim in client.server.session.claims.values()]
+    (lease,) = [record.lease for record in client.server.session.leases.values()]
     assert lease is not None
-    assert lease.kept.num_bytes == 3 * len(picture)
+    assert lease.results.num_bytes == 3 * len(picture)
     again = client.send(changed(frames, attempt=1))
     kept = [blocks_of(each)[0] for each in again if each.payload]
     assert kept == [5, 6, 7]
-    (lost,) = Report.decode(again[0].report).errors.values()
+    (lost,) = ResultReport.decode(again[0].report).errors.values()
     assert lost.code is ErrorCode.CALL_FAILED
     assert "of 300006 bytes, was lost" in lost.text
     client.pool.running.clear()
     client.send(client.step(5, seq=2))
-    assert not lease.kept.num_bytes
+    assert not lease.results.num_bytes
 
 
 def test_each_block_answers_for_itself(client: RawClient) -> None:
@@ -64,7 +64,7 @@ def test_each_block_answers_for_itself(client: RawClient) -> None:
     error = CallError("it died, during a call")
     (second,) = client.end([Outcome(1, error=error)])
     assert blocks_of(second) == [1]
-    assert Report.decode(second.report).errors[1].code is ErrorCode.CALL_FAILED
+    assert ResultReport.decode(second.report).errors[1].code is ErrorCode.CALL_FAILED
     assert client.pool.executed == [(1, None), (0, None)]
 
 

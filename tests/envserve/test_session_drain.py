@@ -157,7 +157,7 @@ def test_envs_that_are_being_built_are_not_granted() -> None:
     drain(server)
     exchange(client, server, 0.0)
     assert isinstance(client.error, ServerDraining)
-    assert server.session.claims.free_envs == 128
+    assert server.session.leases.free_envs == 128
 
 
 def test_what_is_left_at_the_end_of_the_grace_period_is_cut_off() -> None:

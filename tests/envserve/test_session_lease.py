@@ -16,7 +16,7 @@ from envserve.slab import Rows, Status
 from envserve.spaces import codec
 from envserve.wire.constants import ErrorCode, Executed, MessageType
 from envserve.wire.message import Message
-from envserve.wire.result_report import Report
+from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import RowCodec, RowPart
 from tests.envserve.raw_client import SESSION, RawClient, blocks_of, changed, errors_in
 from tests.envserve.session_fakes import SPEC, FakeServer, make_attach
@@ -233,7 +233,7 @@ def test_reset_of_some_rows_with_seeds(client: RawClient) -> None:
     assert client.pool.running == {1: Reset(1, (3,), (7,)), 0: Reset(0)}
     (result,) = client.finish()
     assert blocks_of(result) == [1, 0]
-    infos = Report.decode(result.report).infos
+    infos = ResultReport.decode(result.report).infos
     assert infos == {row: {"reset": True} for row in (0, 1, 3)}
 
 
@@ -258,7 +258,7 @@ def test_a_call_that_raises_fails_and_uses_up_its_seq() -> None:
     for seq in (1, 2):
         client.send(client.call(0, "call", "broken", seq=seq))
         (answer,) = client.finish()
-        error = Report.decode(answer.report).errors[0]
+        error = ResultReport.decode(answer.report).errors[0]
         assert error.code is ErrorCode.CALL_FAILED
     assert client.pool.executed == [(0, None), (0, None)]
 
@@ -289,7 +289,7 @@ def test_faults_and_errors_of_blocks_come_with_the_result(client: RawClient) -> 
     error = EnvStartError("gave up", remote_traceback="Traceback: boom")
     pool = client.pool
     (result,) = client.end([pool.finish(0, faults=faults), pool.finish(1, error=error)])
-    report = Report.decode(result.report)
+    report = ResultReport.decode(result.report)
     assert list(report.faults) == faults
     assert list(report.errors) == [1]
     assert report.errors[1].code is ErrorCode.ENV_START_FAILED

@@ -10,8 +10,8 @@ from gymnasium import spaces
 
 from envserve.errors import ActionError
 from envserve.lane import make_blocks
-from envserve.session.client.client_blocks import Operations
-from envserve.session.client.requests import Silence
+from envserve.session.client.client_blocks import ClientBlocks
+from envserve.session.client.liveness import Liveness
 from envserve.slab import Rows
 from envserve.spaces.action_checks import ActionBounds, check_action_rows
 from envserve.spaces.env_spec import EnvSpec
@@ -89,7 +89,7 @@ def test_parts_are_prepared_once_and_not_without_end() -> None:
 @pytest.mark.parametrize("name", ["image", "discrete"])
 def test_a_request_keeps_its_actions_whatever_becomes_of_the_rows(name: str) -> None:
     spec = EnvSpec("A-v0", SPACES[name], SPACES[name])
-    operations = Operations("tcp://fake:1", spec, make_blocks(8, 2, 1), Silence(0.0))
+    operations = ClientBlocks("tcp://fake:1", spec, make_blocks(8, 2, 1), Liveness(0.0))
     rows = operations.rows.action[0]
     rows[:] = 3
     sent = rows.tobytes()

@@ -9,8 +9,6 @@ from envserve.errors import ServerLost
 from envserve.lane import Reset
 from envserve.session.states import ClientState
 from envserve.slab import Status
-from envserve.wire.constants import MessageType
-from envserve.wire.message import Buffer, decode
 from tests.envserve.session_fakes import (
     FakeServer,
     absent,
@@ -22,7 +20,6 @@ from tests.envserve.session_fakes import (
     executed,
     finish,
     make_call,
-    make_client,
     pair,
     restart,
     state_of,
@@ -66,17 +63,6 @@ def test_envs_lost_between_steps_are_there_by_the_next_and_reset_by_it() -> None
     assert executed(restarted) == RESETS
 
 
-def test_each_lease_has_other_seeds() -> None:
-    client = attach_and_step()
-    seen = set()
-    for boot in range(2, 6):
-        server = FakeServer(boot=boot)
-        check_lost(client, step_all(client, server, boot), last=0 if boot > 2 else 3)
-        (pool,) = server.pools.values()
-        seen.add(pool.config.first_incarnation)
-    assert len(seen | {0}) == 5
-
-
 def test_what_is_lost_twice_costs_one_row_and_says_what_was_first() -> None:
     client = attach_and_step()
     client.connected(1.0)
@@ -105,80 +91,6 @@ def test_an_answer_that_has_come_before_the_loss_is_collected_after_it() -> None
     assert [outcome.faults for outcome in collect(client)] == [(), ()]
     np.testing.assert_array_equal(client.rows.reward, 9)
     check_lost(client, step_all(client, restarted, 1.0), last=1)
-
-
-@pytest.mark.parametrize(
-    "last", [MessageType.HELLO, MessageType.ATTACH, MessageType.RESET]
-)
-def test_a_restart_while_recovering_costs_no_more(last: MessageType) -> None:
-    """At any stage: once a request of this type has come, its server is killed."""
-    client = attach_and_step()
-    client.submit_step([0, 1], 1.0)
-    second, third = FakeServer(boot=2), FakeServer(boot=3)
-    is_dead = False
-
-    def kill_after(frames: list[Buffer]) -> bool:
-        nonlocal is_dead
-        is_dead |= decode(frames).type is last
-        return not is_dead
-
-    exchange(client, second, 1.0, filter_request=kill_after)
-    assert is_dead
-    now = 1.0
-    while len(client.operations.ended) < 2:
-        now = max(now, client.next_deadline())
-        assert now < 10.0
-        client.connected(now)
-        client.advance(now)
-        exchange(client, third, now)
-        third.finish_all(now)
-        exchange(client, third, now)
-    check_lost(client, collect(client), last=3)
-    assert set(executed(third)) == set(RESETS)
-
-
-def test_stale_answers_change_nothing_after_a_restart() -> None:
-    """Of the old boot and session, whatever they are, and as often as they come."""
-    server = FakeServer(boot=1)
-    client = make_client()
-    stale: list[list[Buffer]] = []
-
-    def keep(frames: list[Buffer]) -> bool:
-        stale.append(frames)
-        return True
-
-    client.connected(0.0)
-    exchange(client, server, 0.0, filter_reply=keep)
-    client.submit_reset([Reset(0), Reset(1)], 0.0)
-    for _ in range(3):
-        exchange(client, server, 0.0, filter_reply=keep)
-        server.finish_all(0.0)
-        exchange(client, server, 0.0, filter_reply=keep)
-        collect(client)
-        client.submit_step([0, 1], 0.0)
-    assert {decode(frames).type for frames in stale} >= {
-        MessageType.WELCOME,
-        MessageType.GRANTED,
-        MessageType.RESULT,
-    }
-    restarted = FakeServer(boot=2)
-
-    def send_stale(frames: list[Buffer]) -> bool:
-        for old in stale:
-            client.receive(old, 1.0)
-        return True
-
-    client.connected(1.0)
-    exchange(client, restarted, 1.0, filter_reply=send_stale)
-    finish(client, restarted, 1.0)
-    step_all(client, restarted, 1.0)
-    for action in range(3):
-        send_stale([])
-        step_all(client, restarted, 1.0, action)
-        assert client.rows.reward.tolist() == [action] * 4
-        assert client.rows.status.tolist() == OK
-    assert client.attachment.num_leases == 2
-    assert len(restarted.pools) == 1
 
 
 # Resets and calls.
@@ -231,19 +143,6 @@ def test_a_call_in_flight_fails_and_a_later_one_is_carried_out() -> None:
     check_lost(client, step_all(client, restarted, 1.0), last=3)
 
 
-def test_a_call_while_envs_are_lost_waits_for_them() -> None:
-    client, restarted = restart(builds_at_once=False)
-    client.connected(1.0)
-    exchange(client, restarted, 1.0)
-    assert state_of(client) is ClientState.ATTACHING
-    client.submit_call([make_call([0], "call", "render", block=0)], 1.0)
-    assert finish(client, restarted, 1.5) == []
-    restarted.build(next(iter(restarted.pools)), 2.0)
-    (outcome,) = finish(client, restarted, 2.0)
-    assert outcome.error is None
-    assert outcome.result
-
-
 # What is absent meanwhile.
 
 
@@ -264,17 +163,6 @@ def test_blocks_are_absent_until_the_envs_are_back_and_reset() -> None:
     assert [outcome.block for outcome in outcomes] == [0, 1]
     check_lost(client, outcomes, last=3)
     assert not client.operations.absent
-
-
-def test_what_was_lost_in_one_go_is_kept_before_it_is_written() -> None:
-    """Nobody has looked between the loss and the answer."""
-    client, restarted = restart()
-    client.submit_step([0, 1], 1.0)
-    for _ in range(3):
-        exchange(client, restarted, 1.0)
-        restarted.finish_all(1.0)
-    assert not client.operations.absent
-    check_lost(client, collect(client), last=3)
 
 
 def test_who_loses_its_envs_itself_gives_them_back_and_gets_others() -> None:

@@ -9,12 +9,13 @@ import pytest
 
 from envserve.errors import RemoteProtocolError
 from envserve.lane import Block, Fault, Outcome
-from envserve.session.client import client_blocks, requests
+from envserve.session.client import client_blocks
+from envserve.session.client.liveness import Liveness
 from envserve.slab import Status
 from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.handshake import ErrorBody
 from envserve.wire.message import Message
-from envserve.wire.result_report import Report
+from envserve.wire.result_report import ResultReport
 from tests.envserve.session_fakes import ADDRESS, SPEC
 
 NUM_BLOCKS = 4096
@@ -31,9 +32,9 @@ class Stepping:
     def __init__(self, num_blocks: int = 4, rows_per_block: int = 2) -> None:
         edges = range(0, num_blocks * rows_per_block, rows_per_block)
         blocks = [Block(i, at, at + rows_per_block, 0, 0) for i, at in enumerate(edges)]
-        silence = requests.Silence(0.0)
-        self.operations = client_blocks.Operations(
-            ADDRESS, SPEC, tuple(blocks), silence
+        liveness = Liveness(0.0)
+        self.operations = client_blocks.ClientBlocks(
+            ADDRESS, SPEC, tuple(blocks), liveness
         )
         (self.request,) = self.operations.step(range(num_blocks))
 
@@ -50,7 +51,7 @@ class Stepping:
 def test_a_report_says_of_each_block_what_is_of_its_rows() -> None:
     infos = {row: {"row": row} for row in (7, 0)}
     faults = [fault_of(5), fault_of(2, "another"), fault_of(4)]
-    report = Report(infos=infos, faults=faults, errors={1: ERROR})
+    report = ResultReport(infos=infos, faults=faults, errors={1: ERROR})
     outcomes = Stepping().end(report.encode())
     assert [outcome.infos for outcome in outcomes] == [
         *({0: {"row": 0}}, {}, {}, {7: {"row": 7}})
@@ -64,7 +65,7 @@ def test_a_report_says_of_each_block_what_is_of_its_rows() -> None:
 def test_a_server_tells_a_few_notes_once(caplog: pytest.LogCaptureFixture) -> None:
     stepping = Stepping()
     for number in range(100):
-        stepping.end(Report(notes=["always", f"note {number}"]).encode())
+        stepping.end(ResultReport(notes=["always", f"note {number}"]).encode())
         stepping.operations.ended.clear()
         (stepping.request,) = stepping.operations.step(range(4))
     notes = [f"note {number}" for number in range(15)]
@@ -74,15 +75,17 @@ def test_a_server_tells_a_few_notes_once(caplog: pytest.LogCaptureFixture) -> No
 @pytest.mark.parametrize(
     "report",
     [
-        Report(faults=[fault_of(4)]),
-        Report(faults=[fault_of(60_000)]),
-        Report(infos={7: {}}),
-        Report(errors={2: ERROR}),
-        Report(errors={4000: ERROR}),
+        ResultReport(faults=[fault_of(4)]),
+        ResultReport(faults=[fault_of(60_000)]),
+        ResultReport(infos={7: {}}),
+        ResultReport(errors={2: ERROR}),
+        ResultReport(errors={4000: ERROR}),
     ],
     ids=["row of another block", "no row", "infos", "another block", "no block"],
 )
-def test_what_is_said_of_others_than_are_answered_is_refused(report: Report) -> None:
+def test_what_is_said_of_others_than_are_answered_is_refused(
+    report: ResultReport,
+) -> None:
     stepping = Stepping()
     with pytest.raises(RemoteProtocolError, match="rows and blocks that are answered"):
         stepping.end(report.encode(), blocks=[0, 1])
@@ -99,7 +102,7 @@ def test_what_is_said_of_others_than_are_answered_is_refused(report: Report) -> 
     ids=["faults", "infos", "errors"],
 )
 def test_no_report_costs_more_than_a_moment(contents: Mapping[str, object]) -> None:
-    frame = Report(**contents).encode()  # type: ignore[arg-type]
+    frame = ResultReport(**contents).encode()  # type: ignore[arg-type]
     costs = []
     for _ in range(5):  # the machine does other things, too
         stepping = Stepping(NUM_BLOCKS, 4)

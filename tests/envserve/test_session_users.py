@@ -56,8 +56,8 @@ def server() -> FakeServer:
 def test_a_number_of_another_user_is_answered_like_one_that_nobody_has(
     server: FakeServer, kind: MessageType, fields: dict[str, object]
 ) -> None:
-    claim = server.session.claims["ann", 11]
-    before = dataclasses.astuple(dataclasses.replace(claim, lease=None, machine=None))  # type: ignore[arg-type]
+    record = server.session.leases["ann", 11]
+    before = dataclasses.astuple(dataclasses.replace(record, lease=None, machine=None))  # type: ignore[arg-type]
     executed = list(server.pools["ann", 11].executed)
     known, unknown = (
         say(server, B, kind, session=number, **fields) for number in (11, 12)
@@ -66,8 +66,8 @@ def test_a_number_of_another_user_is_answered_like_one_that_nobody_has(
         assert (known.epoch, unknown.epoch) == (2, 3)
         known.epoch, known.body = unknown.epoch, unknown.body
     assert dataclasses.replace(known, session=12) == unknown
-    claim = server.session.claims["ann", 11]
-    after = dataclasses.astuple(dataclasses.replace(claim, lease=None, machine=None))  # type: ignore[arg-type]
+    record = server.session.leases["ann", 11]
+    after = dataclasses.astuple(dataclasses.replace(record, lease=None, machine=None))  # type: ignore[arg-type]
     assert before == after
     assert server.pools["ann", 11].executed == executed
     assert say(server, A, MessageType.PING, epoch=1).type is MessageType.PONG
@@ -110,7 +110,7 @@ def test_users_are_named_and_what_they_call_themselves_is_beside(
     hello = Hello(client="gpu1:9").encode()
     say(server, B, MessageType.HELLO, body=hello)
     say(server, B, MessageType.ATTACH, body=OTHER)
-    assert server.session.claims["bob", 11].client == "bob (gpu1:9)"
+    assert server.session.leases["bob", 11].client == "bob (gpu1:9)"
     assert "lease 2 of bob: 1 Fake-v0, attaching" in caplog.text
 
 

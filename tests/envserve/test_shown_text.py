@@ -16,11 +16,17 @@ from envserve.lane import Fault
 from envserve.settings import HostSettings
 from envserve.slab import Status
 from envserve.spaces import codec
-from envserve.text import Seldom, did_you_mean, one_line, printable, without_folders
+from envserve.text import (
+    LogThrottle,
+    did_you_mean,
+    one_line,
+    printable,
+    without_folders,
+)
 from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.handshake import ErrorBody, Welcome, exception_of
 from envserve.wire.message import Message, encode
-from envserve.wire.result_report import Report
+from envserve.wire.result_report import ResultReport
 from tests.envserve.raw_client import RawClient, errors_in
 from tests.envserve.session_fakes import FakeServer, make_attach, make_welcome
 
@@ -55,13 +61,13 @@ def test_folders_are_left_out_and_all_else_stays() -> None:
 
 
 def test_a_line_of_a_kind_comes_once_a_second_with_a_count() -> None:
-    seldom = Seldom()
+    throttle = LogThrottle()
     times = [0.0, 0.1, 0.9, 1.0, 1.5, 5.0]
-    passed = [seldom.passes("busy", now) for now in times]
+    passed = [throttle.passes("busy", now) for now in times]
     assert passed[:3] == ["", None, None]
     assert passed[3] == " (and 2 more that were not logged)"
     assert passed[4:] == [None, " (and 1 more that were not logged)"]
-    assert seldom.passes("other", 0.2) == ""
+    assert throttle.passes("other", 0.2) == ""
 
 
 def test_refusals_are_logged_once_a_second_and_kind(
@@ -106,14 +112,14 @@ def test_paths_are_told_only_where_the_operator_wants_it(shows: bool) -> None:
         error=EnvStartError("at /opt/x.py", remote_traceback=TRACEBACK)
     )
     (result,) = raw.end(outcomes)
-    report = Report.decode(result.report)
+    report = ResultReport.decode(result.report)
     raw.send(raw.call(0, "call", "x", seq=2))
     failed = Fault(0, Status.ENV_ERROR, TRACEBACK, is_violation=False)
     (called,) = raw.end([raw.pool.finish(0)._replace(faults=(failed,))])
     texts = [
         *(fault.text for fault in report.faults),
         *(text for e in report.errors.values() for text in (e.text, e.traceback)),
-        *(fault.text for fault in Report.decode(called.report).faults),
+        *(fault.text for fault in ResultReport.decode(called.report).faults),
     ]
     assert len(texts) == 4
     for text in texts:
@@ -142,7 +148,7 @@ def test_a_report_of_a_server_cannot_either() -> None:
     fault = [int(Status.ENV_ERROR), False, HOSTILE, [0]]
     error = {"code": 1, "text": HOSTILE, "traceback": HOSTILE}
     frame = codec.encode({"infos": {}, "faults": [fault], "errors": [[[1], error]]})
-    report = Report.decode(frame)
+    report = ResultReport.decode(frame)
     assert is_fit(report.faults[0].text)
     assert is_fit(report.errors[1].text + report.errors[1].traceback)
 

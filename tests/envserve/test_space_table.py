@@ -18,9 +18,11 @@ from gymnasium.vector.utils import (
 from envserve.client import BatchEnv
 from envserve.crashes.action_ring import RowRecord
 from envserve.errors import SpaceError
+from envserve.settings import EnvRequest
 from envserve.slab import Rows, Status, private_heartbeat, write_lost
 from envserve.spaces.action_checks import check_action_rows, check_actions
-from envserve.spaces.env_spec import EnvSpec, describe, restore, unflatten
+from envserve.spaces.env_spec import EnvSpec, describe, restore
+from envserve.spaces.leaves import unflatten
 from envserve.spaces.variable_length import action_values, decode_observation
 from envserve.wire.rows import RowCodec, RowPart
 from envserve.worker.env_row import EnvRow
@@ -47,17 +49,11 @@ class Both:
     """A worker's rows, and a client's of the same envs; what is between is bytes."""
 
     def __init__(self, name: str) -> None:
-        self.envs = [
-            EnvRow(
-                row=row,
-                env_index=row,
-                incarnation=0,
-                name="Table-v0",
-                kwargs={"space": name},
-                root_seed=3,
-            )
-            for row in range(NUM_ENVS)
-        ]
+        kwargs = {"space": name}
+        request = EnvRequest(
+            env_name="Table-v0", env_kwargs=kwargs, num_envs=NUM_ENVS, seed=3
+        )
+        self.envs = [EnvRow(request, row) for row in range(NUM_ENVS)]
         self.there, _ = (env.build() for env in self.envs)
         self.here = read_spaces(encode_spaces(self.there), "Table-v0")
         self.rows = Rows.allocate(self.there, NUM_ENVS)

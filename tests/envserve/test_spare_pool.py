@@ -14,7 +14,7 @@ import pytest
 from envserve.envs.seeding import env_seed, spare_seed
 from envserve.pool.pool import Pool
 from envserve.slab import Status
-from envserve.worker.spare_row import reset_threads
+from envserve.worker.spare_row import ResetThreads
 from tests.oracle.ledger_env import ledger_hash
 
 from .pool_driver import (
@@ -240,7 +240,7 @@ def test_books_of_both_envs_balance_while_random_workers_are_killed(
 
 
 def test_every_env_has_a_thread_so_that_none_waits_for_another() -> None:
-    with reset_threads(8) as threads:
+    with ResetThreads(8) as threads:
         together = threading.Barrier(8)
         seats = [threads.submit(together.wait, 10) for _ in range(8)]
         assert {seat.result(10) for seat in seats} == set(range(8))
@@ -250,7 +250,7 @@ def test_threads_are_not_without_number_and_give_way_soon() -> None:
     before = {*threading.enumerate()}
     interval = sys.getswitchinterval()
     together = threading.Barrier(17)
-    with reset_threads(1000) as threads:
+    with ResetThreads(1000) as threads:
         for _ in range(20):
             threads.submit(together.wait, 10)
         assert len({*threading.enumerate()} - before) == 16
@@ -260,7 +260,7 @@ def test_threads_are_not_without_number_and_give_way_soon() -> None:
 
 
 def test_a_reset_that_exits_ends_the_worker_where_it_is_waited_for() -> None:
-    with reset_threads(1) as threads:
+    with ResetThreads(1) as threads:
         with pytest.raises(SystemExit):
             threads.submit(sys.exit, 3).result(10)
         assert threads.submit(int, "7").result(10) == 7

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import gymnasium
@@ -13,9 +12,11 @@ import pytest
 
 from envserve.crashes.action_ring import RowRecord
 from envserve.envs.seeding import env_seed, spare_seed
+from envserve.settings import Autoreset, EnvRequest
 from envserve.slab import BEAT, Rows, private_heartbeat
-from envserve.worker.env_row import EnvRow, SpaceViolation
-from envserve.worker.spare_row import SpareRow, reset_threads
+from envserve.worker.env_checks import SpaceViolation
+from envserve.worker.env_row import EnvRow
+from envserve.worker.spare_row import ResetThreads, SpareRow
 from tests.oracle.ledger_env import LedgerEnv
 
 from .conftest import WaitUntil
@@ -85,17 +86,22 @@ class ProbeEnv(LedgerEnv):
 class Bench:
     """A row of three before it, its threads, and where it writes."""
 
-    def __init__(self, autoreset: str = "same_step", length: int = 2) -> None:
-        self.threads = reset_threads(4)
-        numbers: Any = {"row": 3, "env_index": 3, "incarnation": 0, "root_seed": 0}
-        make = partial(EnvRow, name="Probe-v0", kwargs={"length": length}, **numbers)
-        self.row = SpareRow(make, self.threads)
+    def __init__(self, autoreset: Autoreset = "same_step", length: int = 2) -> None:
+        self.threads = ResetThreads(4)
+        request = EnvRequest(
+            env_name="Probe-v0",
+            env_kwargs={"length": length},
+            num_envs=4,
+            seed=0,
+            autoreset=autoreset,
+        )
+        self.row = SpareRow(EnvRow(request, 3), EnvRow(request, 3), self.threads)
         spec = self.row.build()
         self.row.build_spare()
         self.envs = ProbeEnv.made
         self.rows = Rows.allocate(spec, 4)
         self.beats = private_heartbeat()
-        self.row.attach(self.rows, self.beats, RowRecord.private(), autoreset)
+        self.row.attach(self.rows, self.beats, RowRecord.private())
 
     def reset(self, seed: int | None = None) -> list[int]:
         self.row.reset(seed)

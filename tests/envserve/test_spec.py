@@ -16,15 +16,8 @@ from hypothesis.extra import numpy as nps
 
 from envserve.errors import SpaceError
 from envserve.spaces import codec
-from envserve.spaces.env_spec import (
-    EnvSpec,
-    describe,
-    flatten,
-    leaves_of,
-    restore,
-    spaces_equal,
-    unflatten,
-)
+from envserve.spaces.env_spec import EnvSpec, describe, restore, spaces_equal
+from envserve.spaces.leaves import flatten, leaves_of, unflatten
 from tests.oracle.probe_envs import SPACES
 
 Space = gymnasium.Space[Any]

@@ -11,9 +11,8 @@ from typing import Any, cast
 import pytest
 
 from envserve.keys.grant import Grant
-from envserve.pool.pool_metrics import Tally, add
-from envserve.server.event_loop import RouterShell
-from envserve.server.status import StatusBoard
+from envserve.pool.pool_metrics import PoolMetrics
+from envserve.server.status import Counters, StatusBoard
 from envserve.settings import HostSettings
 from envserve.spaces import codec
 from envserve.wire.constants import ErrorCode, MessageType
@@ -30,36 +29,34 @@ class SeenPool:
 
     def __init__(self, server: FakeServer, session: Any) -> None:
         pool = server.pools[session]
-        self.tally = Tally(pool.blocks)
-        self.looks, self.num_in_flight = self, 2
+        self.metrics = PoolMetrics(pool.blocks)
+        self.inspector, self.num_in_flight = self, 2
 
     def status(self, most_episodes: int, **known: Any) -> LeaseStatus:
-        return self.tally.status(most_episodes, **known)
+        return self.metrics.status(most_episodes, **known)
 
 
 class Board:
     """A server half with leases, and a board that sums up what they have counted."""
 
-    def __init__(self) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
         policy = HostSettings(num_workers=16, max_processes=1000)
         self.server = FakeServer(policy)
         self.loop = asyncio.new_event_loop()
         self.loop.time = lambda: 0.0  # type: ignore[method-assign]
-        numbers = dict.fromkeys(
-            ("failures", "messages_in", "messages_out", "bytes_in", "bytes_out"), 3
-        )
         self.pools: dict[Any, Any] = {}
-        self.shell = SimpleNamespace(
-            pools=self.pools, past_counts=add(()), resends=1, num_dropped=2, **numbers
-        )
+        self.counters = Counters(resends=1, dropped=2)
         self.board = StatusBoard(
             self.server.policy,
             self.server.session,
-            cast(RouterShell, self.shell),
+            self.pools,
+            self.counters,
+            self.server.session.leases.welcome,
             self.loop,
         )
+        patch.setattr(self.server, "report", self.board.report)
 
-    def attach(self, user: str, number: int) -> Tally:
+    def attach(self, user: str, number: int) -> PoolMetrics:
         peer = (b"route", user)
         for kind, body in (
             (MessageType.HELLO, Hello(client=f"of {user}").encode()),
@@ -70,7 +67,7 @@ class Board:
         self.server.take_replies()
         pool = SeenPool(self.server, (user, number))
         self.pools[user, number] = SimpleNamespace(pool=pool)
-        return pool.tally
+        return pool.metrics
 
     def ask(self, user: str, now: float) -> bytes:
         """What STATUS is answered with; outside of any session."""
@@ -87,8 +84,8 @@ class Board:
 
 
 @pytest.fixture
-def board() -> Iterator[Board]:
-    board = Board()
+def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
+    board = Board(monkeypatch)
     yield board
     board.loop.close()
 
@@ -213,7 +210,7 @@ def test_who_has_no_good_key_is_told_nothing(board: Board) -> None:
 def test_what_leases_have_counted_stays_when_they_are_gone(board: Board) -> None:
     board.attach("ann", 11).steps[0] = 5
     leased = board.pools.pop(("ann", 11))
-    board.shell.past_counts = add((board.shell.past_counts, leased.pool.tally.counts))
+    board.board.add_past(leased.pool.metrics.counts)
     assert board.status("local", 1.0).steps == 5
 
 

@@ -23,7 +23,11 @@ from typer.testing import CliRunner
 from envserve.cli import status as commands
 from envserve.cli.app import app
 from envserve.monitoring.health_probe import probe
-from envserve.monitoring.server_monitor import Sight, look_at, sights_of
+from envserve.monitoring.server_monitor import (
+    MonitoredServer,
+    monitored_servers,
+    poll_servers,
+)
 from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.handshake import ErrorBody
 from envserve.wire.message import Message, decode, encode
@@ -111,46 +115,46 @@ def servers(folder: Path, *counts: int) -> Iterator[Servers]:
         yield made
 
 
-def look(found: Servers) -> contextlib.AbstractContextManager[list[Sight]]:
-    return sights_of(found.addresses, insecure=False)
+def look(found: Servers) -> contextlib.AbstractContextManager[list[MonitoredServer]]:
+    return monitored_servers(found.addresses, insecure=False)
 
 
-def shown(sights: list[Sight], width: int) -> list[str]:
+def shown(monitored: list[MonitoredServer], width: int) -> list[str]:
     screen = Console(file=io.StringIO(), width=width)
-    screen.print(commands._shown(sights, width))
+    screen.print(commands._shown(monitored, width))
     return screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
-def seen(address: str = "tcp://sim1:5555", **changes: Any) -> Sight:
-    sight = Sight(address, False, changes.pop("error", ""))
-    sight.status = changes.get("status", STATUS)
-    return sight
+def seen(address: str = "tcp://sim1:5555", **changes: Any) -> MonitoredServer:
+    server = MonitoredServer(address, False, changes.pop("error", ""))
+    server.status = changes.get("status", STATUS)
+    return server
 
 
 def test_silent_servers_are_waited_for_at_the_same_time(tmp_path: Path) -> None:
-    with servers(tmp_path, 61, 3) as found, look(found) as sights:
+    with servers(tmp_path, 61, 3) as found, look(found) as monitored:
         began = time.monotonic()
-        look_at(sights, 12.0)
+        poll_servers(monitored, 12.0)
         seconds = time.monotonic() - began
-        answered = [sight.status is not None for sight in sights]
+        answered = [server.status is not None for server in monitored]
     assert answered == [True] * 61 + [False] * 3
     assert seconds < 3 * 12.0
-    assert "no server answered within 12 s" in sights[-1].error
+    assert "no server answered within 12 s" in monitored[-1].error
 
 
 def test_speed_is_that_between_two_looks(tmp_path: Path) -> None:
-    with servers(tmp_path, 1) as found, look(found) as sights:
-        look_at(sights, 20.0)
-        (sight,) = sights
-        assert sight.steps_per_second is None
-        look_at(sights, 20.0)
-        assert sight.steps_per_second == 1000.0
+    with servers(tmp_path, 1) as found, look(found) as monitored:
+        poll_servers(monitored, 20.0)
+        (server,) = monitored
+        assert server.steps_per_second is None
+        poll_servers(monitored, 20.0)
+        assert server.steps_per_second == 1000.0
 
 
 def test_a_server_that_does_not_know_status_tells_its_envs(tmp_path: Path) -> None:
-    with servers(tmp_path, 0, 0, 1) as found, look(found) as sights:
-        look_at(sights, 20.0)
-        header, line, *_ = shown(sights, 150)
+    with servers(tmp_path, 0, 0, 1) as found, look(found) as monitored:
+        poll_servers(monitored, 20.0)
+        header, line, *_ = shown(monitored, 150)
     cells = dict(zip(header.split(), line.replace(" of ", "/").split(), strict=False))
     assert cells["envs"] == "3/4"
     assert line.split().count("-") == 6, line
@@ -259,7 +263,7 @@ def test_looking_at_many_servers_runs_out_of_no_descriptors() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[1]), before[1]))
     try:
-        with sights_of([], insecure=False):
+        with monitored_servers([], insecure=False):
             assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == before[1]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

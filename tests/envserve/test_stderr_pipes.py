@@ -114,7 +114,7 @@ def test_the_stack_of_a_crash_is_shown_once(pipes: Pipes, is_told: bool) -> None
     os.close(ends[1])  # seen before its exit is known
     handle_all(pipes, pipes.poller)
     for worker in (1, 2):  # a process that 2 has left behind may hold its pipe
-        assert pipes.end(worker, is_told=is_told) == b"hello\n" + stack
+        assert pipes.end(worker, is_reported=is_told) == b"hello\n" + stack
     assert read_all(pipes.out) == (b"" if is_told else 2 * stack)
     for worker in (2, 3):
         os.close(ends[worker])

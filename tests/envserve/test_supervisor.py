@@ -10,13 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envserve.client import BatchEnv
 from envserve.envs.seeding import env_seed
 from envserve.errors import CallError
 from envserve.lane import Reset
-from envserve.slab import Status
-from tests.oracle.ledger import Ledger
-from tests.oracle.player import Player
 
 from .pool_driver import (
     LEDGER,
@@ -188,26 +184,3 @@ def test_reset_that_hangs_is_killed_at_its_own_timeout(
     (outcome,) = reset(pool)
     assert outcome.error is None
     assert seeds(pool) == [env_seed(SEED, 0, 1)]
-
-
-# All together.
-
-
-def test_books_balance_while_random_workers_are_killed(
-    make_pool: PoolMaker, tmp_path: Path, random_generator: np.random.Generator
-) -> None:
-    env_kwargs = {"length": 7, "journal": str(tmp_path)}
-    pool = make_pool(LEDGER, 6, 3, num_splits=2, env_kwargs=env_kwargs)
-    ledger = Ledger(6, SEED, length=7)
-    with BatchEnv([pool]) as batch:
-        player = Player(batch, ledger, random_generator)
-        for _ in range(1500):
-            player.step()
-            if random_generator.random() < 0.02:
-                victim = pool.worker_pids[random_generator.integers(3)]
-                if victim is not None:
-                    kill(victim)
-    ledger.finish(tmp_path)
-    assert ledger.losses.keys() == {Status.WORKER_DIED}
-    assert ledger.losses.total() >= 10
-    assert ledger.num_valid >= 8000

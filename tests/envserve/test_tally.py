@@ -12,7 +12,7 @@ import pytest
 
 from envserve.lane import Reset
 from envserve.pool.pool import Pool
-from envserve.pool.pool_metrics import add, described_in_full
+from envserve.pool.pool_metrics import add, status_fields
 from envserve.slab import Status
 from envserve.wire.status import LeaseStatus, ServerStatus
 from envserve.worker.step_timings import BOUNDS
@@ -23,11 +23,11 @@ RAISES = "if action == 1: raise ValueError('planted')"
 
 
 def told(pool: Pool) -> LeaseStatus:
-    return pool.looks.status(256, number=1)
+    return pool.inspector.status(256, number=1)
 
 
 def totals(pool: Pool) -> ServerStatus:
-    return ServerStatus(**described_in_full(add([pool.tally.counts])))
+    return ServerStatus(**status_fields(add([pool.metrics.counts])))
 
 
 def test_steps_rows_and_faults_are_those_that_were_played_and_planted(
@@ -141,15 +141,15 @@ def test_whole_episodes_are_told_while_somebody_watches(
     play(30)
     assert told(pool).num_episodes == 0
     begun = [None] * 4  # nobody knows how those that run have begun
-    pool.tally.watch(time.monotonic() + 60.0)  # however long it takes
+    pool.metrics.watch(time.monotonic() + 60.0)  # however long it takes
     play(120)
     status = told(pool)
     assert status.num_episodes == len(books) > 10
     assert sorted(episode[1:] for episode in status.episodes) == sorted(books)
     assert [episode[0] for episode in status.episodes] == [*range(1, len(books) + 1)]
-    pool.tally.watch(time.monotonic() - 11.0)
+    pool.metrics.watch(time.monotonic() - 11.0)
     play(1)
-    assert not pool.tally.is_watched
+    assert not pool.metrics.is_watched
 
 
 def test_an_unwatched_step_calls_nothing_to_be_counted(make_pool: PoolMaker) -> None:
@@ -166,17 +166,19 @@ def test_an_unwatched_step_calls_nothing_to_be_counted(make_pool: PoolMaker) -> 
     finally:
         sys.setprofile(None)
     assert any(name.endswith("operations.py") for name in called)
-    assert not any(name.endswith(("tally.py", "durations.py")) for name in called)
+    assert not any(
+        name.endswith(("pool_metrics.py", "step_timings.py")) for name in called
+    )
     assert told(pool).steps == 4
 
 
 def test_a_watched_step_is_one_call_for_each_block(make_pool: PoolMaker) -> None:
     pool = make_pool.and_reset(SCRIPT, 4, 2)
-    pool.tally.watch(time.monotonic() + 60.0)  # however long it takes
+    pool.metrics.watch(time.monotonic() + 60.0)  # however long it takes
     called: list[str] = []
 
     def note(frame: FrameType, event: str, argument: object) -> None:
-        if event == "call" and frame.f_code.co_filename.endswith("tally.py"):
+        if event == "call" and frame.f_code.co_filename.endswith("pool_metrics.py"):
             called.append(frame.f_code.co_name)
 
     sys.setprofile(note)
@@ -186,7 +188,7 @@ def test_a_watched_step_is_one_call_for_each_block(make_pool: PoolMaker) -> None
     finally:
         sys.setprofile(None)
     assert told(pool).num_episodes > 0
-    assert called == ["follow"] * 40
+    assert called == ["follow_episodes"] * 40
 
 
 def test_resets_of_spare_envs_are_counted_too(make_pool: PoolMaker) -> None:
@@ -202,5 +204,5 @@ def test_rubbish_in_the_cells_of_many_leases_is_still_a_status() -> None:
     total = add(())
     for _ in range(1000):
         total = add([total, cells])
-    body = ServerStatus(**described_in_full(total)).encode()
+    body = ServerStatus(**status_fields(total)).encode()
     assert ServerStatus.decode(body).resets > 0

@@ -22,7 +22,7 @@ from envserve.cli import start as start_command
 from envserve.cli.app import app as envserve_app
 from envserve.cli.terminal import fail, set_up_logs
 from envserve.errors import CallError
-from envserve.monitoring.health_probe import Ailment
+from envserve.monitoring.health_probe import HealthProblem
 from envserve.settings import HostSettings
 from ppo.cli.app import app as ppo_app
 
@@ -330,8 +330,8 @@ def test_a_shell_completes_commands_options_and_names() -> None:
 def exit_codes(program: str) -> dict[str, set[int]]:
     """Codes that the source of each command ends with, its own helpers included."""
     found: dict[str, set[int]] = {}
-    for path in Path(f"{program}/commands").glob("*.py"):
-        module = importlib.import_module(f"{program}.commands.{path.stem}")
+    for path in Path(f"{program}/cli").glob("*.py"):
+        module = importlib.import_module(f"{program}.cli.{path.stem}")
         for part in ast.parse(path.read_text()).body:
             if not isinstance(part, ast.FunctionDef):
                 continue
@@ -366,7 +366,7 @@ def test_the_table_of_exit_codes_is_that_of_the_code() -> None:
     common = {code for command, code in table if command == "all"}
     assert common == {0, 1, 2, 130}
     found = exit_codes("envserve") | exit_codes("ppo")
-    found["envserve health"] |= {int(each) for each in Ailment}
+    found["envserve health"] |= {int(each) for each in HealthProblem}
     assert set().union(*found.values()) >= common
     own = {(command, code) for command in found for code in found[command] - common}
     assert own == {row for row in table if row[0] != "all"}

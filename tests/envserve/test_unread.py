@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from envserve.server.zmq_guards.send_budget import LONG_BYTES, Unread
+from envserve.server.zmq_guards.send_budget import LONG_BYTES, SendBudget
 from envserve.wire.constants import MessageType
 from envserve.wire.message import Buffer, Message, encode
 
@@ -25,7 +25,7 @@ def answer(
 
 
 def test_what_has_left_makes_room_again() -> None:
-    unread = Unread(4 * MIB, 100 * MIB)
+    unread = SendBudget(4 * MIB, 100 * MIB)
     waiting = [unread.admit(PEER, answer(MIB)) for _ in range(5)]
     assert [frames is None for frames in waiting] == [False] * 4 + [True]
     waiting.pop(1)
@@ -33,7 +33,7 @@ def test_what_has_left_makes_room_again() -> None:
 
 
 def test_who_has_no_answer_gets_one_of_any_length() -> None:
-    unread = Unread(MIB, MIB)
+    unread = SendBudget(MIB, MIB)
     kept = [unread.admit(PEER, answer(9 * MIB, block=block)) for block in range(3)]
     kept += [unread.admit(PEER, answer(9 * MIB, session=2))]
     assert None not in kept
@@ -41,7 +41,7 @@ def test_who_has_no_answer_gets_one_of_any_length() -> None:
 
 
 def test_a_user_is_one_whatever_sessions_it_has() -> None:
-    unread = Unread(4 * MIB, 100 * MIB)
+    unread = SendBudget(4 * MIB, 100 * MIB)
     strangers = [unread.admit(PEER, answer(3 * MIB, session=n)) for n in range(4)]
     assert unread.admit(PEER, answer(MIB, session=3)) is not None
     known = (1, b"route", "trainer-1")
@@ -51,7 +51,7 @@ def test_a_user_is_one_whatever_sessions_it_has() -> None:
 
 
 def test_there_is_a_bound_for_all_together() -> None:
-    unread = Unread(4 * MIB, 8 * MIB)
+    unread = SendBudget(4 * MIB, 8 * MIB)
     kept = [unread.admit(PEER, answer(2 * MIB, session=n // 2)) for n in range(10)]
     assert [frames is None for frames in kept[:4]] == [False] * 4
     assert [frames is None for frames in kept[4:]] == [False, True] * 3
@@ -59,7 +59,7 @@ def test_there_is_a_bound_for_all_together() -> None:
 
 def test_long_frames_are_sent_from_where_they_are_wherever_they_stand() -> None:
     frames = answer(MIB, report=b"r" * 100)
-    admitted = Unread(MIB, MIB).admit(PEER, frames)
+    admitted = SendBudget(MIB, MIB).admit(PEER, frames)
     assert admitted is not None
     head, rows, report = admitted
     assert isinstance(rows, memoryview)

@@ -18,10 +18,11 @@ from envserve.crashes.action_ring import RowRecord
 from envserve.errors import EnvStartError
 from envserve.lane import Fault
 from envserve.pool.launcher import Launcher
+from envserve.settings import EnvRequest
 from envserve.slab import Rows, private_heartbeat
-from envserve.spaces.env_spec import unflatten
-from envserve.worker.env_checks import Rules
-from envserve.worker.env_row import EnvRow, SpaceViolation
+from envserve.spaces.leaves import unflatten
+from envserve.worker.env_checks import EnvChecks, SpaceViolation
+from envserve.worker.env_row import EnvRow
 from tests.envserve.pool_driver import PoolMaker, attach_lane, reset, step
 from tests.envserve.server_process import ServerProcess
 from tests.oracle.odd_values import CASES, LEAVES, MODULE, NAME, TABLES
@@ -150,16 +151,10 @@ def test_what_is_cast_is_said_once(seen: Seen) -> None:
 @pytest.mark.parametrize("row", ALONE, ids=NAMES.__getitem__)
 def test_a_leaf_alone_is_taken_like_one_of_a_dict(row: int, is_strict: bool) -> None:
     case = CASES[row]
-    rules = Rules(strict_spaces=is_strict)
-    env = EnvRow(
-        row=0,
-        env_index=0,
-        incarnation=0,
-        name=NAME,
-        kwargs={"part": case.part},
-        root_seed=0,
-        rules=rules,
-    )
+    checks = EnvChecks(strict_spaces=is_strict)
+    kwargs = {"part": case.part}
+    request = EnvRequest(env_name=NAME, env_kwargs=kwargs, num_envs=1, seed=0)
+    env = EnvRow(request, 0, checks=checks)
     spec = env.build()
     (leaf,) = spec.observation_leaves
     rows = Rows.allocate(spec, 1)
@@ -180,7 +175,7 @@ def test_a_leaf_alone_is_taken_like_one_of_a_dict(row: int, is_strict: bool) -> 
     else:
         play()
         np.testing.assert_array_equal(rows.observation[0][0], case.expected)
-        assert bool(rules.notes) == bool(is_odd)
+        assert bool(checks.notes) == bool(is_odd)
 
 
 def test_the_table_is_long_enough() -> None:

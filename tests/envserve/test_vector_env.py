@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,12 +22,8 @@ from gymnasium.wrappers.vector import (
 from envserve import make_vec
 from envserve.client.vector_env import VectorEnv
 from envserve.errors import CallError, LocalProtocolError
-from envserve.pool.launcher import Launcher
-from envserve.pool.pool import Pool
+from tests.envserve.conftest import MakeEnvs
 from tests.envserve.walk_env import ENV, EPISODE_LENGTH
-from tests.oracle.probe_envs import MODULE
-
-Make = Callable[..., VectorEnv]
 
 MODES = [mode.value for mode in AutoresetMode]
 
@@ -38,29 +33,8 @@ def lane_kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def make(
-    shared_address: str, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Make]:
-    """Makes vector envs, and closes them; in-process with workers of one launcher."""
-    monkeypatch.setattr(
-        "envserve.client.factory.Pool", partial(Pool, launcher=launcher)
-    )
-    where: dict[str, Any] = {"num_workers": 2, "import_modules": [MODULE]}
-    if shared_address:
-        where = {"addresses": [shared_address]}
-    with contextlib.ExitStack() as stack:
-
-        def make_here(env: str, num_envs: int = 4, **options: Any) -> VectorEnv:
-            envs = make_vec(env, num_envs, **where, **options)
-            stack.callback(envs._batch.close)
-            return envs
-
-        yield make_here
-
-
-def test_reset_infos_of_a_stranger_may_be_anything(make: Make) -> None:
-    envs = make("CartPole-v1", 2, autoreset_mode=AutoresetMode.SAME_STEP)
+def test_reset_infos_of_a_stranger_may_be_anything(make_envs: MakeEnvs) -> None:
+    envs = make_envs("CartPole-v1", 2, autoreset_mode=AutoresetMode.SAME_STEP)
     envs.reset(seed=1)
     batch = envs._batch
     step = batch.step([0, 0])
@@ -123,25 +97,31 @@ def assert_equal_runs(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_ten_thousand_steps_are_those_of_gymnasium(make: Make, mode: str) -> None:
-    ours = make("CartPole-v1", 64, autoreset_mode=mode, seed=0)
+def test_ten_thousand_steps_are_those_of_gymnasium(
+    make_envs: MakeEnvs, mode: str
+) -> None:
+    ours = make_envs("CartPole-v1", 64, autoreset_mode=mode, seed=0)
     envs = [partial(gymnasium.make, "CartPole-v1")] * 64
     with contextlib.closing(SyncVectorEnv(envs, autoreset_mode=mode)) as theirs:
         assert_equal_runs(ours, theirs, 157)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_steps_with_infos_are_those_of_gymnasium(make: Make, mode: str) -> None:
+def test_steps_with_infos_are_those_of_gymnasium(
+    make_envs: MakeEnvs, mode: str
+) -> None:
     short = {"name": "TimeLimit", "max_episode_steps": 12}
-    ours = make("HalfCheetah-v5", 3, autoreset_mode=mode, seed=0, wrappers=[short])
+    ours = make_envs("HalfCheetah-v5", 3, autoreset_mode=mode, seed=0, wrappers=[short])
     envs = [lambda: TimeLimit(gymnasium.make("HalfCheetah-v5"), 12)] * 3
     with contextlib.closing(SyncVectorEnv(envs, autoreset_mode=mode)) as theirs:
         assert_equal_runs(ours, theirs, 30)
 
 
 @pytest.mark.parametrize("space", ["dict", "tuple", "discrete_start"])
-def test_observations_are_batched_by_their_space(make: Make, space: str) -> None:
-    envs = make("envserve/Echo-v0", env_kwargs={"space": space})
+def test_observations_are_batched_by_their_space(
+    make_envs: MakeEnvs, space: str
+) -> None:
+    envs = make_envs("envserve/Echo-v0", env_kwargs={"space": space})
     observation, _ = envs.reset()
     assert observation in envs.observation_space
     actions = envs.action_space.sample()
@@ -151,8 +131,8 @@ def test_observations_are_batched_by_their_space(make: Make, space: str) -> None
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_lost_row_is_truncated_and_says_why(make: Make, mode: str) -> None:
-    envs = make("envserve/Faulty-v0", 4, autoreset_mode=mode)
+def test_a_lost_row_is_truncated_and_says_why(make_envs: MakeEnvs, mode: str) -> None:
+    envs = make_envs("envserve/Faulty-v0", 4, autoreset_mode=mode)
     envs.reset()
     *_, infos = envs.step([0, 0, 0, 0])
     assert infos == {}
@@ -176,8 +156,8 @@ def test_a_lost_row_is_truncated_and_says_why(make: Make, mode: str) -> None:
         assert observation[:, 0].tolist() == [step + 2, step + 2, step, step + 2]
 
 
-def test_a_step_waits_for_a_worker_that_died(make: Make) -> None:
-    envs = make("envserve/Faulty-v0", 4, env_kwargs={"fault": "kill"})
+def test_a_step_waits_for_a_worker_that_died(make_envs: MakeEnvs) -> None:
+    envs = make_envs("envserve/Faulty-v0", 4, env_kwargs={"fault": "kill"})
     envs.reset()
     *_, truncated, infos = envs.step([0, 1, 0, 0])
     lost = infos["_fault"]
@@ -206,11 +186,11 @@ def test_the_last_observation_of_a_lost_row_is_the_last_that_was_seen(
         assert np.stack(infos["final_obs"]).tolist() == [[104]] * 2
 
 
-def test_wrappers_of_gymnasium_see_the_same(make: Make) -> None:
+def test_wrappers_of_gymnasium_see_the_same(make_envs: MakeEnvs) -> None:
     def wrap(envs: Any) -> Any:
         return NormalizeReward(NormalizeObservation(RecordEpisodeStatistics(envs)))
 
-    ours = wrap(make("CartPole-v1", 4))
+    ours = wrap(make_envs("CartPole-v1", 4))
     envs = [partial(gymnasium.make, "CartPole-v1")] * 4
     with contextlib.closing(wrap(SyncVectorEnv(envs))) as theirs:
         assert_equal_resets(ours.reset(seed=2), theirs.reset(seed=2))
@@ -230,10 +210,10 @@ def test_wrappers_of_gymnasium_see_the_same(make: Make) -> None:
 
 
 def test_observations_are_the_callers_to_keep_unless_they_are_reused(
-    make: Make,
+    make_envs: MakeEnvs,
 ) -> None:
     for copy in (True, False):
-        envs = make("CartPole-v1", seed=0, copy=copy)
+        envs = make_envs("CartPole-v1", seed=0, copy=copy)
         envs.reset(seed=0)
         first, *first_others, _ = envs.step([0, 0, 0, 0])
         kept = first.copy(), [array.copy() for array in first_others]
@@ -243,8 +223,8 @@ def test_observations_are_the_callers_to_keep_unless_they_are_reused(
         assert_equal_rows(first_others, kept[1])
 
 
-def test_attributes_are_read_and_set(make: Make, shared_address: str) -> None:
-    envs = make("CartPole-v1", 3)
+def test_attributes_are_read_and_set(make_envs: MakeEnvs, shared_address: str) -> None:
+    envs = make_envs("CartPole-v1", 3)
     assert envs.render_mode is None
     assert envs.metadata["render_fps"] == 50
     envs.reset(seed=[3, 5, 7])
@@ -265,16 +245,16 @@ def test_attributes_are_read_and_set(make: Make, shared_address: str) -> None:
         envs.set_attr("gravity", [1.0, 2.0])
 
 
-def test_envs_render(make: Make) -> None:
-    envs = make("CartPole-v1", 2, env_kwargs={"render_mode": "rgb_array"})
+def test_envs_render(make_envs: MakeEnvs) -> None:
+    envs = make_envs("CartPole-v1", 2, env_kwargs={"render_mode": "rgb_array"})
     assert envs.render_mode == "rgb_array"
     envs.reset()
     pictures = envs.render()
     assert [picture.shape for picture in pictures] == [(400, 600, 3)] * 2
 
 
-def test_closed_envs_say_so(make: Make) -> None:
-    envs = make("CartPole-v1")
+def test_closed_envs_say_so(make_envs: MakeEnvs) -> None:
+    envs = make_envs("CartPole-v1")
     envs.reset()
     assert not envs.closed
     envs.close()
@@ -285,8 +265,8 @@ def test_closed_envs_say_so(make: Make) -> None:
             use()
 
 
-def test_envs_that_nobody_holds_end(make: Make) -> None:
-    batch = make("CartPole-v1")._batch
+def test_envs_that_nobody_holds_end(make_envs: MakeEnvs) -> None:
+    batch = make_envs("CartPole-v1")._batch
     with pytest.raises(LocalProtocolError, match="can no longer be used"):
         batch.reset()
 
@@ -307,9 +287,9 @@ def test_envs_that_nobody_holds_end(make: Make) -> None:
     ],
 )
 def test_what_reset_cannot_mean_is_said(
-    make: Make, seed: Any, options: Any, error: str
+    make_envs: MakeEnvs, seed: Any, options: Any, error: str
 ) -> None:
-    envs = make("CartPole-v1", autoreset_mode="Disabled")
+    envs = make_envs("CartPole-v1", autoreset_mode="Disabled")
     envs.reset()
     with pytest.raises((ValueError, TypeError), match=error):
         envs.reset(seed=seed, options=options)

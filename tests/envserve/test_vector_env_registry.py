@@ -6,7 +6,6 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import gymnasium
@@ -17,26 +16,20 @@ from gymnasium.utils.env_checker import check_env
 import envserve
 from envserve.client.vector_env import VectorEnv
 from envserve.errors import ActionError, LocalProtocolError
-from envserve.pool.launcher import Launcher
-from envserve.pool.pool import Pool
 from tests.oracle.probe_envs import MODULE
 
 #: What Gymnasium says of CartPole itself.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*A Box observation space m.*imum value is:UserWarning"
-)
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore:.*A Box observation space m.*imum value is:UserWarning"
+    ),
+    pytest.mark.usefixtures("one_launcher"),
+]
 
 
 @pytest.fixture(scope="module", params=["local", "tcp"])
 def lane_kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-@pytest.fixture(autouse=True)
-def few_templates(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "envserve.client.factory.Pool", partial(Pool, launcher=launcher)
-    )
 
 
 @pytest.fixture

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,11 @@ from gymnasium.error import (
     NoAsyncCallError,
 )
 
-from envserve import make_vec
-from envserve.client.vector_env import VectorEnv
+from envserve.client import BatchEnv
 from envserve.envs.seeding import env_seed
 from envserve.errors import CodecError, EnvError, EnvTimeout, LocalProtocolError
-from envserve.pool.launcher import Launcher
-from envserve.pool.pool import Pool
+from tests.envserve.conftest import MakeEnvs
 from tests.envserve.pool_driver import SCRIPT
-from tests.oracle.probe_envs import MODULE
-
-Make = Callable[..., VectorEnv]
 
 FAULTY = "envserve/Faulty-v0"
 RESET = "envserve/Reset-v0"
@@ -37,34 +31,8 @@ def lane_kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def make_here(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Makes vector envs in workers of one launcher, and closes them."""
-    monkeypatch.setattr(
-        "envserve.client.factory.Pool", partial(Pool, launcher=launcher)
-    )
-    with contextlib.ExitStack() as stack:
-
-        def make(env: str, num_envs: int = 4, **options: Any) -> VectorEnv:
-            if "addresses" not in options:
-                options |= {"num_workers": 2, "import_modules": [MODULE]}
-            envs = make_vec(env, num_envs, **options)
-            stack.callback(envs._batch.close)
-            return envs
-
-        yield make
-
-
-@pytest.fixture
-def make(make_here: Make, shared_address: str) -> Make:
-    """The same, here and behind a server."""
-    if not shared_address:
-        return make_here
-    return partial(make_here, addresses=[shared_address])
-
-
-def test_a_step_can_be_waited_for_later(make: Make) -> None:
-    ours, others = make("CartPole-v1"), make("CartPole-v1")
+def test_a_step_can_be_waited_for_later(make_envs: MakeEnvs) -> None:
+    ours, others = make_envs("CartPole-v1"), make_envs("CartPole-v1")
     ours.reset(seed=1)
     others.reset_async(seed=1)
     others.reset_wait(timeout=30)
@@ -78,12 +46,14 @@ def test_a_step_can_be_waited_for_later(make: Make) -> None:
 
 @pytest.mark.parametrize("copy", [True, False])
 def test_what_takes_longer_can_be_waited_for_again(
-    make_here: Make, tmp_path: Path, copy: bool
+    make_envs_here: MakeEnvs, tmp_path: Path, copy: bool
 ) -> None:
     gate = tmp_path / "gate"
     wait = f"while __import__('os').path.exists({str(gate)!r}): time.sleep(0.002)"
     kwargs = {"reset": wait, "step": wait}
-    envs = make_here(SCRIPT, 2, autoreset_mode="Disabled", copy=copy, env_kwargs=kwargs)
+    envs = make_envs_here(
+        SCRIPT, 2, autoreset_mode="Disabled", copy=copy, env_kwargs=kwargs
+    )
 
     def timed_out(wait_for: Callable[[float], Any]) -> None:
         with pytest.raises(multiprocessing.TimeoutError) as caught:
@@ -94,8 +64,6 @@ def test_what_takes_longer_can_be_waited_for_again(
     envs.reset_async(seed=[5, 6])
     timed_out(envs.reset_wait)
     timed_out(envs.reset_wait)
-    with pytest.raises(LocalProtocolError, match="recv_reset"):
-        envs._batch.call(0, "render_mode")
     gate.unlink()
     observation, infos = envs.reset_wait(timeout=30)
     assert observation[:, 0].tolist() == [5, 6]
@@ -113,8 +81,8 @@ def test_what_takes_longer_can_be_waited_for_again(
 
 
 @pytest.mark.parametrize("name", ["reset", "step"])
-def test_a_call_out_of_order_is_refused(make: Make, name: str) -> None:
-    envs = make("CartPole-v1")
+def test_a_call_out_of_order_is_refused(make_envs: MakeEnvs, name: str) -> None:
+    envs = make_envs("CartPole-v1")
     with pytest.raises(NoAsyncCallError, match=f"without any prior call to `{name}_a"):
         getattr(envs, f"{name}_wait")()
     envs.reset(seed=3)
@@ -139,8 +107,8 @@ def test_a_call_out_of_order_is_refused(make: Make, name: str) -> None:
     envs.step([0] * 4)
 
 
-def test_closing_what_is_waited_for_says_so(make: Make) -> None:
-    envs = make("CartPole-v1")
+def test_closing_what_is_waited_for_says_so(make_envs: MakeEnvs) -> None:
+    envs = make_envs("CartPole-v1")
     envs.reset()
     envs.step_async([0] * 4)
     with pytest.warns(UserWarning, match="waiting for a pending call to `step`"):
@@ -149,8 +117,10 @@ def test_closing_what_is_waited_for_says_so(make: Make) -> None:
         envs.step_wait()
 
 
-def test_envs_that_break_their_spaces_hold_up_no_other(make_here: Make) -> None:
-    envs = make_here(FAULTY, 4, env_kwargs={"fault": "wrong_shape"})
+def test_envs_that_break_their_spaces_hold_up_no_other(
+    make_envs_here: MakeEnvs,
+) -> None:
+    envs = make_envs_here(FAULTY, 4, env_kwargs={"fault": "wrong_shape"})
     envs.reset()
     with pytest.raises(EnvError, match=r"Env 0 \(local\): expected observation"):
         envs.step([1, 0, 1, 1])
@@ -168,20 +138,20 @@ def test_envs_that_break_their_spaces_hold_up_no_other(make_here: Make) -> None:
 
 @pytest.mark.parametrize("name", ["send", "send_reset", "recv_reset"])
 def test_ctrl_c_leaves_what_can_be_waited_for_or_begun_anew(
-    make_here: Make, monkeypatch: pytest.MonkeyPatch, name: str
+    make_envs_here: MakeEnvs, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    envs = make_here(RESET, 2)
+    envs = make_envs_here(RESET, 2)
     envs.reset()
-    whole = getattr(envs._batch, name)
+    whole = getattr(BatchEnv, name)
 
-    def cut(*arguments: Any, **named: Any) -> None:
+    def cut(batch: BatchEnv, *arguments: Any, **named: Any) -> None:
         if name != "recv_reset":
-            whole(*arguments, **named)
+            whole(batch, *arguments, **named)
         raise KeyboardInterrupt
 
     call = partial(envs.step_async, [1, 0]) if name == "send" else envs.reset
     with monkeypatch.context() as patch:
-        patch.setattr(envs._batch, name, cut)
+        patch.setattr(BatchEnv, name, cut)
         with pytest.raises(KeyboardInterrupt):
             call()
     if name == "send":
@@ -191,8 +161,8 @@ def test_ctrl_c_leaves_what_can_be_waited_for_or_begun_anew(
     assert envs.step([0, 1])[1].tolist() == [0, 1]
 
 
-def test_infos_of_a_reset_say_what_the_envs_got(make: Make) -> None:
-    envs = make(RESET, 3, autoreset_mode="Disabled")
+def test_infos_of_a_reset_say_what_the_envs_got(make_envs: MakeEnvs) -> None:
+    envs = make_envs(RESET, 3, autoreset_mode="Disabled")
     assert envs.reset()[1]["seed"].tolist() == [None] * 3
     assert envs.reset(seed=4)[1]["seed"].tolist() == [4, 5, 6]
     infos = envs.reset(seed=[7, None, 9], options={"level": 3})[1]
@@ -207,8 +177,8 @@ def test_infos_of_a_reset_say_what_the_envs_got(make: Make) -> None:
     assert infos["options"]["level"].tolist() == [5, 0, 5]
 
 
-def test_only_a_batch_with_a_seed_seeds_its_envs(make: Make) -> None:
-    envs = make(RESET, 2, seed=8)
+def test_only_a_batch_with_a_seed_seeds_its_envs(make_envs: MakeEnvs) -> None:
+    envs = make_envs(RESET, 2, seed=8)
     assert envs.reset()[1]["seed"].tolist() == [env_seed(8, row, 0) for row in (0, 1)]
     assert envs.reset()[1]["seed"].tolist() == [None, None]
 
@@ -222,9 +192,9 @@ def test_only_a_batch_with_a_seed_seeds_its_envs(make: Make) -> None:
     ],
 )
 def test_options_that_cannot_be_had_are_an_error(
-    make: Make, options: dict[str, Any], error: type[Exception]
+    make_envs: MakeEnvs, options: dict[str, Any], error: type[Exception]
 ) -> None:
-    envs = make(RESET, 2)
+    envs = make_envs(RESET, 2)
     envs.reset()
     with pytest.raises(error):
         envs.reset(options=options)
@@ -232,8 +202,10 @@ def test_options_that_cannot_be_had_are_an_error(
     assert envs.step([1, 0])[1].tolist() == [1, 0]
 
 
-def test_a_mask_of_all_rows_may_come_first_and_one_of_some_may_not(make: Make) -> None:
-    envs = make(RESET, 2, autoreset_mode="Disabled")
+def test_a_mask_of_all_rows_may_come_first_and_one_of_some_may_not(
+    make_envs: MakeEnvs,
+) -> None:
+    envs = make_envs(RESET, 2, autoreset_mode="Disabled")
     envs.reset(options={"reset_mask": np.array([True, False])})
     with pytest.raises(LocalProtocolError, match="reset\\(\\) of all envs"):
         envs.step([0, 0])

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from envserve.lane import Call, Picture, make_blocks
+from envserve.lane import Call, RenderedFrame, make_blocks
 from envserve.slab import Rows
 from envserve.spaces import codec
-from envserve.spaces.env_spec import EnvSpec, leaves_of
+from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.leaves import leaves_of
 from envserve.spaces.variable_length import encode_row
 from envserve.wire import constants
 from envserve.wire.bodies import (
@@ -88,7 +89,9 @@ def example() -> dict[str, list[Buffer]]:
     actions = rows.action[0].tobytes()
     reset = ResetBody(resets=(((1,), (5,)),), options=pack_options({"level": 3}))
     looked = FrameRequest(lease=1, rows=(0, 1), width=120, after=(0, 77))
-    picture = Picture(row=0, serial=78, text="no picture", seed=7, episode_steps=2)
+    picture = RenderedFrame(
+        row=0, serial=78, text="no picture", seed=7, episode_steps=2
+    )
     shown = FrameResult(pictures=(picture,))
     kinds, invited = MessageType, partial(say, session=0, epoch=0)
     messages = {

@@ -39,9 +39,7 @@ from envserve.wire.constants import (
 )
 from envserve.wire.handshake import ErrorBody, Hello
 from envserve.wire.message import Message, decode, encode, peek, set_attempt
-from envserve.wire.result_report import Report
 from envserve.wrappers.specs import WrapperSpec
-from tests.envserve.mutation import mutate, read_or_refuse
 from tests.envserve.session_fakes import make_call, make_welcome
 from tests.oracle.probe_envs import SPACES
 
@@ -134,7 +132,10 @@ def test_fields_of_a_wrong_kind_are_protocol_errors(body: Any, value: Any) -> No
     fields = codec.decode(body.encode())
     for name in fields:
         wrong = codec.encode({**fields, name: value})
-        read_or_refuse(type(body).decode, wrong, name, "expected")
+        try:
+            type(body).decode(wrong)
+        except RemoteProtocolError as error:
+            assert any(word in str(error) for word in (name, "expected"))  # noqa: PT017
     with pytest.raises(RemoteProtocolError):
         type(body).decode(codec.encode([value]))
 
@@ -246,28 +247,6 @@ def test_a_prefix_can_be_read_where_the_rest_is_bad() -> None:
     message = peek(patched(40, "<I", U32))
     assert message is not None
     assert (message.type, message.session) == (MessageType.STEP, 1)
-
-
-@given(st.lists(st.binary(max_size=120), max_size=4))
-def test_random_frames_raise_nothing_but_protocol_errors(frames: list[bytes]) -> None:
-    try:
-        decode(frames)
-    except RemoteProtocolError:
-        assert peek(frames) is None or frames[0].startswith(b"ENVS")
-
-
-@given(st.binary(max_size=200))
-def test_random_bodies_raise_nothing_but_protocol_errors(data: bytes) -> None:
-    readers: list[Any] = [type(body).decode for body in BODIES]
-    for reader in [*readers, Report.decode, lambda body: Granted.decode(body, 4)]:
-        read_or_refuse(reader, data)
-
-
-@given(st.sampled_from(BODIES), st.data())
-def test_mutants_raise_nothing_but_protocol_errors(
-    body: Any, data: st.DataObject
-) -> None:
-    read_or_refuse(type(body).decode, mutate(body.encode(), data))
 
 
 @pytest.mark.parametrize("name", ["arguments", "not_known"])

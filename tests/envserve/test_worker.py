@@ -21,7 +21,7 @@ from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec, restore
 from envserve.worker import process
 from envserve.worker.attribute_calls import call_payload, read_answer
-from envserve.worker.channel import Frame, FrameReader, Kind, pack_frame
+from envserve.worker.channel import ChannelMessage, Kind, MessageDecoder, pack_message
 from envserve.worker.frame_board import board_nbytes
 from envserve.worker.worker_report import max_report
 
@@ -40,8 +40,8 @@ class Hosted:
         self.num_bytes = 0  # of the longest answer
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(60.0)
-        self._reader = FrameReader()
-        self._frames: list[Frame] = []
+        self._reader = MessageDecoder()
+        self._frames: list[ChannelMessage] = []
         self._sequence = 0
         self._thread = threading.Thread(
             target=process.run, args=(theirs, ""), daemon=True
@@ -65,15 +65,15 @@ class Hosted:
             "strict_spaces": False,
             "seeded": True,
             "blocks": [[0, 0, rows]],
-            "incarnations": [[row, 0] for row in range(rows)],
+            "incarnations": [0] * rows,
         }
         self.send(Kind.BUILD, codec.encode(message | build))
 
     def send(self, kind: Kind, payload: bytes = b"", block: int = 0) -> None:
         self._sequence += 1
-        self._socket.sendall(pack_frame(kind, block, self._sequence, payload))
+        self._socket.sendall(pack_message(kind, block, self._sequence, payload))
 
-    def receive(self) -> Frame:
+    def receive(self) -> ChannelMessage:
         while not self._frames:
             data = self._socket.recv(1 << 16)
             assert data, "the worker has closed its socket"
@@ -91,7 +91,7 @@ class Hosted:
         nbytes = ring_nbytes(self.spec, self.num_rows) + board_nbytes(self.num_rows, 1)
         self.slab = Slab.create(self.spec, self.num_rows, 1, nbytes)
         self.rows = self.slab.rows
-        socket.send_fds(self._socket, [pack_frame(Kind.SLAB)], [self.slab.fd])
+        socket.send_fds(self._socket, [pack_message(Kind.SLAB)], [self.slab.fd])
         return self
 
     def ready(self) -> Hosted:
@@ -114,7 +114,7 @@ class Hosted:
     def call(self, kind: str, name: str, *arguments: Any) -> Sequence[Fault]:
         self.send(Kind.CALL, call_payload(make_call([1], kind, name, *arguments)))
         block = Block(0, 0, self.num_rows, 0, 0)
-        return read_answer(self.receive().payload, block)[0]
+        return read_answer(self.receive().payload, block).faults
 
     def end(self) -> None:
         """Hangs up, and waits until the worker has gone."""
@@ -197,9 +197,9 @@ def test_reports_have_a_bound(host: Host) -> None:
         assert [len(info["omitted"]) for info in cut.values()] == [10, 10]
         assert all(len(name) == 32 for name in cut[0]["omitted"])
         assert set(hosted.step([0, 2], [0, 2])["infos"][0]) == {"n"}
-        faults = hosted.step([1, 0], [1, 0])["faults"]
+        faults = [Fault(*each) for each in hosted.step([1, 0], [1, 0])["faults"]]
         assert len(faults) == 2
-        assert all(len(fault["text"].encode()) <= limit / 4 for fault in faults)
+        assert all(len(fault.text.encode()) <= limit / 4 for fault in faults)
         assert hosted.num_bytes <= limit
     finally:
         del gymnasium.registry["Long-v0"]
@@ -210,8 +210,8 @@ def test_violation_of_the_spaces_is_left_to_the_pool(host: Host, fault: str) -> 
     hosted = host(FAULTY, env_kwargs={"fault": fault}).ready()
     hosted.step(0, 0)
     (reported,) = hosted.step(0, 1)["faults"]
-    assert reported["row"] == 1
-    assert reported["violation"] is True
+    assert Fault(*reported).env_index == 1
+    assert Fault(*reported).is_violation is True
     rows = hosted.rows
     assert list(rows.status) == [Status.OK, Status.PENDING]
     assert rows.reward[0] == 1.0
@@ -321,7 +321,9 @@ def test_nobody_looks_and_an_operation_reads_one_number_for_it(
             reads.append(index)
             return 0
 
-    monkeypatch.setattr(process, "Camera", lambda *_: SimpleNamespace(until=Until()))
+    monkeypatch.setattr(
+        process, "FrameRenderer", lambda *_: SimpleNamespace(until=Until())
+    )
     hosted = host(LEDGER).ready()  # by a reset
     for _ in range(10):
         hosted.step(0, 0)

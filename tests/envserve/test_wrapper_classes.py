@@ -12,7 +12,7 @@ from gymnasium.utils import seeding
 
 from envserve.envs.registry import make_env
 from envserve.errors import EnvStartError
-from tests.envserve.shown_env import episode, line, wrapped
+from tests.envserve.shown_env import Bounded, episode, line, wrapped
 
 # ActionRepeat.
 
@@ -66,7 +66,7 @@ def test_frame_delta_of_bytes_does_not_wrap_around() -> None:
 
 def test_frame_delta_leaves_a_wrong_dtype_to_be_seen() -> None:
     env = line([[1], [2]])
-    env._array = env._array.astype(np.float64)
+    env.array = env.array.astype(np.float64)
     assert wrapped(env, "FrameDelta").reset()[0].dtype == np.float64
 
 
@@ -244,22 +244,6 @@ def test_staggering_leaves_alone_what_ends_before_or_has_no_limit() -> None:
 
 
 # RangeNormalize.
-
-
-class Bounded(gymnasium.Env[Any, Any]):
-    """Shows its action."""
-
-    def __init__(
-        self, observation: spaces.Space[Any], action: spaces.Space[Any]
-    ) -> None:
-        self.observation_space = observation
-        self.action_space = action
-
-    def reset(self, **_: Any) -> Any:
-        return np.array(self.observation_space.low), {}  # type: ignore[attr-defined]
-
-    def step(self, action: Any) -> Any:
-        return np.array(action), 0.0, False, False, {}
 
 
 BOX = spaces.Box(np.array([0, -4], np.float32), np.array([10, 4], np.float32))

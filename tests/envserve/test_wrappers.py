@@ -35,16 +35,7 @@ from envserve.wrappers.specs import (
     wrappers_from_plain,
 )
 from envserve.wrappers.table import KNOWN, Known
-
-
-class Blank(gymnasium.Env[Any, Any]):
-    """Shows nothing, in any space."""
-
-    action_space = spaces.Discrete(2)
-
-    def __init__(self, space: spaces.Space[Any]) -> None:
-        self.observation_space = space
-
+from tests.envserve.shown_env import Bounded
 
 IMAGE = spaces.Box(0, 255, (256, 256, 3), np.uint8)
 
@@ -201,15 +192,15 @@ def test_observations_cannot_become_huge(
     space: spaces.Space[Any], specs: tuple[WrapperSpec, ...]
 ) -> None:
     with pytest.raises(WrapperError, match=r"expected observations of at most 4 MiB"):
-        wrap(Blank(space), specs)
+        wrap(Bounded(space), specs)
 
 
 def test_observations_that_are_huge_may_stay_so() -> None:
     space = spaces.Box(0, 255, (1200, 1200, 3), np.uint8)  # 4.1 MiB
     limit = of("TimeLimit", max_episode_steps=9)
-    assert wrap(Blank(space), limit).observation_space == space
+    assert wrap(Bounded(space), limit).observation_space == space
     with pytest.raises(WrapperError, match=r"of at most 4.12 MiB; got 8.24 MiB"):
-        wrap(Blank(space), limit + of("FrameStackObservation", stack_size=2))
+        wrap(Bounded(space), limit + of("FrameStackObservation", stack_size=2))
 
 
 @pytest.mark.parametrize(
@@ -226,7 +217,7 @@ def test_env_that_does_not_fit_is_named_with_its_wrapper(
     specs: tuple[WrapperSpec, ...], message: str
 ) -> None:
     with pytest.raises(EnvStartError, match=message):
-        wrap(Blank(spaces.Discrete(3)), specs)
+        wrap(Bounded(spaces.Discrete(3)), specs)
 
 
 @patch.dict(KNOWN)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,8 +17,10 @@ from envserve.keys.grant import Grant
 from envserve.keys.key_pair import KeyPair
 from envserve.server.access import check_refusal
 from envserve.server.router import Router
-from envserve.server.serve import _recycle
-from envserve.server.zmq_guards.send_budget import Unread
+from envserve.server.zmq_guards import connection_watch
+from envserve.server.zmq_guards.connection_watch import ConnectionWatch
+from envserve.server.zmq_guards.send_budget import SendBudget
+from envserve.server.zmq_guards.server_sockets import ServerSockets
 from envserve.server.zmq_guards.zap import Zap, user_of
 from envserve.settings import HostSettings
 from envserve.wire.sockets import use_keys
@@ -45,15 +46,16 @@ class Door:
 
     def __init__(self, find: Find, binds: str = "tcp://127.0.0.1:0") -> None:
         self.loop = asyncio.get_running_loop()
-        self.router = Router([binds], 1 << 20, self.loop, Unread(0, 0), SERVER.secret)
+        self.sockets = ServerSockets([binds], 1 << 20, self.loop, SERVER.secret)
+        self.router = Router(self.sockets, SendBudget(0, 0))
         self.heard: list[tuple[Any, bytes]] = []
         self.come = asyncio.Event()
         self.zap: Zap | None = None
         if find is not None:
-            door = self.router
+            door = self.sockets
             self.zap = Zap(door.context, find, self.loop, door.is_shut_out)
-        self.router.listen()
-        self.router.read_with(self._read)
+        self.sockets.listen()
+        self.sockets.read_with(self._read)
 
     def _read(self) -> None:
         while (received := self.router.receive()) is not None:
@@ -62,7 +64,7 @@ class Door:
 
     @property
     def address(self) -> str:
-        return self.router.addresses[0]
+        return self.sockets.addresses[0]
 
     async def hears(self, seconds: float) -> bool:
         """Tells whether anything has come by then."""
@@ -74,7 +76,7 @@ class Door:
     def close(self) -> None:
         if self.zap is not None:
             self.zap.close()
-        self.router.close()
+        self.sockets.close()
 
 
 @pytest.fixture
@@ -144,7 +146,7 @@ async def test_nobody_gets_in_by_another_mechanism_than_keys(
     with Stranger(door.address, None) as peer:
         peer.greet_by(mechanism)
         assert not await asyncio.to_thread(peer.gets_in)
-    assert not door.router.has_unread()
+    assert not door.sockets.has_unread()
 
 
 def fail(public: bytes) -> None:
@@ -210,7 +212,7 @@ async def test_requests_that_are_malformed_are_answered(
     door = open_door()
     assert door.zap is not None
     good = [b"1.0", b"7", b"envserve", b"127.0.0.1", b"", b"CURVE", FRIEND.public]
-    asker = door.router.context.socket(zmq.REQ)
+    asker = door.sockets.context.socket(zmq.REQ)
     asker.setsockopt(zmq.LINGER, 0)
     asker.connect("inproc://zeromq.zap.01")
     for index, (request, status) in enumerate(
@@ -241,12 +243,12 @@ async def test_a_server_that_would_let_strangers_in_does_not_begin(
 ) -> None:
     door = open_door()
     assert door.zap is not None
-    await check_refusal(door.router, door.zap, SERVER.public)
+    await check_refusal(door.sockets, door.zap, SERVER.public)
     assert not door.zap.counts
     careless = open_door(lambda public: GRANT)
     assert careless.zap is not None
     with pytest.raises(SelfTestError, match="expected a key that nobody knows to be"):
-        await check_refusal(careless.router, careless.zap, SERVER.public)
+        await check_refusal(careless.sockets, careless.zap, SERVER.public)
 
 
 async def test_that_no_keys_are_used_is_said_again_and_again(
@@ -279,14 +281,14 @@ async def test_whose_messages_close_all_connections_is_kept_out_for_a_while(
         door.come.clear()
         socket.close()
     assert "ann is not let in for 60 s" in caplog.text
-    assert door.router.is_shut_out("ann")
+    assert door.sockets.is_shut_out("ann")
     door.heard.clear()
     knock(door.address, FRIEND)
     assert door.zap is not None
     async with asyncio.timeout(PATIENCE):
         while not door.zap.counts["300"]:
             assert not await door.hears(SHORT)
-    door.router._blamed["ann"] = [door.loop.time() - 61.0] * 3
+    door.sockets._blamed["ann"] = [door.loop.time() - 61.0] * 3
     assert await door.hears(PATIENCE)
 
 
@@ -308,13 +310,20 @@ async def test_who_makes_most_of_many_connections_is_to_blame_for_their_number(
 
 @pytest.mark.parametrize("is_of_number", [False, True])
 async def test_nobody_is_to_blame_by_connections_for_what_is_not_their_number(
-    open_door: Callable[..., Door], is_of_number: bool
+    open_door: Callable[..., Door],
+    is_of_number: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     door = open_door()
     assert door.zap is not None
-    suspect = partial(door.zap.take_suspect, 50)
-    for _ in range(3):
+    monkeypatch.setattr(connection_watch, "_SHORT_SECONDS", 0.0)
+    monkeypatch.setattr(connection_watch, "_has_free_descriptor", lambda: False)
+    most = 1 << 60 if is_of_number else -1
+    watch = ConnectionWatch(door.loop, door.sockets, door.zap, lambda: most, 50)
+    for count in range(1, 4):
         door.zap.entered.update({"ann": 60})
-        _recycle(door.router, suspect, "it is full", is_of_number)
+        watch._check()
+        assert door.sockets.num_reopened == count
         assert not door.zap.entered
-    assert door.router.is_shut_out("ann") is is_of_number
+    watch.stop()
+    assert door.sockets.is_shut_out("ann") is is_of_number

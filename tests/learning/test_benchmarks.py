@@ -31,7 +31,9 @@ CARTPOLE = ("--env", "CartPole-v1", "--horizon", "4")
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Opens cases here."""
 
-    def take_turns(cases: Sequence[Case], repetitions: int, say: Any) -> Measurements:
+    def measure_cases(
+        cases: Sequence[Case], repetitions: int, say: Any
+    ) -> Measurements:
         with contextlib.ExitStack() as stack:
             measures = {
                 case.name: stack.enter_context(case.open(**case.arguments))
@@ -45,7 +47,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
             )
 
     for module in ("command", "learning.overlap"):
-        monkeypatch.setattr(f"benchmarks.{module}.take_turns", take_turns)
+        monkeypatch.setattr(f"benchmarks.{module}.measure_cases", measure_cases)
     for module in ("goal", "overlap", "rollouts", "train"):
         monkeypatch.setattr(
             f"benchmarks.learning.{module}.load_tensorflow", lambda: None

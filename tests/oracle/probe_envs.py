@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from typing import Any, Final
 
 import gymnasium
@@ -168,8 +169,22 @@ class BareResetEnv(ResetEnv):
         return super().reset()
 
 
+class GatedEnv(LedgerEnv):
+    """A ledger that is built only while a file, its gate, does not exist."""
+
+    def __init__(self, gate: str, **options: Any) -> None:
+        while os.path.exists(gate):
+            time.sleep(0.005)
+        super().__init__(**options)
+
+    def pid(self) -> int:
+        """Returns the worker's process id."""
+        return os.getpid()
+
+
+GATED: Final = "envserve/Gated-v0"
 _CLASSES: Final = (
-    *(LedgerEnv, EchoEnv, FaultyEnv),
+    *(LedgerEnv, GatedEnv, EchoEnv, FaultyEnv),
     *(ResetEnv, NeedyResetEnv, SeedResetEnv, BareResetEnv),
 )
 for _class in _CLASSES:

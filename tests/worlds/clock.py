@@ -50,25 +50,8 @@ class Clock:
         return self._events[0][0] if self._events else math.inf
 
     def step(self) -> None:
-        self._happen(heapq.heappop(self._events))
-
-    def find(self, prefix: str) -> list[Planned]:
-        """Returns what is planned of functions whose names begin like that."""
-        found = [p for p in self._events if p[2].__name__.startswith(prefix)]
-        return sorted(found, key=lambda planned: planned[:2])
-
-    def hurry(self, planned: Planned) -> None:
-        self.drop(planned)
-        self._happen((self.now, *planned[1:]))
-
-    def drop(self, planned: Planned) -> None:
-        self._events.remove(planned)
-        heapq.heapify(self._events)
-
-    def _happen(self, planned: Planned) -> None:
-        at, _, event, arguments = planned
-        if at > self.now:
-            self.now = at
+        at, _, event, arguments = heapq.heappop(self._events)
+        self.now = max(self.now, at)
         self.num_events += 1
         self._trace.append((self.now, event.__qualname__, arguments))
         event(*arguments)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from envserve.session.client.client_session import ClientSession
-from envserve.session.client.requests import Patience
+from envserve.session.client.liveness import Timeouts
 from envserve.session.states import ClientState
 from envserve.wire.bodies import Attach
 from envserve.wire.message import Buffer
@@ -78,7 +78,7 @@ class Endpoint(Patient):
         self.session = ClientSession(
             "tcp://host",
             attach,
-            Patience(
+            Timeouts(
                 connect_seconds=_CONNECT_SECONDS,
                 lost_seconds=_LOST_SECONDS,
                 pads=self.is_tenacious,

@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from envserve.errors import EnvError, EnvStartError, ServerError, UnknownEnv
+from envserve.errors import EnvError, EnvStartError, ServerError
 from envserve.lane import Outcome
 from envserve.session.server.decisions import (
     Decision,
     EndPool,
+    PoolDecision,
     Reply,
+    ReplyWelcome,
     SessionId,
     StartPool,
 )
@@ -38,15 +40,11 @@ _STOP_SECONDS: Final = 2.0
 _MAX_REMEMBERED: Final = 256
 
 
-class Offer:
-    """Has one env."""
-
-    names: tuple[str, ...] = (SPEC.env_name,)
-
-    def check(self, name: str) -> None:
-        """Raises UnknownEnv."""
-        if name not in self.names:
-            raise UnknownEnv(name)
+def welcome(session: ServerSession, decision: ReplyWelcome) -> list[Decision]:
+    """Answers a HELLO, as a server does that has no delays."""
+    request = decision.request
+    body = session.leases.welcome(request.peer[-1]).encode()
+    return session.answer(request, body)
 
 
 class Host(Patient):
@@ -95,7 +93,7 @@ class Host(Patient):
             policy, most = self._policy, self._policy.total_envs
             if self.num_starts % 2 == 0:  # it comes back with other workers
                 policy = replace(policy, num_workers=1, envs_per_worker=most)
-            self.session = ServerSession(policy, Offer(), self._boot)
+            self.session = ServerSession(policy, (SPEC.env_name,), self._boot)
 
     def crash(self, seconds: float) -> None:
         """Ends the server and all its envs at once; starts another after a while."""
@@ -166,11 +164,13 @@ class Host(Patient):
         for decision in decisions:
             if isinstance(decision, Reply):
                 self._world.deliver(self, decision)
+            elif isinstance(decision, ReplyWelcome):
+                self.carry_out(welcome(self._running, decision))
             elif isinstance(decision, StartPool):
                 self._start_pool(decision)
             elif isinstance(decision, EndPool):
                 self._end_pool(decision.session)
-            else:
+            elif isinstance(decision, PoolDecision):
                 pool = self.pools.get(decision.session)
                 if pool is None or decision.session not in self.granted:
                     raise Violation(f"session {decision.session} has no envs to use")
@@ -307,17 +307,17 @@ class Host(Patient):
     def check_bounds(self) -> None:
         if self.session is None:
             return
-        remembered = self.session.claims.ended.values()
+        remembered = self.session.leases.ended.values()
         if max(map(len, remembered), default=0) > _MAX_REMEMBERED:
             raise Violation("a server remembers more and more sessions")
 
     def check_free(self) -> None:
         if (
             self.pools
-            or self._running.claims.free_envs != self._world.profile.total_envs
+            or self._running.leases.free_envs != self._world.profile.total_envs
         ):
             raise Violation(
                 f"{len(self.pools)} pools are left, and "
-                f"{self._running.claims.free_envs} of "
+                f"{self._running.leases.free_envs} of "
                 f"{self._world.profile.total_envs} envs are free, after all have closed"
             )

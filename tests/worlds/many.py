@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.lab.tables import as_table
-from envserve.settings import num_cores
+from envserve.host_resources import num_cores
 from tests.worlds.journal import Violation
 from tests.worlds.world import simulate
 

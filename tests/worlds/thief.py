@@ -7,8 +7,15 @@ import random
 from collections.abc import Sequence
 from typing import Any, Final
 
-from envserve.session.server.decisions import Decision, EndPool, Reply, StartPool
-from envserve.session.server.lease_record import Claim
+from envserve.session.server.decisions import (
+    Audit,
+    Decision,
+    EndPool,
+    Reply,
+    ReplyWelcome,
+    StartPool,
+)
+from envserve.session.server.lease_table import LeaseRecord
 from envserve.session.server.server_session import ServerSession
 from envserve.wire.bodies import Attach
 from envserve.wire.constants import MessageType
@@ -89,11 +96,16 @@ class Thief:
         """Returns what the server does, without the session's number."""
         number = (_THIEF, message.session)
         done = session.receive(_PEER, encode(message), now)
-        if number in session.claims and message.type is MessageType.ATTACH:
+        if number in session.leases and message.type is MessageType.ATTACH:
             # It gets envs of its own, and gives them back.
             detach = dataclasses.replace(message, type=MessageType.DETACH, body=b"")
             done += session.receive(_PEER, encode(detach), now)
             done += session.pool_closed(number)
+        for decision in done[:]:
+            if isinstance(decision, ReplyWelcome):
+                done.remove(decision)
+                body = session.leases.welcome(_THIEF).encode()
+                done += session.answer(decision.request, body)
         return [_shown(decision, message.session) for decision in done]
 
 
@@ -106,20 +118,22 @@ def _shown(decision: Decision, number: int) -> Any:
         return decision.config
     elif isinstance(decision, EndPool) and decision.session == (_THIEF, number):
         return EndPool
+    elif isinstance(decision, Audit) and decision.user == _THIEF:
+        return decision
     raise Violation(f"a thief has caused {decision}")
 
 
 def _state_of(session: ServerSession) -> list[Any]:
     """What may not change, whatever another user says."""
-    claims = session.claims
-    ended = dict(claims.ended[OWNER])
-    return [ended, set(claims.unaware), *map(_state_of_claim, claims.values())]
+    leases = session.leases
+    ended = dict(leases.ended[OWNER])
+    return [ended, set(leases.unnotified), *map(_state_of_record, leases.values())]
 
 
-def _state_of_claim(claim: Claim) -> tuple[Any, ...]:
-    asked, lease = claim.asked, claim.lease
+def _state_of_record(record: LeaseRecord) -> tuple[Any, ...]:
+    asked, lease = record.request, record.lease
     numbers = asked.type, asked.request, asked.attempt, asked.peer
-    state = (claim.session, claim.state, claim.heard_at, numbers)
+    state = (record.session, record.state, record.heard_at, numbers)
     if lease is None:
         return state
     requests = [r and (r.message.attempt, r.message.peer) for r in lease._requests]

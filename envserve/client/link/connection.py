@@ -97,7 +97,7 @@ class SharedContext:
         """Has a thread for two cores: the other one is for who computes."""
         count, num_threads = self._num_connections, 1
         if count > 1:
-            from envserve.settings import num_cores  # which a probe does not need
+            from envserve.host_resources import num_cores  # which a probe does not need
 
             num_threads = max(1, min(count, num_cores() // 2))
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(num_threads)

@@ -32,7 +32,7 @@ from envserve.errors import (
 from envserve.lane import Block, Call, Lane, Outcome, Reset
 from envserve.session.client.attachment import attach_of
 from envserve.session.client.client_session import ClientSession
-from envserve.session.client.requests import Patience
+from envserve.session.client.liveness import Timeouts
 from envserve.session.states import ClientState
 from envserve.settings import EnvRequest
 from envserve.slab import Rows
@@ -69,7 +69,7 @@ class RemoteLane:
         self,
         address: str,
         request: EnvRequest,
-        patience: Patience | None = None,
+        patience: Timeouts | None = None,
         *,
         insecure: bool = False,
         context: SharedContext | None = None,
@@ -97,7 +97,7 @@ class RemoteLane:
         self._session = ClientSession(
             address,
             attach,
-            patience or Patience(),
+            patience or Timeouts(),
             session=secrets.randbits(64) | 1,
             now=time.monotonic(),
             client=f"{socket.gethostname()[:100]}:{os.getpid()}",

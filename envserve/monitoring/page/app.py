@@ -1,7 +1,7 @@
-"""The page's web application, and who may see it.
+"""The page's web application, and its access control.
 
-Whoever has the token: once in the address, then in a cookie. No page of another site
-can ask for it under another name of this host, or press a button.
+A browser needs the token: once in the address, then in a cookie. Pages of other sites
+can neither read this page under another name of the host nor press a button.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import ipaddress
 import re
 import socket
 from base64 import b64encode
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -30,8 +29,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from envserve.errors import EnvserveError
-from envserve.monitoring.observer import Observer
-from envserve.monitoring.page.data_feed import Gatherer, Observe, encoded
+from envserve.monitoring.page.data_feed import DataFeed, encode_event
 
 __all__ = ["build_app"]
 
@@ -67,38 +65,30 @@ _HEADERS: Final = {
 
 
 def build_app(
-    addresses: Sequence[str],
+    feed: DataFeed,
     *,
-    run: Path | None,
     token: str,
     buttons: Mapping[str, Button] | None = None,
-    insecure: bool = False,
     host: str = "127.0.0.1",
-    observe: Observe | None = None,
 ) -> Starlette:
-    """Returns the page as an ASGI application; it asks servers while it is served.
+    """Return the page as an ASGI application; the feed runs while it is served.
 
     Args:
-      addresses: Of servers, or of trainers that let themselves be looked at.
-      run: Folder of a `metrics.jsonl`, which need not be there yet.
+      feed: What the page shows.
       token: What a browser has to know.
-      buttons: What may be pressed, by a part of its URL.
-      insecure: Whether servers are asked without keys.
+      buttons: The buttons of the page, by a part of their URL.
       host: Where it is served: a name by which browsers may ask for it.
-      observe: What asks a server instead of an `Observer`.
     """
-    observe = observe or partial(Observer, insecure=insecure)
-    gatherer = Gatherer(addresses, run, observe)
 
     @contextlib.asynccontextmanager
-    async def gathering(app: Starlette) -> AsyncIterator[None]:
-        await gatherer.start()
+    async def running_feed(app: Starlette) -> AsyncIterator[None]:
+        await feed.start()
         try:
             yield
         finally:
-            await gatherer.close()
+            await feed.close()
 
-    page = _Page(gatherer, buttons or {})
+    page = _Page(feed, buttons or {})
     routes = [
         Route("/", page.index),
         Route("/events", page.events),
@@ -107,18 +97,16 @@ def build_app(
         Route("/record/{index:int}/{lease:int}/{row:int}", page.record),
     ]
     names = {"localhost", socket.gethostname(), host}
-    app = Starlette(
+    return Starlette(
         routes=routes,
-        middleware=[Middleware(_Guard, token=token, names=names)],
+        middleware=[Middleware(_AccessControl, token=token, names=names)],
         exception_handlers={EnvserveError: _refuse, msgspec.DecodeError: _refuse},
-        lifespan=gathering,
+        lifespan=running_feed,
     )
-    app.state.gatherer = gatherer
-    return app
 
 
-class _Guard:
-    """Turns away whoever lacks the token, or asks from another site's page."""
+class _AccessControl:
+    """Reject requests without the token, and those of another site's page."""
 
     def __init__(self, app: ASGIApp, token: str, names: set[str]) -> None:
         self._app, self._token, self._names = app, token.encode(), names
@@ -135,7 +123,7 @@ class _Guard:
         may = hmac.compare_digest(known.encode(), self._token)
         may = may and self._is_ours(request, host)
 
-        async def guarded(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers.update(_HEADERS)
@@ -145,7 +133,7 @@ class _Guard:
             await send(message)
 
         app = self._app if may else PlainTextResponse(_REFUSAL, 403)
-        await app(scope, receive, guarded)
+        await app(scope, receive, send_with_headers)
 
     def _is_ours(self, request: Request, host: str) -> bool:
         """Tells whether the page's own address is asked, and by the page itself.
@@ -165,8 +153,8 @@ _Number = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 _Width = Annotated[int, msgspec.Meta(ge=8, le=1024)]
 
 
-class _Look(msgspec.Struct):
-    """What a browser sees: server's index, lease, row, and the picture's width."""
+class _ShownTiles(msgspec.Struct):
+    """The tiles that a browser shows: server's index, lease, row, and width."""
 
     reader: str
     tiles: Annotated[
@@ -175,30 +163,30 @@ class _Look(msgspec.Struct):
 
 
 class _Page:
-    """What is answered to whoever may see it."""
+    """The handlers of all routes."""
 
-    def __init__(self, gatherer: Gatherer, buttons: Mapping[str, Button]) -> None:
-        self._gatherer, self._buttons = gatherer, buttons
+    def __init__(self, feed: DataFeed, buttons: Mapping[str, Button]) -> None:
+        self._feed, self._buttons = feed, buttons
 
     async def index(self, request: Request) -> Response:
         return Response(_HTML, media_type="text/html")
 
     async def events(self, request: Request) -> Response:
         buttons = [(name, label) for name, (label, _) in self._buttons.items()]
-        return _Stream(self._gatherer, {"buttons": buttons})
+        return _EventStream(self._feed, {"buttons": buttons})
 
     async def look(self, request: Request) -> Response:
         length = request.headers.get("content-length", "")
         if not length.isdecimal() or int(length) > _MAX_BODY_BYTES:
             raise HTTPException(413, f"expected at most {_MAX_BODY_BYTES} bytes")
-        look = msgspec.json.decode(await request.body(), type=_Look)
-        tiles = {(index, lease, row): width for index, lease, row, width in look.tiles}
-        is_known = self._gatherer.look(look.reader, tiles)
+        shown = msgspec.json.decode(await request.body(), type=_ShownTiles)
+        tiles = {(index, lease, row): width for index, lease, row, width in shown.tiles}
+        is_known = self._feed.set_tiles(shown.reader, tiles)
         return Response(status_code=204 if is_known else 404)
 
     async def record(self, request: Request) -> Response:
         tile = tuple(request.path_params.values())
-        record = await asyncio.to_thread(self._gatherer.record, tile)
+        record = await asyncio.to_thread(self._feed.record, tile)
         return Response(record, media_type="application/octet-stream")
 
     async def press(self, request: Request) -> Response:
@@ -212,26 +200,26 @@ async def _refuse(request: Request, error: Exception) -> Response:
     return PlainTextResponse(str(error), 502 if is_ours else 400)
 
 
-class _Stream(StreamingResponse):
-    """Events to one reader, until it goes or takes nothing for too long."""
+class _EventStream(StreamingResponse):
+    """Events to one browser, until it disconnects or reads nothing for too long."""
 
-    def __init__(self, gatherer: Gatherer, hello: dict[str, Any]) -> None:
-        super().__init__(self._texts(), media_type="text/event-stream")
-        self._gatherer, self._hello = gatherer, hello
+    def __init__(self, feed: DataFeed, hello: dict[str, Any]) -> None:
+        super().__init__(self._events(), media_type="text/event-stream")
+        self._feed, self._hello = feed, hello
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_in_time(message: Message) -> None:
             async with asyncio.timeout(_MAX_STUCK_SECONDS):
                 await send(message)
 
-        self._reader = self._gatherer.join()
+        self._subscriber = self._feed.subscribe()
         try:
             with contextlib.suppress(TimeoutError):
                 await super().__call__(scope, receive, send_in_time)
         finally:
-            self._gatherer.leave(self._reader)
+            self._feed.unsubscribe(self._subscriber)
 
-    async def _texts(self) -> AsyncIterator[bytes]:
-        yield encoded("hello", self._hello | {"reader": self._reader.name})
-        async for text in self._reader.texts():
-            yield text
+    async def _events(self) -> AsyncIterator[bytes]:
+        yield encode_event("hello", self._hello | {"reader": self._subscriber.name})
+        async for event in self._subscriber.events():
+            yield event

@@ -1,8 +1,8 @@
-"""Asks servers and reads a run's metrics, once for all who look at the page.
+"""Poll servers, follow a run's metrics, and send both to all browsers.
 
-A thread per address, since an observer blocks; the event loop hands out what they find.
-Pictures are asked for only while somebody sees their tile. Nobody waits for a reader:
-what it has not taken makes room for what is newer.
+Observers block, so each server is polled in a thread of its own; the event loop sends
+what the threads find. Frames are requested only for tiles that a browser shows. A slow
+browser delays nobody: a newer event replaces an unsent older one of the same key.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from msgspec.structs import asdict
 from envserve.errors import EnvserveError, LeaseLost, ServerError
 from envserve.monitoring.observer import Observer
 
-__all__ = ["Gatherer", "Reader", "Tile", "encoded"]
+__all__ = ["DataFeed", "Subscriber", "Tile", "encode_event"]
 
 _STATUS_SECONDS: Final = 0.25
 _FRAME_SECONDS: Final = 0.2
 _CURVE_SECONDS: Final = 0.5
-#: While nobody looks: often enough for servers to go on noting episodes.
+#: Without any browser: often enough for servers to keep recording episodes.
 _IDLE_SECONDS: Final = 4.0
 _TIMEOUT_SECONDS: Final = 1.5
 _RETRY_SECONDS: Final = 0.5
@@ -41,228 +41,229 @@ _CURVES: Final = ("mean_return", "evaluation_return")
 
 #: Index of the address, number of the lease, row.
 Tile = tuple[int, int, int]
-#: What news are about, of which the newest count: the run, a server, or a tile.
+#: What an event is about: the run, a server, or a tile. Its latest event counts.
 Key = str | int | Tile
 Observe = Callable[[str], Observer]
-_Tell = Callable[[Key, bytes], object]
+_Publish = Callable[[Key, bytes], object]
 
 
-def encoded(name: str, value: object) -> bytes:
-    """Returns a server-sent event; bytes in it are Base64."""
+def encode_event(name: str, value: object) -> bytes:
+    """Return a server-sent event; bytes in it are Base64."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(value))
 
 
-class Reader:
-    """A browser that listens, and the tiles that it sees, with widths in pixels."""
+class Subscriber:
+    """A browser, with the tiles that it shows and their widths in pixels."""
 
     def __init__(self) -> None:
         self.name = secrets.token_urlsafe(9)
         self.tiles: Mapping[Tile, int] = {}
-        self._waiting: dict[Key, bytes] = {}
-        self._has_news = asyncio.Event()
+        self._unsent: dict[Key, bytes] = {}
+        self._has_unsent = asyncio.Event()
 
-    def put(self, key: Key, text: bytes) -> None:
-        """Has it sent, in place of what waits of the same key."""
-        self._waiting[key] = text
-        self._has_news.set()
+    def put(self, key: Key, event: bytes) -> None:
+        """Queue an event, in place of an unsent one of the same key."""
+        self._unsent[key] = event
+        self._has_unsent.set()
 
-    async def texts(self) -> AsyncIterator[bytes]:
-        """Yields what is to be sent, for ever."""
-        while await self._has_news.wait():
-            self._has_news.clear()
-            while self._waiting:
-                yield self._waiting.pop(next(iter(self._waiting)))
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield events to send, without end."""
+        while await self._has_unsent.wait():
+            self._has_unsent.clear()
+            while self._unsent:
+                yield self._unsent.pop(next(iter(self._unsent)))
 
 
-class Gatherer:
-    """Knows all readers, and the newest of each server, tile and run.
+class DataFeed:
+    """Keep all subscribers, and the latest event of each server, tile and run.
 
     Args:
-      addresses: Of servers, or of trainers that let themselves be looked at.
-      run: Folder of a `metrics.jsonl`, which need not be there yet.
-      observe: Gives what asks a server, by its address.
+      addresses: Addresses of servers, or of trainers with a local status server.
+      run: Folder of a `metrics.jsonl`, which need not exist yet.
+      observe: Return a connected observer of an address.
     """
 
     def __init__(
-        self, addresses: Sequence[str], run: Path | None, observe: Observe
+        self, addresses: Sequence[str], run: Path | None, observe: Observe = Observer
     ) -> None:
-        self.readers: dict[str, Reader] = {}
-        self._newest: dict[Key, bytes] = {}
-        self._watches = [_Watch(*each, observe) for each in enumerate(addresses)]
-        self._curve = _Curve(run) if run else None
+        self.subscribers: dict[str, Subscriber] = {}
+        self._latest: dict[Key, bytes] = {}
+        self._pollers = [_ServerPoller(*each, observe) for each in enumerate(addresses)]
+        self._metrics = _MetricsTail(run) if run else None
         self._has_ended = threading.Event()
         self._threads: list[threading.Thread] = []
 
     async def start(self) -> None:
-        """Begins to ask; readers belong to the event loop that this runs in."""
+        """Start all threads; subscribers belong to the running event loop."""
         loop = asyncio.get_running_loop()
 
-        def tell(key: Key, text: bytes) -> None:
-            loop.call_soon_threadsafe(self.publish, key, text)
+        def publish(key: Key, event: bytes) -> None:
+            loop.call_soon_threadsafe(self.publish, key, event)
 
-        for call in [self._follow, *(watch.run for watch in self._watches)]:
-            thread = threading.Thread(target=call, args=(tell,), daemon=True)
+        for call in [self._follow_metrics, *(poller.run for poller in self._pollers)]:
+            thread = threading.Thread(target=call, args=(publish,), daemon=True)
             thread.start()
             self._threads.append(thread)
 
     async def close(self) -> None:
-        """Ends all threads, within some seconds."""
+        """End all threads, within some seconds."""
         self._has_ended.set()
-        for watch in self._watches:
-            watch.has_ended = True
-            watch.wake.set()
+        for poller in self._pollers:
+            poller.has_ended = True
+            poller.wake.set()
         for thread in self._threads:
             await asyncio.to_thread(thread.join)
 
-    def join(self) -> Reader:
-        """Returns a new reader, who is told at once how things stand."""
-        reader = Reader()
-        self.readers[reader.name] = reader
-        for key, text in self._newest.items():
+    def subscribe(self) -> Subscriber:
+        """Return a new subscriber, with the latest events of servers and run queued."""
+        subscriber = Subscriber()
+        self.subscribers[subscriber.name] = subscriber
+        for key, event in self._latest.items():
             if not isinstance(key, tuple):
-                reader.put(key, text)
-        self._ask_for_what_is_seen()
-        return reader
+                subscriber.put(key, event)
+        self._update_pollers()
+        return subscriber
 
-    def leave(self, reader: Reader) -> None:
-        """Forgets a reader."""
-        del self.readers[reader.name]
-        self._ask_for_what_is_seen()
+    def unsubscribe(self, subscriber: Subscriber) -> None:
+        """Remove a subscriber."""
+        del self.subscribers[subscriber.name]
+        self._update_pollers()
 
-    def look(self, name: str, tiles: Mapping[Tile, int]) -> bool:
-        """Notes which tiles a reader sees now; False if there is no such reader."""
-        reader = self.readers.get(name)
-        if reader is None:
+    def set_tiles(self, name: str, tiles: Mapping[Tile, int]) -> bool:
+        """Set the tiles that a subscriber shows; return False if it is unknown."""
+        subscriber = self.subscribers.get(name)
+        if subscriber is None:
             return False
-        for tile in tiles.keys() & self._newest.keys() - reader.tiles.keys():
-            reader.put(tile, self._newest[tile])
-        reader.tiles = tiles
-        self._ask_for_what_is_seen()
+        for tile in tiles.keys() & self._latest.keys() - subscriber.tiles.keys():
+            subscriber.put(tile, self._latest[tile])
+        subscriber.tiles = tiles
+        self._update_pollers()
         return True
 
-    def publish(self, key: Key, text: bytes) -> None:
-        """Hands news to all whom they concern: those of a tile to who sees it."""
-        self._newest[key] = text
-        for reader in self.readers.values():
-            if not isinstance(key, tuple) or key in reader.tiles:
-                reader.put(key, text)
+    def publish(self, key: Key, event: bytes) -> None:
+        """Send an event to all subscribers; a tile's only to those that show it."""
+        self._latest[key] = event
+        for subscriber in self.subscribers.values():
+            if not isinstance(key, tuple) or key in subscriber.tiles:
+                subscriber.put(key, event)
 
     def record(self, tile: Tile) -> bytes:
-        """Returns the flight record of an env, as a repro file; blocks.
+        """Return the flight record of an env, as a repro file; blocks.
 
         Raises:
-          EnvserveError: There is none, or the server does not answer.
+          EnvserveError: There is no record, or the server does not answer.
         """
         index, lease, row = tile
-        if index >= len(self._watches):
-            raise ServerError(f"expected one of {len(self._watches)} servers")
-        with self._watches[index].observer() as observer:
+        if index >= len(self._pollers):
+            raise ServerError(f"expected one of {len(self._pollers)} servers")
+        with self._pollers[index].observer() as observer:
             return observer.record(lease, row, _TIMEOUT_SECONDS)
 
-    def _ask_for_what_is_seen(self) -> None:
+    def _update_pollers(self) -> None:
+        """Poll the tiles that any subscriber shows, each at the largest width."""
         wanted: dict[Tile, int] = {}
-        for reader in self.readers.values():
-            for tile, width in reader.tiles.items():
+        for subscriber in self.subscribers.values():
+            for tile, width in subscriber.tiles.items():
                 wanted[tile] = max(width, wanted.get(tile, 0))
-        for key in self._newest.keys() - wanted.keys():
+        for key in self._latest.keys() - wanted.keys():
             if isinstance(key, tuple):
-                del self._newest[key]
-        for index, watch in enumerate(self._watches):
-            watch.rows = {e: wanted[e] for e in wanted if e[0] == index}
-            watch.is_read = len(self.readers) > 0
-            watch.wake.set()
+                del self._latest[key]
+        for index, poller in enumerate(self._pollers):
+            poller.tiles = {e: wanted[e] for e in wanted if e[0] == index}
+            poller.has_subscribers = len(self.subscribers) > 0
+            poller.wake.set()
 
-    def _follow(self, tell: _Tell) -> None:
-        curve, is_new = self._curve, True
-        while curve and not self._has_ended.is_set():
-            if curve.read() or is_new:
-                tell("run", encoded("run", curve.shown()))
+    def _follow_metrics(self, publish: _Publish) -> None:
+        metrics, is_new = self._metrics, True
+        while metrics and not self._has_ended.is_set():
+            if metrics.read() or is_new:
+                publish("run", encode_event("run", metrics.summary()))
             is_new = self._has_ended.wait(_CURVE_SECONDS)
 
 
-class _Watch:
-    """Asks one server in a thread of its own; the event loop says what, and wakes it.
+class _ServerPoller:
+    """Poll one server in a thread; the event loop sets the tiles, and wakes it.
 
     Attributes:
-      rows: The tiles of this server that are seen, with widths in pixels.
-      is_read: Whether anybody looks.
+      tiles: The tiles of this server that browsers show, with widths in pixels.
+      has_subscribers: Whether there is any browser.
     """
 
     def __init__(self, index: int, address: str, observe: Observe) -> None:
-        self._said: dict[str, Any] = {"index": index, "address": str(address)}
-        self._said |= {"error": "", "status": None}
+        self._state: dict[str, Any] = {"index": index, "address": str(address)}
+        self._state |= {"error": "", "status": None}
         self._index, self.observer = index, partial(observe, address)
-        self.rows: Mapping[Tile, int] = {}
-        self.is_read = self.has_ended = False
+        self.tiles: Mapping[Tile, int] = {}
+        self.has_subscribers = self.has_ended = False
         self.wake = threading.Event()
 
-    def run(self, tell: _Tell) -> None:
-        """Asks until the end; says what is wrong, and asks again."""
+    def run(self, publish: _Publish) -> None:
+        """Poll until the end; on an error, publish it and connect again."""
         while not self.has_ended:
             try:
                 with self.observer() as observer:
-                    self._ask(observer, tell)
+                    self._poll(observer, publish)
             except EnvserveError as error:
-                said = self._said | {"error": str(error)}
-                tell(self._index, encoded("server", said))
+                state = self._state | {"error": str(error)}
+                publish(self._index, encode_event("server", state))
                 self.wake.clear()
                 self.wake.wait(0 if self.has_ended else _RETRY_SECONDS)
 
-    def _ask(self, observer: Observer, tell: _Tell) -> None:
+    def _poll(self, observer: Observer, publish: _Publish) -> None:
         serials: dict[Tile, int] = {}
         status_at = frames_at = -_IDLE_SECONDS
         pid = 0
         while not self.has_ended:
             self.wake.clear()
             now = time.monotonic()
-            pause = _STATUS_SECONDS if self.is_read else _IDLE_SECONDS
+            pause = _STATUS_SECONDS if self.has_subscribers else _IDLE_SECONDS
             if now >= status_at + pause:
                 status_at, status = now, observer.status(_TIMEOUT_SECONDS)
-                if status.pid != pid:  # started anew, as are its serials
+                if status.pid != pid:  # the server has restarted, with new serials
                     pid, serials = status.pid, {}
                 leases = [
                     asdict(lease) | {"episodes": lease.episodes[-_MAX_EPISODES:]}
                     for lease in status.leases
                 ]
-                self._said["status"] = asdict(status) | {"leases": leases}
-                tell(self._index, encoded("server", self._said))
-            if self.rows and now >= frames_at + _FRAME_SECONDS:
+                self._state["status"] = asdict(status) | {"leases": leases}
+                publish(self._index, encode_event("server", self._state))
+            if self.tiles and now >= frames_at + _FRAME_SECONDS:
                 frames_at = now
-                serials = self._ask_pictures(observer, serials, tell)
+                serials = self._poll_frames(observer, serials, publish)
             due = status_at + pause
-            if self.rows:
+            if self.tiles:
                 due = min(due, frames_at + _FRAME_SECONDS)
             self.wake.wait(max(0.0, due - time.monotonic()))
 
-    def _ask_pictures(
-        self, observer: Observer, serials: Mapping[Tile, int], tell: _Tell
+    def _poll_frames(
+        self, observer: Observer, serials: Mapping[Tile, int], publish: _Publish
     ) -> dict[Tile, int]:
-        """Tells pictures that are newer than these; returns their serials."""
-        rows = self.rows
-        known = {tile: serials.get(tile, 0) for tile in rows}
+        """Publish the frames that are newer than these serials; return theirs."""
+        tiles = self.tiles
+        known = {tile: serials.get(tile, 0) for tile in tiles}
         groups: dict[tuple[int, int], list[Tile]] = {}
-        for tile, width in rows.items():
+        for tile, width in tiles.items():
             groups.setdefault((tile[1], width), []).append(tile)
-        for (lease, width), tiles in groups.items():
-            for start in range(0, len(tiles), _MAX_ROWS):
-                asked = tiles[start : start + _MAX_ROWS]
-                places, after = [each[2] for each in asked], [known[e] for e in asked]
+        for (lease, width), group in groups.items():
+            for start in range(0, len(group), _MAX_ROWS):
+                asked = group[start : start + _MAX_ROWS]
+                rows, after = [each[2] for each in asked], [known[e] for e in asked]
                 with contextlib.suppress(LeaseLost):  # the next status says so
                     for picture in observer.frames(
-                        lease, places, width, _TIMEOUT_SECONDS, after
+                        lease, rows, width, _TIMEOUT_SECONDS, after
                     ):
                         tile = (self._index, lease, picture.row)
-                        if tile not in known:  # nobody has asked for it
+                        if tile not in known:  # it was not requested
                             continue
                         known[tile] = picture.serial
                         seed = "" if picture.seed is None else str(picture.seed)
-                        said = asdict(picture) | {"tile": tile, "seed": seed}
-                        tell(tile, encoded("picture", said))
+                        value = asdict(picture) | {"tile": tile, "seed": seed}
+                        publish(tile, encode_event("picture", value))
         return known
 
 
-class _Curve:
-    """Follows a file of rows, each a JSON object with `steps` and other numbers."""
+class _MetricsTail:
+    """Follow a `metrics.jsonl`: rows of JSON objects with `steps` and other numbers."""
 
     def __init__(self, run: Path) -> None:
         self._path = run / "metrics.jsonl"
@@ -274,7 +275,7 @@ class _Curve:
         self._points: dict[str, list[tuple[float, float]]] = {n: [] for n in _CURVES}
 
     def read(self) -> bool:
-        """Takes in whole lines written since; tells whether there is anything new."""
+        """Read the lines written since; return whether there were any."""
         try:
             with self._path.open("rb") as file:
                 # A run that is resumed cuts off what it will report again.
@@ -301,7 +302,7 @@ class _Curve:
                     del points[1:-1:2]
         return bool(text)
 
-    def shown(self) -> dict[str, Any]:
-        """Returns what the page is told: points `(steps, return)`, and the last row."""
+    def summary(self) -> dict[str, Any]:
+        """Return the last row, and points `(steps, return)` of each curve."""
         name = self._path.parent.name
         return {"name": name, "row": self._row, "error": self._error, **self._points}

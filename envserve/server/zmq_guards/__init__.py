@@ -1,1 +1,1 @@
-"""What libzmq cannot do for a server: access control and send limits."""
+"""What libzmq cannot do for a server: bound, close and identify its connections."""

@@ -12,14 +12,14 @@ from typing import Final, NamedTuple
 from envserve.session.server.quotas import KEYLESS
 from envserve.wire.message import Buffer, Peer, place_of
 
-__all__ = ["LONG_BYTES", "Unread"]
+__all__ = ["LONG_BYTES", "SendBudget"]
 
 #: Rows so long are sent from where they are. They may change before a copy of an answer
 #: has left, but only once the client has had another one: it drops this copy.
 LONG_BYTES: Final = 256 << 10
 
 
-class _Frame(NamedTuple):
+class _SentFrame(NamedTuple):
     """A frame that was handed over; `view` is dead once it has left."""
 
     view: weakref.ref[memoryview]
@@ -28,7 +28,7 @@ class _Frame(NamedTuple):
     num_bytes: int
 
 
-class Unread:
+class SendBudget:
     """What waits to be read, by user, or by session where users are not known."""
 
     def __init__(self, max_bytes: int, max_total_bytes: int) -> None:
@@ -40,7 +40,7 @@ class Unread:
         """
         self._max_bytes = max_bytes
         self._max_total_bytes = max_total_bytes
-        self._frames: list[_Frame] = []
+        self._frames: list[_SentFrame] = []
 
     def admit(self, peer: Peer, frames: Sequence[Buffer]) -> list[Buffer] | None:
         """Returns frames to send at once; None if too many of that peer wait already.
@@ -65,7 +65,7 @@ class Unread:
             if len(frame) >= LONG_BYTES:
                 # ZeroMQ's thread lets go of what it was given: that tells it has left.
                 frame = memoryview(frame)
-                watched = _Frame(weakref.ref(frame), reader, place, len(frame))
+                watched = _SentFrame(weakref.ref(frame), reader, place, len(frame))
                 waiting.append(watched)
             admitted.append(frame)
         return admitted

@@ -19,8 +19,8 @@ import zmq
 from envserve.errors import KeyFileError
 from envserve.keys import formats
 from envserve.keys.grant import Grant
-from envserve.session.server.quotas import tell
-from envserve.text import Seldom
+from envserve.session.server.decisions import Audit
+from envserve.text import LogThrottle
 from envserve.wire.sockets import NOBLOCK, descriptor_of
 
 __all__ = ["DOMAIN", "Zap", "user_of"]
@@ -49,7 +49,7 @@ class Zap:
       counts: How often which status was answered.
       entered: How often each user was let in, since `take_suspect`.
       addresses: Where each user was let in from last.
-      is_quiet: Whether no refusals are logged.
+      is_quiet: Whether refusals are neither logged nor audited.
     """
 
     def __init__(
@@ -58,12 +58,18 @@ class Zap:
         find: Callable[[bytes], Grant | None],
         loop: asyncio.AbstractEventLoop,
         is_shut_out: Callable[[str], bool] = lambda user: False,
+        audit: Callable[[Audit], None] = lambda event: None,
     ) -> None:
-        """Is there from now on; no socket of the context may listen before.
+        """Start to answer; no socket of the context may listen before.
 
-        `find` returns what a public key may, or None, and may raise. A user who
-        `is_shut_out` is not let in for now, though the key is good.
+        Args:
+          context: ZeroMQ context of the sockets.
+          find: Returns the grant of a public key, or None; may raise.
+          loop: Event loop that reads the requests.
+          is_shut_out: Returns whether to refuse a user for now, though its key is good.
+          audit: Takes events for the audit log.
         """
+        self._audit = audit
         self._is_shut_out = is_shut_out
         self.entered: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
@@ -71,7 +77,7 @@ class Zap:
         self.is_quiet = False
         self._find = find
         self._loop = loop
-        self._seldom = Seldom()
+        self._throttle = LogThrottle()
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(_ADDRESS)
@@ -115,11 +121,11 @@ class Zap:
         try:
             status, user = self._judge(frames)
         except KeyFileError as error:
-            more = self._seldom.passes(KeyFileError, time.monotonic())
+            more = self._throttle.passes(KeyFileError, time.monotonic())
             if more is not None:
                 _LOGGER.warning("who knocks may try again: %s%s", error, more)
         except Exception as error:
-            more = self._seldom.passes(type(error), time.monotonic())
+            more = self._throttle.passes(type(error), time.monotonic())
             if more is not None:
                 _LOGGER.exception("it could not be found out who knocks%s", more)
         self.counts[status] += 1
@@ -144,15 +150,16 @@ class Zap:
             self.entered[user] += 1
             self.addresses[user] = frames[3].decode(errors="replace")
             return "200", user
-        self._tell(frames[6], frames[3])
+        self._report_refusal(frames[6], frames[3])
         return "400", ""
 
-    def _tell(self, public: bytes, address: bytes) -> None:
-        """Tells of a refusal; logs at most one a second."""
-        key, place = formats.fingerprint(public), address.decode(errors="replace")
-        tell("refused", "", reason=f"key {key}, from {place}, is not known here")
+    def _report_refusal(self, public: bytes, address: bytes) -> None:
+        """Write a refusal to the audit log, and log at most one a second."""
         if self.is_quiet:
             return
-        more = self._seldom.passes("refused", time.monotonic())
+        key, place = formats.fingerprint(public), address.decode(errors="replace")
+        reason = f"key {key}, from {place}, is not known here"
+        self._audit(Audit("refused", "", reason=reason))
+        more = self._throttle.passes("refused", time.monotonic())
         if more is not None:
-            _LOGGER.info("key %s, from %s, is not known here%s", key, place, more)
+            _LOGGER.info("%s%s", reason, more)

@@ -24,8 +24,9 @@ from envserve.errors import (
     UnknownEnv,
 )
 from envserve.lane import Block
-from envserve.session.client.client_blocks import Operations
-from envserve.session.client.requests import Loss, Patience, Request, Requests
+from envserve.session.client.client_blocks import ClientBlocks
+from envserve.session.client.liveness import LostLease, Timeouts
+from envserve.session.client.requests import Request, Requests
 from envserve.session.states import ClientState, Machine
 from envserve.settings import EnvRequest
 from envserve.slab import rows_nbytes
@@ -74,7 +75,7 @@ class Attachment:
         address: str,
         attach: Attach,
         requests: Requests,
-        patience: Patience,
+        timeouts: Timeouts,
         client: str,
     ) -> None:
         """Starts CONNECTING; the arguments are those of `ClientSession`."""
@@ -83,11 +84,11 @@ class Attachment:
         self.error: EnvserveError | None = None
         self.refusal: ConnectError | None = None
         self.num_leases = self.request = 0
-        self.operations: Operations | None = None
-        self.loss: Loss | None = None
+        self.operations: ClientBlocks | None = None
+        self.loss: LostLease | None = None
         self.home, self.is_unfit, self.awaits_look = "", False, False
         self.attach, self._requests = attach, requests
-        self._patience, self._client = patience, client
+        self._timeouts, self._client = timeouts, client
         self._max_message_bytes, self._env_names = 0, tuple[str, ...]()
 
     # Asking.
@@ -150,11 +151,11 @@ class Attachment:
         for request in {id(each): each for each in in_flight.values()}.values():
             self._requests.send(request, now)
 
-    def _envs_of(self, spec: EnvSpec, blocks: tuple[Block, ...]) -> Operations:
+    def _envs_of(self, spec: EnvSpec, blocks: tuple[Block, ...]) -> ClientBlocks:
         """Returns what the first envs are up to; later ones are asked to be cut so."""
         each = sum(block.split == 0 for block in blocks)
         self.attach = replace(self.attach, blocks_per_split=each)
-        return Operations(self.address, spec, blocks, self._requests.silence)
+        return ClientBlocks(self.address, spec, blocks, self._requests.liveness)
 
     def _check_usable(self, granted: Granted) -> None:
         num_envs = self.attach.num_envs
@@ -165,7 +166,7 @@ class Attachment:
                 f"accepts {self._max_message_bytes} at once; start it with a larger "
                 f"--max-message-mib"
             )
-        needed, most = rows_nbytes(granted.spec, num_envs), self._patience.max_row_mib
+        needed, most = rows_nbytes(granted.spec, num_envs), self._timeouts.max_row_mib
         if needed > most << 20:
             raise RemoteProtocolError(
                 f"rows of {num_envs} envs need {needed >> 20} MiB, and max_row_mib is "
@@ -192,8 +193,8 @@ class Attachment:
         requests, before = self._requests, self.loss
         farewell = requests.pack(MessageType.DETACH) if knows_us else []
         # Earlier, if a call is interrupted in a silence.
-        since = min(requests.silence.since, now)
-        self.loss = Loss(error, since, farewell=farewell)
+        since = min(requests.liveness.silent_since, now)
+        self.loss = LostLease(error, since, farewell=farewell)
         self.operations.lose(str(error), error)
         requests.change_session()
         if before is None:
@@ -246,7 +247,7 @@ class Attachment:
             self._wait_for_envs(self.loss, body, error, now)
 
     def _wait_for_envs(
-        self, loss: Loss, body: ErrorBody, error: EnvserveError, now: float
+        self, loss: LostLease, body: ErrorBody, error: EnvserveError, now: float
     ) -> None:
         """Plans when to ask again, unless the envs are somebody else's for good.
 
@@ -270,8 +271,8 @@ class Attachment:
         """When to `give_up`."""
         if self.awaits_look:
             return math.inf
-        since, loss = self._requests.silence.since, self.loss
-        state, patience = self.machine.state, self._patience
+        since, loss = self._requests.liveness.silent_since, self.loss
+        state, patience = self.machine.state, self._timeouts
         if state.has_envs:
             return since + patience.lost_seconds
         if loss is None:
@@ -292,14 +293,14 @@ class Attachment:
                 self.refusal
                 or ConnectError(
                     f"{self.address}: no server answered within "
-                    f"{self._patience.connect_seconds:g} s; is `envserve start --bind "
+                    f"{self._timeouts.connect_seconds:g} s; is `envserve start --bind "
                     f"{self.address}` running there, and can it be reached?"
                 )
             )
             return
         loss, state = self.loss, self.machine.state
         if loss is None or state.has_envs:
-            silence = max(0.0, now - self._requests.silence.since)
+            silence = max(0.0, now - self._requests.liveness.silent_since)
             what = f"no answer for {silence:.0f} s"
         else:
             what = f"its envs are lost for {now - loss.since:.0f} s ({loss.error})"
@@ -307,7 +308,7 @@ class Attachment:
             f"{self.address}: {what}, so it is given up; look at the server's log, or "
             f"raise server_lost_after"
         )
-        if not self._patience.pads or state is ClientState.CLOSING:
+        if not self._timeouts.pads or state is ClientState.CLOSING:
             self.fail(error)
             return
         _LOGGER.warning("%s; its rows are padding until it is back", error)
@@ -361,10 +362,10 @@ class Attachment:
         self._requests.say_farewell(farewell)
 
 
-def _check_equal(granted: Granted, before: Operations, home: str) -> None:
+def _check_equal(granted: Granted, before: ClientBlocks, home: str) -> None:
     """Refuses other envs than before: rows have their shapes and places.
 
-    docs/decisions.md: "A lane keeps its blocks, whoever steps them".
+    docs/decisions.md: "A lane keeps its blocks when it moves to another server".
     """
     different = list(before.spec.differences(granted.spec))
     cuts, now = ([(b.start, b.split) for b in of.blocks] for of in (before, granted))

@@ -13,20 +13,21 @@ from typing import Final
 
 from envserve.errors import EnvserveError, LocalProtocolError, RemoteProtocolError
 from envserve.lane import Block, Call, Fault, Outcome, Reset
-from envserve.session.client.requests import Request, Silence, pack_calls
+from envserve.session.client.liveness import Liveness
+from envserve.session.client.requests import Request, pack_calls
 from envserve.slab import Rows, Status, keep_last_observation, write_lost
 from envserve.spaces.env_spec import EnvSpec
 from envserve.wire.bodies import ResetBody
 from envserve.wire.constants import MAX_TOLD_BLOCKS, MessageType
 from envserve.wire.message import Message
-from envserve.wire.result_report import Report
+from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import BlockParts, RowCodec, RowPart
 
-__all__ = ["Operations"]
+__all__ = ["ClientBlocks"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 #: Notes of a server that are told, each once.
-_MAX_NOTED: Final = 16
+_MAX_WARNED: Final = 16
 
 #: Outcomes of what was answered; with the request and the answer if there are rows.
 _Answer = tuple[list[Outcome], Request | None, Message | None]
@@ -94,7 +95,7 @@ class _RowWriter:
             keep_last_observation(self.rows, slice(block.start, block.stop))
 
 
-class Operations:
+class ClientBlocks:
     """The operations on a client's blocks, at most one on each at a time.
 
     Attributes:
@@ -113,7 +114,7 @@ class Operations:
     """
 
     def __init__(
-        self, address: str, spec: EnvSpec, blocks: tuple[Block, ...], silence: Silence
+        self, address: str, spec: EnvSpec, blocks: tuple[Block, ...], liveness: Liveness
     ) -> None:
         """Starts with all blocks idle; `silence` knows if a server is unreachable."""
         self.spec = spec
@@ -128,14 +129,14 @@ class Operations:
         self.absent: frozenset[int] = frozenset()
         self.is_stale = self.is_vacant = False
         self.violation: RemoteProtocolError | None = None
-        self.address, self._silence = address, silence
+        self.address, self._liveness = address, liveness
         self._parts = self._writer.parts
         self._plain_outcomes = [Outcome(block.index) for block in blocks]
         self._seqs = [0] * len(blocks)  # of each block's last operation
         self._block_of_row = [b.index for b in blocks for _ in range(b.start, b.stop)]
         self._answers: list[_Answer] = []
-        self._told: set[int] = set()  # absent, as the server says
-        self._noted: set[str] = set()
+        self._reported_absent: set[int] = set()  # absent, as the server says
+        self._warned: set[str] = set()
 
     # What is asked. Nothing is changed by what is refused.
 
@@ -236,13 +237,13 @@ class Operations:
         """
         reported: Mapping[int, Outcome] = {}
         if message.report:
-            report = Report.decode(message.report)
+            report = ResultReport.decode(message.report)
             reported = report.outcomes(
                 message.entries, self._block_of_row, self.address
             )
             for note in [n for each in reported.values() for n in each.notes]:
-                if len(self._noted) < _MAX_NOTED and note not in self._noted:
-                    self._noted.add(note)
+                if len(self._warned) < _MAX_WARNED and note not in self._warned:
+                    self._warned.add(note)
                     _LOGGER.warning("%s: %s", self.address, note)
         outcomes = []
         for block, seq in message.entries:
@@ -257,9 +258,11 @@ class Operations:
                 )
         has_rows = request.part is not None
         self._answers.append((outcomes, request if has_rows else None, message))
-        if self.absent or self._told:
+        if self.absent or self._reported_absent:
             self.is_stale = True
-            self._told.difference_update([block for block, _ in message.entries])
+            self._reported_absent.difference_update(
+                [block for block, _ in message.entries]
+            )
 
     def _outcome(
         self, index: int, request: Request, message: Message, reported: Outcome | None
@@ -300,14 +303,14 @@ class Operations:
         del self.in_flight[block]
         self._answers.append(([Outcome(block, error=error)], None, None))
         self.ended.add(block)
-        self._told.discard(block)
+        self._reported_absent.discard(block)
         self.is_stale = True
 
     def note_absent(self, request: Request, message: Message) -> None:
         """Takes an ABSENT: the server says which blocks have no envs now."""
         for block, _ in message.entries:
             if self.in_flight.get(block) is request:
-                self._told.add(block)
+                self._reported_absent.add(block)
                 self.is_stale = True
 
     def lose(self, text: str, error: EnvserveError) -> None:
@@ -318,7 +321,7 @@ class Operations:
           error: The same for calls, which may have been carried out.
         """
         self._seqs = [0] * len(self.blocks)  # those of the next lease
-        self._told.clear()
+        self._reported_absent.clear()
         for block in range(len(self.blocks)):
             self.lost.setdefault(block, text)
         for block, request in sorted(self.in_flight.items()):
@@ -336,7 +339,7 @@ class Operations:
         """Forgets what is in flight, and what has come of it."""
         self.in_flight.clear()
         self._answers.clear()
-        self._told.clear()
+        self._reported_absent.clear()
         self._writer.kept.clear()
         self.ended.clear()
         self.absent = frozenset()
@@ -379,8 +382,8 @@ class Operations:
         The last observations of its rows are kept then, if it is being stepped.
         """
         self.is_stale = False
-        before, lost, told = self.absent, self.lost, self._told
-        is_unreachable = self._silence.is_unreachable
+        before, lost, told = self.absent, self.lost, self._reported_absent
+        is_unreachable = self._liveness.is_unreachable
         gone = [b for b in self.in_flight if is_unreachable or b in lost or b in told]
         self.absent = frozenset(gone)
         for index in self.absent - before:

@@ -20,9 +20,10 @@ from envserve.errors import (
     ServerError,
 )
 from envserve.lane import Block, Call, Outcome, Reset
-from envserve.session.client.client_blocks import Operations
+from envserve.session.client.client_blocks import ClientBlocks
 from envserve.session.client.failover import MovingAttachment
-from envserve.session.client.requests import Patience, Request, Requests, Unasked
+from envserve.session.client.liveness import PING_SECONDS, Timeouts, UnsolicitedLimit
+from envserve.session.client.requests import Request, Requests
 from envserve.session.states import ClientState
 from envserve.slab import Rows
 from envserve.wire.bodies import Attach, Drain, Pong
@@ -60,7 +61,7 @@ class ClientSession:
         self,
         address: str,
         attach: Attach,
-        patience: Patience,
+        timeouts: Timeouts,
         *,
         session: int,
         now: float,
@@ -71,7 +72,7 @@ class ClientSession:
         Args:
           address: The server's, for messages.
           attach: Which envs to ask for.
-          patience: How long to wait for the server.
+          timeouts: How long to wait for the server.
           session: Random number in [1, 2**64), from which those of later leases follow.
           now: Monotonic seconds, as everywhere below.
           client: Who we are, for the server's log.
@@ -79,9 +80,9 @@ class ClientSession:
         self.late_messages = 0
         self.requests = requests = Requests(session, now)
         self.outbox = requests.outbox
-        self.attachment = MovingAttachment(address, attach, requests, patience, client)
+        self.attachment = MovingAttachment(address, attach, requests, timeouts, client)
         self._machine = self.attachment.machine
-        self._unasked = Unasked()
+        self._unsolicited = UnsolicitedLimit()
 
     @property
     def address(self) -> str:
@@ -126,11 +127,11 @@ class ClientSession:
             "late_messages": self.late_messages,
             "resends": self.requests.num_resends,
             "reattaches": max(0, self.attachment.num_leases - 1),
-            "unreachable_ms": int(1000 * self.requests.silence.total_seconds),
+            "unreachable_ms": int(1000 * self.requests.liveness.silent_seconds),
         }
 
     @property
-    def operations(self) -> Operations:
+    def operations(self) -> ClientBlocks:
         """What the blocks are up to; raises LocalProtocolError before READY."""
         if self.attachment.operations is None:
             raise LocalProtocolError(f"{self.address}: the envs are not granted yet")
@@ -150,7 +151,7 @@ class ClientSession:
         """Asks for attribute access; raises CallError for arguments too long."""
         self._submit(self._usable().call(calls), now)
 
-    def _usable(self) -> Operations:
+    def _usable(self) -> ClientBlocks:
         attachment, state = self.attachment, self._machine.state
         operations = attachment.operations
         if operations is not None and (
@@ -162,7 +163,7 @@ class ClientSession:
         )
 
     def _submit(self, requests: list[Request], now: float) -> None:
-        if self.requests.silence.is_unreachable:
+        if self.requests.liveness.is_unreachable:
             self.operations.is_stale = True
         if self._machine.state is ClientState.READY:
             for request in requests:
@@ -195,7 +196,7 @@ class ClientSession:
 
     def connected(self, now: float) -> None:
         """Notes that the transport can send, for the first time or anew."""
-        self.requests.silence.mend()
+        self.requests.liveness.note_connected()
         if self.state is ClientState.CONNECTING:
             self.attachment.say_hello(now)
         elif self.requests.waiting:
@@ -205,35 +206,38 @@ class ClientSession:
 
     def disconnected(self, now: float) -> None:
         """Notes that it no longer can."""
-        self.requests.silence.break_off(now)
+        self.requests.liveness.note_disconnected(now)
 
     def receive(self, frames: Sequence[Buffer], now: float) -> None:
         """Takes what the server has sent, whatever it is."""
         try:
             message = decode(frames)
         except RemoteProtocolError:
-            return self._note_unasked("no message", frames, now)
+            return self._note_unsolicited("no message", frames, now)
         requests = self.requests
         handler, state = _HANDLERS.get(message.type), self._machine.state
         if handler is None or message.session != requests.session or state in _OVER:
-            return self._note_unasked(message.type, frames, now)
-        silence, operations = requests.silence, self.attachment.operations
-        if silence.is_unreachable and operations is not None:
-            operations.is_stale = True
-        silence.hear(now)
+            return self._note_unsolicited(message.type, frames, now)
+        liveness, operations = requests.liveness, self.attachment.operations
+        if liveness.is_unreachable or now - liveness.silent_since > PING_SECONDS:
+            if liveness.is_unreachable and operations is not None:
+                operations.is_stale = True
+            liveness.note_message(now)
+        else:  # the usual case, in line because it is done at every step
+            liveness.silent_since, liveness.ping_at = math.inf, now + PING_SECONDS
         # Not of a WELCOME that nobody waits for: it may be of a server of the past.
         is_welcome = message.type is MessageType.WELCOME
         if requests.boot not in (0, message.boot) and not is_welcome:
             return self.attachment.note_restart(now)
         try:
             if not handler(self, message, now):
-                self._note_unasked(message.type, frames, now)
+                self._note_unsolicited(message.type, frames, now)
             elif message.type in _NEWS:
-                self._note_unasked(message.type, frames, now, 0)
+                self._note_unsolicited(message.type, frames, now, 0)
         except RemoteProtocolError as error:
             self.refuse(error)
 
-    def _note_unasked(
+    def _note_unsolicited(
         self, what: int | str, frames: Sequence[Buffer], now: float, num_late: int = 1
     ) -> None:
         """Counts what answers nothing; ends the session if that has no end."""
@@ -242,7 +246,7 @@ class ClientSession:
             return
         num_pieces = getattr(self.attachment.operations, "num_pieces", 0)
         try:
-            self._unasked.count(what, sum(map(len, frames)), num_pieces, now)
+            self._unsolicited.count(what, sum(map(len, frames)), num_pieces, now)
         except RemoteProtocolError as error:
             self.refuse(error)
 
@@ -250,16 +254,16 @@ class ClientSession:
         """Sends again what is due, pings, and notices that the server is lost."""
         if self.state.is_over:
             return
-        silence, operations = self.requests.silence, self.attachment.operations
+        liveness, operations = self.requests.liveness, self.attachment.operations
         if operations is not None:
-            silence.look(now)
+            liveness.note_awake(now)
         self.attachment.retry(now)
         self.requests.resend_due(now)
         if operations is not None and self.state is ClientState.READY:
-            if now >= silence.ping_at:
+            if now >= liveness.ping_at:
                 self.requests.ping(now)
-            if now >= silence.unreachable_at:
-                silence.is_unreachable = operations.is_stale = True
+            if now >= liveness.unreachable_at:
+                liveness.is_unreachable = operations.is_stale = True
                 _LOGGER.warning("%s: no answer, or no connection", self.address)
         if now >= self.attachment.lost_at:
             self.attachment.give_up(now)
@@ -273,8 +277,8 @@ class ClientSession:
         if attachment.loss is not None:
             deadline = min(deadline, attachment.loss.retry_at)
         if self.state is ClientState.READY:
-            silence = self.requests.silence
-            deadline = min(deadline, silence.ping_at, silence.unreachable_at)
+            liveness = self.requests.liveness
+            deadline = min(deadline, liveness.ping_at, liveness.unreachable_at)
         return deadline
 
     def refuse(self, error: RemoteProtocolError) -> None:

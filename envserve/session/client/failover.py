@@ -13,7 +13,7 @@ from typing import Final
 from envserve.errors import ServerLost
 from envserve.lane import Lane, make_blocks
 from envserve.session.client.attachment import Attachment
-from envserve.session.client.requests import Loss
+from envserve.session.client.liveness import LostLease
 from envserve.session.states import ClientState
 from envserve.wire.constants import MessageType
 from envserve.wire.message import Buffer
@@ -38,26 +38,28 @@ class MovingAttachment(Attachment):
         self.operations = self._envs_of(like.spec, blocks)
         self.operations.is_vacant = True
         self.operations.lose(str(error), error)
-        self.loss = Loss(error, now, given_up=error)
+        self.loss = LostLease(error, now, given_up=error)
 
     def in_need_since(self, now: float) -> float | None:
         """Returns since when another server might do better; None while ours does."""
-        silence, loss = self._requests.silence, self.loss
-        since = min(silence.since, silence.broken_since)
-        is_alone = now > silence.broken_since + _ALONE
+        silence, loss = self._requests.liveness, self.loss
+        since = min(silence.silent_since, silence.disconnected_since)
+        is_alone = now > silence.disconnected_since + _ALONE
         if loss is None or not self.is_recovering:
             is_ready = self.machine.state is ClientState.READY
             return since if is_ready and (is_alone or silence.is_unreachable) else None
         is_refused = self.is_unfit or loss.retry_at < math.inf
-        asks_in_vain = is_refused or is_alone or now > silence.since + _ANSWER
+        asks_in_vain = is_refused or is_alone or now > silence.silent_since + _ANSWER
         return min(since, loss.since) if asks_in_vain else None
 
     def move(self, address: str, now: float) -> list[Buffer]:
         """Turns to another server; returns what tells the old one that it is left."""
         _LOGGER.warning("%s: asked for envs in place of %s", address, self.address)
         farewell = self._requests.pack(MessageType.DETACH)
-        self._requests.silence.hear(now)  # what counts from now on is the next one's
-        self._requests.silence.mend()
+        self._requests.liveness.note_message(
+            now
+        )  # what counts from now on is the next one's
+        self._requests.liveness.note_connected()
         if self.machine.state is ClientState.READY:
             text = f"{self.address}: it is gone, or silent for too long"
             self.lose_lease(ServerLost(text), now)

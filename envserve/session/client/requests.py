@@ -1,8 +1,8 @@
-"""A client's requests: what waits for an answer, what waits to be sent, how long.
+"""A client's requests: numbers them, sends them, and sends them again until answered.
 
-A request is sent again, byte for byte but for its attempt, after 1 s, then 2 s, then
-every 4 s, and at once when a connection is made anew. At most one copy of it waits to
-be sent, so the outbox is bounded. What needs no answer of its own is sent once.
+A request is sent again after 1 s, then 2 s, then every 4 s, and at once after a
+reconnect; only its attempt number changes. At most one copy of it waits to be sent, so
+the outbox is bounded. Messages that need no answer are sent once.
 """
 
 from __future__ import annotations
@@ -12,32 +12,19 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from envserve.errors import CallError, EnvserveError, RemoteProtocolError, ServerLost
+from envserve.errors import CallError
 from envserve.lane import Call, Reset
+from envserve.session.client.liveness import Liveness
 from envserve.spaces import codec
 from envserve.wire.bodies import CallBody
 from envserve.wire.constants import MAX_TOLD_BLOCKS, MAX_TOLD_BYTES, MessageType
 from envserve.wire.message import Buffer, Message, pack, set_attempt
 from envserve.wire.rows import RowPart
 
-__all__ = [
-    *("Loss", "Patience", "Request", "Requests", "Silence", "Unasked"),
-    "pack_calls",
-]
+__all__ = ["Request", "Requests", "pack_calls"]
 
 _FIRST_RESEND_SECONDS: Final = 1.0
 _MAX_RESEND_SECONDS: Final = 4.0
-_PING_SECONDS: Final = 1.0
-#: Silence, though something was asked, after which a server counts as unreachable.
-_UNREACHABLE_SECONDS: Final = 3.5
-#: The same for a connection that is broken.
-_BROKEN_SECONDS: Final = 1.0
-#: Longer than any wait of ours: after such a gap, it is we who have slept.
-_NAP_SECONDS: Final = 5.0
-#: How much of what answers nothing may come within a second: so much, and as many
-#: copies of each piece of an answer as a server may owe that was stopped for a minute.
-_MAX_UNASKED: Final = 1000
-_MAX_COPIES: Final = 32
 _ANSWERS: Final[Mapping[MessageType, MessageType]] = {
     MessageType.STEP: MessageType.RESULT,
     MessageType.RESET: MessageType.RESULT,
@@ -86,131 +73,6 @@ class Request:
     delay: float = _FIRST_RESEND_SECONDS
 
 
-@dataclass(frozen=True, kw_only=True)
-class Patience:
-    """How long a client waits for its server, and how much it takes from it."""
-
-    connect_seconds: float = 10.0
-    """Longest silence before the envs are granted."""
-    lost_seconds: float = 60.0
-    """How long to wait for a server that is silent, or for lost envs, after that."""
-    pads: bool = False
-    """Whether to try on for ever then, and to say so by `given_up`, and not to end."""
-    max_row_mib: int = 1024
-    """Most memory for the rows of its envs: the server says how long they are."""
-
-
-@dataclass(slots=True)
-class Loss:
-    """A lease that was lost.
-
-    Attributes:
-      error: What has happened.
-      since: When.
-      given_up: Why nobody should wait for the envs any more.
-      retry_at: When to ask again.
-      busy_until: How long to ask though others have the envs.
-      farewell: Tells the server that the old lease is not needed; may be empty.
-    """
-
-    error: EnvserveError
-    since: float
-    given_up: ServerLost | None = None
-    retry_at: float = math.inf
-    busy_until: float = math.inf
-    farewell: list[Buffer] = field(default_factory=list)
-
-
-class Silence:
-    """How long the server has not answered, as far as it is to blame for that.
-
-    Counted from the first message that is not answered.
-
-    Attributes:
-      since: When it began; infinity while nothing is unanswered.
-      ping_at: When to ask for a sign of life.
-      broken_since: Since when it is broken; infinity while there is a connection.
-      is_unreachable: Whether that is so long ago that nobody need wait; until the
-        server is heard.
-      total_seconds: All silences that were longer than a ping takes.
-    """
-
-    def __init__(self, now: float) -> None:
-        self.since, self.broken_since = now, math.inf
-        self.ping_at = math.inf
-        self.is_unreachable = False
-        self.total_seconds = 0.0
-        self._looked_at = now
-
-    def hear(self, now: float) -> None:
-        """Notes a message of the server."""
-        if now - self.since > _PING_SECONDS:
-            self.total_seconds += now - self.since
-        self.since = math.inf
-        self.ping_at = now + _PING_SECONDS
-        self.is_unreachable = False
-
-    def expect_answer(self, now: float) -> None:
-        """Notes that the server was asked something."""
-        self.since = min(self.since, now)
-
-    def break_off(self, now: float) -> None:
-        """Notes that the connection has broken."""
-        self.broken_since = min(self.broken_since, now)
-
-    def mend(self) -> None:
-        """Notes that there is a connection again."""
-        self.broken_since = math.inf
-
-    def look(self, now: float) -> None:
-        """Notes that we are awake; does not count time in which we were not."""
-        if now - self._looked_at > _NAP_SECONDS:
-            if self.since < math.inf:
-                self.since = now
-            if self.broken_since < math.inf:
-                self.broken_since = now
-        self._looked_at = now
-
-    @property
-    def unreachable_at(self) -> float:
-        """From when on the server counts as unreachable; inf if it does already."""
-        if self.is_unreachable:
-            return math.inf
-        broken_at = self.broken_since + _BROKEN_SECONDS
-        return min(self.since + _UNREACHABLE_SECONDS, broken_at)
-
-
-class Unasked:
-    """Counts what comes and answers nothing, by the second.
-
-    Signs of life, news of the lease, answers that come late: of a server of ours they
-    are few.
-    """
-
-    def __init__(self) -> None:
-        self._since = -math.inf
-        self._count = 0
-
-    def count(
-        self, what: int | str, num_bytes: int, num_pieces: int, now: float
-    ) -> None:
-        """Counts a message, a long one as many; for `num_pieces` see `Operations`.
-
-        Raises:
-          RemoteProtocolError: It is one too many.
-        """
-        if now - self._since >= 1.0:
-            self._since, self._count = now, 0
-        self._count += 1 + (num_bytes >> 16)
-        allowed = _MAX_UNASKED + _MAX_COPIES * num_pieces
-        if self._count > allowed:
-            raise RemoteProtocolError(
-                f"expected at most {allowed} messages (or as many times 64 KiB) a "
-                f"second that answer nothing; got more, the last one "
-                f"{getattr(what, 'name', what)}; is that an envserve server?"
-            )
-
-
 class Requests:
     """Numbers what is sent, and keeps it until it is answered.
 
@@ -232,7 +94,7 @@ class Requests:
         self.epoch = 0
         self.outbox: dict[int, list[Buffer]] = {}
         self.waiting: dict[int, Request] = {}
-        self.silence = Silence(now)
+        self.liveness = Liveness(now)
         self.num_resends = 0
         self._last_id = 0
 
@@ -248,8 +110,8 @@ class Requests:
         request.delay = _FIRST_RESEND_SECONDS
         self.waiting[number] = request
         self.outbox[number] = request.frames
-        if self.silence.since == math.inf:  # in line: it is done at every step
-            self.silence.since = now
+        if self.liveness.silent_since == math.inf:  # in line: it is done at every step
+            self.liveness.silent_since = now
 
     def answered_by(self, message: Message) -> Request | None:
         """Returns the request that a RESULT or CALL_RESULT answers, if one waits.
@@ -295,7 +157,7 @@ class Requests:
             if now >= request.resend_at:
                 request.delay = min(2 * request.delay, _MAX_RESEND_SECONDS)
                 self._send_again(request, now)
-                self.silence.expect_answer(now)
+                self.liveness.expect_answer(now)
 
     def resend_all(self, now: float) -> None:
         """Sends again what the last connection may have swallowed: everything sent."""
@@ -303,7 +165,7 @@ class Requests:
             if request.id not in self.outbox:
                 request.delay = _FIRST_RESEND_SECONDS
                 self._send_again(request, now)
-        self.silence.expect_answer(now)
+        self.liveness.expect_answer(now)
 
     def _send_again(self, request: Request, now: float) -> None:
         request.attempt += 1
@@ -327,8 +189,7 @@ class Requests:
     def ping(self, now: float) -> None:
         """Asks for a sign of life."""
         self.outbox[_PING_PLACE] = self.pack(MessageType.PING)
-        self.silence.ping_at = now + _PING_SECONDS
-        self.silence.expect_answer(now)
+        self.liveness.note_ping(now)
 
     def pack(self, type_: MessageType) -> list[Buffer]:
         """Packs a message without number and content, of the present lease."""

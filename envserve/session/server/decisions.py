@@ -1,4 +1,8 @@
-"""What the server's half decides, for the shell to carry out."""
+"""Decisions of the server's half, which the server's event loop carries out.
+
+The session does no I/O and calls no other part of the server. It returns its effects as
+these values, in the order in which the event loop has to carry them out.
+"""
 
 from __future__ import annotations
 
@@ -7,77 +11,131 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from envserve.errors import LocalProtocolError, RemoteProtocolError
-from envserve.lane import Block, Call, Reset
+from envserve.lane import Call, Reset
 from envserve.settings import PoolSettings
-from envserve.wire.bodies import CallBody, ResetBody
-from envserve.wire.constants import (
-    MAX_OPTIONS_BYTES,
-    MAX_TOLD_BLOCKS,
-    MAX_TOLD_BYTES,
-    RESET_BYTES,
-    RESET_ROW_BYTES,
-)
+from envserve.wire.bodies import FrameRequest
 from envserve.wire.message import Buffer, Message, Peer
 
 __all__ = [
+    "Audit",
+    "BeginDrain",
     "Decision",
     "EndPool",
-    "Repeats",
+    "EnrolKey",
+    "PoolDecision",
     "Reply",
+    "ReplyFrame",
+    "ReplyStatus",
+    "ReplyWelcome",
+    "RequestDecision",
+    "ResendLimiter",
     "RunCall",
     "RunReset",
     "RunStep",
     "SessionId",
     "StartPool",
-    "read_calls",
-    "read_resets",
 ]
 
 
-#: A user, and the number that it drew for a session: what one user has under a number,
-#: another cannot find there.
+#: A user and the session number that its client drew. The user is part of the key, so
+#: a client cannot reach the session of another user, even if it knows the number.
 SessionId = tuple[str, int]
-#: Between copies of an answer: the first ones, and later ones.
+#: Seconds between two copies of a reply: at first, and after `_MAX_FREQUENT` copies.
 _SECONDS: Final = 1.0
 _LATER_SECONDS: Final = 60.0
-_MAX_REPEATS: Final = 8
+_MAX_FREQUENT: Final = 8
 
 
 @dataclass(slots=True)
-class Repeats:
-    """How often an answer was given again.
+class ResendLimiter:
+    """Limits how often a reply is sent again.
 
-    Whoever reads asks again because an answer was lost, and that happens seldom. What
-    nobody reads stays in memory.
+    A client that reads its replies asks again only after a loss, which is rare. The
+    replies to a client that does not read them stay in memory.
     """
 
     count: int = 0
-    given_at: float = -math.inf
+    sent_at: float = -math.inf
 
     def allow(self, now: float) -> bool:
-        """Tells whether to give it again: once a second, after 8 times once a minute.
+        """Return whether to send a copy now: every second, after 8 every minute.
 
-        It never ends: a client whose answers were all lost must not wait for ever.
+        There is no last copy, because a client whose replies were all lost must not
+        wait for ever.
         """
-        wait = _SECONDS if self.count < _MAX_REPEATS else _LATER_SECONDS
-        if now < self.given_at + wait:
+        wait = _SECONDS if self.count < _MAX_FREQUENT else _LATER_SECONDS
+        if now < self.sent_at + wait:
             return False
         self.count += 1
-        self.given_at = now
+        self.sent_at = now
         return True
 
 
 class Reply(NamedTuple):
-    """Send frames to a peer; if that is not possible now, drop them.
+    """Send frames to a peer, or drop them if they cannot be sent now.
 
-    The client asks again, and the answer is still there. If it was given before,
-    `repeats` has counted it.
+    A client that does not get a reply asks again. A copy was counted by `limiter`.
     """
 
     peer: Peer
     frames: list[Buffer]
-    repeats: Repeats | None = None
+    limiter: ResendLimiter | None = None
+
+
+class Audit(NamedTuple):
+    """Write an event of a user to the audit log, if there is one.
+
+    Attributes:
+      event: Kind of event, such as "attached" or "refused".
+      user: Name of the user; "" if it is not known.
+      env_name: Env that the event concerns; "" if none.
+      num_envs: Number of those envs.
+      reason: Why it happened.
+    """
+
+    event: str
+    user: str
+    env_name: str = ""
+    num_envs: int = 0
+    reason: str = ""
+
+
+class BeginDrain(NamedTuple):
+    """Begin to drain the server, as SIGTERM does."""
+
+
+# Requests that only the server can answer: pass the result to `ServerSession.answer`,
+# and a Refusal or RemoteProtocolError to `ServerSession.refuse`.
+
+
+class ReplyWelcome(NamedTuple):
+    """Answer a HELLO with the `Welcome` that its user gets."""
+
+    request: Message
+
+
+class ReplyStatus(NamedTuple):
+    """Answer a STATUS with the `ServerStatus` that its user may see."""
+
+    request: Message
+
+
+class ReplyFrame(NamedTuple):
+    """Answer a FRAME with pictures or the flight record from the pool of a session."""
+
+    request: Message
+    session: SessionId
+    wanted: FrameRequest
+
+
+class EnrolKey(NamedTuple):
+    """Answer a JOIN, after its user's invitation was replaced by a public key."""
+
+    request: Message
+    public: bytes
+
+
+# Pools.
 
 
 class StartPool(NamedTuple):
@@ -114,61 +172,6 @@ class EndPool(NamedTuple):
     session: SessionId
 
 
-Decision = Reply | StartPool | RunStep | RunReset | RunCall | EndPool
-
-
-def read_resets(message: Message, blocks: Sequence[Block]) -> list[Reset]:
-    """Returns what a RESET asks for; raises RemoteProtocolError."""
-    listed = [blocks[index] for index, _ in message.entries]
-    num_rows = sum(block.stop - block.start for block in listed)
-    limit = RESET_BYTES + RESET_ROW_BYTES * num_rows
-    body = ResetBody(resets=())
-    if len(message.body) <= limit + MAX_OPTIONS_BYTES:
-        body = ResetBody.decode(message.body)
-    num_bytes = len(message.body) - len(body.options)
-    if num_bytes > limit or (body.options and len(listed) > MAX_TOLD_BLOCKS):
-        raise RemoteProtocolError(
-            f"expected at most {limit} bytes for {num_rows} rows beside options, and "
-            f"{MAX_TOLD_BLOCKS} blocks with them; got {num_bytes} bytes, and "
-            f"{len(listed)} blocks"
-        )
-    if len(body.resets) != len(message.entries):
-        raise RemoteProtocolError(
-            f"expected a reset for each of {len(message.entries)} blocks; "
-            f"got {len(body.resets)}"
-        )
-    resets = []
-    for block, (rows, seeds) in zip(listed, body.resets, strict=True):
-        resets.append(Reset(block.index, rows, seeds, body.options))
-        try:
-            resets[-1].check(block)
-        except LocalProtocolError as error:
-            raise RemoteProtocolError(str(error)) from None
-    return resets
-
-
-def read_calls(message: Message, blocks: Sequence[Block]) -> list[Call]:
-    """Returns what a CALL asks for; raises RemoteProtocolError."""
-    body = CallBody.decode(message.body)
-    if len(body.calls) != len(message.entries):
-        raise RemoteProtocolError(
-            f"expected a call for each of {len(message.entries)} blocks; "
-            f"got {len(body.calls)}"
-        )
-    calls: list[Call] = []
-    num_bytes = 0
-    for (index, _), (rows, raw) in zip(message.entries, body.calls, strict=True):
-        allowed = range(blocks[index].start, blocks[index].stop)
-        if not rows or len({*rows}) < len(rows) or not {*rows} <= {*allowed}:
-            raise RemoteProtocolError(f"expected distinct rows in {allowed}")
-        arguments = bytes(raw)
-        if arguments == b"\xc0" and calls:
-            arguments = calls[-1].arguments
-        num_bytes += len(arguments)
-        if num_bytes > MAX_TOLD_BYTES:
-            raise RemoteProtocolError(
-                f"expected arguments that are at most {MAX_TOLD_BYTES} bytes, counted "
-                "for each block"
-            )
-        calls.append(Call(index, rows, body.kind, body.name, arguments))
-    return calls
+RequestDecision = ReplyWelcome | ReplyStatus | ReplyFrame | EnrolKey
+PoolDecision = RunStep | RunReset | RunCall | StartPool | EndPool
+Decision = Reply | Audit | BeginDrain | RequestDecision | PoolDecision

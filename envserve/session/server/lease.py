@@ -16,45 +16,52 @@ attempt").
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Final
+from typing import Final
 
-import numpy as np
-
-from envserve.errors import ActionError, LocalProtocolError, RemoteProtocolError
-from envserve.lane import Block, Outcome, Reset
+from envserve.errors import (
+    ActionError,
+    CallError,
+    LocalProtocolError,
+    RemoteProtocolError,
+)
+from envserve.lane import Block, Call, Outcome, Reset
 from envserve.session.server.decisions import (
     Decision,
-    Repeats,
     Reply,
+    ResendLimiter,
     RunCall,
     RunReset,
     RunStep,
     SessionId,
-    read_calls,
-    read_resets,
 )
 from envserve.session.server.policy import Refusal, check_call
-from envserve.session.server.replies import Answers
-from envserve.session.server.result_cache import KeptResults
+from envserve.session.server.replies import Replies
 from envserve.session.states import BLOCK_MOVES, BlockState
 from envserve.settings import HostSettings
 from envserve.slab import Rows
 from envserve.spaces.action_checks import ActionBounds, check_action_rows
 from envserve.spaces.env_spec import EnvSpec
-from envserve.wire.bodies import Pong
-from envserve.wire.constants import ErrorCode, Executed, MessageType
+from envserve.wire.bodies import CallBody, Pong, ResetBody
+from envserve.wire.constants import (
+    MAX_OPTIONS_BYTES,
+    MAX_TOLD_BLOCKS,
+    MAX_TOLD_BYTES,
+    RESET_BYTES,
+    RESET_ROW_BYTES,
+    ErrorCode,
+    Executed,
+    MessageType,
+)
 from envserve.wire.handshake import body_of
 from envserve.wire.message import Message
-from envserve.wire.result_report import Report
+from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import BlockParts, RowCodec
 
 __all__ = ["Lease"]
-
-Array = np.ndarray[Any, Any]
 
 _block_of: Final = attrgetter("block")
 _BUSY: Final = frozenset({BlockState.RUNNING, BlockState.ABSENT})
@@ -64,7 +71,7 @@ _ROUND: Final = 32
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
+class _BlockRequest:
     """A request that runs or has run, and where its answer goes.
 
     Attributes:
@@ -74,7 +81,7 @@ class _Request:
       resets: What a RESET resets.
       outcomes: What came of those of its blocks that are done.
       is_split: Whether its blocks are answered one by one.
-      repeats: How often its rows were sent again.
+      limiter: Limits copies of its answer.
       num_rounds: How often its blocks were answered one by one.
     """
 
@@ -84,8 +91,47 @@ class _Request:
     resets: Sequence[Reset]
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     is_split: bool = False
-    repeats: Repeats | None = None
+    limiter: ResendLimiter | None = None
     num_rounds: int = 0
+
+
+class ResultCache:
+    """The results of calls, for copies of their requests after an answer was lost.
+
+    It is bounded: the oldest results, whose answers were sent, are dropped. Rows are
+    not cached, because the slab keeps them.
+
+    Attributes:
+      num_bytes: Total length of the results.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        """Cache at most so many bytes, or one result."""
+        self._max_bytes = max_bytes
+        self._outcomes: dict[int, MutableMapping[int, Outcome]] = {}  # oldest first
+        self.num_bytes = 0
+
+    def add(self, outcomes: MutableMapping[int, Outcome], block: int) -> None:
+        """Cache the result of a block, one of the outcomes of a request.
+
+        An outcome whose result is dropped becomes an error.
+        """
+        self._outcomes[block] = outcomes
+        self.num_bytes += len(outcomes[block].result)
+        while len(self._outcomes) > 1 and self.num_bytes > self._max_bytes:
+            oldest = next(iter(self._outcomes))
+            others = self._outcomes[oldest]
+            length = len(others[oldest].result)
+            self.drop(oldest)
+            text = f"its answer, of {length} bytes, was lost, and is kept no more"
+            error = CallError(f"the call was carried out; {text}")
+            others[oldest] = Outcome(oldest, error=error)
+
+    def drop(self, block: int) -> None:
+        """Drop the result of a block, if there is one, because of a later request."""
+        outcomes = self._outcomes.pop(block, None)
+        if outcomes is not None:
+            self.num_bytes -= len(outcomes[block].result)
 
 
 class Lease:
@@ -93,7 +139,7 @@ class Lease:
 
     Attributes:
       epoch: Number of the lease.
-      kept: What calls have given.
+      results: Results of calls, for copies of their requests.
       late_messages: How many late copies were ignored.
     """
 
@@ -106,7 +152,7 @@ class Lease:
         blocks: Sequence[Block],
         rows: Rows,
         policy: HostSettings,
-        answers: Answers,
+        replies: Replies,
     ) -> None:
         self.epoch = epoch
         self.late_messages = 0
@@ -118,12 +164,11 @@ class Lease:
         self._parts = BlockParts(self._codec, self._blocks)
         self._bounds = ActionBounds(spec, rows.action)
         self._policy = policy
-        self._answers = answers
+        self._replies = replies
         self._last_seq = [0] * len(self._blocks)
         self._states = [BlockState.IDLE] * len(self._blocks)
-        self._requests: list[_Request | None] = [None] * len(self._blocks)
-        self.kept = KeptResults(policy.max_buffered_mib << 20)
-        self._unended: Array | None = None  # while draining: bool per row
+        self._requests: list[_BlockRequest | None] = [None] * len(self._blocks)
+        self.results = ResultCache(policy.max_buffered_mib << 20)
 
     @property
     def max_result_bytes(self) -> int:
@@ -173,12 +218,12 @@ class Lease:
             check_call(self._policy, first.kind, first.name, first.env_indices[0])
             decision = RunCall(self._session, calls)
         message.body = message.payload = message.report = b""  # they are used up
-        request = _Request(message, blocks, now, resets)
+        request = _BlockRequest(message, blocks, now, resets)
         request.is_split = message.type is MessageType.CALL
         for block, seq in message.entries:
             last_seq[block] = seq
             self._requests[block] = request
-            self.kept.drop(block)
+            self.results.drop(block)
         self._move(blocks, BlockState.RUNNING)
         return [decision]
 
@@ -201,19 +246,19 @@ class Lease:
         if not request.is_split and len(request.outcomes) < len(request.blocks):
             return []
         if request.outcomes:
-            request.repeats = request.repeats or Repeats()
-            if not request.repeats.allow(now):
+            request.limiter = request.limiter or ResendLimiter()
+            if not request.limiter.allow(now):
                 self.late_messages += 1
                 return []
         replies = (
-            self._answer_split(request)
+            self._split_replies(request)
             if request.is_split
-            else [self._answer(request, request.blocks)]
+            else [self._result_reply(request, request.blocks)]
         )
-        last = (reply._replace(repeats=request.repeats) for reply in replies[-1:])
+        last = (reply._replace(limiter=request.limiter) for reply in replies[-1:])
         return [*replies[:-1], *last]
 
-    def _find(self, message: Message) -> _Request | None:
+    def _find(self, message: Message) -> _BlockRequest | None:
         """Returns the request that this is a copy of, if any block still has it."""
         listed = dict.fromkeys(self._requests[block] for block, _ in message.entries)
         for request in listed:  # each once: to compare entries takes long
@@ -258,18 +303,16 @@ class Lease:
             assert request is not None, "only a request makes a block busy"
             request.outcomes[outcome.block] = outcome
             if outcome.result:
-                self.kept.add(request.outcomes, outcome.block)
-            if self._unended is not None:
-                self._note_ends(self._unended, request, outcome)
+                self.results.add(request.outcomes, outcome.block)
             if request.is_split:
-                replies.append(self._answer(request, (outcome.block,)))
+                replies.append(self._result_reply(request, (outcome.block,)))
             elif len(request.outcomes) == len(request.blocks):
-                replies.append(self._answer(request, request.blocks))
+                replies.append(self._result_reply(request, request.blocks))
         if absent:
-            replies += self._tell_absent(absent)
+            replies += self._notify_absent(absent)
         return replies
 
-    def _tell_absent(self, absent: Collection[int]) -> list[Decision]:
+    def _notify_absent(self, absent: Collection[int]) -> list[Decision]:
         """Tells who has asked for them which blocks have become absent."""
         running = BlockState.RUNNING
         new = [block for block in absent if self._states[block] is running]
@@ -279,10 +322,10 @@ class Lease:
             assert request is not None, "only a request makes a block busy"
             if request.is_split:
                 told = [block for block in new if self._requests[block] is request]
-                replies.append(self._say_absent(request, told))
+                replies.append(self._absent_reply(request, told))
             else:
                 request.is_split = True
-                replies += self._answer_split(request)
+                replies += self._split_replies(request)
         return replies
 
     def _move(self, blocks: Iterable[int], to: BlockState) -> None:
@@ -294,28 +337,19 @@ class Lease:
                 )
             self._states[block] = to
 
-    def begin_drain(self) -> None:
-        """Begins to watch for the end of each row's episode."""
-        self._unended = np.ones(len(self._rows.reward), bool)
-
-    @property
-    def has_drained(self) -> bool:
-        """Whether each row has ended an episode since `begin_drain`."""
-        return self._unended is not None and not self._unended.any()
-
-    def _note_ends(self, unended: Array, request: _Request, item: Outcome) -> None:
-        """Notes which episodes have ended by a step, or were given up by a reset."""
-        if item.error is not None or request.message.type is MessageType.CALL:
-            return
-        block = self._blocks[item.block]
-        part = slice(block.start, block.stop)
+    def ended_rows(self, outcome: Outcome) -> Sequence[int]:
+        """Return the rows whose episode was ended by a step, or given up by a reset."""
+        request = self._requests[outcome.block]
+        assert request is not None, "only a request has an outcome"
+        if outcome.error is not None or request.message.type is MessageType.CALL:
+            return ()
+        block = self._blocks[outcome.block]
+        rows = range(block.start, block.stop)
         if request.message.type is MessageType.RESET:
-            (reset,) = [r for r in request.resets if r.block == item.block]
-            chosen = reset.env_indices
-            unended[part if chosen is None else list(chosen)] = False
-        else:
-            rows = self._rows
-            unended[part] &= ~(rows.terminated[part] | rows.truncated[part])
+            (reset,) = [r for r in request.resets if r.block == outcome.block]
+            return rows if reset.env_indices is None else reset.env_indices
+        terminated, truncated = self._rows.terminated, self._rows.truncated
+        return [row for row in rows if terminated[row] or truncated[row]]
 
     def pong(self, now: float) -> Pong:
         """Returns how long each busy block has been running."""
@@ -329,7 +363,7 @@ class Lease:
 
     # Answers.
 
-    def _answer_split(self, request: _Request) -> list[Reply]:
+    def _split_replies(self, request: _BlockRequest) -> list[Reply]:
         """Says where each block of a request is, unless it has a later request."""
         held = [block for block in request.blocks if self._requests[block] is request]
         absent = [block for block in held if self._states[block] is BlockState.ABSENT]
@@ -338,10 +372,10 @@ class Lease:
         first = _ROUND * request.num_rounds % max(1, len(done))
         request.num_rounds += 1
         done = done[first:] + done[:first]
-        replies = [self._answer(request, (block,)) for block in done]
-        return [self._say_absent(request, absent), *replies] if absent else replies
+        replies = [self._result_reply(request, (block,)) for block in done]
+        return [self._absent_reply(request, absent), *replies] if absent else replies
 
-    def _answer(self, request: _Request, blocks: tuple[int, ...]) -> Reply:
+    def _result_reply(self, request: _BlockRequest, blocks: tuple[int, ...]) -> Reply:
         """Answers a request as to some of its blocks, which are done."""
         report = b""
         for block in blocks:
@@ -355,7 +389,7 @@ class Lease:
         else:  # each block for itself
             kind = MessageType.CALL_RESULT
             body, payload = b"", request.outcomes[blocks[0]].result
-        return self._answers.reply(
+        return self._replies.reply(
             request.message,
             kind,
             body,
@@ -366,9 +400,9 @@ class Lease:
 
     def _report(self, outcomes: Collection[Outcome]) -> bytes:
         """Returns frame 2 of a RESULT."""
-        shown = self._answers.shown
+        shown = self._replies.shown
         packed = (out.packed_infos.items() for out in outcomes)
-        return Report(
+        return ResultReport(
             packed_infos=dict(chain.from_iterable(packed)),
             infos={row: info for out in outcomes for row, info in out.infos.items()},
             faults=[
@@ -377,7 +411,7 @@ class Lease:
                 for fault in outcome.faults
             ],
             errors={
-                outcome.block: self._answers.shown_error(
+                outcome.block: self._replies.shown_error(
                     body_of(outcome.error, Executed.UNKNOWN)
                 )
                 for outcome in outcomes
@@ -386,10 +420,69 @@ class Lease:
             notes=[note for outcome in outcomes for note in outcome.notes],
         ).encode()
 
-    def _say_absent(self, request: _Request, blocks: Collection[int]) -> Reply:
+    def _absent_reply(self, request: _BlockRequest, blocks: Collection[int]) -> Reply:
         entries = _entries(request, blocks)
-        return self._answers.reply(request.message, MessageType.ABSENT, entries=entries)
+        return self._replies.reply(request.message, MessageType.ABSENT, entries=entries)
 
 
-def _entries(request: _Request, blocks: Collection[int]) -> tuple[tuple[int, int], ...]:
+def _entries(
+    request: _BlockRequest, blocks: Collection[int]
+) -> tuple[tuple[int, int], ...]:
     return tuple(entry for entry in request.message.entries if entry[0] in blocks)
+
+
+def read_resets(message: Message, blocks: Sequence[Block]) -> list[Reset]:
+    """Return the resets that a RESET asks for; raise RemoteProtocolError."""
+    listed = [blocks[index] for index, _ in message.entries]
+    num_rows = sum(block.stop - block.start for block in listed)
+    limit = RESET_BYTES + RESET_ROW_BYTES * num_rows
+    body = ResetBody(resets=())
+    if len(message.body) <= limit + MAX_OPTIONS_BYTES:
+        body = ResetBody.decode(message.body)
+    num_bytes = len(message.body) - len(body.options)
+    if num_bytes > limit or (body.options and len(listed) > MAX_TOLD_BLOCKS):
+        raise RemoteProtocolError(
+            f"expected at most {limit} bytes for {num_rows} rows beside options, and "
+            f"{MAX_TOLD_BLOCKS} blocks with them; got {num_bytes} bytes, and "
+            f"{len(listed)} blocks"
+        )
+    if len(body.resets) != len(message.entries):
+        raise RemoteProtocolError(
+            f"expected a reset for each of {len(message.entries)} blocks; "
+            f"got {len(body.resets)}"
+        )
+    resets = []
+    for block, (rows, seeds) in zip(listed, body.resets, strict=True):
+        resets.append(Reset(block.index, rows, seeds, body.options))
+        try:
+            resets[-1].check(block)
+        except LocalProtocolError as error:
+            raise RemoteProtocolError(str(error)) from None
+    return resets
+
+
+def read_calls(message: Message, blocks: Sequence[Block]) -> list[Call]:
+    """Return the calls that a CALL asks for; raise RemoteProtocolError."""
+    body = CallBody.decode(message.body)
+    if len(body.calls) != len(message.entries):
+        raise RemoteProtocolError(
+            f"expected a call for each of {len(message.entries)} blocks; "
+            f"got {len(body.calls)}"
+        )
+    calls: list[Call] = []
+    num_bytes = 0
+    for (index, _), (rows, raw) in zip(message.entries, body.calls, strict=True):
+        allowed = range(blocks[index].start, blocks[index].stop)
+        if not rows or len({*rows}) < len(rows) or not {*rows} <= {*allowed}:
+            raise RemoteProtocolError(f"expected distinct rows in {allowed}")
+        arguments = bytes(raw)
+        if arguments == b"\xc0" and calls:
+            arguments = calls[-1].arguments
+        num_bytes += len(arguments)
+        if num_bytes > MAX_TOLD_BYTES:
+            raise RemoteProtocolError(
+                f"expected arguments that are at most {MAX_TOLD_BYTES} bytes, counted "
+                "for each block"
+            )
+        calls.append(Call(index, rows, body.kind, body.name, arguments))
+    return calls

@@ -1,69 +1,170 @@
-"""Who gets envs: what clients claim, whether there is room, and how claims end.
+"""Leases of a server: who asked for envs, whether there is room, and how leases end.
 
-docs/decisions.md: "Envs are free once their workers are gone", "The end of a session is
-remembered".
+A lease is in the table from its ATTACH until its workers are gone, see `LeaseState`.
+Only then are its envs free (docs/decisions.md: "Envs are free once their workers are
+gone"). Why it ended is remembered (docs/decisions.md: "The end of a session is
+remembered").
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import replace
-from typing import Final, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Final, TypeVar
 
-from envserve.errors import UnknownEnv, WrapperError
+from envserve.errors import WrapperError
 from envserve.lane import Block
-from envserve.session.server.decisions import Decision, EndPool, SessionId, StartPool
+from envserve.session.server.decisions import (
+    Audit,
+    Decision,
+    EndPool,
+    ResendLimiter,
+    SessionId,
+    StartPool,
+)
 from envserve.session.server.lease import Lease
-from envserve.session.server.lease_record import Claim
-from envserve.session.server.policy import Health, Refusal
-from envserve.session.server.quotas import KEYLESS, Amounts, Quota, Quotas, tell
-from envserve.session.server.replies import Answers, lease_lost
-from envserve.session.states import ClaimState
+from envserve.session.server.policy import Refusal
+from envserve.session.server.quotas import KEYLESS, Quota, Quotas, Usage
+from envserve.session.server.replies import Replies, lease_lost
+from envserve.session.states import LeaseState, Machine
 from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Rows, rows_mib
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
-from envserve.text import Seldom, one_line
+from envserve.text import LogThrottle, one_line
 from envserve.wire.bodies import Attach, Granted
-from envserve.wire.constants import MAX_NAMES, MAX_RESULT_BYTES, ErrorCode
+from envserve.wire.constants import (
+    MAX_NAMES,
+    MAX_RESULT_BYTES,
+    ErrorCode,
+    MessageType,
+)
 from envserve.wire.handshake import ErrorBody, Welcome
 from envserve.wire.message import Message
 from envserve.wrappers.specs import check_wrappers
 
-__all__ = ["Claims", "Offer"]
+__all__ = ["LeaseRecord", "LeaseTable"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
-#: Sessions of a user that have no envs, of which we still know something.
+#: Sessions without envs of which something is remembered, per user.
 _MAX_RECENT: Final = 256
 _MAX_PRINTED_NAME: Final = 64
 #: Longest text of a refusal in the log.
 _MAX_LINE: Final = 300
-#: How many leases of one user have their envs built at a time; others wait.
+#: Leases of one user whose envs are built at the same time; others wait.
 _BUILDS_AT_ONCE: Final = 4
 
 
-class Offer(Protocol):
-    """The env names on offer, as of `registry.Registry`."""
+@dataclass(slots=True)
+class LeaseRecord:
+    """One client's lease, from its ATTACH until its envs are free.
 
-    names: tuple[str, ...]
+    Attributes:
+      session: Its user, and the session number that the client drew, which is secret.
+      number: Sequence number of the lease since the server started; its epoch.
+      policy: Limits and permissions of its user.
+      usage: Envs and processes that it takes.
+      attach: Arguments of its ATTACH.
+      attach_body: The same, encoded, to recognise a copy of the ATTACH.
+      request: Its latest ATTACH or DETACH, with the peer of its latest message.
+      client: The user and the name that the client gave, printable.
+      since: When the first ATTACH arrived.
+      heard_at: When the latest message arrived.
+      machine: Its state.
+      is_queued: Whether its envs wait to be built.
+      lease: The operations on its envs, while GRANTED.
+      granted: Body of its GRANTED message.
+      row_mib: Memory of its rows, in MiB.
+      reason: Why it is CLOSING; None after a DETACH.
+      limiter: Limits copies of its GRANTED message.
+      unfinished: While the server drains: rows whose episode has not ended since.
+      statistics: Counts of its pool, for the log, once that is closed.
+    """
 
-    def check(self, name: str) -> None:
-        """Raises UnknownEnv."""
+    session: SessionId
+    number: int
+    policy: HostSettings
+    usage: Usage
+    attach: Attach
+    attach_body: bytes
+    request: Message
+    client: str
+    since: float
+    heard_at: float
+    machine: Machine[LeaseState] = field(
+        default_factory=lambda: Machine(LeaseState.BUILDING)
+    )
+    is_queued: bool = True
+    lease: Lease | None = None
+    granted: bytes = b""
+    row_mib: int = 0
+    reason: ErrorBody | None = None
+    limiter: ResendLimiter = field(default_factory=ResendLimiter)
+    unfinished: set[int] | None = None
+    statistics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def user(self) -> str:
+        """Name of its user; "" where users are not known."""
+        return self.session[0]
+
+    @property
+    def state(self) -> LeaseState:
+        """State of the lease."""
+        return self.machine.state
+
+    @property
+    def log_fields(self) -> dict[str, object]:
+        """Fields of its lines in a JSON log."""
+        asked = {"env": self.attach.env_name, "num_envs": self.attach.num_envs}
+        return {"lease": self.number, "client": self.client, **asked, **self.statistics}
+
+    @property
+    def summary(self) -> str:
+        """Its env steps, speed and faults, for the log; "" if nothing was counted."""
+        text = (
+            " after {env_steps:,} env steps in {seconds:,.1f} s, "
+            "{steps_per_second:,.0f}/s, faults: {num_faults}"
+        )
+        is_known = self.granted and self.statistics
+        return text.format(**self.statistics) if is_known else ""
+
+    @property
+    def name(self) -> str:
+        """Its name in logs, which does not show the session number."""
+        return f"lease {self.number}" + (f" of {self.user}" if self.user else "")
+
+    def notice(self, request: int = 0) -> Message:
+        """Return a message to reply to, for news that the client did not ask for."""
+        return Message(
+            MessageType.ATTACH,
+            session=self.session[1],
+            epoch=0 if self.lease is None else self.lease.epoch,
+            request=request,
+            peer=self.request.peer,
+        )
+
+    def audit(self, event: str, reason: str = "") -> Audit:
+        """Return an event of this lease for the audit log."""
+        attach = self.attach
+        return Audit(event, self.user, attach.env_name, attach.num_envs, reason)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.attach.num_envs} {self.attach.env_name}"
 
 
 class _Recent(defaultdict[str, OrderedDict[int, Value]]):
-    """Something about those sessions of each user of which it was noted last."""
+    """A value for each of the latest sessions of each user."""
 
     def __init__(self) -> None:
         super().__init__(OrderedDict)
 
     def note(self, session: SessionId, value: Value) -> None:
-        """Notes something; forgets the user's oldest if that is too many."""
+        """Remember a value; forget the user's oldest if there are too many."""
         sessions = self[session[0]]
         sessions[session[1]] = value
         sessions.move_to_end(session[1])
@@ -71,46 +172,45 @@ class _Recent(defaultdict[str, OrderedDict[int, Value]]):
             sessions.popitem(last=False)
 
 
-class Claims(dict[SessionId, Claim]):
-    """All claims on the envs of a server, by session; and what became of late ones.
+class LeaseTable(dict[SessionId, LeaseRecord]):
+    """All leases of a server by session, and how recent ones ended.
 
     Attributes:
       ended: Why sessions ended, so that a late ATTACH does not revive them.
-      is_ending: Whether the server drains, or stops.
-      unaware: Sessions whose leases have ended since, and that were not told yet.
+      is_ending: Whether the server drains or stops.
+      unnotified: Sessions whose clients may not know yet that their lease ended.
     """
 
     def __init__(
-        self, policy: HostSettings, offer: Offer, answers: Answers, quotas: Quotas
+        self,
+        policy: HostSettings,
+        env_names: tuple[str, ...],
+        replies: Replies,
+        quotas: Quotas,
     ) -> None:
         super().__init__()
         self.ended: _Recent[ErrorBody | None] = _Recent()
         self.is_ending = False
-        self.unaware: set[SessionId] = set()
+        self.unnotified: set[SessionId] = set()
         self._policy = policy
-        self._offer = offer
-        self._answers = answers
+        self._env_names = env_names
+        self._replies = replies
         self._quotas = quotas
         self._client_names: _Recent[str] = _Recent()
-        self._refusals = Seldom()
-        self._num_claims = 0
+        self._refusals = LogThrottle()
+        self._num_leases = 0
 
     @property
     def free_envs(self) -> int:
-        """How many envs can be leased now."""
-        leased = sum(claim.amounts.envs for claim in self.values())
+        """Number of envs that can be leased now."""
+        leased = sum(record.usage.envs for record in self.values())
         return self._policy.total_envs - leased
 
-    @property
-    def have_ended(self) -> bool:
-        """Whether the server is ending, and no client thinks it has envs."""
-        return self.is_ending and not self and not self.unaware
-
-    def welcome(self, user: str, health: Health) -> Welcome:
-        """Returns what a client is told before it asks for envs; raises Refusal."""
+    def welcome(self, user: str) -> Welcome:
+        """Return what a user may know before it attaches; raise Refusal."""
         quota = self._quotas.of(user)
-        names, most = quota.choose(self._offer.names), quota.limits.envs
-        own = sum(c.amounts.envs for c in self.values() if c.user == user)
+        names, most = quota.choose(self._env_names), quota.limits.envs
+        own = sum(r.usage.envs for r in self.values() if r.user == user)
         return Welcome(
             max_message_bytes=self._policy.max_message_bytes,
             lease_seconds=self._policy.lease_seconds,
@@ -118,38 +218,38 @@ class Claims(dict[SessionId, Claim]):
             num_names=len(names),
             total_envs=most,
             free_envs=max(0, min(self.free_envs, most - own)),
-            is_starting=health.is_starting,
             is_draining=self.is_ending,
-            loop_lag_ms=int(1000 * health.loop_lag_seconds),
         )
 
     def name_of(self, session: SessionId) -> str:
-        """Returns what a log calls a session, whose number is a secret."""
+        """Return the name of a session in logs, because its number is secret."""
         return self[session].name if session in self else "a lease that has ended"
 
-    def seen_by(self, user: str) -> list[Claim]:
-        """Returns granted claims that a user may know of: its own.
+    def seen_by(self, user: str) -> list[LeaseRecord]:
+        """Return the granted leases that a user may see: its own.
 
-        Without keys, or as the user who runs the server, all of them.
+        Without keys, and as the user who runs the server, all of them.
         """
-        is_own_host = user in KEYLESS
-        granted = (claim for claim in self.values() if claim.lease is not None)
-        return [claim for claim in granted if is_own_host or claim.user == user]
+        sees_all = user in KEYLESS
+        granted = (record for record in self.values() if record.lease is not None)
+        return [record for record in granted if sees_all or record.user == user]
 
     def note_name(self, session: SessionId, name: str) -> None:
-        """Notes what a client calls itself, as far as that is fit for a log."""
+        """Remember the name that a client gives itself, in a printable form."""
         shown = one_line(name, _MAX_PRINTED_NAME)
         self._client_names.note(session, shown or "unnamed")
 
-    def tell_refusal(self, refusal: Refusal, user: str, now: float) -> None:
-        """Tells of a refusal; logs those of a kind once a second."""
+    def audit_refusal(self, refusal: Refusal, user: str, now: float) -> Audit:
+        """Log a refusal, at most one of a kind per second; return it for the audit."""
         more = self._refusals.passes(refusal.body.code, now)
         if more is not None:
             _LOGGER.info("refused: %s%s", one_line(str(refusal), _MAX_LINE), more)
-        tell(refusal.event, user, *refusal.asked, str(refusal))
+        return Audit(refusal.event, user, *refusal.asked, str(refusal))
+
+    # Admission.
 
     def add(self, message: Message, now: float) -> None:
-        """Takes an ATTACH of a new session.
+        """Add the lease that an ATTACH of a new session asks for.
 
         Raises:
           Refusal: The client may not have such envs, or there is no room for them.
@@ -168,12 +268,12 @@ class Claims(dict[SessionId, Claim]):
             refusal.asked = attach.env_name, attach.num_envs
             raise
         self._client_names[user].pop(number, None)
-        self._num_claims += 1
-        claim = self[session] = Claim(
+        self._num_leases += 1
+        record = self[session] = LeaseRecord(
             session,
-            self._num_claims,
+            self._num_leases,
             quota.settings,
-            Amounts.of(attach, quota.settings),
+            Usage.of(attach, quota.settings),
             attach,
             message.body,
             message,
@@ -181,57 +281,59 @@ class Claims(dict[SessionId, Claim]):
             now,
             now,
         )
-        _LOGGER.debug("%s, attaching (client: %s)", claim, client)
+        _LOGGER.debug("%s, attaching (client: %s)", record, client)
 
     def start_builds(self) -> list[Decision]:
-        """Starts the envs of claims that wait for that, few of each user at a time."""
-        building = [c for c in self.values() if c.state is ClaimState.BUILDING]
-        count = Counter(claim.user for claim in building if not claim.is_waiting)
+        """Start to build the envs of queued leases, of a few per user at a time."""
+        building = [r for r in self.values() if r.state is LeaseState.BUILDING]
+        count = Counter(record.user for record in building if not record.is_queued)
         starts: list[Decision] = []
-        for claim in building:
-            policy = claim.policy
+        for record in building:
+            policy = record.policy
             if policy.max_row_mib is not None:
-                own = sum(c.row_mib for c in self.values() if c.user == claim.user)
+                own = sum(r.row_mib for r in self.values() if r.user == record.user)
                 policy = replace(policy, max_row_mib=max(0, policy.max_row_mib - own))
-            # How long rows are is known once the envs are built.
+            # The size of rows is known once the envs are built.
             most = _BUILDS_AT_ONCE if policy.max_row_mib is None else 1
-            if claim.is_waiting and count[claim.user] < most:
-                claim.is_waiting = False
-                count[claim.user] += 1
-                config = PoolSettings.of(claim.attach, policy)
-                starts.append(StartPool(claim.session, config))
+            if record.is_queued and count[record.user] < most:
+                record.is_queued = False
+                count[record.user] += 1
+                config = PoolSettings.of(record.attach, policy)
+                starts.append(StartPool(record.session, config))
         return starts
 
     def _check(self, quota: Quota, attach: Attach) -> None:
         quota.check(attach)
+        name = attach.env_name
+        if name not in self._env_names:
+            raise Refusal(ErrorCode.UNKNOWN_ENV, f"no env named {name!r} is offered")
         try:
-            self._offer.check(attach.env_name)
             check_wrappers(attach.wrappers)
-        except (UnknownEnv, WrapperError) as error:
-            is_env = isinstance(error, UnknownEnv)
-            code = ErrorCode.UNKNOWN_ENV if is_env else ErrorCode.BAD_WRAPPER
-            raise Refusal(code, str(error)) from None
+        except WrapperError as error:
+            raise Refusal(ErrorCode.BAD_WRAPPER, str(error)) from None
 
     def _check_room(
         self, quota: Quota, attach: Attach, asker: tuple[str, str], now: float
     ) -> None:
-        """Says of others' leases only how many envs they are."""
+        """Raise Refusal, which shows only the number of envs of others' leases."""
         free = self.free_envs
         if attach.num_hosted <= free:
-            held = [(c.user, c.amounts) for c in self.values()]
-            quota.check_amounts(Amounts.of(attach, quota.settings), held)
+            held = [(r.user, r.usage) for r in self.values()]
+            quota.check_usage(Usage.of(attach, quota.settings), held)
             self._quotas.begin_lease(quota, now)
             return
         spares = ", half of them spares" if attach.spare_envs else ""
-        holders = sorted(self.values(), key=lambda claim: -claim.attach.num_hosted)
+        holders = sorted(self.values(), key=lambda record: -record.attach.num_hosted)
         user, client = asker
-        own = [c for c in holders if c.user == user and (user or c.client == client)]
+        own = [r for r in holders if r.user == user and (user or r.client == client)]
         parts = [
-            f"{c.attach.num_hosted} of {c.attach.env_name} by {c.client} for "
-            f"{now - c.since:.0f} s"
-            for c in own[:8]
+            f"{r.attach.num_hosted} of {r.attach.env_name} by {r.client} for "
+            f"{now - r.since:.0f} s"
+            for r in own[:8]
         ]
-        others = sum(claim.attach.num_hosted for claim in holders if claim not in own)
+        others = sum(
+            record.attach.num_hosted for record in holders if record not in own
+        )
         if others:
             parts.append(f"{others} by others")
         is_own = bool(own) and holders[0] is own[0]
@@ -246,26 +348,26 @@ class Claims(dict[SessionId, Claim]):
         )
 
     def grant(
-        self, claim: Claim, spec: EnvSpec, blocks: Sequence[Block], rows: Rows
+        self, record: LeaseRecord, spec: EnvSpec, blocks: Sequence[Block], rows: Rows
     ) -> None:
-        """Makes the lease of a claim whose envs are built; raises Refusal."""
+        """Grant a lease whose envs are built; raise Refusal if it is too large."""
         lease = Lease(
-            session=claim.session,
-            epoch=claim.number,
+            session=record.session,
+            epoch=record.number,
             spec=spec,
             blocks=blocks,
             rows=rows,
-            policy=claim.policy,
-            answers=self._answers,
+            policy=record.policy,
+            replies=self._replies,
         )
         granted = Granted(
-            epoch=claim.number,
+            epoch=record.number,
             lease_seconds=self._policy.lease_seconds,
             spec=spec,
             blocks=tuple(blocks),
         )
         try:
-            claim.granted = granted.encode()
+            record.granted = granted.encode()
         except codec.CodecError as error:
             raise Refusal(ErrorCode.ENV_START_FAILED, str(error)) from None
         if lease.max_result_bytes > MAX_RESULT_BYTES:
@@ -275,83 +377,57 @@ class Claims(dict[SessionId, Claim]):
                 f"{lease.max_result_bytes} bytes, and clients accept "
                 f"{MAX_RESULT_BYTES} at once; ask for fewer envs per server",
             )
-        claim.lease, claim.row_mib = lease, rows_mib(spec, len(rows.reward))
-        claim.machine.move(ClaimState.GRANTED)
-        attach = claim.attach
-        tell("attached", claim.user, attach.env_name, attach.num_envs)
+        record.lease, record.row_mib = lease, rows_mib(spec, len(rows.reward))
+        record.machine.move(LeaseState.GRANTED)
 
-    def close(self, claim: Claim, reason: ErrorBody | None) -> list[Decision]:
-        """Begins to end a claim; its client is told when the envs are gone.
+    # Ends.
+
+    def close(self, record: LeaseRecord, reason: ErrorBody | None) -> list[Decision]:
+        """Begin to end a lease; its client is notified when the envs are gone.
 
         Args:
-          claim: A claim; one that is CLOSING stays so, for its first reason.
-          reason: Why, for the client; None if it has detached.
+          record: The lease; if it is CLOSING already, its first reason stays.
+          reason: Why, for the client; None after its DETACH.
         """
-        if claim.state is ClaimState.CLOSING:
+        if record.state is LeaseState.CLOSING:
             return []
-        claim.machine.move(ClaimState.CLOSING)
-        claim.reason = reason
+        record.machine.move(LeaseState.CLOSING)
+        record.reason = reason
         if self.is_ending and reason is not None:
-            self.unaware.add(claim.session)
-        if claim.lease is not None:
-            late = claim.lease.late_messages
-            _LOGGER.debug("%s, ending; %d late copies were ignored", claim, late)
-            claim.lease = None
-        return [EndPool(claim.session)]
+            self.unnotified.add(record.session)
+        if record.lease is not None:
+            late = record.lease.late_messages
+            _LOGGER.debug("%s, ending; %d late copies were ignored", record, late)
+            record.lease = None
+        return [EndPool(record.session)]
 
     def close_users(self, users: Collection[str]) -> list[Decision]:
-        """Ends all claims of users whose keys were taken away, and tells them."""
+        """End all leases of users whose keys were revoked, and notify the clients."""
         reason = lease_lost(
             "the key of this client was removed, or has expired; ask the operator of "
             'the server for an invitation, and run "envserve join"'
         )
         decisions: list[Decision] = []
-        for claim in self.values():
-            if claim.user in users and claim.reason != reason:  # it was told already
-                # At once: there is no connection any more when the workers are gone.
-                decisions.append(self._answers.session_ended(claim.asked, reason))
-                decisions += self.close(claim, reason)
-                self.unaware.discard(claim.session)
-                _LOGGER.warning("%s, ended: its key was taken away", claim)
+        for record in self.values():
+            if record.user in users and record.reason != reason:  # not notified yet
+                # At once: the connection is closed before the workers are gone.
+                decisions.append(self._replies.session_ended(record.request, reason))
+                decisions += self.close(record, reason)
+                self.unnotified.discard(record.session)
+                _LOGGER.warning("%s, ended: its key was taken away", record)
         return decisions
 
-    def close_all(self, reason: ErrorBody) -> list[Decision]:
-        """Begins to end all claims, since the server is about to stop."""
-        self.is_ending = True
-        self.unaware.update(c.session for c in self.values() if c.reason is not None)
-        return [end for claim in self.values() for end in self.close(claim, reason)]
-
-    def remove(self, session: SessionId) -> Claim:
-        """Frees the envs of a claim whose workers are gone; returns it."""
-        claim = self.pop(session)
-        claim.machine.move(ClaimState.ENDED)
-        self.ended.note(session, claim.reason)
-        why = claim.reason.text.partition("\n")[0] if claim.reason else "detached"
-        fields = {"fields": {**claim.fields, "why": why}}
+    def remove(self, session: SessionId) -> list[Decision]:
+        """Free the envs of a lease whose workers are gone, and notify its client."""
+        record = self.pop(session)
+        record.machine.move(LeaseState.ENDED)
+        self.ended.note(session, record.reason)
+        why = record.reason.text.partition("\n")[0] if record.reason else "detached"
+        fields = {"fields": {**record.log_fields, "why": why}}
         text = "%s, ended%s (%s)"
-        _LOGGER.info(text, claim, claim.done, one_line(why), extra=fields)
-        if claim.granted:
-            attach = claim.attach
-            tell("ended", claim.user, attach.env_name, attach.num_envs, why)
-        return claim
-
-    def close_silent(self, now: float) -> list[Decision]:
-        """Ends the claims of clients that have been silent for too long."""
-        decisions: list[Decision] = []
-        for claim in self.values():
-            silence = now - claim.heard_at
-            # The same sum as in `next_deadline`.
-            is_silent = now >= claim.heard_at + self._policy.lease_seconds
-            if is_silent and claim.state is not ClaimState.CLOSING:
-                text = f"its client was silent for {silence:.1f} s"
-                decisions += self.close(claim, lease_lost(text))
-                self.unaware.discard(claim.session)  # nobody is there to know
-        return decisions
-
-    def next_deadline(self) -> float:
-        """When `close_silent` has to be called next."""
-        open_ = (c for c in self.values() if c.state is not ClaimState.CLOSING)
-        return (
-            min((c.heard_at for c in open_), default=math.inf)
-            + self._policy.lease_seconds
-        )
+        _LOGGER.info(text, record, record.summary, one_line(why), extra=fields)
+        return [
+            *([record.audit("ended", why)] if record.granted else []),
+            self._replies.session_ended(record.request, record.reason),
+            *self.start_builds(),
+        ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Final
 
@@ -17,13 +17,12 @@ from envserve.wire.constants import ErrorCode
 from envserve.wire.handshake import ErrorBody
 
 __all__ = [
-    "Health",
     "OverQuota",
+    "RateLimited",
     "Refusal",
-    "TooEarly",
     "check_call",
     "check_kwargs",
-    "narrow",
+    "restrict",
 ]
 
 _ATTRIBUTE_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
@@ -58,21 +57,8 @@ class OverQuota(Refusal):
     event = "over quota"
 
 
-class TooEarly(OverQuota):
+class RateLimited(OverQuota):
     """More than a user may have now, and not in a moment."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Health:
-    """How the process that serves is, as far as its clients are told.
-
-    Attributes:
-      is_starting: Whether workers cannot be started yet.
-      loop_lag_seconds: How late the serving loop was lately, at worst.
-    """
-
-    is_starting: bool = False
-    loop_lag_seconds: float = 0.0
 
 
 def check_kwargs(rules: Collection[KwargRule], kwargs: Mapping[str, Any]) -> None:
@@ -136,7 +122,7 @@ def _by_kind(rules: Collection[ExposeRule]) -> frozenset[ExposeRule]:
 
 
 @lru_cache(maxsize=64)
-def narrow(host: HostSettings, grant: Grant) -> HostSettings:
+def restrict(host: HostSettings, grant: Grant) -> HostSettings:
     """Returns what a host allows to a key, which is never more than to anybody."""
     exposed = host.exposed
     if grant.exposed is not None:

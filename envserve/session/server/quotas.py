@@ -6,7 +6,6 @@ limits are all there is. What a key may, its grant, only ever narrows them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,19 +14,17 @@ from typing import Final, NamedTuple
 from envserve.keys.grant import Grant
 from envserve.session.server.policy import (
     OverQuota,
+    RateLimited,
     Refusal,
-    TooEarly,
     check_kwargs,
-    narrow,
+    restrict,
 )
 from envserve.settings import HostSettings
 from envserve.wire.bodies import Attach
 from envserve.wire.constants import ErrorCode
 
-__all__ = ["AUDIT", "KEYLESS", "Amounts", "Quota", "Quotas", "tell"]
+__all__ = ["KEYLESS", "Quota", "Quotas", "Usage"]
 
-#: Whoever writes an audit takes its records, whose arguments are those of `tell`.
-AUDIT: Final = logging.getLogger("envserve.audit")
 #: Who is known by no key.
 KEYLESS: Final = frozenset({"", "local"})
 #: How fast a key may begin leases, each of which forks processes.
@@ -35,29 +32,22 @@ _ATTACHES_PER_SECOND: Final = 2
 _ATTACHES_AT_ONCE: Final = 8
 
 
-def tell(
-    event: str, user: str, env: str = "", count: int = 0, reason: str = ""
-) -> None:
-    """Says to whoever writes an audit what has happened to a user, and to envs."""
-    AUDIT.debug("%s: %s: %s x%d: %s", event, user, env, count, reason)
-
-
-class Amounts(NamedTuple):
-    """What a claim takes; or all claims of a user, or of all users."""
+class Usage(NamedTuple):
+    """Envs, worker processes and leases: of one lease, of a user, or of all users."""
 
     envs: int = 0
     processes: int = 0
     leases: int = 0
 
     @classmethod
-    def of(cls, attach: Attach, host: HostSettings) -> Amounts:
+    def of(cls, attach: Attach, host: HostSettings) -> Usage:
         """Returns what a client asks for."""
         most = attach.num_envs // min(attach.num_splits, attach.num_envs)
         each = min(host.num_workers, attach.blocks_per_split or most, most)
         return cls(attach.num_hosted, each, 1)
 
     @classmethod
-    def most(cls, host: HostSettings) -> Amounts:
+    def most(cls, host: HostSettings) -> Usage:
         """Returns the most that all users of a host may have together."""
         processes = max(host.max_processes, host.num_workers)
         return cls(host.total_envs, processes, host.total_envs)
@@ -80,18 +70,18 @@ class Quota:
     @property
     def settings(self) -> HostSettings:
         """The host's, as narrow as they are for the user."""
-        return self.host if self.grant is None else narrow(self.host, self.grant)
+        return self.host if self.grant is None else restrict(self.host, self.grant)
 
     @property
-    def limits(self) -> Amounts:
+    def limits(self) -> Usage:
         """The most that the user may have: keys leave a quarter of processes."""
-        most = Amounts.most(self.host)
+        most = Usage.most(self.host)
         if self.grant is None:
             return most
         processes = most.processes - most.processes // 4
         most = most._replace(processes=max(processes, self.host.num_workers))
         grant = (self.grant.max_envs, self.grant.max_processes, self.grant.max_leases)
-        return Amounts(*(min(a, b or a) for a, b in zip(most, grant, strict=True)))
+        return Usage(*(min(a, b or a) for a, b in zip(most, grant, strict=True)))
 
     def choose(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Returns those of the env names on offer that the user may have."""
@@ -110,25 +100,23 @@ class Quota:
         if grant is not None and grant.allowed_kwargs is not None:
             check_kwargs(grant.allowed_kwargs, attach.env_kwargs)
 
-    def check_amounts(
-        self, asked: Amounts, held: Iterable[tuple[str, Amounts]]
-    ) -> None:
+    def check_usage(self, asked: Usage, held: Iterable[tuple[str, Usage]]) -> None:
         """Raises OverQuota for more than the user may have, now or ever.
 
         Args:
           asked: What it asks for.
-          held: What each claim there is takes, and whose it is.
+          held: User and usage of each lease in the table.
         """
-        own, others = [Amounts()], [Amounts()]
+        own, others = [Usage()], [Usage()]
         for holder, amounts in held:
             (own if holder == self.user else others).append(amounts)
         columns = zip(
-            Amounts._fields,
+            Usage._fields,
             asked,
             self.limits,
             map(sum, zip(*own, strict=True)),
             map(sum, zip(*others, strict=True)),
-            Amounts.most(self.host),
+            Usage.most(self.host),
             strict=True,
         )
         name = self.user or "whoever has no key"
@@ -177,6 +165,11 @@ class Quotas:
         #: When each user's next lease would begin if they had come evenly.
         self._due: dict[str, float] = {}
 
+    @property
+    def uses_keys(self) -> bool:
+        """Whether users have keys."""
+        return self._grant_of is not None
+
     def of(self, user: str) -> Quota:
         """Returns what a user may; raises Refusal if that is nothing."""
         if self._grant_of is None or user in KEYLESS:
@@ -205,7 +198,7 @@ class Quotas:
         interval = 1 / _ATTACHES_PER_SECOND
         due = max(self._due.get(quota.user, now), now)
         if due > now + (_ATTACHES_AT_ONCE - 1) * interval:
-            raise TooEarly(
+            raise RateLimited(
                 ErrorCode.ENVS_BUSY,
                 f"{quota.user} may attach {_ATTACHES_PER_SECOND} times a second, and "
                 f"{_ATTACHES_AT_ONCE} times at once; more of them wait",

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from envserve.errors import RemoteProtocolError
-from envserve.session.server.decisions import Decision, Reply
+from envserve.session.server.decisions import Reply
 from envserve.session.server.policy import Refusal
 from envserve.text import without_folders
-from envserve.wire.bodies import Building, Drain
+from envserve.wire.bodies import Building
 from envserve.wire.constants import (
-    DRAIN_WORD,
     MIN_VERSION,
     VERSION,
     ErrorCode,
     Executed,
     MessageType,
 )
-from envserve.wire.handshake import ErrorBody, Join
+from envserve.wire.handshake import ErrorBody
 from envserve.wire.message import Buffer, Message, pack
 
-__all__ = ["Answers", "lease_lost", "no_new_leases", "versions_differ"]
+__all__ = ["Replies", "lease_lost", "no_new_leases", "versions_differ"]
 
 
-class Answers:
+class Replies:
     """Makes the answers of one start of a server.
 
     Attributes:
@@ -41,7 +38,7 @@ class Answers:
 
     def reply(
         self,
-        asked: Message,
+        request: Message,
         type_: MessageType,
         body: bytes = b"",
         *,
@@ -56,58 +53,27 @@ class Answers:
         """
         frames = pack(
             type_,
-            (asked.session, self._boot, asked.epoch),
-            asked.request,
-            asked.entries if entries is None else entries,
+            (request.session, self._boot, request.epoch),
+            request.request,
+            request.entries if entries is None else entries,
             body,
             payload,
             report,
             version=version,
-            attempt=asked.attempt,
+            attempt=request.attempt,
         )
-        return Reply(asked.peer, frames)
+        return Reply(request.peer, frames)
 
-    def join(
-        self, asked: Message, enrol: Callable[[str, bytes], None] | None
-    ) -> list[Decision]:
-        """Answers a JOIN, and nothing else that comes by the key of an invitation.
-
-        `enrol` puts a public key in that one's place; None where no keys are used.
-        """
-        if asked.type is not MessageType.JOIN:
-            return []
-        if asked.version != VERSION:
-            raise versions_differ(asked.version)
-        if enrol is None:
-            raise RemoteProtocolError("this server uses no keys")
-        enrol(asked.peer[-1], Join.decode(asked.body).public)
-        return [self.reply(asked, MessageType.JOINED)]
-
-    def drain(
-        self, asked: Message, drain: Callable[[], float] | None
-    ) -> list[Decision]:
-        """Answers an ASK_DRAIN; see `ServerSession`."""
-        if asked.peer[-1] != "local" or drain is None:
-            raise Refusal(
-                ErrorCode.REFUSED,
-                "expected the user who runs this server, by its own keys or over ipc; "
-                "others end what they have by leaving",
-            )
-        if asked.body != DRAIN_WORD:
-            raise RemoteProtocolError("expected the body of an ASK_DRAIN")
-        body = Drain(grace_ms=int(1000 * drain())).encode()
-        return [self.reply(asked, MessageType.DRAIN, body)]
-
-    def building(self, asked: Message, seconds: float = 0.0) -> Reply:
+    def building(self, request: Message, seconds: float = 0.0) -> Reply:
         """Says that the envs are still being built, for so long."""
         body = Building(elapsed_ms=int(1000 * seconds)).encode()
-        return self.reply(asked, MessageType.BUILDING, body)
+        return self.reply(request, MessageType.BUILDING, body)
 
-    def error(self, asked: Message, body: ErrorBody) -> Reply:
+    def error(self, request: Message, body: ErrorBody) -> Reply:
         """Answers with an ERROR, as the client's version has it."""
         self.refusals[body.code.name] += 1
         error = self.shown_error(body).encode()
-        return self.reply(asked, MessageType.ERROR, error, version=asked.version)
+        return self.reply(request, MessageType.ERROR, error, version=request.version)
 
     def shown(self, text: str) -> str:
         """Returns what clients may know of a text of an env's."""
@@ -118,28 +84,28 @@ class Answers:
         text, traceback = self.shown(body.text), self.shown(body.traceback)
         return replace(body, text=text, traceback=traceback)
 
-    def refuse(self, asked: Message, code: ErrorCode, text: str) -> Reply:
+    def refuse(self, request: Message, code: ErrorCode, text: str) -> Reply:
         """Says that a request, or this copy of it, was refused."""
         # An earlier one may have been whole, and executed, by a lease that is no more.
-        executed = Executed.UNKNOWN if asked.attempt else Executed.NO
-        return self.error(asked, ErrorBody(code=code, executed=executed, text=text))
+        executed = Executed.UNKNOWN if request.attempt else Executed.NO
+        return self.error(request, ErrorBody(code=code, executed=executed, text=text))
 
-    def fence(self, asked: Message, what: str) -> Reply:
+    def fence(self, request: Message, what: str) -> Reply:
         """Says that a message belongs to a lease or server of the past."""
         text = f"this request is from before the {what}; attach anew"
-        return self.refuse(asked, ErrorCode.FENCED, text)
+        return self.refuse(request, ErrorCode.FENCED, text)
 
-    def session_ended(self, asked: Message, reason: ErrorBody | None) -> Reply:
+    def session_ended(self, request: Message, reason: ErrorBody | None) -> Reply:
         """Says that a session has no envs any more, and why; None for a DETACH."""
-        is_about_session = asked.type in (MessageType.DETACH, MessageType.ATTACH)
+        is_about_session = request.type in (MessageType.DETACH, MessageType.ATTACH)
         if reason is not None:
             if not is_about_session:  # or only this request would seem to have failed
                 reason = replace(reason, code=ErrorCode.LEASE_LOST)
-            return self.error(asked, reason)
+            return self.error(request, reason)
         if is_about_session:
-            return self.reply(asked, MessageType.DETACHED)
+            return self.reply(request, MessageType.DETACHED)
         body = ErrorBody(code=ErrorCode.LEASE_LOST, text="this session has detached")
-        return self.error(asked, body)
+        return self.error(request, body)
 
 
 def versions_differ(theirs: object) -> Refusal:

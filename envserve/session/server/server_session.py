@@ -1,14 +1,16 @@
-"""The server's half: greets, grants leases within its capacity, and ends them.
+"""The server's half of all sessions: greets clients, grants leases, and ends them.
 
-A client's ATTACH is a claim, see `ClaimState`: BUILDING until its envs are built,
-GRANTED while its lease runs, CLOSING until its workers are gone; then only how it ended
-is kept. Any message of a session renews its lease. Time is an argument; nothing waits.
+`states` has the theory. Operations of a granted lease go to its `Lease`; all other
+messages are handled here, with the `LeaseTable`. Every message of a session renews its
+lease. Time is an argument. The session neither waits nor calls other parts of the
+server: it returns decisions, and its methods take the events that follow from them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 from msgspec.structs import replace
@@ -17,196 +19,229 @@ from envserve.errors import EnvserveError, RemoteProtocolError
 from envserve.keys.formats import INVITATION
 from envserve.keys.grant import Grant
 from envserve.lane import Block, Outcome
-from envserve.session.server.decisions import Decision, Reply, SessionId
-from envserve.session.server.lease_record import Claim
-from envserve.session.server.lease_table import Claims, Offer
-from envserve.session.server.observer_requests import QUESTIONS, Questions
-from envserve.session.server.policy import Health, Refusal, TooEarly
+from envserve.session.server.decisions import (
+    BeginDrain,
+    Decision,
+    EnrolKey,
+    Reply,
+    ReplyWelcome,
+    SessionId,
+)
+from envserve.session.server.lease_table import LeaseRecord, LeaseTable
+from envserve.session.server.observer_requests import OBSERVER_TYPES, ObserverRequests
+from envserve.session.server.policy import RateLimited, Refusal
 from envserve.session.server.quotas import Quotas
 from envserve.session.server.replies import (
-    Answers,
+    Replies,
     lease_lost,
     no_new_leases,
     versions_differ,
 )
-from envserve.session.states import ClaimState
+from envserve.session.states import LeaseState
 from envserve.settings import HostSettings
 from envserve.slab import Rows
 from envserve.spaces.env_spec import EnvSpec
 from envserve.wire.bodies import Drain, Pong
 from envserve.wire.constants import (
+    DRAIN_WORD,
     MIN_VERSION,
     VERSION,
     ErrorCode,
     Executed,
     MessageType,
 )
-from envserve.wire.handshake import ErrorBody, Hello, body_of
+from envserve.wire.handshake import ErrorBody, Hello, Join, body_of
 from envserve.wire.message import Buffer, Message, Peer, decode, peek
 
 __all__ = ["ServerSession"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 
-#: Types from here on are sent by servers.
+#: Types from this one on are sent by servers.
 _FIRST_OF_SERVER: Final = 128
-#: What runs on envs.
+#: Requests that are carried out by envs.
 _OPERATIONS: Final = frozenset({MessageType.STEP, MessageType.RESET, MessageType.CALL})
+#: Answers to requests that are answered by the server, see `RequestDecision`.
+_RESULT_TYPES: Final[Mapping[MessageType | int, MessageType]] = {
+    MessageType.HELLO: MessageType.WELCOME,
+    MessageType.STATUS: MessageType.STATUS_RESULT,
+    MessageType.FRAME: MessageType.FRAME_RESULT,
+    MessageType.JOIN: MessageType.JOINED,
+}
 
 
 class ServerSession:
-    """All conversations of one server.
+    """All sessions of one server.
 
-    Every method returns what the shell has to do, in that order.
+    Every method returns decisions, to be carried out in that order.
 
     Attributes:
       boot: Number of this start of the server, by which clients notice a restart.
-      claims: What clients have, or have asked for.
-      quotas: What users may.
-      dropped_messages: How many were no messages at all.
-      questions: Answers who looks on.
+      leases: The leases, from ATTACH until their envs are free.
+      quotas: Limits of users.
+      dropped_messages: Number of messages that could not be answered.
       refusals: ERRORs that were sent, by the name of their code.
     """
 
     def __init__(
         self,
         policy: HostSettings,
-        offer: Offer,
+        env_names: tuple[str, ...],
         boot: int,
-        check_health: Callable[[], Health] = Health,
-        enrol: Callable[[str, bytes], None] | None = None,
         grant_of: Callable[[str], Grant | None] | None = None,
-        drain: Callable[[], float] | None = None,
     ) -> None:
-        """Starts without sessions.
+        """Start without sessions.
 
         Args:
           policy: Limits and permissions.
-          offer: Env names.
+          env_names: Names of the envs that are offered.
           boot: Random number in [1, 2**64).
-          check_health: Tells how the process that serves is.
-          enrol: Puts a public key in the place of a user's, who was invited only, or
-            raises RemoteProtocolError; None if there are no keys.
-          grant_of: What the key of a user may, see `Quotas`.
-          drain: Has a drain begin soon; returns how many seconds it may take.
+          grant_of: Look-up of the grant of a user's key, see `Quotas`.
         """
         self.boot = boot
         self.dropped_messages = 0
-        self._answers = Answers(boot, shows_folders=policy.debug_errors)
-        self.refusals = self._answers.refusals
-        self.check_health = check_health
-        self._enrol, self._drain = enrol, drain
+        self._policy = policy
+        self._replies = Replies(boot, shows_folders=policy.debug_errors)
+        self.refusals = self._replies.refusals
         self.quotas = Quotas(policy, grant_of)
-        self.claims = Claims(policy, offer, self._answers, self.quotas)
-        self.questions = Questions(self.claims, self._answers, self.quotas)
+        self.leases = LeaseTable(policy, env_names, self._replies, self.quotas)
+        self._observers = ObserverRequests(self.leases, self.quotas)
 
     @property
     def has_ended(self) -> bool:
-        """Whether, after `begin_drain` or `stop`, no client thinks it has envs."""
-        return self.claims.have_ended
+        """Whether, after a drain or `stop`, no client believes that it has envs."""
+        leases = self.leases
+        return leases.is_ending and not leases and not leases.unnotified
 
     # Messages.
 
     def receive(
         self, peer: Peer, frames: Sequence[Buffer], now: float
     ) -> list[Decision]:
-        """Takes what a peer has sent, whatever it is.
+        """Handle any message of a peer.
 
-        What others have under a number does not exist for it, and is answered so.
+        Sessions of other users do not exist for it, and it is answered accordingly.
         """
         try:
             message = decode(frames)
         except RemoteProtocolError as error:
-            asked = _peek(peer, frames)
-            if asked is None:
+            header = _peek(peer, frames)
+            if header is None:
                 self.dropped_messages += 1
                 return []
-            return [self._answers.refuse(asked, ErrorCode.BAD_MESSAGE, str(error))]
+            return [self._replies.refuse(header, ErrorCode.BAD_MESSAGE, str(error))]
         message.peer = peer
         try:
-            # The usual case first, which needs no closer look.
-            claim = self.claims.get((peer[-1], message.session))
+            # The usual case first, which needs no further checks.
+            record = self.leases.get((peer[-1], message.session))
             if (
-                claim is not None
-                and claim.lease is not None
+                record is not None
+                and record.lease is not None
                 and message.type in _OPERATIONS
                 and message.boot == self.boot
-                and message.epoch == claim.lease.epoch
+                and message.epoch == record.lease.epoch
                 and message.version == VERSION
             ):
-                claim.heard_at = now
-                claim.asked.peer = peer  # it may have connected anew
-                return claim.lease.handle(message, now)
-            return self._dispatch(message, claim, now)
-        except Refusal as refusal:
-            self.claims.tell_refusal(refusal, peer[-1], now)
-            return [self._answers.error(message, refusal.body)]
-        except RemoteProtocolError as error:
-            return [self._answers.refuse(message, ErrorCode.BAD_MESSAGE, str(error))]
+                record.heard_at = now
+                record.request.peer = peer  # it may have reconnected
+                return record.lease.handle(message, now)
+            return self._dispatch(message, record, now)
+        except (Refusal, RemoteProtocolError) as error:
+            return self.refuse(message, error, now)
+
+    def refuse(
+        self, request: Message, error: Refusal | RemoteProtocolError, now: float
+    ) -> list[Decision]:
+        """Answer a request that is refused or malformed with an ERROR."""
+        if isinstance(error, RemoteProtocolError):
+            return [self._replies.refuse(request, ErrorCode.BAD_MESSAGE, str(error))]
+        return [
+            self.leases.audit_refusal(error, request.peer[-1], now),
+            self._replies.error(request, error.body),
+        ]
+
+    def answer(
+        self, request: Message, body: bytes = b"", payload: bytes = b""
+    ) -> list[Decision]:
+        """Answer a request of a `RequestDecision`."""
+        kind = _RESULT_TYPES[request.type]
+        return [self._replies.reply(request, kind, body, payload=payload)]
 
     def receive_failed(self, peer: Peer, frames: Sequence[Buffer]) -> list[Decision]:
-        """Answers a message that met a defect of ours; ends its session, if any.
+        """Answer a message that the server failed to handle; end its session, if any.
 
-        How far it got cannot be known, so nothing of that session can be relied on.
+        Nobody can know how much of it was done, so the session cannot be continued.
         """
-        message = _peek(peer, frames)
-        if message is None:
-            return []
+        header = _peek(peer, frames)
+        return [] if header is None else self.request_failed(header)
+
+    def request_failed(self, request: Message) -> list[Decision]:
+        """Do the same for a message that was decoded."""
         body = ErrorBody(
             code=ErrorCode.INTERNAL,
             executed=Executed.UNKNOWN,
             text="the server failed at this message; look at its log",
         )
-        answer = self._answers.error(message, body)
-        claim = self.claims.get((peer[-1], message.session))
-        if claim is None or message.boot != self.boot:
-            return [answer]
-        return [answer, *self.claims.close(claim, body)]
+        reply = self._replies.error(request, body)
+        record = self.leases.get((request.peer[-1], request.session))
+        if record is None or request.boot != self.boot:
+            return [reply]
+        return [reply, *self.leases.close(record, body)]
 
     def _dispatch(
-        self, message: Message, claim: Claim | None, now: float
+        self, message: Message, record: LeaseRecord | None, now: float
     ) -> list[Decision]:
-        """Handles all but the operations of a granted lease."""
+        """Handle all messages except the operations of a granted lease."""
         kind = message.type
         if kind is MessageType.JOIN or message.peer[-1].startswith(INVITATION):
-            return self._answers.join(message, self._enrol)
+            return self._on_join(message)
         if kind is MessageType.HELLO:
             return self._on_hello(message)
         if _is_from_server(message):
-            self.dropped_messages += 1  # an answer to it could go round in circles
+            self.dropped_messages += 1  # replies to replies might never end
             return []
         if message.version != VERSION:
             raise versions_differ(message.version)
-        if kind in QUESTIONS:
-            return self.questions.answer(message, now)
+        if kind in OBSERVER_TYPES:
+            return self._observers.handle(message, now)
         if not isinstance(kind, MessageType):
             raise Refusal(ErrorCode.UNSUPPORTED, f"messages of type {kind} are unknown")
         if kind is MessageType.ASK_DRAIN:
-            return self._answers.drain(message, self._drain)
+            return self._on_ask_drain(message)
         if message.boot != self.boot:
-            return [self._answers.fence(message, "server was started")]
+            return [self._replies.fence(message, "server was started")]
         if kind is MessageType.DETACH:
-            self.claims.unaware.discard((message.peer[-1], message.session))
-        if claim is None:
+            self.leases.unnotified.discard((message.peer[-1], message.session))
+        if record is None:
             return self._on_stranger(message, now)
-        claim.heard_at = now
+        record.heard_at = now
         if kind is MessageType.ATTACH:
-            return self._on_repeated_attach(claim, message, now)
+            return self._on_repeated_attach(record, message, now)
         if kind is MessageType.DETACH:
-            claim.asked = message
-            return self.claims.close(claim, None)
-        if claim.state is ClaimState.CLOSING:
-            return [self._answers.session_ended(message, claim.reason)]
-        if claim.lease is None:
+            record.request = message
+            return self.leases.close(record, None)
+        if record.state is LeaseState.CLOSING:
+            return [self._replies.session_ended(message, record.reason)]
+        if record.lease is None:
             if kind is not MessageType.PING:
                 raise Refusal(ErrorCode.BAD_MESSAGE, "the lease is not granted yet")
             pong = Pong(running={})
-        elif message.epoch != claim.lease.epoch:
-            return [self._answers.fence(message, "lease was granted")]
+        elif message.epoch != record.lease.epoch:
+            return [self._replies.fence(message, "lease was granted")]
         else:
-            claim.asked.peer = message.peer
-            pong = claim.lease.pong(now)
-        return [self._answers.reply(message, MessageType.PONG, pong.encode())]
+            record.request.peer = message.peer
+            pong = record.lease.pong(now)
+        return [self._replies.reply(message, MessageType.PONG, pong.encode())]
+
+    def _on_join(self, message: Message) -> list[Decision]:
+        """Handle a JOIN; ignore all else that is sent with the key of an invitation."""
+        if message.type is not MessageType.JOIN:
+            return []
+        if message.version != VERSION:
+            raise versions_differ(message.version)
+        if not self.quotas.uses_keys:
+            raise RemoteProtocolError("this server uses no keys")
+        return [EnrolKey(message, Join.decode(message.body).public)]
 
     def _on_hello(self, message: Message) -> list[Decision]:
         hello = Hello.decode(message.body)
@@ -214,49 +249,61 @@ class ServerSession:
             raise versions_differ(f"{hello.min_version} to {hello.max_version}")
         if message.session:
             session = message.peer[-1], message.session
-            self.claims.note_name(session, hello.client)
-        body = self.claims.welcome(message.peer[-1], self.check_health()).encode()
-        return [self._answers.reply(message, MessageType.WELCOME, body)]
+            self.leases.note_name(session, hello.client)
+        self.quotas.of(message.peer[-1])  # raises unless the key is still valid
+        return [ReplyWelcome(message)]
+
+    def _on_ask_drain(self, message: Message) -> list[Decision]:
+        if message.peer[-1] != "local":
+            raise Refusal(
+                ErrorCode.REFUSED,
+                "expected the user who runs this server, by its own keys or over ipc; "
+                "others end what they have by leaving",
+            )
+        if message.body != DRAIN_WORD:
+            raise RemoteProtocolError("expected the body of an ASK_DRAIN")
+        body = Drain(grace_ms=int(1000 * self._policy.drain_grace_seconds)).encode()
+        return [BeginDrain(), self._replies.reply(message, MessageType.DRAIN, body)]
 
     def _on_stranger(self, message: Message, now: float) -> list[Decision]:
-        """Handles a session that has no envs: it wants some, or had some."""
-        ended = self.claims.ended[message.peer[-1]]
+        """Handle a session without a lease: it asks for one, or its lease has ended."""
+        ended = self.leases.ended[message.peer[-1]]
         if message.session in ended:
-            return [self._answers.session_ended(message, ended[message.session])]
+            return [self._replies.session_ended(message, ended[message.session])]
         if message.type is MessageType.DETACH:
-            return [self._answers.session_ended(message, None)]
+            return [self._replies.session_ended(message, None)]
         if message.type is not MessageType.ATTACH:
             text = "this session has no envs here; attach anew"
-            return [self._answers.refuse(message, ErrorCode.LEASE_LOST, text)]
+            return [self._replies.refuse(message, ErrorCode.LEASE_LOST, text)]
         if message.session == 0:
             raise RemoteProtocolError("expected a session number that is not 0")
-        if self.claims.is_ending:
+        if self.leases.is_ending:
             raise no_new_leases()
         try:
-            self.claims.add(message, now)
-        except TooEarly as refusal:  # a later copy will not be
-            self.claims.tell_refusal(refusal, message.peer[-1], now)
-            return [self._answers.building(message)]
-        return [*self.claims.start_builds(), self._answers.building(message)]
+            self.leases.add(message, now)
+        except RateLimited as refusal:  # a later copy of the ATTACH will be accepted
+            audit = self.leases.audit_refusal(refusal, message.peer[-1], now)
+            return [audit, self._replies.building(message)]
+        return [*self.leases.start_builds(), self._replies.building(message)]
 
     def _on_repeated_attach(
-        self, claim: Claim, message: Message, now: float
+        self, record: LeaseRecord, message: Message, now: float
     ) -> list[Decision]:
-        if message.body != claim.attach_body:
+        if message.body != record.attach_body:
             raise RemoteProtocolError("this session has attached with other arguments")
-        if claim.state is ClaimState.CLOSING:
-            return [self._answers.session_ended(message, claim.reason)]
-        claim.asked = message
-        if claim.state is ClaimState.GRANTED and claim.repeats.allow(now):
-            return [self._tell_granted(claim)._replace(repeats=claim.repeats)]
-        return [self._answers.building(message, now - claim.since)]
+        if record.state is LeaseState.CLOSING:
+            return [self._replies.session_ended(message, record.reason)]
+        record.request = message
+        if record.state is LeaseState.GRANTED and record.limiter.allow(now):
+            return [self._granted(record)._replace(limiter=record.limiter)]
+        return [self._replies.building(message, now - record.since)]
 
-    def _tell_granted(self, claim: Claim) -> Reply:
-        asked = _unasked(claim, claim.asked.request)
-        asked.attempt = claim.asked.attempt
-        return self._answers.reply(asked, MessageType.GRANTED, claim.granted)
+    def _granted(self, record: LeaseRecord) -> Reply:
+        notice = record.notice(record.request.request)
+        notice.attempt = record.request.attempt
+        return self._replies.reply(notice, MessageType.GRANTED, record.granted)
 
-    # What has happened to pools.
+    # Events of pools.
 
     def pool_ready(
         self,
@@ -266,29 +313,30 @@ class ServerSession:
         rows: Rows,
         now: float,
     ) -> list[Decision]:
-        """Grants the lease, since the envs are built."""
-        claim = self.claims[session_id]
-        if claim.state is not ClaimState.BUILDING:
+        """Grant a lease, because its envs are built."""
+        record = self.leases[session_id]
+        if record.state is not LeaseState.BUILDING:
             return []
         try:
-            self.claims.grant(claim, spec, blocks, rows)
+            self.leases.grant(record, spec, blocks, rows)
         except Refusal as refusal:
-            return self.claims.close(claim, refusal.body)
-        waited, extra = now - claim.since, {"fields": claim.fields}
+            return self.leases.close(record, refusal.body)
+        waited, extra = now - record.since, {"fields": record.log_fields}
         text = "%s, granted to %s after %.1f s"
-        _LOGGER.info(text, claim, claim.client, waited, extra=extra)
-        return [self._tell_granted(claim), *self.claims.start_builds()]
+        _LOGGER.info(text, record, record.client, waited, extra=extra)
+        starts = self.leases.start_builds()
+        return [record.audit("attached"), self._granted(record), *starts]
 
     def pool_failed(
         self, session_id: SessionId, error: EnvserveError
     ) -> list[Decision]:
-        """Ends a session whose envs could not be built, or are lost for good."""
-        claim = self.claims[session_id]
+        """End a session whose envs could not be built, or are lost for good."""
+        record = self.leases[session_id]
         body = body_of(error, Executed.UNKNOWN)
-        if claim.lease is None and body.code is ErrorCode.INTERNAL:
-            # No memory, no descriptors: whatever it was, there are no envs.
+        if record.lease is None and body.code is ErrorCode.INTERNAL:
+            # Out of memory or descriptors, for example: in any case, there are no envs.
             body = replace(body, code=ErrorCode.ENV_START_FAILED)
-        return self.claims.close(claim, body)
+        return self.leases.close(record, body)
 
     def pool_finished(
         self,
@@ -296,84 +344,91 @@ class ServerSession:
         outcomes: Sequence[Outcome],
         absent: Collection[int] = (),
     ) -> list[Decision]:
-        """Answers what has ended in a session's pool; see `Lease.finish`."""
-        claim = self.claims[session_id]
-        if claim.lease is None:  # it is being closed
+        """Answer operations that have ended in a session's pool; see `Lease.finish`."""
+        record = self.leases[session_id]
+        if record.lease is None:  # it is being closed
             return []
-        replies = claim.lease.finish(outcomes, absent)
-        if self.claims.is_ending and claim.lease.has_drained:
-            text = "the server was drained: each of its envs ended an episode"
-            replies += self.claims.close(claim, lease_lost(text))
+        replies = record.lease.finish(outcomes, absent)
+        if record.unfinished is not None:
+            for outcome in outcomes:
+                record.unfinished.difference_update(record.lease.ended_rows(outcome))
+            if not record.unfinished:
+                text = "the server was drained: each of its envs ended an episode"
+                replies += self.leases.close(record, lease_lost(text))
         return replies
 
     def pool_broken(
         self, session_id: SessionId, error: EnvserveError
     ) -> list[Decision]:
-        """Frees the envs of a session whose pool failed, and is gone already."""
-        claim = self.claims.get(session_id)
-        if claim is None:
+        """Free the envs of a session whose pool failed and is closed already."""
+        record = self.leases.get(session_id)
+        if record is None:
             return []
-        self.claims.close(claim, body_of(error, Executed.UNKNOWN))
+        self.leases.close(record, body_of(error, Executed.UNKNOWN))
         return self.pool_closed(session_id)
 
     def pool_closed(self, session_id: SessionId) -> list[Decision]:
-        """Frees the envs of a session whose workers are gone; tells the client."""
-        claim = self.claims.remove(session_id)
-        ended = self._answers.session_ended(claim.asked, claim.reason)
-        return [ended, *self.claims.start_builds()]
+        """Free the envs of a session whose workers are gone; notify its client."""
+        return self.leases.remove(session_id)
 
-    # Leases, and the end of the server.
+    # The ends of leases, and of the server.
 
     def poll(self, now: float) -> list[Decision]:
-        """Gives up the envs of clients that have been silent for too long."""
-        return self.claims.close_silent(now)
+        """End the leases of clients that were silent for too long."""
+        decisions: list[Decision] = []
+        for record in self.leases.values():
+            # The same sum as in `next_deadline`.
+            is_silent = now >= record.heard_at + self._policy.lease_seconds
+            if is_silent and record.state is not LeaseState.CLOSING:
+                text = f"its client was silent for {now - record.heard_at:.1f} s"
+                decisions += self.leases.close(record, lease_lost(text))
+                self.leases.unnotified.discard(record.session)  # its client is gone
+        return decisions
 
     def next_deadline(self) -> float:
-        """When `poll` has to be called next."""
-        return self.claims.next_deadline()
+        """Return when `poll` has to be called next; infinity if never."""
+        leases = self.leases.values()
+        heard = (r.heard_at for r in leases if r.state is not LeaseState.CLOSING)
+        return min(heard, default=math.inf) + self._policy.lease_seconds
 
     def begin_drain(self, grace_seconds: float) -> list[Decision]:
-        """Grants nothing any more; a lease ends when its running episodes have.
+        """Grant nothing any more; end each lease when its running episodes have ended.
 
         Args:
-          grace_seconds: How long until `stop` will end those that are left.
+          grace_seconds: Seconds until `stop` will end the leases that are left.
         """
-        self.claims.is_ending = True
+        self.leases.is_ending = True
         body = Drain(grace_ms=int(1000 * grace_seconds)).encode()
         decisions: list[Decision] = []
-        for claim in self.claims.values():
-            if claim.state is ClaimState.BUILDING:
-                decisions += self.claims.close(claim, no_new_leases().body)
-            elif claim.lease is not None:
-                claim.lease.begin_drain()
-                asked = _unasked(claim, 0)
-                decisions.append(self._answers.reply(asked, MessageType.DRAIN, body))
-        if count := len(self.claims):
+        for record in self.leases.values():
+            if record.state is LeaseState.BUILDING:
+                decisions += self.leases.close(record, no_new_leases().body)
+            elif record.lease is not None:
+                record.unfinished = set(range(record.attach.num_envs))
+                notice = record.notice()
+                decisions.append(self._replies.reply(notice, MessageType.DRAIN, body))
+        if count := len(self.leases):
             _LOGGER.info("draining: %g s for leases: %d", grace_seconds, count)
         return decisions
 
     def stop(self, why: str = "") -> list[Decision]:
-        """Ends all sessions, since the server is about to stop.
+        """End all sessions, because the server is about to stop.
 
-        Their clients are told what has ended a drain.
+        Args:
+          why: What has cut a drain short, for the clients; "" without a drain.
         """
         text = f"the server was drained: {why}" if why else "the server was stopped"
-        return self.claims.close_all(lease_lost(text))
-
-
-def _unasked(claim: Claim, request: int) -> Message:
-    """Returns what to answer, to say what a claim's latest message did not ask."""
-    return Message(
-        MessageType.ATTACH,
-        session=claim.session[1],
-        epoch=0 if claim.lease is None else claim.lease.epoch,
-        request=request,
-        peer=claim.asked.peer,
-    )
+        leases, decisions = self.leases, list[Decision]()
+        leases.is_ending = True
+        for record in leases.values():
+            if record.reason is not None:  # CLOSING already
+                leases.unnotified.add(record.session)
+            decisions += leases.close(record, lease_lost(text))
+        return decisions
 
 
 def _peek(peer: Peer, frames: Sequence[Buffer]) -> Message | None:
-    """Returns the numbers of what is no message, if it may be answered at all."""
+    """Return the header of a message that cannot be decoded; None if not answerable."""
     message = peek(frames)
     if message is None or _is_from_server(message):
         return None
@@ -382,4 +437,4 @@ def _peek(peer: Peer, frames: Sequence[Buffer]) -> Message | None:
 
 
 def _is_from_server(message: Message) -> bool:
-    return message.type >= _FIRST_OF_SERVER  # also what we do not know
+    return message.type >= _FIRST_OF_SERVER  # types that are unknown here as well

@@ -1,4 +1,4 @@
-"""The referee counts what is wrong, each kind of it, and nothing that is right."""
+"""The checker counts what is wrong, each kind of it, and nothing that is right."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from envserve.client import BatchEnv, StepResult
 from envserve.demo.learner import Learner
-from envserve.demo.replay_check import Referee
+from envserve.demo.replay_check import ReplayCheck
 from envserve.envs.registry import make_env
 from envserve.envs.seeding import INCARNATIONS_PER_LEASE, env_seed
 from envserve.slab import Status
@@ -77,28 +77,28 @@ COURSE[24:27] = [Status.PENDING, Status.PENDING, Status.SERVER_LOST]
 def play(
     spoil: Callable[[int, StepResult], object] = lambda step, result: None,
     sent: Callable[[int, Array], Array] = lambda step, actions: actions,
-) -> Referee:
-    """Plays the course before a referee.
+) -> ReplayCheck:
+    """Plays the course before a checker.
 
     Args:
       spoil: Changes what a step gave.
-      sent: What the envs get for the actions that the referee knows.
+      sent: What the envs get for the actions that the checker knows.
     """
     random, batch = np.random.default_rng(3), HonestBatch()
-    referee = Referee(make, NUM_ENVS, ROOT_SEED)
-    referee.reset(batch.seen)
+    checker = ReplayCheck(make, NUM_ENVS, ROOT_SEED)
+    checker.reset(batch.seen)
     for step, status in enumerate(COURSE):
         actions = random.integers(0, 2, NUM_ENVS)
         result = batch.step(sent(step, actions), status)
         spoil(step, result)
-        referee.step(ROWS, actions, result)
-    return referee
+        checker.step(ROWS, actions, result)
+    return checker
 
 
 def test_what_is_right_is_not_counted() -> None:
-    referee = play()
-    assert referee.num_wrong == 0
-    assert referee.num_checked == (len(COURSE) + 1) * NUM_ENVS
+    checker = play()
+    assert checker.num_wrong == 0
+    assert checker.num_checked == (len(COURSE) + 1) * NUM_ENVS
 
 
 def add_one_bit(array: Array, row: int) -> None:
@@ -130,8 +130,8 @@ WRONGS: dict[str, tuple[int, Callable[[StepResult], object]]] = {
 @pytest.mark.parametrize("name", WRONGS)
 def test_one_wrong_row_is_counted_once(name: str) -> None:
     at, spoil = WRONGS[name]
-    referee = play(lambda step, result: spoil(result) if step == at else None)
-    assert referee.num_wrong == 1
+    checker = play(lambda step, result: spoil(result) if step == at else None)
+    assert checker.num_wrong == 1
 
 
 def test_results_of_other_rows_and_steps_are_wrong() -> None:
@@ -178,26 +178,26 @@ def test_a_step_out_of_order_is_wrong(at: int, status: Status) -> None:
 
 
 def test_envs_of_a_later_lease_are_known() -> None:
-    referee = Referee(make, 1, ROOT_SEED)
+    checker = ReplayCheck(make, 1, ROOT_SEED)
     seed = env_seed(ROOT_SEED, 0, 3 * INCARNATIONS_PER_LEASE + 2)
-    referee.reset(make().reset(seed=seed)[0][None])
-    assert referee.num_wrong == 0
+    checker.reset(make().reset(seed=seed)[0][None])
+    assert checker.num_wrong == 0
 
 
 def test_it_agrees_with_workers_about_actions_of_numbers() -> None:
     name, random = "Pendulum-v1", np.random.default_rng(1)
     with BatchEnv.local(name, 2, 1, seed=ROOT_SEED) as batch:
-        referee = Referee(lambda: make_env(name, {}), 2, ROOT_SEED)
-        referee.reset(batch.reset())
+        checker = ReplayCheck(lambda: make_env(name, {}), 2, ROOT_SEED)
+        checker.reset(batch.reset())
         learner = Learner(name, make_env(name, {}), 2, 0)
         observation = random.normal(size=(2, 3))
         for _ in range(210):  # beyond the end of an episode
             actions = learner.act(observation, np.arange(2))
             result = batch.step(actions)
-            referee.step(np.arange(2), actions, result)
+            checker.step(np.arange(2), actions, result)
             learner.learn(np.arange(2), result)
             observation = result.observation
-        assert (referee.num_wrong, referee.num_checked) == (0, 2 * 211)
+        assert (checker.num_wrong, checker.num_checked) == (0, 2 * 211)
         assert len(learner.returns) == 2
 
 

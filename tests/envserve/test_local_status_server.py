@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv
+from envserve.client.link.connection import Connection
 from envserve.crashes.repro_file import decode_repro
 from envserve.errors import ConnectError, LeaseLost, LocalProtocolError
-from envserve.monitoring.local_status_server import Lookout
+from envserve.monitoring.local_status_server import LocalStatusServer
 from envserve.monitoring.observer import Observer
 from envserve.wire.constants import MessageType
 from tests.oracle.probe_envs import MODULE
@@ -29,14 +31,14 @@ def batch() -> Iterator[BatchEnv]:
 
 
 @pytest.fixture(scope="module")
-def lookout(batch: BatchEnv) -> Iterator[Lookout]:
-    with Lookout(batch) as lookout:
-        yield lookout
+def status_server(batch: BatchEnv) -> Iterator[LocalStatusServer]:
+    with LocalStatusServer(batch) as status_server:
+        yield status_server
 
 
 @pytest.fixture
-def observer(lookout: Lookout) -> Iterator[Observer]:
-    with Observer(lookout.address) as observer:
+def observer(status_server: LocalStatusServer) -> Iterator[Observer]:
+    with Observer(status_server.address) as observer:
         yield observer
 
 
@@ -83,23 +85,23 @@ def test_what_it_cannot_do_is_said(observer: Observer) -> None:
 
 
 def test_bytes_that_are_no_message_are_passed_over(
-    lookout: Lookout, observer: Observer
+    status_server: LocalStatusServer, observer: Observer
 ) -> None:
-    with Observer(lookout.address) as other:
-        other._connection.send([b"?"])
-        assert other.status().num_leases == 1
-    assert observer.status().num_leases == 1
+    with contextlib.closing(Connection(status_server.address)) as connection:
+        while not connection.send([b"?"]):
+            connection.wait(1.0, for_writing=True)
+        assert observer.status().num_leases == 1
 
 
 def test_only_this_user_reaches_it_and_nothing_is_left(batch: BatchEnv) -> None:
-    with Lookout(batch) as lookout:
-        folder = Path(lookout.address.removeprefix("ipc://")).parent
+    with LocalStatusServer(batch) as status_server:
+        folder = Path(status_server.address.removeprefix("ipc://")).parent
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        with Observer(lookout.address) as observer:
+        with Observer(status_server.address) as observer:
             assert observer.status(5.0).total_envs == 4
-    lookout.close()
+    status_server.close()
     assert not folder.exists()
-    with Observer(lookout.address) as late, pytest.raises(ConnectError):
+    with Observer(status_server.address) as late, pytest.raises(ConnectError):
         late.status(0.1)
 
 
@@ -109,13 +111,13 @@ def test_it_is_reached_where_temporary_files_have_long_paths(
     long = tmp_path / ("x" * 100)
     long.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(long))
-    with Lookout(batch) as lookout, Observer(lookout.address) as observer:
+    with LocalStatusServer(batch) as server, Observer(server.address) as observer:
         assert observer.status(60.0).total_envs == 4
 
 
 def test_a_batch_that_was_closed_is_said_to_be_idle(monkeypatch: Any) -> None:
     batch = BatchEnv.local(LEDGER, 2, 1, seed=3, import_modules=[MODULE])
-    with Lookout(batch) as lookout, Observer(lookout.address) as observer:
+    with LocalStatusServer(batch) as server, Observer(server.address) as observer:
         batch.reset()
         batch.close()
         assert observer.status().leases[0].in_flight == 0

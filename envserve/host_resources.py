@@ -1,0 +1,50 @@
+"""CPU and memory that the operating system allows this process to use."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+__all__ = ["cgroup_limits", "num_cores"]
+
+
+def num_cores(root: Path = Path("/")) -> int:
+    """Return the number of cores that affinity and cgroups leave to this process."""
+    pinned = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    return max(1, min(pinned or 1, _quota(root)))
+
+
+@cache
+def _quota(root: Path) -> int:
+    """Return the number of cores that the cgroups (v1 or v2) of a container allow."""
+    least = 1 << 16
+    for numbers in cgroup_limits(root, "cpu", ("cfs_quota_us", "cfs_period_us")):
+        quota, period = numbers
+        if quota > 0:
+            least = min(least, -(-quota // period))
+    return least
+
+
+def cgroup_limits(root: Path, what: str, names: tuple[str, ...]) -> Iterator[list[int]]:
+    """Yield the limits of this process's cgroup and of each of its ancestors.
+
+    Args:
+      root: Root of the file system.
+      what: The controller: "cpu" or "memory".
+      names: Names of the files of cgroups v1 that correspond to `max` of v2.
+    """
+    with contextlib.suppress(OSError, ValueError):  # there are none
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if kinds and what not in kinds.split(","):
+                continue
+            files = names if kinds else ("max",)
+            group = root / "sys/fs/cgroup" / (what if kinds else "") / path.lstrip("/")
+            for folder in (group, *group.parents):
+                with contextlib.suppress(OSError, ValueError):  # it sets none
+                    texts = [(folder / f"{what}.{name}").read_text() for name in files]
+                    yield [int(word) for word in " ".join(texts).split()]

@@ -1,0 +1,234 @@
+"""Blocks whose envs are stepped one after the other.
+
+An env that raises, or that returns values outside of its spaces, is replaced within the
+operation in which it failed. If that fails too, the error leaves `EnvBlock` and ends
+the worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+
+from envserve.crashes.action_ring import ActionRing
+from envserve.lane import Fault
+from envserve.slab import Rows, Status, next_beat
+from envserve.spaces import codec
+from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.variable_length import action_values
+from envserve.worker import step_timings
+from envserve.worker.attribute_calls import CallTask, answer_call
+from envserve.worker.channel import BuildMessage
+from envserve.worker.env_checks import EnvChecks, SpaceViolation
+from envserve.worker.env_row import EnvRow
+from envserve.worker.spare_row import ResetThreads, SpareRow
+from envserve.worker.worker_report import encode_report, fault_of
+
+__all__ = ["EnvBlock"]
+
+_LOGGER: Final = logging.getLogger(__name__)
+_OK: Final = int(Status.OK)
+
+
+class EnvBlock:
+    """The rows of a block, each with an env, or with two envs that take turns.
+
+    Attributes:
+      rows: Rows of the pool.
+    """
+
+    def __init__(
+        self,
+        config: BuildMessage,
+        rows: range,
+        checks: EnvChecks,
+        threads: ResetThreads | None,
+    ) -> None:
+        """Store the arguments; `build` makes the envs, two per row with threads."""
+        self.rows = rows
+        self._config = config
+        self._checks = checks
+        self._report = partial(encode_report, len(rows), config.max_infos_kib)
+        self._infos_of_all = config.infos == "all"
+        self._infos_of_ends = config.infos == "episode_end"
+        self._envs: list[EnvRow | SpareRow] = []
+        for row in rows:
+            arguments = config, row, config.incarnations[row], checks
+            env = EnvRow(*arguments)
+            self._envs.append(
+                SpareRow(env, EnvRow(*arguments), threads) if threads else env
+            )
+
+    def build(self) -> Iterator[tuple[int, EnvSpec]]:
+        """Make the envs; yield the index and the spaces of each as it is made."""
+        for env in self._envs:
+            self._spec = env.build()
+            yield env.env_index, self._spec
+        for env in self._envs:
+            if isinstance(env, SpareRow):
+                yield env.env_index, env.build_spare()
+
+    def attach(self, rows: Rows, heartbeat: memoryview, ring: ActionRing) -> None:
+        """Set where to write."""
+        start, stop = self.rows.start, self.rows.stop
+        self._all_rows = rows
+        self._block = block = rows.at(slice(start, stop))
+        self._floats = [each for each in block.observation if each.dtype.kind == "f"]
+        self._heartbeat = heartbeat
+        self._ring = ring
+        for env in self._envs:
+            env.attach(rows, heartbeat, ring.row(env.row))
+
+    def step(self) -> bytes:
+        """Step all envs with the actions in the slab; return the report."""
+        began_at = step_timings.begin(self._heartbeat)
+        block, start = self._block, self.rows.start
+        infos_of_all, infos_of_ends = self._infos_of_all, self._infos_of_ends
+        rewards: list[float] = []
+        ended: list[tuple[int, bool, bool]] = []
+        faults: list[Fault] = []
+        infos: dict[int, Mapping[str, Any]] = {}
+        self._ring.note_step(self._all_rows.action, start, self.rows.stop)
+        block.status[...] = _OK
+        copies = [array.copy() for array in block.action]  # envs may keep them
+        actions = action_values(self._spec, copies)
+        for env, action in zip(self._envs, actions, strict=True):
+            try:
+                reward, terminated, truncated, info = env.step(action)
+            except Exception as error:
+                faults.append(self._recover(env, error))
+                rewards.append(0.0)
+                continue
+            rewards.append(reward)
+            if terminated or truncated:
+                ended.append((env.row - start, terminated, truncated))
+                if infos_of_ends and info:
+                    infos[env.row] = info
+            if infos_of_all and info:
+                infos[env.row] = info
+        block.reward[...] = rewards
+        block.terminated[...] = block.truncated[...] = False
+        for position, terminated, truncated in ended:
+            block.terminated[position] = terminated
+            block.truncated[position] = truncated
+        if self._config.nonfinite != "pass" and not self._is_finite(rewards):
+            faults += self._recover_non_finite(rewards)
+        for fault in faults:
+            infos.pop(fault.env_index, None)
+        step_timings.note_step(self._heartbeat, began_at, len(rewards))
+        return self._report(faults, infos, self._checks.take_notes())
+
+    def _is_finite(self, rewards: list[float]) -> bool:
+        """Return whether sums over the block are finite, because that is cheap.
+
+        All terms of a finite sum are finite. A sum that is not finite may come from an
+        overflow; the rows are then checked one by one.
+        """
+        if not math.isfinite(sum(rewards)):
+            return False
+        with np.errstate(all="ignore"):
+            return all([math.isfinite(array.sum()) for array in self._floats])
+
+    def _recover_non_finite(self, rewards: list[float]) -> list[Fault]:
+        faults = []
+        for env, reward in zip(self._envs, rewards, strict=True):
+            try:
+                env.check_finite(reward)
+            except SpaceViolation as error:
+                faults.append(self._recover(env, error))
+        return faults
+
+    def _recover(self, env: EnvRow | SpareRow, error: Exception) -> Fault:
+        """Replace an env that failed by its next incarnation; return the fault.
+
+        The row is PENDING until the pool makes a lost row of it. If this worker dies
+        before it has sent its report, PENDING shows the pool that
+        `final_observation` of the row is already that of the failed env.
+        """
+        fault = fault_of(env.row, error)
+        rows = self._all_rows
+        for final, last in zip(rows.final_observation, rows.observation, strict=True):
+            final[env.row] = 0 if isinstance(error, SpaceViolation) else last[env.row]
+        rows.status[env.row] = Status.PENDING
+        env.record.keep_failed()
+        self._heartbeat[1] = 1
+        env.rebuild()
+        env.reset(None)
+        return fault
+
+    def reset(self, payload: bytes) -> bytes:
+        """Reset some rows, or all; return the report."""
+        request = codec.decode(payload) if payload else {}
+        chosen = request.get("rows")
+        if chosen is None:
+            chosen = self.rows
+        seeds, options = request.get("seeds"), request.get("options", b"")
+        infos, rebuilt, faults = {}, [], []
+        for position, row in enumerate(chosen):
+            env = self._envs[row - self.rows.start]
+            seed = None if seeds is None else seeds[position]
+            if seeds is not None and seed is None:
+                env.forget_seed()
+            incarnation = env.incarnation
+            try:
+                info = self._reset_or_rebuild(env, seed, options)
+            except Exception as error:
+                if seed is None and not options:
+                    raise  # this env cannot be reset at all
+                faults.append(self._recover(env, error))
+                incarnation, info = incarnation + 1, {}  # the fault implies a rebuild
+            rebuilt += [row] * (env.incarnation - incarnation)
+            if info and self._infos_of_all:
+                infos[row] = info
+            rows = self._all_rows
+            rows.reward[row] = 0.0
+            rows.terminated[row] = rows.truncated[row] = False
+            rows.status[row] = _OK
+        return self._report(faults, infos, self._checks.take_notes(), rebuilt)
+
+    def _reset_or_rebuild(
+        self, env: EnvRow | SpareRow, seed: int | None, options: bytes
+    ) -> Mapping[str, Any]:
+        """Reset an env; if that fails, reset its next incarnation unless it is new."""
+        was_fresh = env.is_fresh
+        try:
+            return env.reset(seed, options)
+        except Exception as error:
+            if was_fresh:
+                raise
+            first = error
+        env.rebuild()
+        info = env.reset(seed, options)
+        text = "Env %d: its reset failed; it was built anew"
+        _LOGGER.warning(text, env.env_index, exc_info=first)
+        return info
+
+    def call(self, payload: bytes) -> bytes:
+        """Call, get or set an attribute of some envs; return the answer."""
+        task = CallTask.read(payload)
+
+        def value_of(position: int) -> Any:
+            env = self._envs[task.rows[position] - self.rows.start]
+            self._heartbeat[0] = next_beat(self._heartbeat[0], env.row)
+            self._heartbeat[1] = 1
+            if task.changes_env:
+                env.record.touch()
+            return env.call(task.kind, task.name, *task.arguments_for(position))
+
+        answer = answer_call(task, value_of)
+        self._heartbeat[1] = 0
+        return answer
+
+    def render(self, row: int) -> Any:
+        """Return what the env of a row renders."""
+        return self._envs[row - self.rows.start].render()
+
+    def close(self) -> None:
+        """Close the envs, even if some of them raise."""
+        for env in self._envs:
+            env.close()
