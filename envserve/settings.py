@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
