@@ -189,7 +189,7 @@ class Agent:
 
     @property
     def policy_variables(self) -> list[Any]:
-        """Those of them that actions depend on: all, if policy and value share some."""
+        """Trainable variables of the policy; all if it shares any with the value."""
         parts = self._networks.parts
         if "torso" in parts:
             return self.trainable_variables

@@ -469,5 +469,6 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield (
             "minibatch_size",
             "a multiple of the length of a recurrent policy's sequences, "
-            f"{origin} = {length}, or a sequence_length that divides both",
+            f"{origin} = {length} (or set sequence_length to a divisor of horizon and "
+            "minibatch_size)",
         )

@@ -215,7 +215,7 @@ def test_settings_have_the_type_of_their_key(setting: str, value: object) -> Non
         ("minibatch_size=60", r"expected a divisor of .* 2048, got 60"),
         (
             "recurrent_size=64",
-            r"a multiple of the length .* horizon = 128, or a s.* both, got 64",
+            r"a multiple of the length .* horizon = 128 .or set s.*, got 64",
         ),
         ("total_steps=2000", r"expected at least one iteration, .* got 2000"),
         ("env_name=", r"expected a str of length >= 1, such as CartPole-v1; got ''"),
@@ -239,7 +239,7 @@ def test_bad_settings_say_what_was_expected(setting: str, message: str) -> None:
         (48, "sequence_length: expected 0 or a divisor of horizon = 128, got 48"),
         (
             128,
-            "minibatch_size: expected a multiple .* sequence_length = 128, .*, got 64",
+            "minibatch_size: expected a multiple .* sequence_length = 128 .*, got 64",
         ),
     ],
 )
