@@ -97,13 +97,13 @@ class StandIn:
             if isinstance(decision, Reply):
                 self.socket.send_multipart([decision.peer[0], *decision.frames])
             elif isinstance(decision, ReplyWelcome):
-                body = self._session.leases.welcome(_USER).encode()
+                body = self._session.leases.welcome_for(_USER).encode()
                 self._do(self._session.answer(decision.request, body), now)
             if not isinstance(decision, PoolDecision):
                 continue
             session = decision.session
             if isinstance(decision, StartPool):
-                pool = self._pools[session] = _Pool(decision.config)
+                pool = self._pools[session] = _Pool(decision.settings)
                 parts = pool.spec, pool.blocks, pool.rows
                 self._do(self._session.pool_ready(session, *parts, now), now)
             elif isinstance(decision, EndPool):

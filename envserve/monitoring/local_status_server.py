@@ -23,7 +23,7 @@ from envserve.errors import RemoteProtocolError
 from envserve.pool.pool import Pool
 from envserve.pool.pool_metrics import status_fields, sum_counts
 from envserve.session.server.decisions import Reply
-from envserve.session.server.replies import Replies
+from envserve.session.server.replies import ReplyBuilder
 from envserve.wire.bodies import FrameRequest
 from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.message import decode
@@ -48,7 +48,7 @@ class LocalStatusServer:
     def __init__(self, batch: BatchEnv) -> None:
         """Start to answer, for local lanes only: servers answer for theirs."""
         self._pools = [lane for lane in batch.lanes if isinstance(lane, Pool)]
-        self._answers = Replies(secrets.randbits(63) | 1, shows_folders=True)
+        self._answers = ReplyBuilder(secrets.randbits(63) | 1, shows_paths=True)
         self._started_at = time.monotonic()
         self._folder = socket_folder()
         self.address = f"ipc://{self._folder.name}/status"
@@ -104,12 +104,12 @@ class LocalStatusServer:
             request = FrameRequest.decode(asked.body)
             if not 1 <= request.lease <= len(self._pools):
                 text = f"there is no lease {request.lease}"
-                return self._answers.refuse(asked, ErrorCode.LEASE_LOST, text)
+                return self._answers.refused(asked, ErrorCode.LEASE_LOST, text)
             result, record = self._pools[request.lease - 1].inspector.read_frames(
                 request
             )
         except RemoteProtocolError as error:
-            return self._answers.refuse(asked, ErrorCode.BAD_MESSAGE, str(error))
+            return self._answers.refused(asked, ErrorCode.BAD_MESSAGE, str(error))
         body = result.encode()
         return self._answers.reply(asked, kinds.FRAME_RESULT, body, payload=record)
 

@@ -167,7 +167,7 @@ class ServerLoop:
                 leased.release()
             for number, what in (
                 (self.dropped_replies, "replies could not be sent"),
-                (self._session.dropped_messages, "messages were none of ours"),
+                (self._session.num_dropped_messages, "messages were none of ours"),
                 (self.counters.failures, "failures"),
             ):
                 if number:
@@ -210,9 +210,9 @@ class ServerLoop:
                 counters.bytes_in += (num_bytes := sum(map(len, message)))
                 decisions: Sequence[Decision] = ()
                 if shares.admits(peer, num_bytes):
-                    num_wrong = self._session.dropped_messages
+                    num_wrong = self._session.num_dropped_messages
                     decisions = self._receive(peer, message, now)
-                    if num_wrong != self._session.dropped_messages:
+                    if num_wrong != self._session.num_dropped_messages:
                         counters.dropped += 1
                         shares.note_dropped(0, num_bytes)
                     self._carry_out(decisions)
@@ -297,7 +297,7 @@ class ServerLoop:
         counters.dropped += 1
         self.dropped_replies += 1
         if reply.limiter is not None:
-            reply.limiter.count -= 1
+            reply.limiter.num_copies -= 1
 
     def _answer(self, decision: RequestDecision) -> Sequence[Decision]:
         """Answer a request with something that only the server has."""
@@ -310,11 +310,11 @@ class ServerLoop:
                 body = self.status.report(user, now)
             elif isinstance(decision, ReplyFrame):
                 inspector = self.pools[decision.session].pool.inspector
-                result, payload = inspector.read_frames(decision.wanted)
+                result, payload = inspector.read_frames(decision.frame_request)
                 body = result.encode()
             else:
                 assert self._access is not None, "the session checks that keys are used"
-                name, body = self._access.enrol(user, decision.public), b""
+                name, body = self._access.enrol(user, decision.public_key), b""
                 self._audit(Audit("joined", name))
             return self._session.answer(request, body, payload)
         except (Refusal, RemoteProtocolError) as error:
@@ -326,7 +326,7 @@ class ServerLoop:
     def _welcome(self, user: str) -> Welcome:
         """Return the state of the server for a user; raise Refusal."""
         return replace(
-            self._session.leases.welcome(user),
+            self._session.leases.welcome_for(user),
             is_starting=not self._launcher.has_imported,
             loop_lag_ms=int(1000 * self._lag.seconds),
         )
@@ -368,7 +368,7 @@ class ServerLoop:
             label = self._session.leases.name_of(session)
             with self._launcher.reserve:
                 pool = Pool(
-                    decision.config,
+                    decision.settings,
                     launcher=self._launcher,
                     label=label,
                     owner=session[0] or label,
@@ -448,7 +448,7 @@ class ServerLoop:
     def _end_leases(self) -> None:
         self._lease_timer = None
         try:
-            self._carry_out(self._session.poll(self._loop.time()))
+            self._carry_out(self._session.expire_leases(self._loop.time()))
         finally:
             if self._lease_timer is None:
                 self._plan_lease_end()

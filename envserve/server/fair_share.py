@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from envserve.session.server.quotas import KEYLESS, Quotas
+from envserve.session.server.quotas import KEYLESS_USERS, Quotas
 from envserve.wire.message import Peer
 
 __all__ = ["FairShare"]
@@ -89,7 +89,7 @@ class FairShare:
 
     def note_dropped(self, num_messages: int, num_bytes: int) -> None:
         """Notes what was dropped of the latest one's user; bytes may be no message."""
-        if self._user not in KEYLESS:  # else there is none to shut out
+        if self._user not in KEYLESS_USERS:  # else there is none to shut out
             part = num_messages / _FLOOD_MESSAGES + num_bytes / _FLOOD_BYTES
             self._dropped[self._user] = self._dropped.get(self._user, 0.0) + part
 

@@ -153,7 +153,7 @@ def _most_buffered(config: HostSettings, session: ServerSession) -> int:
     """Returns how many bytes may be on their way: answers are copied, and encrypted."""
     leases = [record.lease for record in session.leases.values() if record.lease]
     answers = sum(_COPIES * lease.max_result_bytes for lease in leases)
-    kept = sum(lease.results.num_bytes for lease in leases)
+    kept = sum(lease.result_cache.num_bytes for lease in leases)
     return (config.max_buffered_mib << 20) + answers + kept
 
 

@@ -85,7 +85,7 @@ class StatusBoard:
         self._refresh(now)
         body = self._bodies.get(user)
         if body is None:
-            for record in self._session.leases.seen_by(user):
+            for record in self._session.leases.visible_to(user):
                 if (leased := self._pools.get(record.session)) is not None:
                     leased.pool.metrics.watch(now)
             body = self._bodies[user] = self._status_for(user, now).encode()
@@ -126,14 +126,14 @@ class StatusBoard:
 
     def _status_for(self, user: str, now: float) -> ServerStatus:
         """Return what one user may see."""
-        pools, seen = self._pools, self._session.leases.seen_by(user)
+        pools, seen = self._pools, self._session.leases.visible_to(user)
         leases = [
             pools[record.session].pool.inspector.status(
                 max(1, _MAX_EPISODES // len(seen)),
                 number=record.number,
                 user=record.user,
                 client=record.client,
-                seconds=now - record.since,
+                seconds=now - record.attached_at,
             )
             for record in seen
             if record.session in pools

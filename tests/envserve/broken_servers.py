@@ -174,7 +174,7 @@ class IgnoresWhatAnotherAttachAsks(Server):
 @found_by("detached")
 class RevivesASession(Server):
     def hears(self, message: Message) -> Message:
-        self.session.leases.ended.clear()
+        self.session.leases.ended_sessions.clear()
         return message
 
 

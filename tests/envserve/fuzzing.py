@@ -324,7 +324,7 @@ def _server_target() -> Target:
                 server.session.pool_failed(session, WorkerError("enough")), now
             )
         if ("", SESSION) not in server.pools:
-            server.session.leases.ended.clear()
+            server.session.leases.ended_sessions.clear()
             RawClient(server)
 
     return Target(read, _messages(server.boot), ())

@@ -389,4 +389,4 @@ def blocks_are_answered_in_another_order(patch: Patch) -> None:
 
 @bug(suffer("close_caller"))
 def ended_sessions_are_forgotten(patch: Patch) -> None:
-    patch.setattr(lease_table._Recent, "note", lambda *_: None)
+    patch.setattr(lease_table._RecentSessions, "note", lambda *_: None)

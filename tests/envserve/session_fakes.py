@@ -147,7 +147,7 @@ class FakeServer:
             elif isinstance(decision, RequestDecision):
                 self.carry_out(self.answer(decision, now), now)
             elif isinstance(decision, StartPool):
-                self.pools[decision.session] = self.pool(decision.config)
+                self.pools[decision.session] = self.pool(decision.settings)
                 if self.builds_at_once:
                     self.build(decision.session, now)
             elif isinstance(decision, EndPool):
@@ -161,12 +161,12 @@ class FakeServer:
         request, payload = decision.request, b""
         user = request.peer[-1]
         if isinstance(decision, ReplyWelcome):
-            body = self.session.leases.welcome(user).encode()
+            body = self.session.leases.welcome_for(user).encode()
         elif isinstance(decision, ReplyStatus):
             body = self.report(user, now)
         else:
             assert isinstance(decision, ReplyFrame), decision
-            result, payload = self.look(decision.session, decision.wanted)
+            result, payload = self.look(decision.session, decision.frame_request)
             body = result.encode()
         return self.session.answer(request, body, payload)
 
@@ -188,7 +188,7 @@ class FakeServer:
                     self.finish(session, block, now)
 
     def poll(self, now: float) -> None:
-        self.carry_out(self.session.poll(now), now)
+        self.carry_out(self.session.expire_leases(now), now)
 
     def take_replies(self) -> list[list[Buffer]]:
         replies, self.replies = self.replies, []

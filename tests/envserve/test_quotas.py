@@ -298,7 +298,7 @@ def test_a_lease_exposes_what_its_key_may_use() -> None:
     for number, user in enumerate(("ann", "local"), 1):
         server.attach(user)
         record = server.session.leases[user, number]
-        assert record.policy.exposed == (
+        assert record.settings.exposed == (
             {"get:level"} if user == "ann" else {"level", "set:level"}
         )
 

@@ -277,7 +277,7 @@ async def test_an_answer_that_could_not_be_sent_again_does_not_count(
         for now in range(20):
             assert limiter.allow(float(now))
             shell._carry_out([Reply((1, b"r", ""), [b"?"], limiter)])
-        assert limiter.count == 0
+        assert limiter.num_copies == 0
         assert not limiter.allow(19.5)
         monkeypatch.undo()
 

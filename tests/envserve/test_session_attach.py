@@ -102,7 +102,7 @@ def test_a_repeated_attach_gives_one_lease() -> None:
     assert last is MessageType.GRANTED
     assert len({decode(r).epoch for r in replies if len(r[0]) > 200}) == 1
     assert len(server.pools) == 1
-    assert server.session.leases.free_envs == 128 - 4
+    assert server.session.leases.num_free_envs == 128 - 4
     for reply in replies:
         client.receive(reply, 0.1)
     assert state_of(client) is ClientState.READY
@@ -169,7 +169,7 @@ def test_spares_are_asked_for_and_count_as_envs() -> None:
     client = attach(server, num_envs=3, spare_envs=True)
     assert server.pools["", 11].config.spare_envs is True
     assert client.rows.reward.shape == (3,)
-    assert server.session.leases.free_envs == 2
+    assert server.session.leases.num_free_envs == 2
     error = failed_client(server, num_envs=2, spare_envs=True)
     assert isinstance(error, EnvsBusy)
     assert (
@@ -226,7 +226,7 @@ def test_envs_that_cannot_be_started_give_the_remote_traceback(
     assert isinstance(client.error, EnvStartError)
     assert client.error.remote_traceback == traceback
     assert str(client.error).startswith("tcp://fake:1: ")
-    assert server.session.leases.free_envs == 128
+    assert server.session.leases.num_free_envs == 128
 
 
 def test_versions_without_overlap_are_a_mismatch_on_either_side() -> None:

@@ -43,7 +43,7 @@ def test_what_calls_have_given_is_kept_within_a_bound() -> None:
         assert bytes(given.payload) == picture
     (lease,) = [record.lease for record in client.server.session.leases.values()]
     assert lease is not None
-    assert lease.results.num_bytes == 3 * len(picture)
+    assert lease.result_cache.num_bytes == 3 * len(picture)
     again = client.send(changed(frames, attempt=1))
     kept = [blocks_of(each)[0] for each in again if each.payload]
     assert kept == [5, 6, 7]
@@ -52,7 +52,7 @@ def test_what_calls_have_given_is_kept_within_a_bound() -> None:
     assert "of 300006 bytes, was lost" in lost.text
     client.pool.running.clear()
     client.send(client.step(5, seq=2))
-    assert not lease.results.num_bytes
+    assert not lease.result_cache.num_bytes
 
 
 def test_each_block_answers_for_itself(client: RawClient) -> None:

@@ -145,7 +145,7 @@ def test_a_reset_of_some_rows_does_not_end_the_episodes_of_the_others() -> None:
 def test_a_client_that_is_silent_for_too_long_is_not_waited_for() -> None:
     server, client = pair()
     drain(server)
-    server.carry_out(server.session.poll(1000.0), 1000.0)
+    server.carry_out(server.session.expire_leases(1000.0), 1000.0)
     assert not server.pools
     assert server.session.has_ended
     assert state_of(client) is ClientState.READY
@@ -157,7 +157,7 @@ def test_envs_that_are_being_built_are_not_granted() -> None:
     drain(server)
     exchange(client, server, 0.0)
     assert isinstance(client.error, ServerDraining)
-    assert server.session.leases.free_envs == 128
+    assert server.session.leases.num_free_envs == 128
 
 
 def test_what_is_left_at_the_end_of_the_grace_period_is_cut_off() -> None:

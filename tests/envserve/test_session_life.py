@@ -55,7 +55,7 @@ def test_a_silent_client_loses_its_lease() -> None:
     assert server.pools
     server.poll(60.0)
     assert not server.pools
-    assert server.session.leases.free_envs == 128
+    assert server.session.leases.num_free_envs == 128
 
 
 def test_a_silent_server_is_lost_and_all_in_flight_fails() -> None:
@@ -102,7 +102,7 @@ def test_detaching_frees_the_envs_and_may_be_repeated() -> None:
     client.begin_close(0.0)
     (frames,) = take_outgoing(client)
     server.receive((b"r", ""), frames, 0.0)
-    assert server.session.leases.free_envs == 128
+    assert server.session.leases.num_free_envs == 128
     server.receive((b"r", ""), frames, 0.0)
     first, second = server.take_replies()
     client.receive(first, 0.0)
@@ -115,9 +115,9 @@ def test_envs_are_free_only_when_their_workers_are_gone() -> None:
     attach(server, num_envs=100)
     detach = Message(type=MessageType.DETACH, session=11, boot=77, request=9)
     decisions = server.session.receive((b"r", ""), encode(detach), 0.0)
-    assert server.session.leases.free_envs == 28
+    assert server.session.leases.num_free_envs == 28
     server.carry_out(decisions, 0.0)
-    assert server.session.leases.free_envs == 128
+    assert server.session.leases.num_free_envs == 128
     (reply,) = server.take_replies()
     assert decode(reply).type is MessageType.DETACHED
 
@@ -162,7 +162,7 @@ def test_a_pool_that_broke_frees_its_envs_in_any_state() -> None:
     server.carry_out(decisions, 0.0)
     (reply,) = server.take_replies()
     assert "it broke" in ErrorBody.decode(decode(reply).body).text
-    assert server.session.leases.free_envs == 128
+    assert server.session.leases.num_free_envs == 128
     assert server.session.pool_broken(("", 11), ServerError("again")) == []
 
 

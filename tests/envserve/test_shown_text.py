@@ -93,7 +93,7 @@ def test_refusals_are_logged_once_per_second_and_kind(
 def test_message_types_of_servers_are_dropped(kind: int) -> None:
     server = FakeServer()
     assert not server.hear(kind, request=1)
-    assert server.session.dropped_messages == 1
+    assert server.session.num_dropped_messages == 1
 
 
 # Information about a host that clients receive.

@@ -51,7 +51,7 @@ class Board:
             self.server.session,
             self.pools,
             self.counters,
-            self.server.session.leases.welcome,
+            self.server.session.leases.welcome_for,
             self.loop,
         )
         patch.setattr(self.server, "report", self.board.report)

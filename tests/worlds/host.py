@@ -43,7 +43,7 @@ _MAX_REMEMBERED: Final = 256
 def welcome(session: ServerSession, decision: ReplyWelcome) -> list[Decision]:
     """Answers a HELLO, as a server does that has no delays."""
     request = decision.request
-    body = session.leases.welcome(request.peer[-1]).encode()
+    body = session.leases.welcome_for(request.peer[-1]).encode()
     return session.answer(request, body)
 
 
@@ -182,7 +182,7 @@ class Host(Patient):
     def _start_pool(self, decision: StartPool) -> None:
         session, source = decision.session, self.clock.random
         self._note_start(session)
-        pool = MemoryPool(decision.config, self._world.journal)
+        pool = MemoryPool(decision.settings, self._world.journal)
         self.pools[session] = pool
         num_envs = sum(pool.config.num_envs for pool in self.pools.values())
         if num_envs > self._world.profile.total_envs:
@@ -301,23 +301,23 @@ class Host(Patient):
 
     def _poll(self) -> None:
         self._poll_at = float("inf")
-        self.carry_out(self._running.poll(self.clock.now))
+        self.carry_out(self._running.expire_leases(self.clock.now))
         self._plan_poll()
 
     def check_bounds(self) -> None:
         if self.session is None:
             return
-        remembered = self.session.leases.ended.values()
+        remembered = self.session.leases.ended_sessions.values()
         if max(map(len, remembered), default=0) > _MAX_REMEMBERED:
             raise Violation("a server remembers more and more sessions")
 
     def check_free(self) -> None:
         if (
             self.pools
-            or self._running.leases.free_envs != self._world.profile.total_envs
+            or self._running.leases.num_free_envs != self._world.profile.total_envs
         ):
             raise Violation(
                 f"{len(self.pools)} pools are left, and "
-                f"{self._running.leases.free_envs} of "
+                f"{self._running.leases.num_free_envs} of "
                 f"{self._world.profile.total_envs} envs are free, after all have closed"
             )

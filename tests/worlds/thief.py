@@ -104,7 +104,7 @@ class Thief:
         for decision in done[:]:
             if isinstance(decision, ReplyWelcome):
                 done.remove(decision)
-                body = session.leases.welcome(_THIEF).encode()
+                body = session.leases.welcome_for(_THIEF).encode()
                 done += session.answer(decision.request, body)
         return [_shown(decision, message.session) for decision in done]
 
@@ -115,7 +115,7 @@ def _shown(decision: Decision, number: int) -> Any:
         if message.session == number:
             return dataclasses.replace(message, session=0)
     elif isinstance(decision, StartPool) and decision.session == (_THIEF, number):
-        return decision.config
+        return decision.settings
     elif isinstance(decision, EndPool) and decision.session == (_THIEF, number):
         return EndPool
     elif isinstance(decision, Audit) and decision.user == _THIEF:
@@ -126,15 +126,21 @@ def _shown(decision: Decision, number: int) -> Any:
 def _state_of(session: ServerSession) -> list[Any]:
     """What may not change, whatever another user says."""
     leases = session.leases
-    ended = dict(leases.ended[OWNER])
+    ended = dict(leases.ended_sessions[OWNER])
     return [ended, set(leases.unnotified), *map(_state_of_record, leases.values())]
 
 
 def _state_of_record(record: LeaseRecord) -> tuple[Any, ...]:
     asked, lease = record.request, record.lease
     numbers = asked.type, asked.request, asked.attempt, asked.peer
-    state = (record.session, record.state, record.heard_at, numbers)
+    state = (record.session, record.state, record.last_message_at, numbers)
     if lease is None:
         return state
     requests = [r and (r.message.attempt, r.message.peer) for r in lease._requests]
-    return *state, lease.late_messages, [*lease._last_seq], [*lease._states], requests
+    return (
+        *state,
+        lease.num_late_messages,
+        [*lease._last_seq],
+        [*lease._states],
+        requests,
+    )

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from envserve.session.server.quotas import KEYLESS
+from envserve.session.server.quotas import KEYLESS_USERS
 from envserve.wire.message import Buffer, Peer, session_and_block
 
 __all__ = ["LONG_BYTES", "SendBudget"]
@@ -49,7 +49,7 @@ class SendBudget:
         always answered, however long that is.
         """
         session, block = session_and_block(frames[0])
-        reader = peer[-1] if peer[-1] not in KEYLESS else session
+        reader = peer[-1] if peer[-1] not in KEYLESS_USERS else session
         place = reader, session, block
         num_bytes = sum(len(frame) for frame in frames if len(frame) >= LONG_BYTES)
         waiting = self._frames = [f for f in self._frames if f.view() is not None]

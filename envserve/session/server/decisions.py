@@ -41,9 +41,9 @@ __all__ = [
 #: a client cannot reach the session of another user, even if it knows the number.
 SessionId = tuple[str, int]
 #: Seconds between two copies of a reply: at first, and after `_MAX_FREQUENT` copies.
-_SECONDS: Final = 1.0
-_LATER_SECONDS: Final = 60.0
-_MAX_FREQUENT: Final = 8
+_FREQUENT_SECONDS: Final = 1.0
+_RARE_SECONDS: Final = 60.0
+_MAX_FREQUENT_COPIES: Final = 8
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class ResendLimiter:
     replies to a client that does not read them stay in memory.
     """
 
-    count: int = 0
+    num_copies: int = 0
     sent_at: float = -math.inf
 
     def allow(self, now: float) -> bool:
@@ -63,10 +63,14 @@ class ResendLimiter:
         There is no last copy, because a client whose replies were all lost must not
         wait for ever.
         """
-        wait = _SECONDS if self.count < _MAX_FREQUENT else _LATER_SECONDS
+        wait = (
+            _FREQUENT_SECONDS
+            if self.num_copies < _MAX_FREQUENT_COPIES
+            else _RARE_SECONDS
+        )
         if now < self.sent_at + wait:
             return False
-        self.count += 1
+        self.num_copies += 1
         self.sent_at = now
         return True
 
@@ -125,14 +129,14 @@ class ReplyFrame(NamedTuple):
 
     request: Message
     session: SessionId
-    wanted: FrameRequest
+    frame_request: FrameRequest
 
 
 class EnrolKey(NamedTuple):
     """Answer a JOIN, after its user's invitation was replaced by a public key."""
 
     request: Message
-    public: bytes
+    public_key: bytes
 
 
 # Pools.
@@ -142,7 +146,7 @@ class StartPool(NamedTuple):
     """Start the pool of a session; report `pool_ready` or `pool_failed`."""
 
     session: SessionId
-    config: PoolSettings
+    settings: PoolSettings
 
 
 class RunStep(NamedTuple):

@@ -39,7 +39,7 @@ from envserve.session.server.decisions import (
     SessionId,
 )
 from envserve.session.server.policy import Refusal, check_call
-from envserve.session.server.replies import Replies
+from envserve.session.server.replies import ReplyBuilder
 from envserve.session.states import BLOCK_MOVES, BlockState
 from envserve.settings import HostSettings
 from envserve.slab import Rows
@@ -63,11 +63,11 @@ from envserve.wire.rows import BlockParts, RowCodec
 
 __all__ = ["Lease"]
 
-_block_of: Final = attrgetter("block")
+_BLOCK_OF: Final = attrgetter("block")
 _BUSY: Final = frozenset({BlockState.RUNNING, BlockState.ABSENT})
 
 #: Less than what is sent at once to a client that does not read yet.
-_ROUND: Final = 32
+_REPLIES_PER_ROUND: Final = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -151,11 +151,11 @@ class Lease:
         spec: EnvSpec,
         blocks: Sequence[Block],
         rows: Rows,
-        policy: HostSettings,
-        replies: Replies,
+        settings: HostSettings,
+        reply_builder: ReplyBuilder,
     ) -> None:
         self.epoch = epoch
-        self.late_messages = 0
+        self.num_late_messages = 0
         self._session = session
         self._spec = spec
         self._blocks = tuple(blocks)
@@ -163,12 +163,12 @@ class Lease:
         self._codec = RowCodec(rows)
         self._parts = BlockParts(self._codec, self._blocks)
         self._bounds = ActionBounds(spec, rows.action)
-        self._policy = policy
-        self._replies = replies
+        self._settings = settings
+        self._reply_builder = reply_builder
         self._last_seq = [0] * len(self._blocks)
         self._states = [BlockState.IDLE] * len(self._blocks)
         self._requests: list[_BlockRequest | None] = [None] * len(self._blocks)
-        self.results = ResultCache(policy.max_buffered_mib << 20)
+        self.result_cache = ResultCache(settings.max_buffered_mib << 20)
 
     @property
     def max_result_bytes(self) -> int:
@@ -198,7 +198,7 @@ class Lease:
         if not listed or len(set(listed)) < len(listed):
             raise RemoteProtocolError("expected at least one block, and each once")
         if not is_next:
-            return self._repeat(message, now)
+            return self._handle_repeat(message, now)
         blocks = tuple(listed)
         resets: Sequence[Reset] = ()
         decision: Decision
@@ -207,7 +207,7 @@ class Lease:
             part.unpack_actions(message.body, message.payload)
             for start, stop in part.ranges:
                 if not self._bounds.all_within(start, stop):
-                    self._refuse_actions(start, stop)
+                    self._raise_if_invalid(start, stop)
             decision = RunStep(self._session, blocks)
         elif message.type is MessageType.RESET:
             resets = read_resets(message, self._blocks)
@@ -215,7 +215,7 @@ class Lease:
         else:
             calls = read_calls(message, self._blocks)
             first = calls[0]
-            check_call(self._policy, first.kind, first.name, first.env_indices[0])
+            check_call(self._settings, first.kind, first.name, first.env_indices[0])
             decision = RunCall(self._session, calls)
         message.body = message.payload = message.report = b""  # they are used up
         request = _BlockRequest(message, blocks, now, resets)
@@ -223,23 +223,23 @@ class Lease:
         for block, seq in message.entries:
             last_seq[block] = seq
             self._requests[block] = request
-            self.results.drop(block)
+            self.result_cache.drop(block)
         self._move(blocks, BlockState.RUNNING)
         return [decision]
 
-    def _repeat(self, message: Message, now: float) -> list[Decision]:
+    def _handle_repeat(self, message: Message, now: float) -> list[Decision]:
         """Handles a request that is not simply the next one of its blocks."""
-        request = self._find(message)
+        request = self._find_request(message)
         if request is None:
             if all(seq > self._last_seq[block] for block, seq in message.entries):
-                raise self._gap(message)
+                raise self._gap_refusal(message)
             # It is late; or was refused, and another one has used its seq since.
-            self.late_messages += 1
+            self.num_late_messages += 1
             return []
         if message.attempt <= request.message.attempt:
             # The same copy once more. Who resends counts up; without this, one short
             # request could be made to fill the send queue with large answers.
-            self.late_messages += 1
+            self.num_late_messages += 1
             return []
         request.message.peer = message.peer
         request.message.attempt = message.attempt
@@ -248,7 +248,7 @@ class Lease:
         if request.outcomes:
             request.limiter = request.limiter or ResendLimiter()
             if not request.limiter.allow(now):
-                self.late_messages += 1
+                self.num_late_messages += 1
                 return []
         replies = (
             self._split_replies(request)
@@ -258,7 +258,7 @@ class Lease:
         last = (reply._replace(limiter=request.limiter) for reply in replies[-1:])
         return [*replies[:-1], *last]
 
-    def _find(self, message: Message) -> _BlockRequest | None:
+    def _find_request(self, message: Message) -> _BlockRequest | None:
         """Returns the request that this is a copy of, if any block still has it."""
         listed = dict.fromkeys(self._requests[block] for block, _ in message.entries)
         for request in listed:  # each once: to compare entries takes long
@@ -270,7 +270,7 @@ class Lease:
                 return request
         return None
 
-    def _gap(self, message: Message) -> Refusal:
+    def _gap_refusal(self, message: Message) -> Refusal:
         where = ", ".join(
             f"block {block}: expected seq {self._last_seq[block]} or, after its "
             f"answer, the next; got {seq}"
@@ -278,7 +278,7 @@ class Lease:
         )
         return Refusal(ErrorCode.GAP, where)
 
-    def _refuse_actions(self, start: int, stop: int) -> None:
+    def _raise_if_invalid(self, start: int, stop: int) -> None:
         """Looks closely at actions that seem to be out of bounds."""
         try:
             check_action_rows(self._spec, self._rows.action, start, stop)
@@ -297,13 +297,13 @@ class Lease:
           absent: Blocks in flight whose envs are not there now.
         """
         replies: list[Decision] = []
-        self._move(map(_block_of, outcomes), BlockState.DONE)
+        self._move(map(_BLOCK_OF, outcomes), BlockState.DONE)
         for outcome in outcomes:
             request = self._requests[outcome.block]
             assert request is not None, "only a request makes a block busy"
             request.outcomes[outcome.block] = outcome
             if outcome.result:
-                self.results.add(request.outcomes, outcome.block)
+                self.result_cache.add(request.outcomes, outcome.block)
             if request.is_split:
                 replies.append(self._result_reply(request, (outcome.block,)))
             elif len(request.outcomes) == len(request.blocks):
@@ -369,7 +369,7 @@ class Lease:
         absent = [block for block in held if self._states[block] is BlockState.ABSENT]
         done = [block for block in held if self._states[block] is BlockState.DONE]
         # Of many answers the last may not get through: another time they are first.
-        first = _ROUND * request.num_rounds % max(1, len(done))
+        first = _REPLIES_PER_ROUND * request.num_rounds % max(1, len(done))
         request.num_rounds += 1
         done = done[first:] + done[:first]
         replies = [self._result_reply(request, (block,)) for block in done]
@@ -381,7 +381,7 @@ class Lease:
         for block in blocks:
             outcome = request.outcomes[block]
             if outcome.infos or outcome.faults or outcome.warnings or outcome.error:
-                report = self._report([request.outcomes[b] for b in blocks])
+                report = self._pack_report([request.outcomes[b] for b in blocks])
                 break
         kind = MessageType.RESULT
         if request.message.type is not MessageType.CALL:
@@ -389,18 +389,18 @@ class Lease:
         else:  # each block for itself
             kind = MessageType.CALL_RESULT
             body, payload = b"", request.outcomes[blocks[0]].result
-        return self._replies.reply(
+        return self._reply_builder.reply(
             request.message,
             kind,
             body,
-            entries=None if blocks is request.blocks else _entries(request, blocks),
+            entries=None if blocks is request.blocks else _entries_of(request, blocks),
             payload=payload,
             report=report,
         )
 
-    def _report(self, outcomes: Collection[Outcome]) -> bytes:
+    def _pack_report(self, outcomes: Collection[Outcome]) -> bytes:
         """Returns frame 2 of a RESULT."""
-        shown = self._replies.shown
+        shown = self._reply_builder.redacted
         packed = (out.packed_infos.items() for out in outcomes)
         return ResultReport(
             packed_infos=dict(chain.from_iterable(packed)),
@@ -411,7 +411,7 @@ class Lease:
                 for fault in outcome.faults
             ],
             errors={
-                outcome.block: self._replies.shown_error(
+                outcome.block: self._reply_builder.redacted_error(
                     error_body_of(outcome.error, Executed.UNKNOWN)
                 )
                 for outcome in outcomes
@@ -421,11 +421,13 @@ class Lease:
         ).encode()
 
     def _absent_reply(self, request: _BlockRequest, blocks: Collection[int]) -> Reply:
-        entries = _entries(request, blocks)
-        return self._replies.reply(request.message, MessageType.ABSENT, entries=entries)
+        entries = _entries_of(request, blocks)
+        return self._reply_builder.reply(
+            request.message, MessageType.ABSENT, entries=entries
+        )
 
 
-def _entries(
+def _entries_of(
     request: _BlockRequest, blocks: Collection[int]
 ) -> tuple[tuple[int, int], ...]:
     return tuple(entry for entry in request.message.entries if entry[0] in blocks)

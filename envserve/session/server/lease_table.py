@@ -26,8 +26,8 @@ from envserve.session.server.decisions import (
 )
 from envserve.session.server.lease import Lease
 from envserve.session.server.policy import Refusal
-from envserve.session.server.quotas import KEYLESS, Quota, Quotas, Usage
-from envserve.session.server.replies import Replies, lease_lost
+from envserve.session.server.quotas import KEYLESS_USERS, Quota, Quotas, Usage
+from envserve.session.server.replies import ReplyBuilder, lease_lost
 from envserve.session.states import LeaseState, Machine
 from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Rows, rows_mib
@@ -51,12 +51,12 @@ _LOGGER: Final = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 #: Sessions without envs of which something is remembered, per user.
-_MAX_RECENT: Final = 256
-_MAX_PRINTED_NAME: Final = 64
+_MAX_RECENT_SESSIONS: Final = 256
+_MAX_LOGGED_NAME: Final = 64
 #: Longest text of a refusal in the log.
-_MAX_LINE: Final = 300
+_MAX_LOGGED_TEXT: Final = 300
 #: Leases of one user whose envs are built at the same time; others wait.
-_BUILDS_AT_ONCE: Final = 4
+_MAX_CONCURRENT_BUILDS: Final = 4
 
 
 @dataclass(slots=True)
@@ -87,14 +87,14 @@ class LeaseRecord:
 
     session: SessionId
     number: int
-    policy: HostSettings
+    settings: HostSettings
     usage: Usage
     attach: Attach
     attach_body: bytes
     request: Message
     client: str
-    since: float
-    heard_at: float
+    attached_at: float
+    last_message_at: float
     machine: Machine[LeaseState] = field(
         default_factory=lambda: Machine(LeaseState.BUILDING)
     )
@@ -103,8 +103,8 @@ class LeaseRecord:
     granted: bytes = b""
     row_mib: int = 0
     reason: ErrorBody | None = None
-    limiter: ResendLimiter = field(default_factory=ResendLimiter)
-    unfinished: set[int] | None = None
+    grant_limiter: ResendLimiter = field(default_factory=ResendLimiter)
+    unfinished_rows: set[int] | None = None
     statistics: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -138,7 +138,7 @@ class LeaseRecord:
         """Its name in logs, which does not show the session number."""
         return f"lease {self.number}" + (f" of {self.user}" if self.user else "")
 
-    def notice(self, request: int = 0) -> Message:
+    def notice_header(self, request: int = 0) -> Message:
         """Return a message to reply to, for news that the client did not ask for."""
         return Message(
             MessageType.ATTACH,
@@ -148,7 +148,7 @@ class LeaseRecord:
             peer=self.request.peer,
         )
 
-    def audit(self, event: str, reason: str = "") -> Audit:
+    def audit_event(self, event: str, reason: str = "") -> Audit:
         """Return an event of this lease for the audit log."""
         attach = self.attach
         return Audit(event, self.user, attach.env_name, attach.num_envs, reason)
@@ -157,18 +157,18 @@ class LeaseRecord:
         return f"{self.name}: {self.attach.num_envs} {self.attach.env_name}"
 
 
-class _Recent(defaultdict[str, OrderedDict[int, Value]]):
+class _RecentSessions(defaultdict[str, OrderedDict[int, Value]]):
     """A value for each of the latest sessions of each user."""
 
     def __init__(self) -> None:
         super().__init__(OrderedDict)
 
-    def note(self, session: SessionId, value: Value) -> None:
+    def add(self, session: SessionId, value: Value) -> None:
         """Remember a value; forget the user's oldest if there are too many."""
         sessions = self[session[0]]
         sessions[session[1]] = value
         sessions.move_to_end(session[1])
-        if len(sessions) > _MAX_RECENT:
+        if len(sessions) > _MAX_RECENT_SESSIONS:
             sessions.popitem(last=False)
 
 
@@ -183,41 +183,41 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
 
     def __init__(
         self,
-        policy: HostSettings,
+        settings: HostSettings,
         env_names: tuple[str, ...],
-        replies: Replies,
+        reply_builder: ReplyBuilder,
         quotas: Quotas,
     ) -> None:
         super().__init__()
-        self.ended: _Recent[ErrorBody | None] = _Recent()
+        self.ended_sessions: _RecentSessions[ErrorBody | None] = _RecentSessions()
         self.is_ending = False
         self.unnotified: set[SessionId] = set()
-        self._policy = policy
+        self._settings = settings
         self._env_names = env_names
-        self._replies = replies
+        self._reply_builder = reply_builder
         self._quotas = quotas
-        self._client_names: _Recent[str] = _Recent()
-        self._refusals = LogThrottle()
+        self._client_names: _RecentSessions[str] = _RecentSessions()
+        self._refusal_throttle = LogThrottle()
         self._num_leases = 0
 
     @property
-    def free_envs(self) -> int:
+    def num_free_envs(self) -> int:
         """Number of envs that can be leased now."""
         leased = sum(record.usage.envs for record in self.values())
-        return self._policy.total_envs - leased
+        return self._settings.total_envs - leased
 
-    def welcome(self, user: str) -> Welcome:
+    def welcome_for(self, user: str) -> Welcome:
         """Return what a user may know before it attaches; raise Refusal."""
         quota = self._quotas.of(user)
-        names, most = quota.choose(self._env_names), quota.limits.envs
+        names, most = quota.allowed_names(self._env_names), quota.limits.envs
         own = sum(r.usage.envs for r in self.values() if r.user == user)
         return Welcome(
-            max_message_bytes=self._policy.max_message_bytes,
-            lease_seconds=self._policy.lease_seconds,
+            max_message_bytes=self._settings.max_message_bytes,
+            lease_seconds=self._settings.lease_seconds,
             env_names=names[:MAX_NAMES],
             num_names=len(names),
             total_envs=most,
-            free_envs=max(0, min(self.free_envs, most - own)),
+            free_envs=max(0, min(self.num_free_envs, most - own)),
             is_draining=self.is_ending,
         )
 
@@ -225,26 +225,28 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         """Return the name of a session in logs, because its number is secret."""
         return self[session].name if session in self else "a lease that has ended"
 
-    def seen_by(self, user: str) -> list[LeaseRecord]:
+    def visible_to(self, user: str) -> list[LeaseRecord]:
         """Return the granted leases that a user may see: its own.
 
         Without keys, and as the user who runs the server, all of them.
         """
-        sees_all = user in KEYLESS
+        sees_all = user in KEYLESS_USERS
         granted = (record for record in self.values() if record.lease is not None)
         return [record for record in granted if sees_all or record.user == user]
 
-    def note_name(self, session: SessionId, name: str) -> None:
+    def record_client_name(self, session: SessionId, name: str) -> None:
         """Remember the name that a client gives itself, in a printable form."""
-        shown = one_line(name, _MAX_PRINTED_NAME)
-        self._client_names.note(session, shown or "unnamed")
+        shown = one_line(name, _MAX_LOGGED_NAME)
+        self._client_names.add(session, shown or "unnamed")
 
     def audit_refusal(self, refusal: Refusal, user: str, now: float) -> Audit:
         """Log a refusal, at most one of a kind per second; return it for the audit."""
-        more = self._refusals.admit(refusal.body.code, now)
+        more = self._refusal_throttle.admit(refusal.body.code, now)
         if more is not None:
-            _LOGGER.info("refused: %s%s", one_line(str(refusal), _MAX_LINE), more)
-        return Audit(refusal.event, user, *refusal.asked, str(refusal))
+            _LOGGER.info(
+                "refused: %s%s", one_line(str(refusal), _MAX_LOGGED_TEXT), more
+            )
+        return Audit(refusal.event, user, *refusal.requested, str(refusal))
 
     # Admission.
 
@@ -262,10 +264,10 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         if user:
             client = f"{user} ({client})"
         try:
-            self._check(quota, attach)
-            self._check_room(quota, attach, (user, client), now)
+            self._check_allowed(quota, attach)
+            self._check_capacity(quota, attach, (user, client), now)
         except Refusal as refusal:
-            refusal.asked = attach.env_name, attach.num_envs
+            refusal.requested = attach.env_name, attach.num_envs
             raise
         self._client_names[user].pop(number, None)
         self._num_leases += 1
@@ -273,7 +275,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
             session,
             self._num_leases,
             quota.settings,
-            Usage.of(attach, quota.settings),
+            Usage.requested_by(attach, quota.settings),
             attach,
             message.body,
             message,
@@ -289,12 +291,12 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         count = Counter(record.user for record in building if not record.is_queued)
         starts: list[Decision] = []
         for record in building:
-            policy = record.policy
+            policy = record.settings
             if policy.max_row_mib is not None:
                 own = sum(r.row_mib for r in self.values() if r.user == record.user)
                 policy = replace(policy, max_row_mib=max(0, policy.max_row_mib - own))
             # The size of rows is known once the envs are built.
-            most = _BUILDS_AT_ONCE if policy.max_row_mib is None else 1
+            most = _MAX_CONCURRENT_BUILDS if policy.max_row_mib is None else 1
             if record.is_queued and count[record.user] < most:
                 record.is_queued = False
                 count[record.user] += 1
@@ -302,7 +304,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
                 starts.append(StartPool(record.session, config))
         return starts
 
-    def _check(self, quota: Quota, attach: Attach) -> None:
+    def _check_allowed(self, quota: Quota, attach: Attach) -> None:
         quota.check(attach)
         name = attach.env_name
         if name not in self._env_names:
@@ -312,15 +314,15 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         except WrapperError as error:
             raise Refusal(ErrorCode.BAD_WRAPPER, str(error)) from None
 
-    def _check_room(
+    def _check_capacity(
         self, quota: Quota, attach: Attach, asker: tuple[str, str], now: float
     ) -> None:
         """Raise Refusal, which shows only the number of envs of others' leases."""
-        free = self.free_envs
+        free = self.num_free_envs
         if attach.num_hosted <= free:
             held = [(r.user, r.usage) for r in self.values()]
-            quota.check_usage(Usage.of(attach, quota.settings), held)
-            self._quotas.begin_lease(quota, now)
+            quota.check_usage(Usage.requested_by(attach, quota.settings), held)
+            self._quotas.count_attach(quota, now)
             return
         spares = ", half of them spares" if attach.spare_envs else ""
         holders = sorted(self.values(), key=lambda record: -record.attach.num_hosted)
@@ -328,7 +330,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         own = [r for r in holders if r.user == user and (user or r.client == client)]
         parts = [
             f"{r.attach.num_hosted} of {r.attach.env_name} by {r.client} for "
-            f"{now - r.since:.0f} s"
+            f"{now - r.attached_at:.0f} s"
             for r in own[:8]
         ]
         others = sum(
@@ -340,11 +342,11 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         raise Refusal(
             ErrorCode.ENVS_BUSY,
             f"{attach.num_hosted} envs asked for{spares}, {free} of "
-            f"{self._policy.total_envs} free (leased: {'; '.join(parts) or 'none'}); "
+            f"{self._settings.total_envs} free (leased: {'; '.join(parts) or 'none'}); "
             f"ask for fewer, end what holds them, or start the server with more "
             f"--workers or --envs-per-worker",
             holder=own[0].client if is_own else "others" if holders else "",
-            held_ms=int(1000 * (now - own[0].since)) if is_own else 0,
+            held_ms=int(1000 * (now - own[0].attached_at)) if is_own else 0,
         )
 
     def grant(
@@ -357,12 +359,12 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
             spec=spec,
             blocks=blocks,
             rows=rows,
-            policy=record.policy,
-            replies=self._replies,
+            settings=record.settings,
+            reply_builder=self._reply_builder,
         )
         granted = Granted(
             epoch=record.number,
-            lease_seconds=self._policy.lease_seconds,
+            lease_seconds=self._settings.lease_seconds,
             spec=spec,
             blocks=tuple(blocks),
         )
@@ -396,7 +398,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         if self.is_ending and reason is not None:
             self.unnotified.add(record.session)
         if record.lease is not None:
-            late = record.lease.late_messages
+            late = record.lease.num_late_messages
             _LOGGER.debug("%s, ending; %d late copies were ignored", record, late)
             record.lease = None
         return [EndPool(record.session)]
@@ -411,7 +413,9 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         for record in self.values():
             if record.user in users and record.reason != reason:  # not notified yet
                 # At once: the connection is closed before the workers are gone.
-                decisions.append(self._replies.session_ended(record.request, reason))
+                decisions.append(
+                    self._reply_builder.session_ended(record.request, reason)
+                )
                 decisions += self.close(record, reason)
                 self.unnotified.discard(record.session)
                 _LOGGER.warning("%s, ended: its key was taken away", record)
@@ -421,13 +425,13 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         """Free the envs of a lease whose workers are gone, and notify its client."""
         record = self.pop(session)
         record.machine.move(LeaseState.ENDED)
-        self.ended.note(session, record.reason)
+        self.ended_sessions.add(session, record.reason)
         why = record.reason.text.partition("\n")[0] if record.reason else "detached"
         fields = {"fields": {**record.log_fields, "why": why}}
         text = "%s, ended%s (%s)"
         _LOGGER.info(text, record, record.summary, one_line(why), extra=fields)
         return [
-            *([record.audit("ended", why)] if record.granted else []),
-            self._replies.session_ended(record.request, record.reason),
+            *([record.audit_event("ended", why)] if record.granted else []),
+            self._reply_builder.session_ended(record.request, record.reason),
             *self.start_builds(),
         ]

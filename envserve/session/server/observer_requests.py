@@ -20,7 +20,7 @@ __all__ = ["OBSERVER_TYPES", "ObserverRequests"]
 
 OBSERVER_TYPES: Final = frozenset({MessageType.STATUS, MessageType.FRAME})
 #: Seconds of a user's allowance that a FRAME costs; one second is free in advance.
-_SECONDS: Final = 1 / 32
+_FRAME_SECONDS: Final = 1 / 32
 _RECORD_SECONDS: Final = 1.0
 
 
@@ -29,7 +29,7 @@ class ObserverRequests:
 
     def __init__(self, leases: LeaseTable, quotas: Quotas) -> None:
         self._leases, self._quotas = leases, quotas
-        self._due: dict[str, float] = {}
+        self._next_due: dict[str, float] = {}
 
     def handle(self, request: Message, now: float) -> list[Decision]:
         """Have a request answered, or ignore it if its user sends too many.
@@ -44,12 +44,14 @@ class ObserverRequests:
         self._quotas.of(user)  # raises unless the key is still valid
         if request.type is MessageType.STATUS:
             return [ReplyStatus(request)]
-        due = max(self._due.get(user, now), now)
+        due = max(self._next_due.get(user, now), now)
         if due >= now + 1.0:
             return []
         wanted = FrameRequest.decode(request.body)
-        self._due[user] = due + (_RECORD_SECONDS if wanted.record else _SECONDS)
-        for record in self._leases.seen_by(user):
+        self._next_due[user] = due + (
+            _RECORD_SECONDS if wanted.record else _FRAME_SECONDS
+        )
+        for record in self._leases.visible_to(user):
             if record.number == wanted.lease:
                 return [ReplyFrame(request, record.session, wanted)]
         text = f"there is no lease {wanted.lease}, or it is another user's"

@@ -44,7 +44,7 @@ class Refusal(Exception):
     """
 
     event = "refused"
-    asked: tuple[str, int] = ("", 0)
+    requested: tuple[str, int] = ("", 0)
 
     def __init__(self, code: ErrorCode, text: str, **fields: Any) -> None:
         super().__init__(text)
@@ -70,7 +70,7 @@ def check_kwargs(rules: Collection[KwargRule], kwargs: Mapping[str, Any]) -> Non
         if name == "render_mode" and isinstance(value, str) and value == "rgb_array":
             continue
         named = (rule.partition(":") for rule in rules)
-        if any(known == name and _holds(rule, value) for known, _, rule in named):
+        if any(known == name and _matches(rule, value) for known, _, rule in named):
             continue
         allowed = ", ".join(sorted(rules)) or "none"
         raise Refusal(
@@ -82,7 +82,7 @@ def check_kwargs(rules: Collection[KwargRule], kwargs: Mapping[str, Any]) -> Non
         )
 
 
-def _holds(rule: str, value: Any) -> bool:
+def _matches(rule: str, value: Any) -> bool:
     """Tells whether a value is as a rule says, which is without its name here."""
     kind, _, bounds = rule.partition("[")
     if kind == "any":
@@ -100,7 +100,7 @@ def _holds(rule: str, value: Any) -> bool:
 
 def check_call(host: HostSettings, kind: str, name: str, env_index: int) -> None:
     """Raises Refusal for an attribute that clients may not use in this way."""
-    is_exposed = f"{kind}:{name}" in _by_kind(host.exposed)
+    is_exposed = f"{kind}:{name}" in _with_kinds(host.exposed)
     if _ATTRIBUTE_NAME.fullmatch(name) and (
         is_exposed or kind in _ALWAYS_EXPOSED.get(name, ())
     ):
@@ -115,7 +115,7 @@ def check_call(host: HostSettings, kind: str, name: str, env_index: int) -> None
     )
 
 
-def _by_kind(rules: Collection[ExposeRule]) -> frozenset[ExposeRule]:
+def _with_kinds(rules: Collection[ExposeRule]) -> frozenset[ExposeRule]:
     named = {rule for rule in rules if ":" not in rule}
     both = {f"{kind}:{name}" for name in named for kind in ("get", "call")}
     return frozenset(both | set(rules) - named)
@@ -126,7 +126,7 @@ def restrict(host: HostSettings, grant: Grant) -> HostSettings:
     """Returns what a host allows to a key, which is never more than to anybody."""
     exposed = host.exposed
     if grant.exposed is not None:
-        exposed = _by_kind(exposed) & _by_kind(grant.exposed)
+        exposed = _with_kinds(exposed) & _with_kinds(grant.exposed)
     workers = min(host.num_workers, grant.max_processes or host.num_workers)
     limits = [m for m in (host.max_row_mib, grant.max_row_mib) if m is not None]
     most = min(limits, default=None)

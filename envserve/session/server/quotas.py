@@ -23,13 +23,13 @@ from envserve.settings import HostSettings
 from envserve.wire.bodies import Attach
 from envserve.wire.constants import ErrorCode
 
-__all__ = ["KEYLESS", "Quota", "Quotas", "Usage"]
+__all__ = ["KEYLESS_USERS", "Quota", "Quotas", "Usage"]
 
 #: Who is known by no key.
-KEYLESS: Final = frozenset({"", "local"})
+KEYLESS_USERS: Final = frozenset({"", "local"})
 #: How fast a key may begin leases, each of which forks processes.
 _ATTACHES_PER_SECOND: Final = 2
-_ATTACHES_AT_ONCE: Final = 8
+_MAX_ATTACH_BURST: Final = 8
 
 
 class Usage(NamedTuple):
@@ -40,14 +40,14 @@ class Usage(NamedTuple):
     leases: int = 0
 
     @classmethod
-    def of(cls, attach: Attach, host: HostSettings) -> Usage:
+    def requested_by(cls, attach: Attach, host: HostSettings) -> Usage:
         """Returns what a client asks for."""
         most = attach.num_envs // min(attach.num_splits, attach.num_envs)
         each = min(host.num_workers, attach.blocks_per_split or most, most)
         return cls(attach.num_hosted, each, 1)
 
     @classmethod
-    def most(cls, host: HostSettings) -> Usage:
+    def limit_of(cls, host: HostSettings) -> Usage:
         """Returns the most that all users of a host may have together."""
         processes = max(host.max_processes, host.num_workers)
         return cls(host.total_envs, processes, host.total_envs)
@@ -75,7 +75,7 @@ class Quota:
     @property
     def limits(self) -> Usage:
         """The most that the user may have: keys leave a quarter of processes."""
-        most = Usage.most(self.host)
+        most = Usage.limit_of(self.host)
         if self.grant is None:
             return most
         processes = most.processes - most.processes // 4
@@ -83,9 +83,9 @@ class Quota:
         grant = (self.grant.max_envs, self.grant.max_processes, self.grant.max_leases)
         return Usage(*(min(a, b or a) for a, b in zip(most, grant, strict=True)))
 
-    def choose(self, names: tuple[str, ...]) -> tuple[str, ...]:
+    def allowed_names(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Returns those of the env names on offer that the user may have."""
-        return names if self.grant is None else _choose(self.grant, names)
+        return names if self.grant is None else _allowed_names(self.grant, names)
 
     def check(self, attach: Attach) -> None:
         """Raises Refusal for an env, or an argument of it, that is not allowed."""
@@ -100,11 +100,11 @@ class Quota:
         if grant is not None and grant.allowed_kwargs is not None:
             check_kwargs(grant.allowed_kwargs, attach.env_kwargs)
 
-    def check_usage(self, asked: Usage, held: Iterable[tuple[str, Usage]]) -> None:
-        """Raises OverQuota for more than the user may have, now or ever.
+    def check_usage(self, requested: Usage, held: Iterable[tuple[str, Usage]]) -> None:
+        """Raise OverQuota if a request exceeds what the user may have, now or ever.
 
         Args:
-          asked: What it asks for.
+          requested: Amounts that the user requests.
           held: User and usage of each lease in the table.
         """
         own, others = [Usage()], [Usage()]
@@ -112,11 +112,11 @@ class Quota:
             (own if holder == self.user else others).append(amounts)
         columns = zip(
             Usage._fields,
-            asked,
+            requested,
             self.limits,
             map(sum, zip(*own, strict=True)),
             map(sum, zip(*others, strict=True)),
-            Usage.most(self.host),
+            Usage.limit_of(self.host),
             strict=True,
         )
         name = self.user or "whoever has no key"
@@ -143,7 +143,7 @@ class Quota:
 
 
 @lru_cache(maxsize=64)
-def _choose(grant: Grant, names: tuple[str, ...]) -> tuple[str, ...]:
+def _allowed_names(grant: Grant, names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(filter(grant.allows_env, names))
 
 
@@ -163,7 +163,7 @@ class Quotas:
         self._host = host
         self._grant_of = grant_of
         #: When each user's next lease would begin if they had come evenly.
-        self._due: dict[str, float] = {}
+        self._next_due: dict[str, float] = {}
 
     @property
     def uses_keys(self) -> bool:
@@ -172,7 +172,7 @@ class Quotas:
 
     def of(self, user: str) -> Quota:
         """Returns what a user may; raises Refusal if that is nothing."""
-        if self._grant_of is None or user in KEYLESS:
+        if self._grant_of is None or user in KEYLESS_USERS:
             return Quota(user, self._host, None)
         grant = self._grant_of(user)
         if grant is None:
@@ -191,16 +191,16 @@ class Quotas:
             return 1.0
         return 1.0 if grant is None else grant.share
 
-    def begin_lease(self, quota: Quota, now: float) -> None:
+    def count_attach(self, quota: Quota, now: float) -> None:
         """Notes that a lease begins; raises TooEarly if it may not yet."""
         if quota.grant is None:
             return
         interval = 1 / _ATTACHES_PER_SECOND
-        due = max(self._due.get(quota.user, now), now)
-        if due > now + (_ATTACHES_AT_ONCE - 1) * interval:
+        due = max(self._next_due.get(quota.user, now), now)
+        if due > now + (_MAX_ATTACH_BURST - 1) * interval:
             raise RateLimited(
                 ErrorCode.ENVS_BUSY,
                 f"{quota.user} may attach {_ATTACHES_PER_SECOND} times a second, and "
-                f"{_ATTACHES_AT_ONCE} times at once; more of them wait",
+                f"{_MAX_ATTACH_BURST} times at once; more of them wait",
             )
-        self._due[quota.user] = due + interval
+        self._next_due[quota.user] = due + interval

@@ -20,21 +20,21 @@ from envserve.wire.constants import (
 from envserve.wire.handshake import ErrorBody
 from envserve.wire.message import Buffer, Message, pack
 
-__all__ = ["Replies", "lease_lost", "no_new_leases", "versions_differ"]
+__all__ = ["ReplyBuilder", "lease_lost", "server_draining", "version_mismatch"]
 
 
-class Replies:
+class ReplyBuilder:
     """Makes the answers of one start of a server.
 
     Attributes:
       refusals: ERRORs, by the name of their code.
     """
 
-    def __init__(self, boot: int, *, shows_folders: bool = False) -> None:
+    def __init__(self, boot: int, *, shows_paths: bool = False) -> None:
         """Takes the boot id, and whether clients may know where files here are."""
         self._boot = boot
         self.refusals: Counter[str] = Counter()
-        self._shows_folders = shows_folders
+        self._shows_paths = shows_paths
 
     def reply(
         self,
@@ -72,28 +72,28 @@ class Replies:
     def error(self, request: Message, body: ErrorBody) -> Reply:
         """Answers with an ERROR, as the client's version has it."""
         self.refusals[body.code.name] += 1
-        error = self.shown_error(body).encode()
+        error = self.redacted_error(body).encode()
         return self.reply(request, MessageType.ERROR, error, version=request.version)
 
-    def shown(self, text: str) -> str:
+    def redacted(self, text: str) -> str:
         """Returns what clients may know of a text of an env's."""
-        return text if self._shows_folders else without_folders(text)
+        return text if self._shows_paths else without_folders(text)
 
-    def shown_error(self, body: ErrorBody) -> ErrorBody:
+    def redacted_error(self, body: ErrorBody) -> ErrorBody:
         """Returns what they may know of an error."""
-        text, traceback = self.shown(body.text), self.shown(body.traceback)
+        text, traceback = self.redacted(body.text), self.redacted(body.traceback)
         return replace(body, text=text, traceback=traceback)
 
-    def refuse(self, request: Message, code: ErrorCode, text: str) -> Reply:
+    def refused(self, request: Message, code: ErrorCode, text: str) -> Reply:
         """Says that a request, or this copy of it, was refused."""
         # An earlier one may have been whole, and executed, by a lease that is no more.
         executed = Executed.UNKNOWN if request.attempt else Executed.NO
         return self.error(request, ErrorBody(code=code, executed=executed, text=text))
 
-    def fence(self, request: Message, what: str) -> Reply:
+    def fenced(self, request: Message, what: str) -> Reply:
         """Says that a message belongs to a lease or server of the past."""
         text = f"this request is from before the {what}; attach anew"
-        return self.refuse(request, ErrorCode.FENCED, text)
+        return self.refused(request, ErrorCode.FENCED, text)
 
     def session_ended(self, request: Message, reason: ErrorBody | None) -> Reply:
         """Says that a session has no envs any more, and why; None for a DETACH."""
@@ -108,7 +108,7 @@ class Replies:
         return self.error(request, body)
 
 
-def versions_differ(theirs: object) -> Refusal:
+def version_mismatch(theirs: object) -> Refusal:
     """Says that client and server share no version."""
     return Refusal(
         ErrorCode.VERSION_MISMATCH,
@@ -122,7 +122,7 @@ def lease_lost(text: str) -> ErrorBody:
     return ErrorBody(code=ErrorCode.LEASE_LOST, executed=Executed.UNKNOWN, text=text)
 
 
-def no_new_leases() -> Refusal:
+def server_draining() -> Refusal:
     """Says that the server is about to stop."""
     return Refusal(
         ErrorCode.ENVS_BUSY,

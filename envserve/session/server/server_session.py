@@ -32,10 +32,10 @@ from envserve.session.server.observer_requests import OBSERVER_TYPES, ObserverRe
 from envserve.session.server.policy import RateLimited, Refusal
 from envserve.session.server.quotas import Quotas
 from envserve.session.server.replies import (
-    Replies,
+    ReplyBuilder,
     lease_lost,
-    no_new_leases,
-    versions_differ,
+    server_draining,
+    version_mismatch,
 )
 from envserve.session.states import LeaseState
 from envserve.settings import HostSettings
@@ -58,11 +58,11 @@ __all__ = ["ServerSession"]
 _LOGGER: Final = logging.getLogger(__name__)
 
 #: Types from this one on are sent by servers.
-_FIRST_OF_SERVER: Final = 128
+_FIRST_SERVER_TYPE: Final = 128
 #: Requests that are carried out by envs.
 _OPERATIONS: Final = frozenset({MessageType.STEP, MessageType.RESET, MessageType.CALL})
 #: Answers to requests that are answered by the server, see `RequestDecision`.
-_RESULT_TYPES: Final[Mapping[MessageType | int, MessageType]] = {
+_ANSWER_TYPES: Final[Mapping[MessageType | int, MessageType]] = {
     MessageType.HELLO: MessageType.WELCOME,
     MessageType.STATUS: MessageType.STATUS_RESULT,
     MessageType.FRAME: MessageType.FRAME_RESULT,
@@ -85,7 +85,7 @@ class ServerSession:
 
     def __init__(
         self,
-        policy: HostSettings,
+        settings: HostSettings,
         env_names: tuple[str, ...],
         boot: int,
         grant_of: Callable[[str], Grant | None] | None = None,
@@ -93,18 +93,18 @@ class ServerSession:
         """Start without sessions.
 
         Args:
-          policy: Limits and permissions.
+          settings: Limits and permissions.
           env_names: Names of the envs that are offered.
           boot: Random number in [1, 2**64).
           grant_of: Look-up of the grant of a user's key, see `Quotas`.
         """
         self.boot = boot
-        self.dropped_messages = 0
-        self._policy = policy
-        self._replies = Replies(boot, shows_folders=policy.debug_errors)
-        self.refusals = self._replies.refusals
-        self.quotas = Quotas(policy, grant_of)
-        self.leases = LeaseTable(policy, env_names, self._replies, self.quotas)
+        self.num_dropped_messages = 0
+        self._settings = settings
+        self._reply_builder = ReplyBuilder(boot, shows_paths=settings.debug_errors)
+        self.refusals = self._reply_builder.refusals
+        self.quotas = Quotas(settings, grant_of)
+        self.leases = LeaseTable(settings, env_names, self._reply_builder, self.quotas)
         self._observers = ObserverRequests(self.leases, self.quotas)
 
     @property
@@ -127,9 +127,11 @@ class ServerSession:
         except RemoteProtocolError as error:
             header = _peek(peer, frames)
             if header is None:
-                self.dropped_messages += 1
+                self.num_dropped_messages += 1
                 return []
-            return [self._replies.refuse(header, ErrorCode.BAD_MESSAGE, str(error))]
+            return [
+                self._reply_builder.refused(header, ErrorCode.BAD_MESSAGE, str(error))
+            ]
         message.peer = peer
         try:
             # The usual case first, which needs no further checks.
@@ -142,7 +144,7 @@ class ServerSession:
                 and message.epoch == record.lease.epoch
                 and message.version == VERSION
             ):
-                record.heard_at = now
+                record.last_message_at = now
                 record.request.peer = peer  # it may have reconnected
                 return record.lease.handle(message, now)
             return self._dispatch(message, record, now)
@@ -154,18 +156,20 @@ class ServerSession:
     ) -> list[Decision]:
         """Answer a request that is refused or malformed with an ERROR."""
         if isinstance(error, RemoteProtocolError):
-            return [self._replies.refuse(request, ErrorCode.BAD_MESSAGE, str(error))]
+            return [
+                self._reply_builder.refused(request, ErrorCode.BAD_MESSAGE, str(error))
+            ]
         return [
             self.leases.audit_refusal(error, request.peer[-1], now),
-            self._replies.error(request, error.body),
+            self._reply_builder.error(request, error.body),
         ]
 
     def answer(
         self, request: Message, body: bytes = b"", payload: bytes = b""
     ) -> list[Decision]:
         """Answer a request of a `RequestDecision`."""
-        kind = _RESULT_TYPES[request.type]
-        return [self._replies.reply(request, kind, body, payload=payload)]
+        kind = _ANSWER_TYPES[request.type]
+        return [self._reply_builder.reply(request, kind, body, payload=payload)]
 
     def receive_failed(self, peer: Peer, frames: Sequence[Buffer]) -> list[Decision]:
         """Answer a message that the server failed to handle; end its session, if any.
@@ -182,7 +186,7 @@ class ServerSession:
             executed=Executed.UNKNOWN,
             text="the server failed at this message; look at its log",
         )
-        reply = self._replies.error(request, body)
+        reply = self._reply_builder.error(request, body)
         record = self.leases.get((request.peer[-1], request.session))
         if record is None or request.boot != self.boot:
             return [reply]
@@ -198,10 +202,10 @@ class ServerSession:
         if kind is MessageType.HELLO:
             return self._on_hello(message)
         if _is_from_server(message):
-            self.dropped_messages += 1  # replies to replies might never end
+            self.num_dropped_messages += 1  # replies to replies might never end
             return []
         if message.version != VERSION:
-            raise versions_differ(message.version)
+            raise version_mismatch(message.version)
         if kind in OBSERVER_TYPES:
             return self._observers.handle(message, now)
         if not isinstance(kind, MessageType):
@@ -209,36 +213,36 @@ class ServerSession:
         if kind is MessageType.ASK_DRAIN:
             return self._on_ask_drain(message)
         if message.boot != self.boot:
-            return [self._replies.fence(message, "server was started")]
+            return [self._reply_builder.fenced(message, "server was started")]
         if kind is MessageType.DETACH:
             self.leases.unnotified.discard((message.peer[-1], message.session))
         if record is None:
-            return self._on_stranger(message, now)
-        record.heard_at = now
+            return self._on_unknown_session(message, now)
+        record.last_message_at = now
         if kind is MessageType.ATTACH:
             return self._on_repeated_attach(record, message, now)
         if kind is MessageType.DETACH:
             record.request = message
             return self.leases.close(record, None)
         if record.state is LeaseState.CLOSING:
-            return [self._replies.session_ended(message, record.reason)]
+            return [self._reply_builder.session_ended(message, record.reason)]
         if record.lease is None:
             if kind is not MessageType.PING:
                 raise Refusal(ErrorCode.BAD_MESSAGE, "the lease is not granted yet")
             pong = Pong(running={})
         elif message.epoch != record.lease.epoch:
-            return [self._replies.fence(message, "lease was granted")]
+            return [self._reply_builder.fenced(message, "lease was granted")]
         else:
             record.request.peer = message.peer
             pong = record.lease.pong(now)
-        return [self._replies.reply(message, MessageType.PONG, pong.encode())]
+        return [self._reply_builder.reply(message, MessageType.PONG, pong.encode())]
 
     def _on_join(self, message: Message) -> list[Decision]:
         """Handle a JOIN; ignore all else that is sent with the key of an invitation."""
         if message.type is not MessageType.JOIN:
             return []
         if message.version != VERSION:
-            raise versions_differ(message.version)
+            raise version_mismatch(message.version)
         if not self.quotas.uses_keys:
             raise RemoteProtocolError("this server uses no keys")
         return [EnrolKey(message, Join.decode(message.body).public)]
@@ -246,10 +250,10 @@ class ServerSession:
     def _on_hello(self, message: Message) -> list[Decision]:
         hello = Hello.decode(message.body)
         if hello.min_version > VERSION or hello.max_version < MIN_VERSION:
-            raise versions_differ(f"{hello.min_version} to {hello.max_version}")
+            raise version_mismatch(f"{hello.min_version} to {hello.max_version}")
         if message.session:
             session = message.peer[-1], message.session
-            self.leases.note_name(session, hello.client)
+            self.leases.record_client_name(session, hello.client)
         self.quotas.of(message.peer[-1])  # raises unless the key is still valid
         return [ReplyWelcome(message)]
 
@@ -262,29 +266,32 @@ class ServerSession:
             )
         if message.body != DRAIN_WORD:
             raise RemoteProtocolError("expected the body of an ASK_DRAIN")
-        body = Drain(grace_ms=int(1000 * self._policy.drain_grace_seconds)).encode()
-        return [BeginDrain(), self._replies.reply(message, MessageType.DRAIN, body)]
+        body = Drain(grace_ms=int(1000 * self._settings.drain_grace_seconds)).encode()
+        return [
+            BeginDrain(),
+            self._reply_builder.reply(message, MessageType.DRAIN, body),
+        ]
 
-    def _on_stranger(self, message: Message, now: float) -> list[Decision]:
+    def _on_unknown_session(self, message: Message, now: float) -> list[Decision]:
         """Handle a session without a lease: it asks for one, or its lease has ended."""
-        ended = self.leases.ended[message.peer[-1]]
+        ended = self.leases.ended_sessions[message.peer[-1]]
         if message.session in ended:
-            return [self._replies.session_ended(message, ended[message.session])]
+            return [self._reply_builder.session_ended(message, ended[message.session])]
         if message.type is MessageType.DETACH:
-            return [self._replies.session_ended(message, None)]
+            return [self._reply_builder.session_ended(message, None)]
         if message.type is not MessageType.ATTACH:
             text = "this session has no envs here; attach anew"
-            return [self._replies.refuse(message, ErrorCode.LEASE_LOST, text)]
+            return [self._reply_builder.refused(message, ErrorCode.LEASE_LOST, text)]
         if message.session == 0:
             raise RemoteProtocolError("expected a session number that is not 0")
         if self.leases.is_ending:
-            raise no_new_leases()
+            raise server_draining()
         try:
             self.leases.add(message, now)
         except RateLimited as refusal:  # a later copy of the ATTACH will be accepted
             audit = self.leases.audit_refusal(refusal, message.peer[-1], now)
-            return [audit, self._replies.building(message)]
-        return [*self.leases.start_builds(), self._replies.building(message)]
+            return [audit, self._reply_builder.building(message)]
+        return [*self.leases.start_builds(), self._reply_builder.building(message)]
 
     def _on_repeated_attach(
         self, record: LeaseRecord, message: Message, now: float
@@ -292,16 +299,16 @@ class ServerSession:
         if message.body != record.attach_body:
             raise RemoteProtocolError("this session has attached with other arguments")
         if record.state is LeaseState.CLOSING:
-            return [self._replies.session_ended(message, record.reason)]
+            return [self._reply_builder.session_ended(message, record.reason)]
         record.request = message
-        if record.state is LeaseState.GRANTED and record.limiter.allow(now):
-            return [self._granted(record)._replace(limiter=record.limiter)]
-        return [self._replies.building(message, now - record.since)]
+        if record.state is LeaseState.GRANTED and record.grant_limiter.allow(now):
+            return [self._granted(record)._replace(limiter=record.grant_limiter)]
+        return [self._reply_builder.building(message, now - record.attached_at)]
 
     def _granted(self, record: LeaseRecord) -> Reply:
-        notice = record.notice(record.request.request)
+        notice = record.notice_header(record.request.request)
         notice.attempt = record.request.attempt
-        return self._replies.reply(notice, MessageType.GRANTED, record.granted)
+        return self._reply_builder.reply(notice, MessageType.GRANTED, record.granted)
 
     # Events of pools.
 
@@ -321,11 +328,11 @@ class ServerSession:
             self.leases.grant(record, spec, blocks, rows)
         except Refusal as refusal:
             return self.leases.close(record, refusal.body)
-        waited, extra = now - record.since, {"fields": record.log_fields}
+        waited, extra = now - record.attached_at, {"fields": record.log_fields}
         text = "%s, granted to %s after %.1f s"
         _LOGGER.info(text, record, record.client, waited, extra=extra)
         starts = self.leases.start_builds()
-        return [record.audit("attached"), self._granted(record), *starts]
+        return [record.audit_event("attached"), self._granted(record), *starts]
 
     def pool_failed(
         self, session_id: SessionId, error: EnvserveError
@@ -349,10 +356,12 @@ class ServerSession:
         if record.lease is None:  # it is being closed
             return []
         replies = record.lease.finish(outcomes, absent)
-        if record.unfinished is not None:
+        if record.unfinished_rows is not None:
             for outcome in outcomes:
-                record.unfinished.difference_update(record.lease.ended_rows(outcome))
-            if not record.unfinished:
+                record.unfinished_rows.difference_update(
+                    record.lease.ended_rows(outcome)
+                )
+            if not record.unfinished_rows:
                 text = "the server was drained: each of its envs ended an episode"
                 replies += self.leases.close(record, lease_lost(text))
         return replies
@@ -373,14 +382,14 @@ class ServerSession:
 
     # The ends of leases, and of the server.
 
-    def poll(self, now: float) -> list[Decision]:
+    def expire_leases(self, now: float) -> list[Decision]:
         """End the leases of clients that were silent for too long."""
         decisions: list[Decision] = []
         for record in self.leases.values():
             # The same sum as in `next_deadline`.
-            is_silent = now >= record.heard_at + self._policy.lease_seconds
+            is_silent = now >= record.last_message_at + self._settings.lease_seconds
             if is_silent and record.state is not LeaseState.CLOSING:
-                text = f"its client was silent for {now - record.heard_at:.1f} s"
+                text = f"its client was silent for {now - record.last_message_at:.1f} s"
                 decisions += self.leases.close(record, lease_lost(text))
                 self.leases.unnotified.discard(record.session)  # its client is gone
         return decisions
@@ -388,8 +397,8 @@ class ServerSession:
     def next_deadline(self) -> float:
         """Return when `poll` has to be called next; infinity if never."""
         leases = self.leases.values()
-        heard = (r.heard_at for r in leases if r.state is not LeaseState.CLOSING)
-        return min(heard, default=math.inf) + self._policy.lease_seconds
+        heard = (r.last_message_at for r in leases if r.state is not LeaseState.CLOSING)
+        return min(heard, default=math.inf) + self._settings.lease_seconds
 
     def begin_drain(self, grace_seconds: float) -> list[Decision]:
         """Grant nothing any more; end each lease when its running episodes have ended.
@@ -402,11 +411,13 @@ class ServerSession:
         decisions: list[Decision] = []
         for record in self.leases.values():
             if record.state is LeaseState.BUILDING:
-                decisions += self.leases.close(record, no_new_leases().body)
+                decisions += self.leases.close(record, server_draining().body)
             elif record.lease is not None:
-                record.unfinished = set(range(record.attach.num_envs))
-                notice = record.notice()
-                decisions.append(self._replies.reply(notice, MessageType.DRAIN, body))
+                record.unfinished_rows = set(range(record.attach.num_envs))
+                notice = record.notice_header()
+                decisions.append(
+                    self._reply_builder.reply(notice, MessageType.DRAIN, body)
+                )
         if count := len(self.leases):
             _LOGGER.info("draining: %g s for leases: %d", grace_seconds, count)
         return decisions
@@ -437,4 +448,4 @@ def _peek(peer: Peer, frames: Sequence[Buffer]) -> Message | None:
 
 
 def _is_from_server(message: Message) -> bool:
-    return message.type >= _FIRST_OF_SERVER  # types that are unknown here as well
+    return message.type >= _FIRST_SERVER_TYPE  # types that are unknown here as well
