@@ -8,8 +8,6 @@ from typing import Final, Self
 
 from envserve.errors import AddressError
 
-__all__ = ["DEFAULT_PORT", "NamedAddress", "complete_address", "is_local_address"]
-
 DEFAULT_PORT: Final = 5555
 _ADDRESS: Final = re.compile(
     r"((tcp|dns)://)?(?P<host>\[[^]]+\]|[^:/\[\]\s]+)(:(?P<port>\d+))?"

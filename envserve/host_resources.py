@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-__all__ = ["cgroup_limits", "num_cores"]
-
 
 def num_cores(root: Path = Path("/")) -> int:
     """Return the number of cores that affinity and cgroups leave to this process."""

@@ -13,15 +13,6 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-__all__ = [
-    "LogThrottle",
-    "Name",
-    "did_you_mean",
-    "one_line",
-    "printable",
-    "without_folders",
-]
-
 #: A name in a message, such as that of an env or client; at most 200 characters.
 Name = Annotated[str, Meta(max_length=200)]
 

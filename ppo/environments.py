@@ -11,8 +11,6 @@ from envserve.settings import Autoreset
 from ppo.config.config import Config
 from ppo.errors import ConfigError
 
-__all__ = ["MakeEnv", "env_maker"]
-
 _Wrappers = tuple[Mapping[str, Any], ...]
 
 

@@ -5,8 +5,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-__all__ = ["can_convolve", "image_layout", "is_image"]
-
 _SMALLEST_SIDE = 8
 
 

@@ -18,8 +18,6 @@ import tensorflow as tf
 
 from ppo.errors import LearnerLostError
 
-__all__ = ["ALONE", "Learners"]
-
 _START_SECONDS = 300
 _SILENCE_SECONDS = 60  # of a host that is gone; a process that ends is noticed at once
 _KINDS = (tf.float32, tf.float64, tf.int32, tf.int64)

@@ -10,8 +10,6 @@ from envserve.monitoring.metrics_port import MetricsPort
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-__all__ = ["TrainerMetrics"]
-
 
 class TrainerMetrics(MetricsPort):
     """Shows the latest row of metrics, and counts of the envs; see `MetricsPort`."""

@@ -15,16 +15,6 @@ from envserve.client import StepResult
 from ppo.errors import EnvsLostError
 from ppo.in_graph_batch_env import InGraphBatchEnv
 
-__all__ = [
-    "Episode",
-    "EpisodeTracker",
-    "LostSteps",
-    "Rollout",
-    "SplitRows",
-    "allocate_rollout",
-    "info_means",
-]
-
 _MAX_NAMES = 32
 _FEW_VALID = 0.1
 _MAX_POOR_ITERATIONS = 10

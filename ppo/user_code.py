@@ -19,8 +19,6 @@ from typing import Any
 from envserve.text import one_line
 from ppo.errors import CallbackError, ConfigError, PpoError, suggestion
 
-__all__ = ["Callbacks", "blamed", "line_of", "load_own"]
-
 #: By path: which version of a file was loaded, and what it has become.
 _loaded: dict[str, tuple[tuple[int, int], ModuleType]] = {}
 

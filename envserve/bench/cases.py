@@ -25,8 +25,6 @@ from envserve.errors import ServerError
 from envserve.wire.sockets import socket_folder
 from envserve.worker.orphans import code_tied_to_parent
 
-__all__ = ["BINDS", "bare_loops", "batch_env", "stepping_batch_env", "vector_env"]
-
 #: Where a server listens; "{folder}" stands for a temporary folder.
 BINDS: Final = {"ipc": ("ipc://{folder}/envs",), "tcp": ("tcp://127.0.0.1:0",)}
 

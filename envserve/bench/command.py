@@ -21,8 +21,6 @@ from envserve.bench.interleaved import (
 )
 from envserve.bench.workload import Workload
 
-__all__ = ["REMEDIES", "bench", "judge"]
-
 _LIMIT, _IN_PROCESS = "limit: bare loops", "envserve in-process"
 _SYNC, _ASYNC = "gymnasium SyncVectorEnv", "gymnasium AsyncVectorEnv"
 

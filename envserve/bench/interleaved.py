@@ -17,8 +17,6 @@ import numpy as np
 
 from envserve.bench.workload import Workload
 
-__all__ = ["Measure", "Measurements", "Metric", "interleave", "stepping", "summary"]
-
 Array = np.ndarray[Any, Any]
 Measure = Callable[[], Mapping[str, float]]
 """Measures once; returns numbers by name."""

@@ -14,8 +14,6 @@ from gymnasium.vector.utils import batch_space
 from envserve.envs.registry import find_spec, import_env_modules, make_env
 from envserve.errors import EnvStartError
 
-__all__ = ["Workload"]
-
 #: Different actions, one after the other, and then again from the first.
 _NUM_BATCHES: Final = 64
 

@@ -25,16 +25,6 @@ from envserve.wire.message import Buffer, Message, decode, encode
 from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import BlockParts, RowCodec
 
-__all__ = [
-    "ProbeClient",
-    "ProbeResult",
-    "ServerUnderTest",
-    "SkipRule",
-    "SocketLink",
-    "describe",
-    "expect",
-]
-
 _ANSWER_SECONDS: Final = 5.0
 _QUIET_SECONDS: Final = 0.05
 _BUILD_COPIES: Final = 60  # a second each

@@ -25,8 +25,6 @@ from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.handshake import Hello
 from envserve.wire.message import Message, encode
 
-__all__ = ["RULES", "CheckResult", "check"]
-
 _MOST_STEPS: Final = 1000
 _MOST_SILENCE: Final = 5.0
 _BAD: Final = ErrorCode.BAD_MESSAGE

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from envserve.cli.program import Program
 
-__all__ = ["PROGRAM", "main"]
-
 PROGRAM = Program(
     "envserve",
     "Serve Gymnasium environments to reinforcement learning trainers.",

@@ -11,8 +11,6 @@ from envserve.envs.user_envs import name_and_imports
 from envserve.errors import EnvserveError
 from envserve.host_resources import num_cores
 
-__all__ = ["bench"]
-
 _NUM_CORES: Final = num_cores()
 
 

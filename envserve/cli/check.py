@@ -9,8 +9,6 @@ from envserve.cli.options import Address, Insecure, address_of
 from envserve.cli.terminal import console, fail
 from envserve.errors import EnvserveError
 
-__all__ = ["check"]
-
 _COLOURS: Final = {"ok": "green", "fail": "red", "skipped": "yellow"}
 
 

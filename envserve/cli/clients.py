@@ -12,8 +12,6 @@ from envserve.keys import formats
 from envserve.keys.grant import format_line
 from envserve.keys.key_folder import KeyFolder
 
-__all__ = ["clients"]
-
 
 def clients(
     words: Annotated[list[str] | None, Option(metavar="remove NAME")] = None,

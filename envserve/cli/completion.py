@@ -8,8 +8,6 @@ from typing import Final
 
 from envserve.cli.terminal import fail
 
-__all__ = ["asked_line", "completion_code", "install_completion"]
-
 #: The file that each shell reads, and the code in it. {0} is the name of the program,
 #: {1} a variable that marks a question; the line to be completed is in COMP_LINE.
 _COMPLETE: Final = "complete -o default -C '{1}=1 {0}' {0}"

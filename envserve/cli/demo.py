@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from envserve.demo.run import Demo
 
-__all__ = ["demo"]
 
 _POLL_SECONDS: Final = 0.1
 

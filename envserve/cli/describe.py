@@ -10,8 +10,6 @@ from envserve.cli.terminal import console, fail
 from envserve.envs.user_envs import name_and_imports
 from envserve.errors import EnvserveError
 
-__all__ = ["describe"]
-
 
 def describe(
     env: Env,

@@ -23,8 +23,6 @@ from envserve.cli.program import Option
 from envserve.cli.terminal import styled
 from envserve.errors import EnvserveError, KeyFileError
 
-__all__ = ["doctor"]
-
 _COLOURS: Final = {"ok": 32, "warn": 33, "fail": 31}
 _DRAW_SECONDS: Final = 20.0
 #: For each rendering package: an env that it renders, and the remedy if that fails.

@@ -10,8 +10,6 @@ from envserve.cli.options import Address, Insecure, Seconds, address_of
 from envserve.cli.terminal import fail
 from envserve.errors import ConnectError, EnvserveError
 
-__all__ = ["drain"]
-
 _STILL_THERE: Final = 3
 #: A server that is there answers at once, also while its envs step.
 _ANSWER_SECONDS: Final = 5.0

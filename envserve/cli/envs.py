@@ -12,8 +12,6 @@ from envserve.cli.options import (
 from envserve.cli.terminal import fail
 from envserve.errors import EnvserveError
 
-__all__ = ["envs"]
-
 
 def envs(
     address: str | None = None,

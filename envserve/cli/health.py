@@ -8,8 +8,6 @@ from __future__ import annotations
 from envserve.cli.options import Address, Insecure, Timeout
 from envserve.cli.terminal import fail
 
-__all__ = ["health"]
-
 
 def health(
     address: Address,

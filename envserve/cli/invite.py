@@ -16,8 +16,6 @@ from envserve.keys.invitation import Invitation
 from envserve.keys.key_folder import KeyFolder
 from envserve.keys.key_pair import KeyPair
 
-__all__ = ["Limits", "invite"]
-
 #: Lifetime of an invitation.
 _INVITATION_SECONDS: Final = 15 * 60
 

@@ -12,8 +12,6 @@ from envserve.keys import formats
 from envserve.keys.invitation import Invitation
 from envserve.keys.key_folder import KeyFolder
 
-__all__ = ["join"]
-
 
 def join(
     line: list[str] | None = None, *, timeout: Seconds = 10.0, home: Home = None

@@ -15,8 +15,6 @@ from envserve.keys import formats
 from envserve.keys.grant import parse_words
 from envserve.keys.key_folder import KeyFolder, Role
 
-__all__ = ["At", "Home", "complete_addresses", "key_errors", "make", "new"]
-
 _AT: Final = (
     "Address by which clients reach the server: HOST, HOST:PORT or tcp://HOST:PORT; "
     "repeatable."

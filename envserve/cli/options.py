@@ -14,10 +14,6 @@ from envserve.cli.terminal import fail
 from envserve.envs.user_envs import is_user_env, writable_by_others
 from envserve.errors import AddressError
 
-__all__ = ["Address", "Addresses", "Count", "Env", "Import", "Insecure"]
-__all__ += ["LogFormat", "LogLevel", "Port", "Resources", "Seconds", "Timeout"]
-__all__ += ["address_of", "env_names", "import_from_here"]
-
 _ADDRESS: Final = (
     "HOST, HOST:PORT, tcp://HOST:PORT, ipc://PATH, dns://NAME, file://PATH or "
     "ray://NAMESPACE/NAME"

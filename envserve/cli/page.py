@@ -19,8 +19,6 @@ from envserve.errors import EnvserveError
 if TYPE_CHECKING:
     from envserve.monitoring.page.data_feed import DataFeed
 
-__all__ = ["page", "serve_page"]
-
 
 def page(
     addresses: Addresses,

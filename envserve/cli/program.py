@@ -45,8 +45,6 @@ from typing import (
 from envserve.cli.completion import asked_line, completion_code, install_completion
 from envserve.cli.terminal import fail, prepare_streams, write
 
-__all__ = ["Command", "Fields", "Given", "Option", "Program", "options_of", "parse"]
-
 Command = Callable[..., Any]
 
 _MAX_WIDTH: Final = 100

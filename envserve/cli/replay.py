@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from envserve.crashes.repro_file import Repro
     from envserve.monitoring.video import VideoWriter
 
-__all__ = ["replay"]
-
 
 def replay(
     file: Path,

@@ -33,8 +33,6 @@ from envserve.errors import (
 )
 from envserve.settings import HostSettings
 
-__all__ = ["start"]
-
 #: Options that are not named like their field.
 _FLAGS: Final = {
     "num_workers": "--workers",

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from envserve.monitoring.server_monitor import MonitoredServer
 
-__all__ = ["status", "tables"]
 
 #: Seconds between the two polls that measure a server's speed.
 _GAP_SECONDS: Final = 0.5

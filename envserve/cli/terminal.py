@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Final, NoReturn, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["console", "fail", "keyboard", "prepare_streams", "set_up_logs"]
-__all__ += ["show_error", "styled", "write"]
 
 _TEXT_FORMAT: Final = "%(asctime)s %(levelname)s %(message)s"
 

@@ -12,8 +12,6 @@ from envserve.cli.options import Addresses, Insecure
 from envserve.cli.status import tables
 from envserve.cli.terminal import console, fail, keyboard
 
-__all__ = ["top"]
-
 
 def top(
     addresses: Addresses,

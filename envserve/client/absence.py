@@ -21,8 +21,6 @@ from envserve.slab import Rows, Status, write_pending
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.leaves import flatten
 
-__all__ = ["Absence", "DeferredOutcome"]
-
 Array = np.ndarray[Any, Any]
 
 _OK: Final = int(Status.OK)

@@ -29,11 +29,6 @@ from envserve.settings import (
 from envserve.text import did_you_mean
 from envserve.wrappers.specs import check_wrappers, parse_wrappers
 
-__all__ = [
-    *("EnvWord", "OnFault", "OnServerLost", "check_choice", "local_settings"),
-    *("remote_request", "start_pool", "start_remote"),
-]
-
 Batch = TypeVar("Batch")
 
 #: Name of an env, or the class or function that makes it.

@@ -29,8 +29,6 @@ from envserve.client.row_set import BatchBlock, BatchBlocks, RowSet
 from envserve.errors import EnvserveError, EnvTimeout, LocalProtocolError
 from envserve.lane import Call, Lane, Outcome, Reset, pop_harmless_mark
 
-__all__ = ["LaneGroup"]
-
 Array = np.ndarray[Any, Any]
 Operation = TypeVar("Operation", Reset, Call)
 

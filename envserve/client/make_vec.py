@@ -19,8 +19,6 @@ from envserve.client.vector_env import MODES, VectorEnv
 from envserve.errors import ActionError
 from envserve.spaces.action_checks import clip_rounding_errors
 
-__all__ = ["make", "make_batch", "make_vec", "send_step"]
-
 
 def make_vec(
     env: EnvWord,

@@ -11,8 +11,6 @@ from envserve.errors import EnvserveError, LocalProtocolError
 from envserve.lane import Lane, Outcome, pop_harmless_mark
 from envserve.slab import copy_final_to_observation
 
-__all__ = ["OutcomeQueue"]
-
 #: How often several lanes are polled while none of them may wait for itself alone.
 _POLL_SECONDS: Final = 0.1
 

@@ -15,8 +15,6 @@ from envserve.errors import LocalProtocolError
 from envserve.lane import Lane
 from envserve.slab import Rows
 
-__all__ = ["BatchBlock", "BatchBlocks", "Piece", "RowSet", "RowSets", "check_rows"]
-
 Array = np.ndarray[Any, Any]
 
 _MAX_REMEMBERED: Final = 64

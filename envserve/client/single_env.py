@@ -12,8 +12,6 @@ from envserve.client.vector_env import metadata_of
 from envserve.errors import ActionError, SpaceError
 from envserve.spaces.leaves import flatten, unflatten
 
-__all__ = ["Env"]
-
 
 class Env(gymnasium.Env[Any, Any]):
     """The only row of a `BatchEnv`, without the dimension of rows.

@@ -12,8 +12,6 @@ import numpy as np
 from envserve.lane import Lane
 from envserve.slab import Status
 
-__all__ = ["BatchStats", "StepRecorder"]
-
 Array = np.ndarray[Any, Any]
 
 #: Steps whose latencies are kept.

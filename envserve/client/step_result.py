@@ -19,8 +19,6 @@ from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.leaves import flatten, unflatten
 from envserve.spaces.variable_length import decode_observation
 
-__all__ = ["StepResult", "add_infos", "decode_result", "gather_result", "last_rows"]
-
 Array = np.ndarray[Any, Any]
 
 _LARGE_BYTES: Final = 1 << 16

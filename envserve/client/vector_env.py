@@ -26,8 +26,6 @@ from envserve.client.vector_infos import batch_infos
 from envserve.errors import CallError, EnvserveError, EnvTimeout, LocalProtocolError
 from envserve.settings import Autoreset
 
-__all__ = ["MODES", "CallPending", "EnvsTimeout", "NoCall", "VectorEnv", "metadata_of"]
-
 Array = np.ndarray[Any, Any]
 
 MODES: Final[Mapping[Autoreset, AutoresetMode]] = {

@@ -12,8 +12,6 @@ from typing import Any, Final
 
 import numpy as np
 
-__all__ = ["batch_infos"]
-
 Array = np.ndarray[Any, Any]
 #: Rows, and what they have.
 _Part = tuple[list[int], Sequence[Any]]

@@ -25,16 +25,6 @@ from msgspec import Meta
 from envserve.slab import Layout, arrays_nbytes, map_arrays
 from envserve.spaces.env_spec import EnvSpec
 
-__all__ = [
-    "ActionHistory",
-    "ActionRing",
-    "Count",
-    "RngState",
-    "RowRecord",
-    "restore_rng_state",
-    "ring_nbytes",
-]
-
 Array = np.ndarray[Any, Any]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 #: At least 0, and below 2**64 because a record cannot store larger numbers.

@@ -17,8 +17,6 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-__all__ = ["SUFFIX", "CrashFolder", "default_folder"]
-
 _LOGGER: Final = logging.getLogger(__name__)
 
 SUFFIX: Final = ".repro"

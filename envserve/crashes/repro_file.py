@@ -20,8 +20,6 @@ from envserve.slab import Status
 from envserve.spaces import codec
 from envserve.wrappers.specs import WrapperSpec, wrappers_from_plain, wrappers_to_plain
 
-__all__ = ["MAX_REPRO_BYTES", "End", "Repro", "decode_repro", "encode_repro"]
-
 MAX_REPRO_BYTES: Final = 64 << 20
 _FORMAT: Final = 3
 

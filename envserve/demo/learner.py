@@ -13,8 +13,6 @@ from envserve.client import StepResult
 from envserve.errors import SpaceError
 from envserve.slab import Status
 
-__all__ = ["Learner"]
-
 Array = np.ndarray[Any, Any]
 
 #: How many policies the next ones are drawn around, and how far from their middle: 23

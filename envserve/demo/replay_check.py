@@ -16,8 +16,6 @@ from envserve.client import StepResult
 from envserve.envs.seeding import INCARNATIONS_PER_LEASE, env_seed
 from envserve.slab import Status
 
-__all__ = ["ReplayCheck"]
-
 Array = np.ndarray[Any, Any]
 Env = gymnasium.Env[Any, Any]
 #: Observation, reward, terminated, truncated, final observation.

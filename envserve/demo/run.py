@@ -28,8 +28,6 @@ from envserve.errors import EnvTimeout, ServerError
 from envserve.slab import Status
 from envserve.worker.reset_signature import complete_reset_signature
 
-__all__ = ["Demo"]
-
 Array = np.ndarray[Any, Any]
 
 _NUM_SERVERS: Final = 2

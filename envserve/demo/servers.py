@@ -18,8 +18,6 @@ from envserve.demo.tcp_proxy import TcpProxy
 from envserve.errors import ServerError
 from envserve.worker.orphans import child_processes
 
-__all__ = ["DemoServer"]
-
 #: What workers draw with: loaded once, and not by each new one at its first picture.
 _DRAWN_WITH: Final = ("PIL.Image", "pygame")
 

@@ -7,8 +7,6 @@ import socket
 import threading
 from typing import Final
 
-__all__ = ["TcpProxy"]
-
 _HOST: Final = "127.0.0.1"
 
 

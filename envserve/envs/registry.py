@@ -31,15 +31,6 @@ from envserve.text import did_you_mean
 from envserve.wrappers.apply import wrap
 from envserve.wrappers.specs import WrapperSpec
 
-__all__ = [
-    "Registry",
-    "env_creator_of",
-    "find_spec",
-    "import_env_modules",
-    "make_env",
-    "preload",
-]
-
 Env = gymnasium.Env[Any, Any]
 
 #: Longest env name in characters that a client can request.

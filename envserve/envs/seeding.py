@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["INCARNATIONS_PER_LEASE", "draw_root_seed", "env_seed", "spare_seed"]
-
 MAX_ROOT_SEED = 2**63 - 1
 #: Added to the first incarnation of a client's envs with every further lease, so that
 #: seeds do not repeat. No env is rebuilt that often within a lease.

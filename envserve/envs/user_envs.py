@@ -16,16 +16,6 @@ from typing import Any, Final
 
 from envserve.errors import EnvStartError, UnknownEnv
 
-__all__ = [
-    "check_files_exist",
-    "env_name_of",
-    "is_user_env",
-    "modules_being_imported",
-    "name_and_imports",
-    "with_absolute_path",
-    "writable_by_others",
-]
-
 #: Env modules whose import is in progress in this process, the innermost last.
 modules_being_imported: Final[list[str]] = []
 

@@ -19,8 +19,6 @@ from envserve.keys import private_files
 from envserve.keys.grant import Grant, format_line, parse_line
 from envserve.keys.private_files import display_path
 
-__all__ = ["ClientsFile"]
-
 _LOGGER: Final = logging.getLogger(__name__)
 
 _HEADER: Final = "# name       public key        limits: see docs/security.md"

@@ -13,8 +13,6 @@ from typing import Final
 
 from envserve.errors import CodecError
 
-__all__ = ["INVITATION", "PUBLIC", "SECRET", "decode", "encode", "fingerprint"]
-
 PUBLIC: Final = "envserve-public-1."
 SECRET: Final = "envserve-secret-1."
 INVITATION: Final = "envserve-invite-1."

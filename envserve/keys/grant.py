@@ -20,8 +20,6 @@ from envserve.errors import CodecError
 from envserve.keys import formats
 from envserve.settings import ExposeRule, KwargRule, check_ranges, convert
 
-__all__ = ["Grant", "format_line", "format_time", "parse_line", "parse_words"]
-
 _Count = Annotated[int, Meta(ge=1)]
 _Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 _Pattern = Annotated[str, Meta(min_length=1)]

@@ -13,8 +13,6 @@ from envserve.address import is_local_address
 from envserve.errors import CodecError
 from envserve.keys import formats
 
-__all__ = ["Invitation"]
-
 _LINE: Final = re.compile(
     r"(?P<keys>envserve-invite-1\.[\w-]*)\.(?P<name>[\w.-]+)@(?P<hosts>[\w.:,\[\]-]+)",
     re.ASCII,

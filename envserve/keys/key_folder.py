@@ -26,7 +26,6 @@ from envserve.keys.private_files import display_path
 if TYPE_CHECKING:
     from envserve.keys.clients_file import ClientsFile
 
-__all__ = ["KeyFolder", "Role", "unknown_server_text"]
 
 #: Role for which a key is used.
 Role = Literal["server", "client"]

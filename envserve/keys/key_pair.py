@@ -8,8 +8,6 @@ from typing import NoReturn, Self
 
 from envserve.errors import KeyFileError
 
-__all__ = ["CurveKeys", "KeyPair"]
-
 
 @dataclass(frozen=True)
 class KeyPair:

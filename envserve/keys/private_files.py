@@ -13,8 +13,6 @@ from pathlib import Path
 
 from envserve.errors import KeyFileError
 
-__all__ = ["display_path", "locked", "make_folder", "read_private", "write_private"]
-
 
 def display_path(path: Path) -> str:
     """Return a path for messages, with ~ for the home folder."""

@@ -13,8 +13,6 @@ from envserve.client.link.probe import request_welcome
 from envserve.errors import AddressError, EnvserveError, ProtocolMismatch
 from envserve.wire.handshake import Welcome
 
-__all__ = ["HealthProblem", "diagnose", "probe"]
-
 _MAX_LAG_MS: Final = 5000
 
 

@@ -18,8 +18,6 @@ from typing import Any, Final
 
 from envserve.errors import EnvserveError, ServerError
 
-__all__ = ["MetricsPort"]
-
 _LOGGER: Final = logging.getLogger(__name__)
 _SECONDS: Final = 1.0
 _LOOK_SECONDS: Final = 0.05

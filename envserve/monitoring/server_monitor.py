@@ -17,8 +17,6 @@ from envserve.monitoring.observer import Observer
 from envserve.wire.sockets import raise_file_limit
 from envserve.wire.status import Histogram, ServerStatus
 
-__all__ = ["MonitoredServer", "monitored_servers", "poll_servers"]
-
 #: What servers that do not know STATUS report in their WELCOME.
 _IN_WELCOME = ("total_envs", "free_envs", "is_starting", "is_draining", "loop_lag_ms")
 

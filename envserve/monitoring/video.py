@@ -15,8 +15,6 @@ import numpy as np
 
 from envserve.errors import VideoError
 
-__all__ = ["VideoWriter", "find_ffmpeg"]
-
 _FINISH_SECONDS: Final = 120.0
 #: By suffix. Players want yuv420p, which takes even sizes only.
 _FORMATS: Final = {

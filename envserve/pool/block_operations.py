@@ -45,8 +45,6 @@ from envserve.worker.attribute_calls import decode_results
 from envserve.worker.channel import HEADER, ChannelMessage, MessageKind, pack_message
 from envserve.worker.worker_report import decode_report
 
-__all__ = ["BlockOperations", "Task", "reset_task"]
-
 # Plain ints, because comparisons with enum members are slower, and every step has some.
 _IDLE: Final = 0  # instead of the kind of an operation
 _STEP: Final = int(MessageKind.STEP)

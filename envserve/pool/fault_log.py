@@ -35,8 +35,6 @@ from envserve.spaces.variable_length import decode_actions
 from envserve.text import LogThrottle, one_line, printable
 from envserve.worker.channel import MessageKind
 
-__all__ = ["FaultLog"]
-
 _LOGGER: Final = logging.getLogger("envserve.pool")
 _MAX_CAUSE_CHARS: Final = 300
 _MAX_ACTION_CHARS: Final = 80

@@ -19,8 +19,6 @@ from envserve.wire.bodies import FrameRequest, FrameResult
 from envserve.wire.constants import MAX_FRAMES_BYTES
 from envserve.wire.status import LeaseStatus
 
-__all__ = ["PoolInspector"]
-
 #: How long workers render frames after a request.
 _WATCH_NS: Final = 3_000_000_000
 #: Number of absent rows in a status.

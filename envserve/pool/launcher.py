@@ -32,8 +32,6 @@ from envserve.spaces import codec
 from envserve.worker.channel import Channel, MessageKind, pack_message
 from envserve.worker.template import kill_group
 
-__all__ = ["KILL_SECONDS", "Launcher", "WorkerProcess"]
-
 _START: Final = (
     "import json, resource, sys; sys.path[:], limits = json.loads(sys.argv[2]); "
     "[resource.setrlimit(*limit) for limit in limits]; "

@@ -32,8 +32,6 @@ from envserve.spaces.env_spec import EnvSpec
 from envserve.worker.attribute_calls import encode_call
 from envserve.worker.channel import MessageKind
 
-__all__ = ["Pool"]
-
 #: Maximum time until the heartbeat of a busy worker is checked.
 _WATCH_SECONDS: Final = 0.1
 _CLOSE_GRACE_SECONDS: Final = 1.0

@@ -20,8 +20,6 @@ from envserve.slab import Slab, Status
 from envserve.wire.status import Histogram, LeaseStatus
 from envserve.worker.step_timings import BOUNDS, NUM_CELLS, RESET_CELL, STEP_CELL
 
-__all__ = ["MAX_DURATIONS", "Counts", "PoolMetrics", "status_fields", "sum_counts"]
-
 Array = np.ndarray[Any, Any]
 #: All counters of a pool or server as one vector, so that pools can be summed.
 Counts = Array

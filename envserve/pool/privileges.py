@@ -9,8 +9,6 @@ from typing import Any, Final
 
 from envserve.settings import HostSettings
 
-__all__ = ["Limit", "popen_options", "resource_limits"]
-
 #: An env gets one thread, because more would compete with the other workers for cores.
 _ONE_THREAD: Final = {
     "OMP_NUM_THREADS": "1",

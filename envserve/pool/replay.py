@@ -26,8 +26,6 @@ from envserve.spaces import codec
 from envserve.text import one_line
 from envserve.worker.channel import ChannelMessage, MessageKind, pack_message
 
-__all__ = ["ReplayResult", "describe_repro", "load_repro", "replay"]
-
 OnFrame = Callable[[float, Any], None]
 
 #: Timeout for building the env.

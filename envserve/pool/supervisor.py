@@ -37,8 +37,6 @@ from envserve.worker.channel import (
 from envserve.worker.worker_report import decode_spaces
 from envserve.wrappers.specs import wrappers_to_plain
 
-__all__ = ["SupervisedWorker"]
-
 _LOGGER: Final = logging.getLogger(__name__)
 
 #: Interval of checks of busy workers' heartbeats; a hang is detected that much later.

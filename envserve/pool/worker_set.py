@@ -26,8 +26,6 @@ from envserve.spaces.env_spec import EnvSpec
 from envserve.worker.frame_board import FrameBoard, board_nbytes
 from envserve.wrappers.specs import wrappers_to_plain
 
-__all__ = ["WorkerSet"]
-
 _LOGGER: Final = logging.getLogger(__name__)
 
 

@@ -31,8 +31,6 @@ from envserve.spaces.env_spec import EnvSpec
 from envserve.text import one_line
 from envserve.worker.channel import ChannelMessage
 
-__all__ = ["TRANSITIONS", "Event", "Exit", "Lost", "Ready", "WorkerState"]
-
 #: First lines of the output of Python's fault handler, and of its stack.
 _FATAL: Final = "Fatal Python error: "
 _STACK: Final = "Stack (most recent call first):"

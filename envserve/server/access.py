@@ -25,8 +25,6 @@ from envserve.server.zmq_guards.server_sockets import ServerSockets
 from envserve.server.zmq_guards.zap import Zap
 from envserve.wire.sockets import UNKNOWN_KEY, use_keys
 
-__all__ = ["Access", "check_refusal"]
-
 _LOGGER: Final = logging.getLogger(__name__)
 _SELF_TEST_SECONDS: Final = 5.0
 

@@ -19,8 +19,6 @@ from typing import Any, Final
 from envserve.errors import ServerError
 from envserve.session.server.decisions import Audit
 
-__all__ = ["AuditLog"]
-
 _LOGGER: Final = logging.getLogger(__name__)
 _OFTEN: Final = frozenset({"refused", "over quota"})
 _OFTEN_SECONDS: Final = 1.0

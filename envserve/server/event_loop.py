@@ -55,8 +55,6 @@ from envserve.text import LogThrottle
 from envserve.wire.handshake import Welcome
 from envserve.wire.message import Buffer, Peer
 
-__all__ = ["ServerLoop"]
-
 _LOGGER: Final = logging.getLogger(__name__)
 #: How long workers may take to end, unless the server is about to.
 _CLOSE_SECONDS: Final = 1.0

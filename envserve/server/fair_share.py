@@ -17,8 +17,6 @@ from typing import Final
 from envserve.session.server.quotas import KEYLESS_USERS, Quotas
 from envserve.wire.message import Peer
 
-__all__ = ["FairShare"]
-
 #: How long messages are read before the loop turns to pools and timers.
 _TURN_SECONDS: Final = 0.002
 #: How soon it is forgotten what was used.

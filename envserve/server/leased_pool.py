@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 from envserve.pool.pool import Pool
 
-__all__ = ["LeasedPool"]
-
 
 class LeasedPool:
     """A lease's pool in the event loop.

@@ -17,8 +17,6 @@ from prometheus_client.core import (
 from envserve.slab import Status
 from envserve.wire.status import Histogram, ServerStatus
 
-__all__ = ["ServerCollector"]
-
 _STATUSES: Final = tuple(s.name for s in Status if s <= Status.TIMEOUT)
 #: Of labels, the values that are told even if there was none.
 _LABELS: Final = {

@@ -23,8 +23,6 @@ from envserve.envs.registry import Registry, preload
 from envserve.errors import EnvStartError
 from envserve.settings import HostSettings
 
-__all__ = ["serve_anew"]
-
 _LOGGER: Final = logging.getLogger(__name__)
 #: watchfiles would save five lines here, but it cannot wait for the server's end as
 #: well, and its threads would run in a process that forks.

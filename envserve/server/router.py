@@ -16,8 +16,6 @@ from envserve.server.zmq_guards.server_sockets import ServerSockets
 from envserve.wire.message import Buffer, Peer
 from envserve.wire.sockets import NOBLOCK, Frames
 
-__all__ = ["Router"]
-
 _MORE: Final = NOBLOCK | int(zmq.SNDMORE)
 #: Frames of one message that are discarded before all connections are closed. While
 #: libzmq receives such a message, no other client is heard.

@@ -35,8 +35,6 @@ from envserve.settings import HostSettings
 from envserve.text import did_you_mean
 from envserve.wire.sockets import raise_file_limit
 
-__all__ = ["serve"]
-
 _LOGGER: Final = logging.getLogger(__name__)
 _STOP_SECONDS: Final = 1.5
 #: How often it is looked whose key was taken away; and how often is warned of no keys.

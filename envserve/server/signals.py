@@ -7,8 +7,6 @@ import signal
 from collections.abc import Coroutine
 from typing import Any, Self
 
-__all__ = ["ShutdownSignals"]
-
 
 class ShutdownSignals:
     """While entered, notes SIGTERM and SIGINT instead of dying of them.

@@ -26,8 +26,6 @@ from envserve.settings import HostSettings
 from envserve.wire.handshake import Welcome
 from envserve.wire.status import ServerStatus
 
-__all__ = ["Counters", "StatusBoard"]
-
 #: Seconds between two fresh answers.
 _SECONDS: Final = 0.1
 #: Seconds that a reader of metrics waits for the server's event loop.

@@ -9,8 +9,6 @@ import re
 import socket
 from typing import Final
 
-__all__ = ["Notifier"]
-
 _LOGGER: Final = logging.getLogger(__name__)
 
 

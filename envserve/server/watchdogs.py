@@ -6,8 +6,6 @@ import asyncio
 from collections import deque
 from typing import Final
 
-__all__ = ["LoopLag"]
-
 _TICK_SECONDS: Final = 0.5
 _NUM_TICKS: Final = 20
 

@@ -54,8 +54,6 @@ from typing import Final, Generic, TypeVar
 
 from envserve.errors import LocalProtocolError
 
-__all__ = ["BLOCK_MOVES", "BlockState", "ClientState", "LeaseState", "Machine"]
-
 State = TypeVar("State", bound=enum.Enum)
 _Moves = Mapping[enum.Enum, Collection[enum.Enum]]
 

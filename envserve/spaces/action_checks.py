@@ -17,8 +17,6 @@ from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.leaves import Leaf, flatten
 from envserve.spaces.variable_length import encode_row
 
-__all__ = ["ActionBounds", "check_action_rows", "check_actions", "clip_rounding_errors"]
-
 Array = np.ndarray[Any, Any]
 
 _minimum: Final = np.minimum.reduce

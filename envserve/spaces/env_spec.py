@@ -30,8 +30,6 @@ from envserve.spaces.leaves import (
     leaves_of,
 )
 
-__all__ = ["EnvSpec", "describe", "restore", "spaces_equal"]
-
 Array = np.ndarray[Any, Any]
 
 #: Largest memory in bytes of one value of a described space.

@@ -15,8 +15,6 @@ import numpy as np
 
 from envserve.spaces import codec
 
-__all__ = ["InfoBudget", "PackedInfo", "copy_info", "encode_infos", "join_infos"]
-
 #: Most omitted keys that a row lists, and most characters of each.
 _MAX_OMITTED_NAMES: Final = 16
 _MAX_OMITTED_NAME_LENGTH: Final = 32

@@ -23,21 +23,6 @@ from gymnasium.vector.utils import create_empty_array
 from envserve.errors import SpaceError
 from envserve.spaces import codec
 
-__all__ = [
-    "EMPTY_LEAF",
-    "FIXED_SHAPE_KINDS",
-    "MAX_DEPTH",
-    "MAX_ROW_BYTES",
-    "Leaf",
-    "children_of",
-    "custom_space_classes",
-    "flatten",
-    "is_uniform",
-    "kind_of",
-    "leaves_of",
-    "unflatten",
-]
-
 Array = np.ndarray[Any, Any]
 
 #: Deepest nesting of a space.

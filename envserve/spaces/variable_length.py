@@ -20,8 +20,6 @@ from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.leaves import FIXED_SHAPE_KINDS, Leaf, flatten, kind_of, unflatten
 
-__all__ = ["decode_actions", "decode_observation", "decode_row", "encode_row"]
-
 Array = np.ndarray[Any, Any]
 
 _HEADER_BYTES: Final = 4  # bytes

@@ -41,20 +41,6 @@ from envserve.wire.handshake import (
 )
 from envserve.wrappers.specs import wrappers_to_plain
 
-__all__ = [
-    "Attach",
-    "Building",
-    "CallBody",
-    "Drain",
-    "FrameRequest",
-    "FrameResult",
-    "Granted",
-    "Pong",
-    "ResetBody",
-    "decode_values",
-    "pack_options",
-]
-
 Type = TypeVar("Type")
 
 _BlockIndex = Annotated[int, Meta(ge=0, lt=MAX_ENTRIES)]

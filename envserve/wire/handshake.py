@@ -40,24 +40,6 @@ from envserve.wire.constants import (
     Executed,
 )
 
-__all__ = [
-    "U32",
-    "U63",
-    "Body",
-    "ErrorBody",
-    "Hello",
-    "Join",
-    "Milliseconds",
-    "Row",
-    "Seconds",
-    "Welcome",
-    "check_versions",
-    "clip",
-    "decode_struct",
-    "error_body_of",
-    "exception_of",
-]
-
 Type = TypeVar("Type")
 
 _Version = Annotated[int, Meta(ge=0, le=255)]

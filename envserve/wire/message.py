@@ -25,18 +25,6 @@ from envserve.wire.constants import (
     MessageType,
 )
 
-__all__ = [
-    "Buffer",
-    "Message",
-    "Peer",
-    "decode",
-    "encode",
-    "pack",
-    "peek",
-    "session_and_block",
-    "set_attempt",
-]
-
 #: Bytes of a frame.
 Buffer = bytes | bytearray | memoryview
 #: Sender of a message: the parts of its return address, and last its user (str).

@@ -39,8 +39,6 @@ from envserve.wire.handshake import (
 )
 from envserve.wire.message import Buffer
 
-__all__ = ["ResultReport"]
-
 #: Lengths in bytes to which texts are cut, tried in this order until the report fits.
 _TEXT_BYTES: Final = (MAX_TEXT_BYTES, 1024, 256, 64)
 #: Length in bytes of texts after merging. With it, 6 kinds of faults of up to 65,536

@@ -21,8 +21,6 @@ from envserve.slab import Rows, Status
 from envserve.wire.constants import MAX_INLINE_BYTES
 from envserve.wire.message import Buffer
 
-__all__ = ["BlockParts", "RowCodec", "RowPart", "merge_ranges", "split_rows"]
-
 Array = np.ndarray[Any, Any]
 #: First row, and row after the last.
 Range = tuple[int, int]

@@ -12,19 +12,6 @@ import zmq
 
 from envserve.keys.key_pair import KeyPair
 
-__all__ = [
-    "CURVE_OVERHEAD_BYTES",
-    "NOBLOCK",
-    "UNKNOWN_KEY",
-    "FrameReceiver",
-    "Frames",
-    "event_fd",
-    "raise_file_limit",
-    "set_common_options",
-    "socket_folder",
-    "use_keys",
-]
-
 _LOGGER: Final = logging.getLogger(__name__)
 
 #: Longest folder of temporary files; on macOS the path of a socket has at most 103

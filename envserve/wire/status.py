@@ -16,8 +16,6 @@ from envserve.text import Name, one_line
 from envserve.wire.constants import MAX_STATUS_BYTES
 from envserve.wire.handshake import U63, Body, Milliseconds, Row, Seconds
 
-__all__ = ["Histogram", "LeaseStatus", "ServerStatus"]
-
 _ByName = Annotated[dict[Name, U63], Meta(max_length=64)]
 
 

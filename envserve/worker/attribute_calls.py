@@ -17,15 +17,6 @@ from envserve.spaces import codec
 from envserve.worker.channel import MAX_CALL_BYTES
 from envserve.worker.worker_report import decode_report, encode_report, fault_from_error
 
-__all__ = [
-    "MAX_RESULT_VALUES",
-    "CallRequest",
-    "decode_results",
-    "encode_call",
-    "run_call",
-    "run_call_on_vector_env",
-]
-
 #: Length of the report, which precedes the values.
 _LENGTH: Final = struct.Struct("<I")
 #: Once the values are that long, no further row is called. The second limit is divided

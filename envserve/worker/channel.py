@@ -31,20 +31,6 @@ from typing import Final, NamedTuple
 from envserve.errors import UnknownEnv, WorkerError, WrapperError
 from envserve.settings import EnvRequest
 
-__all__ = [
-    "HEADER",
-    "MAX_ANSWER_BYTES",
-    "MAX_CALL_BYTES",
-    "REQUEST_ERRORS",
-    "BuildMessage",
-    "Channel",
-    "ChannelMessage",
-    "MessageDecoder",
-    "MessageKind",
-    "MessageReader",
-    "pack_message",
-]
-
 #: Kind, block, sequence number, number of payload bytes.
 HEADER: Final = struct.Struct("<BxHII")
 #: More than the longest report of the template. Other messages may need several reads.

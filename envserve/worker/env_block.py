@@ -29,8 +29,6 @@ from envserve.worker.env_row import EnvRow
 from envserve.worker.spare_row import ResetThreads, SpareRow
 from envserve.worker.worker_report import encode_report, fault_from_error
 
-__all__ = ["EnvBlock"]
-
 _LOGGER: Final = logging.getLogger(__name__)
 _OK: Final = int(Status.OK)
 

@@ -18,18 +18,6 @@ from envserve.settings import NonFinite
 from envserve.spaces.leaves import Leaf, flatten
 from envserve.spaces.variable_length import encode_row
 
-__all__ = [
-    "EnvChecks",
-    "SpaceViolation",
-    "convert_flag",
-    "convert_leaf",
-    "convert_reward",
-    "flatten_observation",
-    "leaf_label",
-    "split_reset_result",
-    "step_result_violation",
-]
-
 Array = np.ndarray[Any, Any]
 
 

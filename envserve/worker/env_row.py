@@ -39,8 +39,6 @@ from envserve.worker.env_checks import (
 from envserve.worker.rendering import render
 from envserve.worker.reset_signature import complete_reset_signature
 
-__all__ = ["EnvRow"]
-
 Array = np.ndarray[Any, Any]
 
 

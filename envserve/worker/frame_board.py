@@ -23,12 +23,6 @@ import numpy as np
 from envserve.lane import RenderedFrame
 from envserve.slab import Layout, arrays_nbytes, map_arrays
 
-__all__ = [
-    "MAX_WATCHED",
-    "FrameBoard",
-    "board_nbytes",
-]
-
 #: Number of rows of a pool that can be watched at the same time.
 MAX_WATCHED: Final = 256
 _SLOT_BYTES: Final = 56 << 10

@@ -14,8 +14,6 @@ import time
 from pathlib import Path
 from typing import Final
 
-__all__ = ["OrphanReaper", "child_processes", "code_tied_to_parent"]
-
 #: A zombie that no env has waited for within this time was probably adopted.
 _ADOPTED_AFTER_SECONDS: Final = 60.0
 #: Number of operations between two checks.

@@ -49,8 +49,6 @@ from envserve.worker.vector_block import VectorBlock
 from envserve.worker.worker_report import encode_spaces, utf8_tail
 from envserve.wrappers.specs import wrappers_from_plain
 
-__all__ = ["run"]
-
 _LOGGER: Final = logging.getLogger(__name__)
 #: A sleeping core takes longer to wake up than a light env takes to step, and a policy
 #: needs about this long for its actions. Only used if every worker has its own core.

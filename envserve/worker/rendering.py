@@ -27,8 +27,6 @@ from envserve.slab import next_beat
 from envserve.text import without_folders
 from envserve.worker.frame_board import FrameBoard
 
-__all__ = ["FrameRenderer", "encode_jpeg", "headless_variables", "render"]
-
 #: The pause after a frame, as a multiple of its rendering time. The first frame of a
 #: row also loads libraries, so its pause has an upper limit.
 _PAUSE_FACTOR: Final = 59

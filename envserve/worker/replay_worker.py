@@ -25,8 +25,6 @@ from envserve.worker.env_checks import EnvChecks
 from envserve.worker.env_row import EnvRow
 from envserve.worker.worker_report import fault_from_error
 
-__all__ = ["apply_actions", "build_env", "run"]
-
 
 def run(channel: socket.socket, payload: bytes, num_frames: int = 0) -> None:
     """Replay the content of a repro file.

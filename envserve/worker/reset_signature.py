@@ -13,8 +13,6 @@ import gymnasium
 
 from envserve.errors import EnvStartError
 
-__all__ = ["complete_reset_signature"]
-
 Env = gymnasium.Env[Any, Any]
 
 _REMEDY: Final = "declare `def reset(self, *, seed=None, options=None)`"

@@ -28,8 +28,6 @@ from envserve.spaces.infos import copy_info
 from envserve.worker import step_timings
 from envserve.worker.env_row import EnvRow
 
-__all__ = ["ResetThreads", "SpareRow"]
-
 #: More threads would delay the stepping thread if resets are CPU-bound.
 _MAX_THREADS: Final = 16
 #: Time after which a CPU-bound reset yields to the stepping thread.

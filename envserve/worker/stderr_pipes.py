@@ -17,8 +17,6 @@ import stat
 import time
 from typing import Final
 
-__all__ = ["TAIL_BYTES", "StderrPipes"]
-
 #: Bytes of each worker's output that are kept.
 TAIL_BYTES: Final = 4096
 _READ_BYTES: Final = 1 << 16

@@ -11,9 +11,6 @@ from bisect import bisect_left
 from time import perf_counter_ns
 from typing import Final
 
-__all__ = ["BOUNDS", "NUM_CELLS", "RESET_CELL", "STEP_CELL"]
-__all__ += ["move_resets", "record_resets", "record_step", "start_time"]
-
 #: Upper bounds of the buckets in seconds; a last bucket counts longer durations.
 BOUNDS: Final = (
     *(1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3),

@@ -42,8 +42,6 @@ from envserve.worker.channel import MessageDecoder, MessageKind, pack_message
 from envserve.worker.orphans import child_processes
 from envserve.worker.stderr_pipes import StderrPipes
 
-__all__ = ["kill_group", "main"]
-
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 #: Makes a worker write its Python stack to stderr. An env may change its handler.

@@ -42,8 +42,6 @@ from envserve.worker.env_checks import (
 from envserve.worker.rendering import render
 from envserve.worker.worker_report import encode_report, fault_from_error
 
-__all__ = ["VectorBlock"]
-
 Array = np.ndarray[Any, Any]
 _Infos = Mapping[str, Any]
 _Seeds = Sequence[int | None]

@@ -23,18 +23,6 @@ from envserve.spaces.infos import InfoBudget, PackedInfo, encode_infos
 from envserve.text import one_line
 from envserve.worker.env_checks import SpaceViolation
 
-__all__ = [
-    "WorkerReport",
-    "decode_report",
-    "decode_spaces",
-    "encode_report",
-    "encode_spaces",
-    "fault_from_error",
-    "info_budgets",
-    "max_report_bytes",
-    "utf8_tail",
-]
-
 _MAX_SPACES_BYTES: Final = 16 << 20
 _MAX_TRACEBACK_CHARS: Final = 16 << 10
 #: Bytes of all tracebacks of a report, and minimum that each of them gets.

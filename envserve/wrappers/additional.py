@@ -19,16 +19,6 @@ from gymnasium.wrappers import (
 
 from envserve.errors import SpaceError
 
-__all__ = [
-    "ActionRepeat",
-    "FrameDelta",
-    "FrameHistory",
-    "RandomStart",
-    "RangeNormalize",
-    "StaggerEpisodes",
-    "check_float",
-]
-
 Array = np.ndarray[Any, Any]
 Env = gymnasium.Env[Any, Any]
 

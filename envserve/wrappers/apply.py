@@ -20,8 +20,6 @@ from envserve.wrappers.additional import check_float
 from envserve.wrappers.registry import find_wrapper
 from envserve.wrappers.specs import WrapperSpec, check_wrappers, convert_arguments
 
-__all__ = ["wrap"]
-
 Env = gymnasium.Env[Any, Any]
 
 #: Largest size of a wrapped observation, unless the env's own is larger: 594 frames of

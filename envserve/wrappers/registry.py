@@ -16,20 +16,6 @@ from msgspec import Meta
 
 from envserve.errors import WrapperError
 
-__all__ = [
-    "WRAPPERS",
-    "Argument",
-    "Boolean",
-    "Choice",
-    "Integer",
-    "Integers",
-    "Keys",
-    "Number",
-    "RegisteredWrapper",
-    "find_wrapper",
-    "register_wrapper",
-]
-
 
 @dataclass(frozen=True)
 class Argument:

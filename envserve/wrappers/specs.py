@@ -16,17 +16,6 @@ import msgspec
 from envserve.errors import WrapperError
 from envserve.wrappers.registry import WRAPPERS, find_wrapper
 
-__all__ = [
-    "MAX_WRAPPERS",
-    "WrapperSpec",
-    "Wrappers",
-    "check_wrappers",
-    "convert_arguments",
-    "parse_wrappers",
-    "wrappers_from_plain",
-    "wrappers_to_plain",
-]
-
 #: Most wrappers of one env.
 MAX_WRAPPERS: Final = 16
 _FORM: Final = 'a list of tables such as [{name = "ActionRepeat", amount = 4}]'

@@ -9,8 +9,6 @@ import tensorflow as tf
 
 from ppo.learners import ALONE, Learners
 
-__all__ = ["ReturnScale", "RunningMoments"]
-
 
 class RunningMoments:
     """Mean and variance of all rows seen so far, kept in TensorFlow variables.

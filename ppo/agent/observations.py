@@ -17,8 +17,6 @@ from ppo.errors import UnsupportedSpaceError
 from ppo.images import is_image
 from ppo.learners import ALONE, Learners
 
-__all__ = ["ObservationPreprocessor", "space_leaves"]
-
 
 def space_leaves(space: gymnasium.Space[Any], path: str = "observation") -> Any:
     """Turn Dict and Tuple spaces into dicts and tuples of their leaf spaces.

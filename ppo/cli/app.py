@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 from envserve.cli.program import Program
 
-__all__ = ["PROGRAM", "main"]
-
 PROGRAM = Program(
     "ppo",
     "Train and evaluate agents with proximal policy optimisation (PPO).",

@@ -14,8 +14,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-__all__ = ["keep_compiled_code"]
-
 _FLAG = "--tf_xla_persistent_cache_directory"
 _MAX_BYTES = 256 << 20  # of all versions together; an update takes 2 MB
 _UNFINISHED_SECONDS = 3600.0  # then what was to be renamed is of a killed process

@@ -13,8 +13,6 @@ from ppo.cli.options import reported_errors
 from ppo.config.config import Config
 from ppo.config.named_configs import CONFIGS, EXPECTED_RETURNS, load_config
 
-__all__ = ["configs"]
-
 #: By the first key of each group.
 _GROUPS = {
     "env_name": "Env",

@@ -11,8 +11,6 @@ from ppo.cli.options import (
     opened_run,
 )
 
-__all__ = ["evaluate"]
-
 
 def evaluate(
     run: Run,

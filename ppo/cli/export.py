@@ -4,8 +4,6 @@ from pathlib import Path
 
 from ppo.cli.options import Checkpoint, Connect, Import, Run, opened_run
 
-__all__ = ["export"]
-
 
 def export(
     run: Run,

@@ -18,8 +18,6 @@ from ppo.cli.stop_signals import StopSignals
 from ppo.errors import ConfigError, LearnerLostError, PpoError
 from ppo.run_folder.folder import RunFolder
 
-__all__ = ["AGAIN", "train_on_ray"]
-
 _TOLD: Final = '{"cluster": {"worker": %s}, "task": {"type": "worker", "index": %d}}'
 AGAIN: Final = "PPO_TRAIN_AGAIN"  # tells the first by which command all go on
 _ROOM_SECONDS, _END_SECONDS, _TRIES = 60, 10, 3

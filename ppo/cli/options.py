@@ -36,22 +36,6 @@ from ppo.run_folder.folder import EnvSource, RunFolder
 if TYPE_CHECKING:
     from ppo.run_folder.checkpoint import Which
 
-__all__ = [
-    "Checkpoint",
-    "Connect",
-    "Import",
-    "InterOpThreads",
-    "IntraOpThreads",
-    "NumWorkers",
-    "Run",
-    "interrupts_kept",
-    "opened_run",
-    "place_of",
-    "plain_warnings",
-    "reported_errors",
-    "start_tensorflow",
-    "which_checkpoint",
-]
 
 _BAD_INPUT = (
     *(BadInputError, UnknownEnv, SpaceError, EnvStartError, WrapperError),

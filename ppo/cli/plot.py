@@ -7,8 +7,6 @@ from typing import Annotated
 from envserve.cli.program import Option
 from ppo.cli.options import reported_errors
 
-__all__ = ["plot"]
-
 
 def plot(
     runs: Annotated[list[Path], Option(metavar="RUN")],

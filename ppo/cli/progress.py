@@ -25,7 +25,6 @@ from rich.text import Text
 if TYPE_CHECKING:
     from ppo.train import Progress
 
-__all__ = ["Screen", "sparkline"]
 
 _TRAINING = "training"
 _NARROWEST, _WIDEST, _GAP = 8, 40, 2  # of bars and sparklines, in columns

@@ -24,8 +24,6 @@ from ppo.config.named_configs import (
 from ppo.errors import ConfigError
 from ppo.run_folder.folder import EnvSource, RunFolder
 
-__all__ = ["Plan", "cluster", "new_folder", "new_plan", "resumed_plan"]
-
 _CLUSTER = (
     '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
     '"task": {"type": "worker", "index": 0}}'

@@ -23,8 +23,6 @@ from ppo.errors import RunFolderError
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics_file import read_metrics
 
-__all__ = ["interval", "started", "train_seeds"]
-
 _RUN = code_tied_to_parent("ppo.cli.app")  # it stops with a checkpoint then
 
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
-__all__ = ["StopSignals"]
-
 
 class StopSignals:
     """While entered, notes the first SIGINT or SIGTERM instead of dying of it.

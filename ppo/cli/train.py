@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from envserve.client import BatchEnv
     from ppo.train import Progress
 
-__all__ = ["hints_at_resuming", "train"]
 
 _RESUMING_FAILS_TOO = (BadInputError, SpaceError, WrapperError)
 

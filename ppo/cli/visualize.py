@@ -15,8 +15,6 @@ from ppo.run_folder.folder import EnvSource, RunFolder
 if TYPE_CHECKING:
     from ppo.rollout import Episode
 
-__all__ = ["film", "visualize"]
-
 
 def visualize(
     run: Run,

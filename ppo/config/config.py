@@ -16,8 +16,6 @@ from envserve.settings import convert_fields
 from envserve.wrappers.specs import parse_wrappers
 from ppo.errors import ConfigError, suggestion
 
-__all__ = ["Config"]
-
 _NETWORKS = ("auto", "mlp", "cnn")
 _OBJECTIVES = ("clip", "penalty", "clip_and_penalty")
 _FUNCTION = re.compile(r"(.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*")

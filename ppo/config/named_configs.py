@@ -17,18 +17,6 @@ from envserve.envs.user_envs import is_user_env
 from ppo.config.config import Config
 from ppo.errors import ConfigError, suggestion
 
-__all__ = [
-    "CONFIGS",
-    "EXPECTED_RETURNS",
-    "WORDS",
-    "apply_settings",
-    "is_env",
-    "load_config",
-    "read_config",
-    "suited",
-]
-
-
 # With a lambda of 0.95 advantages are noisier, and some seeds stay far behind the
 # others. The small norm makes steps alike: gradients differ a hundredfold between a
 # calm and a fall, and larger limits never act.

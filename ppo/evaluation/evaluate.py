@@ -23,16 +23,6 @@ from ppo.run_folder.checkpoint import Which
 from ppo.run_folder.folder import RunFolder
 from ppo.simulate import Simulation
 
-__all__ = [
-    "TIME_LIMIT_REMEDY",
-    "CurveEvaluator",
-    "Evaluation",
-    "derived_seed",
-    "evaluate",
-    "evaluate_run",
-    "evaluation_seed",
-]
-
 _HORIZON = 100
 _MAX_BATCH_STEPS = 110_000  # an Atari episode may take 108,000
 _MAX_LOST_IN_A_ROW = 20

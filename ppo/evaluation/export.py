@@ -20,8 +20,6 @@ from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import Counters, Which
 from ppo.run_folder.folder import RunFolder
 
-__all__ = ["export_policy", "export_run"]
-
 
 def export_run(
     config: Config,

@@ -15,8 +15,6 @@ from ppo.errors import BadInputError, OutputError, suggestion
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics_file import read_metrics
 
-__all__ = ["Curve", "draw_curves", "read_curves"]
-
 _MOST_KEYS = 3
 
 

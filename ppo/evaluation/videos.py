@@ -31,8 +31,6 @@ from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import Which
 from ppo.run_folder.folder import RunFolder
 
-__all__ = ["play_episode", "rendering_env_maker", "visualize_run"]
-
 _MAX_LOST_IN_A_ROW = 20
 _MAX_STEPS = 30_000  # a film of a quarter of an hour
 _DEFAULT_FRAMES_PER_SECOND = 30.0

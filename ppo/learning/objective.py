@@ -15,8 +15,6 @@ from ppo.errors import ConfigError
 from ppo.learning import losses
 from ppo.user_code import blamed, line_of, load_own
 
-__all__ = ["policy_loss_of"]
-
 
 def policy_loss_of(config: Config) -> Callable[..., tf.Tensor]:
     """Return the policy's loss; one of the user's is tried out with ratios of 1.

@@ -7,8 +7,6 @@ has weight 0 and lets nothing pass through it.
 
 import tensorflow as tf
 
-__all__ = ["advantages_and_targets", "next_values"]
-
 
 def next_values(value: tf.Tensor, final_value: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
     """Return the value of the observation that each transition led to.

@@ -16,8 +16,6 @@ from ppo.agent.networks.recurrent import is_pending
 from ppo.config.config import Config
 from ppo.rollout import Rollout
 
-__all__ = ["Sequences", "Steps"]
-
 
 class Steps:
     """Looks at rollouts of a config's size step by step.

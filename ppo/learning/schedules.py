@@ -12,8 +12,6 @@ import tensorflow as tf
 
 from ppo.config.config import Config
 
-__all__ = ["AdaptiveCoefficient", "Coefficients", "Schedules"]
-
 
 class Coefficients(NamedTuple):
     """What holds for one iteration: Python floats, or float32 scalars in a graph."""

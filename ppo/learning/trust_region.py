@@ -12,8 +12,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-__all__ = ["EpochRollback", "clip_by_network"]
-
 
 class EpochRollback:
     """Restores variables to their values before an epoch.

@@ -23,8 +23,6 @@ from ppo.learning.schedules import Coefficients, Schedules
 from ppo.learning.trust_region import EpochRollback, clip_by_network
 from ppo.rollout import Rollout
 
-__all__ = ["METRICS", "Updater"]
-
 METRICS = (
     "policy_loss",
     "value_loss",

@@ -20,20 +20,6 @@ from ppo.agent.normalize import ReturnScale
 from ppo.errors import CheckpointError
 from ppo.learning.update import Updater
 
-__all__ = [
-    "Counters",
-    "Which",
-    "best_return",
-    "checkpoint_at",
-    "load_agent",
-    "read_counters",
-    "restore",
-    "save",
-    "training_state",
-    "variables",
-]
-
-
 Which = int | Literal["best"] | None
 """A checkpoint: after so many env steps, of the best evaluation, or the newest."""
 

@@ -19,8 +19,6 @@ from ppo.config.config import Config
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics_file import cut_off_after
 
-__all__ = ["MetricsWriter", "ReportWindow", "is_due"]
-
 _SUM = {
     *("invalid_steps", "lost_episodes", "rollout_seconds", "undone_epochs"),
     "update_seconds",

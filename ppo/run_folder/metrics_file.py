@@ -11,8 +11,6 @@ from typing import Any
 
 from ppo.errors import RunFolderError
 
-__all__ = ["cut_off_after", "last_iteration", "read_metrics"]
-
 
 def cut_off_after(path: Path, iteration: int) -> None:
     """Shorten the file, if there is one, to the rows of an iteration and those before.

@@ -29,8 +29,6 @@ from envserve.wire.sockets import (
     use_keys,
 )
 
-__all__ = ["NOWHERE", "SLICE_SECONDS", "Connection", "SharedContext"]
-
 #: Where a connection is that waits for a server to come.
 NOWHERE: Final = "a server to come"
 #: Longest that `receive_soon` waits: shorter than a connection is away if it breaks, so

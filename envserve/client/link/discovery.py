@@ -11,8 +11,6 @@ from envserve import ray
 from envserve.address import NamedAddress, complete_address
 from envserve.errors import AddressError
 
-__all__ = ["SOURCES", "resolve"]
-
 #: How words begin that may stand for other servers at each look.
 SOURCES: Final = ("dns://", "file://", "ray://")
 

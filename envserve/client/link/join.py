@@ -19,8 +19,6 @@ from envserve.wire.handshake import ErrorBody, Join, exception_of
 from envserve.wire.message import Message, decode, encode
 from envserve.wire.sockets import UNKNOWN_KEY, set_common_options, use_keys
 
-__all__ = ["join"]
-
 
 def join(invitation: Invitation, pair: KeyPair, timeout_seconds: float) -> None:
     """Joins the server at the first address where it answers, of all within a timeout.

@@ -20,8 +20,6 @@ from envserve.wire.handshake import (
 )
 from envserve.wire.message import Message, decode, encode
 
-__all__ = ["request", "request_welcome"]
-
 #: How often a request is sent, because a server may close all connections at any time.
 _RESEND_SECONDS: Final = 0.5
 

@@ -42,8 +42,6 @@ from envserve.slab import Rows
 from envserve.spaces.env_spec import EnvSpec
 from envserve.worker.channel import MAX_ANSWER_BYTES
 
-__all__ = ["RemoteLane"]
-
 What = TypeVar("What")
 
 _LOGGER: Final = logging.getLogger(__name__)

@@ -23,8 +23,6 @@ from envserve.errors import ConnectError, EnvserveError
 from envserve.wire.handshake import Welcome
 from envserve.wire.sockets import raise_file_limit
 
-__all__ = ["ServerPool", "live_servers"]
-
 _LOGGER: Final = logging.getLogger(__name__)
 #: Longest wait for a server's answer.
 _ANSWER_SECONDS: Final = 1.0

@@ -14,7 +14,6 @@ from envserve.errors import ConnectError, KeyFileError, RemoteProtocolError
 if TYPE_CHECKING:
     from envserve.session.client.client_session import ClientSession
 
-__all__ = ["SessionDriver"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 #: Seconds without a connection after which a new socket is opened. ZeroMQ reconnects by

@@ -31,8 +31,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from envserve.errors import EnvserveError
 from envserve.monitoring.page.data_feed import DataFeed, encode_event
 
-__all__ = ["build_app"]
-
 #: What is shown on a button, and what it does, in a thread; that returns what came of
 #: it, or raises EnvserveError.
 Button = tuple[str, Callable[[], str]]

@@ -24,8 +24,6 @@ from msgspec.structs import asdict
 from envserve.errors import EnvserveError, LeaseLost, ServerError
 from envserve.monitoring.observer import Observer
 
-__all__ = ["DataFeed", "Subscriber", "Tile", "encode_event"]
-
 _STATUS_SECONDS: Final = 0.25
 _FRAME_SECONDS: Final = 0.2
 _CURVE_SECONDS: Final = 0.5

@@ -22,8 +22,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from envserve.errors import ServerError
 
-__all__ = ["page_process", "page_server"]
-
 _NUM_PORTS: Final = 50
 _START_SECONDS: Final = 60.0
 _MAX_CONNECTIONS: Final = 500

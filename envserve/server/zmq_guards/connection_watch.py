@@ -16,8 +16,6 @@ from typing import Final
 from envserve.server.zmq_guards.server_sockets import ServerSockets
 from envserve.server.zmq_guards.zap import Zap
 
-__all__ = ["ConnectionWatch"]
-
 _STATM: Final = "/proc/self/statm"
 _WATCH_SECONDS: Final = 0.25
 #: How long there may be no free descriptor before connections are closed. Idle peers

@@ -15,8 +15,6 @@ from typing import Final
 
 from envserve.errors import ServerError
 
-__all__ = ["listen"]
-
 _BACKLOG: Final = 128
 
 

@@ -12,8 +12,6 @@ from typing import Final, NamedTuple
 from envserve.session.server.quotas import KEYLESS_USERS
 from envserve.wire.message import Buffer, Peer, session_and_block
 
-__all__ = ["LONG_BYTES", "SendBudget"]
-
 #: Rows so long are sent from where they are. They may change before a copy of an answer
 #: has left, but only once the client has had another one: it drops this copy.
 LONG_BYTES: Final = 256 << 10

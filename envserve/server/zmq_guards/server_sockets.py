@@ -33,8 +33,6 @@ from envserve.wire.sockets import (
     set_common_options,
 )
 
-__all__ = ["ServerSocket", "ServerSockets"]
-
 _LOGGER: Final = logging.getLogger(__name__)
 _SEND_LIMIT: Final = 64  # short replies that wait for one slow reader
 _RECEIVE_LIMIT: Final = 256  # messages of one client that wait to be read

@@ -23,8 +23,6 @@ from envserve.session.server.decisions import Audit
 from envserve.text import LogThrottle
 from envserve.wire.sockets import NOBLOCK, event_fd
 
-__all__ = ["DOMAIN", "Zap", "user_of"]
-
 _LOGGER: Final = logging.getLogger(__name__)
 #: Without a name, or if it is not enforced, ZeroMQ lets everybody in at times.
 DOMAIN: Final = b"envserve"

@@ -44,8 +44,6 @@ from envserve.wire.handshake import (
 )
 from envserve.wire.message import Buffer, Message
 
-__all__ = ["Attachment", "attach_again", "attach_of"]
-
 _LOGGER: Final = logging.getLogger(__name__)
 _RETRY_SECONDS: Final = 0.5
 #: How long others may have the envs of a lease that was lost by our own silence.

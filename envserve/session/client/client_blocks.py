@@ -23,8 +23,6 @@ from envserve.wire.message import Message
 from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import BlockParts, RowCodec, RowPart
 
-__all__ = ["ClientBlocks"]
-
 _LOGGER: Final = logging.getLogger(__name__)
 #: Notes of a server that are told, each once.
 _MAX_WARNED: Final = 16

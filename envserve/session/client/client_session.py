@@ -31,8 +31,6 @@ from envserve.wire.constants import ErrorCode, Executed, MessageType
 from envserve.wire.handshake import ErrorBody, exception_of
 from envserve.wire.message import Buffer, Message, decode
 
-__all__ = ["ClientSession"]
-
 _LOGGER: Final = logging.getLogger(__name__)
 _OVER: Final = tuple(state for state in ClientState if state.is_over)  # no call a step
 _ATTACHING_TYPES: Final = (MessageType.HELLO, MessageType.ATTACH)

@@ -13,14 +13,6 @@ from typing import Final
 from envserve.errors import EnvserveError, RemoteProtocolError, ServerLost
 from envserve.wire.message import Buffer
 
-__all__ = [
-    "PING_SECONDS",
-    "Liveness",
-    "LostLease",
-    "Timeouts",
-    "UnsolicitedLimit",
-]
-
 #: Seconds without a message until the client sends a PING.
 PING_SECONDS: Final = 1.0
 #: Silence after a request until a server counts as unreachable.

@@ -21,8 +21,6 @@ from envserve.wire.constants import MAX_ARGUMENT_BLOCKS, MAX_ARGUMENT_BYTES, Mes
 from envserve.wire.message import Buffer, Message, pack, set_attempt
 from envserve.wire.rows import RowPart
 
-__all__ = ["Request", "Requests", "pack_calls"]
-
 _FIRST_RESEND_SECONDS: Final = 1.0
 _MAX_RESEND_SECONDS: Final = 4.0
 _ANSWERS: Final[Mapping[MessageType, MessageType]] = {

@@ -16,27 +16,6 @@ from envserve.settings import PoolSettings
 from envserve.wire.bodies import FrameRequest
 from envserve.wire.message import Buffer, Message, Peer
 
-__all__ = [
-    "Audit",
-    "BeginDrain",
-    "Decision",
-    "EndPool",
-    "EnrolKey",
-    "PoolDecision",
-    "Reply",
-    "ReplyFrame",
-    "ReplyStatus",
-    "ReplyWelcome",
-    "RequestDecision",
-    "ResendLimiter",
-    "RunCall",
-    "RunReset",
-    "RunStep",
-    "SessionId",
-    "StartPool",
-]
-
-
 #: A user and the session number that its client drew. The user is part of the key, so
 #: a client cannot reach the session of another user, even if it knows the number.
 SessionId = tuple[str, int]

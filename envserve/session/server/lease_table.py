@@ -45,8 +45,6 @@ from envserve.wire.handshake import ErrorBody, Welcome
 from envserve.wire.message import Message
 from envserve.wrappers.specs import check_wrappers
 
-__all__ = ["LeaseRecord", "LeaseTable"]
-
 _LOGGER: Final = logging.getLogger(__name__)
 
 Value = TypeVar("Value")

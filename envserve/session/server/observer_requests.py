@@ -16,8 +16,6 @@ from envserve.wire.bodies import FrameRequest
 from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.message import Message
 
-__all__ = ["OBSERVER_TYPES", "ObserverRequests"]
-
 OBSERVER_TYPES: Final = frozenset({MessageType.STATUS, MessageType.FRAME})
 #: Seconds of a user's allowance that a FRAME costs; one second is free in advance.
 _FRAME_SECONDS: Final = 1 / 32

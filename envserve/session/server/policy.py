@@ -16,15 +16,6 @@ from envserve.settings import ExposeRule, HostSettings, KwargRule
 from envserve.wire.constants import ErrorCode
 from envserve.wire.handshake import ErrorBody
 
-__all__ = [
-    "OverQuota",
-    "RateLimited",
-    "Refusal",
-    "check_call",
-    "check_kwargs",
-    "restrict",
-]
-
 _ATTRIBUTE_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _ALWAYS_EXPOSED: Final = {
     "render": frozenset({"call"}),

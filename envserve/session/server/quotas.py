@@ -23,8 +23,6 @@ from envserve.settings import HostSettings
 from envserve.wire.bodies import Attach
 from envserve.wire.constants import ErrorCode
 
-__all__ = ["KEYLESS_USERS", "Quota", "Quotas", "Usage"]
-
 #: Who is known by no key.
 KEYLESS_USERS: Final = frozenset({"", "local"})
 #: How fast a key may begin leases, each of which forks processes.

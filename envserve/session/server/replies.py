@@ -20,8 +20,6 @@ from envserve.wire.constants import (
 from envserve.wire.handshake import ErrorBody
 from envserve.wire.message import Buffer, Message, pack
 
-__all__ = ["ReplyBuilder", "lease_lost", "server_draining", "version_mismatch"]
-
 
 class ReplyBuilder:
     """Makes the answers of one start of a server.

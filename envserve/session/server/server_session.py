@@ -53,8 +53,6 @@ from envserve.wire.constants import (
 from envserve.wire.handshake import ErrorBody, Hello, Join, error_body_of
 from envserve.wire.message import Buffer, Message, Peer, decode, peek
 
-__all__ = ["ServerSession"]
-
 _LOGGER: Final = logging.getLogger(__name__)
 
 #: Types from this one on are sent by servers.

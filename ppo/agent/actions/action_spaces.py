@@ -24,8 +24,6 @@ from ppo.agent.actions.distributions import (
 from ppo.config.config import Config
 from ppo.errors import UnsupportedSpaceError
 
-__all__ = ["MASK_KEY", "ActionKind", "action_kind"]
-
 MASK_KEY = "action_mask"
 """Where flags say which actions are allowed, in the outermost Dict of an observation.
 

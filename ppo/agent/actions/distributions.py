@@ -14,17 +14,6 @@ from typing import Any, Protocol, Self
 import numpy as np
 import tensorflow as tf
 
-__all__ = [
-    "Bernoulli",
-    "Categorical",
-    "DiagonalGaussian",
-    "Distribution",
-    "MultiCategorical",
-    "SquashedGaussian",
-    "masked_logits",
-    "padded_choices",
-]
-
 _FORBIDDEN = -1e9
 _LOG_TWO_PI = math.log(2.0 * math.pi)
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(16)  # of exp(-x^2 / 2)

@@ -26,8 +26,6 @@ from ppo.config.config import Config
 from ppo.errors import UnsupportedSpaceError
 from ppo.images import can_convolve
 
-__all__ = ["Networks", "build_networks"]
-
 
 class Networks(NamedTuple):
     """What an agent thinks with. A shared torso is one object in both places."""

@@ -16,8 +16,6 @@ from gymnasium.spaces import flatdim
 from ppo.agent.networks.perceptrons import Part, flatten_observation
 from ppo.images import can_convolve, image_layout
 
-__all__ = ["ImageTorso", "channels_last", "convolution"]
-
 _LARGE_SIDE = 36  # the first from which Nature-CNN's last layer has an output
 _LARGE = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # filters, kernel, stride
 _SMALL = ((16, 3, 1), (32, 3, 2), (32, 3, 2))

@@ -19,8 +19,6 @@ from ppo.config.config import Config
 from ppo.errors import ConfigError
 from ppo.user_code import blamed, load_own
 
-__all__ = ["CustomModel", "CustomPart", "make_custom_model"]
-
 _TRIAL_ROWS = 2
 
 

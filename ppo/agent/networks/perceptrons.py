@@ -15,17 +15,6 @@ import tensorflow as tf
 
 from ppo.config.config import Config
 
-__all__ = [
-    "GaussianHead",
-    "LogitsHead",
-    "NoTorso",
-    "Part",
-    "Perceptron",
-    "ValueHead",
-    "flatten_observation",
-    "mlp",
-]
-
 
 def flatten_observation(observation: Any) -> tf.Tensor:
     """Join leaves, float32 `[N, ...]`, into one vector per sample, `[N, D]`.

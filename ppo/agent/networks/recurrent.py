@@ -15,8 +15,6 @@ import tensorflow as tf
 from envserve.client import Status
 from ppo.agent.networks.perceptrons import Part, flatten_observation, mlp
 
-__all__ = ["Memory", "States", "is_pending", "next_state"]
-
 
 class Memory(Part):
     """Sums up an episode's observations until now in one vector per row.

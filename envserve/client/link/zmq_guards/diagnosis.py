@@ -24,8 +24,6 @@ from envserve.keys.key_folder import unknown_server_text
 from envserve.keys.key_pair import CurveKeys
 from envserve.wire.sockets import UNKNOWN_KEY, use_keys
 
-__all__ = ["ALONE_SECONDS", "Diagnosis", "Finding", "diagnose_connection", "refusal_of"]
-
 #: After so long without a connection it is asked why, and then so often.
 ALONE_SECONDS: Final = 1.0
 _LOOK_SECONDS: Final = 1.5

@@ -11,8 +11,6 @@ import ipaddress
 import socket
 import threading
 
-__all__ = ["Lookup", "is_number", "number_of"]
-
 
 def is_number(address: str) -> bool:
     """Tells whether an address has no name: but a number, or a path, or is none."""

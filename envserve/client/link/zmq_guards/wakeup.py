@@ -20,8 +20,6 @@ import zmq
 
 from envserve.wire.sockets import FrameReceiver
 
-__all__ = ["ByteCounter", "Waker"]
-
 #: Of Linux's `tcp_info`, as far as what it counts as received.
 _RECEIVED: Final = struct.Struct("=128xQ")
 
