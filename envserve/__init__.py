@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["BatchEnv", "__version__", "make", "make_vec"]
+__all__ = ["BatchEnv", "make", "make_vec"]
 
 _HOMES = {
     "BatchEnv": "envserve.client",

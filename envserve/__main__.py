@@ -11,8 +11,6 @@ import getopt
 import sys
 from typing import Any
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run the command that the arguments name."""

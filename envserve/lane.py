@@ -23,23 +23,6 @@ from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.infos import PackedInfo
 from envserve.text import printable
 
-__all__ = [
-    "MAX_JPEG_BYTES",
-    "MAX_TEXT",
-    "Block",
-    "Call",
-    "CallKind",
-    "Fault",
-    "Lane",
-    "Outcome",
-    "RenderedFrame",
-    "Reset",
-    "make_blocks",
-    "mark_harmless",
-    "pop_harmless_mark",
-]
-
-
 MAX_JPEG_BYTES: Final = 48 << 10
 MAX_TEXT: Final = 1 << 10  # characters of a frame's text
 

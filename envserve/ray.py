@@ -17,7 +17,7 @@ from typing import Any, Final
 from envserve.errors import AddressError, ServerError
 from envserve.worker.orphans import code_tied_to_parent
 
-__all__ = ["EnvServers", "addresses", "connected", "last_line", "parse"]
+__all__ = ["EnvServers"]
 
 #: What an actor runs.
 _RUN: Final = code_tied_to_parent("envserve.__main__")

@@ -38,25 +38,6 @@ from envserve.host_resources import num_cores
 from envserve.text import Name
 from envserve.wrappers.specs import Wrappers
 
-__all__ = [
-    "Autoreset",
-    "EnvOptions",
-    "EnvRequest",
-    "ExposeRule",
-    "HostSettings",
-    "Infos",
-    "KwargRule",
-    "LocalOptions",
-    "NonFinite",
-    "PoolSettings",
-    "WorkerSettings",
-    "check_ranges",
-    "convert",
-    "convert_field",
-    "convert_fields",
-    "field_docs",
-]
-
 Type = TypeVar("Type")
 
 _EXPOSE: Final = r"^((call|get|set):)?[a-z][a-z0-9_]{0,63}$"

@@ -22,25 +22,6 @@ import numpy as np
 
 from envserve.spaces.env_spec import EnvSpec
 
-__all__ = [
-    "BEAT_INCREMENT",
-    "Rows",
-    "Slab",
-    "Status",
-    "anonymous_file",
-    "arrays_nbytes",
-    "copy_final_to_observation",
-    "copy_observation_to_final",
-    "map_arrays",
-    "next_beat",
-    "private_heartbeat",
-    "row_of_beat",
-    "rows_mib",
-    "rows_nbytes",
-    "write_lost",
-    "write_pending",
-]
-
 Array = np.ndarray[Any, Any]
 #: Shape and dtype of each array.
 Layout = Sequence[tuple[tuple[int, ...], np.dtype[Any]]]

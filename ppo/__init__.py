@@ -4,5 +4,3 @@ Import its modules by name. The path from settings to a trained policy is `ppo.c
 `ppo.agent`, `ppo.simulate`, `ppo.learning`, `ppo.train`. Importing this package loads
 neither TensorFlow nor Gymnasium.
 """
-
-__all__: list[str] = []

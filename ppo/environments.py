@@ -11,6 +11,8 @@ from envserve.settings import Autoreset
 from ppo.config.config import Config
 from ppo.errors import ConfigError
 
+__all__ = ["env_maker"]
+
 _Wrappers = tuple[Mapping[str, Any], ...]
 
 

@@ -16,6 +16,8 @@ from ppo.agent.actions.action_spaces import ActionKind, action_kind
 from ppo.agent.observations import space_leaves
 from ppo.errors import EnvDataError, UnsupportedSpaceError
 
+__all__ = ["InGraphBatchEnv"]
+
 
 class InGraphBatchEnv:
     """Steps a `BatchEnv` from graph code.

@@ -15,6 +15,8 @@ from envserve.client import StepResult
 from ppo.errors import EnvsLostError
 from ppo.in_graph_batch_env import InGraphBatchEnv
 
+__all__ = ["Rollout"]
+
 _MAX_NAMES = 32
 _FEW_VALID = 0.1
 _MAX_POOR_ITERATIONS = 10

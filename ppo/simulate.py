@@ -19,6 +19,8 @@ from ppo.errors import DivergedError
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.rollout import Rollout, SplitRows, allocate_rollout
 
+__all__ = ["Simulation", "simulate"]
+
 Policy = Callable[..., tuple[tf.Tensor, ...]]
 """Maps a raw observation `[n, ...]` and noise `[n, ...]`, or a seed (int32 pair) where
 none is drawn, to actions and their log-probabilities `[n]`. One with memory takes its

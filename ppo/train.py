@@ -28,7 +28,7 @@ from ppo.run_folder.metrics_file import last_iteration, read_metrics
 from ppo.training_run import TrainingRun
 from ppo.user_code import Callbacks
 
-__all__ = ["Progress", "TrainResult", "TrainingRun", "train"]
+__all__ = ["Progress", "TrainResult", "train"]
 
 
 class Progress(NamedTuple):

@@ -19,6 +19,8 @@ from ppo.rollout import Episode, EpisodeTracker, LostSteps, Rollout, info_means
 from ppo.run_folder.checkpoint import Counters, training_state
 from ppo.simulate import Simulation
 
+__all__ = ["TrainingRun"]
+
 _RECENT_EPISODES = 100
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ import envserve.errors
 import ppo.errors
 from envserve.client.link.zmq_guards.diagnosis import Finding, refusal_of
 from ppo.config import Config
+from scripts.generate_reference import PAGE, page
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -23,11 +25,36 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
+def test_the_page_of_settings_is_current() -> None:
+    """scripts/generate_reference.py writes it."""
+    assert PAGE.read_text() == page()
+
+
 def test_every_page_is_in_the_contents_of_the_site() -> None:
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
     listed = re.findall(r"[\w-]+\.(?:md|ipynb)", nav)
     pages = [path.name for path in DOCS.iterdir() if path.suffix in (".md", ".ipynb")]
     assert sorted(listed) == sorted(pages)
+
+
+def test_every_public_name_is_on_the_api_page_with_a_docstring() -> None:
+    """A name is public if a module lists it in `__all__`; members are linted."""
+    listed = re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(), re.M)
+    names = {each.rpartition(".")[2] for each in listed}
+    public, documented = set(), set()
+    for package in ("envserve", "ppo"):
+        for path in (ROOT / package).rglob("*.py"):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            is_listed = module.removesuffix(".__init__") in listed
+            for node in ast.parse(path.read_text()).body:
+                match node:
+                    case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                        public.update(ast.literal_eval(value))
+                        assert is_listed or names.issuperset(ast.literal_eval(value))
+                    case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                        documented.update([node.name] * bool(ast.get_docstring(node)))
+    assert len(public) > 60
+    assert public - {"CONFIGS"} <= documented
 
 
 @pytest.mark.parametrize("module", [envserve.errors, ppo.errors])

@@ -2,5 +2,3 @@
 
 Slow imports stand inside functions, so that a command loads only what it runs.
 """
-
-__all__: list[str] = []

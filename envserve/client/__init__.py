@@ -5,7 +5,9 @@ What is named here is loaded when it is used: a probe of a server needs no batch
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from envserve.client.batch_env import BatchEnv, BatchStats, StepResult
+    from envserve.client.batch_env import BatchEnv
+    from envserve.client.stats import BatchStats
+    from envserve.client.step_result import StepResult
     from envserve.slab import Status
 
 __all__ = ["BatchEnv", "BatchStats", "Status", "StepResult"]

@@ -53,8 +53,6 @@ from envserve.spaces.variable_length import decode_observation
 from envserve.wire.bodies import pack_options
 from envserve.worker.attribute_calls import MAX_RESULT_VALUES
 
-__all__ = ["BatchEnv", "BatchStats", "EnvsClosed", "ResetFirst", "StepResult"]
-
 Array = np.ndarray[Any, Any]
 RowIndices = Sequence[int] | Array | None
 

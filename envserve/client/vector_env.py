@@ -20,8 +20,8 @@ from gymnasium.spaces import Discrete
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-from envserve.client.batch_env import BatchEnv, EnvsClosed, StepResult
-from envserve.client.step_result import last_rows
+from envserve.client.batch_env import BatchEnv, EnvsClosed
+from envserve.client.step_result import StepResult, last_rows
 from envserve.client.vector_infos import batch_infos
 from envserve.errors import CallError, EnvserveError, EnvTimeout, LocalProtocolError
 from envserve.settings import Autoreset

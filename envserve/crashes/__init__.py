@@ -1,3 +1,1 @@
 """Records of what each env went through: in shared memory, and in repro files."""
-
-__all__: list[str] = []

@@ -30,6 +30,8 @@ from envserve.wire.message import decode
 from envserve.wire.sockets import NOBLOCK, socket_folder
 from envserve.wire.status import ServerStatus
 
+__all__ = ["LocalStatusServer"]
+
 _LOGGER: Final = logging.getLogger(__name__)
 _REST: Final = 49
 _MAX_EPISODES: Final = 256

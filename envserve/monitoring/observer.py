@@ -14,6 +14,8 @@ from envserve.wire.status import ServerStatus
 if TYPE_CHECKING:
     from envserve.lane import RenderedFrame
 
+__all__ = ["Observer"]
+
 
 class Observer:
     """A connection for questions that need no lease. Of one thread at a time."""

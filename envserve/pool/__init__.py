@@ -26,5 +26,3 @@ its place are given to a successor until its exit is known.
 of observers, and `replay` replays crashes. This module imports nothing, so that a
 process starts faster.
 """
-
-__all__: list[str] = []

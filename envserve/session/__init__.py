@@ -2,5 +2,3 @@
 
 No I/O and no clock: bytes and `now` go in, bytes and decisions come out.
 """
-
-__all__: list[str] = []

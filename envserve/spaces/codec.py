@@ -14,18 +14,7 @@ from typing import Any, Final
 import msgpack
 import numpy as np
 
-from envserve.errors import CodecError
-
-__all__ = [
-    "DTYPES",
-    "CodecError",
-    "check",
-    "decode",
-    "dtype_code",
-    "dtype_from_code",
-    "encode",
-    "unpack",
-]
+from envserve.errors import CodecError as CodecError
 
 #: The dtypes that messages and shared memory may contain; the index is the wire code.
 DTYPES: Final = tuple(

@@ -4,5 +4,3 @@ Everything from a peer is checked against limits before it is decoded; a violati
 raises RemoteProtocolError. `handshake`, `message` and `status` do not import NumPy, so
 that a health probe starts fast.
 """
-
-__all__: list[str] = []

@@ -34,5 +34,3 @@ process is known to have ended: only then are its blocks marked as lost and a su
 is started. The shared memory remains mapped in the pool, so the heartbeat and the
 action ring show afterwards which env was running, and with which action.
 """
-
-__all__: list[str] = []

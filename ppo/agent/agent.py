@@ -16,6 +16,8 @@ from ppo.agent.networks.build import build_networks
 from ppo.agent.observations import ObservationPreprocessor
 from ppo.config.config import Config
 
+__all__ = ["Agent"]
+
 
 class Agent:
     """Policy and value function for an observation space and an action space.

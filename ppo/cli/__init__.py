@@ -1,3 +1,1 @@
 """The commands of `ppo`, one per file; `ppo.cli.app` puts them together."""
-
-__all__: list[str] = []

@@ -17,6 +17,8 @@ from envserve.envs.user_envs import is_user_env
 from ppo.config.config import Config
 from ppo.errors import ConfigError, suggestion
 
+__all__ = ["CONFIGS"]
+
 # With a lambda of 0.95 advantages are noisier, and some seeds stay far behind the
 # others. The small norm makes steps alike: gradients differ a hundredfold between a
 # calm and a fall, and larger limits never act.

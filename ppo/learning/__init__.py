@@ -4,5 +4,3 @@
 targets, `losses` the objective, `schedules` what changes from one iteration to the
 next; `update` puts them together.
 """
-
-__all__: list[str] = []

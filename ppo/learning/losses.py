@@ -9,6 +9,17 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+__all__ = [
+    "approximate_kl",
+    "clip_fraction",
+    "explained_variance",
+    "kl_penalty_loss",
+    "masked_mean",
+    "normalized_advantages",
+    "policy_loss",
+    "value_loss",
+]
+
 _DUAL_CLIP = 3.0
 _Mean = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 

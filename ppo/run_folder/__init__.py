@@ -1,3 +1,1 @@
 """What a run leaves on disk: its config, checkpoints and metrics."""
-
-__all__: list[str] = []

@@ -26,6 +26,8 @@ from ppo.config.config import Config
 from ppo.config.named_configs import read_config
 from ppo.errors import ConfigError, RunFolderError, RunWriteError
 
+__all__ = ["RunFolder"]
+
 _FIRST_FILES = ("config.json", "envs.json", "config.json.partial", "envs.json.partial")
 
 

@@ -12,7 +12,8 @@ from ppo.environments import env_maker
 from ppo.errors import CallbackError, ConfigError
 from ppo.run_folder.checkpoint import Counters
 from ppo.run_folder.folder import RunFolder
-from ppo.train import Progress, TrainingRun, train
+from ppo.train import Progress, train
+from ppo.training_run import TrainingRun
 from ppo.user_code import Callbacks, load_own
 from tests.ppo import informing_env, own_callbacks, own_losses
 from tests.ppo.runs import SMALL, Maker, counters, rollout_of, rows_of, run

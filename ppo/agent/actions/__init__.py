@@ -1,3 +1,1 @@
 """What a policy does: kinds of action spaces and masks, distributions."""
-
-__all__: list[str] = []

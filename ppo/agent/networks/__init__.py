@@ -2,5 +2,3 @@
 
 `build` makes those that a config asks for.
 """
-
-__all__: list[str] = []

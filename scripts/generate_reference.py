@@ -1,0 +1,109 @@
+"""Write docs/settings.md: options of batches, servers and training runs, from the code.
+
+Run it after a change of an option or its docstring; the test suite checks that the page
+is current.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from envserve.cli.program import options_of
+from envserve.cli.start import start
+from envserve.settings import EnvOptions, LocalOptions, PoolSettings, field_docs
+from ppo.config import Config
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
+
+_INTRODUCTION = """\
+# Options and settings
+
+This page lists the options of batches, of `envserve start` and of training runs.
+`scripts/generate_reference.py` writes it from the code.
+
+## Options of batches
+
+`BatchEnv.local`, `BatchEnv.connect` and `make_vec` accept these options by keyword,
+beside the [arguments of each](api.md). Servers have options of their own instead of
+those of local batches."""
+_START = """
+## Options of `envserve start`
+
+Options can also come from
+[the environment or a file](command-line.md#options-of-a-server)."""
+_PPO = """
+## Settings of `ppo`
+
+A config sets them, and `ppo train --set`; see [the ppo command](ppo-command.md)."""
+
+
+def page() -> str:
+    """Return the text of the page."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield _INTRODUCTION
+    yield from _table("option", "type", "accepted by", "meaning")
+    docs = field_docs(PoolSettings)
+    defaults = {f.name: f.default for f in dataclasses.fields(PoolSettings)}
+    for name, hint in get_type_hints(LocalOptions).items():
+        field = name if name in docs else f"{name}_seconds"
+        where = "all" if name in EnvOptions.__annotations__ else "local batches"
+        meaning = docs[field] + _default(docs[field], defaults[field])
+        yield _row(f"`{name}`", _type(hint), where, meaning)
+    yield _START
+    yield from _table("option", "value", "meaning")
+    for option in options_of(start):
+        name = option.flag or option.metavar
+        value = "none" if option.kind is bool else f"`{option.metavar}`"
+        meaning = option.help + _default(option.help, option.default)
+        yield _row(f"`{name}`", value, meaning)
+    yield _PPO
+    yield from _table("setting", "type", "meaning")
+    docs, hints = field_docs(Config), get_type_hints(Config)
+    for each in dataclasses.fields(Config):
+        meaning = docs[each.name] + _default(docs[each.name], each.default)
+        yield _row(f"`{each.name}`", _type(hints[each.name]), meaning)
+
+
+def _table(*columns: str) -> Iterator[str]:
+    yield ""
+    yield _row(*columns)
+    yield "|---" * len(columns) + "|"
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _default(text: str, value: Any) -> str:
+    """Return a sentence about a default, unless the text has it or it is empty."""
+    if "by default" in text.lower() or isinstance(value, type) or callable(value):
+        return ""
+    if isinstance(value, tuple | frozenset):
+        value = " ".join(map(str, value))
+    if value in (dataclasses.MISSING, None, ""):
+        return ""
+    return f" Default: `{str(value).lower() if isinstance(value, bool) else value}`."
+
+
+def _type(hint: Any) -> str:
+    """Return a type in words."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return ", ".join(f"`{each}`" for each in args)
+    if origin is Union or (args and type(None) in args):
+        return " or ".join(_type(each) for each in args)
+    if origin is None:
+        return "None" if hint is type(None) else f"`{hint.__name__}`"
+    if issubclass(origin, Mapping):
+        return "table"
+    return f"list of {_type(args[0])}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), "utf-8")
