@@ -32,6 +32,7 @@ ATTRIBUTES = frozenset(
 #: Where names become modules, and where those names are from.
 IMPORTS = {
     "envserve/__init__.py": "a table of what is exported, in that file",
+    "envserve/cli/program.py": "the names of commands, listed in app.py",
     "envserve/demo/servers.py": "what its own envs draw with, listed there",
     "envserve/envs/registry.py": "import_modules of the operator; Gymnasium's plugins",
     "envserve/wire/__init__.py": "its own modules, which it lists",

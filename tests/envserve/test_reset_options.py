@@ -147,5 +147,5 @@ def test_an_env_gets_the_arguments_that_its_reset_declares(
 def test_an_env_without_seeds_is_rejected_if_seeds_are_required(
     make_batch: MakeBatch,
 ) -> None:
-    with pytest.raises(EnvStartError, match=r"takes no seed, .* with seeded=False"):
+    with pytest.raises(EnvStartError, match=r"takes no seed, .* use seeded=False"):
         make_batch("envserve/BareReset-v0", 2, 1)
