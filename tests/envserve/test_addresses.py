@@ -83,9 +83,9 @@ def test_an_address_file_is_read_again_at_each_call(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (None, r"'file://.*servers': expected a file of addresses.*No such file"),
-        (b"\xff\xfe", r"expected a file of addresses, one a line; .*decode"),
-        (b"# nobody yet\n", r"file://.*servers: expected an address a line; .* none"),
+        (None, r"'file://.*servers': expected a file with .*; .*No such file"),
+        (b"\xff\xfe", r"expected a file with one address per line; .*decode"),
+        (b"# nobody yet\n", r"servers: expected an address per line; .* empty"),
         (b"sim1\na b\n", r"servers:2: expected an address like sim1.*got 'a b'"),
         (b"dns://sims\n", r"servers:1: expected one address; got 'dns://sims'"),
         (b"file:///x\n", r"servers:1: expected an address like .*'file:///x'"),
@@ -125,7 +125,7 @@ def test_invalid_addresses_raise_address_error(word: str) -> None:
 
 @pytest.mark.usefixtures("known")
 def test_an_unknown_host_fails_at_once() -> None:
-    text = "cannot resolve sim2; is it spelled right"
+    text = "cannot resolve sim2; check its spelling"
     with pytest.raises(AddressError, match=text):
         BatchEnv.connect("CartPole-v1", ["sim1", "sim2"], 2, connect_timeout=1e9)
     code, output = probe("sim2", timeout=1e9)

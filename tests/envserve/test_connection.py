@@ -53,16 +53,16 @@ class FlakyConnection:
     def poll(self) -> tuple[bool, bool]:
         return False, self.is_there
 
-    def is_endless(self, is_connected: bool) -> bool:
+    def exceeds_limit(self, is_connected: bool) -> bool:
         return False
 
-    def has_former_connected(self) -> bool:
+    def is_previous_connected(self) -> bool:
         return self.is_there and self._tries_again
 
     def renew(self, max_frame_bytes: int = 0) -> None:
         pass
 
-    def forget_former(self) -> None:
+    def close_previous(self) -> None:
         pass
 
 

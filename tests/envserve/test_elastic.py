@@ -150,7 +150,7 @@ def test_servers_with_unequal_spaces_are_refused_by_a_line(
     first = source.start(4)
     (tmp_path / "others.py").write_text(OTHERS)
     other = source.start(4, "--import", str(tmp_path / "others.py"))
-    begin, remedy = "has other spaces than", "give all of them the same env version"
+    begin, remedy = "has other spaces than", "install the same env version everywhere"
     line = rf"^{other.address} {begin} {first.address}: .*{remedy}.*\Z"
     with pytest.raises(SpaceError, match=line):
         play(8)
@@ -331,7 +331,7 @@ def test_too_few_servers_are_an_error(source: Source) -> None:
     gone = source.start(4)
     source.start(4)
     connect = functools.partial(BatchEnv.connect, LEDGER, [source.word], 8)
-    with pytest.raises(AddressError, match="now; got 3; ask for fewer, or name more"):
+    with pytest.raises(AddressError, match="now; got 3; reduce it, or pass more"):
         connect(min_servers=3)
     with pytest.raises(ValueError, match="min_servers: expected at least 1; got 0"):
         connect(min_servers=0)

@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from envserve.client.link.connection import Connection
-from envserve.client.link.zmq_guards.resolver import is_number, number_of
+from envserve.client.link.zmq_guards.resolver import needs_no_lookup, resolve_host
 
 FOUR = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))
 SIX = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0))
@@ -35,10 +35,10 @@ def test_a_host_has_the_number_that_servers_most_likely_listen_at(
     known: list[Any], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: known)
-    assert number_of("tcp://sim1:7") == expected
+    assert resolve_host("tcp://sim1:7") == expected
     for address in ("tcp://10.0.0.1:7", "tcp://[fe80::1]:7", "ipc:///x/envs"):
-        assert is_number(address)
-        assert number_of(address) == address
+        assert needs_no_lookup(address)
+        assert resolve_host(address) == address
 
 
 def test_a_name_server_that_does_not_answer_holds_nobody(

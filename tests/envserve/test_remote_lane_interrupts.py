@@ -113,7 +113,7 @@ class MemoryConnection:
             time.sleep(0.001)
         return frames
 
-    def is_endless(self, is_connected: bool) -> bool:
+    def exceeds_limit(self, is_connected: bool) -> bool:
         return False
 
     def poll(self) -> tuple[bool, bool]:

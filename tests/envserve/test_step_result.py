@@ -39,14 +39,14 @@ def test_final_observation_is_zero_where_no_episode_has_ended(
 ) -> None:
     spec = EnvSpec("Any-v0", Box(0, 255, shape, np.uint8), Discrete(2))
     row_set = two_rows(spec, num_lanes)
-    for piece in row_set.pieces:
+    for piece in row_set.lane_parts:
         piece.read().final_observation[0][:] = 7
     kept = gather_result(spec, row_set, {}).final_observation
     assert kept.shape == (2, *shape)
     assert not kept.any()
     kept[:] = 9  # it is the caller's
 
-    row_set.pieces[-1].read().terminated[-1] = True
+    row_set.lane_parts[-1].read().terminated[-1] = True
     final = gather_result(spec, row_set, {}).final_observation
     assert not final[0].any()
     assert (final[1] == 7).all()
@@ -59,11 +59,11 @@ def test_given_arrays_get_the_rows_of_all_lanes_in_their_own_dtypes(
 ) -> None:
     spec = EnvSpec("Any-v0", Box(0, 255, (3,), np.uint8), Discrete(2))
     row_set = two_rows(spec, num_lanes)
-    for piece in row_set.pieces:
+    for piece in row_set.lane_parts:
         rows = piece.read()
         rows.observation[0][:] = rows.final_observation[0][:] = 1 + piece.set_rows.start
         rows.reward[:], rows.status[:] = 0.5 + piece.set_rows.start, Status.OK
-    row_set.pieces[-1].read().truncated[-1] = True
+    row_set.lane_parts[-1].read().truncated[-1] = True
     new = gather_result(spec, row_set, {})
     out = new._replace(
         observation=np.zeros((2, 3), np.float32),

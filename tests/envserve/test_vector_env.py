@@ -274,7 +274,7 @@ def test_envs_that_nobody_holds_end(make_envs: MakeEnvs) -> None:
 @pytest.mark.parametrize(
     ("seed", "options", "error"),
     [
-        ([1, 2], None, r"an int, or one for each of 4 envs; got \[1, 2\]"),
+        ([1, 2], None, r"an int, or one seed for each of 4 envs; got \[1, 2\]"),
         (1.5, None, r"^seed: expected an int, .*; got 1\.5"),
         ("a", None, "^seed: expected an int, .*; got 'a'"),
         (-1, None, r"^seed: expected an int in \[0, 2\*\*63\); got -1"),
@@ -296,7 +296,7 @@ def test_what_reset_cannot_mean_is_said(
 
 
 def test_what_make_vec_cannot_mean_is_said() -> None:
-    with pytest.raises(ValueError, match="servers have their own"):
+    with pytest.raises(ValueError, match="each server sets it"):
         make_vec("CartPole-v1", 2, ["tcp://127.0.0.1:1"], num_workers=2)
     with pytest.raises(ValueError, match="not a valid AutoresetMode"):
         make_vec("CartPole-v1", 2, autoreset_mode="never")
