@@ -1,4 +1,4 @@
-"""What users get wrong with `make` and `make_vec` is said, by the names they know."""
+"""Errors of `make` and `make_vec` name the options as the user wrote them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ pytestmark = pytest.mark.usefixtures("one_launcher")
         (make, {"address": [SERVER]}, f"a list of addresses.*{SERVER}"),
     ],
 )
-def test_an_option_that_is_none_is_refused(
+def test_an_unknown_option_is_rejected(
     make_one: Callable[..., Any], options: dict[str, Any], error: str
 ) -> None:
     given: dict[str, Any] = {"num_envs": 1} if make_one is make_vec else {}
@@ -66,14 +66,14 @@ def test_an_option_that_is_none_is_refused(
 
 
 @pytest.mark.parametrize("name", ["autoreset", "autoreset_mode", "num_splits"])
-def test_what_a_trainer_s_door_decides_is_not_overwritten_silently(name: str) -> None:
+def test_options_that_an_adapter_sets_cannot_be_overridden(name: str) -> None:
     fixed = {"autoreset": "disabled", "num_splits": 2}
     given: dict[str, Any] = {name: 1}
     with pytest.raises(TypeError, match=rf"{name}: expected no value, .*{name}=1"):
         make_batch("CartPole-v1", 2, None, fixed, **given)
 
 
-def test_rendering_is_asked_for_as_of_gymnasium() -> None:
+def test_render_mode_is_passed_as_in_gymnasium() -> None:
     with contextlib.closing(
         make_vec("CartPole-v1", 1, num_workers=1, render_mode="rgb_array")
     ) as envs:
@@ -92,7 +92,7 @@ BOX, PAIR = gymnasium.spaces.Box(-1, 1, (1,)), gymnasium.spaces.Discrete(2)
         ("Pendulum-v1", [np.zeros(2), None, [[0.0], [0.0, 1.0]], {}]),
     ],
 )
-def test_one_env_takes_no_action_that_its_space_does_not(
+def test_a_single_env_rejects_actions_outside_its_space(
     env: str, actions: list[Any]
 ) -> None:
     with contextlib.closing(make(env)) as one:
@@ -108,7 +108,7 @@ def test_one_env_takes_no_action_that_its_space_does_not(
             use()
 
 
-def test_one_env_takes_nested_actions() -> None:
+def test_a_single_env_accepts_nested_actions() -> None:
     space = gymnasium.spaces.Dict({"push": BOX, "jump": PAIR})
     batch = _FakeBatch(space)
     env = Env(batch)  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ class _FakeBatch:
         raise KeyError
 
 
-def test_ended_episodes_are_reset_as_their_envs_are() -> None:
+def test_the_error_about_an_ended_episode_names_the_call_that_resets_it() -> None:
     name = "envserve/Faulty-v0"
     options: dict[str, Any] = {"import_modules": [MODULE]}
     with contextlib.closing(
