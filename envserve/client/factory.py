@@ -125,10 +125,10 @@ def start_remote(
     shares = _split_request(request, count)
     context = SharedContext(count)
 
-    def lane_at(place: int, like: Lane | None = None) -> RemoteLane:
+    def start_lane(index: int, like: Lane | None = None) -> RemoteLane:
         return RemoteLane(
-            addresses[place] if like is None else NO_ADDRESS,
-            shares[place],
+            addresses[index] if like is None else NO_ADDRESS,
+            shares[index],
             timeouts,
             insecure=insecure,
             context=context,
@@ -138,22 +138,22 @@ def start_remote(
 
     with contextlib.ExitStack() as stack:
         lanes: list[RemoteLane] = []
-        for place in range(len(addresses)):
-            lanes.append(lane_at(place))
+        for index in range(len(addresses)):
+            lanes.append(start_lane(index))
             stack.callback(lanes[-1].close)
         missing = list(range(len(addresses), count))
-        for place, lane in enumerate(lanes):
+        for index, lane in enumerate(lanes):
             try:
                 lane.finish_start(deadline)
             except (ConnectError, EnvsBusy) as error:
-                missing.append(place)
+                missing.append(index)
                 if count - len(missing) < least:
                     raise
                 _LOGGER.warning("%s; its rows are padding until it is ready", error)
-        ready = [lane for place, lane in enumerate(lanes) if place not in missing]
+        ready = [lane for index, lane in enumerate(lanes) if index not in missing]
         like = max(ready, key=lambda lane: lane.num_envs)
-        for place in sorted(missing):
-            lanes[place : place + 1] = [late := lane_at(place, like)]
+        for index in sorted(missing):
+            lanes[index : index + 1] = [late := start_lane(index, like)]
             stack.callback(late.close)
         batch = make(lanes, autoreset=request.autoreset)
         stack.pop_all()

@@ -198,7 +198,7 @@ class Connection:
             ) from None
         self._connected_to = address
 
-    def _end_lookup(self, timeout_seconds: float = 0.0) -> None:
+    def _connect_once_resolved(self, timeout_seconds: float = 0.0) -> None:
         """Start to connect if the host lookup ends within the timeout.
 
         If the host is unknown, the next `renew` looks it up again.
@@ -211,16 +211,16 @@ class Connection:
     def renew(self, max_frame_bytes: int = 0) -> None:
         """Open a new socket, and keep the previous one; see the module docstring.
 
-        Args:
-          max_frame_bytes: New limit of the frame size, if it is larger than the current
-            one. Then the previous socket is closed at once.
-
         If there is no free file descriptor, nothing changes, and the caller can retry.
+
+        Args:
+          max_frame_bytes: New minimum of the frame size limit. If it is given, the
+            previous socket is closed at once.
         """
         longest = self.max_frame_bytes
         self.max_frame_bytes = max(longest, max_frame_bytes)
         self.close_previous()
-        former = self._socket
+        previous = self._socket
         try:
             self._open()
         except zmq.ZMQError as error:
@@ -228,7 +228,7 @@ class Connection:
                 raise
             self.max_frame_bytes = longest
             return
-        self._previous = former
+        self._previous = previous
         if max_frame_bytes:
             self.close_previous()
 
@@ -245,15 +245,15 @@ class Connection:
         self.keys = keys
         self.send(farewell)
         self.close_previous()
-        former, self.address = self._socket, address
+        previous, self.address = self._socket, address
         self._open()
-        former.close(linger=_FAREWELL_MS)
+        previous.close(linger=_FAREWELL_MS)
 
     def is_previous_connected(self) -> bool:
         """Return whether the socket from before the last `renew` is connected."""
-        former = self._previous
-        return former is not None and bool(
-            int(former.getsockopt(zmq.EVENTS)) & _POLLOUT
+        previous = self._previous
+        return previous is not None and bool(
+            int(previous.getsockopt(zmq.EVENTS)) & _POLLOUT
         )
 
     def close_previous(self) -> None:
@@ -295,14 +295,14 @@ class Connection:
     def poll(self) -> tuple[bool, bool]:
         """Return whether a message can be received, and whether there is a peer."""
         if self._lookup is not None:
-            self._end_lookup()
+            self._connect_once_resolved()
         events = int(self._socket.getsockopt(zmq.EVENTS))
         return bool(events & _POLLIN), bool(events & _POLLOUT)
 
     def wait(self, timeout_seconds: float, *, for_writing: bool) -> None:
         """Wait until a message can be received, or sent with `for_writing`."""
         until = time.monotonic() + timeout_seconds
-        self._end_lookup(max(0.0, timeout_seconds))
+        self._connect_once_resolved(max(0.0, timeout_seconds))
         events = zmq.POLLIN | zmq.POLLOUT if for_writing else zmq.POLLIN
         milliseconds = math.ceil(1000 * max(0.0, until - time.monotonic()))
         zmq.zmq_poll([(self._socket, events)], milliseconds)
