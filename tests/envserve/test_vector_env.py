@@ -263,13 +263,13 @@ def test_using_closed_envs_raises_an_error(make_envs: MakeEnvs) -> None:
     envs.close()
     assert envs.closed
     for use in (envs.reset, partial(envs.step, [0] * 4), partial(envs.call, "render")):
-        with pytest.raises(ClosedEnvironmentError, match="was closed"):
+        with pytest.raises(ClosedEnvironmentError, match="is closed"):
             use()
 
 
 def test_garbage_collected_envs_are_closed(make_envs: MakeEnvs) -> None:
     batch = make_envs("CartPole-v1")._batch
-    with pytest.raises(LocalProtocolError, match="can no longer be used"):
+    with pytest.raises(LocalProtocolError, match="already closed"):
         batch.reset()
 
 

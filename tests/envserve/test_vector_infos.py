@@ -55,7 +55,7 @@ def test_a_large_info_of_one_row_allocates_no_memory_for_other_rows(
     assert batched["a"].dtype == object
     assert batched["a"][0] is large["a"]
     assert batched["b"].dtype == int
-    monkeypatch.setattr(vector_infos, "_MAX_UNFILLED", 9 * 1023 * 21)
+    monkeypatch.setattr(vector_infos, "_MAX_UNFILLED_BYTES", 9 * 1023 * 21)
     many = {f"{i:x}": {"in": 2} for i in range(100)}
     batched = batch_infos({0: {"all": many}}, 1024)["all"]
     assert list(batched)[-4:] == ["9", "_9", "omitted", "_omitted"]
