@@ -91,11 +91,11 @@ class LaneGroup:
         if late_steps and not late_steps.isdisjoint(row_set.positions):
             self._send_rest(row_set, actions)
         else:
-            for piece in row_set.lane_parts:
-                lane = piece.lane
-                for target, array in zip(piece.actions, actions, strict=True):
-                    target[piece.lane_rows] = array[piece.set_rows]
-                for blocks in (piece.blocks,) if together else piece.single_blocks:
+            for part in row_set.lane_parts:
+                lane = part.lane
+                for target, array in zip(part.actions, actions, strict=True):
+                    target[part.lane_rows] = array[part.set_rows]
+                for blocks in (part.blocks,) if together else part.single_blocks:
                     try:
                         lane.submit_step(blocks)
                     except BaseException as error:

@@ -116,8 +116,8 @@ def gather_result(
         return _write_to(row_set, out or _allocate(spec, len(row_set)), infos, spec)
     # This runs at every step, and `copy` is the fastest way to make an array; see
     # docs/decisions.md: "A step makes few Python calls and few copies".
-    piece = row_set.lane_parts[0]
-    rows = piece.view or piece.read()
+    part = row_set.lane_parts[0]
+    rows = part.view or part.read()
     terminated, truncated = rows.terminated.copy(), rows.truncated.copy()
     observation: Any = []
     final: Any = []
@@ -172,10 +172,10 @@ def _write_to(
         raise ValueError(
             f"out: expected arrays of {len(row_set)} rows; got {len(out.reward)}"
         )
-    pieces = [piece.read() for piece in row_set.lane_parts]
-    leaves = zip(*[rows.observation for rows in pieces], strict=True)
+    parts = [part.read() for part in row_set.lane_parts]
+    leaves = zip(*[rows.observation for rows in parts], strict=True)
     names = ("reward", "terminated", "truncated", "status")
-    others = [(getattr(out, n), [getattr(rows, n) for rows in pieces]) for n in names]
+    others = [(getattr(out, n), [getattr(rows, n) for rows in parts]) for n in names]
     for target, sources in (*zip(observation, leaves, strict=True), *others):
         _check_shape(target, (len(row_set), *sources[0].shape[1:]))
         if len(sources) > 1:  # one NumPy call for any number of lanes
@@ -185,9 +185,9 @@ def _write_to(
     out.valid[:] = out.status == _OK
     ended = np.logical_or(out.terminated, out.truncated)
     final = flatten(space, out.final_observation) if ended.any() else []
-    for piece, rows in zip(row_set.lane_parts, pieces, strict=True):
-        if final and ended[piece.set_rows].any():
-            _write_final(rows, [leaf[piece.set_rows] for leaf in final])
+    for part, rows in zip(row_set.lane_parts, parts, strict=True):
+        if final and ended[part.set_rows].any():
+            _write_final(rows, [leaf[part.set_rows] for leaf in final])
     return out._replace(infos=infos) if out.infos or infos else out
 
 

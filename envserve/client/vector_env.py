@@ -92,7 +92,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         self._is_encoded = batch.spec.has_encoded_observations
         self._reused: StepResult | None = None
         self._latest: StepResult | None = None
-        self._last_observation: Any = None
+        self._observation: Any = None
         self.closed = False
 
     def reset(
@@ -165,7 +165,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         with self._waiting_for("reset"):
             self._batch.recv_reset(timeout)
         infos = batch_infos(self._batch.reset_infos, self.num_envs)
-        self._last_observation = observation = self._batch.last_observation()
+        self._observation = observation = self._batch.last_observation()
         return observation, infos
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
@@ -305,7 +305,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
                 valid=result.valid.copy(),
             )
         infos = self._infos(result) if result.infos or self._is_same_step else {}
-        self._last_observation = result.observation
+        self._observation = result.observation
         if not _all(result.valid):
             infos["valid"] = result.valid
             infos["_valid"] = np.ones(self.num_envs, np.bool_)
@@ -317,9 +317,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             return batch_infos(result.infos, self.num_envs)
         infos, final_infos = dict(result.infos), {}
         observations = np.full(self.num_envs, None, object)
-        last = final_observations(
-            self.observation_space, result, self._last_observation
-        )
+        last = final_observations(self.observation_space, result, self._observation)
         if isinstance(self.single_observation_space, Discrete):
             last = [each.item() for each in last]  # ints, which most envs return
         for row in ended.nonzero()[0].tolist():

@@ -189,7 +189,7 @@ def test_only_whole_blocks_can_be_sent(make_batch: MakeBatch) -> None:
     batch = make_batch.and_reset(LEDGER, 8, 2, num_splits=2)
     with pytest.raises(IndexError, match=r"row 3 is missing .* of rows 2 to 3"):
         batch.send(np.zeros(3, np.int64), [0, 1, 2])
-    with pytest.raises(IndexError, match="each env once"):
+    with pytest.raises(IndexError, match="distinct env indices"):
         batch.send(np.zeros(3, np.int64), [0, 1, 1])
     with pytest.raises(IndexError, match=r"\[0, 8\); got \[8\]"):
         batch.send(np.zeros(1, np.int64), [8])

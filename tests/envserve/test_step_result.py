@@ -39,8 +39,8 @@ def test_final_observation_is_zero_where_no_episode_has_ended(
 ) -> None:
     spec = EnvSpec("Any-v0", Box(0, 255, shape, np.uint8), Discrete(2))
     row_set = two_rows(spec, num_lanes)
-    for piece in row_set.lane_parts:
-        piece.read().final_observation[0][:] = 7
+    for part in row_set.lane_parts:
+        part.read().final_observation[0][:] = 7
     kept = gather_result(spec, row_set, {}).final_observation
     assert kept.shape == (2, *shape)
     assert not kept.any()
@@ -59,10 +59,10 @@ def test_out_arrays_get_the_rows_of_all_lanes_in_their_dtypes(
 ) -> None:
     spec = EnvSpec("Any-v0", Box(0, 255, (3,), np.uint8), Discrete(2))
     row_set = two_rows(spec, num_lanes)
-    for piece in row_set.lane_parts:
-        rows = piece.read()
-        rows.observation[0][:] = rows.final_observation[0][:] = 1 + piece.set_rows.start
-        rows.reward[:], rows.status[:] = 0.5 + piece.set_rows.start, Status.OK
+    for part in row_set.lane_parts:
+        rows = part.read()
+        rows.observation[0][:] = rows.final_observation[0][:] = 1 + part.set_rows.start
+        rows.reward[:], rows.status[:] = 0.5 + part.set_rows.start, Status.OK
     row_set.lane_parts[-1].read().truncated[-1] = True
     new = gather_result(spec, row_set, {})
     out = new._replace(
