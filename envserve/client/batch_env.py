@@ -78,7 +78,7 @@ class ResetFirst(LocalProtocolError, ResetNeeded):
 
 
 class BatchEnv:
-    """A batch of identical envs, which returns arrays `[num_envs, ...]`.
+    """A batch of identical envs, one per row of the arrays `[num_envs, ...]`.
 
     Create it with `BatchEnv.local` or `BatchEnv.connect`, and close it, preferably with
     a `with` statement. It is not thread-safe: use it from one thread at a time.
@@ -428,10 +428,13 @@ class BatchEnv:
         self._resetting = None
 
     def last_observation(self, env_indices: Array | None = None) -> Any:
-        """Return the last observations that rows have shown, `[len(env_indices), ...]`.
+        """Return the last observation that each row has returned.
 
         Args:
-          env_indices: Rows to return; None for all.
+          env_indices: Rows; None for all.
+
+        Returns:
+          Observations `[len(env_indices), ...]`.
         """
         indices = np.arange(self.num_envs) if env_indices is None else env_indices
         every = [lane.rows for lane in self.lanes]

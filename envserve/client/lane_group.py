@@ -162,7 +162,7 @@ class LaneGroup:
             may_be_absent = True
 
     def _pad(self, waiting: Set[int]) -> Set[int]:
-        """Return the blocks, of those that are waited for, that are padding now."""
+        """Return the blocks in `waiting` that are padding now."""
         absent = self.queue.absent()
         self.absence.pad(absent, waiting, time.monotonic())
         if len(absent) == len(self.blocks) and (error := self.queue.give_up_error()):

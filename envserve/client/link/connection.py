@@ -3,7 +3,8 @@
 Each lane has one DEALER socket, which threads use only while they hold the lock of the
 lane. libzmq reconnects by itself when the server or the network was away. It does not
 after a protocol error (a rejected key or a frame that is too long), so `renew` opens a
-new socket. The previous one stays open until it is clear which case it was.
+new socket. The previous socket stays open for a while: if it reconnects as well, there
+was no protocol error.
 """
 
 from __future__ import annotations

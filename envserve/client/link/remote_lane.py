@@ -309,7 +309,7 @@ class RemoteLane:
         self._has_closed.set()
         self._keeper.join()
         with self._lock:
-            self._give_back()
+            self._release_lease()
 
     def close(self) -> None:
         """Release the lease and close the connection, within 2 seconds; idempotent."""
@@ -317,7 +317,7 @@ class RemoteLane:
         with self._lock:
             if not self._finalizer.alive:
                 return
-            self._give_back()  # a second time, in case the first was interrupted
+            self._release_lease()  # a second time, in case the first was interrupted
             while (
                 self._session.state is ClientState.CLOSING
                 and time.monotonic() < self._close_by
@@ -328,7 +328,7 @@ class RemoteLane:
         if (servers := self._driver.server_pool) is not None:
             servers.leave(self._driver, self._close_by)
 
-    def _give_back(self) -> None:
+    def _release_lease(self) -> None:
         now = time.monotonic()
         self._session.begin_close(now)
         self._driver.run(now)

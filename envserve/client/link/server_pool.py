@@ -68,7 +68,7 @@ class ServerPool:
         self._thread: threading.Thread | None = None
 
     def is_gone(self, address: str, since: float) -> bool:
-        """Return whether a poll that began after `since` has found a server gone.
+        """Return whether a poll that began after `since` found that a server is gone.
 
         A server is gone if its port refuses connections, or if its source no longer
         lists it. This method starts a poll if one is due, so call it repeatedly.

@@ -1,9 +1,9 @@
 """Find out why a client cannot connect, over separate connections.
 
-libzmq retries a failed connection for ever and does not report the reason. So a
+libzmq retries a failed connection forever and does not report the reason. So a
 diagnosis opens connections that send no application data. The peer's ZMTP greeting
 shows whether it is a ZeroMQ socket and whether it uses keys, and the CURVE handshake
-shows which side's key was rejected. Nothing of this runs while a connection works.
+shows which side's key was rejected. No diagnosis runs while there is a connection.
 """
 
 from __future__ import annotations
