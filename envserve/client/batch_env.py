@@ -437,19 +437,19 @@ class BatchEnv:
           Observations `[len(env_indices), ...]`.
         """
         indices = np.arange(self.num_envs) if env_indices is None else env_indices
-        every = [lane.rows for lane in self.lanes]
+        lane_rows = [lane.rows for lane in self.lanes]
         ended = self._group.queue.outcomes.keys()
         is_shown = self._group.absence.shown_rows(self.num_envs, ended)
-        leaves = _joined([rows.observation for rows in every])
+        leaves = _joined([rows.observation for rows in lane_rows])
         if not is_shown.all():
-            finals = _joined([rows.final_observation for rows in every])
+            finals = _joined([rows.final_observation for rows in lane_rows])
             for leaf, final in zip(leaves, finals, strict=True):
                 leaf[~is_shown] = final[~is_shown]
         observation = unflatten(
             self.spec.observation_space, [leaf[indices] for leaf in leaves]
         )
         is_complete = is_shown & (
-            np.concatenate([rows.status for rows in every]) == _OK
+            np.concatenate([rows.status for rows in lane_rows]) == _OK
         )
         return decode_observation(
             self.spec, indices, observation, is_complete=is_complete[indices]
@@ -720,33 +720,33 @@ class BatchEnv:
         if name.startswith("_"):
             raise CallError(f"expected the name of a public attribute; got {name!r}")
 
-        def pack(some: Sequence[int]) -> bytes:
-            own = [arguments[row] for row in some] if kind == "set" else arguments
+        def pack(chosen: Sequence[int]) -> bytes:
+            values = [arguments[row] for row in chosen] if kind == "set" else arguments
             try:
-                return codec.encode([list(own), named or {}])
+                return codec.encode([list(values), named or {}])
             except codec.CodecError as error:
                 raise CallError(
-                    f"Env {some[0]}: {name}: {error}", env_index=some[0]
+                    f"Env {chosen[0]}: {name}: {error}", env_index=chosen[0]
                 ) from None
 
-        found: dict[int, Any] = {}
-        of_all = pack(rows) if kind != "set" else b""
-        while missing := sorted({*rows} - found.keys()):
-            calls, listed = {}, []
+        results: dict[int, Any] = {}
+        shared = pack(rows) if kind != "set" else b""  # the same for all rows
+        while missing := sorted({*rows} - results.keys()):
+            calls, called = {}, []
             for block, group in groupby(missing, self._group.blocks.block_of):
-                some = [*group]
-                packed = of_all or pack(some)
-                while kind == "set" and len(some) > 1 and len(packed) > _MAX_SET_BYTES:
-                    some = some[: len(some) // 2]
-                    packed = pack(some)
-                here = tuple([row - block.offset for row in some])
-                calls[block.position] = Call(block.lane_block, here, kind, name, packed)
-                listed.append((block, some))
-            for (block, some), outcome in zip(
-                listed, self._group.call(calls), strict=True
+                part = [*group]
+                packed = shared or pack(part)
+                while kind == "set" and len(part) > 1 and len(packed) > _MAX_SET_BYTES:
+                    part = part[: len(part) // 2]
+                    packed = pack(part)
+                at = tuple([row - block.offset for row in part])
+                calls[block.position] = Call(block.lane_block, at, kind, name, packed)
+                called.append((block, part))
+            for (block, part), outcome in zip(
+                called, self._group.call(calls), strict=True
             ):
                 faults = {f.env_index + block.offset: f for f in outcome.faults}
-                failed = next((row for row in some if row in faults), None)
+                failed = next((row for row in part if row in faults), None)
                 if failed is not None:
                     fault = faults[failed]
                     raise CallError(
@@ -754,8 +754,8 @@ class BatchEnv:
                         env_index=failed,
                         remote_traceback=fault.detail,
                     )
-                found.update(zip(some, _values_of(outcome.result), strict=False))
-        return [found[row] for row in rows]
+                results.update(zip(part, _values_of(outcome.result), strict=False))
+        return [results[row] for row in rows]
 
     # The batch as a whole.
 

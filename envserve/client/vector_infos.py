@@ -54,9 +54,10 @@ class _FillBudget:
         self._left = num_bytes
 
     def take(self, num_elements: int, num_bytes: int) -> bool:
-        is_there = num_elements * num_bytes <= self._left
-        self._left -= is_there * num_elements * num_bytes
-        return is_there
+        """Reserve memory for elements of this size; return whether it was left."""
+        fits = num_elements * num_bytes <= self._left
+        self._left -= fits * num_elements * num_bytes
+        return fits
 
 
 def _batch(

@@ -204,7 +204,7 @@ def test_invalid_options_are_errors(
     assert envs.step([1, 0])[1].tolist() == [1, 0]
 
 
-def test_a_mask_of_all_rows_may_come_first_and_one_of_some_may_not(
+def test_a_mask_in_the_first_reset_must_select_all_rows(
     make_envs: MakeEnvs,
 ) -> None:
     envs = make_envs(RESET, 2, autoreset_mode="Disabled")

@@ -14,8 +14,8 @@ import threading
 
 def needs_no_lookup(address: str) -> bool:
     """Return whether an address contains an IP address or path, or is malformed."""
-    scheme, _, place = address.partition("://")
-    host, _, port = place.rpartition(":")
+    scheme, _, location = address.partition("://")
+    host, _, port = location.rpartition(":")
     if scheme != "tcp" or not port.isdigit():
         return True
     with contextlib.suppress(ValueError):
@@ -34,9 +34,9 @@ def resolve_host(address: str) -> str:
         return address
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    numbers = [str(place[0]) for *_, place in found]
-    number = min(numbers, key=lambda number: ":" in number)
-    return f"tcp://[{number}]:{port}" if ":" in number else f"tcp://{number}:{port}"
+    ips = [str(socket_address[0]) for *_, socket_address in found]
+    ip = min(ips, key=lambda ip: ":" in ip)  # IPv4 first
+    return f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}"
 
 
 class Lookup:
