@@ -11,9 +11,9 @@ from tests.envserve.server_process import ServerProcess
 
 def test_envserve_start_passes_all_checks(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, "--lease-seconds", "4") as server:
-        words = ("check", server.address, "--env", "CartPole-v1")
+        args = ("check", server.address, "--env", "CartPole-v1")
         run = subprocess.run(
-            [sys.executable, "-m", "envserve", *words], capture_output=True, text=True
+            [sys.executable, "-m", "envserve", *args], capture_output=True, text=True
         )
     assert run.returncode == 0, run.stdout
     assert "\nfail" not in run.stdout
@@ -22,9 +22,9 @@ def test_envserve_start_passes_all_checks(tmp_path: Path) -> None:
 
 
 def test_a_missing_server_is_reported(tmp_path: Path) -> None:
-    words = ("check", "127.0.0.1:1")
+    args = ("check", "127.0.0.1:1")
     run = subprocess.run(
-        [sys.executable, "-m", "envserve", *words], capture_output=True, text=True
+        [sys.executable, "-m", "envserve", *args], capture_output=True, text=True
     )
     assert run.returncode == 1
     assert run.stderr.startswith("Error: tcp://127.0.0.1:1: no server answered")

@@ -122,17 +122,17 @@ def test_messages_equal_the_golden_vectors_of_the_document(folder: Path) -> None
         text=True,
         check=True,
     )
-    told = json.loads(run.stdout)
+    output = json.loads(run.stdout)
     for name, frames in given.items():
-        assert told[name]["frames"] == frames, name
-        assert told[name]["trouble"] == ""
-        if told[name]["body"] is not None:
+        assert output[name]["frames"] == frames, name
+        assert output[name]["trouble"] == ""
+        if output[name]["body"] is not None:
             num_entries = int.from_bytes(vectors[name][0][38:40], "little")
             body = msgpack.unpackb(
                 vectors[name][0][44 + 12 * num_entries :], strict_map_key=False
             )
-            assert told[name]["body"] == json.loads(json.dumps(body, default=as_hex))
-    assert given["RESULT"][0].endswith(told["rows"])
+            assert output[name]["body"] == json.loads(json.dumps(body, default=as_hex))
+    assert given["RESULT"][0].endswith(output["rows"])
 
 
 def as_hex(value: bytes) -> dict[str, str]:
@@ -143,7 +143,7 @@ def test_seeds_equal_those_of_numpy_in_javascript(folder: Path) -> None:
     cases = [(5, 7, 3), (0, 0, 0), (2**63 - 1, 65535, 2**32 - 1), (1 << 40, 1, 0)]
     calls = ", ".join(f"envSeed({s}n, {i}, {n})" for s, i, n in cases)
     script = f'import {{ envSeed }} from "./grid.mjs"; console.log([{calls}].join())'
-    told = subprocess.check_output(
+    output = subprocess.check_output(
         ["node", "--input-type=module", "-e", script], cwd=folder, text=True
     )
-    assert list(map(int, told.split(","))) == [env_seed(*case) for case in cases]
+    assert list(map(int, output.split(","))) == [env_seed(*case) for case in cases]

@@ -122,10 +122,10 @@ class Started:
 class Training(contextlib.AbstractContextManager["Training"]):
     """A process that runs `ppo train`; it is killed on exit."""
 
-    def __init__(self, run: Path, *words: str) -> None:
+    def __init__(self, run: Path, *args: str) -> None:
         self._run, self._log = run, run.with_name("train.log")
         code = "from ppo.cli.app import main; main()"
-        command = [sys.executable, "-c", code, "train", *words, "--run-dir", str(run)]
+        command = [sys.executable, "-c", code, "train", *args, "--run-dir", str(run)]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
@@ -133,17 +133,17 @@ class Training(contextlib.AbstractContextManager["Training"]):
         self.process.kill()
         self.process.wait()
 
-    def said(self) -> str:
+    def log(self) -> str:
         return self._log.read_text()
 
     def rows(self) -> list[dict[str, Any]]:
-        assert self.process.poll() in (None, 0), self.said()
+        assert self.process.poll() in (None, 0), self.log()
         path = self._run / "metrics.jsonl"
         text = path.read_text().rpartition("\n")[0] if path.exists() else ""
         return [json.loads(line) for line in text.splitlines()]
 
     def has_checkpoint(self) -> bool:
-        assert self.process.poll() is None, self.said()
+        assert self.process.poll() is None, self.log()
         return any((self._run / "checkpoints").glob("[0-9]" * 8))
 
     def others(self) -> dict[str, int]:
@@ -152,10 +152,10 @@ class Training(contextlib.AbstractContextManager["Training"]):
         for pid in with_descendants(os.getpid()):
             with contextlib.suppress(OSError):
                 place = Path(f"/proc/{pid}")
-                words = (place / "cmdline").read_bytes() + (
+                args = (place / "cmdline").read_bytes() + (
                     place / "environ"
                 ).read_bytes()
-                text = re.search(rb"--distribute.*TF_CONFIG=([^\0]*)", words, re.DOTALL)
+                text = re.search(rb"--distribute.*TF_CONFIG=([^\0]*)", args, re.DOTALL)
                 config = json.loads(text[1]) if text and is_alive(pid) else {}
                 if config and config["task"]["index"]:
                     address = config["cluster"]["worker"][config["task"]["index"]]
@@ -239,9 +239,9 @@ def server_pids() -> dict[str, int]:
     """Return the pids of the servers in Ray by address."""
     found = {}
     for pid in with_descendants(os.getpid()):
-        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-        if "--bind" in words:
-            found[words[words.index("--bind") + 1].removesuffix("0")] = pid
+        args = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        if "--bind" in args:
+            found[args[args.index("--bind") + 1].removesuffix("0")] = pid
     known = addresses("default", "envs")
     return {address: found[address.rpartition(":")[0] + ":"] for address in known}
 
@@ -269,8 +269,8 @@ def test_a_failed_start_prints_a_one_line_error(start: Start) -> None:
 def test_servers_use_the_key_of_their_node_and_clients_pin_it_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("keys", "make", str(tmp_path), "server", "gpu1", "--at", WORD)
-    subprocess.run([sys.executable, "-m", "envserve", *words], check=True)
+    args = ("keys", "make", str(tmp_path), "server", "gpu1", "--at", WORD)
+    subprocess.run([sys.executable, "-m", "envserve", *args], check=True)
     monkeypatch.setenv("ENVSERVE_HOME", str(tmp_path / "server"))
     cluster = RayCluster(monkeypatch, num_nodes=1)
     try:
@@ -309,9 +309,9 @@ def test_training_continues_and_learns(
 ) -> None:
     started = start("--servers", "3", "--workers", "1", ENV)
     run = tmp_path / "run"
-    words = ["cartpole", "--connect", WORD, "--seed", "1"]
-    words += ["--set", "total_steps=100000000", "--set", "num_envs=6"]
-    with Training(run, *words) as training:
+    args = ["cartpole", "--connect", WORD, "--seed", "1"]
+    args += ["--set", "total_steps=100000000", "--set", "num_envs=6"]
+    with Training(run, *args) as training:
         rows = training.rows
         wait_until(lambda: len(rows()) > 3, "the training has begun")
         cluster.kill_node("127.0.0.3")
@@ -345,9 +345,9 @@ def test_the_documented_commands_train_with_one_learner_and_with_two(
         wait_until(lambda: "Ray runtime started" in Path(log.name).read_text(), "Ray")
         started = Started(tmp_path / "log", *servers[4:])
         stack.callback(started.end, signal.SIGINT)
-        for words in trainings:
-            with Training(tmp_path / f"run-{len(words)}", *words[2:], *few) as training:
-                assert training.process.wait(LONG) == 0, training.said()
+        for args in trainings:
+            with Training(tmp_path / f"run-{len(args)}", *args[2:], *few) as training:
+                assert training.process.wait(LONG) == 0, training.log()
         assert started.end(signal.SIGINT) == 0
         log_text = started.log.read_text()
     # One learner has a lease on each of both servers, and so does each of two.
@@ -358,13 +358,13 @@ def test_the_documented_commands_train_with_one_learner_and_with_two(
 def test_learners_continue_when_one_is_killed_and_when_its_node_dies(
     cluster: RayCluster, tmp_path: Path
 ) -> None:
-    words = ("CartPole-v1", "--on", "ray", "--learners", "2", *SMALL)
-    with Training(tmp_path / "run", *words) as training:
+    args = ("CartPole-v1", "--on", "ray", "--learners", "2", *SMALL)
+    with Training(tmp_path / "run", *args) as training:
 
         def wait_until_restarted(times: int) -> None:
             """Wait until the learners were restarted `times` times and continue."""
             text = "Restarting all learners: "
-            wait_until(lambda: training.said().count(text) == times, f"{times} {text}")
+            wait_until(lambda: training.log().count(text) == times, f"{times} {text}")
             rows = len(training.rows())
             wait_until(lambda: len(training.rows()) > rows, "it learns")
 
@@ -382,21 +382,21 @@ def test_learners_continue_when_one_is_killed_and_when_its_node_dies(
         wait_until(lambda: not training.others(), "the other learner has ended")
     iterations = [row["iteration"] for row in training.rows()]
     assert iterations == list(range(1, len(iterations) + 1))
-    again = training.said().rpartition("Go on with: ppo train ")[2].splitlines()[0]
-    words = (*shlex.split(again), "--set", "total_steps=64")
-    assert words[1:5] == ("--on", "ray", "--learners", "2")
-    with Training(tmp_path / "run", *words) as training:
+    again = training.log().rpartition("Go on with: ppo train ")[2].splitlines()[0]
+    args = (*shlex.split(again), "--set", "total_steps=64")
+    assert args[1:5] == ("--on", "ray", "--learners", "2")
+    with Training(tmp_path / "run", *args) as training:
         assert training.process.wait(LONG) == 0
-        assert "Evaluation after " in training.said()
+        assert "Evaluation after " in training.log()
 
 
 def test_the_error_about_missing_capacity_lists_the_free_resources(
     cluster: RayCluster, tmp_path: Path
 ) -> None:
-    words = ("CartPole-v1", "--on", "ray", "--learners", "2", "--resources")
-    with Training(tmp_path / "run", *words, '{"CPU": 2, "licence": 1}') as training:
+    args = ("CartPole-v1", "--on", "ray", "--learners", "2", "--resources")
+    with Training(tmp_path / "run", *args, '{"CPU": 2, "licence": 1}') as training:
         assert training.process.wait(LONG) == 1
-    (error,) = (x for x in training.said().splitlines() if x.startswith("Error: "))
+    (error,) = (x for x in training.log().splitlines() if x.startswith("Error: "))
     assert error.startswith("Error: --learners 2: expected {'CPU': 2.0, 'licence': 1.0")
     assert "got {'CPU': 6.0, 'licence': 0} free in the cluster" in error
     assert not (tmp_path / "run").exists()

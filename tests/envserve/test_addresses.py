@@ -36,7 +36,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("word", "address"),
+    ("source", "address"),
     [
         ("sim1", "tcp://sim1:5555"),
         ("sim1:7", "tcp://sim1:7"),
@@ -50,8 +50,8 @@ def known(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     ],
 )
 @pytest.mark.usefixtures("known")
-def test_short_addresses_are_completed(word: str, address: str) -> None:
-    assert resolve(word) == (address,)
+def test_short_addresses_are_completed(source: str, address: str) -> None:
+    assert resolve(source) == (address,)
 
 
 @pytest.mark.usefixtures("known")
@@ -116,11 +116,11 @@ def test_ray_addresses_resolve_to_the_servers_in_ray(
 
 
 @pytest.mark.parametrize(
-    "word", ["", "tcp://", "udp://a:1", "tcp:/x", "a:b", "a:70000", "[::1", "ipc://"]
+    "source", ["", "tcp://", "udp://a:1", "tcp:/x", "a:b", "a:70000", "[::1", "ipc://"]
 )
-def test_invalid_addresses_raise_address_error(word: str) -> None:
+def test_invalid_addresses_raise_address_error(source: str) -> None:
     with pytest.raises(AddressError, match="expected an address like sim1, sim1:5555"):
-        complete_address(word)
+        complete_address(source)
 
 
 @pytest.mark.usefixtures("known")
@@ -137,11 +137,11 @@ def test_an_unknown_host_fails_at_once() -> None:
 def test_an_impossible_host_name_fails_like_an_unknown_host(
     name: str,
 ) -> None:
-    for word in (name, f"dns://{name}:7"):
+    for source in (name, f"dns://{name}:7"):
         with pytest.raises(
             AddressError, match=f"cannot resolve {name}; check"
         ) as raised:
-            resolve(word)
+            resolve(source)
         assert "\n" not in str(raised.value)
     assert diagnose_connection(f"tcp://{name}:7", None, 60.0) is Finding.UNKNOWN_HOST
 

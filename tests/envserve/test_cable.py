@@ -99,10 +99,10 @@ def start_player(
         )
     )
     journal = str(folder / "journal")
-    words = [sys.executable, "-m", "tests.envserve.test_cable", address, journal]
+    command = [sys.executable, "-m", "tests.envserve.test_cable", address, journal]
     player = stack.enter_context(
         subprocess.Popen(
-            hosts.command("trainer", *words),
+            hosts.command("trainer", *command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

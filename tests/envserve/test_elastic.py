@@ -42,7 +42,7 @@ class Source:
     """Running servers, and a file that lists their addresses."""
 
     def __init__(self, path: Path, serve: Serve) -> None:
-        self.word = f"file://{path}"
+        self.url = f"file://{path}"
         self.servers: list[ServerProcess] = []
         self._path, self._serve = path, serve
 
@@ -78,9 +78,9 @@ def play(
 
     def make(num_envs: int, addresses: list[str] | None = None, **more: Any) -> Player:
         kwargs = {"length": LENGTH, "journal": str(journal)}
-        words = addresses or [source.word]
+        sources = addresses or [source.url]
         batch = BatchEnv.connect(
-            LEDGER, words, num_envs, seed=5, env_kwargs=kwargs, **more
+            LEDGER, sources, num_envs, seed=5, env_kwargs=kwargs, **more
         )
         ledger = Ledger(num_envs, 5, length=LENGTH)
         players.append(Player(batch, ledger, random_generator))
@@ -137,8 +137,8 @@ def test_other_listed_servers_take_over_if_they_have_free_envs(
 def test_addresses_and_sources_can_be_combined(source: Source, play: Play) -> None:
     source.start(4)
     named, looked_up = (source.start(4, is_listed=False).address for _ in range(2))
-    words = [named, source.word, looked_up.replace("tcp:", "dns:")]
-    player = play(12, words)
+    sources = [named, source.url, looked_up.replace("tcp:", "dns:")]
+    player = play(12, sources)
     step_until_valid(player, np.array([], int))
     names = [lane.name for lane in player.batch.lanes]
     assert names == [named, source.servers[0].address, looked_up]
@@ -214,8 +214,8 @@ def test_a_server_with_other_envs_gets_no_rows_and_is_reported(
     (tmp_path / "others.py").write_text(OTHERS)
     other = source.start(4, "--import", str(tmp_path / "others.py"))
     first.kill()
-    told = f"{other.address}: expected envs as before, of {first.address}; got other"
-    while told not in caplog.text:
+    message = f"{other.address}: expected envs as before, of {first.address}; got other"
+    while message not in caplog.text:
         assert np.delete(player.step().valid, rows).all()
     assert "observation space: expected Box(" in caplog.text
     fit = source.start(4)
@@ -256,7 +256,7 @@ def test_a_batch_starts_with_few_servers_and_adds_later_ones(
     ledger = Ledger(16, 5, length=LENGTH)
     with BatchEnv.connect(
         LEDGER,
-        [source.word],
+        [source.url],
         16,
         seed=5,
         env_kwargs={"length": LENGTH, "journal": str(journal)},
@@ -313,7 +313,7 @@ def test_envs_can_be_spread_over_servers_that_have_no_address_yet(
     source: Source,
 ) -> None:
     source.start(4)
-    connect = functools.partial(BatchEnv.connect, LEDGER, [source.word], 8, seed=5)
+    connect = functools.partial(BatchEnv.connect, LEDGER, [source.url], 8, seed=5)
     with connect(num_servers=2) as batch:
         batch.reset()
         result = batch.step(np.zeros(8, np.int64))
@@ -330,7 +330,7 @@ def test_envs_can_be_spread_over_servers_that_have_no_address_yet(
 def test_too_few_servers_are_an_error(source: Source) -> None:
     gone = source.start(4)
     source.start(4)
-    connect = functools.partial(BatchEnv.connect, LEDGER, [source.word], 8)
+    connect = functools.partial(BatchEnv.connect, LEDGER, [source.url], 8)
     with pytest.raises(AddressError, match="now; got 3; reduce it, or pass more"):
         connect(min_servers=3)
     with pytest.raises(ValueError, match="min_servers: expected at least 1; got 0"):
