@@ -192,7 +192,7 @@ def _write_to(
 
 
 def final_observations(space: Space[Any], step: StepResult, previous: Any) -> list[Any]:
-    """Return the final observation of each row; only rows that have ended count.
+    """Return the final observation of each row; ignore rows that have not ended.
 
     Args:
       space: Observation space of the whole batch.
